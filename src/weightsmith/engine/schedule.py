@@ -1,0 +1,158 @@
+"""What to do next: tiles of all tensors feed one pool of threads.
+
+A step becomes one part per logical matrix. A part goes through its job's statistics passes and then its apply pass; each
+pass is a set of tiles that any thread may take. Parts begun are preferred to new ones, so few are in flight; a new one is
+begun only when no tile of those in flight is free. Nothing here touches bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from weightsmith.engine.tiles import Cut
+from weightsmith.methods.job import Job
+from weightsmith.plan.steps import Step
+
+APPLY = -1
+
+
+class Work:
+    """One output tensor in flight.
+
+    digests  of its grains, 8 bytes each, filled in by the apply pass
+    parts    not yet finished
+    """
+
+    def __init__(self, step: Step, grain: int, digest_bytes: int) -> None:
+        self.step = step
+        self.grain = grain
+        self.digests = bytearray(digest_bytes)
+        self.parts = 0
+
+
+class Part:
+    """One logical matrix of a tensor: its job (None: copy bytes), tiles and progress through them."""
+
+    def __init__(self, work: Work, job: Job | None, index: int, cuts: list[Cut]) -> None:
+        self.work = work
+        self.job = job
+        self.index = index
+        self.cuts = cuts
+        self.number = 0
+        self._begin_pass()
+
+    def _begin_pass(self) -> None:
+        self.phase = self.number if self.job is not None and self.number < self.job.passes() else APPLY
+        self.next_tile = 0
+        self.left = len(self.cuts)
+        self.results: list[Any] = [None] * len(self.cuts)
+
+    @property
+    def ready(self) -> bool:
+        """A tile can be taken now."""
+        if self.next_tile == len(self.cuts):
+            return False
+        in_order = self.job is not None and self.job.sequential and self.phase != APPLY
+        return not in_order or self.left == len(self.cuts) - self.next_tile
+
+    def fold(self) -> None:
+        """Take in the results of a statistics pass."""
+        if self.phase != APPLY:
+            assert self.job is not None
+            self.job.fold(self.phase, self.results)
+
+    def advance(self) -> bool:
+        """Begin the next pass; False when this was the last."""
+        if self.phase == APPLY:
+            return False
+        self.number += 1
+        self._begin_pass()
+        return True
+
+
+class Task:
+    """One tile of one pass."""
+
+    __slots__ = ("part", "phase", "tile")
+
+    def __init__(self, part: Part, tile: int) -> None:
+        self.part = part
+        self.phase = part.phase
+        self.tile = tile
+
+
+class Scheduler:
+    """Hands out tasks to threads until all parts are finished, or one fails."""
+
+    def __init__(self, parts: Iterator[Part], finished: Callable[[Work], None]) -> None:
+        """`parts` is advanced under the lock; `finished` is called once a tensor, from the thread that finished it."""
+        self._waiting = parts
+        self._finished = finished
+        self._flight: deque[Part] = deque()
+        self._condition = threading.Condition()
+        self._exhausted = False
+        self.error: BaseException | None = None
+
+    def next(self) -> Task | None:
+        """The next task; waits for one; None when there is nothing left to do, or something failed."""
+        with self._condition:
+            while self.error is None:
+                part = self._ready_part()
+                if part is not None:
+                    task = Task(part, part.next_tile)
+                    part.next_tile += 1
+                    return task
+                if self._exhausted and not self._flight:
+                    return None
+                self._condition.wait()
+        return None
+
+    def _ready_part(self) -> Part | None:
+        for part in self._flight:
+            if part.ready:
+                return part
+        if not self._exhausted:
+            part = next(self._waiting, None)
+            if part is not None:
+                self._flight.append(part)
+                return part
+            self._exhausted = True
+            self._condition.notify_all()
+        return None
+
+    def done(self, task: Task, result: Any) -> None:
+        """A task is done; the last of a pass folds it, the last of a part takes the part away."""
+        part = task.part
+        with self._condition:
+            part.results[task.tile] = result
+            part.left -= 1
+            last = part.left == 0
+            if not last:
+                if part.job is not None and part.job.sequential:
+                    self._condition.notify_all()
+                return
+        part.fold()
+        with self._condition:
+            complete = False
+            if not part.advance():
+                part.work.parts -= 1
+                complete = part.work.parts == 0
+            if not complete:
+                if part.phase == APPLY and part.left == 0:
+                    self._flight.remove(part)
+                self._condition.notify_all()
+                return
+        self._finished(part.work)
+        with self._condition:  # only now: while a part is in flight no thread ends, so an error here is still seen
+            self._flight.remove(part)
+            self._condition.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Stop handing out tasks; `error` is the first one to be seen."""
+        with self._condition:
+            if self.error is None:
+                self.error = error
+            self._condition.notify_all()

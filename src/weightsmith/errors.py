@@ -1,0 +1,166 @@
+"""Every error weightsmith raises, and the shape of every message.
+
+    WeightsmithError
+    ├── PlanError            the recipe and the inputs do not fit; holds every problem found, not the first
+    ├── RecipeError          what the user wrote
+    │   ├── SyntaxProblem    not YAML, duplicate keys, alias bombs, values of the wrong type
+    │   ├── UnknownName      a key, method, parameter, module or tensor that does not exist
+    │   └── ParameterError   a missing, misplaced or out-of-range parameter
+    ├── CheckpointError      what the inputs are
+    │   ├── NotFound         no such folder, file, hub id or tensor
+    │   ├── FormatError      bytes that break the file format (never trusted, never executed)
+    │   └── Unsupported      a format, dtype or quantisation that this version does not read
+    ├── MismatchError        inputs that do not go together
+    │   ├── ShapeError       unequal shapes
+    │   ├── LayerError       layer ranges and stacks that cannot be made
+    │   └── TensorLost       a tensor that would be lost without a word
+    └── StoreError           what happens to the output
+        ├── OutputExists     the target is there already
+        ├── NoSpace          the file system cannot hold the output
+        ├── CannotResume     a staging folder of another plan
+        └── Corrupt          verify found bytes that differ from the manifest
+
+Catch a branch, log a leaf. A message says what, where, both values, what is on disk now, and what to do next.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+NOTHING_WRITTEN = "Nothing was written."
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing to tell the user: the content of an error, or of a warning.
+
+    what     one sentence that holds the values concerned
+    where    `file:line:column` for a recipe; the tensor, file or key otherwise
+    details  further lines, one per model or value, shown indented
+    fix      the next step, as a sentence
+    """
+
+    what: str
+    where: str = ""
+    details: tuple[str, ...] = ()
+    fix: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"{self.where}: {self.what}" if self.where else self.what]
+        lines += [f"  {line}" for line in self.details]
+        if self.fix:
+            lines.append(f"  -> {self.fix}")
+        return "\n".join(lines)
+
+
+class WeightsmithError(Exception):
+    """Base of all errors; one finding and the state of the disk.
+
+    >>> print(WeightsmithError("t is missing", where="a.yml:3:1", fix="add parameters: {t: 0.5}", state=NOTHING_WRITTEN))
+    a.yml:3:1: t is missing
+      -> add parameters: {t: 0.5}
+    Nothing was written.
+    """
+
+    def __init__(
+        self, what: str, *, where: str = "", details: Iterable[str] = (), fix: str = "", state: str = ""
+    ) -> None:
+        self.finding = Finding(what, where, tuple(details), fix)
+        self.state = state
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        return f"{self.finding}\n{self.state}" if self.state else str(self.finding)
+
+
+class PlanError(WeightsmithError):
+    """All the problems of one recipe, found before any tensor data was read."""
+
+    def __init__(self, problems: Sequence[WeightsmithError]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(f"{len(self.problems)} problem(s)", state=NOTHING_WRITTEN)
+
+    def __str__(self) -> str:
+        parts = [f"{type(p).__name__}: {p.finding}" for p in self.problems]
+        n = len(parts)
+        return "\n".join([*parts, f"{NOTHING_WRITTEN} ({n} problem{'s' if n != 1 else ''})"])
+
+
+class RecipeError(WeightsmithError):
+    """What the user wrote cannot be accepted."""
+
+
+class SyntaxProblem(RecipeError):
+    """Not the YAML, or not the grammar, of a recipe."""
+
+
+class UnknownName(RecipeError):
+    """A key, method, parameter, module or tensor that does not exist."""
+
+
+class ParameterError(RecipeError):
+    """A parameter that is missing, misplaced or out of range."""
+
+
+class CheckpointError(WeightsmithError):
+    """An input checkpoint cannot be used."""
+
+
+class NotFound(CheckpointError):
+    """No such folder, file, hub id or tensor."""
+
+
+class FormatError(CheckpointError):
+    """Bytes that break the file format."""
+
+
+class Unsupported(CheckpointError):
+    """A format, dtype or quantisation that this version does not read."""
+
+
+class MismatchError(WeightsmithError):
+    """Inputs that do not go together."""
+
+
+class ShapeError(MismatchError):
+    """Unequal shapes."""
+
+
+class LayerError(MismatchError):
+    """Layer ranges or stacks that cannot be made."""
+
+
+class TensorLost(MismatchError):
+    """A tensor that would be lost without a word."""
+
+
+class StoreError(WeightsmithError):
+    """The output cannot be written, published or trusted."""
+
+
+class OutputExists(StoreError):
+    """The target is there already."""
+
+
+class NoSpace(StoreError):
+    """The file system cannot hold the output."""
+
+
+class CannotResume(StoreError):
+    """A staging folder made by another plan."""
+
+
+class Corrupt(StoreError):
+    """Bytes that differ from the manifest."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` (did you mean 'ties'?)` for the nearest known name, or an empty string.
+
+    >>> nearest("tise", ["ties", "linear"])
+    " (did you mean 'ties'?)"
+    """
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" (did you mean '{close[0]}'?)" if close else ""

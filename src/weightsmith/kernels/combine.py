@@ -1,0 +1,120 @@
+"""Linear combinations, and the inner products their coefficients come from."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from weightsmith.kernels.codecs import BLOCK, decode, encode
+
+
+@njit(nogil=True, cache=True)
+def fill(row: np.ndarray, n: int, value: float) -> None:
+    """row[:n] = value."""
+    for j in range(n):
+        row[j] = value
+
+
+@njit(nogil=True, cache=True)
+def add_scaled(coefficient: float, x: np.ndarray, n: int, total: np.ndarray) -> None:
+    """total[:n] += coefficient * x[:n], in float64."""
+    a, t = x[:n], total[:n]
+    for j in range(n):
+        t[j] += coefficient * np.float64(a[j])
+
+
+@njit(nogil=True, cache=True)
+def combine(
+    raw: np.ndarray,
+    codes: np.ndarray,
+    coefficients: np.ndarray,
+    n: int,
+    out: np.ndarray,
+    out_code: int,
+    rows: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """out = Σ coefficients[i] · raw[i], accumulated in float64 and rounded once.
+
+    raw           uint8 [models, bytes]; n elements of each are read
+    codes         int64 [models], `DType.code`
+    coefficients  float64 [models]
+    out           uint8 [bytes]
+    rows          float32 or float64 [>= 1, BLOCK] scratch; sums float64 [>= 1, BLOCK] scratch
+    """
+    x, total = rows[0], sums[0]
+    for start in range(0, n, BLOCK):
+        m = min(BLOCK, n - start)
+        fill(total, m, 0.0)
+        for i in range(raw.shape[0]):
+            decode(raw[i], codes[i], start, m, x)
+            add_scaled(coefficients[i], x, m, total)
+        encode(total, m, out_code, start, out)
+
+
+@njit(nogil=True, cache=True)
+def add_products(a: np.ndarray, b: np.ndarray, n: int, total: np.ndarray) -> None:
+    """total[:n] += a[:n] * b[:n], in float64 (the product of two float32 is exact)."""
+    x, y, t = a[:n], b[:n], total[:n]
+    for j in range(n):
+        t[j] += np.float64(x[j]) * np.float64(y[j])
+
+
+@njit(nogil=True, cache=True)
+def sum_lanes(row: np.ndarray) -> float:
+    """Sum of a row in a fixed order: 16 lanes, then their sum."""
+    lanes = np.zeros(16)
+    for j in range(0, row.size, 16):
+        for lane in range(16):
+            lanes[lane] += row[j + lane]
+    total = 0.0
+    for lane in range(16):
+        total += lanes[lane]
+    return total
+
+
+@njit(nogil=True, cache=True)
+def subtract(x: np.ndarray, base: np.ndarray, n: int) -> None:
+    """x[:n] -= base[:n]: the delta, rounded to the row's dtype."""
+    a, b = x[:n], base[:n]
+    for j in range(n):
+        a[j] -= b[j]
+
+
+@njit(nogil=True, cache=True)
+def gram(
+    raw: np.ndarray,
+    codes: np.ndarray,
+    n: int,
+    grain: int,
+    deltas: bool,
+    out: np.ndarray,
+    rows: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """Inner products of the inputs, one set per grain of `grain` elements.
+
+    deltas  True: raw[0] is a base, and the vectors are raw[1:] - raw[0]
+    out     float64 [grains, pairs]; pairs (i, j) with i <= j in row order
+    rows    scratch [models, BLOCK]; sums float64 [pairs, BLOCK] scratch
+    """
+    first = 1 if deltas else 0
+    k = raw.shape[0]
+    for g in range(out.shape[0]):
+        end = min(n, (g + 1) * grain)
+        for p in range(out.shape[1]):
+            fill(sums[p], BLOCK, 0.0)
+        for start in range(g * grain, end, BLOCK):
+            m = min(BLOCK, end - start)
+            for i in range(k):
+                decode(raw[i], codes[i], start, m, rows[i])
+            if deltas:
+                for i in range(1, k):
+                    subtract(rows[i], rows[0], m)
+            p = 0
+            for i in range(first, k):
+                for j in range(i, k):
+                    add_products(rows[i], rows[j], m, sums[p])
+                    p += 1
+        for p in range(out.shape[1]):
+            out[g, p] = sum_lanes(sums[p])

@@ -1,0 +1,87 @@
+"""Combinations whose coefficients differ by row or by column of a matrix."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from weightsmith.kernels.codecs import BLOCK, decode, encode
+from weightsmith.kernels.combine import add_products, add_scaled, fill, subtract
+
+
+@njit(nogil=True, cache=True)
+def combine_rows(
+    raw: np.ndarray,
+    codes: np.ndarray,
+    coefficients: np.ndarray,
+    n: int,
+    cols: int,
+    out: np.ndarray,
+    out_code: int,
+    rows: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """As `combine`, with coefficients float64 [n / cols, models]: one set for each row of `cols` elements."""
+    x, total = rows[0], sums[0]
+    for r in range(n // cols):
+        for start in range(r * cols, (r + 1) * cols, BLOCK):
+            m = min(BLOCK, (r + 1) * cols - start)
+            fill(total, m, 0.0)
+            for i in range(raw.shape[0]):
+                decode(raw[i], codes[i], start, m, x)
+                add_scaled(coefficients[r, i], x, m, total)
+            encode(total, m, out_code, start, out)
+
+
+@njit(nogil=True, cache=True)
+def gram_columns(
+    raw: np.ndarray, codes: np.ndarray, n: int, cols: int, deltas: bool, totals: np.ndarray, rows: np.ndarray
+) -> None:
+    """totals (float64 [pairs, cols]) += products of the inputs' elements, summed down each column, row after row."""
+    first = 1 if deltas else 0
+    k = raw.shape[0]
+    for r in range(n // cols):
+        for c in range(0, cols, BLOCK):
+            m = min(BLOCK, cols - c)
+            for i in range(k):
+                decode(raw[i], codes[i], r * cols + c, m, rows[i])
+            if deltas:
+                for i in range(1, k):
+                    subtract(rows[i], rows[0], m)
+            p = 0
+            for i in range(first, k):
+                for j in range(i, k):
+                    add_products(rows[i], rows[j], m, totals[p][c : c + m])
+                    p += 1
+
+
+@njit(nogil=True, cache=True)
+def add_scaled_each(coefficients: np.ndarray, x: np.ndarray, n: int, total: np.ndarray) -> None:
+    """total[:n] += coefficients[:n] * x[:n]."""
+    c, a, t = coefficients[:n], x[:n], total[:n]
+    for j in range(n):
+        t[j] += c[j] * np.float64(a[j])
+
+
+@njit(nogil=True, cache=True)
+def combine_columns(
+    raw: np.ndarray,
+    codes: np.ndarray,
+    coefficients: np.ndarray,
+    n: int,
+    cols: int,
+    out: np.ndarray,
+    out_code: int,
+    rows: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """As `combine`, with coefficients float64 [models, cols]: one set for each column."""
+    x, total = rows[0], sums[0]
+    for r in range(n // cols):
+        for c in range(0, cols, BLOCK):
+            m = min(BLOCK, cols - c)
+            fill(total, m, 0.0)
+            for i in range(raw.shape[0]):
+                decode(raw[i], codes[i], r * cols + c, m, x)
+                add_scaled_each(coefficients[i][c:], x, m, total)
+            encode(total, m, out_code, r * cols + c, out)

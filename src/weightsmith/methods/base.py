@@ -1,0 +1,86 @@
+"""What a merge method says of itself. The maths is in the method's own file; this is the form it fills in.
+
+From these records come the registry, `weightsmith methods`, the docs pages, the JSON schema and the checks at plan time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from weightsmith.methods.job import Job, Matrix
+
+Value = bool | int | float | str
+Scope = Literal["model", "tensor"]
+BaseRole = Literal["required", "optional", "input"]
+Parameters = Mapping[str, Value | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of a method.
+
+    name     as written in recipes
+    kind     `float`, `int`, `bool` or `str`
+    doc      one sentence
+    scope    `model`: one value for each input; `tensor`: one value for the output tensor
+    default  None: the parameter is required
+    minimum, maximum   inclusive bounds of numbers
+    choices  allowed strings
+    optional the parameter may be left out and then has no value (None)
+    booleans what `false` and `true` stand for, for a `str` parameter that was a flag in mergekit
+    ignored  why the parameter, accepted because mergekit accepts it, changes nothing
+    """
+
+    name: str
+    kind: Literal["float", "int", "bool", "str"]
+    doc: str
+    scope: Scope = "tensor"
+    default: Value | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    choices: tuple[str, ...] = ()
+    optional: bool = False
+    booleans: tuple[str, str] | tuple[()] = ()
+    ignored: str = ""
+
+    @property
+    def required(self) -> bool:
+        """True when a recipe must give a value."""
+        return self.default is None and not self.optional
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One merge method.
+
+    name        as written in `merge_method:`
+    title       a few words
+    summary     what it does, as text for the docs page
+    source      paper and section, or the project it comes from
+    formula     one line of plain text
+    parameters  in the order shown to users
+    base        `required`: base_model must be given, the base has no per-model parameters;
+                `optional`: used when given; `input`: the base, if listed, is an input like the others
+    min_models, max_models   inputs besides the base (with base == "input": all inputs)
+    example     a recipe
+    job         makes the merge of one logical matrix
+    check       looks at the resolved parameters (shared, one mapping per input) and says what is wrong with them, or ""
+    copies      says whether these parameters leave the single input as it is, so that its bytes are copied
+    """
+
+    name: str
+    title: str
+    summary: str
+    source: str
+    formula: str
+    parameters: tuple[Parameter, ...]
+    base: BaseRole
+    min_models: int
+    max_models: int | None
+    example: str
+    job: Callable[[Matrix], Job]
+    check: Callable[[Parameters, Sequence[Parameters]], str] = lambda shared, models: ""
+    copies: Callable[[Sequence[Parameters]], bool] = lambda models: False

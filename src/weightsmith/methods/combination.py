@@ -1,0 +1,64 @@
+"""Jobs whose result is a linear combination of the inputs: coefficients given, or a function of the Gram matrix.
+
+slerp, nuslerp and their kin all compute Σ cᵢ xᵢ where the cᵢ depend on the inputs' inner products alone: one statistics
+pass, a small function from the Gram matrix to coefficients in float64, one linear pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith.kernels.combine import combine, gram
+from weightsmith.methods.job import Bytes, Job, Matrix, Tile
+
+Vector = npt.NDArray[np.float64]
+
+
+class CombinationJob(Job):
+    """Σ coefficients[i] · input[i], the coefficients (float64 [inputs]) known beforehand."""
+
+    def __init__(self, matrix: Matrix, coefficients: Vector) -> None:
+        super().__init__(matrix)
+        self.coefficients = np.asarray(coefficients, np.float64)
+
+    def apply(self, tile: Tile, out: Bytes) -> None:
+        m = self.matrix
+        rows = tile.scratch.rows(1, m.codes, m.out_code)
+        combine(tile.raw, m.codes, self.coefficients, tile.size, out, m.out_code, rows, tile.scratch.sums(1))
+
+
+class GramJob(CombinationJob):
+    """Coefficients from inner products: `solve` maps the Gram matrix (float64 [k, k]) to coefficients (float64 [inputs]).
+
+    With `deltas` the vectors are the inputs minus the first one, the base, and k = inputs - 1.
+    """
+
+    def __init__(self, matrix: Matrix, solve: Callable[[Vector], Vector], *, deltas: bool = False) -> None:
+        super().__init__(matrix, np.zeros(len(matrix.codes)))
+        self.solve = solve
+        self.deltas = deltas
+        self.vectors = len(matrix.codes) - deltas
+
+    def passes(self) -> int:
+        return 1
+
+    def statistics(self, number: int, tile: Tile) -> Vector:
+        m = self.matrix
+        pairs = self.vectors * (self.vectors + 1) // 2
+        out = np.empty((tile.grains(m.grain), pairs))
+        rows = tile.scratch.rows(len(m.codes), m.codes, m.out_code)
+        gram(tile.raw, m.codes, tile.size, m.grain, self.deltas, out, rows, tile.scratch.sums(pairs))
+        return out
+
+    def fold(self, number: int, results: list[Any]) -> None:
+        # cumsum adds strictly in order; sum's pairwise order would depend on how many grains there are, not on tiles,
+        # but strict order is what the reference does.
+        totals = np.cumsum(np.concatenate(results), axis=0)[-1]
+        k = self.vectors
+        matrix = np.zeros((k, k))
+        matrix[np.triu_indices(k)] = totals
+        self.coefficients = self.solve(matrix + np.triu(matrix, 1).T)

@@ -1,0 +1,48 @@
+"""linear: the weighted average of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weightsmith.methods.base import Method, Parameter, Parameters
+from weightsmith.methods.job import Job, Matrix
+
+WEIGHT = Parameter("weight", "float", "Share of this model in the sum.", scope="model")
+
+
+def _job(matrix: Matrix) -> Job:
+    from weightsmith.methods.combination import CombinationJob
+
+    weights = matrix.weights()
+    return CombinationJob(matrix, weights / weights.sum() if matrix.shared["normalize"] else weights)
+
+
+def zero_sum(shared: Parameters, models: Sequence[Parameters]) -> str:
+    """What to say when weights that are to be normalised sum to zero (mergekit writes NaN)."""
+    total = sum(float(m["weight"] or 0) for m in models if "weight" in m)
+    return f"the weights sum to {total:g}, so they cannot be normalised" if shared["normalize"] and total == 0 else ""
+
+
+METHOD = Method(
+    name="linear",
+    title="weighted average",
+    summary="""The weighted average of two or more checkpoints: "model soups". Robust and cheap; use it for checkpoints of one
+training run, or for fine-tunes of one base that do not disagree. Weights may be negative or sum to anything with
+`normalize: false`. A base_model is an input like the others, and needs a weight of its own.""",
+    source="Wortsman et al. 2022, Model soups, https://arxiv.org/abs/2203.05482",
+    formula="out = Σ wᵢ Wᵢ / Σ wᵢ   (without the division if normalize is false)",
+    parameters=(WEIGHT, Parameter("normalize", "bool", "Divide by the sum of the weights.", default=True)),
+    base="input",
+    min_models=1,
+    max_models=None,
+    example="""merge_method: linear
+models:
+  - model: ./fr
+    parameters: {weight: 0.6}
+  - model: ./de
+    parameters: {weight: 0.4}
+dtype: bfloat16
+""",
+    job=_job,
+    check=zero_sum,
+)

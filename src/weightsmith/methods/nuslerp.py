@@ -1,0 +1,78 @@
+"""nuslerp: spherical interpolation with weights, of tensors, rows or columns, of models or of task vectors."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from weightsmith.methods.base import Method, Parameter
+from weightsmith.methods.job import Job, Matrix
+from weightsmith.methods.linear import WEIGHT
+
+
+def interpolation(weights: np.ndarray) -> float:
+    """t of the second vector: w₂ / (w₁ + w₂); 0.5 when the sum is below 1e-6, as in mergekit."""
+    total = float(weights[0] + weights[1])
+    return 0.5 if abs(total) < 1e-6 else float(weights[1]) / total
+
+
+def nuslerp_coefficients(gram: np.ndarray, t: float) -> np.ndarray:
+    """Coefficients of two vectors from their inner products, float64 [2, 2] → float64 [2].
+
+    Unlike slerp this interpolates on the sphere however small the angle is; only collinear vectors (1 - cos² ≤ 1e-16) are
+    interpolated linearly.
+
+    >>> nuslerp_coefficients(np.eye(2), 0.25).round(4)
+    array([0.9239, 0.3827])
+    """
+    norms = np.maximum(np.sqrt(np.diag(gram)), 1e-7)
+    cosine = min(1.0, max(-1.0, float(gram[0, 1] / (norms[0] * norms[1]))))
+    if 1.0 - cosine * cosine <= 1e-16:
+        return np.array([1.0 - t, t])
+    theta = math.acos(cosine)
+    return np.array([math.sin((1.0 - t) * theta), math.sin(t * theta)]) / math.sin(theta)
+
+
+def _job(matrix: Matrix) -> Job:
+    from weightsmith.methods.combination import GramJob
+    from weightsmith.methods.vectors import ColumnJob, RowJob
+
+    t = interpolation(matrix.weights())
+    if not matrix.shared["nuslerp_flatten"] and matrix.cols < matrix.size:
+        return RowJob(matrix, t) if matrix.shared["nuslerp_row_wise"] else ColumnJob(matrix, t)
+
+    def solve(gram: np.ndarray) -> np.ndarray:
+        a, b = nuslerp_coefficients(gram, t)
+        return np.array([1.0 - a - b, a, b]) if matrix.base else np.array([a, b])
+
+    return GramJob(matrix, solve, deltas=matrix.base)
+
+
+METHOD = Method(
+    name="nuslerp",
+    title="spherical interpolation with weights",
+    summary="""Spherical interpolation of two models where each has a weight (t = w₂ / (w₁ + w₂)). With a base_model, which must not
+be one of the two, the task vectors are interpolated and added to the base. `nuslerp_flatten: false` interpolates vector by
+vector: the rows of each matrix with `nuslerp_row_wise: true`, its columns otherwise (mergekit 0.1.5 does the opposite of what
+its documentation says; here the documented meaning holds).""",
+    source="mergekit, nuslerp; Shoemake 1985 for the interpolation",
+    formula="out = sin((1-t)θ)/sin θ · A + sin(tθ)/sin θ · B;  with a base: base + the same of (A - base), (B - base)",
+    parameters=(
+        WEIGHT,
+        Parameter("nuslerp_flatten", "bool", "Each tensor is one vector.", default=True),
+        Parameter("nuslerp_row_wise", "bool", "With nuslerp_flatten false: rows, not columns.", default=False),
+    ),
+    base="optional",
+    min_models=2,
+    max_models=2,
+    example="""merge_method: nuslerp
+models:
+  - model: ./fr
+    parameters: {weight: 0.5}
+  - model: ./de
+    parameters: {weight: 0.5}
+dtype: bfloat16
+""",
+    job=_job,
+)

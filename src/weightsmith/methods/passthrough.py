@@ -1,0 +1,36 @@
+"""passthrough: tensors as they are, or scaled; the method of layer stacking."""
+
+from __future__ import annotations
+
+from weightsmith.methods.base import Method, Parameter
+from weightsmith.methods.job import Job, Matrix
+
+
+def _job(matrix: Matrix) -> Job:
+    from weightsmith.methods.combination import CombinationJob
+
+    scale = matrix.models[0].get("scale")
+    return CombinationJob(matrix, [1.0 if scale is None else float(scale)])  # type: ignore[arg-type]
+
+
+METHOD = Method(
+    name="passthrough",
+    title="layers as they are",
+    summary="""Takes each tensor from the one model that is listed for it. With `slices` it stacks layers of one or several models
+into a deeper one ("frankenmerge", depth up-scaling). Without `scale`, and where the dtype stays, bytes are copied and never
+decoded. A scale of 0 on `o_proj` and `down_proj` makes a duplicated layer the identity at first.""",
+    source="Kim et al. 2023, SOLAR 10.7B: depth up-scaling, section 3, https://arxiv.org/abs/2312.15166",
+    formula="out = scale · W",
+    parameters=(Parameter("scale", "float", "Factor; left out, the bytes are copied.", scope="model", optional=True),),
+    base="input",
+    min_models=1,
+    max_models=1,
+    example="""merge_method: passthrough
+slices:
+  - sources: [{model: ./base, layer_range: [0, 20]}]
+  - sources: [{model: ./base, layer_range: [10, 30]}]
+dtype: bfloat16
+""",
+    job=_job,
+    copies=lambda models: models[0].get("scale") in (None, 1.0),
+)

@@ -1,0 +1,185 @@
+"""The Plan: every output tensor, its op, inputs and parameters. Pure data, printable, with a JSON round trip.
+
+A plan is made from a recipe and the headers of the inputs alone (`weightsmith.plan.build`). The engine runs it; the store
+knows from it where every byte goes before the first is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from weightsmith.errors import Finding
+from weightsmith.methods.base import Value
+from weightsmith.store.layout import Layout, make_layout
+from weightsmith.tensors import DTYPES, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One input of a step: tensor `tensor` of `plan.models[model]`."""
+
+    model: int
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Resolved parameters, shared by all the steps that have the same ones.
+
+    shared   the parameters of the output tensor
+    models   for each input of the step, in order, its own parameters ({} for a base that takes none)
+    """
+
+    shared: Mapping[str, Value | None]
+    models: tuple[Mapping[str, Value | None], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """How one output tensor is made.
+
+    out       name, dtype and shape as written
+    op        `copy` (bytes as they are), `cast` (copy with another dtype), or the name of a merge method
+    inputs    in the recipe's order; with a base, the base first
+    base      True when inputs[0] is the base of the merge
+    settings  index into `plan.settings`
+    matrices  number of logical matrices along the first dimension (experts of a fused tensor); statistics are per matrix
+    """
+
+    out: TensorSpec
+    op: str
+    inputs: tuple[Source, ...]
+    base: bool = False
+    settings: int = 0
+    matrices: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """One input checkpoint: how the user named it, and what it was when planned.
+
+    ref          as written in the recipe (`org/name@revision`, `./folder`)
+    revision     commit of a hub model, "" otherwise
+    header_hash  of all safetensors headers and file sizes: another checkpoint has another hash
+    """
+
+    ref: str
+    revision: str
+    header_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """An input tensor that is not in the output, and why."""
+
+    model: int
+    tensor: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that will happen, before anything does.
+
+    method           the recipe's merge method, for the card
+    models           inputs, in the recipe's order (base first when there is one)
+    steps            output tensors in model order
+    settings         the tables `Step.settings` points into
+    dropped          every input tensor that is not used, with its reason
+    config           the new config.json, or None when the donor has none
+    donor            index of the model that gives config, tokenizer and all other files
+    carried          names of the donor's files copied as they are
+    max_shard_bytes  upper bound of a weight file
+    seed             of the random masks
+    warnings         what the user should know
+    recipe           the recipe's text, byte for byte
+    """
+
+    method: str
+    models: tuple[ModelInput, ...]
+    steps: tuple[Step, ...]
+    settings: tuple[Settings, ...]
+    dropped: tuple[Dropped, ...] = ()
+    config: dict[str, Any] | None = None
+    donor: int = 0
+    carried: tuple[str, ...] = ()
+    max_shard_bytes: int = 5_000_000_000
+    seed: int = 0
+    warnings: tuple[Finding, ...] = field(default=())
+    recipe: str = ""
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where every output byte goes."""
+        return make_layout([s.out for s in self.steps], self.max_shard_bytes)
+
+    @cached_property
+    def hash(self) -> str:
+        """Identity of the plan: equal hashes mean equal output bytes (sha256, hex)."""
+        data = self.to_json()
+        data.pop("warnings")
+        return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON values; `Plan.from_json` is its inverse."""
+        return {
+            "method": self.method,
+            "models": [{"ref": m.ref, "revision": m.revision, "header_hash": m.header_hash} for m in self.models],
+            "settings": [{"shared": dict(s.shared), "models": [dict(m) for m in s.models]} for s in self.settings],
+            "steps": [
+                {
+                    "name": s.out.name,
+                    "dtype": s.out.dtype.name,
+                    "shape": list(s.out.shape),
+                    "op": s.op,
+                    "inputs": [[i.model, i.tensor] for i in s.inputs],
+                    "base": s.base,
+                    "settings": s.settings,
+                    "matrices": s.matrices,
+                }
+                for s in self.steps
+            ],
+            "dropped": [{"model": d.model, "tensor": d.tensor, "reason": d.reason} for d in self.dropped],
+            "config": self.config,
+            "donor": self.donor,
+            "carried": list(self.carried),
+            "max_shard_bytes": self.max_shard_bytes,
+            "seed": self.seed,
+            "warnings": [
+                {"what": w.what, "where": w.where, "details": list(w.details), "fix": w.fix} for w in self.warnings
+            ],
+            "recipe": self.recipe,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Plan:
+        """A plan from what `to_json` gave."""
+        return cls(
+            method=data["method"],
+            models=tuple(ModelInput(**m) for m in data["models"]),
+            settings=tuple(Settings(s["shared"], tuple(s["models"])) for s in data["settings"]),
+            steps=tuple(
+                Step(
+                    out=TensorSpec(s["name"], DTYPES[s["dtype"]], tuple(s["shape"])),
+                    op=s["op"],
+                    inputs=tuple(Source(m, t) for m, t in s["inputs"]),
+                    base=s["base"],
+                    settings=s["settings"],
+                    matrices=s["matrices"],
+                )
+                for s in data["steps"]
+            ),
+            dropped=tuple(Dropped(**d) for d in data["dropped"]),
+            config=data["config"],
+            donor=data["donor"],
+            carried=tuple(data["carried"]),
+            max_shard_bytes=data["max_shard_bytes"],
+            seed=data["seed"],
+            warnings=tuple(Finding(w["what"], w["where"], tuple(w["details"]), w["fix"]) for w in data["warnings"]),
+            recipe=data["recipe"],
+        )

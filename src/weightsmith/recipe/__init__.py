@@ -1,0 +1,25 @@
+"""What the user wrote: the YAML grammar of recipes, gradients and filters, with positions and nothing resolved.
+
+    text ─ yaml.py ─▶ Node tree ─ walk.py ─▶ Recipe + every problem     (tables: grammar.py; messages: misuse.py)
+
+A value that is wrong never stops the reading: all problems come back at once, each with file, line and column.
+"""
+
+from weightsmith.recipe.load import load as load
+from weightsmith.recipe.misuse import HARMLESS as HARMLESS
+from weightsmith.recipe.misuse import RETIRED as RETIRED
+from weightsmith.recipe.nodes import Scalar as Scalar
+from weightsmith.recipe.records import Input as Input
+from weightsmith.recipe.records import ModelRef as ModelRef
+from weightsmith.recipe.records import Module as Module
+from weightsmith.recipe.records import Parameters as Parameters
+from weightsmith.recipe.records import Recipe as Recipe
+from weightsmith.recipe.records import Slice as Slice
+from weightsmith.recipe.schema import MethodFacts as MethodFacts
+from weightsmith.recipe.schema import ParameterFacts as ParameterFacts
+from weightsmith.recipe.schema import schema as schema
+from weightsmith.recipe.values import Entry as Entry
+from weightsmith.recipe.values import Setting as Setting
+from weightsmith.recipe.values import gradient as gradient
+from weightsmith.recipe.values import numeric as numeric
+from weightsmith.recipe.walk import parse as parse

@@ -1,0 +1,177 @@
+"""Keys that stand where nothing reads them: what mergekit did with each, and how to write what was meant.
+
+mergekit ignores unknown keys at every level, so published recipes are full of settings that never took effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from weightsmith.errors import ParameterError, RecipeError, UnknownName, nearest
+from weightsmith.recipe.grammar import INPUT, LEVELS, RECIPE, SOURCE, Level
+from weightsmith.recipe.nodes import Node, Pair, describe, short
+
+IGNORED = "mergekit ignored it without a word"
+
+REFUSED = {
+    "tokenizer_source": (
+        "tokenizer_source is not supported yet",
+        "Remove this line: the tokenizer of the base (else first) model is then copied, as 'base' would ask for.",
+    ),
+    "tokenizer": (
+        "tokenizer is not supported yet",
+        "Remove this block: the tokenizer of the base (else first) model is then copied.",
+    ),
+    "chat_template": (
+        "chat_template is not supported yet",
+        "Remove this line: the chat template of the base (else first) model is then copied.",
+    ),
+    "lora": (
+        "LoRA inputs are not supported yet",
+        "Merge the adapter into its model first (peft: merge_and_unload), save that, and name its folder here.",
+    ),
+}
+"""Keys of kind `refused`: the error and the next step."""
+
+UNUSED = {
+    "residual_weight": "residual_weight has no effect: mergekit read it and never used it",
+    "override_architecture": "override_architecture is not needed and has no effect: structure comes from tensor names",
+}
+"""Keys of kind `unused`: the warning."""
+
+RETIRED = {
+    "embed_slerp": (
+        "embed_slerp has had no effect in mergekit since its tokenizer code was rewritten",
+        "Remove it; for spherical interpolation of all tensors, embeddings too, use merge_method: slerp.",
+    ),
+    "input_model_parameters": (
+        "input_model_parameters is read by no version of mergekit, though its README named it",
+        "Write 'parameters:' in each entry of 'models' or 'sources'.",
+    ),
+}
+"""Settings that older pages recommend and nothing reads, wherever they stand: the error and the next step."""
+
+HARMLESS = {
+    "int8_mask": "int8_mask never changes the result: it only chose the type of an intermediate in mergekit",
+    "int_space": "int_space is read by no version of mergekit and has no effect",
+}
+"""Keys that could not have changed anything, wherever they stand: the warning."""
+
+_NOTES = frozenset(
+    "author authors comment comments date description license metadata name note notes tags title version".split()
+)
+_SYNONYMS = {
+    "base": "base_model",
+    "layers": "layer_range",
+    "method": "merge_method",
+    "model_path": "model",
+    "output_dtype": "out_dtype",
+    "params": "parameters",
+    "range": "layer_range",
+    "torch_dtype": "dtype",
+}
+_OPTIONS = {
+    "allow_crimes": "",
+    "clone_tensors": "",
+    "copy_tokenizer": "",
+    "cuda": "",
+    "lazy_unpickle": "",
+    "low_cpu_memory": "",
+    "max_shard_size": "--max-shard-size",
+    "out_shard_size": "--max-shard-size",
+    "random_seed": "--seed",
+    "seed": "--seed",
+    "trust_remote_code": "",
+    "write_model_card": "",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Misuse:
+    """What is wrong with one key.
+
+    harmless  it could not have changed the result: a warning, not an error
+    meant     the key that was probably meant, "" when it cannot be told
+    """
+
+    what: str
+    fix: str
+    error: type[RecipeError] = UnknownName
+    harmless: bool = False
+    meant: str = ""
+
+
+def explain(
+    name: str, pair: Pair, level: Level, siblings: Mapping[str, Pair], parameter_names: Collection[str]
+) -> Misuse:
+    """What to say of a key that its level does not have. `siblings` is the mapping it stands in."""
+    shown = short(name)
+    if name in HARMLESS:
+        return Misuse(HARMLESS[name], "Remove it.", harmless=True)
+    if name in RETIRED:
+        return Misuse(*RETIRED[name], error=ParameterError)
+    if name == "revision" and level in (INPUT, SOURCE):
+        return _revision(pair.value, siblings)
+    if name in parameter_names:
+        return _misplaced(name, pair.value, level)
+    option = _OPTIONS.get(name.replace("-", "_")) if level is RECIPE else None
+    if option is not None:
+        what = f"{shown!r} is a command-line option, not a key of a recipe; {IGNORED}"
+        fix = f"Remove it and pass {option} on the command line." if option else "Remove it: nothing needs it."
+        return Misuse(what, fix, harmless=option != "--seed")
+    if name in _NOTES:
+        fix = "Remove it, or write it as a comment or as x-" + name + "."
+        return Misuse(f"the key {shown!r} {level.place} has no effect", fix, harmless=True)
+    return elsewhere(name, level) or _unknown(name, level, parameter_names)
+
+
+def elsewhere(name: str, level: Level | None) -> Misuse | None:
+    """What to say of a key that other levels have and this one has not; None if none has. No level: `parameters`."""
+    homes = [other for other in LEVELS if other.key(name)]
+    if not homes:
+        return None
+    place = level.place if level else "inside 'parameters'"
+    home = " or ".join(other.place.removeprefix("in ") for other in homes).replace("at the top", "the top")
+    what = f"the key {name!r} has no meaning {place}; {IGNORED}"
+    fix = f"It belongs in {home}.".replace("in the top level", "at the top level")
+    if name == "merge_method":
+        what = f"one recipe has one merge_method, not one {place}; {IGNORED}"
+        fix = "Make one recipe per method and name the output of the first as a model of the next."
+    if name == "layer_range" and level is INPUT:
+        what = f"'layer_range' {level.place}: mergekit ignored it and merged all layers"
+        fix = "To merge some layers, use 'slices' with 'sources' instead of 'models'."
+    return Misuse(what, fix)
+
+
+def _revision(value: Node, siblings: Mapping[str, Pair]) -> Misuse:
+    model = siblings["model"].value.value if "model" in siblings else None
+    ref = short(model) if isinstance(model, str) else "org/name"
+    revision = value.value if isinstance(value.value, str) else "revision"
+    what = f"'revision' beside 'model': mergekit ignored it and used the main branch, not {describe(value)}"
+    return Misuse(what, f"Write model: {ref}@{short(revision)}.")
+
+
+def _misplaced(name: str, value: Node, level: Level) -> Misuse:
+    what = f"the parameter {name!r} stands outside 'parameters' {level.place}; {IGNORED}"
+    if not level.key("parameters"):
+        return Misuse(what, "Write it under a 'parameters:' key.", ParameterError)
+    scalar = isinstance(value.value, int | float)
+    written = f"{name}: {str(value.value).lower()}" if scalar else f"{name}: ..."
+    where = "at the top level" if level is RECIPE else "in the same mapping"
+    return Misuse(what, f"Write parameters: {{{written}}} {where}.", ParameterError)
+
+
+def _unknown(name: str, level: Level, parameter_names: Collection[str]) -> Misuse:
+    plain = name.strip().lower().replace("-", "_").replace(" ", "_")
+    meant = _SYNONYMS.get(plain, plain)
+    known = [*level.names, *parameter_names]
+    hint = f" (did you mean {meant!r}?)" if level.key(meant) else nearest(plain, known)
+    guess = hint[len(" (did you mean '") : -len("'?)")]
+    what = f"unknown key {short(name)!r} {level.place}{hint}; {IGNORED}"
+    if guess in parameter_names:
+        return Misuse(what, f"Write {guess!r} under a 'parameters:' key.", ParameterError, meant=guess)
+    if guess:
+        return Misuse(what, f"Write {guess!r}.", meant=guess)
+    fix = f"Known keys here: {', '.join(level.names)}. Keys of your own start with x- or _."
+    return Misuse(what, fix)

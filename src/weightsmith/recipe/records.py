@@ -1,0 +1,97 @@
+"""A recipe as frozen values: what the user wrote, checked for form and nothing resolved.
+
+Which parameters the method has, whether models exist and layers fit is for the plan to find out; `where` is kept
+everywhere so that it can say where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from weightsmith.errors import Finding
+from weightsmith.recipe.values import Setting
+from weightsmith.tensors import DType
+
+Parameters = Mapping[str, Setting]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRef:
+    """A model as named in the recipe. Equal when path and revision are, wherever they were written.
+
+    path      folder, file or hub id
+    revision  branch, tag or commit; "" when none is named
+    text      `path@revision`, for messages
+    where     position
+    """
+
+    path: str
+    revision: str = ""
+    text: str = field(default="", compare=False)
+    where: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """An entry of `models` (no layer_range) or of `sources` (layers first, one past the last)."""
+
+    model: ModelRef
+    layer_range: tuple[int, int] | None
+    parameters: Parameters
+    where: str
+    range_where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """An entry of `slices`: a run of output layers and the sources they are made of."""
+
+    sources: tuple[Input, ...]
+    base_model: ModelRef | None
+    parameters: Parameters
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """An entry of `modules`; exactly one of `models` and `slices` is filled."""
+
+    name: str
+    models: tuple[Input, ...]
+    slices: tuple[Slice, ...]
+    parameters: Parameters
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A whole recipe; exactly one of `models`, `slices` and `modules` is filled.
+
+    name       label of the recipe, "" when there is none; without effect
+    text       the recipe byte for byte (for a Python mapping: as YAML)
+    filename   as shown in positions
+    findings   warnings: what was written and has no effect
+    positions  of the top-level keys; see `at`
+    """
+
+    merge_method: str
+    base_model: ModelRef | None
+    models: tuple[Input, ...]
+    slices: tuple[Slice, ...]
+    modules: tuple[Module, ...]
+    parameters: Parameters
+    dtype: DType | None
+    out_dtype: DType | None
+    name: str
+    text: str
+    filename: str
+    findings: tuple[Finding, ...] = ()
+    positions: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def at(self, key: str) -> str:
+        """Position of a top-level key, or the file's when the recipe has no such key."""
+        return self.positions.get(key, self.filename)

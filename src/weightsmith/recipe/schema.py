@@ -1,0 +1,167 @@
+"""The grammar as a JSON Schema, for editors: completion, hover text, red lines under unknown keys.
+
+Made from the tables of `grammar.py` and the methods' own descriptions of their parameters. What a schema cannot say
+well (which parameters one method takes, whether layer ranges match) is left to the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+from weightsmith.recipe.grammar import CONDITION, INPUT, LEVELS, PATH, RECIPE, REFERENCE, SOURCE, Key, Level
+from weightsmith.recipe.single import DTYPE_NAMES
+
+_REFERENCE_PATTERN = r"^[^+@]+(@[^+@]+)?$"
+_NUMBER_PATTERN = r"^[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?$"
+_OWN_KEYS: dict[str, Any] = {"^(x-|_)": {}}
+
+
+class ParameterFacts(Protocol):
+    """What the schema needs of a parameter: `weightsmith.methods` is imported after this room, not by it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> Literal["float", "int", "bool", "str"]: ...
+    @property
+    def doc(self) -> str: ...
+    @property
+    def scope(self) -> Literal["model", "tensor"]: ...
+    @property
+    def minimum(self) -> float | None: ...
+    @property
+    def maximum(self) -> float | None: ...
+    @property
+    def choices(self) -> tuple[str, ...]: ...
+    @property
+    def booleans(self) -> tuple[str, ...]: ...
+
+
+class MethodFacts(Protocol):
+    """What the schema needs of a merge method."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def parameters(self) -> Sequence[ParameterFacts]: ...
+
+
+def schema(methods: Sequence[MethodFacts]) -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of a recipe for these methods.
+
+    >>> schema([])["properties"]["dtype"]["anyOf"][0]["enum"][:2]
+    ['bfloat16', 'torch.bfloat16']
+    """
+    uses: dict[str, list[tuple[str, ParameterFacts]]] = {}
+    for method in methods:
+        for parameter in method.parameters:
+            uses.setdefault(parameter.name, []).append((method.name, parameter))
+    # One value for the output tensor means nothing under one of its models, so `parameters` there has fewer names.
+    of_models = {name: found for name, found in uses.items() if any(p.scope == "model" for _, p in found)}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "weightsmith recipe",
+        **_level(RECIPE, methods),
+        "$defs": {
+            **{level.name: _level(level, methods) for level in LEVELS if level not in (RECIPE, CONDITION)},
+            "parameters": _parameters(uses),
+            "model_parameters": _parameters(of_models),
+            **{f"setting_{name}": _setting(name, [p for _, p in found]) for name, found in uses.items()},
+        },
+    }
+
+
+def _level(level: Level, methods: Sequence[MethodFacts]) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "type": "object",
+        "description": level.doc,
+        "properties": {key.name: _property(key, level, methods) for key in level.keys},
+        "patternProperties": _OWN_KEYS,
+        "additionalProperties": False,
+    }
+    required = [key.name for key in level.keys if key.required]
+    if required:
+        result["required"] = required
+    if level.one_of:  # a key without a value counts as absent
+        result["oneOf"] = [{"required": [n], "properties": {n: {"not": {"type": "null"}}}} for n in level.one_of]
+    return result
+
+
+def _property(key: Key, level: Level, methods: Sequence[MethodFacts]) -> dict[str, Any]:
+    value = _value(key, level, methods)
+    if not key.required:
+        value = {"anyOf": [value, {"type": "null"}]} if value else {}
+    return {**value, "description": key.doc}
+
+
+def _value(key: Key, level: Level, methods: Sequence[MethodFacts]) -> dict[str, Any]:
+    if key.name == "merge_method":
+        return {"enum": [method.name for method in methods]}
+    if key.kind == "text":
+        return {"type": "string", "minLength": 1}
+    if key.kind == "dtype":
+        return {"enum": [name for dtype in DTYPE_NAMES for name in (dtype, f"torch.{dtype}")]}
+    if key.kind in ("model", "path"):
+        mapping = REFERENCE if key.kind == "model" else PATH
+        return {"anyOf": [{"type": "string", "pattern": _REFERENCE_PATTERN}, {"$ref": f"#/$defs/{mapping.name}"}]}
+    if key.kind == "layer_range":
+        return {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 2, "maxItems": 2}
+    if key.kind == "parameters":
+        return {"$ref": "#/$defs/model_parameters" if level in (INPUT, SOURCE) else "#/$defs/parameters"}
+    if key.kind == "unused":
+        return {}
+    if key.kind == "refused":
+        return {"not": {}}
+    assert key.of is not None, f"a {key.kind} has a level"
+    inner = {"$ref": f"#/$defs/{key.of.name}"}
+    if key.kind == "list":
+        return {"type": "array", "items": inner, "minItems": 1}
+    return {"type": "object", "additionalProperties": inner, "minProperties": 1}
+
+
+def _parameters(uses: dict[str, list[tuple[str, ParameterFacts]]]) -> dict[str, Any]:
+    properties = {}
+    for name, found in uses.items():
+        docs: dict[str, list[str]] = {}
+        for method_name, parameter in found:
+            docs.setdefault(parameter.doc, []).append(method_name)
+        description = " ".join(f"{', '.join(names)}: {doc}" for doc, names in docs.items())
+        properties[name] = {"$ref": f"#/$defs/setting_{name}", "description": description}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _setting(name: str, parameters: Sequence[ParameterFacts]) -> dict[str, Any]:
+    """All the forms of one parameter: a scalar, a gradient, a value with a filter, a list of those."""
+    scalars: list[dict[str, Any]] = []
+    for parameter in parameters:
+        scalars += [s for s in _scalars(parameter) if s not in scalars]
+    scalar = scalars[0] if len(scalars) == 1 else {"anyOf": scalars}
+    docs = {key.name: key.doc for key in CONDITION.keys}
+    condition = {
+        "type": "object",
+        "description": CONDITION.doc,
+        "properties": {
+            "filter": {"type": ["string", "null"], "description": docs["filter"]},
+            "value": {"anyOf": [scalar, {"type": "array", "items": scalar}], "description": docs["value"]},
+        },
+        "patternProperties": _OWN_KEYS,
+        "required": ["value"],
+        "additionalProperties": False,
+    }
+    lists = {"type": "array", "anyOf": [{"items": scalar}, {"items": condition}]}
+    return {"anyOf": [scalar, condition, lists]}
+
+
+def _scalars(parameter: ParameterFacts) -> list[dict[str, Any]]:
+    if parameter.kind == "bool":
+        return [{"type": "boolean"}]
+    if parameter.kind == "str":
+        text: dict[str, Any] = {"enum": list(parameter.choices)} if parameter.choices else {"type": "string"}
+        return [text, {"type": "boolean"}] if parameter.booleans else [text]
+    number: dict[str, Any] = {"type": "number"}  # an int parameter too: its gradients hold any number
+    if parameter.minimum is not None:
+        number["minimum"] = parameter.minimum
+    if parameter.maximum is not None:
+        number["maximum"] = parameter.maximum
+    return [number, {"type": "string", "pattern": _NUMBER_PATTERN}]  # 1e-5 is text in YAML 1.1

@@ -1,0 +1,163 @@
+"""What the store asks of the operating system: whole writes, reserved space, atomic renames, fsync.
+
+Linux has all of it; where a file system or another system lacks a call, the caller is told (False) and says what it
+does instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from weightsmith.errors import NoSpace, StoreError
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # disk full, quota, file size limit
+_UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+_AT_FDCWD = -100
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
+
+
+@functools.cache
+def _libc(name: str) -> Callable[..., int] | None:
+    """A C library function with 64-bit offsets, or None where the C library has none of that name."""
+    try:
+        function: Any = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (AttributeError, OSError, TypeError):
+        return None
+    if name == "fallocate":
+        function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    else:
+        function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    function.restype = ctypes.c_int
+    return function  # type: ignore[no-any-return]
+
+
+def reserve(fd: int, nbytes: int) -> bool:
+    """Make the file `nbytes` long with its blocks reserved; False where only the length could be set.
+
+    Not os.posix_fallocate: where the file system has no fallocate, glibc's writes into every block, which takes as
+    long as the work itself. Raises OSError (ENOSPC, EDQUOT, EFBIG) when the space is not there.
+    """
+    if os.fstat(fd).st_size > nbytes:
+        os.ftruncate(fd, nbytes)
+    fallocate = _libc("fallocate")
+    if fallocate is not None and nbytes:
+        while fallocate(fd, 0, 0, nbytes) != 0:
+            code = ctypes.get_errno()
+            if code in _UNSUPPORTED:
+                break
+            if code != errno.EINTR:
+                raise OSError(code, os.strerror(code))
+        else:
+            return True
+    os.ftruncate(fd, nbytes)
+    return False
+
+
+def write_all(fd: int, view: memoryview, offset: int) -> None:
+    """pwrite until every byte of the 1-D byte view is written. Thread-safe; raises OSError."""
+    while view.nbytes:
+        done = os.pwrite(fd, view, offset)
+        view = view[done:]
+        offset += done
+
+
+def read_into(fd: int, view: memoryview, offset: int) -> int:
+    """pread until the view is full or the file ends; the number of bytes read. Thread-safe."""
+    total = 0
+    while total < view.nbytes:
+        done = os.preadv(fd, [view[total:]], offset + total)
+        if done == 0:
+            break
+        total += done
+    return total
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _renameat2(source: Path, target: Path, flags: int) -> bool:
+    renameat2 = _libc("renameat2")
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _UNSUPPORTED:
+        return False
+    raise OSError(code, os.strerror(code), os.fspath(source), None, os.fspath(target))
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Swap two existing names in one atomic step; False where the file system cannot."""
+    return _renameat2(first, second, _RENAME_EXCHANGE)
+
+
+def rename_new(source: Path, target: Path) -> None:
+    """Rename a file to a name that must not exist, in one atomic step. Raises FileExistsError."""
+    if _renameat2(source, target, _RENAME_NOREPLACE):
+        return
+    os.link(source, target, follow_symlinks=False)  # atomic too, and refuses an existing name
+    source.unlink()
+
+
+def available_bytes(folder: Path) -> int:
+    """Bytes this user can still write on the file system of `folder`."""
+    stat = os.statvfs(folder)
+    return stat.f_bavail * stat.f_frsize
+
+
+def allow_open_files(count: int) -> None:
+    """Raise the soft limit of open files if `count` more would not fit; the hard limit stays as it is."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + 256  # inputs, libraries, sockets
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
+
+
+def no_space(folder: Path, needed_bytes: int, *, state: str, cause: OSError | None = None) -> NoSpace:
+    """The error for a file system that cannot hold `needed_bytes` more."""
+    free = available_bytes(folder)
+    reason = {
+        errno.EDQUOT: "your disk quota there is used up",
+        errno.EFBIG: "the file size limit (ulimit -f, or the file system's) is smaller than a weight file",
+    }.get(cause.errno or 0 if cause else 0, "")
+    details = [f"needed     {needed_bytes:,} bytes", f"available  {free:,} bytes"]
+    return NoSpace(
+        "no space for the output" + (f": {reason}" if reason else ""),
+        where=str(folder),
+        details=details,
+        fix="raise the limit, or write smaller files with max_shard_bytes"
+        if cause is not None and cause.errno == errno.EFBIG
+        else f"free {max(needed_bytes - free, 0):,} bytes there, or write to another disk"
+        if needed_bytes > free
+        else "free space there, or write to another disk",
+        state=state,
+    )
+
+
+def remove_tree(folder: Path) -> None:
+    """Delete a folder and all in it, following no link; nothing to do when it is not there."""
+
+    def retry(function: Callable[..., object], path: str, info: Any) -> None:
+        if not isinstance(info[1], FileNotFoundError):
+            raise StoreError(
+                f"cannot be removed: {info[1].strerror}", where=path, fix=f"remove {folder} by hand"
+            ) from info[1]
+
+    shutil.rmtree(folder, onerror=retry)

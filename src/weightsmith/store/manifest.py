@@ -1,0 +1,141 @@
+"""`weightsmith.json`: what was written, and the checksum of all of it. Written last, read by verify.
+
+The file is plain JSON. Its first key is a checksum of every byte that follows that line, so damage to the manifest
+itself shows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weightsmith.errors import Corrupt, StoreError, Unsupported
+from weightsmith.store.checksum import grain_bytes, hash_bytes
+from weightsmith.store.layout import Layout
+
+MANIFEST_NAME = "weightsmith.json"
+VERSION = 1
+_OWN_KEYS = ("checksum", "weightsmith_manifest", "plan", "weights", "files", "tensors")
+_FIRST = re.compile(rb'\{\n  "checksum": "([0-9a-f]{32})",\n')
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """A weight file: its size, and the size and xxh3_128 of its header (length, JSON and padding)."""
+
+    nbytes: int
+    header_bytes: int
+    header_xxh3_128: str
+
+
+@dataclass(frozen=True, slots=True)
+class OtherFile:
+    """Any other file: its size and xxh3_128."""
+
+    nbytes: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """One tensor: its weight file, place, grain and checksum (see `weightsmith.store.checksum`)."""
+
+    file: str
+    offset: int
+    nbytes: int
+    grain_bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A manifest that was read and whose own checksum is right.
+
+    data  all of the JSON, with what the writer added (recipe, inputs, versions)
+    """
+
+    plan: str
+    weights: dict[str, WeightFile]
+    files: dict[str, OtherFile]
+    tensors: dict[str, TensorRecord]
+    data: dict[str, Any]
+
+
+def encode_manifest(
+    layout: Layout,
+    plan_hash: str,
+    checksums: Mapping[str, str],
+    files: Mapping[str, OtherFile],
+    more: Mapping[str, Any],
+) -> bytes:
+    """The bytes of the manifest. `more` is the caller's: any JSON under keys that are not the store's own."""
+    taken = [key for key in more if key in _OWN_KEYS]
+    if taken:
+        raise StoreError(f"the manifest's own keys cannot be given: {', '.join(taken)}", where=MANIFEST_NAME)
+    fields: dict[str, Any] = {"weightsmith_manifest": VERSION, "plan": plan_hash, **more}
+    text = json.dumps(fields, indent=2, ensure_ascii=False, allow_nan=False)
+    weights = {
+        shard.name: {
+            "bytes": shard.nbytes,
+            "header_bytes": len(shard.header),
+            "header_xxh3_128": hash_bytes(shard.header),
+        }
+        for shard in layout.shards
+    }
+    others = {name: {"bytes": f.nbytes, "xxh3_128": f.xxh3_128} for name, f in sorted(files.items())}
+    tensors: dict[str, dict[str, str | int]] = {}
+    for shard in layout.shards:
+        for spec in shard.tensors:
+            place = layout.places[spec.name]
+            tensors[spec.name] = {
+                "file": shard.name,
+                "offset": place.offset,
+                "bytes": place.nbytes,
+                "grain_bytes": grain_bytes(spec),
+                "checksum": checksums[spec.name],
+            }
+    # One line a record: readable, a tenth of the lines that json's indent gives, and quick for 100,000 tensors.
+    tables = [_table("weights", weights), _table("files", others), _table("tensors", tensors)]
+    body = (text[2:-2] + ",\n" + ",\n".join(tables) + "\n}\n").encode()  # text without its braces
+    return b'{\n  "checksum": "' + hash_bytes(body).encode() + b'",\n' + body
+
+
+def _table(name: str, records: Mapping[str, Mapping[str, str | int]]) -> str:
+    if not records:
+        return f'  "{name}": {{}}'
+    lines = [f"    {json.dumps(key, ensure_ascii=False)}: {json.dumps(value)}" for key, value in records.items()]
+    return f'  "{name}": {{\n' + ",\n".join(lines) + "\n  }"
+
+
+def decode_manifest(data: bytes, where: str) -> Manifest:
+    """The manifest in these bytes.
+
+    Raises Corrupt when they are not those that were written, Unsupported for a manifest of a later version.
+    """
+    first = _FIRST.match(data)
+    if first is None or first.group(1).decode() != hash_bytes(data[first.end() :]):
+        raise Corrupt(
+            "the manifest itself is damaged or was edited: it does not match its own checksum",
+            where=where,
+            fix="restore it from a copy, or make the checkpoint again",
+        )
+    fields = json.loads(data)
+    version = fields.get("weightsmith_manifest")
+    if version != VERSION:
+        raise Unsupported(f"manifest version {version!r}; this weightsmith reads {VERSION}", where=where)
+    return Manifest(
+        plan=fields["plan"],
+        weights={
+            name: WeightFile(w["bytes"], w["header_bytes"], w["header_xxh3_128"])
+            for name, w in fields["weights"].items()
+        },
+        files={name: OtherFile(f["bytes"], f["xxh3_128"]) for name, f in fields["files"].items()},
+        tensors={
+            name: TensorRecord(t["file"], t["offset"], t["bytes"], t["grain_bytes"], t["checksum"])
+            for name, t in fields["tensors"].items()
+        },
+        data=fields,
+    )

@@ -1,0 +1,93 @@
+"""Reading tensors back from disk to see that they are what was written: a few threads, one bounded buffer each."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from weightsmith.store.checksum import GrainHasher, combine
+from weightsmith.store.disk import read_into
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all), from one thread at a time."""
+
+BUFFER_BYTES = 1 << 22
+PART_BYTES = 1 << 26  # a 4 GB embedding is shared among the threads in parts of this size
+
+
+class Stored(NamedTuple):
+    """A tensor on disk: `nbytes` from byte `offset` of the open file `fd`."""
+
+    name: str
+    fd: int
+    offset: int
+    nbytes: int
+    grain_bytes: int
+
+
+def reread(tensors: Sequence[Stored], *, threads: int = 2, progress: Progress | None = None) -> dict[str, str]:
+    """The checksum of each tensor as it is on disk; "" for one that cannot be read whole.
+
+    Memory: `threads` buffers of 4 MiB.
+    """
+    total = sum(tensor.nbytes for tensor in tensors)
+    digests: list[dict[int, bytes | None]] = [{} for _ in tensors]
+    parts = _parts(tensors)
+    lock = threading.Lock()
+    stop = threading.Event()
+    done = 0
+
+    def work() -> None:
+        nonlocal done
+        buffer = memoryview(bytearray(BUFFER_BYTES))
+        while not stop.is_set():
+            with lock:
+                part = next(parts, None)
+            if part is None:
+                return
+            number, start, nbytes = part
+            found = _digests(tensors[number], start, nbytes, buffer)
+            with lock:
+                digests[number][start] = found
+                done += nbytes
+                if progress is not None:
+                    progress(done, total)
+
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        workers = [pool.submit(work) for _ in range(max(1, threads))]
+        try:
+            for worker in workers:
+                worker.result()
+        finally:
+            stop.set()  # an error, or Ctrl-C: the others end after the part they hold
+
+    result: dict[str, str] = {}
+    for tensor, runs in zip(tensors, digests, strict=True):
+        whole = [runs[start] for start in sorted(runs)]
+        result[tensor.name] = "" if None in whole else combine(b"".join(run for run in whole if run is not None))
+    return result
+
+
+def _parts(tensors: Sequence[Stored]) -> Iterator[tuple[int, int, int]]:
+    """(tensor number, first byte, bytes): runs of whole grains."""
+    for number, tensor in enumerate(tensors):
+        step = tensor.grain_bytes * max(1, PART_BYTES // tensor.grain_bytes)
+        for start in range(0, tensor.nbytes, step):
+            yield number, start, min(step, tensor.nbytes - start)
+
+
+def _digests(tensor: Stored, start: int, nbytes: int, buffer: memoryview) -> bytes | None:
+    hasher = GrainHasher(tensor.grain_bytes)
+    end = start + nbytes
+    while start < end:
+        piece = buffer[: min(BUFFER_BYTES, end - start)]
+        try:
+            if read_into(tensor.fd, piece, tensor.offset + start) < piece.nbytes:
+                return None
+        except OSError:  # a bad sector is damage like any other: the tensor is named, the rest is still checked
+            return None
+        hasher.update(piece)
+        start += piece.nbytes
+    return hasher.digests()

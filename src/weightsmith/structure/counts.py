@@ -1,0 +1,125 @@
+"""Which keys of config.json hold a number of layers, and which stack each belongs to.
+
+A count key ends in `layer(s)`, `block(s)`, `stage(s)` or `depth` and holds an int: `num_hidden_layers`, `n_layer`,
+`encoder_layers`, `vision_config.depth`. A stack's keys are those whose path and key share words with its prefix: a
+`vision_config` goes with `visual.blocks.`, `num_decoder_layers` with `decoder.block.`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weightsmith.structure.names import overlap, words
+
+Path = tuple[str, ...]
+
+_COUNT = re.compile(r"^(nlayers?|depth|(\w+_)?(layers?|blocks?|stages?|depth))$")
+# Numbers about layers that are not the number of layers of a stack.
+_NOT_COUNT = re.compile(
+    r"(^|_)(max|min|kv|shared|dense|nextn|mtp|predict|window|per|hash|first|last|skip|drop|freeze|feature|mem|of|"
+    r"sparse|rescale|pooler|attention|attn|proj|global_attention|iou|bits|group|cla)(_|$)"
+)
+# Lists with one kind per layer: the count of a config that has no number (Nemotron-H saved by transformers 5).
+_LISTS = ("layers_block_type", "layer_types", "block_configs", "hybrid_override_pattern")
+_GENERIC_REST = frozenset({"layer", "layers", "block", "blocks", "stage", "stages", "depth", "nlayer", "nlayers"})
+_OTHER_PARTS = frozenset({"vision", "audio"})
+_MAX_EXTRA = 8  # prediction layers beyond the count: 1 in DeepSeek-V3 and GLM-4.5, a few elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """One count key: where it is, its value, and the words of its path and of its key."""
+
+    path: Path
+    value: int
+    where: frozenset[str]
+    what: frozenset[str]
+
+
+def is_count_key(key: str) -> bool:
+    """True for the name of a key that holds a number of layers.
+
+    >>> is_count_key("num_hidden_layers"), is_count_key("depth"), is_count_key("max_window_layers")
+    (True, True, False)
+    """
+    return _COUNT.match(key) is not None and _NOT_COUNT.search(key) is None
+
+
+def find_counts(config: Mapping[str, Any], path: Path = ()) -> Iterator[Count]:
+    """Every count key of a config, sub-configs included, in the order of the file.
+
+    Where a dict has no number, its list of layer kinds counts the layers.
+    """
+    numbers = 0
+    for key, value in config.items():
+        if isinstance(value, Mapping) and len(path) < 6:
+            yield from find_counts(value, (*path, key))
+        elif isinstance(value, int) and not isinstance(value, bool) and value > 0 and is_count_key(key):
+            numbers += 1
+            yield Count((*path, key), value, words(*path), words(key) - _GENERIC_REST)
+    for key in _LISTS if not numbers else ():
+        if isinstance(listed := config.get(key), list | str) and listed:
+            yield Count((*path, key), len(listed), words(*path), frozenset())
+
+
+def _affinity(stack: frozenset[str], count: Count) -> int:
+    """How well a key's words fit a stack's; 0 = it belongs to something else."""
+    score = 1
+    where = count.where - {"text"}
+    if where:
+        shared = overlap(where, stack)
+        if not shared:
+            return 0
+        score += 4 * shared - (len(where) - shared)
+    if "text" in count.where:
+        if stack & _OTHER_PARTS:
+            return 0
+        score += 2 + ("text" in stack)
+    if count.what & _OTHER_PARTS - stack or (stack & _OTHER_PARTS and "decoder" in count.what - stack):
+        return 0
+    if overlap(count.what, stack):
+        score += 3
+    elif count.what:
+        # `encoder_layers` of an audio_config is the count of `audio_tower.layers.`, though no word says so.
+        score -= 2
+        if not where:
+            return 0
+    return max(score, 1)
+
+
+def match_counts(prefix: str, found: int, counts: Iterable[Count], extras: bool) -> tuple[Path, ...]:
+    """The count keys of the stack `prefix` with indices 0..found-1: the best first, then its mirrors; () if none.
+
+    extras   also accept a count below `found`: layers beyond it are the model's extra (prediction) layers
+
+    >>> config = {"num_hidden_layers": 2, "vision_config": {"depth": 2}}
+    >>> match_counts("visual.blocks.", 2, tuple(find_counts(config)), extras=False)
+    (('vision_config', 'depth'),)
+    """
+    stack = words(prefix)
+    scored = [(score, count) for count in counts if (score := _affinity(stack, count))]
+    if not scored:
+        return ()
+    best = max(score for score, _ in scored)
+    top = [count for score, count in scored if score == best]
+    exact = [count for count in top if count.value == found]
+    below = [count for count in top if found - _MAX_EXTRA <= count.value < found]
+    chosen = exact or (sorted(below, key=lambda c: -c.value) if extras else [])
+    if not chosen:
+        # No key of its own has this value (it may not have one): an exact value elsewhere still names it.
+        chosen = [count for score, count in scored if count.value == found and score > 1]
+    if not chosen:
+        return ()
+    first = chosen[0]
+    home = first.path[:-1]
+    mirrors = [
+        count
+        for _, count in scored
+        if count is not first
+        and count.value == first.value
+        and (count.path[:-1] == home or (len(count.path) == 1 and "text" in first.where))
+    ]
+    return (first.path, *(count.path for count in mirrors))

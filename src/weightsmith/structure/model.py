@@ -1,0 +1,182 @@
+"""`analyse`: what a model is made of. The answer, `Structure`, says where every tensor is.
+
+Cost: one pass over the names with one regular expression each; 100,000 names in about a third of a second.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from weightsmith.errors import LayerError, UnknownName, nearest
+from weightsmith.structure.modules import Modules, find_modules
+from weightsmith.structure.names import INDEX
+from weightsmith.structure.stacks import Stack, find_stacks, main_stack
+from weightsmith.tensors import TensorSpec
+
+Signature = frozenset[tuple[str, tuple[int, ...]]]
+"""What a layer is made of: (name after the layer number, shape) of each tensor."""
+
+_EXPERT_COUNT = re.compile(r"experts?$")
+_NOT_EXPERT_COUNT = re.compile(r"per_tok|shared|topk|top_k")
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The stacks and modules of one model.
+
+    stacks      in model order
+    main        the stack that top-level `slices` means; None when ambiguous (encoder-decoder)
+    modules     module name -> its tensors, in model order; every tensor is in exactly one
+    aliases     mergekit's module names -> ours
+    signatures  stack prefix -> one small int per layer; equal ints = same tensor suffixes and shapes
+    """
+
+    stacks: tuple[Stack, ...]
+    main: Stack | None
+    modules: Mapping[str, tuple[str, ...]]
+    aliases: Mapping[str, str]
+    signatures: Mapping[str, tuple[int, ...]]
+    _partition: Modules
+    _expert_counts: frozenset[int]
+    _by_prefix: Mapping[str, Stack] = field(repr=False)
+
+    def _find(self, name: str) -> tuple[Stack, int, int, int] | None:
+        """Stack, index, and where the index starts and ends in the name."""
+        for match in INDEX.finditer(name):
+            stack = self._by_prefix.get(name[: match.start(1)])
+            if stack is not None:
+                return stack, int(match[1]), match.start(1), match.end(1)
+        return None
+
+    def locate(self, name: str) -> tuple[Stack, int] | None:
+        """Stack and layer index of a tensor; None outside the stacks and in extra layers (see `extra`)."""
+        found = self._find(name)
+        return (found[0], found[1]) if found is not None and found[1] < found[0].n_layers else None
+
+    def extra(self, name: str) -> tuple[Stack, int] | None:
+        """Stack and 0-based rank of an extra layer, one beyond the count of config.json (multi-token prediction).
+
+        In a model resized to n layers it is named `rename(name, n + rank)`.
+        """
+        found = self._find(name)
+        if found is None or found[1] < found[0].n_layers:
+            return None
+        return found[0], found[1] - found[0].n_layers
+
+    def rename(self, name: str, layer: int) -> str:
+        """The same tensor at another layer number. Only the stack's own number changes.
+
+        Raises LayerError for a tensor that is in no stack.
+        """
+        found = self._find(name)
+        if found is None:
+            raise LayerError("the tensor is not in a layer, so it has no layer number to change", where=name)
+        return f"{name[: found[2]]}{layer}{name[found[3] :]}"
+
+    def suffix(self, name: str) -> str | None:
+        """The name inside its layer: `mlp.up_proj.weight`; None outside the stacks."""
+        found = self._find(name)
+        return None if found is None else name[found[3] + 1 :]
+
+    def module_of(self, name: str) -> str:
+        """The module of a tensor."""
+        found = self._find(name)
+        return self._partition.of_path(name) if found is None else found[0].module
+
+    def find_module(self, name: str) -> str:
+        """A module by its name or by mergekit's name for it. Raises UnknownName."""
+        if name in self.modules:
+            return name
+        if name in self.aliases:
+            return self.aliases[name]
+        known = [*self.modules, *self.aliases]
+        raise UnknownName(
+            f"the model has no module {name!r}{nearest(name, known)}",
+            details=[f"modules: {', '.join(self.modules)}", f"also known as: {', '.join(self.aliases) or 'nothing'}"],
+        )
+
+    def stacks_of(self, module: str) -> tuple[Stack, ...]:
+        """The stacks of one module (a projector has none, a two-stage vision tower two)."""
+        return tuple(stack for stack in self.stacks if stack.module == module)
+
+    def experts(self, spec: TensorSpec) -> int:
+        """Logical matrices along the first dimension: E of a fused expert tensor [E, rows, cols], else 1.
+
+        Fused means three dimensions, not a convolution, and either a component `experts` in the name or, inside a
+        layer, a first dimension equal to an expert count of config.json.
+        """
+        if len(spec.shape) != 3 or spec.shape[0] < 2 or "conv" in spec.name:
+            return 1
+        if "experts" in spec.name.split("."):
+            return spec.shape[0]
+        return spec.shape[0] if spec.shape[0] in self._expert_counts and self._find(spec.name) is not None else 1
+
+
+def analyse(specs: Iterable[TensorSpec], config: Mapping[str, Any] | None) -> Structure:
+    """The structure of a model from its tensors' names and shapes and its config.json (None: there is none).
+
+    >>> from weightsmith.tensors import DTYPES
+    >>> names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(3)] + ["lm_head.weight"]
+    >>> found = analyse([TensorSpec(n, DTYPES["BF16"], (4, 4)) for n in names], {"num_hidden_layers": 3})
+    >>> found.main.prefix, found.main.config_path
+    ('model.layers.', ('num_hidden_layers',))
+    >>> found.locate(names[2])[1], found.rename(names[2], 7), found.locate("lm_head.weight")
+    (2, 'model.layers.7.mlp.up_proj.weight', None)
+    """
+    specs = tuple(specs)
+    bare = find_stacks((spec.name for spec in specs), config)
+    main = main_stack(bare)
+    prefixes = {stack.prefix for stack in bare}
+    loose = [s.name for s in specs if not any(s.name[: m.start(1)] in prefixes for m in INDEX.finditer(s.name))]
+    partition = find_modules(bare, main, loose)
+    # `of_path` wants a tensor, and a stack's own name decides: `model.layers.` -> `model.layers.x`
+    stacks = tuple(replace(stack, module=partition.of_path(stack.prefix + "x")) for stack in bare)
+    by_prefix = {stack.prefix: stack for stack in stacks}
+    draft = Structure(
+        stacks,
+        by_prefix[main.prefix] if main is not None else None,
+        {},
+        partition.aliases,
+        {},
+        partition,
+        frozenset(_expert_counts(config or {})),
+        by_prefix,
+    )
+    members: dict[str, list[str]] = {name: [] for name in partition.names}
+    for spec in specs:
+        members[draft.module_of(spec.name)].append(spec.name)
+    return replace(
+        draft,
+        modules={name: tuple(tensors) for name, tensors in members.items()},
+        signatures={prefix: _numbered(layers) for prefix, layers in layer_signature(draft, specs).items()},
+    )
+
+
+def layer_signature(structure: Structure, specs: Iterable[TensorSpec]) -> dict[str, tuple[Signature, ...]]:
+    """For each stack prefix, what each of its layers is made of. Extra layers are left out."""
+    found: dict[str, list[set[tuple[str, tuple[int, ...]]]]] = {
+        stack.prefix: [set() for _ in range(stack.n_layers)] for stack in structure.stacks
+    }
+    for spec in specs:
+        hit = structure._find(spec.name)
+        if hit is not None and hit[1] < hit[0].n_layers:
+            found[hit[0].prefix][hit[1]].add((spec.name[hit[3] + 1 :], spec.shape))
+    return {prefix: tuple(frozenset(layer) for layer in layers) for prefix, layers in found.items()}
+
+
+def _numbered(layers: Iterable[Signature]) -> tuple[int, ...]:
+    """Small ints for signatures, equal for equal ones."""
+    seen: dict[Signature, int] = {}
+    return tuple(seen.setdefault(layer, len(seen)) for layer in layers)
+
+
+def _expert_counts(config: Mapping[str, Any], depth: int = 0) -> Iterator[int]:
+    """Every number of experts in a config, sub-configs included."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and depth < 6:
+            yield from _expert_counts(value, depth + 1)
+        elif _EXPERT_COUNT.search(key) and not _NOT_EXPERT_COUNT.search(key):
+            yield from (v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int) and v > 1)

@@ -1,0 +1,157 @@
+"""Lists and maps of config.json with something per layer, re-indexed when layers are dropped, repeated or reordered.
+
+Four forms:
+
+* a list (or a string such as Nemotron-H's "M-M*") with one entry per layer: `layer_types`, `block_configs`
+* a list of layer numbers: `mlp_only_layers`, `cross_attention_layers`; from 0, or from 1 (Kimi-Linear's `kda_layers`)
+* a list of the layer that each layer borrows from: `kv_source_layers`
+* a map keyed by layer number: `{"0": ..., "1": ...}`
+
+Which form a list has follows from its length, its values and its name. Lists that have the right length by chance
+(`eos_token_id`, `mrope_section`, `id2label` of a 12-class, 12-layer model) are kept as they are by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weightsmith.errors import LayerError
+
+_NEVER = re.compile(
+    r"label|token|architectures|auto_map|factor|section|mean|std|(^|_)(size|sizes|stride|strides|kernel|dim|dims)$"
+    r"|image|out_features|stage_names|bos|eos|pad_|betas|range|tags|languages|grid|pinpoints|bins|^conv_|resolution"
+)
+_NEVER_MAP = re.compile(r"label|token|task_specific_params|generation_config|auto_map|^rope_(scaling|parameters)$")
+_INDICES = re.compile(r"(layers?|idxs?|indices|indexes|layer_ids|block_ids|blocks_enum|layers_enum|block_indices)$")
+_TAPS = re.compile(r"deepstack|out_indices|intermediate_layers_indices|extract_layers|feature_layers?$|tap_layers")
+_SOURCES = re.compile(r"_source_layers$")
+_FLAGS = re.compile(r"^no_rope_layers$|_types?$|_freq$")
+
+
+@dataclass(frozen=True, slots=True)
+class Remap:
+    """Where each layer of the new stack comes from.
+
+    source   for each new layer, the old layer
+    n_old    layers of the old stack
+    n_extra  prediction layers after them, which some lists count too
+    """
+
+    source: tuple[int, ...]
+    n_old: int
+    n_extra: int = 0
+
+    @property
+    def n_new(self) -> int:
+        """Layers of the new stack."""
+        return len(self.source)
+
+    def moved(self, values: Sequence[Any]) -> list[Any]:
+        """A per-layer sequence for the new stack; what follows the layers (extra ones) stays at the end."""
+        return [values[i] for i in self.source] + list(values[self.n_old :])
+
+
+def _is_ints(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+
+
+def is_per_layer(key: str, value: Any, remap: Remap) -> bool:
+    """True for a list or string with one entry per layer."""
+    if isinstance(value, str):
+        return key.endswith("pattern") and len(value) == remap.n_old > 1
+    if not isinstance(value, list) or _NEVER.search(key):
+        return False
+    if len(value) not in {remap.n_old, remap.n_old + remap.n_extra}:
+        return False
+    return not is_indices(key, value, remap)
+
+
+def is_indices(key: str, value: Any, remap: Remap) -> bool:
+    """True for a list of layer numbers.
+
+    A list that could be either (n ints, all different, below n) is one of numbers unless its name says flags.
+    """
+    if not _is_ints(value) or not (_INDICES.search(key) or _TAPS.search(key)) or _SOURCES.search(key):
+        return False
+    distinct = len(set(value)) == len(value)
+    inside = all(0 <= v <= remap.n_old for v in value)
+    return distinct and inside and not (_FLAGS.search(key) and len(value) == remap.n_old)
+
+
+def first_number(key: str, value: Sequence[int], siblings: Mapping[str, Any], n_old: int) -> int:
+    """0 or 1: the number of the first layer in a list of layer numbers.
+
+    1 when the list, or the lists beside it, name the layer n, or together are exactly 1..n.
+    """
+    lists = [v for k, v in siblings.items() if _INDICES.search(k) and _is_ints(v) and v]
+    together = sorted(v for part in lists for v in part)
+    if n_old in value or together == list(range(1, n_old + 1)):
+        return 1
+    return 0
+
+
+def move_indices(key: str, value: Sequence[int], remap: Remap, first: int) -> list[int]:
+    """A list of layer numbers for the new stack. `first` is the number of the first layer.
+
+    A list of taps (layers whose output goes elsewhere, `deepstack_visual_indexes`) keeps its length: each names the
+    last copy of its layer. Raises LayerError when a tapped layer is gone.
+    """
+    if not _TAPS.search(key):
+        listed = {v - first for v in value}
+        return [new + first for new, old in enumerate(remap.source) if old in listed]
+    taps = []
+    for v in value:
+        copies = [new for new, old in enumerate(remap.source) if old == v - first]
+        if not copies:
+            raise LayerError(
+                f"{key} of config.json takes the output of layer {v - first}, which the new stack does not have",
+                fix="keep that layer",
+            )
+        taps.append(copies[-1] + first)
+    return taps
+
+
+def move_sources(key: str, value: Sequence[int], remap: Remap) -> list[int]:
+    """A list that says, for each layer, which layer it borrows from. Raises LayerError when the lender is gone."""
+    moved = []
+    for new, old in enumerate(remap.source):
+        lenders = [n for n in range(new + 1) if remap.source[n] == value[old]]
+        if not lenders:
+            raise LayerError(
+                f"{key} of config.json: layer {old} borrows from layer {value[old]}, which does not come before it in "
+                f"the new stack (new layer {new})",
+                fix=f"keep layer {value[old]} before layer {old}",
+            )
+        moved.append(new if value[old] == old else lenders[-1])
+    return moved
+
+
+def move_map(key: str, value: Mapping[str, Any], remap: Remap) -> dict[str, Any] | None:
+    """A map keyed by layer number for the new stack, or None when it is not one."""
+    if not value or _NEVER_MAP.search(key) or not all(re.fullmatch(r"0|[1-9][0-9]{0,8}", str(k)) for k in value):
+        return None
+    keys = {int(k) for k in value}
+    if max(keys) >= remap.n_old or not (len(keys) == remap.n_old or "layer" in key or "block" in key):
+        return None
+    by_int = {int(k): v for k, v in value.items()}
+    return {str(new): by_int[old] for new, old in enumerate(remap.source) if old in by_int}
+
+
+def move_names(values: Sequence[Any], prefix: str, remap: Remap) -> list[Any]:
+    """A list of tensor or module names, each layer's entries given to its copies.
+
+    >>> move_names(["lm_head", "model.layers.2.mlp"], "model.layers.", Remap((0, 2, 2), 3))
+    ['lm_head', 'model.layers.1.mlp', 'model.layers.2.mlp']
+    """
+    moved: list[Any] = []
+    for value in values:
+        match = re.match(re.escape(prefix) + r"(\d{1,9})(?=\.|$)", value) if isinstance(value, str) else None
+        if match is None or int(match[1]) >= remap.n_old:
+            moved.append(value)
+        else:
+            copies = [new for new, old in enumerate(remap.source) if old == int(match[1])]
+            moved += [f"{prefix}{new}{value[match.end() :]}" for new in copies]
+    return moved

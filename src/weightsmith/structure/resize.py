@@ -1,0 +1,258 @@
+"""config.json after layers were dropped, repeated or reordered.
+
+The layer count is set under every key that holds it, per-layer lists and maps follow the layers (`perlayer.py`),
+numbers that imply a layer's kind are checked and, where possible, rewritten (`rules.py`). At the end the tensors
+decide: if the layers are not all alike, the new config must lead, at each position, to the kind of layer put there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+from weightsmith.errors import LayerError, UnknownName, nearest
+from weightsmith.structure.counts import Path, is_count_key
+from weightsmith.structure.model import Structure
+from weightsmith.structure.names import words
+from weightsmith.structure.perlayer import (
+    Remap,
+    first_number,
+    is_indices,
+    is_per_layer,
+    move_indices,
+    move_map,
+    move_names,
+    move_sources,
+)
+from weightsmith.structure.rules import rules_for
+from weightsmith.structure.stacks import Stack
+
+Explained = list[tuple[Hashable, ...]]
+"""Kinds of the old layers, one tuple per list or number of the config that tells layers apart."""
+
+
+def resize_config(
+    config: Mapping[str, Any], structure: Structure, layers: Mapping[str, Sequence[int]]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The config of a model whose stacks are made of other layers of the same model, and notes on what was changed.
+
+    config     the donor's config.json; not modified
+    structure  the donor's structure
+    layers     for each stack prefix that changes, the donor's layer number of each new layer
+
+    Raises LayerError when no value of the config can express the stack, UnknownName for a prefix that is no stack.
+
+    >>> from weightsmith.structure import analyse
+    >>> from weightsmith.tensors import DTYPES, TensorSpec
+    >>> config = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    >>> specs = [TensorSpec(f"model.layers.{i}.mlp.w.weight", DTYPES["F32"], (2, 2)) for i in range(2)]
+    >>> resize_config(config, analyse(specs, config), {"model.layers.": [0, 1, 1]})[0]
+    {'num_hidden_layers': 3, 'layer_types': ['sliding_attention', 'full_attention', 'full_attention']}
+    """
+    new, notes = copy.deepcopy(dict(config)), []
+    by_prefix = {stack.prefix: stack for stack in structure.stacks}
+    for prefix, source in layers.items():
+        stack = by_prefix.get(prefix)
+        if stack is None:
+            raise UnknownName(f"the model has no layers named {prefix!r}{nearest(prefix, by_prefix)}")
+        remap = Remap(tuple(source), stack.n_layers, stack.n_extra)
+        _check_source(stack, remap)
+        if remap.source == tuple(range(stack.n_layers)):
+            continue
+        _check_siblings(structure, stack, layers)
+        notes += _Resize(config, new, structure, stack, remap).run()
+    return new, tuple(dict.fromkeys(notes))
+
+
+def _check_source(stack: Stack, remap: Remap) -> None:
+    if not remap.source:
+        raise LayerError(f"{stack.prefix} would have no layers", fix="keep at least one layer")
+    wrong = [i for i in remap.source if not 0 <= i < stack.n_layers]
+    if wrong:
+        raise LayerError(
+            f"{stack.prefix} has layers 0 to {stack.n_layers - 1}, not {wrong[0]}", fix="correct layer_range"
+        )
+    if stack.config_path is None:
+        raise LayerError(
+            f"no key of config.json holds the {stack.n_layers} layer(s) of {stack.prefix}, so they cannot be changed",
+            fix="use the whole stack, in order",
+        )
+
+
+def _check_siblings(structure: Structure, stack: Stack, layers: Mapping[str, Sequence[int]]) -> None:
+    """Stacks counted by one key (XLM's attentions and ffns) must change together."""
+    mine = tuple(layers[stack.prefix])
+    for other in structure.stacks:
+        if other is not stack and other.config_path == stack.config_path and other.n_layers == stack.n_layers:
+            if tuple(layers.get(other.prefix, range(other.n_layers))) != mine:
+                raise LayerError(
+                    f"{stack.prefix} and {other.prefix} share {'.'.join(stack.config_path or ())} of config.json",
+                    fix="take the same layers of both",
+                )
+
+
+class _Resize:
+    """The change of one stack: `old` and `new` are whole configs, `new` is edited in place."""
+
+    def __init__(
+        self, old: Mapping[str, Any], new: dict[str, Any], structure: Structure, stack: Stack, remap: Remap
+    ) -> None:
+        self.old, self.new, self.structure, self.stack, self.remap = old, new, structure, stack, remap
+        self.notes: list[str] = []
+        self.explained: Explained = []
+        # Sub-configs of other stacks, and what they contain, are theirs.
+        self.foreign = {
+            path[:-1] for other in structure.stacks for path in other.config_paths if path not in stack.config_paths
+        }
+
+    def run(self) -> list[str]:
+        for path in dict.fromkeys(path[:-1] for path in self.stack.config_paths):
+            old, new = _dig(self.old, path), _dig(self.new, path)
+            self._walk(old, new, path)
+            for rule in rules_for(old):
+                self.explained.append(rule.kinds(old, self.remap.n_old))
+                note = rule.move(old, new, self.remap)
+                if note:
+                    self.notes.append(note)
+            self._note_silent(old)
+        for path in self.stack.config_paths:
+            home = _dig(self.new, path[:-1])
+            if not isinstance(home[path[-1]], int):
+                continue  # a list that counts by its length: moved already
+            home[path[-1]] = self.remap.n_new
+            self.notes.append(f"{'.'.join(path)}: {self.remap.n_old} -> {self.remap.n_new}")
+        self._check_tensors()
+        return self.notes
+
+    def _walk(self, old: Mapping[str, Any], new: dict[str, Any], path: Path) -> None:
+        """Move every per-layer value of one dict, and of the plain dicts in it."""
+        for key, value in old.items():
+            if not self._is_mine(key):
+                continue
+            if isinstance(value, Mapping):
+                moved = move_map(key, value, self.remap)
+                if moved is not None:
+                    self._set(new, key, moved, tuple(repr(value.get(str(i))) for i in range(self.remap.n_old)))
+                elif self._is_plain(value, (*path, key)):
+                    self._walk(value, new[key], (*path, key))
+            elif isinstance(value, list | str):
+                self._move_list(old, new, key)
+
+    def _is_plain(self, value: Mapping[str, Any], path: Path) -> bool:
+        """True for a dict that groups settings (`linear_attn_config`), False for the config of another part."""
+        owned = self.foreign | {p[:-1] for p in self.stack.config_paths}
+        return path not in owned and "model_type" not in value and not any(is_count_key(key) for key in value)
+
+    def _is_mine(self, key: str) -> bool:
+        """False for a key about the other side of an encoder-decoder, or about extra layers."""
+        about = words(key)
+        sides = words(self.stack.prefix) & {"encoder", "decoder"}
+        if about & {"encoder", "decoder"} and not about & sides and key != "decoder_sparse_step":
+            return False
+        return not about & {"mtp", "nextn"}
+
+    def _move_list(self, old: Mapping[str, Any], new: dict[str, Any], key: str) -> None:
+        value, remap, n_old = old[key], self.remap, self.remap.n_old
+        if key == "attention_types" and "attention_layers" not in old:
+            value = [kind for kinds, times in value for _ in range(times) for kind in kinds]
+            self._set(new, key, [[remap.moved(value), 1]], tuple(value))
+        elif key == "attention_types":
+            # GPT-Neo: attention_layers is this list written out; transformers checks that the two agree.
+            new[key] = [[remap.moved(old["attention_layers"]), 1]]
+        elif is_per_layer(key, value, remap):
+            kinds: tuple[Hashable, ...] = tuple(repr(v) for v in value[:n_old])
+            if key.endswith("_source_layers"):
+                self._set(new, key, move_sources(key, value, remap), kinds)
+            else:
+                moved = remap.moved(value)
+                self._set(new, key, "".join(moved) if isinstance(value, str) else moved, kinds)
+        elif is_indices(key, value, remap):
+            first = first_number(key, value, old, n_old)
+            kinds = tuple(i + first in value for i in range(n_old))
+            self._set(new, key, move_indices(key, value, remap, first), kinds)
+        elif isinstance(value, list):
+            renamed = move_names(value, self.stack.prefix, remap)
+            if renamed != value:
+                self._set(new, key, renamed, None)
+
+    def _set(self, new: dict[str, Any], key: str, value: Any, kinds: tuple[Hashable, ...] | None) -> None:
+        if new[key] != value:
+            new[key] = value
+            self.notes.append(f"{key}: re-indexed for {self.remap.n_new} layers")
+        if kinds is not None:
+            self.explained.append(kinds)
+
+    def _note_silent(self, old: Mapping[str, Any]) -> None:
+        """Say that kinds of attention may be implied by the model's code, where no key of the config says them."""
+        said = ("layer_types", "layers_block_type", "attention_layers", "block_types", "max_window_layers")
+        patterns = ("sliding_window_pattern", "_sliding_window_pattern", "window_pattern", "full_attention_interval")
+        if old.get("sliding_window") and not any(old.get(key) for key in (*said, *patterns)):
+            self.notes.append(
+                f"sliding_window = {old['sliding_window']}, but config.json does not say which layers use it; if the "
+                "model's code alternates by position (Gemma 2), save the config with a current transformers first, so "
+                "that layer_types is written out"
+            )
+
+    def _check_tensors(self) -> None:
+        """Refuse when a layer would be put where the model class builds another kind, judged by the tensors.
+
+        The kind of a layer must follow from what the config says of it, or else from its place: the first, the last,
+        its remainder modulo a small number. T5's first block has a tensor that the others lack: it must stay first.
+        """
+        signature = self.structure.signatures.get(self.stack.prefix, ())
+        if len(set(signature)) < 2:
+            return
+        said = list(zip(*self.explained, strict=True)) if self.explained else [()] * self.remap.n_old
+        for place in _PLACES + tuple(_remainder(p) for p in range(2, min(9, self.remap.n_old // 2 + 1))):
+            expected: dict[Hashable, int] = {}
+            keys = [(said[i], place(i, self.remap.n_old)) for i in range(self.remap.n_old)]
+            if any(expected.setdefault(key, signature[i]) != signature[i] for i, key in enumerate(keys)):
+                continue
+            for new, old in enumerate(self.remap.source):
+                key = (said[old], place(new, self.remap.n_new))
+                if expected.get(key, signature[old]) != signature[old]:
+                    raise self._misplaced(new, old)
+            return
+        if self.remap.source != tuple(range(self.remap.n_new)):
+            raise LayerError(
+                f"the layers of {self.stack.prefix} have different tensors, and no key of config.json says which layer "
+                "is of which kind, so they cannot be reordered",
+                fix="drop layers only at the end, or use the whole stack",
+            )
+
+    def _misplaced(self, new: int, old: int) -> LayerError:
+        return LayerError(
+            f"layer {old} of {self.stack.prefix} cannot be layer {new} of the new stack: the model class builds "
+            "another kind of layer there (other tensors or shapes)",
+            fix=f"leave layer {old} in its place, or take another layer of the kind found at that place",
+        )
+
+
+def _dig(config: Any, path: Path) -> Any:
+    for key in path:
+        config = config[key]
+    return config
+
+
+def _nowhere(i: int, n: int) -> Hashable:
+    return None
+
+
+def _is_first(i: int, n: int) -> Hashable:
+    return i == 0
+
+
+def _is_last(i: int, n: int) -> Hashable:
+    return i == n - 1
+
+
+def _is_end(i: int, n: int) -> Hashable:
+    return (i == 0, i == n - 1)
+
+
+def _remainder(period: int) -> Callable[[int, int], Hashable]:
+    return lambda i, n: i % period
+
+
+_PLACES: tuple[Callable[[int, int], Hashable], ...] = (_nowhere, _is_first, _is_last, _is_end)

@@ -1,0 +1,198 @@
+"""Which prefixes of a model's tensor names are stacks of layers.
+
+The candidates are the prefixes before the outermost number of a name. A candidate is a stack when config.json holds its
+number of layers, or when it looks like one: indices 0..n-1 without a hole, sub-modules that repeat, a usual name
+(`layers`, `h`, `blocks`). `visual.merger.mlp.0` and `classifier.2` are indices of an nn.Sequential and are not. When
+the outermost number is not a layer (`vision_tower.0.blocks.3`), the next one is tried.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from weightsmith.structure.counts import Count, Path, find_counts, is_count_key, match_counts
+from weightsmith.structure.names import INDEX, is_container, words
+
+Kind = Literal["decoder", "encoder", "vision", "audio", "tower", "other"]
+TOWERS = frozenset({"vision", "audio", "tower"})
+"""Kinds of encoders that feed a text model, as opposed to one side of an encoder-decoder."""
+
+_AUXILIARY = frozenset(
+    "mtp nextn qformer resampler perceiver merger projector connector adapter conv convs adaptor mask memory prompt "
+    "head heads postnet prenet vq vqmodel code2wav predictor altup".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One list of layers.
+
+    prefix        text before the layer number: `model.layers.`
+    n_layers      layers that config.json counts; numbers from there on are extra (multi-token-prediction) layers
+    module        the module it belongs to, as shown to users
+    kind          `decoder`, `encoder`, `vision`, `audio`, `tower` (an encoder of something else that feeds the text
+                  model) or `other` (projector, prediction or convolution layers)
+    config_paths  every key of config.json that holds n_layers, the authoritative first; () when none does
+    n_extra       layers found beyond n_layers
+    """
+
+    prefix: str
+    n_layers: int
+    module: str
+    kind: Kind
+    config_paths: tuple[Path, ...] = ()
+    n_extra: int = 0
+
+    @property
+    def config_path(self) -> Path | None:
+        """The authoritative key of config.json, e.g. ("text_config", "num_hidden_layers")."""
+        return self.config_paths[0] if self.config_paths else None
+
+
+def kind_of(prefix: str) -> Kind:
+    """What kind of layers a prefix holds, from its words.
+
+    >>> kind_of("model.visual.blocks."), kind_of("encoder.block."), kind_of("model.layers."), kind_of("mtp.layers.")
+    ('vision', 'encoder', 'decoder', 'other')
+    """
+    has = words(prefix)
+    if has & _AUXILIARY:
+        return "other"
+    if "vision" in has:
+        return "vision"
+    if "audio" in has:
+        return "audio"
+    return "encoder" if "encoder" in has and "decoder" not in has else "decoder"
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """What was seen under one prefix."""
+
+    indices: set[int] = field(default_factory=set)
+    suffixes: set[str] = field(default_factory=set)
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def found(self) -> int:
+        """Number of layers, if they are 0..n-1."""
+        return max(self.indices) + 1
+
+    @property
+    def whole(self) -> bool:
+        return len(self.indices) == self.found
+
+    @property
+    def nested(self) -> bool:
+        """A layer holds sub-modules: `mlp.0.weight` does not."""
+        return any("." in suffix for suffix in self.suffixes)
+
+    @property
+    def repeats(self) -> bool:
+        return len(self.names) > len(self.suffixes)
+
+
+def find_stacks(names: Iterable[str], config: Mapping[str, Any] | None) -> tuple[Stack, ...]:
+    """The stacks of a model in the order of its names; `module` is filled in by `modules.py`."""
+    counts = tuple(find_counts(config)) if config is not None else ()
+    accepted: dict[str, Stack] = {}
+    depth, remaining = 0, list(names)
+    while remaining and depth < 8:
+        candidates = _collect(remaining, depth)
+        remaining = []
+        for prefix, candidate in candidates.items():
+            stack = _accept(prefix, candidate, counts)
+            if stack is None:
+                remaining += candidate.names
+            else:
+                accepted[prefix] = stack
+        depth += 1
+    return _settle_kinds(_settle_mirrors(tuple(accepted.values()), config or {}))
+
+
+def _collect(names: Iterable[str], depth: int) -> dict[str, _Candidate]:
+    """Candidates by the prefix before the number at this depth (0 = outermost)."""
+    candidates: dict[str, _Candidate] = defaultdict(_Candidate)
+    for name in names:
+        match = INDEX.search(name)
+        for _ in range(depth):
+            match = INDEX.search(name, match.end()) if match else None
+        if match is not None:
+            candidate = candidates[name[: match.start(1)]]
+            candidate.indices.add(int(match[1]))
+            candidate.suffixes.add(name[match.end() :])
+            candidate.names.append(name)
+    return candidates
+
+
+def _accept(prefix: str, candidate: _Candidate, counts: Sequence[Count]) -> Stack | None:
+    named, kind, found = is_container(prefix), kind_of(prefix), candidate.found
+    paths = match_counts(prefix, found, counts, extras=named and candidate.whole and kind != "other")
+    # A hole is allowed here: a pruned layer may have kept no tensor. But a hostile index must not size our lists.
+    if paths and (named or candidate.nested) and 2 * len(candidate.indices) >= found:
+        n_layers = next(c.value for c in counts if c.path == paths[0])
+        return Stack(prefix, n_layers, "", kind, paths, found - n_layers)
+    if not (candidate.whole and candidate.nested):
+        return None
+    if named and (candidate.repeats or found == 1):
+        return Stack(prefix, found, "", kind)
+    if not counts and found > 1 and candidate.repeats and len(candidate.suffixes) > 1:
+        return Stack(prefix, found, "", kind)
+    return None
+
+
+def _settle_mirrors(stacks: tuple[Stack, ...], config: Mapping[str, Any]) -> tuple[Stack, ...]:
+    """Take from each stack the mirror keys that belong to another one.
+
+    In one dict that has both `encoder_layers` and `decoder_layers`, a plain `num_hidden_layers` mirrors the encoder's.
+    """
+    owner = {stack.config_paths[0]: stack.kind for stack in stacks if stack.config_paths}
+    settled = []
+    for stack in stacks:
+        kept = []
+        for i, path in enumerate(stack.config_paths):
+            home: Any = config
+            for key in path[:-1]:
+                home = home[key]
+            sides = {word for key in home if is_count_key(key) for word in words(key) & {"encoder", "decoder"}}
+            theirs = path in owner and owner[path] != stack.kind
+            plain = not words(path[-1]) & sides
+            if i == 0 or not (theirs or (plain and "encoder" in sides and stack.kind != "encoder")):
+                kept.append(path)
+        settled.append(replace(stack, config_paths=tuple(kept)))
+    return tuple(settled)
+
+
+def _settle_kinds(stacks: tuple[Stack, ...]) -> tuple[Stack, ...]:
+    """An encoder with a sub-config of its own, beside a decoder counted by the text config, is a tower."""
+    homes = {stack: words(*stack.config_paths[0][:-1]) for stack in stacks if stack.config_paths}
+    if not any(stack.kind == "decoder" and home <= {"text"} for stack, home in homes.items()):
+        return stacks
+    return tuple(
+        replace(stack, kind="tower")
+        if stack.kind == "encoder" and (stack not in homes or (homes[stack] and "text" not in homes[stack]))
+        else stack
+        for stack in stacks
+    )
+
+
+def main_stack(stacks: Sequence[Stack]) -> Stack | None:
+    """The stack that top-level `slices` means; None when more than one could be meant.
+
+    One stack, or one text decoder beside towers; never one side of an encoder-decoder.
+    """
+    if len(primary := [s for s in stacks if s.kind != "other"]) == 1:
+        return primary[0]
+    if not primary and len(stacks) == 1:
+        return stacks[0]
+    text = [s for s in primary if s.kind in ("decoder", "encoder")]
+    if len(text) != 1:
+        counted = [s for s in text if s.config_paths]
+        text = counted if len(counted) == 1 else []
+    towers = any(s.kind in TOWERS for s in primary)
+    if text and text[0].kind == "encoder" and towers:
+        return None
+    return text[0] if text else None

@@ -1,0 +1,147 @@
+"""What a tensor is, apart from its bytes: dtype, name, shape, and how it is cut into grains. Frozen, no I/O.
+
+Start here. Every other room passes these values around:
+
+* `DType`: one of the element types a safetensors file can hold, by its name there (`BF16`).
+* `TensorSpec`: name, dtype, shape.
+* a *grain*: the unit in which a tensor is cut. Whole rows, about 65,536 elements, a function of the shape alone. Tiles are
+  runs of whole grains, statistics are summed per grain and then over grains in order, checksums are taken per grain. So no
+  result can depend on the tile size or on which thread did what.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+GRAIN_ELEMENTS = 1 << 16  # 128 KiB of bf16: long enough to hash and sum at full speed, short enough to balance threads
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type.
+
+    name       safetensors' name: `BF16`
+    itemsize   bytes
+    torch      the name in config.json and in recipes: `bfloat16`
+    floating   merged by arithmetic; the others are copied
+    code       small integer the compiled codecs switch on; -1 where there is no codec
+    """
+
+    name: str
+    itemsize: int
+    torch: str
+    floating: bool
+    code: int = -1
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def numpy(self) -> np.dtype:
+        """The numpy dtype (ml_dtypes' for bf16 and fp8)."""
+        import numpy as np
+
+        if self.name in ("BF16", "F8_E4M3", "F8_E5M2"):
+            import ml_dtypes
+
+            names = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+            return np.dtype(getattr(ml_dtypes, names[self.name]))
+        return np.dtype(self.torch)
+
+
+DTYPES = {
+    d.name: d
+    for d in (
+        DType("F64", 8, "float64", True, 4),
+        DType("F32", 4, "float32", True, 0),
+        DType("F16", 2, "float16", True, 2),
+        DType("BF16", 2, "bfloat16", True, 1),
+        DType("F8_E4M3", 1, "float8_e4m3fn", True, 3),
+        DType("F8_E5M2", 1, "float8_e5m2", True, 5),
+        DType("I64", 8, "int64", False),
+        DType("I32", 4, "int32", False),
+        DType("I16", 2, "int16", False),
+        DType("I8", 1, "int8", False),
+        DType("U64", 8, "uint64", False),
+        DType("U32", 4, "uint32", False),
+        DType("U16", 2, "uint16", False),
+        DType("U8", 1, "uint8", False),
+        DType("BOOL", 1, "bool", False),
+    )
+}
+"""The dtypes weightsmith reads and writes, by safetensors name."""
+
+BY_TORCH_NAME = {d.torch: d for d in DTYPES.values()}
+
+
+def promote(a: DType, b: DType) -> DType:
+    """The smallest floating dtype that holds both: what a merge of the two is written as when no dtype is asked for.
+
+    >>> promote(DTYPES["BF16"], DTYPES["F16"]).name
+    'F32'
+    """
+    if a == b:
+        return a
+    wide = max(a, b, key=lambda d: d.itemsize)
+    if "F64" in (a.name, b.name) or "F32" in (a.name, b.name):
+        return wide
+    if a.itemsize == b.itemsize:  # bf16 with f16, e4m3 with e5m2: neither holds the other
+        return DTYPES["F32"] if a.itemsize == 2 else DTYPES["BF16"]
+    return wide
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, dtype and shape of one tensor.
+
+    >>> TensorSpec("w", DTYPES["BF16"], (3, 4)).nbytes
+    24
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)} {self.dtype}"
+
+
+MAX_STACKED = 1024
+"""A three-dimensional tensor whose first dimension is at most this may be a stack of logical matrices, one per expert."""
+
+
+def grain_elements(shape: tuple[int, ...]) -> int:
+    """Elements in one grain of a tensor of this shape: whole rows, about 65,536 elements.
+
+    A vector is cut anywhere; a row longer than 65,536 is a grain of its own. In a stack of matrices no grain reaches over
+    from one into the next, so that each expert has statistics of its own.
+
+    >>> grain_elements((1000, 4096)), grain_elements((7,)), grain_elements((5, 100_000))
+    (65536, 65536, 100000)
+    >>> grain_elements((8, 24, 4096))  # 12 rows, not 16
+    49152
+    """
+    cols = shape[-1] if len(shape) > 1 else 1
+    if math.prod(shape) == 0:
+        return GRAIN_ELEMENTS
+    rows = max(1, GRAIN_ELEMENTS // cols)
+    if len(shape) == 3 and shape[0] <= MAX_STACKED:
+        rows = min(rows, shape[1])
+        while shape[1] % rows:
+            rows -= 1
+    return cols * rows

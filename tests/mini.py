@@ -1,0 +1,101 @@
+"""Small checkpoints, plans by hand, and runs of them: what several test files need."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weightsmith.checkpoint import open_checkpoint
+from weightsmith.engine.local import run
+from weightsmith.plan.steps import ModelInput, Plan, Settings, Source, Step
+from weightsmith.store.layout import make_layout
+from weightsmith.tensors import DTYPES, DType, TensorSpec
+
+NUMPY = {d.numpy: d for d in DTYPES.values()}
+
+
+def as_bytes(array: np.ndarray) -> bytes:
+    return np.ascontiguousarray(array).tobytes()
+
+
+def write_checkpoint(
+    folder: Path, tensors: Mapping[str, np.ndarray], config: Mapping[str, Any] | None = None, max_shard_bytes: int = 10**9
+) -> Path:
+    """A checkpoint folder with these tensors (bf16 and fp8 through ml_dtypes)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    specs = [TensorSpec(name, NUMPY[a.dtype], a.shape) for name, a in tensors.items()]
+    layout = make_layout(specs, max_shard_bytes)
+    for shard in layout.shards:
+        body = b"".join(as_bytes(tensors[spec.name]) for spec in shard.tensors)
+        (folder / shard.name).write_bytes(shard.header + body)
+    if layout.index is not None:
+        (folder / "model.safetensors.index.json").write_bytes(layout.index)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class Memory:
+    """An engine output that keeps tensors in memory."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self.specs = {s.out.name: s.out for s in plan.steps}
+        self.file = (folder / "out.bin").open("w+b")
+        self.offsets, at = {}, 0
+        for spec in self.specs.values():
+            self.offsets[spec.name] = at
+            at += spec.nbytes
+        self.checksums: dict[str, str] = {}
+
+    def location(self, name: str) -> tuple[int, int]:
+        return self.file.fileno(), self.offsets[name]
+
+    def write(self, name: str, start_byte: int, buffer: Any) -> None:
+        assert start_byte + memoryview(buffer).nbytes <= self.specs[name].nbytes
+        os.pwrite(self.file.fileno(), buffer, self.offsets[name] + start_byte)
+
+    def finish(self, name: str, checksum: str) -> None:
+        assert name not in self.checksums
+        self.checksums[name] = checksum
+
+    def tensor(self, name: str) -> np.ndarray:
+        spec = self.specs[name]
+        data = os.pread(self.file.fileno(), spec.nbytes, self.offsets[name])
+        return np.frombuffer(data, spec.dtype.numpy).reshape(spec.shape)
+
+
+def run_method(
+    folder: Path,
+    method: str,
+    inputs: Sequence[np.ndarray],
+    *,
+    shared: Mapping[str, Any],
+    models: Sequence[Mapping[str, Any]],
+    base: bool = False,
+    out: DType = DTYPES["F32"],
+    matrices: int = 1,
+    seed: int = 0,
+    threads: int = 2,
+    tile_bytes: int | None = None,
+    name: str = "w",
+) -> np.ndarray:
+    """Merge one tensor through the engine; `shared` and `models` are fully resolved parameters."""
+    for i, array in enumerate(inputs):
+        write_checkpoint(folder / f"m{i}", {name: array})
+    step = Step(
+        TensorSpec(name, out, inputs[0].shape), method, tuple(Source(i, name) for i in range(len(inputs))), base, 0, matrices
+    )
+    refs = tuple(ModelInput(f"m{i}", "", "") for i in range(len(inputs)))
+    plan = Plan(method, refs, (step,), (Settings(dict(shared), tuple(models)),), seed=seed)
+    with ExitStack() as stack:
+        memory = Memory(plan, folder)
+        stack.callback(memory.file.close)
+        checkpoints = [stack.enter_context(open_checkpoint(folder / f"m{i}")) for i in range(len(inputs))]
+        run(plan, checkpoints, memory, threads=threads, tile_bytes=tile_bytes)
+        return memory.tensor(name)
