@@ -13,7 +13,7 @@ import numpy as np
 
 from weightsmith.checkpoint import open_checkpoint
 from weightsmith.engine.local import run
-from weightsmith.plan.steps import ModelInput, Plan, Settings, Source, Step
+from weightsmith.planner.steps import ModelInput, Plan, Settings, Source, Step
 from weightsmith.store.layout import make_layout
 from weightsmith.tensors import DTYPES, DType, TensorSpec
 

@@ -143,7 +143,7 @@ def test_a_recipe_of_modules() -> None:
     assert text.slices[0].parameters["weight"].at("x", 0.0) == (0.25, Entry(0.25, None, "r.yml:8:30"))
     assert [m.model for m in vision.models] == [ModelRef("odd@name+x", "main"), ModelRef("b", "main")]
     assert vision.parameters["weight"].entries == (Entry((0, 1), "*", "r.yml:14:23", "r.yml:14:39"),)
-    assert vision.where == "r.yml:10:3"
+    assert vision.where == "r.yml:9:3"
 
 
 def test_anchors_aliases_merge_keys_and_a_place_of_ones_own_for_them() -> None:
@@ -166,7 +166,8 @@ def test_anchors_aliases_merge_keys_and_a_place_of_ones_own_for_them() -> None:
 
 def test_keys_without_a_value_count_as_absent() -> None:
     recipe = accepted(
-        "merge_method: linear\nslices:\ndtype: ~\nbase_model: null\nparameters:\ntokenizer_source:\nmodels: [{model: a}]\n"
+        "merge_method: linear\nslices:\ndtype: ~\nbase_model: null\nparameters:\ntokenizer_source:\n"
+        "models: [{model: a}]\n"
     )
     assert (recipe.dtype, recipe.base_model, recipe.parameters) == (None, None, {})
 
@@ -221,6 +222,9 @@ def test_other_dtypes_are_refused_with_the_reason(value: str, message: str) -> N
     assert parse(text, "r.yml")[0] is not None
 
 
+RANGE = "  -> Write [first, end]: [0, 8] is the first eight layers, 0 to 7."
+
+
 @pytest.mark.parametrize(
     ("written", "message"),
     [
@@ -231,14 +235,13 @@ def test_other_dtypes_are_refused_with_the_reason(value: str, message: str) -> N
         ),
         (
             "[0, 0]",
-            "layer_range [0, 0] holds no layers, because the end is not included\n"
-            "  -> Write [first, end]: [0, 8] is the first eight layers, 0 to 7.",
+            f"layer_range [0, 0] holds no layers, because the end is not included\n{RANGE}",
         ),
-        ("[8, 4]", "layer_range [8, 4] ends before it starts\n  -> Write [first, end]: [0, 8] is the first eight layers, 0 to 7."),
-        ("[0, true]", "'layer_range' takes two whole numbers, not [number 0, true]\n  -> Write [first, end]: [0, 8] is the first eight layers, 0 to 7."),
-        ("[0, 8.5]", "'layer_range' takes two whole numbers, not [number 0, number 8.5]\n  -> Write [first, end]: [0, 8] is the first eight layers, 0 to 7."),
-        ("0-8", "'layer_range' takes two whole numbers, not the text '0-8'\n  -> Write [first, end]: [0, 8] is the first eight layers, 0 to 7."),
-        ("[0, 99999999999999999999]", "'layer_range' reaches beyond layer 1,000,000\n  -> Write [first, end]: [0, 8] is the first eight layers, 0 to 7."),
+        ("[8, 4]", f"layer_range [8, 4] ends before it starts\n{RANGE}"),
+        ("[0, true]", f"'layer_range' takes two whole numbers, not [number 0, true]\n{RANGE}"),
+        ("[0, 8.5]", f"'layer_range' takes two whole numbers, not [number 0, number 8.5]\n{RANGE}"),
+        ("0-8", f"'layer_range' takes two whole numbers, not the text '0-8'\n{RANGE}"),
+        ("[0, 99999999999999999999]", f"'layer_range' reaches beyond layer 1,000,000\n{RANGE}"),
     ],
 )
 def test_layer_ranges_that_name_no_layers_are_refused(written: str, message: str) -> None:
@@ -273,8 +276,10 @@ ONLY_ONE = "SyntaxProblem: r.yml:3:1: exactly one of models, slices or modules i
         ),
         (
             "- merge_method: linear\n",
-            ["SyntaxProblem: r.yml:1:1: expected a mapping at the top level, not a list of 1\n"
-             "  -> Write a mapping with merge_method."],
+            [
+                "SyntaxProblem: r.yml:1:1: expected a mapping at the top level, not a list of 1\n"
+                "  -> Write a mapping with merge_method."
+            ],
         ),
         (
             "merge_method: [linear]\nmodels: [{model: a}]\n",
@@ -286,32 +291,47 @@ ONLY_ONE = "SyntaxProblem: r.yml:3:1: exactly one of models, slices or modules i
         ),
         (
             "merge_method: linear\nmodels: org/a\n",
-            ["SyntaxProblem: r.yml:2:9: 'models' takes a list, not the text 'org/a'\n"
-             "  -> Write each entry after a dash: - model: ..."],
+            [
+                "SyntaxProblem: r.yml:2:9: 'models' takes a list, not the text 'org/a'\n"
+                "  -> Write each entry after a dash: - model: ..."
+            ],
         ),
         ("merge_method: linear\nmodels: []\n", ["SyntaxProblem: r.yml:2:9: 'models' is empty"]),
         (
             "merge_method: linear\nmodels:\n- org/a\n",
-            ["SyntaxProblem: r.yml:3:3: expected a mapping in an entry of 'models', not the text 'org/a'\n"
-             "  -> Write model: org/a."],
+            [
+                "SyntaxProblem: r.yml:3:3: expected a mapping in an entry of 'models', not the text 'org/a'\n"
+                "  -> Write model: org/a."
+            ],
         ),
         (
             "merge_method: linear\nmodels:\n- parameters: {weight: 1}\n",
-            ["SyntaxProblem: r.yml:3:3: the key 'model' is missing in an entry of 'models'\n"
-             "  -> Add model. The model: `path_or_hub_id[@revision]`."],
+            [
+                "SyntaxProblem: r.yml:3:3: the key 'model' is missing in an entry of 'models'\n"
+                "  -> Add model. The model: `path_or_hub_id[@revision]`."
+            ],
         ),
         (
             "merge_method: passthrough\nslices:\n- sources:\n  - model: a\n",
-            ["SyntaxProblem: r.yml:4:5: the key 'layer_range' is missing in an entry of 'sources'\n"
-             "  -> Add layer_range. `[first, end]`: layers first to end - 1, counted from 0."],
+            [
+                "SyntaxProblem: r.yml:4:5: the key 'layer_range' is missing in an entry of 'sources'\n"
+                "  -> Add layer_range. `[first, end]`: layers first to end - 1, counted from 0."
+            ],
         ),
         (
             "merge_method: linear\nmodules: [text_decoder]\n",
-            ["SyntaxProblem: r.yml:2:10: 'modules' takes a mapping of names, not a list of 1\n"
-             "  -> Write each module under its name: text_decoder: {models: [...]}."],
+            [
+                "SyntaxProblem: r.yml:2:10: 'modules' takes a mapping of names, not a list of 1\n"
+                "  -> Write each module under its name: text_decoder: {models: [...]}."
+            ],
         ),
-        ("~\n", ["SyntaxProblem: r.yml:1:1: the recipe is empty\n"
-                 "  -> It needs merge_method and models, slices or modules."]),
+        (
+            "~\n",
+            [
+                "SyntaxProblem: r.yml:1:1: the recipe is empty\n"
+                "  -> It needs merge_method and models, slices or modules."
+            ],
+        ),
     ],
 )
 def test_a_broken_skeleton_is_reported_and_gives_no_recipe(text: str, messages: list[str]) -> None:
@@ -322,31 +342,60 @@ def test_a_broken_skeleton_is_reported_and_gives_no_recipe(text: str, messages: 
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("7", "SyntaxProblem: r.yml:2:17: 'model' takes a model, not the number 7\n"
-              "  -> Write path_or_hub_id[@revision]; put digits in quotes."),
-        ('""', "SyntaxProblem: r.yml:2:17: cannot read the model '': no path or hub id\n"
-               "  -> Write path_or_hub_id or path_or_hub_id@revision."),
-        ("org/a@", "SyntaxProblem: r.yml:2:17: cannot read the model 'org/a@': no revision after '@'\n"
-                   "  -> Write path_or_hub_id or path_or_hub_id@revision."),
-        ("a@b@c", "SyntaxProblem: r.yml:2:17: cannot read the model 'a@b@c': more than one '@'\n"
-                  "  -> A folder whose name holds '+' or '@' is written model: {model: {path: ...}}."),
-        ("a+b+c", "SyntaxProblem: r.yml:2:17: cannot read the model 'a+b+c': more than one '+'\n"
-                  "  -> A folder whose name holds '+' or '@' is written model: {model: {path: ...}}."),
-        ("org/a@v1+org/lora", "Unsupported: r.yml:2:17: LoRA inputs are not supported yet\n"
-                              "  model org/a@v1\n  adapter org/lora\n"
-                              "  -> Merge the adapter into its model first (peft: merge_and_unload), save that, and name its"
-                              " folder here. A folder whose name holds '+' or '@' is written model: {model: {path: ...}}."),
-        ("{model: a, lora: b}", "Unsupported: r.yml:2:28: LoRA inputs are not supported yet\n"
-                                "  -> Merge the adapter into its model first (peft: merge_and_unload), save that, and name its"
-                                " folder here."),
-        ("{path: a}", "UnknownName: r.yml:2:18: the key 'path' has no meaning in a model reference; mergekit ignored it"
-                      " without a word\n  -> It belongs in a model path."),
-        ("{model: [a]}", "SyntaxProblem: r.yml:2:25: 'model' takes a model, not a list of 1\n"
-                         "  -> Write path_or_hub_id[@revision]."),
-        ("{model: {revision: v1}}", "SyntaxProblem: r.yml:2:25: the key 'path' is missing in a model path\n"
-                                    "  -> Add path. Folder, .safetensors file, or hub id `org/name`."),
+        (
+            "7",
+            "SyntaxProblem: r.yml:2:18: 'model' takes a model, not the number 7\n"
+            "  -> Write path_or_hub_id[@revision]; put digits in quotes.",
+        ),
+        (
+            '""',
+            "SyntaxProblem: r.yml:2:18: cannot read the model '': no path or hub id\n"
+            "  -> Write path_or_hub_id or path_or_hub_id@revision.",
+        ),
+        (
+            "org/a@",
+            "SyntaxProblem: r.yml:2:18: cannot read the model 'org/a@': no revision after '@'\n"
+            "  -> Write path_or_hub_id or path_or_hub_id@revision.",
+        ),
+        (
+            "a@b@c",
+            "SyntaxProblem: r.yml:2:18: cannot read the model 'a@b@c': more than one '@'\n"
+            "  -> A folder whose name holds '+' or '@' is written model: {model: {path: ...}}.",
+        ),
+        (
+            "a+b+c",
+            "SyntaxProblem: r.yml:2:18: cannot read the model 'a+b+c': more than one '+'\n"
+            "  -> A folder whose name holds '+' or '@' is written model: {model: {path: ...}}.",
+        ),
+        (
+            "org/a@v1+org/lora",
+            "Unsupported: r.yml:2:18: LoRA inputs are not supported yet\n"
+            "  model org/a@v1\n  adapter org/lora\n"
+            "  -> Merge the adapter into its model first (peft: merge_and_unload), save that, and name its"
+            " folder here. A folder whose name holds '+' or '@' is written model: {model: {path: ...}}.",
+        ),
+        (
+            "{model: a, lora: b}",
+            "Unsupported: r.yml:2:29: LoRA inputs are not supported yet\n"
+            "  -> Merge the adapter into its model first (peft: merge_and_unload), save that, and name its"
+            " folder here.",
+        ),
+        (
+            "{path: a}",
+            "UnknownName: r.yml:2:19: the key 'path' has no meaning in a model reference; mergekit ignored it"
+            " without a word\n  -> It belongs in a model path.",
+        ),
+        (
+            "{model: [a]}",
+            "SyntaxProblem: r.yml:2:26: 'model' takes a model, not a list of 1\n  -> Write path_or_hub_id[@revision].",
+        ),
+        (
+            "{model: {revision: v1}}",
+            "SyntaxProblem: r.yml:2:26: the key 'path' is missing in a model path\n"
+            "  -> Add path. Folder, .safetensors file, or hub id `org/name`.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_model_references_that_cannot_be_read(model: str, message: str) -> None:
     found = refused(f"merge_method: linear\nmodels: [{{model: {model}}}]\n")
     assert message in found
@@ -356,25 +405,48 @@ def test_model_references_that_cannot_be_read(model: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("", "ParameterError: r.yml:3:14: the parameter 'weight' has no value\n"
-             "  -> Write weight: and a value, or remove the line."),
+        (
+            "",
+            "ParameterError: r.yml:3:14: the parameter 'weight' has no value\n"
+            "  -> Write weight: and a value, or remove the line.",
+        ),
         (".nan", "ParameterError: r.yml:3:22: 'weight' is nan; a value must be finite"),
         ("[1, -.inf]", "ParameterError: r.yml:3:26: an entry of 'weight' is -inf; a value must be finite"),
-        ("1" + "0" * 400, "ParameterError: r.yml:3:22: 'weight' is a number too large for a float; a value must be finite"),
-        ("[1, [2]]", "ParameterError: r.yml:3:26: an entry of 'weight' takes a number, true, false or a text, not a list of 1"),
-        ("[1, ~]", "ParameterError: r.yml:3:26: an entry of 'weight' takes a number, true, false or a text, not nothing"),
-        ("{mlp: 1}", "ParameterError: r.yml:3:22: a mapping here takes 'value' and 'filter', not a mapping with the keys mlp\n"
-                     "  -> Write a list of mappings: - {filter: mlp, value: 0.5}."),
-        ("{value: {a: 1}}", "ParameterError: r.yml:3:30: 'value' takes a number, true, false or a text, not a mapping with"
-                            " the keys a"),
+        (
+            "1" + "0" * 400,
+            "ParameterError: r.yml:3:22: 'weight' is a number too large for a float; a value must be finite",
+        ),
+        (
+            "[1, [2]]",
+            "ParameterError: r.yml:3:26: an entry of 'weight' takes a number, true, false or a text, not a list of 1",
+        ),
+        (
+            "[1, ~]",
+            "ParameterError: r.yml:3:26: an entry of 'weight' takes a number, true, false or a text, not nothing",
+        ),
+        (
+            "{mlp: 1}",
+            "ParameterError: r.yml:3:22: a mapping here takes 'value' and 'filter', not a mapping with the keys mlp\n"
+            "  -> Write a list of mappings: - {filter: mlp, value: 0.5}.",
+        ),
+        (
+            "{value: {a: 1}}",
+            "ParameterError: r.yml:3:30: 'value' takes a number, true, false or a text, not a mapping with the keys a",
+        ),
         ("{value: ~}", "SyntaxProblem: r.yml:3:23: the key 'value' in a value with a filter has no value"),
         ("{value: 1, filter: [a]}", "SyntaxProblem: r.yml:3:41: 'filter' takes a text, not a list of 1"),
-        ("[1, {value: 1}]", "SyntaxProblem: r.yml:3:22: the list of 'weight' mixes plain values with mappings of filter and"
-                            " value\n  -> Write each entry as a mapping; one without a filter is for the rest."),
-        ("[0, 1e-5]", "ParameterError: r.yml:3:22: the list of 'weight' holds '1e-5' as text: the list makes steps instead of"
-                      " interpolating\n  -> Write the number 1.0e-05, without quotes."),
+        (
+            "[1, {value: 1}]",
+            "SyntaxProblem: r.yml:3:22: the list of 'weight' mixes plain values with mappings of filter and"
+            " value\n  -> Write each entry as a mapping; one without a filter is for the rest.",
+        ),
+        (
+            "[0, 1e-5]",
+            "ParameterError: r.yml:3:22: the list of 'weight' holds '1e-5' as text: the list makes steps instead of"
+            " interpolating\n  -> Write the number 1.0e-05, without quotes.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_value_is_reported_once_and_leaves_a_setting_that_says_so(value: str, message: str) -> None:
     text = f"merge_method: linear\nmodels: [{{model: a}}]\nparameters: {{weight: {value}, t: 1}}\n"
     assert refused(text) == [message]

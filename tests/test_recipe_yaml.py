@@ -1,6 +1,8 @@
-"""YAML text to positioned values: what PyYAML would accept, refuse or choke on, and where each problem is said to be."""
+"""YAML text to positioned values: what PyYAML accepts, refuses or chokes on, and where each problem is said to be."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import yaml
@@ -45,10 +47,8 @@ def test_dates_stay_the_text_they_were_written_as() -> None:
 
 
 def test_keys_and_values_have_positions_and_an_aliased_value_has_that_of_its_anchor() -> None:
-    root = read_yaml("models:\n  - model: a\n    weight:  &w 0.5\nagain: *w\n", "dir/r.yml").root
-    assert root is not None
-    assert isinstance(root.value, dict)
-    entry = root.value["models"].value.value[0]  # type: ignore[index]
+    root: Any = read_yaml("models:\n  - model: a\n    weight:  &w 0.5\nagain: *w\n", "dir/r.yml").root
+    entry = root.value["models"].value.value[0]
     assert entry.where == "dir/r.yml:2:5"
     assert entry.value["weight"].where == "dir/r.yml:3:5"
     assert entry.value["weight"].value.where == "dir/r.yml:3:14"
@@ -93,7 +93,7 @@ def test_keys_and_values_have_positions_and_an_aliased_value_has_that_of_its_anc
         ),
         (
             'a: "C:\\models"\n',
-            "r.yml:1:7: not valid YAML: found unknown escape character 'm'\n"
+            "r.yml:1:8: not valid YAML: found unknown escape character 'm'\n"
             "  while scanning a double-quoted scalar, from r.yml:1:4\n"
             '  the line reads: a: "C:\\models"\n'
             "  -> Write a Windows path in single quotes, or with forward slashes.",
@@ -115,8 +115,9 @@ def test_keys_and_values_have_positions_and_an_aliased_value_has_that_of_its_anc
         ("? [a]\n: b\n", "r.yml:1:3: a key must be text, not a list of 1"),
         (
             "a: 1\n---\nb: 2\n",
-            "r.yml:2:1: a second YAML document starts here; a recipe of several stages (mergekit-multi) is not supported"
-            " yet\n  -> Put each stage in a file of its own and name the output folder of one as a model of the next.",
+            "r.yml:2:1: a second YAML document starts here; a recipe of several stages (mergekit-multi) is"
+            " not supported yet\n"
+            "  -> Put each stage in a file of its own and name the output folder of one as a model of the next.",
         ),
         (
             "a:\n  b: !!python/object/apply:os.system [ls]\n",

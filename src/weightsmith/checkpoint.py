@@ -6,6 +6,7 @@ memory map (no crash when a file shrinks, no resident gigabytes), no file positi
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -13,8 +14,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -40,15 +40,6 @@ _FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".jso
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
-@dataclass(frozen=True, slots=True)
-class _WeightFile:
-    """A weight file as it was when its header was read; `identity` is (device, inode, bytes, mtime_ns)."""
-
-    path: Path
-    header: Header
-    identity: tuple[int, int, int, int]
-
-
 class Checkpoint:
     """A model's tensors, readable, and the files beside them. Made by `open_checkpoint`; a context manager.
 
@@ -72,7 +63,7 @@ class Checkpoint:
         self,
         ref: str,
         folder: Path,
-        weights: Sequence[_WeightFile],
+        headers: Mapping[Path, Header],
         *,
         revision: str = "",
         config: dict[str, Any] | None = None,
@@ -86,15 +77,15 @@ class Checkpoint:
         self.config = config
         self.files = files
         self.ignored = ignored
-        self.weights = tuple(w.path.name for w in weights)
-        self.tensors = _unite(weights, folder, index)
-        self.metadata = _common_metadata(weights)
+        self.weights = tuple(path.name for path in headers)
+        self.tensors = _unite(headers.values(), folder, index)
+        self.metadata = _common_metadata(headers.values())
         self.quantised = describe_quantisation(config, {name: t.spec for name, t in self.tensors.items()})
-        self.nbytes = sum(w.header.nbytes - w.header.data_start for w in weights)
-        facts = sorted((w.path.name, w.header.nbytes, w.header.digest, w.identity[3]) for w in weights)
+        self.nbytes = sum(h.nbytes - h.data_start for h in headers.values())
+        facts = sorted((path.name, h.nbytes, h.digest, h.mtime_ns) for path, h in headers.items())
         self.header_hash = _hash([fact[:3] for fact in facts])
         self.state_hash = _hash(facts)
-        self._identities = {w.path: w.identity for w in weights}
+        self._state = {path: (h.nbytes, h.mtime_ns) for path, h in headers.items()}
         self._lock = threading.Lock()
         self._closed = False
         # Opened at first use and kept: `location` hands descriptors out, so none may be closed under its user.
@@ -205,10 +196,10 @@ class Checkpoint:
                 return self._fds[path]
             fd = _open_readonly(path)
             try:
-                if (now := _identity(os.fstat(fd))) != self._identities[path]:
+                stat, (nbytes, mtime_ns) = os.fstat(fd), self._state[path]
+                if (stat.st_size, stat.st_mtime_ns) != (nbytes, mtime_ns):
                     raise FormatError(
-                        f"the file changed after its header was read: {self._identities[path][2]:,} bytes then, "
-                        f"{now[2]:,} now",
+                        f"the file changed after its header was read: {nbytes:,} bytes then, {stat.st_size:,} now",
                         where=str(path),
                         fix="Another program is writing the file: wait for it, then start again.",
                     )
@@ -243,7 +234,7 @@ def open_checkpoint(
     """
     name = os.fspath(ref)
     path = _expand(name)
-    if _exists(path):
+    if name and _exists(path):
         if revision is not None:
             raise ParameterError(
                 f"revision {show(revision)} is given for a local path, which has no revisions", where=name
@@ -283,7 +274,7 @@ def _open_folder(ref: str, folder: Path, names: Sequence[str], commit: str = "")
     return Checkpoint(
         ref,
         folder,
-        [_weight_file(path) for path in paths],
+        {path: read_header(path) for path in paths},
         revision=commit,
         config=_read_config(folder / "config.json") if "config.json" in names else None,
         files=files,
@@ -299,29 +290,16 @@ def _open_file(ref: str, path: Path) -> Checkpoint:
             where=ref,
             fix="Name a folder or a .safetensors file; convert pickles with transformers' save_pretrained().",
         )
-    return Checkpoint(ref, path.parent, [_weight_file(path)])
-
-
-def _weight_file(path: Path) -> _WeightFile:
-    header = read_header(path)
-    # After the header: a change in between shows in the size, a later one in the identity when it is opened to read.
-    identity = _identity(path.stat())
-    if identity[2] != header.nbytes:
-        raise FormatError(
-            f"changed while its header was read: {header.nbytes:,} bytes, then {identity[2]:,}",
-            where=str(path),
-            fix="Another program is writing the file: wait for it, then start again.",
-        )
-    return _WeightFile(path, header, identity)
+    return Checkpoint(ref, path.parent, {path: read_header(path)})
 
 
 def _unite(
-    weights: Sequence[_WeightFile], folder: Path, index: tuple[Path, Mapping[str, str]] | None
+    headers: Iterable[Header], folder: Path, index: tuple[Path, Mapping[str, str]] | None
 ) -> dict[str, StoredTensor]:
     """All tensors in model order. The files and the index must say the same."""
     united: dict[str, StoredTensor] = {}
-    for weight in weights:
-        for tensor in weight.header.tensors:
+    for header in headers:
+        for tensor in header.tensors:
             other = united.setdefault(tensor.spec.name, tensor)
             if other is not tensor:
                 raise FormatError(
@@ -355,11 +333,11 @@ def _unite(
     return {name: united[name] for name in sorted(united, key=natural_key)}
 
 
-def _common_metadata(weights: Sequence[_WeightFile]) -> dict[str, str]:
+def _common_metadata(headers: Iterable[Header]) -> dict[str, str]:
     common: dict[str, str] = {}
     disputed = set()
-    for weight in weights:
-        for key, value in weight.header.metadata.items():
+    for header in headers:
+        for key, value in header.metadata.items():
             if common.setdefault(key, value) != value:
                 disputed.add(key)
     return {key: value for key, value in common.items() if key not in disputed}
@@ -427,7 +405,7 @@ def _not_found(name: str, path: Path) -> NotFound:
         return NotFound(
             f"no such folder; {base} is one, but a local path has no revisions", where=name, fix="Drop the @."
         )
-    if path.is_symlink():
+    with contextlib.suppress(OSError, ValueError):  # no link, or no possible path at all
         return NotFound(f"a symbolic link to {path.readlink()}, which does not exist", where=name)
     if name.startswith(("http://", "https://", "hf://")):
         return NotFound(
@@ -445,10 +423,6 @@ def _nearest_sibling(path: Path) -> str:
         return nearest(path.name, sorted(siblings))
     except (OSError, ValueError):
         return ""
-
-
-def _identity(stat: os.stat_result) -> tuple[int, int, int, int]:
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _hash(facts: object) -> str:

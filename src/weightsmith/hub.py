@@ -63,7 +63,9 @@ def fetch(repo: str, revision: str | None, cache_dir: str | Path | None, token: 
         raise _explain(error, where) from error
     commit = folder.name
     try:
-        names = tuple(huggingface_hub.HfApi(token=token).list_repo_files(repo, revision=commit))
+        # model_info and not list_repo_files: the latter retries for 10 s when the hub does not answer.
+        info = huggingface_hub.HfApi(token=token).model_info(repo, revision=commit)
+        names = tuple(file.rfilename for file in info.siblings or ())
     except Exception as error:  # offline, or any of three HTTP libraries' errors: huggingface_hub changed its own twice
         names = tuple(p.name for p in folder.iterdir()) if folder.is_dir() else ()
         log.info("%s: the hub was not asked (%s), using the cached %s", where, type(error).__name__, folder)

@@ -20,7 +20,7 @@ from weightsmith.checkpoint import Checkpoint
 from weightsmith.engine.schedule import APPLY, Part, Scheduler, Task, Work
 from weightsmith.engine.tiles import cut, fit_tile_bytes, tile_grains
 from weightsmith.methods.job import Bytes, Job, Matrix, Scratch, Tile
-from weightsmith.plan.steps import Plan, Step
+from weightsmith.planner.steps import Plan, Step
 from weightsmith.store.checksum import DIGEST_BYTES, combine, hash_grains
 from weightsmith.tensors import grain_elements
 
@@ -49,6 +49,15 @@ class Progress:
     total_tensors: int
     seconds: float
 
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run did: bytes of tensors read and written, and integer tensors on which the models disagree."""
+
+    read_bytes: int
+    written_bytes: int
+    differing: tuple[str, ...]
 
 
 class Buffers:
@@ -88,6 +97,7 @@ class Run:
         self.written_bytes = self.total_bytes - sum(s.out.nbytes for s in self.steps)
         self.read_bytes = 0
         self.tensors = len(plan.steps) - len(self.steps)
+        self.differing: set[str] = set()
         self._lock = threading.Lock()
         self.scheduler = Scheduler(self._parts(), self._finished)
 
@@ -169,6 +179,8 @@ class Run:
             if part.job is None:
                 out = raw[0, :written]
                 self._copy(step, first * width, out)
+                if any(not np.array_equal(out, other[:written]) for other in raw[1:]):
+                    self.differing.add(step.out.name)
             else:
                 out = buffers.out(written)
                 part.job.apply(Tile(place.start, place.size, raw, buffers.scratch), out)
@@ -229,7 +241,7 @@ def run(
     tile_bytes: int | None = None,
     skip: Collection[str] = frozenset(),
     progress: Callable[[Progress], None] | None = None,
-) -> None:
+) -> Outcome:
     """Make every output tensor of `plan` and write it to `output`.
 
     threads     default: the processors this process may use
@@ -260,5 +272,8 @@ def run(
         raise
     if task.scheduler.error is not None:
         raise task.scheduler.error
+    final = task.progress(began)
     if progress is not None:
-        progress(task.progress(began))
+        progress(final)
+    differing = tuple(s.out.name for s in task.steps if s.out.name in task.differing)
+    return Outcome(final.read_bytes, sum(s.out.nbytes for s in task.steps), differing)

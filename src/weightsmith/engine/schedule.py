@@ -14,7 +14,7 @@ from typing import Any
 
 from weightsmith.engine.tiles import Cut
 from weightsmith.methods.job import Job
-from weightsmith.plan.steps import Step
+from weightsmith.planner.steps import Step
 
 APPLY = -1
 

@@ -239,7 +239,7 @@ def _no_weights(everything: list[str], top: list[str], where: str) -> Unsupporte
             details=some(ggufs),
             fix="Use the safetensors checkpoint that the GGUF files were made from.",
         )
-    if others := [n for n in top if n.lower().endswith(_WEIGHTS)]:
+    if others := [n for n in top if n.lower().endswith(_WEIGHTS) and not n.lower().endswith(_PICKLES)]:
         return Unsupported(
             "no safetensors weights", where=where, details=some(others), fix="Convert them to safetensors."
         )

@@ -63,6 +63,7 @@ class Header:
     metadata    the `__metadata__` entry, {} when there is none
     data_start  offset of the first byte of tensor data
     nbytes      size of the file
+    mtime_ns    when the file was last changed, taken before its header was read
     digest      xxh3_128 of the header's JSON bytes, hex
     """
 
@@ -70,6 +71,7 @@ class Header:
     metadata: dict[str, str]
     data_start: int
     nbytes: int
+    mtime_ns: int
     digest: str
 
 
@@ -93,7 +95,7 @@ def read_header(path: Path) -> Header:
 
 
 def _read_header(path: Path) -> Header:
-    nbytes, text = _read_text(path)
+    nbytes, mtime_ns, text = _read_text(path)
     data_start = 8 + len(text)
     entries = parse_object(text, "the header", str(path), _DAMAGED)
     metadata = _check_metadata(entries.pop("__metadata__", None), path)
@@ -118,6 +120,7 @@ def _read_header(path: Path) -> Header:
         metadata=metadata,
         data_start=data_start,
         nbytes=nbytes,
+        mtime_ns=mtime_ns,
         digest=xxhash.xxh3_128_hexdigest(text),
     )
 
@@ -138,11 +141,12 @@ def _collector_paused() -> Iterator[None]:
         gc.enable()
 
 
-def _read_text(path: Path) -> tuple[int, bytes]:
-    """File size, and the bytes of the header's JSON."""
+def _read_text(path: Path) -> tuple[int, int, bytes]:
+    """File size, modification time, and the bytes of the header's JSON."""
     with open_regular(path) as file:
         try:
-            nbytes = os.fstat(file.fileno()).st_size
+            stat = os.fstat(file.fileno())
+            nbytes = stat.st_size
             prefix = file.read(8) or b""
             if len(prefix) < 8:
                 raise FormatError(
@@ -177,7 +181,7 @@ def _read_text(path: Path) -> tuple[int, bytes]:
             where=str(path),
             fix="Another program is writing the file: wait for it, then try again.",
         )
-    return nbytes, bytes(text)
+    return nbytes, stat.st_mtime_ns, bytes(text)
 
 
 def _check_metadata(metadata: Any, path: Path) -> dict[str, str]:
@@ -233,12 +237,10 @@ def _check_entry(entry: Any) -> tuple[DType, tuple[int, ...], int, int]:
         raise FormatError(f"data_offsets {show(offsets)} are negative")
     if end < start:
         raise FormatError(f"data_offsets {show(offsets)} are reversed: the end lies before the start")
-    if end > MAX_BYTES:
-        raise FormatError(f"data_offsets {show(offsets)} are out of range: more than 2^63 bytes")
     nbytes = 0 if 0 in shape else product
     if end - start != nbytes:
         raise FormatError(
-            f"shape {show(shape)} of {dtype} takes {nbytes:,} bytes, but data_offsets {offsets} hold {end - start:,}"
+            f"shape {show(shape)} of {dtype} takes {nbytes:,} bytes, but data_offsets {show(offsets)} hold {end - start:,}"
         )
     return dtype, tuple(shape), start, end
 

@@ -66,6 +66,7 @@ _SYNONYMS = {
     "layers": "layer_range",
     "method": "merge_method",
     "model_path": "model",
+    "modles": "models",  # nearer to modules by its letters
     "output_dtype": "out_dtype",
     "params": "parameters",
     "range": "layer_range",

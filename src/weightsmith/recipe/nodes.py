@@ -156,7 +156,7 @@ class _PythonReader:
             return value
         self.problems.append(
             SyntaxProblem(
-                f"a recipe cannot hold a {type(value).__name__}",
+                f"a recipe cannot hold a value of type {type(value).__name__}",
                 where=where,
                 fix="Use mappings, lists, text, numbers, True, False or None.",
             )

@@ -13,7 +13,11 @@ import xxhash
 from weightsmith.tensors import TensorSpec, grain_elements
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from typing_extensions import Buffer
+
+    BytesLike = Buffer | NDArray[np.generic]  # before Python 3.12, numpy's types do not say that arrays are buffers
 
 DIGEST_BYTES = 8  # of one grain
 
@@ -28,15 +32,15 @@ def grain_bytes(spec: TensorSpec) -> int:
     return grain_elements(spec.shape) * spec.dtype.itemsize
 
 
-def byte_view(buffer: Buffer) -> memoryview:
+def byte_view(buffer: BytesLike) -> memoryview:
     """One-dimensional view of the bytes of a C-contiguous buffer; TypeError for any other."""
-    view = memoryview(buffer)
+    view = memoryview(buffer)  # type: ignore[arg-type,unused-ignore]
     if view.nbytes == 0:  # memoryview.cast refuses shapes with a zero
         return memoryview(b"")
     return view if view.format == "B" and view.ndim == 1 and view.c_contiguous else view.cast("B")
 
 
-def hash_grains(buffer: Buffer, grain_bytes: int) -> bytes:
+def hash_grains(buffer: BytesLike, grain_bytes: int) -> bytes:
     """The digests of a run of whole grains (the tensor's last grain may be short): 8 little-endian bytes each, joined.
 
     The runs of a tensor, hashed apart and joined in order, give the same bytes as the whole. No bytes give no digests.
@@ -60,7 +64,7 @@ def combine(digests: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(digests)
 
 
-def hash_bytes(data: Buffer) -> str:
+def hash_bytes(data: BytesLike) -> str:
     """xxh3_128 of plain bytes (32 hex digits): for headers and for files that are not weights."""
     return xxhash.xxh3_128_hexdigest(byte_view(data))
 
@@ -81,7 +85,7 @@ class GrainHasher:
         self._open = xxhash.xxh3_64()
         self._filled = 0  # bytes of the open grain hashed so far
 
-    def update(self, piece: Buffer) -> None:
+    def update(self, piece: BytesLike) -> None:
         """Hash the next bytes of the tensor."""
         view = byte_view(piece)
         start = 0

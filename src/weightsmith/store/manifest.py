@@ -10,11 +10,12 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
-from weightsmith.errors import Corrupt, StoreError, Unsupported
+from weightsmith.errors import Corrupt, FormatError, StoreError, Unsupported
 from weightsmith.store.checksum import grain_bytes, hash_bytes
-from weightsmith.store.layout import Layout
+from weightsmith.store.layout import MAX_HEADER_BYTES, Layout
 
 MANIFEST_NAME = "weightsmith.json"
 VERSION = 1
@@ -77,7 +78,7 @@ def encode_manifest(
         raise StoreError(f"the manifest's own keys cannot be given: {', '.join(taken)}", where=MANIFEST_NAME)
     fields: dict[str, Any] = {"weightsmith_manifest": VERSION, "plan": plan_hash, **more}
     text = json.dumps(fields, indent=2, ensure_ascii=False, allow_nan=False)
-    weights = {
+    weights: dict[str, dict[str, str | int]] = {
         shard.name: {
             "bytes": shard.nbytes,
             "header_bytes": len(shard.header),
@@ -85,7 +86,9 @@ def encode_manifest(
         }
         for shard in layout.shards
     }
-    others = {name: {"bytes": f.nbytes, "xxh3_128": f.xxh3_128} for name, f in sorted(files.items())}
+    others: dict[str, dict[str, str | int]] = {
+        name: {"bytes": f.nbytes, "xxh3_128": f.xxh3_128} for name, f in sorted(files.items())
+    }
     tensors: dict[str, dict[str, str | int]] = {}
     for shard in layout.shards:
         for spec in shard.tensors:
@@ -126,16 +129,39 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     version = fields.get("weightsmith_manifest")
     if version != VERSION:
         raise Unsupported(f"manifest version {version!r}; this weightsmith reads {VERSION}", where=where)
-    return Manifest(
-        plan=fields["plan"],
-        weights={
-            name: WeightFile(w["bytes"], w["header_bytes"], w["header_xxh3_128"])
-            for name, w in fields["weights"].items()
-        },
-        files={name: OtherFile(f["bytes"], f["xxh3_128"]) for name, f in fields["files"].items()},
-        tensors={
-            name: TensorRecord(t["file"], t["offset"], t["bytes"], t["grain_bytes"], t["checksum"])
-            for name, t in fields["tensors"].items()
-        },
-        data=fields,
+    try:
+        manifest = Manifest(
+            plan=str(fields["plan"]),
+            weights={
+                name: WeightFile(w["bytes"], w["header_bytes"], w["header_xxh3_128"])
+                for name, w in fields["weights"].items()
+            },
+            files={name: OtherFile(f["bytes"], f["xxh3_128"]) for name, f in fields["files"].items()},
+            tensors={
+                name: TensorRecord(t["file"], t["offset"], t["bytes"], t["grain_bytes"], t["checksum"])
+                for name, t in fields["tensors"].items()
+            },
+            data=fields,
+        )
+        fits = _fits(manifest)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise FormatError(f"not a manifest of weightsmith: {error!r}", where=where) from error
+    if not fits:
+        raise FormatError("the manifest names files outside the folder, or bytes outside the files", where=where)
+    return manifest
+
+
+def _fits(manifest: Manifest) -> bool:
+    """False for a manifest made by someone else to lead a reader astray: nothing in it is believed."""
+    names = [PurePosixPath(name) for name in (*manifest.weights, *manifest.files)]
+    if any(name.is_absolute() or ".." in name.parts for name in names):
+        return False
+    if any(not 0 <= w.header_bytes <= min(w.nbytes, MAX_HEADER_BYTES + 8) for w in manifest.weights.values()):
+        return False
+    return all(
+        t.file in manifest.weights
+        and t.grain_bytes > 0
+        and min(t.offset, t.nbytes) >= 0
+        and t.offset + t.nbytes <= manifest.weights[t.file].nbytes
+        for t in manifest.tensors.values()
     )

@@ -29,7 +29,7 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from weightsmith.errors import NOTHING_WRITTEN, CannotResume, OutputExists, StoreError
+from weightsmith.errors import NOTHING_WRITTEN, CannotResume, NoSpace, OutputExists, StoreError
 from weightsmith.store import disk
 from weightsmith.store.checksum import byte_view, grain_bytes, hash_bytes
 from weightsmith.store.journal import Journal, read_journal
@@ -39,7 +39,7 @@ from weightsmith.store.reread import Progress, Stored, reread
 from weightsmith.store.target import check_file_name, check_out, check_vacant, create_file
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from weightsmith.store.checksum import BytesLike
 
 _COPY_BYTES = 1 << 20
 _BOOKKEEPING_BYTES = 400  # of journal and manifest, for each tensor
@@ -135,7 +135,7 @@ class Staging:
         self._remove_other_files()
         try:
             self._reserve()
-        except disk.NoSpace:
+        except NoSpace:
             if fresh:
                 self.discard()
             raise
@@ -182,8 +182,9 @@ class Staging:
         entries = read_journal(self.folder / "journal")
         old = self.folder / "old"
         if entries.published is not None and _identity(self.out) == entries.published:
-            disk.remove_tree(self.folder)  # it was published; what is left here is what it replaced
-            self._release_lock()
+            self._remove()  # it was published; what is left here is what it replaced
+        elif entries.lines == 0 and not old.exists():
+            self._remove()  # cut off before anything was finished, or at the end of being removed
         elif old.is_dir() and not self.out.exists():
             old.rename(self.out)
         elif old.is_dir():
@@ -199,9 +200,9 @@ class Staging:
         if not resume:
             return False
         entries = read_journal(self.folder / "journal")
-        if entries.lines == 0:
-            return False  # cut off before the first line: no tensor was finished
-        if (entries.plan, entries.layout) == (self.plan_hash, self._layout_hash()) and self._content.is_dir():
+        if entries.lines == 0 or not self._content.is_dir():
+            return False  # cut off before the first line, or while being discarded: nothing to lose
+        if (entries.plan, entries.layout) == (self.plan_hash, self._layout_hash()):
             return True
         same_plan = entries.plan == self.plan_hash
         raise CannotResume(
@@ -289,7 +290,7 @@ class Staging:
         place = self.layout.places[name]
         return self._fds[place.shard], place.offset
 
-    def write(self, name: str, start_byte: int, buffer: Buffer) -> None:
+    def write(self, name: str, start_byte: int, buffer: BytesLike) -> None:
         """Write a C-contiguous buffer at byte `start_byte` of a tensor. Thread-safe.
 
         Raises NoSpace; ValueError when the bytes would fall outside the tensor.
@@ -337,7 +338,7 @@ class Staging:
 
     # other files
 
-    def add_file(self, name: str, data: Buffer | Path) -> None:
+    def add_file(self, name: str, data: BytesLike | Path) -> None:
         """Add a file that is not a weight: its bytes, or a file to copy (links to it are followed).
 
         name  relative path with `/`; it cannot leave the folder, nor be a weight file, its index or the manifest
@@ -384,14 +385,25 @@ class Staging:
             about = self._content.stat()
             journal.publish(about.st_dev, about.st_ino)
             self._rename()
-            if fsync:
-                disk.fsync_folder(self.out.parent)
         except OSError as error:
             raise self._failed(error, "publish") from error
         self._close_files()
-        disk.remove_tree(self.folder)
-        self._release_lock()
+        try:
+            if fsync:
+                disk.fsync_folder(self.out.parent)
+            self._remove()
+        except OSError as error:
+            raise self._leftover(str(error.strerror)) from error
+        except StoreError as error:
+            raise self._leftover(str(error)) from error
         return self.out
+
+    def _leftover(self, reason: str) -> StoreError:
+        return StoreError(
+            f"the output is published and complete, but clearing up failed: {reason}",
+            where=str(self.out),
+            fix=f"remove {self.folder} by hand",
+        )
 
     def _check_complete(self) -> None:
         missing = [name for name in self.layout.places if name not in self._checksums]
@@ -473,8 +485,21 @@ class Staging:
         if self._lock_fd < 0:
             raise ValueError(f"{self.folder}: this Staging is closed")
         self._close_files()
-        disk.remove_tree(self.folder)
-        self._release_lock()
+        self._remove()
+
+    def _remove(self) -> None:
+        """Remove the staging folder; the journal, which says what the rest is, goes after the rest."""
+        try:
+            disk.remove_tree(self._content)
+            disk.remove_tree(self.folder / "old")
+            self._wipe()
+            (self.folder / "lock").unlink()
+            self.folder.rmdir()
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:  # not empty: another process has just begun here
+                raise
+        finally:
+            self._release_lock()
 
     def close(self) -> None:
         """Let go of files and lock; what is staged stays, and `Staging.open` goes on from it. May be called twice."""

@@ -28,6 +28,10 @@ def check_out(out: str | os.PathLike[str]) -> Path:
 
 
 def _check_place(path: Path) -> None:
+    if path.is_symlink():
+        raise _refused(
+            path, f"it is a symbolic link to {path.readlink()}", "name the folder itself; links are never followed"
+        )
     reason = _protected(path)
     if reason:
         raise _refused(path, reason, "name a new folder")
@@ -36,10 +40,6 @@ def _check_place(path: Path) -> None:
         raise _refused(path, f"its parent folder {parent} does not exist", f"make it first: mkdir -p {parent}")
     if not parent.is_dir():
         raise _refused(path, f"{parent} is a file, not a folder", "name a folder inside a folder")
-    if path.is_symlink():
-        raise _refused(
-            path, f"it is a symbolic link to {path.readlink()}", "name the folder itself; links are never followed"
-        )
     if path.exists() and not path.is_dir():
         raise OutputExists(
             "a file has this name, and the output is a folder",
@@ -57,12 +57,12 @@ def _refused(path: Path, reason: str, fix: str) -> StoreError:
 
 def _protected(path: Path) -> str:
     """Why this folder must never be replaced, or an empty string."""
-    if path == path.parent:
+    real = path.resolve()  # the same folder reached through a link in one of its parents
+    if real == real.parent:
         return "it is the root of the file system"
-    if path == Path.home():
-        return "it is your home folder"
-    real = path.resolve()
-    if Path.cwd() == real or Path.cwd().is_relative_to(real):
+    if Path.home().resolve().is_relative_to(real):
+        return "it is, or holds, your home folder"
+    if Path.cwd().is_relative_to(real):
         return "it is, or holds, the current folder"
     if path.is_mount():
         return "it is a mount point, which cannot be renamed"

@@ -16,8 +16,10 @@ from weightsmith.structure.names import INDEX
 from weightsmith.structure.stacks import Stack, find_stacks, main_stack
 from weightsmith.tensors import TensorSpec
 
-Signature = frozenset[tuple[str, tuple[int, ...]]]
-"""What a layer is made of: (name after the layer number, shape) of each tensor."""
+Part = tuple[str, tuple[int, ...]]
+"""A tensor of a layer: name after the layer number, shape."""
+Signature = frozenset[Part]
+"""What a layer is made of."""
 
 _EXPERT_COUNT = re.compile(r"experts?$")
 _NOT_EXPERT_COUNT = re.compile(r"per_tok|shared|topk|top_k")
@@ -45,10 +47,13 @@ class Structure:
 
     def _find(self, name: str) -> tuple[Stack, int, int, int] | None:
         """Stack, index, and where the index starts and ends in the name."""
-        for match in INDEX.finditer(name):
-            stack = self._by_prefix.get(name[: match.start(1)])
+        match = INDEX.search(name)
+        while match is not None:
+            start, end = match.span(1)
+            stack = self._by_prefix.get(name[:start])
             if stack is not None:
-                return stack, int(match[1]), match.start(1), match.end(1)
+                return stack, int(match[1]), start, end
+            match = INDEX.search(name, end)
         return None
 
     def locate(self, name: str) -> tuple[Stack, int] | None:
@@ -127,10 +132,8 @@ def analyse(specs: Iterable[TensorSpec], config: Mapping[str, Any] | None) -> St
     (2, 'model.layers.7.mlp.up_proj.weight', None)
     """
     specs = tuple(specs)
-    bare = find_stacks((spec.name for spec in specs), config)
+    bare, loose = find_stacks([spec.name for spec in specs], config)
     main = main_stack(bare)
-    prefixes = {stack.prefix for stack in bare}
-    loose = [s.name for s in specs if not any(s.name[: m.start(1)] in prefixes for m in INDEX.finditer(s.name))]
     partition = find_modules(bare, main, loose)
     # `of_path` wants a tensor, and a stack's own name decides: `model.layers.` -> `model.layers.x`
     stacks = tuple(replace(stack, module=partition.of_path(stack.prefix + "x")) for stack in bare)
@@ -146,20 +149,26 @@ def analyse(specs: Iterable[TensorSpec], config: Mapping[str, Any] | None) -> St
         by_prefix,
     )
     members: dict[str, list[str]] = {name: [] for name in partition.names}
+    layers = {stack.prefix: [set[Part]() for _ in range(stack.n_layers)] for stack in stacks}
     for spec in specs:
-        members[draft.module_of(spec.name)].append(spec.name)
+        name, found = spec.name, draft._find(spec.name)
+        if found is None:
+            members[partition.of_path(name)].append(name)
+            continue
+        stack, index, _, end = found
+        members[stack.module].append(name)
+        if index < stack.n_layers:
+            layers[stack.prefix][index].add((name[end + 1 :], spec.shape))
     return replace(
         draft,
         modules={name: tuple(tensors) for name, tensors in members.items()},
-        signatures={prefix: _numbered(layers) for prefix, layers in layer_signature(draft, specs).items()},
+        signatures={prefix: _numbered(map(frozenset, parts)) for prefix, parts in layers.items()},
     )
 
 
 def layer_signature(structure: Structure, specs: Iterable[TensorSpec]) -> dict[str, tuple[Signature, ...]]:
     """For each stack prefix, what each of its layers is made of. Extra layers are left out."""
-    found: dict[str, list[set[tuple[str, tuple[int, ...]]]]] = {
-        stack.prefix: [set() for _ in range(stack.n_layers)] for stack in structure.stacks
-    }
+    found = {stack.prefix: [set[Part]() for _ in range(stack.n_layers)] for stack in structure.stacks}
     for spec in specs:
         hit = structure._find(spec.name)
         if hit is not None and hit[1] < hit[0].n_layers:

@@ -37,12 +37,12 @@ class Remap:
 
     source   for each new layer, the old layer
     n_old    layers of the old stack
-    n_extra  prediction layers after them, which some lists count too
+    extra    possible numbers of prediction layers after them, which some lists count too
     """
 
     source: tuple[int, ...]
     n_old: int
-    n_extra: int = 0
+    extra: frozenset[int] = frozenset()
 
     @property
     def n_new(self) -> int:
@@ -64,7 +64,7 @@ def is_per_layer(key: str, value: Any, remap: Remap) -> bool:
         return key.endswith("pattern") and len(value) == remap.n_old > 1
     if not isinstance(value, list) or _NEVER.search(key):
         return False
-    if len(value) not in {remap.n_old, remap.n_old + remap.n_extra}:
+    if len(value) != remap.n_old and len(value) - remap.n_old not in remap.extra:
         return False
     return not is_indices(key, value, remap)
 

@@ -56,13 +56,20 @@ def resize_config(
         stack = by_prefix.get(prefix)
         if stack is None:
             raise UnknownName(f"the model has no layers named {prefix!r}{nearest(prefix, by_prefix)}")
-        remap = Remap(tuple(source), stack.n_layers, stack.n_extra)
-        _check_source(stack, remap)
+        remap = Remap(tuple(source), stack.n_layers, _extra_counts(config, stack))
         if remap.source == tuple(range(stack.n_layers)):
             continue
+        _check_source(stack, remap)
         _check_siblings(structure, stack, layers)
         notes += _Resize(config, new, structure, stack, remap).run()
     return new, tuple(dict.fromkeys(notes))
+
+
+def _extra_counts(config: Mapping[str, Any], stack: Stack) -> frozenset[int]:
+    """How many prediction layers there may be: those found, and those config.json speaks of (often not published)."""
+    home = _dig(config, stack.config_path[:-1]) if stack.config_path else config
+    said = (home.get(key) for key in ("num_nextn_predict_layers", "num_mtp_layers"))
+    return frozenset({stack.n_extra, *(n for n in said if isinstance(n, int))})
 
 
 def _check_source(stack: Stack, remap: Remap) -> None:
@@ -121,7 +128,8 @@ class _Resize:
             if not isinstance(home[path[-1]], int):
                 continue  # a list that counts by its length: moved already
             home[path[-1]] = self.remap.n_new
-            self.notes.append(f"{'.'.join(path)}: {self.remap.n_old} -> {self.remap.n_new}")
+            if self.remap.n_new != self.remap.n_old:
+                self.notes.append(f"{'.'.join(path)}: {self.remap.n_old} -> {self.remap.n_new}")
         self._check_tensors()
         return self.notes
 
@@ -142,7 +150,8 @@ class _Resize:
     def _is_plain(self, value: Mapping[str, Any], path: Path) -> bool:
         """True for a dict that groups settings (`linear_attn_config`), False for the config of another part."""
         owned = self.foreign | {p[:-1] for p in self.stack.config_paths}
-        return path not in owned and "model_type" not in value and not any(is_count_key(key) for key in value)
+        counted = any(is_count_key(key) and isinstance(count, int) for key, count in value.items())
+        return path not in owned and "model_type" not in value and not counted
 
     def _is_mine(self, key: str) -> bool:
         """False for a key about the other side of an encoder-decoder, or about extra layers."""

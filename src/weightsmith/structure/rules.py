@@ -211,7 +211,7 @@ class Sparse:
     """Every `decoder_sparse_step`-th layer has experts unless `mlp_only_layers` names it."""
 
     def applies(self, old: Config) -> bool:
-        return (_int(old, "decoder_sparse_step") or 0) > 0 and bool(old.get("num_experts"))
+        return (_int(old, "decoder_sparse_step") or 0) > 0 and _has_experts(old)
 
     def kinds(self, old: Config, n_layers: int) -> tuple[bool, ...]:
         step, dense = int(old["decoder_sparse_step"]), set(old.get("mlp_only_layers") or ())

@@ -8,7 +8,6 @@ the outermost number is not a layer (`vision_tower.0.blocks.3`), the next one is
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -95,13 +94,17 @@ class _Candidate:
         return len(self.names) > len(self.suffixes)
 
 
-def find_stacks(names: Iterable[str], config: Mapping[str, Any] | None) -> tuple[Stack, ...]:
-    """The stacks of a model in the order of its names; `module` is filled in by `modules.py`."""
+def find_stacks(
+    names: Sequence[str], config: Mapping[str, Any] | None
+) -> tuple[tuple[Stack, ...], tuple[str, ...]]:
+    """The stacks of a model in the order of its names (`module` still empty), and the names that are in none."""
     counts = tuple(find_counts(config)) if config is not None else ()
     accepted: dict[str, Stack] = {}
-    depth, remaining = 0, list(names)
-    while remaining and depth < 8:
-        candidates = _collect(remaining, depth)
+    loose: list[str] = []
+    remaining, depth = list(names), 0
+    while remaining:
+        candidates, unnumbered = _collect(remaining, depth)
+        loose += unnumbered
         remaining = []
         for prefix, candidate in candidates.items():
             stack = _accept(prefix, candidate, counts)
@@ -110,22 +113,28 @@ def find_stacks(names: Iterable[str], config: Mapping[str, Any] | None) -> tuple
             else:
                 accepted[prefix] = stack
         depth += 1
-    return _settle_kinds(_settle_mirrors(tuple(accepted.values()), config or {}))
+    return _settle_kinds(_settle_mirrors(tuple(accepted.values()), config or {})), tuple(loose)
 
 
-def _collect(names: Iterable[str], depth: int) -> dict[str, _Candidate]:
-    """Candidates by the prefix before the number at this depth (0 = outermost)."""
-    candidates: dict[str, _Candidate] = defaultdict(_Candidate)
+def _collect(names: Iterable[str], depth: int) -> tuple[dict[str, _Candidate], list[str]]:
+    """Candidates by the prefix before the number at this depth (0 = outermost), and the names without one."""
+    candidates: dict[str, _Candidate] = {}
+    unnumbered = []
     for name in names:
         match = INDEX.search(name)
         for _ in range(depth):
             match = INDEX.search(name, match.end()) if match else None
-        if match is not None:
-            candidate = candidates[name[: match.start(1)]]
-            candidate.indices.add(int(match[1]))
-            candidate.suffixes.add(name[match.end() :])
-            candidate.names.append(name)
-    return candidates
+        if match is None:
+            unnumbered.append(name)
+            continue
+        prefix = name[: match.start() + 1]
+        candidate = candidates.get(prefix)
+        if candidate is None:
+            candidate = candidates[prefix] = _Candidate()
+        candidate.indices.add(int(match[1]))
+        candidate.suffixes.add(name[match.end() + 1 :])
+        candidate.names.append(name)
+    return candidates, unnumbered
 
 
 def _accept(prefix: str, candidate: _Candidate, counts: Sequence[Count]) -> Stack | None:
@@ -145,9 +154,10 @@ def _accept(prefix: str, candidate: _Candidate, counts: Sequence[Count]) -> Stac
 
 
 def _settle_mirrors(stacks: tuple[Stack, ...], config: Mapping[str, Any]) -> tuple[Stack, ...]:
-    """Take from each stack the mirror keys that belong to another one.
+    """Take from each stack the count keys that belong to another one.
 
     In one dict that has both `encoder_layers` and `decoder_layers`, a plain `num_hidden_layers` mirrors the encoder's.
+    A plain key that fits both sides of an encoder-decoder (Pix2Struct's `text_config.num_layers`) is the decoder's.
     """
     owner = {stack.config_paths[0]: stack.kind for stack in stacks if stack.config_paths}
     settled = []
@@ -160,6 +170,8 @@ def _settle_mirrors(stacks: tuple[Stack, ...], config: Mapping[str, Any]) -> tup
             sides = {word for key in home if is_count_key(key) for word in words(key) & {"encoder", "decoder"}}
             theirs = path in owner and owner[path] != stack.kind
             plain = not words(path[-1]) & sides
+            if i == 0 and theirs and stack.kind == "encoder":
+                continue
             if i == 0 or not (theirs or (plain and "encoder" in sides and stack.kind != "encoder")):
                 kept.append(path)
         settled.append(replace(stack, config_paths=tuple(kept)))

@@ -1,6 +1,6 @@
 """The Plan: every output tensor, its op, inputs and parameters. Pure data, printable, with a JSON round trip.
 
-A plan is made from a recipe and the headers of the inputs alone (`weightsmith.plan.build`). The engine runs it; the store
+A plan is made from a recipe and the headers of the inputs alone (`weightsmith.planner.build`). The engine runs it; the store
 knows from it where every byte goes before the first is read.
 """
 

@@ -1,0 +1,68 @@
+"""Make LLM checkpoints from checkpoints, at the speed of copying files.
+
+    import weightsmith
+    weightsmith.merge("recipe.yml", "./merged")
+
+Names are imported when they are first used, so that `import weightsmith` takes milliseconds and needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from weightsmith._version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from weightsmith.api import Merged as Merged
+    from weightsmith.api import merge as merge
+    from weightsmith.api import plan as plan
+    from weightsmith.checkpoint import Checkpoint as Checkpoint
+    from weightsmith.checkpoint import open_checkpoint as open_checkpoint
+    from weightsmith.engine.local import Progress as Progress
+    from weightsmith.errors import WeightsmithError as WeightsmithError
+    from weightsmith.planner.steps import Plan as Plan
+    from weightsmith.store.save import save_file as save_file
+    from weightsmith.store.save import save_model as save_model
+    from weightsmith.store.verify import verify as verify
+
+_HOMES = {
+    "Checkpoint": "checkpoint",
+    "Merged": "api",
+    "Plan": "planner.steps",
+    "Progress": "engine.local",
+    "WeightsmithError": "errors",
+    "merge": "api",
+    "open_checkpoint": "checkpoint",
+    "plan": "api",
+    "save_file": "store.save",
+    "save_model": "store.save",
+    "verify": "store.verify",
+}
+
+__all__ = [
+    "Checkpoint",
+    "Merged",
+    "Plan",
+    "Progress",
+    "WeightsmithError",
+    "__version__",
+    "merge",
+    "open_checkpoint",
+    "plan",
+    "save_file",
+    "save_model",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'weightsmith' has no attribute '{name}'")
+    value = getattr(import_module(f"weightsmith.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

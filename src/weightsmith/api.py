@@ -1,0 +1,201 @@
+"""The Python front door: `plan` and `merge`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weightsmith._version import __version__
+from weightsmith.errors import Finding
+from weightsmith.planner.build import Prepared, prepare
+from weightsmith.planner.steps import Plan
+from weightsmith.tensors import DType
+
+if TYPE_CHECKING:
+    from weightsmith.checkpoint import Checkpoint
+    from weightsmith.engine.local import Progress
+
+RECIPE_NAME = "recipe.yml"
+CARD_NAME = "README.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What a merge did.
+
+    out            the finished folder
+    plan           what was planned, and done
+    resumed        tensors that an interrupted run had finished
+    read_bytes, written_bytes   of tensor data, in this run
+    seconds        of this run, planning included
+    warnings       the plan's and those found in the data
+    """
+
+    out: Path
+    plan: Plan
+    resumed: int
+    read_bytes: int
+    written_bytes: int
+    seconds: float
+    warnings: tuple[Finding, ...]
+
+
+def plan(recipe: str | os.PathLike[str] | Mapping[str, Any], **options: Any) -> Plan:
+    """What a merge would do: every output tensor, its op, inputs and parameters. Reads headers only, writes nothing.
+
+    recipe   path of a YAML file, YAML text, or a mapping
+    options  out_dtype (DType), max_shard_bytes, seed, lenient: as for `merge`
+
+    Raises PlanError with every problem of the recipe and the models.
+    """
+    with prepare(recipe, **options) as prepared:
+        return prepared.plan
+
+
+def merge(
+    recipe: str | os.PathLike[str] | Mapping[str, Any],
+    out: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    max_memory_bytes: int | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    seed: int = 0,
+    out_dtype: DType | None = None,
+    overwrite: bool = False,
+    resume: bool = True,
+    fsync: bool = True,
+    card: bool = True,
+    lenient: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> Merged:
+    """Merge checkpoints as a recipe says, into a new folder.
+
+    recipe            path of a YAML file, YAML text, or a mapping
+    out               folder to make; it appears when all is finished, and never half-made
+    threads           default: the processors this process may use
+    max_memory_bytes  bound of resident memory; tiles shrink to fit
+    max_shard_bytes   bound of a weight file
+    seed              of random masks (DARE)
+    out_dtype         overrides the recipe's dtype
+    overwrite         replace a checkpoint that is there
+    resume            go on from interrupted work of the same plan; False discards it
+    fsync             wait until the bytes are on the disk before the folder appears
+    card              write README.md, a model card
+    lenient           settings that mergekit ignores are warnings, not errors
+    progress          called about ten times a second from this thread
+
+    Raises PlanError before anything is written, StoreError for problems with the output, CheckpointError when an input
+    changes or fails meanwhile. After KeyboardInterrupt, or a crash, the same call goes on where it stopped.
+    """
+    began = time.monotonic()
+    with prepare(
+        recipe, out_dtype=out_dtype, max_shard_bytes=max_shard_bytes, seed=seed, lenient=lenient
+    ) as prepared:
+        return execute(
+            prepared,
+            out,
+            threads=threads,
+            max_memory_bytes=max_memory_bytes,
+            overwrite=overwrite,
+            resume=resume,
+            fsync=fsync,
+            card=card,
+            progress=progress,
+            began=began,
+        )
+
+
+def execute(
+    prepared: Prepared,
+    out: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    max_memory_bytes: int | None = None,
+    overwrite: bool = False,
+    resume: bool = True,
+    fsync: bool = True,
+    card: bool = True,
+    progress: Callable[[Progress], None] | None = None,
+    began: float | None = None,
+) -> Merged:
+    """Run a prepared plan; see `merge`."""
+    from weightsmith.engine.local import run
+    from weightsmith.store.staging import Staging
+
+    began = time.monotonic() if began is None else began
+    plan, inputs = prepared.plan, prepared.inputs
+    with Staging.open(out, plan.layout, _work_hash(plan, inputs), resume=resume, overwrite=overwrite) as staging:
+        done = staging.finished
+        outcome = run(
+            plan,
+            inputs,
+            staging,
+            threads=threads,
+            max_memory_bytes=max_memory_bytes,
+            skip=done,
+            progress=progress,
+        )
+        for name, data in _files(plan, inputs, Path(out).name, card=card):
+            staging.add_file(name, data)
+        folder = staging.publish(_provenance(plan), fsync=fsync)
+    found = tuple(
+        Finding(f"the models disagree on this {_kind(plan, name)} tensor; taken from {plan.models[0].ref}", name)
+        for name in outcome.differing
+    )
+    return Merged(
+        out=folder,
+        plan=plan,
+        resumed=len(done),
+        read_bytes=outcome.read_bytes,
+        written_bytes=outcome.written_bytes,
+        seconds=time.monotonic() - began,
+        warnings=plan.warnings + found,
+    )
+
+
+def _kind(plan: Plan, name: str) -> str:
+    return next(s.out.dtype.torch for s in plan.steps if s.out.name == name)
+
+
+def _work_hash(plan: Plan, inputs: Sequence[Checkpoint]) -> str:
+    """Identity of work that may be resumed: the plan, and the input files as they are now."""
+    return hashlib.sha256("\n".join([plan.hash, *(c.state_hash for c in inputs)]).encode()).hexdigest()
+
+
+def _files(plan: Plan, inputs: Sequence[Checkpoint], name: str, *, card: bool) -> list[tuple[str, bytes | Path]]:
+    """Everything that is not a weight."""
+    donor = inputs[plan.donor]
+    files: list[tuple[str, bytes | Path]] = [(f, donor.folder / f) for f in plan.carried if f != RECIPE_NAME]
+    if plan.config is not None:
+        files.append(("config.json", (json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n").encode()))
+    files.append((RECIPE_NAME, plan.recipe.encode()))
+    if card:
+        from weightsmith.cards import model_card
+
+        files.append((CARD_NAME, model_card(plan, name).encode()))
+    return files
+
+
+def _provenance(plan: Plan) -> dict[str, Any]:
+    """Where the output comes from, for its manifest."""
+    return {
+        "made_by": {
+            "weightsmith": __version__,
+            "python": platform.python_version(),
+            "numpy": version("numpy"),
+            "numba": version("numba"),
+        },
+        "merge_method": plan.method,
+        "seed": plan.seed,
+        "inputs": [{"ref": m.ref, "revision": m.revision, "header_hash": m.header_hash} for m in plan.models],
+        "dropped": [{"model": plan.models[d.model].ref, "tensor": d.tensor, "reason": d.reason} for d in plan.dropped],
+        "recipe": plan.recipe,
+    }

@@ -1,0 +1,55 @@
+"""The model card: README.md with the front matter that the hub reads."""
+
+from __future__ import annotations
+
+import re
+
+import yaml
+
+from weightsmith import methods
+from weightsmith._version import __version__
+from weightsmith.planner.steps import Plan
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
+
+
+def model_card(plan: Plan, name: str) -> str:
+    """The card of a merged model: tags, inputs, method, and the recipe word for word.
+
+    name  of the model, as its title
+    """
+    hub_ids = [m.ref.split("@")[0] for m in plan.models if _is_hub_id(m.ref)]
+    front: dict[str, object] = {"library_name": "transformers", "tags": ["merge", "weightsmith"]}
+    if hub_ids:
+        front = {"base_model": list(dict.fromkeys(hub_ids)), "base_model_relation": "merge", **front}
+    method = methods.get(plan.method)
+    models = "\n".join(f"* {_linked(m.ref)}{f' at {m.revision}' if m.revision else ''}" for m in plan.models)
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", plan.recipe)), default=0))
+    return f"""---
+{yaml.safe_dump(front, sort_keys=False).strip()}
+---
+
+# {name}
+
+Merged with [weightsmith](https://pypi.org/project/weightsmith/) {__version__}, method `{method.name}` ({method.title}).
+
+{method.source}
+
+## Models
+
+{models}
+
+## Recipe
+
+{fence}yaml
+{plan.recipe.strip()}
+{fence}
+"""
+
+
+def _is_hub_id(ref: str) -> bool:
+    return bool(_HUB_ID.fullmatch(ref)) and not ref.startswith(("./", "../", "~"))
+
+
+def _linked(ref: str) -> str:
+    return f"[{ref}](https://huggingface.co/{ref.split('@')[0]})" if _is_hub_id(ref) else f"`{ref}`"

@@ -1,0 +1,275 @@
+"""What each parameter is for each tensor and model, and where the recipe says so.
+
+A parameter of one model is looked up at its own entry, then slice, module, recipe; one of the whole tensor at slice, module,
+recipe. At each level the first entry whose filter fits the tensor's name counts; filters of a model's parameter look at the
+name in that model, those of a shared one at the output name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weightsmith.errors import Finding, ParameterError, UnknownName, WeightsmithError, nearest
+from weightsmith.methods.base import Method, Parameter, Value
+from weightsmith.planner.placement import Block
+from weightsmith.planner.placement import Settings as Levels
+from weightsmith.planner.steps import Settings
+from weightsmith.recipe import Entry, Setting, numeric
+from weightsmith.recipe.nodes import Scalar
+
+MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A parameter's value for one tensor and where it comes from: a position in the recipe, or `default`."""
+
+    parameter: str
+    model: int | None
+    value: Value | None
+    where: str
+
+
+def coerce(parameter: Parameter, value: Scalar) -> Value:
+    """The value as the parameter's kind; ValueError says what is wrong with it.
+
+    >>> coerce(Parameter("normalize", "bool", ""), 1.0)
+    True
+    """
+    number = numeric(value)
+    if parameter.kind == "bool":
+        if isinstance(value, bool):
+            return value
+        if number in (0, 1):
+            return bool(number)
+        raise ValueError("is true or false")
+    if parameter.kind == "str":
+        if isinstance(value, bool) and parameter.booleans:
+            return parameter.booleans[value]
+        if number in (0, 1) and parameter.booleans:
+            return parameter.booleans[int(number)]
+        if value not in parameter.choices:
+            raise ValueError(f"is one of {', '.join(parameter.choices)}{nearest(str(value), parameter.choices)}")
+        return str(value)
+    if number is None:
+        raise ValueError("is a number")
+    if parameter.kind == "int" and number != int(number):
+        raise ValueError("is a whole number")
+    if parameter.minimum is not None and number < parameter.minimum:
+        raise ValueError(f"is at least {parameter.minimum:g}")
+    if parameter.maximum is not None and number > parameter.maximum:
+        raise ValueError(f"is at most {parameter.maximum:g}")
+    return int(number) if parameter.kind == "int" else float(number)
+
+
+class Lookup:
+    """One parameter of one feed (or of the tensor), with the levels at which it may be given."""
+
+    __slots__ = ("constant", "parameter", "settings")
+
+    def __init__(self, parameter: Parameter, levels: Sequence[Levels]) -> None:
+        self.parameter = parameter
+        self.settings: tuple[Setting, ...] = tuple(level[parameter.name] for level in levels if parameter.name in level)
+        self.constant: tuple[Scalar | None, Entry | None] | None = None
+        if not self.settings:
+            self.constant = None, None
+        else:
+            entry = self.settings[0].entries[0] if self.settings[0].entries else None
+            if entry is not None and entry.filter in (None, "*") and not isinstance(entry.value, tuple):
+                self.constant = entry.value, entry
+
+    def find(self, name: str, t: float) -> tuple[Scalar | None, Entry | None]:
+        """Value and entry for a tensor; (None, None) when no level says anything."""
+        if self.constant is not None:
+            return self.constant
+        for setting in self.settings:
+            found = setting.at(name, t)
+            if found is not None:
+                return found
+        return None, None
+
+
+class Resolver:
+    """Parameters of all tensors of a recipe; equal sets are stored once, in `settings`."""
+
+    def __init__(self, method: Method, model_names: Sequence[str]) -> None:
+        self.method = method
+        self.model_names = model_names
+        self.settings: list[Settings] = [Settings({}, ())]
+        self.problems: list[WeightsmithError] = []
+        self._shared = [p for p in method.parameters if p.scope == "tensor"]
+        self._own = [p for p in method.parameters if p.scope == "model"]
+        self._interned: dict[object, int] = {}
+        self._lookups: dict[int, tuple[list[Lookup], list[list[Lookup]]]] = {}
+        self._constants: dict[int, int] = {}
+        self._used: set[int] = set()
+        self._values: dict[tuple[str, object, type, int], Value | None] = {}
+        self._missing: dict[tuple[str, int | None], str] = {}
+        self._kept: list[Block] = []  # ids of blocks are keys: the blocks must live as long
+
+    def _lookup(self, block: Block) -> tuple[list[Lookup], list[list[Lookup]]]:
+        found = self._lookups.get(id(block))
+        if found is None:
+            shared = [Lookup(p, block.levels) for p in self._shared]
+            own = [
+                [] if block.base and k == 0 else [Lookup(p, (feed.parameters, *block.levels)) for p in self._own]
+                for k, feed in enumerate(block.feeds)
+            ]
+            found = self._lookups[id(block)] = shared, own
+            self._kept.append(block)
+        return found
+
+    def index(self, block: Block, out_name: str, names: Sequence[str], t: float) -> int:
+        """Index into `settings` of the parameters of one output tensor; `names` are its names in the feeds' models."""
+        constant = self._constants.get(id(block))
+        if constant is not None:
+            return constant
+        shared, own = self._lookup(block)
+        values = [self._value(u, u.find(out_name, t), None, out_name) for u in shared]
+        models = [
+            [self._value(u, u.find(name, t), block.feeds[k].model, name) for u in lookups]
+            for k, (lookups, name) in enumerate(zip(own, names, strict=True))
+        ]
+        key = (tuple(values), tuple(tuple(m) for m in models))
+        index = self._interned.get(key)
+        if index is None:
+            index = self._intern(key, block, values, models, own)
+        if all(u.constant is not None for u in shared) and all(u.constant is not None for us in own for u in us):
+            self._constants[id(block)] = index
+        return index
+
+    def _intern(
+        self,
+        key: object,
+        block: Block,
+        values: list[Value | None],
+        models: list[list[Value | None]],
+        own: list[list[Lookup]],
+    ) -> int:
+        shared_map = {p.name: v for p, v in zip(self._shared, values, strict=True)}
+        model_maps = tuple(
+            {u.parameter.name: v for u, v in zip(lookups, m, strict=True)} for lookups, m in zip(own, models, strict=True)
+        )
+        complete = all(v is not None or p.optional for p, v in zip(self._shared, values, strict=True)) and all(
+            v is not None or u.parameter.optional for us, m in zip(own, models, strict=True) for u, v in zip(us, m, strict=True)
+        )
+        if complete and (wrong := self.method.check(shared_map, model_maps)):
+            self.problems.append(ParameterError(wrong, where=block.where))
+        self.settings.append(Settings(shared_map, model_maps))
+        index = self._interned[key] = len(self.settings) - 1
+        return index
+
+    def _value(
+        self, lookup: Lookup, found: tuple[Scalar | None, Entry | None], model: int | None, name: str
+    ) -> Value | None:
+        value, entry = found
+        parameter = lookup.parameter
+        if value is None:
+            if parameter.required and not any(s.reported for s in lookup.settings):
+                self._missing.setdefault((parameter.name, model), name)
+            return parameter.default
+        self._used.add(id(entry))
+        key = (parameter.name, value, type(value), id(entry))
+        if key not in self._values:
+            try:
+                self._values[key] = coerce(parameter, value)
+            except ValueError as error:
+                self._values[key] = None
+                assert entry is not None
+                self.problems.append(ParameterError(f"{parameter.name} {error}, not {value!r}", where=entry.where))
+        return self._values[key]
+
+    def explain(self, block: Block, out_name: str, names: Sequence[str], t: float) -> list[Origin]:
+        """Every parameter's value for one tensor, with its origin."""
+        shared, own = self._lookup(block)
+        lookups = [(u, None, out_name) for u in shared]
+        lookups += [(u, block.feeds[k].model, n) for k, (us, n) in enumerate(zip(own, names, strict=True)) for u in us]
+        origins = []
+        for u, model, name in lookups:
+            found = u.find(name, t)
+            where = found[1].where if found[1] is not None else "default"
+            origins.append(Origin(u.parameter.name, model, self._value(u, found, model, name), where))
+        return origins
+
+    def finish(self, where: str) -> tuple[list[WeightsmithError], list[Finding]]:
+        """Problems found, and warnings about filters that fit no tensor."""
+        for (parameter, model), tensor in self._missing.items():
+            whose = "" if model is None else f" for {self.model_names[model]}"
+            example = f"parameters: {{{parameter}: 0.5}}"
+            self.problems.append(
+                ParameterError(
+                    f"merge_method {self.method.name} needs the parameter '{parameter}'{whose}",
+                    where=where,
+                    details=[f"no level gives it for {tensor}"],
+                    fix=f"add '{example}' " + ("at the top level" if model is None else "to the model, or at the top level"),
+                )
+            )
+        warnings = []
+        for block in self._kept:
+            shared, own = self._lookup(block)
+            for u in [*shared, *(u for us in own for u in us)]:
+                for setting in u.settings:
+                    for entry in setting.entries:
+                        if entry.filter not in (None, "*") and id(entry) not in self._used:
+                            self._used.add(id(entry))
+                            warnings.append(
+                                Finding(
+                                    f"the filter '{entry.filter}' of {u.parameter.name} decides for no tensor",
+                                    entry.filter_where or entry.where,
+                                    fix="a filter is a part of a tensor name, and the first that fits counts",
+                                )
+                            )
+        return self.problems, warnings
+
+
+def check_names(
+    blocks: Sequence[Block], method: Method, *, lenient: bool
+) -> tuple[list[WeightsmithError], list[Finding]]:
+    """Parameters that the method has not, or that stand where they are not read; what mergekit does with each."""
+    problems: list[WeightsmithError] = []
+    warnings: list[Finding] = []
+    known = {p.name: p for p in method.parameters}
+    seen: set[int] = set()
+
+    def report(problem: WeightsmithError) -> None:
+        if lenient:
+            warnings.append(problem.finding)
+        else:
+            problems.append(problem)
+
+    def look(settings: Levels, feed: str) -> None:
+        if id(settings) in seen:
+            return
+        seen.add(id(settings))
+        for name, setting in settings.items():
+            parameter = known.get(name)
+            if parameter is None:
+                report(
+                    UnknownName(
+                        f"merge_method {method.name} has no parameter '{name}'{nearest(name, known)}; mergekit ignores it",
+                        where=setting.where,
+                        fix=f"parameters of {method.name}: {', '.join(known) or 'none'}",
+                    )
+                )
+            elif feed == "base":
+                warnings.append(
+                    Finding(f"{name} has no effect here: the base has no parameters", setting.where, fix="remove it")
+                )
+            elif feed and parameter.scope == "tensor":
+                report(
+                    ParameterError(
+                        f"'{name}' stands under a model, but belongs to the whole merge; mergekit ignores it here",
+                        where=setting.where,
+                        fix="move it to 'parameters:' at the top level, or of the slice",
+                    )
+                )
+            elif parameter.ignored:
+                warnings.append(Finding(f"{name} has no effect: {parameter.ignored}", setting.where))
+
+    for block in blocks:
+        for k, feed in enumerate(block.feeds):
+            look(feed.parameters, "base" if block.base and k == 0 else "model")
+        for level in block.levels:
+            look(level, "")
+    return problems, warnings

@@ -1,0 +1,128 @@
+"""Is every byte of a checkpoint what was written? Re-reads all of it and compares with the manifest."""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightsmith.errors import Corrupt, NotFound
+from weightsmith.store import disk
+from weightsmith.store.checksum import hash_bytes
+from weightsmith.store.manifest import MANIFEST_NAME, Manifest, decode_manifest
+from weightsmith.store.reread import Progress, Stored, reread
+from weightsmith.store.staging import hash_file, list_files
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A checkpoint that is what was written.
+
+    folder   what was checked
+    plan     hash of the plan that made it
+    tensors  number of tensors read and found right
+    files    number of other files read and found right
+    nbytes   bytes read
+    extra    files that are not of the checkpoint, and that no loader takes for weights: a note, a cache
+    """
+
+    folder: Path
+    plan: str
+    tensors: int
+    files: int
+    nbytes: int
+    extra: tuple[str, ...]
+
+
+def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progress | None = None) -> Report:
+    """Re-read a checkpoint whole and compare it with its manifest.
+
+    threads   threads that read and hash, 4 MiB of memory each
+    progress  called with (bytes of tensors done, in all)
+
+    Raises Corrupt, whose details name every damaged tensor, header and file, every missing file, and weight files
+    that are not of the checkpoint; NotFound when there is no manifest.
+    """
+    root = Path(folder)
+    path = root / MANIFEST_NAME
+    try:
+        manifest = decode_manifest(path.read_bytes(), str(path))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotFound(
+            "there is no manifest, so nothing to compare with" if root.is_dir() else "there is no such folder",
+            where=str(path if root.is_dir() else root),
+            fix="verify reads folders written by weightsmith",
+        ) from error
+    problems: list[str] = []
+    present = set(list_files(root))
+    stray = present - {MANIFEST_NAME, *manifest.weights, *manifest.files}
+    loadable = {name for name in stray if name.endswith((".safetensors", ".safetensors.index.json"))}
+    problems += [f"{name}: is not of this checkpoint, and may be loaded with it" for name in sorted(loadable)]
+    nbytes = 0
+    for name, record in manifest.files.items():
+        problem = _file_problem(root / name, record.nbytes)
+        if not problem and hash_file(root / name) != record:
+            problem = "differs from what was written"
+        if problem:
+            problems.append(f"{name}: {problem}")
+        nbytes += record.nbytes
+    problems += _weight_problems(root, manifest, threads, progress)
+    if problems:
+        raise Corrupt(
+            f"{len(problems):,} problem{'s' if len(problems) > 1 else ''} found",
+            where=str(root),
+            details=problems,
+            fix="restore these from a copy, or make the checkpoint again",
+        )
+    nbytes += sum(weight.nbytes for weight in manifest.weights.values())
+    return Report(
+        root, manifest.plan, len(manifest.tensors), len(manifest.files), nbytes, tuple(sorted(stray - loadable))
+    )
+
+
+def _file_problem(path: Path, nbytes: int) -> str:
+    """What is wrong with a file before it is read, "" if nothing. Links are followed, as in the hub's cache."""
+    try:
+        about = path.stat()
+    except OSError as error:
+        return "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+    if not stat.S_ISREG(about.st_mode):
+        return "is not a file"
+    if about.st_size != nbytes:
+        return f"has {about.st_size:,} bytes, not the {nbytes:,} that were written"
+    return ""
+
+
+def _weight_problems(root: Path, manifest: Manifest, threads: int, progress: Progress | None) -> list[str]:
+    problems: list[str] = []
+    disk.allow_open_files(len(manifest.weights))
+    with ExitStack() as opened:
+        fds: dict[str, int] = {}
+        for name, weight in manifest.weights.items():
+            problem = _file_problem(root / name, weight.nbytes)
+            if not problem or "bytes" in problem:  # a file of the wrong length still has tensors to name
+                try:
+                    fds[name] = opened.enter_context((root / name).open("rb", buffering=0)).fileno()
+                except OSError as error:
+                    problem = f"cannot be read ({error.strerror})"
+            if name in fds:
+                header = bytearray(min(weight.header_bytes, weight.nbytes))
+                disk.read_into(fds[name], memoryview(header), 0)
+                if hash_bytes(header) != weight.header_xxh3_128:
+                    problems.append(f"{name}: its header differs from what was written")
+            if problem:
+                problems.append(f"{name}: {problem}")
+        stored = [
+            Stored(name, fds[record.file], record.offset, record.nbytes, record.grain_bytes)
+            for name, record in manifest.tensors.items()
+            if record.file in fds
+        ]
+        found = reread(stored, threads=threads, progress=progress)
+    for name, record in manifest.tensors.items():
+        if record.file not in fds:
+            problems.append(f"tensor {name}: lost with {record.file}")
+        elif found[name] != record.checksum:
+            problems.append(f"tensor {name}: differs from what was written ({record.file})")
+    return problems

@@ -1,0 +1,201 @@
+"""Any tensor as a stream of its bytes in row-major order, in pieces, without a contiguous copy of the whole.
+
+Strides, overlaps, broadcasts, sharing and devices do not matter: a tensor is cut along its leading dimensions into
+views of at most a tile, each is copied into one reused buffer, and the buffer is handed on. A contiguous tensor in
+host memory is handed on from where it lies. Elements are moved as integers of their width, so NaN payloads survive.
+
+torch is never imported here: a torch tensor can only be met where someone else has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightsmith.errors import NOTHING_WRITTEN, StoreError
+from weightsmith.tensors import BY_TORCH_NAME, DType, TensorSpec
+
+TILE_BYTES = 1 << 22
+_SCRATCH_BYTES = 1 << 17  # of a transposing copy: stays in the L2 cache
+_SCRATCH_PAD_BYTES = 64  # rows of a power of two apart would all fall into the same cache set
+_TORCH_INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+
+Bytes = NDArray[np.uint8]
+Identity = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """One tensor to be written.
+
+    spec      its name, dtype and shape
+    array     its elements as unsigned integers (of either byte order), any strides; None if they are elsewhere
+    remote    a torch tensor that is not plain host memory (on a device, or lazily negated); None otherwise
+    identity  equal for two tensors that are the same elements of the same memory; None if there are no elements
+    """
+
+    spec: TensorSpec
+    array: NDArray[Any] | None
+    remote: Any
+    identity: Identity | None
+
+
+def view_of(name: str, tensor: Any) -> View:
+    """The view of a numpy array or torch tensor; no element is read or copied.
+
+    Raises StoreError, naming the tensor, for anything that a safetensors file cannot hold.
+    """
+    if isinstance(tensor, np.ma.MaskedArray):
+        raise _refused(name, "a masked array, and a file cannot hold the mask", "fill it: tensor.filled(0)")
+    if isinstance(tensor, np.ndarray | np.generic):
+        return _numpy_view(name, np.asarray(tensor))
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        return _torch_view(name, tensor, torch)
+    kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+    raise _refused(name, f"a {kind}", "give a numpy array or a torch tensor")
+
+
+def _refused(name: str, what: str, fix: str) -> StoreError:
+    return StoreError(f"this is {what}; it cannot be stored", where=name, fix=fix, state=NOTHING_WRITTEN)
+
+
+def _known(name: str, dtype_name: str) -> DType:
+    dtype = BY_TORCH_NAME.get(dtype_name)
+    if dtype is None:
+        raise _refused(name, f"a tensor of dtype {dtype_name}", f"convert it to one of {', '.join(BY_TORCH_NAME)}")
+    return dtype
+
+
+def _identity(device: str, address: int, shape: tuple[int, ...], strides: tuple[int, ...], kind: str) -> Identity:
+    steps = tuple(stride for stride, length in zip(strides, shape, strict=True) if length > 1)
+    return device, address, shape, steps, kind
+
+
+def _numpy_view(name: str, array: NDArray[Any]) -> View:
+    dtype = _known(name, array.dtype.name)
+    order = array.dtype.byteorder
+    swapped = not array.dtype.isnative
+    integers = array.view(np.dtype(f"u{dtype.itemsize}").newbyteorder(order if swapped else "="))
+    address = int(array.__array_interface__["data"][0])
+    kind = dtype.name + ("-swapped" if swapped else "")
+    identity = _identity("cpu", address, array.shape, array.strides, kind) if array.size else None
+    return View(TensorSpec(name, dtype, array.shape), integers, None, identity)
+
+
+def _torch_view(name: str, tensor: Any, torch: Any) -> View:
+    kind = type(tensor)
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise _refused(
+            name, f"a {kind.__qualname__}, whose elements lie elsewhere", "take the plain tensor out of it first"
+        )
+    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        raise _refused(name, "a parameter that is not initialised", "run the module once first")
+    if tensor.is_quantized:
+        raise _refused(name, f"a quantised tensor ({tensor.dtype})", "store tensor.int_repr() and its scales")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        layout = "nested" if tensor.is_nested else str(tensor.layout)
+        raise _refused(name, f"a tensor of layout {layout}", "convert it first: tensor.to_dense()")
+    if tensor.device.type == "meta":
+        raise _refused(name, "a meta tensor: it has a shape and no elements", "load its elements first")
+    dtype = _known(name, str(tensor.dtype).removeprefix("torch."))
+    plain = tensor.detach().as_subclass(torch.Tensor)
+    shape = tuple(plain.shape)
+    negated = plain.is_neg()
+    identity = None
+    if plain.numel():
+        strides = tuple(step * dtype.itemsize for step in plain.stride())
+        tag = dtype.name + ("-negated" if negated else "")
+        identity = _identity(str(plain.device), plain.data_ptr(), shape, strides, tag)
+    spec = TensorSpec(name, dtype, shape)
+    if plain.device.type != "cpu" or negated:
+        return View(spec, None, plain, identity)
+    integers = plain.view(getattr(torch, _TORCH_INTEGERS[dtype.itemsize])).numpy()
+    return View(spec, integers.view(f"u{dtype.itemsize}"), None, identity)
+
+
+def pieces(view: View, tile: Bytes) -> Iterator[memoryview]:
+    """The bytes of a tensor in row-major order, little-endian, in runs of at most a tile.
+
+    tile  uint8 [TILE_BYTES], overwritten: a piece is valid until the next one is asked for
+
+    Extra memory: the tile, 128 KiB of scratch, and on a device one piece.
+    """
+    if view.spec.nbytes == 0:
+        return
+    if view.array is None:
+        yield from _remote_pieces(view, tile)
+        return
+    array = view.array
+    if array.flags.c_contiguous and array.dtype.isnative:
+        flat = array.reshape(-1).view(np.uint8).data
+        for start in range(0, flat.nbytes, TILE_BYTES):
+            yield flat[start : start + TILE_BYTES]
+        return
+    native = array.dtype.newbyteorder("=")
+    for part in _cut(array, view.spec.dtype.itemsize):
+        out = tile[: part.size * native.itemsize]
+        _copy(out.view(native).reshape(part.shape), part)
+        yield out.data
+
+
+def _cut(array: Any, itemsize: int) -> Iterator[Any]:
+    """Row-major run of sub-views of at most a tile, of a numpy array or torch tensor."""
+    if array.ndim == 0 or _elements(array.shape) * itemsize <= TILE_BYTES:
+        yield array
+        return
+    row_bytes = _elements(array.shape[1:]) * itemsize
+    if row_bytes > TILE_BYTES:
+        for row in array:
+            yield from _cut(row, itemsize)
+        return
+    rows = TILE_BYTES // row_bytes
+    for start in range(0, array.shape[0], rows):
+        yield array[start : start + rows]
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def _copy(out: NDArray[Any], part: NDArray[Any]) -> None:
+    """Copy `part`, of any strides, into the C-contiguous `out`.
+
+    Where the last dimension is not the one that is close together in memory (a transposed matrix), blocks are
+    gathered in memory order into a small scratch and turned there: 1-2.5 GB/s where np.copyto alone reaches 0.1.
+    """
+    steps = [abs(step) if length > 1 else 0 for step, length in zip(part.strides, part.shape, strict=True)]
+    nearest = min((step for step in steps if step), default=0)
+    if part.nbytes <= _SCRATCH_BYTES or steps[-1] <= nearest:
+        np.copyto(out, part)
+        return
+    order = sorted(range(part.ndim - 1), key=lambda axis: -steps[axis])  # memory order of the other dimensions
+    lengths = [part.shape[axis] for axis in order]
+    pad = _SCRATCH_PAD_BYTES // out.itemsize
+    width = max(1, _SCRATCH_BYTES // (out.itemsize * _elements((*lengths[:-1], lengths[-1] + pad))))
+    scratch = np.empty((width, *lengths[:-1], lengths[-1] + pad), out.dtype)[..., : lengths[-1]]
+    back = [0] * part.ndim  # where each dimension of `part` is in the scratch; its last is the scratch's first
+    for position, axis in enumerate(order):
+        back[axis] = position + 1
+    for start in range(0, part.shape[-1], width):
+        block = part[..., start : start + width]
+        turned = scratch[: block.shape[-1]]
+        np.copyto(turned, block.transpose([part.ndim - 1, *order]))
+        np.copyto(out[..., start : start + width], turned.transpose(back))
+
+
+def _remote_pieces(view: View, tile: Bytes) -> Iterator[memoryview]:
+    torch = sys.modules["torch"]
+    for part in _cut(view.remote, view.spec.dtype.itemsize):
+        out = tile[: part.numel() * view.spec.dtype.itemsize]
+        host = torch.from_numpy(out).view(part.dtype).reshape(part.shape)
+        host.copy_(part)  # from any device and strides; a lazy negation is carried out
+        yield out.data

@@ -1,0 +1,56 @@
+"""Shared by the store's tests: a tiny checkpoint, and building it through Staging."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from weightsmith.store import Layout, Staging, combine, grain_bytes, hash_grains, make_layout
+from weightsmith.tensors import DTYPES, TensorSpec
+
+SPECS = [
+    TensorSpec("embed", DTYPES["BF16"], (30, 8)),
+    TensorSpec("norm", DTYPES["F32"], (8,)),
+    TensorSpec("scale", DTYPES["F64"], ()),
+    TensorSpec("empty", DTYPES["F16"], (0, 4)),
+    TensorSpec("head", DTYPES["BF16"], (30, 8)),
+]
+BY_NAME = {spec.name: spec for spec in SPECS}
+NAMES = tuple(BY_NAME)
+
+
+def layout(max_shard_bytes: int = 600) -> Layout:
+    return make_layout(SPECS, max_shard_bytes)
+
+
+def data(name: str, seed: int = 0) -> np.ndarray:
+    """The bytes of one tensor: random, fixed by name and seed."""
+    rng = np.random.default_rng([seed, *name.encode()])
+    return rng.integers(0, 256, BY_NAME[name].nbytes, dtype=np.uint8)
+
+
+def put(staging: Staging, names: Iterable[str] = NAMES, seed: int = 0) -> None:
+    """Write and finish the tensors that are not finished."""
+    for name in names:
+        if name in staging.finished:
+            continue
+        raw = data(name, seed)
+        half = raw.size // 2
+        staging.write(name, half, raw[half:])
+        staging.write(name, 0, raw[:half])
+        staging.finish(name, combine(hash_grains(raw, grain_bytes(BY_NAME[name]))))
+
+
+def build(out: Path, plan: str = "plan", seed: int = 0, *, overwrite: bool = False) -> Path:
+    """A whole checkpoint."""
+    with Staging.open(out, layout(), plan, overwrite=overwrite) as staging:
+        put(staging, seed=seed)
+        staging.add_file("config.json", b'{"model_type": "tiny"}')
+        return staging.publish({"recipe": "none"})
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
