@@ -1,1 +1,1 @@
-"""Benchmarks: one file per question, run from the repository root with `python -m benchmarks.NAME`. Start with bench.py."""
+"""Benchmarks, one file per question, run from the repository root: `python -m benchmarks.bench`. Start there."""

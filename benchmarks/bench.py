@@ -6,8 +6,8 @@ For each merge, on a 1.1 B-parameter Llama and fine-tunes of it (models.py):
 
 1. weightsmith and mergekit merge once, not timed, and their outputs are compared with a float64 reference (check.py).
    A wrong output of weightsmith ends the benchmark; mergekit's error is reported. This run also compiles the kernels.
-2. Then each rival runs `--runs` times, interleaved, so that a slow minute of the machine hits all of them. Before each run
-   everything dirty is written back (`sync`) and the inputs are brought into the page cache, or out of it (`--cold`).
+2. Then each rival runs `--runs` times, interleaved, so that a slow minute of the machine hits all of them. Before each
+   run all dirty pages are written back (`sync`), and the inputs brought into the page cache or (`--cold`) out of it.
 
 Times are of the whole process, from its start to its end; only the floor is timed from inside, without Python's start.
 GB/s counts the bytes that the merge must read and write once, whatever the rival really moved. Timings fail nothing.
@@ -37,7 +37,7 @@ WORK = Path("build/bench")
 RESULTS = Path("benchmarks/results")
 
 
-# ---------------------------------------------------------------------------------------------------------------- rivals
+# ---- rivals
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Mergekit(Rival):
         return subprocess.check_output([self.program.with_name("python"), "-c", code], text=True).strip()
 
 
-# --------------------------------------------------------------------------------------------------------------- results
+# ---- results
 
 
 @dataclass(slots=True)
@@ -150,7 +150,10 @@ class Result:
 
 def table(results: Sequence[Result]) -> Iterator[str]:
     """The results as lines of Markdown."""
-    yield "| merge | who | wall s: median (min–max) | GB/s | × mergekit's speed | × floor's time | CPU s | peak RSS MB | error |"
+    yield (
+        "| merge | who | wall s: median (min to max) | GB/s | times as fast as mergekit | time / floor "
+        "| CPU s | peak RSS MB | error |"
+    )
     yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
     for result in results:
         rivals = {other.rival.name: other for other in results if other.task.job is result.task.job}
@@ -159,7 +162,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
         cells = [
             result.task.job.name,
             result.rival.name,
-            f"{result.median:.2f} ({min(result.times):.2f}–{max(result.times):.2f})",
+            f"{result.median:.2f} ({min(result.times):.2f} to {max(result.times):.2f})",
             f"{result.task.moved_bytes / result.median / 1e9:.2f}",
             f"{mergekit.median / result.median:.1f}" if mergekit and result.rival.merges else "",
             f"{result.median / floor.median:.2f}",
@@ -197,7 +200,7 @@ def as_json(result: Result) -> dict[str, Any]:
     }
 
 
-# --------------------------------------------------------------------------------------------------------------- running
+# ---- running
 
 
 def measure(task: Task, rivals: Sequence[Rival], models: Path, runs: int, cache: CacheState) -> list[Result]:
@@ -269,9 +272,10 @@ def _stacked_bytes(models: Path) -> int:
 
 def machine() -> Iterator[str]:
     """What this was measured on."""
-    cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
+    models = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    cpu = models[0] if models else platform.machine()
     memory = next(int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemTotal"))
-    yield f"{os.cpu_count()} × {cpu}, {memory / 2**30:.0f} GiB, Linux {platform.release()}, {_file_system()}"
+    yield f"{os.cpu_count()} x {cpu}, {memory / 2**30:.0f} GiB, Linux {platform.release()}, {_file_system()}"
     yield f"Python {platform.python_version()}"
     yield subprocess.check_output([Path(sys.executable).with_name("weightsmith"), "--version"], text=True).strip()
 

@@ -95,7 +95,7 @@ def _check_values(
         "slerp": lambda: reference.slerp(a, b, SLERP_T),
         "ties": lambda: reference.ties(base, [a, b], [1, 1], DENSITY),
     }[method]()
-    errors = reference.ulps(out, exact)
+    errors = reference.ulps(out, exact, [base, a, b])
     findings.max_ulps = max(findings.max_ulps or 0.0, float(errors.max()))
     return float(np.sum(errors > 1))
 

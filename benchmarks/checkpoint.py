@@ -1,6 +1,7 @@
 """The least code that reads and writes safetensors, apart from weightsmith's own, so that the benchmarks can judge it.
 
-A file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, [start, end) in the data), the data.
+A file is: the header's length (8 bytes, little-endian), the header (JSON: name -> dtype, shape, start and end in the
+data), the data.
 """
 
 from __future__ import annotations

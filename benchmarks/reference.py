@@ -1,8 +1,8 @@
-"""The benchmarked methods again, in plain numpy and float64, independent of weightsmith's code: the judge of right and wrong.
+"""The benchmarked methods again, in plain numpy and float64, independent of weightsmith's code: the judge.
 
 Each function takes whole tensors (bf16, equal shapes) and returns float64 values that were never rounded. Deltas are
-taken as float32(model) - float32(base): that is exact unless the exponents are 16 bits apart, and it is part of what the
-methods promise, since it decides which magnitudes are equal.
+taken as float32(model) - float32(base): that is exact unless the exponents are 16 bits apart, and it is part of what
+the methods promise, since it decides which magnitudes are equal.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def ties(base: Tensor, models: Sequence[Tensor], weights: Sequence[float], densi
     >>> ties(np.float32([1, 1]), [np.float32([3, 1.1]), np.float32([2, 0])], [1, 1], 0.5)
     array([2.5, 1. ])
     """
-    deltas = [w * _trim(_delta(m, base), density).astype(np.float64) for w, m in zip(weights, models, strict=True)]
+    trimmed = [_trim(_delta(model, base), density).astype(np.float64) for model in models]
+    deltas = [w * d for w, d in zip(weights, trimmed, strict=True)]
     elected = np.where(sum(deltas) >= 0, 1.0, -1.0)
     agrees = [np.sign(d) == elected for d in deltas]
     total = sum(d * ok for d, ok in zip(deltas, agrees, strict=True))
@@ -73,15 +74,24 @@ def _trim(delta: npt.NDArray[np.float32], density: float) -> npt.NDArray[np.floa
     return np.where(keep.reshape(delta.shape), delta, np.float32(0))
 
 
-def ulps(values: Tensor, exact: F64) -> F64:
+def ulps(values: Tensor, exact: F64, inputs: Sequence[Tensor]) -> F64:
     """|values - exact| in units of the last place that bf16 has at `exact` (8 significant bits).
 
-    >>> ulps(np.float32([1.0078125]), np.float64([1.0]))
-    array([1.])
+    Where the inputs cancel, `exact` can be next to nothing beside them, and no float32 arithmetic could keep its last
+    places: a unit is never smaller than 2^-22 of the largest input of that element.
+
+    >>> ulps(np.float32([1.0078125, np.nan]), np.float64([1.0, 1.0]), [np.float32([1.0, 1.0])])
+    array([ 1., inf])
     """
-    _, exponent = np.frexp(exact)
-    unit = np.exp2(np.maximum(exponent - 1, -126) - 7.0)
-    return np.asarray(np.abs(values.astype(np.float64) - exact) / unit)
+    largest = np.max([np.abs(tensor.astype(np.float32)) for tensor in inputs], axis=0)
+    unit = np.maximum(_bf16_unit(exact), largest * 2.0**-22)
+    error = np.abs(values.astype(np.float64) - exact) / unit
+    return np.where(np.isnan(error), np.inf, error)  # every comparison with NaN is false: it would pass for right
+
+
+def _bf16_unit(values: F64) -> F64:
+    _, exponent = np.frexp(values)
+    return np.asarray(np.exp2(np.maximum(exponent - 1, -126) - 7.0))
 
 
 def dare_ties_problems(out: Tensor, base: Tensor, a: Tensor, b: Tensor, density: float) -> tuple[list[str], float]:
@@ -101,17 +111,16 @@ def dare_ties_problems(out: Tensor, base: Tensor, a: Tensor, b: Tensor, density:
     outcomes = np.stack([np.zeros_like(da), da, db, together])
 
     got = out.astype(np.float64)
-    _, exponent = np.frexp(exact + outcomes)
-    unit = np.exp2(np.maximum(exponent - 1, -126) - 7.0)
+    unit = _bf16_unit(exact + outcomes)
     fits = np.abs(got - exact - outcomes) <= unit + slack * np.abs(outcomes)
     unexplained = float(np.mean(~fits.any(axis=0)))
-    problems = [f"{unexplained:.2%} of the elements fit no mask"] if unexplained > 1e-6 else []
+    problems = [f"{unexplained:.2g} of the elements fit no mask"] if unexplained > 1e-6 else []
 
     agree = da * db > 0
     cases = {
         "both signs equal": (agree, (0, 1, 2, 3), (drop * drop, keep * drop, drop * keep, keep * keep)),
-        "first larger": ((da * db < 0) & (np.abs(da) > np.abs(db)), (0, 1, 2), (drop * drop, keep, drop * keep)),
-        "second larger": ((da * db < 0) & (np.abs(da) < np.abs(db)), (0, 1, 2), (drop * drop, keep * drop, keep)),
+        "first larger": ((da * db < 0) & (abs(da) > abs(db)), (0, 1, 2), (drop * drop, keep, drop * keep)),
+        "second larger": ((da * db < 0) & (abs(da) < abs(db)), (0, 1, 2), (drop * drop, keep * drop, keep)),
     }
     for case, (where, candidates, expected) in cases.items():
         chosen = outcomes[list(candidates)][:, where]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 DOMAINS = ("fr", "de", "py", "en")
 ROW_TOKENS = 384
@@ -29,11 +30,14 @@ class Verdict:
         return math.exp(sum(map(math.log, self.perplexity.values())) / len(self.perplexity))
 
 
-def judge(folder: Path, texts: Path, prompt: str, new_tokens: int = 32) -> Verdict:
+def judge(folder: Path, texts: Path, prompt: str, rows: int | None = None, new_tokens: int = 32) -> Verdict:
     """Load `folder` on the CPU and try it on `texts`/{fr,de,py,en}.txt.
 
-    The weights are taken as they are stored and computed with in float32: many CPUs have no bf16 arithmetic and take ten
-    times as long to imitate it, and the perplexities differ by some tenths of a percent at most.
+    The weights are taken as they are stored and computed with in float32: many CPUs have no bf16 arithmetic and take
+    ten times as long to imitate it, and the perplexities differ by some tenths of a percent at most.
+
+    rows    of 384 tokens taken from the beginning of each text; None: all
+    prompt  gets a greedy continuation of `new_tokens` tokens
 
     Raises SystemExit if a tensor is missing, unexpected or of another shape than config.json says.
     """
@@ -48,18 +52,18 @@ def judge(folder: Path, texts: Path, prompt: str, new_tokens: int = 32) -> Verdi
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
     with torch.inference_mode():
-        perplexity = {domain: _perplexity(model, tokenizer, texts / f"{domain}.txt") for domain in DOMAINS}
+        perplexity = {domain: _perplexity(model, tokenizer, texts / f"{domain}.txt", rows) for domain in DOMAINS}
         inputs = tokenizer(prompt, return_tensors="pt")
         output = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
     continuation = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return Verdict(model.config.num_hidden_layers, perplexity, continuation)
 
 
-def _perplexity(model, tokenizer, text: Path) -> float:  # type: ignore[no-untyped-def]
+def _perplexity(model: Any, tokenizer: Any, text: Path, max_rows: int | None) -> float:
     """exp of the mean cross-entropy over rows of 384 tokens; what is left over at the end is dropped."""
     import torch
 
     ids = tokenizer(text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
-    rows = torch.tensor(ids[: len(ids) // ROW_TOKENS * ROW_TOKENS]).view(-1, ROW_TOKENS)
+    rows = torch.tensor(ids[: len(ids) // ROW_TOKENS * ROW_TOKENS]).view(-1, ROW_TOKENS)[:max_rows]
     losses = [model(input_ids=row[None], labels=row[None]).loss.item() for row in rows]
     return math.exp(sum(losses) / len(losses))

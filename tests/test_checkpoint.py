@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -105,9 +106,7 @@ def test_one_file_stands_alone(tmp_path: Path) -> None:
         (["part9.safetensors", "part10.safetensors"], []),
     ],
 )
-def test_the_same_tensors_in_another_file_are_not_read_twice(
-    chosen: list[str], ignored: list[str], tmp_path: Path
-) -> None:
+def test_the_same_tensors_in_another_file_are_not_read_twice(chosen: list[str], ignored: list[str], tmp_path: Path) -> None:
     for i, name in enumerate(chosen):
         save_file({f"w{i}": B}, tmp_path / name)
     for name in ignored:
@@ -143,7 +142,7 @@ def test_an_index_of_the_one_file_is_fine(tmp_path: Path) -> None:
     ("names", "words"),
     [
         (["model-00001-of-00002.safetensors"], ["1 of 2 shards are missing: model-00002-of-00002.safetensors"]),
-        (["w-00000-of-00002.safetensors"], ["1 of 2 shards are missing: w-00001-of-00002.safetensors"]),
+        (["w-00000-of-00002.safetensors"], ["1 of 2 shards are missing: w-00001-of-00002.safetensors\n"]),
         (["m-2-of-9.safetensors"], ["8 of 9 shards", "m-1-of-9.safetensors, m-3-of-9", "m-4-of-9.safetensors, …"]),
         (["m-1-of-99999999999.safetensors"], ["999,999,999 of 1,000,000,000 shards".replace(",", "")]),
     ],
@@ -328,6 +327,12 @@ def test_a_bad_config_is_refused(config: bytes, words: list[str], tmp_path: Path
     refused(FormatError, *words, ref=tmp_path)
 
 
+def test_a_name_twice_in_a_config_is_taken_as_everywhere_else(tmp_path: Path) -> None:
+    save_file({"a": A}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"n": 1, "n": 2}')
+    assert open_checkpoint(tmp_path).config == {"n": 2}
+
+
 def test_weights_may_be_links_to_anywhere(tmp_path: Path) -> None:
     save_file({"a": A}, tmp_path / "elsewhere")
     (tmp_path / "m").mkdir()
@@ -444,16 +449,12 @@ def test_read_gives_the_values_in_every_dtype(tmp_path: Path) -> None:
             array = c.read(str(kind))
             assert str(array.dtype) == str(kind).removeprefix("torch.")
             assert array.tobytes() == raw.numpy().tobytes()
-            np.testing.assert_array_equal(
-                array.astype(np.float64), raw.view(kind).reshape(2, -1).to(torch.float64).numpy()
-            )
+            np.testing.assert_array_equal(array.astype(np.float64), raw.view(kind).reshape(2, -1).to(torch.float64).numpy())
 
 
 def test_read_takes_row_ranges(tmp_path: Path) -> None:
     tensors = {"a": A, "empty": np.zeros((0, 3), np.float32), "flat": np.zeros((3, 0), np.float32)}
-    save_file(
-        {**tensors, "scalar": np.array(5, np.float16), "flag": np.array([True, False])}, tmp_path / "m.safetensors"
-    )
+    save_file({**tensors, "scalar": np.array(5, np.float16), "flag": np.array([True, False])}, tmp_path / "m.safetensors")
     with open_checkpoint(tmp_path / "m.safetensors") as c:
         cases = [
             slice(None),
@@ -542,6 +543,22 @@ def test_many_threads_read_at_once(tmp_path: Path) -> None:
 
         assert all(pool.map(read, range(8)))
         assert len({c.location(name)[0] for name in tensors}) == 40, "a file was opened twice"
+
+
+def test_threads_that_meet_at_the_first_read_open_the_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"a": A}, tmp_path / "m.safetensors")
+    opened = []
+    real = os.open
+
+    def slow(*args: Any) -> int:
+        opened.append(args[0])
+        time.sleep(0.05)
+        return real(*args)
+
+    with open_checkpoint(tmp_path / "m.safetensors") as c, ThreadPoolExecutor(4) as pool:
+        monkeypatch.setattr(os, "open", slow)
+        assert len(set(pool.map(c.location, ["a"] * 4))) == 1
+        assert len(opened) == 1
 
 
 # Files that change, and limits.

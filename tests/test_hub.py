@@ -37,7 +37,7 @@ GOOD = {
 REPOS = {
     ("org/good", COMMIT): GOOD,
     ("org/good", OLD): {"model.safetensors": save({"old": A})},
-    ("org/pickles", COMMIT): {"pytorch_model.bin": b"a pickle", "config.json": b"{}"},
+    ("org/pickles", COMMIT): {"pytorch_model.bin": b"a pickle", "config.json": b"{}", "tokenizer.json": b"[]"},
     ("org/gguf", COMMIT): {"x.Q4_K_M.gguf": b"GGUF"},
     ("org/escape", COMMIT): GOOD | {INDEX: json.dumps({"weight_map": {"a": "../../x.safetensors"}}).encode()},
 }
@@ -121,9 +121,7 @@ except WeightsmithError as error:
 """
 
 
-def run(
-    hub: ThreadingHTTPServer | None, home: Path, ref: str, *, cwd: Path | None = None, **kwargs: Any
-) -> dict[str, Any]:
+def run(hub: ThreadingHTTPServer | None, home: Path, ref: str, *, cwd: Path | None = None, **kwargs: Any) -> dict[str, Any]:
     """Open `ref` in a fresh process (huggingface_hub reads its environment once) and tell what came of it."""
     if hub is not None:
         hub.seen.clear()  # type: ignore[attr-defined]
@@ -214,9 +212,11 @@ def cache(home: Path, files: dict[str, bytes], repo: str = "org/cached", commit:
 
 def test_offline_the_cache_is_enough(tmp_path: Path) -> None:
     snapshot = cache(tmp_path, {name: data for name, data in GOOD.items() if "/" not in name})
+    (snapshot / "original").mkdir()
     got = run(None, tmp_path, "org/cached")
     assert (got["revision"], got["folder"], got["weights"]) == (COMMIT, str(snapshot), [ONE, TWO])
     assert got["tensors"] == {"a": A.tolist(), "b": (A + 1).tolist()}
+    assert got["files"] == ["config.json", "modeling_x.py", "tokenizer.json"]
     assert run(None, tmp_path, str(snapshot))["files"] == got["files"]  # the snapshot's path is a local folder like any
 
 

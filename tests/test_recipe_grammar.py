@@ -166,16 +166,13 @@ def test_anchors_aliases_merge_keys_and_a_place_of_ones_own_for_them() -> None:
 
 def test_keys_without_a_value_count_as_absent() -> None:
     recipe = accepted(
-        "merge_method: linear\nslices:\ndtype: ~\nbase_model: null\nparameters:\ntokenizer_source:\n"
-        "models: [{model: a}]\n"
+        "merge_method: linear\nslices:\ndtype: ~\nbase_model: null\nparameters:\ntokenizer_source:\nmodels: [{model: a}]\n"
     )
     assert (recipe.dtype, recipe.base_model, recipe.parameters) == (None, None, {})
 
 
 def test_an_empty_list_and_a_null_filter_are_kept() -> None:
-    recipe = accepted(
-        "merge_method: linear\nmodels: [{model: a}]\nparameters: {weight: [], t: [{filter: ~, value: []}]}\n"
-    )
+    recipe = accepted("merge_method: linear\nmodels: [{model: a}]\nparameters: {weight: [], t: [{filter: ~, value: []}]}\n")
     assert recipe.parameters["weight"].entries[0].value == ()
     assert recipe.parameters["t"].entries[0] == Entry((), None, "r.yml:3:49")
     assert not recipe.parameters["weight"].reported
@@ -327,10 +324,7 @@ ONLY_ONE = "SyntaxProblem: r.yml:3:1: exactly one of models, slices or modules i
         ),
         (
             "~\n",
-            [
-                "SyntaxProblem: r.yml:1:1: the recipe is empty\n"
-                "  -> It needs merge_method and models, slices or modules."
-            ],
+            ["SyntaxProblem: r.yml:1:1: the recipe is empty\n  -> It needs merge_method and models, slices or modules."],
         ),
     ],
 )

@@ -135,6 +135,12 @@ def test_a_mapping_that_holds_itself_is_refused() -> None:
     assert "nested more than 64 deep" in str(problem)
 
 
+def test_a_mapping_of_too_many_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsmith.recipe.nodes.MAX_NODES", 10)
+    _, (problem,) = load({"a": [1] * 5, "b": [1] * 5})
+    assert str(problem) == "b[2]: a recipe of more than 10 values is refused"
+
+
 @pytest.mark.parametrize("source", [{}, {"models": []}])
 def test_an_incomplete_mapping_is_reported_at_the_recipe(source: dict[str, object]) -> None:
     recipe, problems = load(source)

@@ -110,7 +110,7 @@ BESIDE_MODEL = [
     (
         "base_model: x",
         f"UnknownName: r.yml:4:3: the key 'base_model' has no meaning in an entry of 'models'{SILENT}"
-        "  -> It belongs at the top level or an entry of 'slices'.",
+        "  -> It belongs at the top level or in an entry of 'slices'.",
     ),
     (
         "dtype: float16",
@@ -120,8 +120,7 @@ BESIDE_MODEL = [
     ("zzz: 1", f"UnknownName: r.yml:4:3: unknown key 'zzz' in an entry of 'models'{SILENT}{INPUT_KEYS}"),
     (
         "parameters: {dtype: float16}",
-        f"UnknownName: r.yml:4:16: the key 'dtype' has no meaning inside 'parameters'{SILENT}"
-        "  -> It belongs at the top level.",
+        f"UnknownName: r.yml:4:16: the key 'dtype' has no meaning inside 'parameters'{SILENT}  -> It belongs at the top level.",
     ),
     (
         "parameters: {embed_slerp: true}",
@@ -175,8 +174,7 @@ def test_one_recipe_has_one_method() -> None:
         ("description: words", "r.yml:3:1: the key 'description' at the top level has no effect"),
         (
             "copy_tokenizer: true",
-            "r.yml:3:1: 'copy_tokenizer' is a command-line option, not a key of a recipe; mergekit ignored it "
-            "without a word",
+            "r.yml:3:1: 'copy_tokenizer' is a command-line option, not a key of a recipe; mergekit ignored it without a word",
         ),
     ],
 )
@@ -185,6 +183,15 @@ def test_what_cannot_have_changed_the_result_is_a_warning(line: str, warning: st
     assert found == []
     assert recipe is not None
     assert [str(f).split("\n")[0] for f in recipe.findings] == [warning]
+
+
+def test_what_changes_nothing_is_a_warning_inside_parameters_too_unless_a_method_has_it() -> None:
+    text = TOP + "parameters: {int8_mask: true, int_space: 1}\n"
+    recipe, found = parse(text, "r.yml", parameter_names=NAMES)
+    assert found == []
+    assert recipe is not None
+    assert list(recipe.parameters) == ["int8_mask"]
+    assert [f.where for f in recipe.findings] == ["r.yml:3:31"]
 
 
 def test_keys_that_mergekit_reads_and_never_uses_are_warnings() -> None:
@@ -196,8 +203,7 @@ def test_keys_that_mergekit_reads_and_never_uses_are_warnings() -> None:
     assert found == []
     assert recipe is not None
     assert [str(f) for f in recipe.findings] == [
-        "r.yml:4:24: override_architecture is not needed and has no effect: structure comes from tensor names\n"
-        "  -> Remove it.",
+        "r.yml:4:24: override_architecture is not needed and has no effect: structure comes from tensor names\n  -> Remove it.",
         "r.yml:5:3: residual_weight has no effect: mergekit read it and never used it\n  -> Remove it.",
     ]
 
@@ -273,15 +279,11 @@ def test_leniently_a_list_of_numbers_as_text_makes_steps_as_in_mergekit() -> Non
 
 def test_an_anchor_does_not_excuse_a_misplaced_parameter() -> None:
     text = "merge_method: ties\nmodels:\n- {model: a, weight: &w 1}\n- {model: b, parameters: {weight: *w}}\n"
-    assert [p.split(" outside")[0] for p in problems(text)] == [
-        "ParameterError: r.yml:3:14: the parameter 'weight' stands"
-    ]
+    assert [p.split(" outside")[0] for p in problems(text)] == ["ParameterError: r.yml:3:14: the parameter 'weight' stands"]
 
 
 def test_an_anchor_that_nothing_uses_does_not_excuse_an_unknown_key() -> None:
-    assert [p.split(" at the")[0] for p in problems(TOP + "zzz: &w 1\n")] == [
-        "UnknownName: r.yml:3:1: unknown key 'zzz'"
-    ]
+    assert [p.split(" at the")[0] for p in problems(TOP + "zzz: &w 1\n")] == ["UnknownName: r.yml:3:1: unknown key 'zzz'"]
     assert problems("zzz: &w {weight: 1}\n" + TOP + "parameters: *w\n") == []
 
 

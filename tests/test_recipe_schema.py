@@ -135,6 +135,7 @@ REFUSED = [
     "merge_method: passthrough\nslices: [{sources: [{model: a}]}]\n",
     "merge_method: passthrough\nslices: [{sources: [{model: a, layer_range: [0, -1]}]}]\n",
     "merge_method: passthrough\nslices: [{sources: [{model: a, layer_range: [0]}]}]\n",
+    "merge_method: passthrough\nslices: [{sources: [{model: a, layer_range: [0, 8, 9]}]}]\n",
     "[]\n",
 ]
 # Right in form: it takes the plan, which knows the method, to refuse them.

@@ -177,5 +177,11 @@ def test_aliases_that_stay_within_bounds_are_expanded() -> None:
     assert document.root.size == 1 + (1 + 3) + (1 + 7)
 
 
+def test_values_are_counted_while_collections_are_still_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsmith.recipe.yaml.MAX_NODES", 10)
+    (message,) = problems("[1, 1, 1, 1, 1, 1, [1, 1, 1, 1, 1, 1]]")
+    assert message == "r.yml:1:27: the recipe has more than 10 values once its aliases are expanded"
+
+
 def test_text_beyond_the_size_limit_is_refused_unread() -> None:
     assert problems("a: " + "x" * MAX_BYTES) == [f"r.yml:1:1: the recipe is larger than {MAX_BYTES:,} bytes"]

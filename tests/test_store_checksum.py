@@ -28,6 +28,15 @@ def test_a_stream_cut_anywhere_has_the_checksum_of_the_whole(data: bytes, grain:
     assert hasher.checksum() == combine(hash_grains(data, grain))
 
 
+@pytest.mark.parametrize("cut", range(1, 13))
+def test_a_stream_of_pieces_of_one_length_has_the_checksum_of_the_whole(cut: int) -> None:
+    data = bytes(range(26))
+    hasher = GrainHasher(4)
+    for start in range(0, len(data), cut):
+        hasher.update(data[start : start + cut])
+    assert hasher.checksum() == combine(hash_grains(data, 4))
+
+
 @pytest.mark.parametrize("array", [np.zeros((0, 3), "u1"), np.zeros((), "f8"), np.arange(6.0).reshape(2, 3)])
 def test_any_contiguous_buffer_can_be_hashed(array: np.ndarray) -> None:
     assert hash_grains(array, 4) == hash_grains(array.tobytes(), 4)

@@ -24,7 +24,12 @@ def big(nbytes: int) -> list[TensorSpec]:
     return [TensorSpec("big", DTYPES["U8"], (nbytes,))]
 
 
-def test_too_little_space_is_found_before_anything_is_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("can_reserve", [True, False])
+def test_too_little_space_is_found_before_anything_is_written(
+    tmp_path: Path, can_reserve: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not can_reserve:
+        monkeypatch.setattr(disk, "_libc", lambda _: None)
     needed = disk.available_bytes(tmp_path) + MIB
     with pytest.raises(NoSpace) as caught:
         Staging.open(tmp_path / "out", make_layout(big(needed), needed), "plan")
@@ -95,6 +100,13 @@ def test_what_was_reserved_is_released_when_it_is_not_enough(tmpfs: Path, monkey
     assert list(tmpfs.iterdir()) == []
 
 
+def test_a_journal_that_cannot_be_begun_releases_what_was_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "write", lambda *_: 0)
+    with pytest.raises(NoSpace):
+        Staging.open(tmp_path / "out", layout(), "plan")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_reserved_space_is_ours_when_a_neighbour_fills_the_disk(tmpfs: Path) -> None:
     with Staging.open(tmpfs / "out", make_layout(big(5 * MIB), 9 * MIB), "plan") as staging:
         fill(tmpfs)
@@ -144,30 +156,26 @@ def test_a_write_that_fails_for_space_says_so_and_keeps_the_work(
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwrite", full)
-            with pytest.raises(NoSpace, match="kept in .* run again"):
+            with pytest.raises(NoSpace, match=r"kept in .* run again"):
                 staging.write("head", 0, b"1")
     with Staging.open(out, layout(), "plan") as staging:
         assert staging.finished == set(NAMES[:2])
 
 
-def test_a_journal_line_that_did_not_fit_does_not_spoil_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_journal_line_that_did_not_fit_does_not_spoil_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     with Staging.open(out, layout(), "plan") as staging:
         write = os.write
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", lambda fd, line: write(fd, line[:20]))
-            with pytest.raises(NoSpace, match="journal, tensor embed|no space"):
+            with pytest.raises(NoSpace, match="no space"):
                 put(staging, ["embed"])
         put(staging, ["norm"])
     with Staging.open(out, layout(), "plan") as staging:
         assert staging.finished == {"norm"}
 
 
-def test_a_file_system_without_fallocate_is_written_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_fallocate_is_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_libc", lambda _: None)
     with (tmp_path / "file").open("w+b") as file:
         assert disk.reserve(file.fileno(), 100) is False

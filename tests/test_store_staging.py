@@ -112,9 +112,7 @@ def test_an_empty_folder_at_the_final_name_is_fine(out: Path, fsync: bool) -> No
     verify(out)
 
 
-def test_a_folder_made_meanwhile_is_not_replaced_and_the_work_is_kept(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_made_meanwhile_is_not_replaced_and_the_work_is_kept(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Staging.open(out, layout(), "plan") as staging:
         put(staging)
         monkeypatch.setattr("weightsmith.store.staging.check_vacant", lambda *_, **__: None)  # lost the race
@@ -145,9 +143,7 @@ def test_an_existing_output_is_refused_saying_what_is_there_and_both_ways_on(out
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_overwriting_replaces_the_whole_checkpoint(
-    out: Path, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overwriting_replaces_the_whole_checkpoint(out: Path, can_exchange: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     build(out)
     (out / "stale.safetensors").write_bytes(b"old")
     if not can_exchange:
@@ -251,9 +247,15 @@ def test_finished_tensors_are_taken_up_and_the_result_is_the_same(tmp_path: Path
 
 
 def test_an_exception_keeps_the_work_and_closes_the_files(out: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), Staging.open(out, layout(), "plan") as staging:
-        put(staging, NAMES[:2])
-        raise KeyboardInterrupt
+    def interrupted() -> None:
+        nonlocal staging
+        with staging:
+            put(staging, NAMES[:2])
+            raise KeyboardInterrupt
+
+    staging = Staging.open(out, layout(), "plan")
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     with pytest.raises(ValueError, match="closed"):
         staging.write("head", 0, b"x")
     assert staged_plan(out) == "plan"
@@ -275,6 +277,15 @@ def test_a_weight_file_cut_short_is_made_again(out: Path) -> None:
     with Staging.open(out, layout(), "plan") as staging:
         assert "embed" not in staging.finished
         put(staging)
+        staging.publish({})
+    verify(out)
+
+
+def test_a_weight_file_that_grew_is_cut_to_its_size(out: Path) -> None:
+    with Staging.open(out, layout(), "plan") as staging:
+        put(staging)
+        os.ftruncate(staging.location("embed")[0], 100_000)
+    with Staging.open(out, layout(), "plan") as staging:
         staging.publish({})
     verify(out)
 

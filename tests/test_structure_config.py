@@ -185,12 +185,12 @@ def test_whole_stack_in_order_changes_nothing_even_without_a_count() -> None:
 
 
 def test_stack_without_a_count_key_cannot_change() -> None:
-    with pytest.raises(LayerError, match="no key of config.json holds the 4 layer"):
+    with pytest.raises(LayerError, match=r"no key of config\.json holds the 4 layer"):
         resized({"whatever": 4}, [0, 1])
 
 
 def test_unknown_stack_is_named() -> None:
-    with pytest.raises(UnknownName, match="did you mean 'model.layers.'"):
+    with pytest.raises(UnknownName, match=r"did you mean 'model\.layers\.'"):
         resize_config({}, analyse(stack("model.layers.", "aa"), {}), {"model.layer.": [0]})
 
 
@@ -212,6 +212,25 @@ def test_all_keys_of_the_count_change_in_their_sub_config_only() -> None:
     )
 
 
+def test_two_flags_are_not_two_layer_numbers() -> None:
+    config = {"num_hidden_layers": 2, "no_rope_layers": [0, 1]}
+    assert resized(config, [1, 1]) == {"num_hidden_layers": 2, "no_rope_layers": [1, 1]}
+
+
+def test_list_that_counts_by_its_length_stays_a_list() -> None:
+    config = {"layers_block_type": ["mamba", "attention", "mamba", "moe"]}
+    assert resized(config, [3, 0]) == {"layers_block_type": ["moe", "mamba"]}
+
+
+@pytest.mark.parametrize("part", ["vision", "tail"])
+def test_part_counted_by_a_list_is_left_alone(part: str) -> None:
+    config = {"num_hidden_layers": 2, f"{part}_config": {"layer_types": [S, F]}}
+    s = analyse([*stack(f"{part}.layers.", "aa"), *stack("model.layers.", "aa")], config)
+    assert resize_config(config, s, {"model.layers.": [0]})[0] == {**config, "num_hidden_layers": 1}
+    new, _ = resize_config(config, s, {f"{part}.layers.": [1, 1, 0]})
+    assert new == {**config, f"{part}_config": {"layer_types": [F, F, S]}}
+
+
 def test_each_side_of_an_encoder_decoder_changes_its_own_keys() -> None:
     config = {"encoder_layers": 2, "decoder_layers": 2, "num_hidden_layers": 2, "decoder_attention_windows": [4, 8]}
     s = analyse([*stack("model.encoder.layers.", "aa"), *stack("model.decoder.layers.", "aa")], config)
@@ -219,6 +238,14 @@ def test_each_side_of_an_encoder_decoder_changes_its_own_keys() -> None:
     assert new == {**config, "encoder_layers": 3, "num_hidden_layers": 3}
     new, _ = resize_config(config, s, {"model.decoder.layers.": [1]})
     assert new == {**config, "decoder_layers": 1, "decoder_attention_windows": [8]}
+
+
+def test_number_about_the_decoder_does_not_bind_the_encoder() -> None:
+    config = {"num_layers": 2, "num_decoder_layers": 2, "num_experts": 4, "decoder_sparse_step": 2}
+    s = analyse([*stack("encoder.block.", "aa"), *stack("decoder.block.", "ab")], config)
+    assert resize_config(config, s, {"encoder.block.": [1, 1]})[0] == config
+    with pytest.raises(LayerError, match="decoder_sparse_step"):
+        resize_config(config, s, {"decoder.block.": [1, 1]})
 
 
 def test_stacks_with_one_count_must_change_together() -> None:
@@ -289,9 +316,7 @@ PAIRS = st.integers(1, 5).flatmap(lambda p: st.tuples(st.just(p), st.integers(0,
 
 
 @given(numbers=NUMBERS, pair=PAIRS, source=st.lists(st.integers(0, 4), min_size=1, max_size=8))
-def test_every_layer_keeps_its_kind_or_the_stack_is_refused(
-    numbers: Config, pair: tuple[int, int], source: list[int]
-) -> None:
+def test_every_layer_keeps_its_kind_or_the_stack_is_refused(numbers: Config, pair: tuple[int, int], source: list[int]) -> None:
     old: dict[str, Any] = {
         **numbers,
         "use_sliding_window": True,

@@ -114,7 +114,7 @@ def test_one_layer_with_an_unusual_name_is_found_through_the_config() -> None:
 
 
 def test_indices_of_a_sequential_are_not_layers() -> None:
-    names = [*LLAMA, "classifier.0.weight", "classifier.1.weight", "classifier.2.weight", "mlp1.0.weight", "mlp1.3.bias"]
+    names = [*LLAMA, *(f"classifier.{i}.weight" for i in range(3)), "mlp1.0.weight", "mlp1.3.bias"]
     assert [stack.prefix for stack in structure(names, {"num_hidden_layers": 3}).stacks] == ["model.layers."]
 
 
@@ -195,6 +195,12 @@ def test_plain_count_beside_encoder_layers_mirrors_the_encoder() -> None:
     assert found(s)["model.encoder.layers."][2] == (("encoder_layers",), ("num_hidden_layers",))
     assert found(s)["model.decoder.layers."][2] == (("decoder_layers",),)
     assert (s.find_module("encoder"), s.find_module("shared")) == ("model.encoder", "shared")
+
+
+def test_count_that_fits_both_sides_is_the_decoders() -> None:
+    config = {"text_config": {"num_layers": 2}, "vision_config": {"num_hidden_layers": 2}}
+    s = structure([*layers("encoder.encoder.layer.", 2), *layers("decoder.layer.", 2)], config)
+    assert [stack.config_path for stack in s.stacks] == [None, ("text_config", "num_layers")]
 
 
 def test_every_key_that_holds_the_count_is_found() -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from weightsmith._version import __version__
 from weightsmith.errors import Finding
 from weightsmith.planner.build import Prepared, prepare
-from weightsmith.planner.steps import Plan
+from weightsmith.planner.steps import Plan, Step
 from weightsmith.tensors import DType
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def merge(
     card: bool = True,
     lenient: bool = False,
     progress: Callable[[Progress], None] | None = None,
+    rechecking: Callable[[int, int], None] | None = None,
 ) -> Merged:
     """Merge checkpoints as a recipe says, into a new folder.
 
@@ -91,6 +92,7 @@ def merge(
     card              write README.md, a model card
     lenient           settings that mergekit ignores are warnings, not errors
     progress          called about ten times a second from this thread
+    rechecking        called with (bytes done, bytes in all) while the finished tensors of an interrupted run are re-read
 
     Raises PlanError before anything is written, StoreError for problems with the output, CheckpointError when an input
     changes or fails meanwhile. After KeyboardInterrupt, or a crash, the same call goes on where it stopped.
@@ -109,6 +111,7 @@ def merge(
             fsync=fsync,
             card=card,
             progress=progress,
+            rechecking=rechecking,
             began=began,
         )
 
@@ -124,6 +127,7 @@ def execute(
     fsync: bool = True,
     card: bool = True,
     progress: Callable[[Progress], None] | None = None,
+    rechecking: Callable[[int, int], None] | None = None,
     began: float | None = None,
 ) -> Merged:
     """Run a prepared plan; see `merge`."""
@@ -132,7 +136,15 @@ def execute(
 
     began = time.monotonic() if began is None else began
     plan, inputs = prepared.plan, prepared.inputs
-    with Staging.open(out, plan.layout, _work_hash(plan, inputs), resume=resume, overwrite=overwrite) as staging:
+    with Staging.open(
+        out,
+        plan.layout,
+        _work_hash(plan, inputs),
+        resume=resume,
+        overwrite=overwrite,
+        threads=threads or len(os.sched_getaffinity(0)),
+        progress=rechecking,
+    ) as staging:
         done = staging.finished
         outcome = run(
             plan,
@@ -146,10 +158,7 @@ def execute(
         for name, data in _files(plan, inputs, Path(out).name, card=card):
             staging.add_file(name, data)
         folder = staging.publish(_provenance(plan), fsync=fsync)
-    found = tuple(
-        Finding(f"the models disagree on this {_kind(plan, name)} tensor; taken from {plan.models[0].ref}", name)
-        for name in outcome.differing
-    )
+    found = tuple(_disagreement(plan, step) for step in plan.steps if step.out.name in outcome.differing)
     return Merged(
         out=folder,
         plan=plan,
@@ -161,8 +170,9 @@ def execute(
     )
 
 
-def _kind(plan: Plan, name: str) -> str:
-    return next(s.out.dtype.torch for s in plan.steps if s.out.name == name)
+def _disagreement(plan: Plan, step: Step) -> Finding:
+    taken = plan.models[step.inputs[0].model].ref
+    return Finding(f"the models disagree on this {step.out.dtype.torch} tensor; taken from {taken}", step.out.name)
 
 
 def _work_hash(plan: Plan, inputs: Sequence[Checkpoint]) -> str:

@@ -63,7 +63,7 @@ class Checkpoint:
         self,
         ref: str,
         folder: Path,
-        headers: Mapping[Path, Header],
+        headers: Mapping[Path, Header],  # in natural order of the file names
         *,
         revision: str = "",
         config: dict[str, Any] | None = None,
@@ -82,7 +82,7 @@ class Checkpoint:
         self.metadata = _common_metadata(headers.values())
         self.quantised = describe_quantisation(config, {name: t.spec for name, t in self.tensors.items()})
         self.nbytes = sum(h.nbytes - h.data_start for h in headers.values())
-        facts = sorted((path.name, h.nbytes, h.digest, h.mtime_ns) for path, h in headers.items())
+        facts = [(path.name, h.nbytes, h.digest, h.mtime_ns) for path, h in headers.items()]
         self.header_hash = _hash([fact[:3] for fact in facts])
         self.state_hash = _hash(facts)
         self._state = {path: (h.nbytes, h.mtime_ns) for path, h in headers.items()}
@@ -236,9 +236,7 @@ def open_checkpoint(
     path = _expand(name)
     if name and _exists(path):
         if revision is not None:
-            raise ParameterError(
-                f"revision {show(revision)} is given for a local path, which has no revisions", where=name
-            )
+            raise ParameterError(f"revision {show(revision)} is given for a local path, which has no revisions", where=name)
         return _open_folder(name, path, _local_names(path)) if path.is_dir() else _open_file(name, path)
     match = _HUB_ID.fullmatch(name) if isinstance(ref, str) and not name.lower().endswith(_FILE_SUFFIXES) else None
     if match is None:
@@ -293,9 +291,7 @@ def _open_file(ref: str, path: Path) -> Checkpoint:
     return Checkpoint(ref, path.parent, {path: read_header(path)})
 
 
-def _unite(
-    headers: Iterable[Header], folder: Path, index: tuple[Path, Mapping[str, str]] | None
-) -> dict[str, StoredTensor]:
+def _unite(headers: Iterable[Header], folder: Path, index: tuple[Path, Mapping[str, str]] | None) -> dict[str, StoredTensor]:
     """All tensors in model order. The files and the index must say the same."""
     united: dict[str, StoredTensor] = {}
     for header in headers:
@@ -402,15 +398,11 @@ def _exists(path: Path) -> bool:
 def _not_found(name: str, path: Path) -> NotFound:
     base, at, _ = name.rpartition("@")
     if at and _exists(_expand(base)):
-        return NotFound(
-            f"no such folder; {base} is one, but a local path has no revisions", where=name, fix="Drop the @."
-        )
+        return NotFound(f"no such folder; {base} is one, but a local path has no revisions", where=name, fix="Drop the @.")
     with contextlib.suppress(OSError, ValueError):  # no link, or no possible path at all
         return NotFound(f"a symbolic link to {path.readlink()}, which does not exist", where=name)
     if name.startswith(("http://", "https://", "hf://")):
-        return NotFound(
-            "neither a local path nor a hub id", where=name, fix="Write a hub model as org/name[@revision]."
-        )
+        return NotFound("neither a local path nor a hub id", where=name, fix="Write a hub model as org/name[@revision].")
     kind = "no such folder or file"
     if "/" not in name and os.sep not in name:
         kind += ", and not a hub id, which has the form org/name"

@@ -67,7 +67,7 @@ def fetch(repo: str, revision: str | None, cache_dir: str | Path | None, token: 
         info = huggingface_hub.HfApi(token=token).model_info(repo, revision=commit)
         names = tuple(file.rfilename for file in info.siblings or ())
     except Exception as error:  # offline, or any of three HTTP libraries' errors: huggingface_hub changed its own twice
-        names = tuple(p.name for p in folder.iterdir()) if folder.is_dir() else ()
+        names = tuple(p.name for p in folder.iterdir() if not p.is_dir()) if folder.is_dir() else ()
         log.info("%s: the hub was not asked (%s), using the cached %s", where, type(error).__name__, folder)
         return Snapshot(folder, commit, names)
 

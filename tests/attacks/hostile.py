@@ -47,9 +47,7 @@ CASES = (
     Case("seven_bytes", bytes(7), ("7 bytes: too short",)),
     Case("header_length_over_bound", (100_000_001).to_bytes(8, "little") + bytes(50), ("100,000,001", "100,000,000")),
     Case("header_length_all_ones", b"\xff" * 64, ("header length 18,446,744,073,709,551,615",)),
-    Case(
-        "header_length_beyond_file", GOOD[:30], ("header length 54", "ends after 30 bytes", "32 bytes", "interrupted")
-    ),
+    Case("header_length_beyond_file", GOOD[:30], ("header length 54", "ends after 30 bytes", "32 bytes", "interrupted")),
     Case("git_lfs_pointer", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", ("git lfs pull",)),
     Case("torch_zip", b"PK\x03\x04" + b"\x14\x00" * 40, ("PyTorch archive",)),
     Case("pickle", b"\x80\x02}q\x00(X\x05\x00\x00\x00" * 4, ("pickle",)),
@@ -67,12 +65,8 @@ CASES = (
     Case("header_is_nan", build("NaN"), ("not a JSON object but nan",)),
     Case("deep_lists", build("[" * 200_000), ("nested too deeply",)),
     Case("deep_objects", build('{"a":' * 200_000), ("nested too deeply",)),
-    Case(
-        "deep_dimension", build(f'{{"w":{entry(shape="[" * 9_000 + "]" * 9_000)}}}', bytes(4)), ("nested too deeply",)
-    ),
-    Case(
-        "integer_of_5000_digits", build(f'{{"w":{entry(shape="[" + "9" * 5_000 + "]")}}}', bytes(4)), ("is not JSON",)
-    ),
+    Case("deep_dimension", build(f'{{"w":{entry(shape="[" * 9_000 + "]" * 9_000)}}}', bytes(4)), ("nested too deeply",)),
+    Case("integer_of_5000_digits", build(f'{{"w":{entry(shape="[" + "9" * 5_000 + "]")}}}', bytes(4)), ("is not JSON",)),
     Case("duplicate_tensor", build(f'{{"w":{F32},"w":{entry(offsets="[4,8]")}}}', bytes(8)), ("the name 'w' twice",)),
     Case(
         "duplicate_tensor_other_spelling",
@@ -116,7 +110,8 @@ CASES = (
     _one("offsets_float", entry(offsets="[0,4.0]"), "not a list of two integers but [0, 4.0]"),
     _one("offsets_negative", entry(offsets="[-4,0]"), "data_offsets [-4, 0] are negative"),
     _one("offsets_reversed", entry(offsets="[4,0]"), "data_offsets [4, 0] are reversed"),
-    _one("offsets_huge", entry(offsets="[9223372036854775804,9223372036854775808]"), "out of range"),
+    _one("offsets_huge", entry(offsets="[9223372036854775804,9223372036854775808]"), "out of range: beyond 2^63"),
+    _one("offsets_of_4000_digits", entry(offsets=f"[0,{'9' * 4_000}]"), "out of range: beyond 2^63"),
     _one("bytes_too_few", entry(shape="[2]"), "shape [2] of F32 takes 8 bytes", "[0, 4] hold 4"),
     _one("bytes_too_many", entry(dtype='"F16"'), "shape [1] of F16 takes 2 bytes", "[0, 4] hold 4"),
     _one("scalar_without_bytes", entry(shape="[]", offsets="[0,0]"), "takes 4 bytes", "hold 0", data=b""),

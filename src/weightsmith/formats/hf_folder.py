@@ -24,9 +24,7 @@ _INDEX_SUFFIX = ".safetensors.index.json"
 _STEMS = ("model", "diffusion_pytorch_model")  # what transformers and diffusers write
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _WEIGHTS = (_SUFFIX, *_PICKLES, *".gguf .onnx .onnx_data .h5 .msgpack .npz .npy .tflite .mlmodel".split())
-_MEDIA = tuple(
-    ".png .jpg .jpeg .gif .webp .svg .mp4 .mp3 .wav .pdf .zip .gz .tar .csv .parquet .arrow .lock .log".split()
-)
+_MEDIA = tuple(".png .jpg .jpeg .gif .webp .svg .mp4 .mp3 .wav .pdf .zip .gz .tar .csv .parquet .arrow .lock .log".split())
 _TRAINING = re.compile(r"readme\.md|(optimizer|scheduler|rng_state|trainer_state|training_args|events\.out).*")
 _NUMBERED = re.compile(r"(.*?)-?([0-9]+)-of-([0-9]+)\.safetensors")
 _DIGITS = re.compile(r"[0-9]+")
@@ -151,9 +149,7 @@ def read_index(path: Path, present: Collection[str]) -> dict[str, str]:
         raise FormatError("the index lists no tensor: its weight_map is empty", where=where, fix=fix)
     for tensor, file in weight_map.items():
         if not isinstance(file, str):
-            raise FormatError(
-                f"weight_map: {show(tensor)} is in {show(file)}, which is not a string", where=where, fix=fix
-            )
+            raise FormatError(f"weight_map: {show(tensor)} is in {show(file)}, which is not a string", where=where, fix=fix)
     first_tensor = dict(zip(reversed(weight_map.values()), reversed(weight_map), strict=True))
     single = path.name.removesuffix(".index.json")
     for file in sorted(first_tensor, key=natural_key):
@@ -240,9 +236,7 @@ def _no_weights(everything: list[str], top: list[str], where: str) -> Unsupporte
             fix="Use the safetensors checkpoint that the GGUF files were made from.",
         )
     if others := [n for n in top if n.lower().endswith(_WEIGHTS) and not n.lower().endswith(_PICKLES)]:
-        return Unsupported(
-            "no safetensors weights", where=where, details=some(others), fix="Convert them to safetensors."
-        )
+        return Unsupported("no safetensors weights", where=where, details=some(others), fix="Convert them to safetensors.")
     if nested := sorted(n for n in everything if "/" in n and n.lower().endswith(_SUFFIX)):
         return NotFound(
             "no weights at the top level, only in subfolders",

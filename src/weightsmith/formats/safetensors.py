@@ -114,8 +114,7 @@ def _read_header(path: Path) -> Header:
 
     return Header(
         tensors=tuple(
-            StoredTensor(TensorSpec(name, dtype, shape), path, data_start + start)
-            for start, _, _, name, dtype, shape in placed
+            StoredTensor(TensorSpec(name, dtype, shape), path, data_start + start) for start, _, _, name, dtype, shape in placed
         ),
         metadata=metadata,
         data_start=data_start,
@@ -237,6 +236,8 @@ def _check_entry(entry: Any) -> tuple[DType, tuple[int, ...], int, int]:
         raise FormatError(f"data_offsets {show(offsets)} are negative")
     if end < start:
         raise FormatError(f"data_offsets {show(offsets)} are reversed: the end lies before the start")
+    if end > MAX_BYTES:  # also keeps numbers of thousands of digits out of the messages below
+        raise FormatError(f"data_offsets {show(offsets)} are out of range: beyond 2^63")
     nbytes = 0 if 0 in shape else product
     if end - start != nbytes:
         raise FormatError(

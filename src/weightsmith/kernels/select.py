@@ -1,7 +1,8 @@
 """Exact k-th largest magnitude by radix: the bits of |x| as float32 sort like its value.
 
-Pass 1 counts the high 16 bits, pass 2 the low 16 bits inside the bin that holds the k-th. Counts add, so tiles, threads and
-machines merge without rounding. bf16 deltas are full of equal magnitudes (7 % of elements sit exactly on a usual threshold),
+One pass counts the high 16 bits, and in the same pass the low 16 bits inside three neighbouring bins, guessed from the first
+tile to hold the k-th; if it lies elsewhere, a second pass counts the low bits there. Counts add, so tiles, threads and machines
+merge without rounding, and a wrong guess costs time only. bf16 deltas are full of equal magnitudes (7 % of elements sit exactly on a usual threshold),
 so the tie rule is part of the result: of the elements equal to the threshold those with the lower flat index are kept, and
 exactly k in all. Magnitudes are compared as float32; a NaN counts as larger than anything.
 """
@@ -27,9 +28,27 @@ def magnitude_bits(row: np.ndarray, n: int, bits: np.ndarray) -> None:
 
 
 @njit(nogil=True, cache=True)
-def count_high(raw: np.ndarray, codes: np.ndarray, i: int, n: int, counts: np.ndarray, rows: np.ndarray, bits: np.ndarray) -> None:
-    """counts[b] += deltas of model i (raw[i] - raw[0]) whose magnitude bits begin with b; counts uint32 [HIGH_BINS]."""
+def count(
+    raw: np.ndarray,
+    codes: np.ndarray,
+    i: int,
+    n: int,
+    first: int,
+    high: np.ndarray,
+    low: np.ndarray,
+    rows: np.ndarray,
+    bits: np.ndarray,
+) -> None:
+    """Histograms of the magnitude bits of model i's deltas, raw[i] - raw[0].
+
+    high   uint32 [HIGH_BINS]: += by the high 16 bits
+    first  high bits of the first of the bins whose low bits are counted too
+    low    uint32 [bins * LOW_BINS]: += by ((high bits - first), low bits); may have no bins
+    rows   scratch [2, BLOCK]; bits uint32 [BLOCK] scratch
+    """
     base, x = rows[0], rows[1]
+    span = np.uint32(low.size)
+    offset = np.uint32(first) << np.uint32(16)
     for start in range(0, n, BLOCK):
         m = min(BLOCK, n - start)
         decode(raw[0], codes[0], start, m, base)
@@ -37,24 +56,24 @@ def count_high(raw: np.ndarray, codes: np.ndarray, i: int, n: int, counts: np.nd
         subtract(x, base, m)
         magnitude_bits(x, m, bits)
         for j in range(m):
-            counts[bits[j] >> np.uint32(16)] += np.uint32(1)
+            high[bits[j] >> np.uint32(16)] += np.uint32(1)
+        for j in range(m):
+            place = np.uint32(bits[j] - offset)  # wraps round below the first bin, to beyond the last
+            if place < span:
+                low[place] += np.uint32(1)
 
 
 @njit(nogil=True, cache=True)
-def count_low(
-    raw: np.ndarray, codes: np.ndarray, i: int, n: int, high: int, counts: np.ndarray, rows: np.ndarray, bits: np.ndarray
-) -> None:
-    """counts[b] += deltas of model i whose magnitude bits are `high` followed by b; counts uint32 [LOW_BINS]."""
-    base, x = rows[0], rows[1]
-    for start in range(0, n, BLOCK):
-        m = min(BLOCK, n - start)
-        decode(raw[0], codes[0], start, m, base)
-        decode(raw[i], codes[i], start, m, x)
-        subtract(x, base, m)
-        magnitude_bits(x, m, bits)
-        for j in range(m):
-            if bits[j] >> np.uint32(16) == np.uint32(high):
-                counts[bits[j] & np.uint32(0xFFFF)] += np.uint32(1)
+def occupied(counts: np.ndarray, places: np.ndarray, numbers: np.ndarray) -> int:
+    """Gather the non-zero counters: their places and values, in order; returns how many (stops when places is full)."""
+    found = 0
+    for b in range(counts.size):
+        if counts[b] != 0:
+            if found < places.size:
+                places[found] = b
+                numbers[found] = counts[b]
+            found += 1
+    return found
 
 
 @njit(nogil=True, cache=True)

@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from weightsmith.kernels.codecs import BLOCK, as_bits, decode, encode
-from weightsmith.kernels.combine import fill, subtract, sum_lanes
+from weightsmith.kernels.combine import LANES, add_magnitudes, add_scaled, fill, set_scaled, subtract, sum_lanes
 from weightsmith.kernels.philox import random_words
 
 KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_NONE = 0, 1, 2, 3
@@ -56,41 +56,42 @@ def sparsify(
 
 
 @njit(nogil=True, cache=True)
-def add_weighted(weight: float, delta: np.ndarray, n: int, total: np.ndarray) -> None:
-    """total[:n] += weight * delta[:n]."""
-    d, t = delta[:n], total[:n]
-    for j in range(n):
-        t[j] += weight * np.float64(d[j])
-
-
-@njit(nogil=True, cache=True)
 def add_elected(
-    weight: float, scale: float, delta: np.ndarray, n: int, total: np.ndarray, mixed: np.ndarray, divisor: np.ndarray
+    factor: float,
+    weight: float,
+    delta: np.ndarray,
+    n: int,
+    total: np.ndarray,
+    mixed: np.ndarray,
+    divisor: np.ndarray,
+    first: bool,
 ) -> None:
-    """Where weight·scale·delta has the sign of total (zero counts as +): mixed += it, divisor += weight."""
+    """Where factor·delta has the sign of total (zero counts as +): mixed += it, divisor += weight; `first` begins both."""
     d, t, s, v = delta[:n], total[:n], mixed[:n], divisor[:n]
-    factor = weight * scale
-    for j in range(n):
-        x = factor * np.float64(d[j])
-        agree = ((x > 0.0) & (t[j] >= 0.0)) | ((x < 0.0) & (t[j] < 0.0))
-        s[j] += x if agree else 0.0
-        v[j] += weight if agree else 0.0
+    if first:
+        for j in range(n):
+            x = factor * np.float64(d[j])
+            agree = ((x > 0.0) & (t[j] >= 0.0)) | ((x < 0.0) & (t[j] < 0.0))
+            s[j] = x if agree else 0.0
+            v[j] = weight if agree else 0.0
+    else:
+        for j in range(n):
+            x = factor * np.float64(d[j])
+            agree = ((x > 0.0) & (t[j] >= 0.0)) | ((x < 0.0) & (t[j] < 0.0))
+            s[j] += x if agree else 0.0
+            v[j] += weight if agree else 0.0
 
 
 @njit(nogil=True, cache=True)
-def divide(mixed: np.ndarray, divisor: np.ndarray, n: int) -> None:
-    """mixed[:n] /= divisor[:n]; an exact zero counts as one."""
-    s, v = mixed[:n], divisor[:n]
-    for j in range(n):
-        s[j] /= v[j] if v[j] != 0.0 else 1.0
-
-
-@njit(nogil=True, cache=True)
-def add_to_base(base: np.ndarray, factor: float, n: int, mixed: np.ndarray) -> None:
-    """mixed[:n] = base[:n] + factor * mixed[:n]."""
-    b, s = base[:n], mixed[:n]
-    for j in range(n):
-        s[j] = np.float64(b[j]) + factor * s[j]
+def add_to_base(base: np.ndarray, factor: float, mixed: np.ndarray, divisor: np.ndarray, n: int, divide: bool) -> None:
+    """base[:n] += factor · mixed[:n] (/ divisor[:n] where that is not zero), in float64, rounded to the row's dtype."""
+    b, s, v = base[:n], mixed[:n], divisor[:n]
+    if divide:
+        for j in range(n):
+            b[j] = np.float64(b[j]) + factor * s[j] / (v[j] if v[j] != 0.0 else 1.0)
+    else:
+        for j in range(n):
+            b[j] = np.float64(b[j]) + factor * s[j]
 
 
 @njit(nogil=True, cache=True)
@@ -125,36 +126,26 @@ def merge_task_vectors(
     factor      lambda, divided by the sum of weights when normalising without election
     rows        scratch [1 + models, BLOCK]; sums float64 [3, BLOCK]; words uint32 [BLOCK + 512]
     """
-    base = rows[0]
+    base, total = rows[0], sums[0]
     for start in range(0, n, BLOCK):
         m = min(BLOCK, n - start)
         decode(raw[0], codes[0], start, m, base)
-        fill(sums[0], m, 0.0)
         for i in range(weights.size):
             delta = rows[i + 1]
             decode(raw[i + 1], codes[i + 1], start, m, delta)
             subtract(delta, base, m)
             sparsify(delta, m, modes[i], limits[i], cuts[i], keys[i], index + start, words)
-            add_weighted(weights[i] * scales[i], delta, m, sums[0])
-        mixed = sums[0]
+            if i == 0:
+                set_scaled(weights[i] * scales[i], delta, m, total)
+            else:
+                add_scaled(weights[i] * scales[i], delta, m, total)
+        mixed = total
         if elect:
             mixed = sums[1]
-            fill(mixed, m, 0.0)
-            fill(sums[2], m, 0.0)
             for i in range(weights.size):
-                add_elected(weights[i], scales[i], rows[i + 1], m, sums[0], mixed, sums[2])
-            if normalize:
-                divide(mixed, sums[2], m)
-        add_to_base(base, factor, m, mixed)
-        encode(mixed, m, out_code, start, out)
-
-
-@njit(nogil=True, cache=True)
-def add_magnitudes(row: np.ndarray, n: int, total: np.ndarray) -> None:
-    """total[:n] += |row[:n]|."""
-    x, t = row[:n], total[:n]
-    for j in range(n):
-        t[j] += abs(np.float64(x[j]))
+                add_elected(weights[i] * scales[i], weights[i], rows[i + 1], m, total, mixed, sums[2], i == 0)
+        add_to_base(base, factor, mixed, sums[2], m, elect and normalize)
+        encode(base, m, out_code, start, out)
 
 
 @njit(nogil=True, cache=True)
@@ -178,8 +169,8 @@ def l1_norms(
     base, delta = rows[0], rows[1]
     for g in range(out.shape[0]):
         end = min(n, (g + 1) * grain)
-        fill(sums[0], BLOCK, 0.0)
-        fill(sums[1], BLOCK, 0.0)
+        fill(sums[0], LANES, 0.0)
+        fill(sums[1], LANES, 0.0)
         for start in range(g * grain, end, BLOCK):
             m = min(BLOCK, end - start)
             decode(raw[0], codes[0], start, m, base)

@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit
 
 from weightsmith.kernels.codecs import BLOCK, decode, encode
-from weightsmith.kernels.combine import add_products, add_scaled, fill, subtract
+from weightsmith.kernels.combine import add_scaled, fill, narrow, subtract
 
 
 @njit(nogil=True, cache=True)
@@ -30,7 +30,16 @@ def combine_rows(
             for i in range(raw.shape[0]):
                 decode(raw[i], codes[i], start, m, x)
                 add_scaled(coefficients[r, i], x, m, total)
-            encode(total, m, out_code, start, out)
+            narrow(total, m, x)
+            encode(x, m, out_code, start, out)
+
+
+@njit(nogil=True, cache=True)
+def add_products_each(a: np.ndarray, b: np.ndarray, n: int, total: np.ndarray) -> None:
+    """total[:n] += a[:n] * b[:n], in float64."""
+    x, y, t = a[:n], b[:n], total[:n]
+    for j in range(n):
+        t[j] += np.float64(x[j]) * np.float64(y[j])
 
 
 @njit(nogil=True, cache=True)
@@ -51,7 +60,7 @@ def gram_columns(
             p = 0
             for i in range(first, k):
                 for j in range(i, k):
-                    add_products(rows[i], rows[j], m, totals[p][c : c + m])
+                    add_products_each(rows[i], rows[j], m, totals[p][c:])
                     p += 1
 
 
@@ -84,4 +93,5 @@ def combine_columns(
             for i in range(raw.shape[0]):
                 decode(raw[i], codes[i], r * cols + c, m, x)
                 add_scaled_each(coefficients[i][c:], x, m, total)
-            encode(total, m, out_code, r * cols + c, out)
+            narrow(total, m, x)
+            encode(x, m, out_code, r * cols + c, out)

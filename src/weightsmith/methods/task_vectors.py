@@ -1,19 +1,20 @@
 """The job behind task arithmetic, TIES and DARE: axes (sparsifier, rescale, election, normalisation), one kernel.
 
-Passes over the inputs, each only if needed: two for exact thresholds (`kernels/select.py`), one for L1 norms, one to apply.
+Passes over the inputs, each only if needed: one for exact thresholds (a second when its guess was wrong, see
+`kernels/select.py`), one for L1 norms, one to apply.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from weightsmith.kernels.select import HIGH_BINS, LOW_BINS, count_high, count_low, find_bin, index_of_tie
+from weightsmith.kernels.select import HIGH_BINS, LOW_BINS, count, find_bin, index_of_tie, occupied
 from weightsmith.kernels.task_vector import (
     KEEP_ALL,
     KEEP_LARGE,
@@ -48,6 +49,35 @@ def random_key(seed: int, model: int, tensor: str) -> int:
     return xxhash.xxh3_64_intdigest(f"{model}\0{tensor}".encode(), seed=seed & (2**64 - 1))
 
 
+GUESSED_BINS = 3
+"""Bins of the high histogram, each about half a per cent of the magnitude wide, whose low bits are counted on a guess."""
+
+
+@dataclass(slots=True)
+class Trim:
+    """The search for one model's threshold.
+
+    kept          elements to keep
+    high          int64 [HIGH_BINS], summed over tiles
+    first         first of the bins whose low bits are counted; -1: not guessed yet
+    missed        the guess was wrong, and the low bits are counted once more
+    """
+
+    kept: int
+    high: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(HIGH_BINS, np.int64))
+    first: int = -1
+    missed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Occupied low bins of one tile, and the tile's first element."""
+
+    start: int
+    places: npt.NDArray[np.uint32]
+    numbers: npt.NDArray[np.uint32]
+
+
 class TaskVectorJob(Job):
     """One matrix of a task-vector merge; input 0 is the base."""
 
@@ -70,12 +100,9 @@ class TaskVectorJob(Job):
             factor /= total if abs(total) >= 1e-8 else 1.0
         self.factor = factor
         self._lock = threading.Lock()
-        self._high = {i: np.zeros(HIGH_BINS, np.int64) for i in self._sparse(KEEP_LARGE)}
-        self._bins: dict[int, tuple[int, int]] = {}
-        self._ties: dict[int, tuple[int, int]] = {}  # model → tile that holds its last kept tie, and how many are kept there
-        self._plan = [f for f, needed in ((0, self._high), (1, self._high), (2, axes.rescale == "l1")) if needed]
-        if not self._sparse(KEEP_LARGE, KEEP_RANDOM):
-            self._plan = []
+        self._trims = {i: Trim(int(self.kept[i])) for i in self._sparse(KEEP_LARGE)}
+        self._ties: dict[int, tuple[int, int]] = {}  # model → tile that holds its last kept tie, and how many it keeps
+        self._norms_needed = axes.rescale == "l1" and bool(self._sparse(KEEP_LARGE, KEEP_RANDOM))
 
     def _set_mode(self, i: int, density: float) -> None:
         if density >= 1:
@@ -95,60 +122,84 @@ class TaskVectorJob(Job):
         return [i for i in range(len(self.modes)) if self.modes[i] in modes]
 
     def passes(self) -> int:
-        return len(self._plan)
+        """One or two for thresholds, and one for norms; known for certain once the first is folded in."""
+        return len(self._plan())
+
+    def _plan(self) -> list[str]:
+        plan = ["count"] if self._trims else []
+        plan += ["again"] if any(trim.missed for trim in self._trims.values()) else []
+        return plan + (["norms"] if self._norms_needed else [])
 
     def statistics(self, number: int, tile: Tile) -> Any:
-        kind = self._plan[number]
-        return (self._count_high, self._count_low, self._norms)[kind](tile)
+        kind = self._plan()[number]
+        return self._norms(tile) if kind == "norms" else self._count(tile, again=kind == "again")
 
     def fold(self, number: int, results: list[Any]) -> None:
-        (self._fold_high, self._fold_low, self._fold_norms)[self._plan[number]](results)
+        kind = self._plan()[number]
+        if kind == "norms":
+            self._fold_norms(results)
+        else:
+            self._fold_counts(results, again=kind == "again")
 
-    def _count_high(self, tile: Tile) -> None:
+    def _count(self, tile: Tile, *, again: bool) -> dict[int, Counts]:
+        """For each trimmed model the tile's occupied low bins: a few KB."""
         m, scratch = self.matrix, tile.scratch
         rows = scratch.rows(2, m.codes, m.out_code)
-        for i, total in self._high.items():
-            counts = scratch.counts(HIGH_BINS)
-            count_high(tile.raw, m.codes, i + 1, tile.size, counts, rows, scratch.bits)
-            with self._lock:
-                np.add(total, counts, out=total)
-
-    def _fold_high(self, results: list[Any]) -> None:
-        for i, total in self._high.items():
-            high, above = find_bin(total, self.kept[i])
-            self._bins[i] = int(high), int(above)
-        self._high = dict.fromkeys(self._high)  # type: ignore[arg-type]  # 256 KiB a model, not needed again
-
-    def _count_low(self, tile: Tile) -> list[tuple[int, npt.NDArray[np.uint16], npt.NDArray[np.uint32]]]:
-        """For each trimmed model its start in the tile, and the occupied low bins with their counts: a few KB."""
-        m, scratch = self.matrix, tile.scratch
-        rows = scratch.rows(2, m.codes, m.out_code)
-        found = []
-        for i, (high, _) in self._bins.items():
-            counts = scratch.counts(LOW_BINS)
-            count_low(tile.raw, m.codes, i + 1, tile.size, high, counts, rows, scratch.bits)
-            low = np.flatnonzero(counts)
-            found.append((tile.start, low.astype(np.uint16), counts[low]))
+        found = {}
+        for i, trim in self._trims.items():
+            if again and not trim.missed:
+                continue
+            if not again:
+                self._guess(trim, i, tile)
+            high, low = scratch.counts(HIGH_BINS), scratch.counts(GUESSED_BINS * LOW_BINS)
+            count(tile.raw, m.codes, i + 1, tile.size, trim.first, high, low, rows, scratch.bits)
+            if not again:
+                with self._lock:
+                    np.add(trim.high, high, out=trim.high)
+            places, numbers = np.empty(tile.size, np.uint32), np.empty(tile.size, np.uint32)
+            n = occupied(low, places, numbers)
+            found[i] = Counts(tile.start, places[:n].copy(), numbers[:n].copy())
         return found
 
-    def _fold_low(self, results: list[Any]) -> None:
-        for place, (i, (high, above)) in enumerate(self._bins.items()):
-            total = np.zeros(LOW_BINS, np.int64)
-            for tile in results:
-                _, low, counts = tile[place]
-                total[low] += counts
-            low, more = find_bin(total, self.kept[i] - above)
-            quota = int(self.kept[i] - above - more)
-            self.modes[i] = KEEP_LARGE
-            self.limits[i] = high << 16 | int(low)
-            # Of the elements equal to the threshold the first `quota` are kept: find the tile in which the last one lies.
-            for tile in results:
-                start, values, counts = tile[place]
-                ties = int(counts[values == low].sum())
-                if quota <= ties:
-                    self._ties[i] = (start, quota)
-                    break
-                quota -= ties
+    def _guess(self, trim: Trim, i: int, tile: Tile) -> None:
+        """Whichever tile is first guesses, from itself alone, in which bins the threshold will be."""
+        with self._lock:
+            if trim.first >= 0:
+                return
+            m, scratch = self.matrix, tile.scratch
+            high = scratch.counts(HIGH_BINS)
+            rows = scratch.rows(2, m.codes, m.out_code)
+            count(tile.raw, m.codes, i + 1, tile.size, 0, high, high[:0], rows, scratch.bits)
+            likely, _ = find_bin(high, max(1, round(trim.kept * tile.size / m.size)))
+            trim.first = max(0, int(likely) - GUESSED_BINS // 2)
+
+    def _fold_counts(self, results: list[dict[int, Counts]], *, again: bool) -> None:
+        for i, trim in self._trims.items():
+            if again and not trim.missed:
+                continue
+            bin_, above = (int(v) for v in find_bin(trim.high, trim.kept))
+            if not trim.first <= bin_ < trim.first + GUESSED_BINS:
+                trim.missed = True
+                trim.first = bin_
+            else:
+                self._set_threshold(i, trim, bin_, above, [tile[i] for tile in results])
+
+    def _set_threshold(self, i: int, trim: Trim, bin_: int, above: int, tiles: list[Counts]) -> None:
+        offset = (bin_ - trim.first) * LOW_BINS
+        total = np.zeros(LOW_BINS, np.int64)
+        for tile in tiles:
+            inside = (tile.places >= offset) & (tile.places < offset + LOW_BINS)
+            total[tile.places[inside] - offset] += tile.numbers[inside]
+        low, more = (int(v) for v in find_bin(total, trim.kept - above))
+        self.limits[i] = bin_ << 16 | low
+        # Of the elements equal to the threshold the first `quota` are kept: find the tile in which the last one lies.
+        quota = trim.kept - above - more
+        for tile in tiles:
+            ties = int(tile.numbers[tile.places == offset + low].sum())
+            if quota <= ties:
+                self._ties[i] = (tile.start, quota)
+                return
+            quota -= ties
 
     def _cuts(self, tile: Tile) -> npt.NDArray[np.int64]:
         """Per model: the flat index in the tensor below which elements equal to the threshold are kept."""
@@ -169,7 +220,7 @@ class TaskVectorJob(Job):
         """float64 [grains, models, 2]: L1 norms before and after the mask."""
         m, scratch = self.matrix, tile.scratch
         cuts = self._cuts(tile)
-        rows, sums = scratch.rows(2, m.codes, m.out_code), scratch.sums(2)
+        rows = scratch.rows(2, m.codes, m.out_code)
         out = np.zeros((tile.grains(m.grain), len(self.weights), 2))
         for i in self._sparse(KEEP_LARGE, KEEP_RANDOM):
             norms = np.empty((len(out), 2))
@@ -186,7 +237,7 @@ class TaskVectorJob(Job):
                 self.keys[i],
                 norms,
                 rows,
-                sums,
+                scratch.sums(2),
                 scratch.words,
             )
             out[:, i] = norms

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from weightsmith.planner.match import tie_flag
+from weightsmith.errors import ShapeError
+from weightsmith.planner.dtypes import main_dtype
+from weightsmith.planner.vocabulary import is_embedding, is_head
 from weightsmith.structure import Structure, resize_config
 from weightsmith.tensors import DType, TensorSpec
 
-
-def main_dtype(specs: Iterable[TensorSpec]) -> DType | None:
-    """The floating dtype that most bytes have."""
-    nbytes: Counter[DType] = Counter()
-    for spec in specs:
-        if spec.dtype.floating:
-            nbytes[spec.dtype] += spec.nbytes
-    return max(nbytes, key=lambda d: nbytes[d]) if nbytes else None
+_DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def output_config(
@@ -27,56 +21,87 @@ def output_config(
     layers: Mapping[str, Sequence[int]],
     outputs: Sequence[TensorSpec],
     *,
+    stored: Mapping[str, TensorSpec],
+    asked: DType | None,
     untie: bool,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The donor's config with layer counts, dtype, tying, vocabulary and quantisation as the output tensors are.
 
     layers  for each stack prefix that changes: the donor's layer behind each output layer
+    stored  the donor's own tensors
+    asked   dtype that all tensors were to have
     untie   the output holds a head of its own
 
-    Raises LayerError when the config cannot express the stack.
+    Returns the config, and notes on what follows the layers. Raises LayerError when the config cannot express the stack,
+    ShapeError when it cannot express the vocabulary.
     """
-    new: dict[str, Any] = resize_config(config, structure, layers)[0] if layers else copy.deepcopy(dict(config))
+    notes: tuple[str, ...] = ()
+    if layers:
+        new, notes = resize_config(config, structure, layers)
+    else:
+        new = copy.deepcopy(dict(config))
     dtype = main_dtype(outputs)
     if dtype is not None:
-        _set_dtype(new, dtype.torch)
+        _set_dtype(new, dtype, everywhere=asked is not None)
     new.pop("quantization_config", None)
     if untie:
         _untie(new)
-    _set_vocabulary(new, outputs)
-    return new
+    _set_vocabulary(new, outputs, stored)
+    return new, notes
 
 
-def _set_dtype(config: dict[str, Any], name: str) -> None:
-    found = False
-    for part in (config, *(v for v in config.values() if isinstance(v, dict))):
-        for key in ("dtype", "torch_dtype"):
-            if isinstance(part.get(key), str):
-                part[key] = name
-                found = True
-    if not found:
-        config["dtype"] = name
+def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The config, and every sub-config."""
+    yield config
+    for value in config.values():
+        if isinstance(value, dict):
+            yield from _parts(value)
+
+
+def _set_dtype(config: dict[str, Any], dtype: DType, *, everywhere: bool) -> None:
+    """Sub-configs follow where they said what the whole said; a vision tower kept in float32 keeps saying so.
+
+    everywhere  all tensors were cast, towers too
+    """
+    said = next((config[key] for key in _DTYPE_KEYS if isinstance(config.get(key), str)), None)
+    for part in _parts(config):
+        for key in _DTYPE_KEYS:
+            if isinstance(part.get(key), str) and (everywhere or part is config or said is None or part[key] == said):
+                part[key] = dtype.torch
+    if said is None:
+        config["dtype"] = dtype.torch
 
 
 def _untie(config: dict[str, Any]) -> None:
-    if tie_flag(config) is False:
-        return
-    for part in (config, *(v for v in config.values() if isinstance(v, dict))):
+    for part in _parts(config):
         if part.get("tie_word_embeddings"):
             part["tie_word_embeddings"] = False
     config["tie_word_embeddings"] = False
 
 
-def _set_vocabulary(config: dict[str, Any], outputs: Sequence[TensorSpec]) -> None:
-    """vocab_size follows the token embedding, where there is exactly one tensor that can be it."""
-    rows = {
-        spec.shape[0]
-        for spec in outputs
-        if len(spec.shape) == 2 and spec.name.endswith(("embed_tokens.weight", "wte.weight", "word_embeddings.weight"))
-    }
-    if len(rows) != 1:
+def _set_vocabulary(config: dict[str, Any], outputs: Sequence[TensorSpec], stored: Mapping[str, TensorSpec]) -> None:
+    """vocab_size follows an embedding that has more or fewer rows than the donor's own (it came from another model)."""
+    changes: dict[str, tuple[int, int]] = {}
+    kept: dict[str, int] = {}
+    for spec in outputs:
+        own = stored.get(spec.name)
+        if own is None or not (is_embedding(spec) or is_head(spec)):
+            continue
+        if own.shape != spec.shape:
+            changes[spec.name] = own.shape[0], spec.shape[0]
+        else:
+            kept[spec.name] = spec.shape[0]
+    if not changes:
         return
-    size = rows.pop()
-    for part in (config, *(v for k, v in config.items() if isinstance(v, dict) and "text" in k)):
-        if isinstance(part.get("vocab_size"), int):
-            part["vocab_size"] = size
+    old, new = next(iter(changes.values()))
+    if len(set(changes.values())) > 1 or old in kept.values():
+        rows = {**{name: n for name, (_, n) in changes.items()}, **kept}
+        raise ShapeError(
+            "embedding and head would have different numbers of rows, which config.json cannot express",
+            where=next(iter(changes)),
+            details=[f"{name}: {n} rows" for name, n in rows.items()],
+            fix="give all models the same tokenizer and number of rows first",
+        )
+    for part in _parts(config):
+        if part.get("vocab_size") == old:
+            part["vocab_size"] = new

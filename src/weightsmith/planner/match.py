@@ -1,107 +1,125 @@
 """Which tensor of each model feeds which output tensor. Output names are the donor's names on disk.
 
-Models whose names differ by a prefix only (a bare decoder and one inside a vision-language model) are matched by the prefix
-of the stack that plays the same part.
+Models whose names differ by a prefix (a bare decoder and one inside a vision-language model, a file of an older
+transformers) are matched by the stacks that play the same part, and outside the layers by the end of the name.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from weightsmith.structure import Stack, Structure
 from weightsmith.tensors import TensorSpec
 
-BUFFERS = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias", "position_ids", "num_batches_tracked")
-"""Endings of buffers that models compute for themselves: old files store them, new ones do not."""
-
-_EMBEDDING_WORDS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "shared", "embed_in", "embeddings")
-_HEAD_WORDS = ("lm_head", "embed_out", "output", "output_layer", "decoder", "head", "embed_tokens", "predictions")
-_FIRST_WORDS = ("embed", "wte", "wpe", "pos_emb", "patch", "conv", "stem", "rotary", "token_type", "class_token", "shared")
-
-
-def is_buffer(name: str) -> bool:
-    """True for a tensor that the model recomputes when it is loaded."""
-    return name.endswith(BUFFERS)
+_FIRST = re.compile(
+    r"embed(?!_out|ding_norm)|(^|\.)(wte|wpe|shared|stem|patch|class_token|cls_token|token_type|pos_emb|ln_pre|pre_la?y[er]+norm)"
+)
+_BUFFERS = ("rotary_emb.inv_freq", ".num_batches_tracked", "rotary_pos_emb.inv_freq")
+_MASKS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 
 
 def comes_first(name: str) -> bool:
-    """True when a tensor outside the layers belongs before them (embeddings), False after (final norm, head)."""
-    return any(word in name for word in _FIRST_WORDS) and "head" not in name
+    """True when a tensor outside the layers belongs before them (embeddings), False after (final norm, head, MTP layers).
+
+    >>> [comes_first(n) for n in ("model.embed_tokens.weight", "model.norm.weight", "embed_out.weight", "lm_head.weight")]
+    [True, False, False, False]
+    """
+    before, _, _ = name.partition(".layers.")
+    return _FIRST.search(before) is not None and "head" not in before
 
 
-def _words(name: str) -> set[str]:
-    return set(name.split("."))
+def is_buffer(spec: TensorSpec) -> bool:
+    """True for a tensor that the model computes for itself: old files store it, new ones do not.
 
-
-def is_head(spec: TensorSpec) -> bool:
-    """True when a tensor can be an output head: a matrix whose name says so."""
-    return len(spec.shape) == 2 and bool(_words(spec.name).intersection(_HEAD_WORDS))
+    >>> from weightsmith.tensors import DTYPES
+    >>> is_buffer(TensorSpec("h.0.attn.bias", DTYPES["F32"], (1, 1, 8, 8)))
+    True
+    >>> is_buffer(TensorSpec("h.0.attn.bias", DTYPES["F32"], (8,)))  # a parameter
+    False
+    """
+    name = spec.name
+    if name.endswith(_MASKS):  # a causal mask [1, 1, n, n], or the number it masks with
+        return len(spec.shape) in (0, 4)
+    return name.endswith(_BUFFERS) or (name.endswith("position_ids") and not spec.dtype.floating)
 
 
 class ModelNames:
-    """One model's tensors by place: layers of each of the donor's stacks, and the rest, all under the donor's names."""
+    """One model's tensors by place: the layers of each stack, and the rest, all under the donor's names.
 
-    def __init__(self, structure: Structure, donor: Structure, specs: Mapping[str, TensorSpec]) -> None:
+    layers  donor's stack prefix → layer → name inside the layer → the model's own name
+    depth   donor's stack prefix → number of layers
+    rest    donor's name → the model's own name
+    outer   the reverse of `rest`
+    paired  the model's stack prefix → donor's
+    """
+
+    def __init__(
+        self,
+        structure: Structure,
+        specs: Mapping[str, TensorSpec],
+        donor: Structure,
+        donor_specs: Mapping[str, TensorSpec],
+    ) -> None:
         self.structure = structure
         self.specs = specs
-        self.layers: dict[str, dict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
-        self.rest: dict[str, str] = {}
-        roots: list[tuple[str, str]] = []
-        self._renamed: dict[str, str] = {}
-        for stack in structure.stacks:
-            prefix = self._donor_prefix(stack, donor)
-            self._renamed[stack.prefix] = prefix
-            if prefix != stack.prefix:
-                roots.append(_roots(stack.prefix, prefix))
+        self.paired = pair_stacks(structure.stacks, donor.stacks)
+        self.layers: dict[str, dict[int, dict[str, str]]] = {p: defaultdict(dict) for p in self.paired.values()}
+        self.depth = {self.paired[s.prefix]: s.n_layers for s in structure.stacks}
+        beyond = {s.prefix: s.n_layers for s in donor.stacks}
+        roots = sorted({_roots(a, b) for a, b in self.paired.items() if a != b}, key=lambda r: -len(r[0]))
+        found: dict[str, str] = {}  # own → donor's
         for name in specs:
             place = structure.locate(name)
             if place is not None:
                 stack, layer = place
                 suffix = name[len(stack.prefix) + len(str(layer)) + 1 :]
-                self.layers[self._renamed[stack.prefix]][layer][suffix] = name
+                self.layers[self.paired[stack.prefix]][layer][suffix] = name
+                continue
+            extra = structure.extra(name)
+            if extra is None:
+                found[name] = _renamed(name, roots)
             else:
-                self.rest[self._donor_name(name, roots)] = name
+                prefix = self.paired[extra[0].prefix]
+                number = beyond.get(prefix, extra[0].n_layers) + extra[1]
+                found[name] = f"{prefix}{number}.{structure.suffix(name)}"
+        if structure is not donor:
+            found |= _by_ending(found, specs, donor, donor_specs)
+        self.rest = {theirs: mine for mine, theirs in found.items()}
+        self.outer = found
+        self._modules: set[str] | None = None
 
-    @staticmethod
-    def _donor_prefix(stack: Stack, donor: Structure) -> str:
-        if any(s.prefix == stack.prefix for s in donor.stacks) or donor.main is None:
-            return stack.prefix
-        same = [s for s in donor.stacks if s.kind == stack.kind]
-        return same[0].prefix if len(same) == 1 else stack.prefix
-
-    @staticmethod
-    def _donor_name(name: str, roots: Sequence[tuple[str, str]]) -> str:
-        for mine, theirs in roots:
-            if name.startswith(mine) and not name.startswith(theirs or "\0"):
-                # lm_head stands outside the root in both
-                return name if not mine and is_head_name(name) else theirs + name[len(mine) :]
-        return name
-
-    def has_stack(self, prefix: str) -> bool:
-        """True when the model has layers that play the part of this stack of the donor."""
-        return prefix in self.layers
-
-    def parents(self) -> set[str]:
-        """The modules outside the layers that the model has anything of."""
-        return {name.rpartition(".")[0] for name in self.rest}
-
-    def tied_source(self, spec: TensorSpec) -> str | None:
-        """The tensor that serves as `spec` in a model that ties its head (or embeddings) and does not store it twice."""
-        if not is_head(spec) and not _words(spec.name).intersection(_EMBEDDING_WORDS):
-            return None
-        found = [
-            name
-            for name in self.rest.values()
-            if self.specs[name].shape == spec.shape and _words(name).intersection(_EMBEDDING_WORDS)
-        ]
-        return found[0] if found else None
+    def has_module_of(self, name: str) -> bool:
+        """True when the model has anything of the module that the tensor `name` (donor's name) is in."""
+        if self._modules is None:
+            self._modules = {n.rpartition(".")[0] for n in self.rest}
+        return name.rpartition(".")[0] in self._modules
 
 
-def is_head_name(name: str) -> bool:
-    """True for the usual names of a head that stands beside the decoder, not in it."""
-    return name.split(".")[0] in ("lm_head", "embed_out", "score", "classifier")
+def pair_stacks(stacks: Sequence[Stack], donor: Sequence[Stack]) -> dict[str, str]:
+    """For each stack the donor's prefix that plays the same part; its own where the donor has no such stack."""
+    paired = {s.prefix: s.prefix for s in stacks if any(d.prefix == s.prefix for d in donor)}
+    for stack in stacks:
+        if stack.prefix in paired:
+            continue
+        free = [d for d in donor if d.kind == stack.kind and d.prefix not in paired.values()]
+        free.sort(key=lambda d: -_common_tail(d.prefix, stack.prefix))
+        unique = len(free) == 1 or (
+            len(free) > 1 and _common_tail(free[0].prefix, stack.prefix) > _common_tail(free[1].prefix, stack.prefix)
+        )
+        paired[stack.prefix] = free[0].prefix if unique else stack.prefix
+    return paired
+
+
+def _common_tail(a: str, b: str) -> int:
+    """Components that two prefixes have in common at their ends."""
+    n = 0
+    for x, y in zip(reversed(a.split(".")), reversed(b.split(".")), strict=False):
+        if x != y:
+            break
+        n += 1
+    return n
 
 
 def _roots(mine: str, theirs: str) -> tuple[str, str]:
@@ -117,16 +135,44 @@ def _roots(mine: str, theirs: str) -> tuple[str, str]:
     return "".join(f"{x}." for x in a), "".join(f"{x}." for x in b)
 
 
-def ties(config: Mapping[str, Any] | None, *, stores_head: bool) -> bool:
-    """Whether a model uses its embedding as head: what its config says, else whether the files hold a head."""
-    flag = tie_flag(config)
-    return flag if flag is not None else not stores_head
+def _renamed(name: str, roots: Sequence[tuple[str, str]]) -> str:
+    for mine, theirs in roots:
+        if name.startswith(mine) and not (theirs and name.startswith(theirs)):
+            return theirs + name[len(mine) :]
+    return name
 
 
-def tie_flag(config: Mapping[str, Any] | None) -> bool | None:
-    """`tie_word_embeddings` of a config, at its top or in the text part; None when neither says."""
-    for part in (config or {}, *(v for k, v in (config or {}).items() if isinstance(v, Mapping) and "text" in k)):
-        flag = part.get("tie_word_embeddings")
-        if isinstance(flag, bool):
-            return flag
-    return None
+def _by_ending(
+    found: Mapping[str, str], specs: Mapping[str, TensorSpec], donor: Structure, donor_specs: Mapping[str, TensorSpec]
+) -> dict[str, str]:
+    """Pair what is left over: `language_model.lm_head.weight` with `lm_head.weight`, if nothing else can be meant.
+
+    found  own name → supposed donor's name
+    """
+    taken = set(found.values())
+    free: dict[str, list[str]] = defaultdict(list)
+    theirs = {name: None for name in donor_specs if donor.locate(name) is None}
+    for name in theirs:
+        if name not in taken:
+            free[_ending(name)].append(name)
+    pairs: dict[str, str] = {}
+    given: set[str] = set()
+    for mine, supposed in found.items():
+        if supposed in theirs:
+            continue
+        fits = [
+            name
+            for name in free.get(_ending(mine), ())
+            if (f".{name}".endswith(f".{mine}") or f".{mine}".endswith(f".{name}"))
+            and donor_specs[name].shape == specs[mine].shape
+        ]
+        if len(fits) == 1 and fits[0] not in given:
+            given.add(fits[0])
+            pairs[mine] = fits[0]
+        elif supposed != mine and not fits:
+            pairs[mine] = mine  # a renaming that leads nowhere helps nobody: `score.weight` stays what it is
+    return pairs
+
+
+def _ending(name: str) -> str:
+    return ".".join(name.split(".")[-2:])

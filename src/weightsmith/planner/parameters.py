@@ -7,18 +7,14 @@ name in that model, those of a shared one at the output name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from weightsmith.errors import Finding, ParameterError, UnknownName, WeightsmithError, nearest
+from weightsmith.errors import Finding, ParameterError, WeightsmithError, nearest
 from weightsmith.methods.base import Method, Parameter, Value
-from weightsmith.planner.placement import Block
-from weightsmith.planner.placement import Settings as Levels
+from weightsmith.planner.blocks import Block
 from weightsmith.planner.steps import Settings
-from weightsmith.recipe import Entry, Setting, numeric
-from weightsmith.recipe.nodes import Scalar
-
-MISSING = object()
+from weightsmith.recipe import Entry, Parameters, Scalar, Setting, numeric
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +39,23 @@ def coerce(parameter: Parameter, value: Scalar) -> Value:
             return value
         if number in (0, 1):
             return bool(number)
-        raise ValueError("is true or false")
+        raise ValueError("must be true or false")
     if parameter.kind == "str":
         if isinstance(value, bool) and parameter.booleans:
             return parameter.booleans[value]
         if number in (0, 1) and parameter.booleans:
             return parameter.booleans[int(number)]
-        if value not in parameter.choices:
-            raise ValueError(f"is one of {', '.join(parameter.choices)}{nearest(str(value), parameter.choices)}")
+        if parameter.choices and value not in parameter.choices:
+            raise ValueError(f"must be one of {', '.join(parameter.choices)}{nearest(str(value), parameter.choices)}")
         return str(value)
     if number is None:
-        raise ValueError("is a number")
+        raise ValueError("must be a number")
     if parameter.kind == "int" and number != int(number):
-        raise ValueError("is a whole number")
+        raise ValueError("must be a whole number")
     if parameter.minimum is not None and number < parameter.minimum:
-        raise ValueError(f"is at least {parameter.minimum:g}")
+        raise ValueError(f"must be at least {parameter.minimum:g}")
     if parameter.maximum is not None and number > parameter.maximum:
-        raise ValueError(f"is at most {parameter.maximum:g}")
+        raise ValueError(f"must be at most {parameter.maximum:g}")
     return int(number) if parameter.kind == "int" else float(number)
 
 
@@ -68,7 +64,7 @@ class Lookup:
 
     __slots__ = ("constant", "parameter", "settings")
 
-    def __init__(self, parameter: Parameter, levels: Sequence[Levels]) -> None:
+    def __init__(self, parameter: Parameter, levels: Sequence[Parameters]) -> None:
         self.parameter = parameter
         self.settings: tuple[Setting, ...] = tuple(level[parameter.name] for level in levels if parameter.name in level)
         self.constant: tuple[Scalar | None, Entry | None] | None = None
@@ -91,11 +87,15 @@ class Lookup:
 
 
 class Resolver:
-    """Parameters of all tensors of a recipe; equal sets are stored once, in `settings`."""
+    """Parameters of all tensors of a recipe; equal sets are stored once, in `settings`.
 
-    def __init__(self, method: Method, model_names: Sequence[str]) -> None:
+    wrong  ids of entries whose value is reported already
+    """
+
+    def __init__(self, method: Method, model_names: Sequence[str], wrong: Collection[int] = ()) -> None:
         self.method = method
         self.model_names = model_names
+        self.wrong = set(wrong)
         self.settings: list[Settings] = [Settings({}, ())]
         self.problems: list[WeightsmithError] = []
         self._shared = [p for p in method.parameters if p.scope == "tensor"]
@@ -105,7 +105,7 @@ class Resolver:
         self._constants: dict[int, int] = {}
         self._used: set[int] = set()
         self._values: dict[tuple[str, object, type, int], Value | None] = {}
-        self._missing: dict[tuple[str, int | None], str] = {}
+        self._missing: dict[tuple[str, int | None], tuple[Lookup, str]] = {}
         self._kept: list[Block] = []  # ids of blocks are keys: the blocks must live as long
 
     def _lookup(self, block: Block) -> tuple[list[Lookup], list[list[Lookup]]]:
@@ -166,8 +166,9 @@ class Resolver:
         value, entry = found
         parameter = lookup.parameter
         if value is None:
-            if parameter.required and not any(s.reported for s in lookup.settings):
-                self._missing.setdefault((parameter.name, model), name)
+            # A parameter that no level gives at all has been reported, with the place where it belongs.
+            if parameter.required and lookup.settings and not any(s.reported for s in lookup.settings):
+                self._missing.setdefault((parameter.name, model), (lookup, name))
             return parameter.default
         self._used.add(id(entry))
         key = (parameter.name, value, type(value), id(entry))
@@ -177,13 +178,15 @@ class Resolver:
             except ValueError as error:
                 self._values[key] = None
                 assert entry is not None
-                self.problems.append(ParameterError(f"{parameter.name} {error}, not {value!r}", where=entry.where))
+                if id(entry) not in self.wrong:  # a whole number that a gradient makes a fraction
+                    self.wrong.add(id(entry))
+                    self.problems.append(ParameterError(f"{parameter.name} {error}, not {value!r}", where=entry.where))
         return self._values[key]
 
     def explain(self, block: Block, out_name: str, names: Sequence[str], t: float) -> list[Origin]:
         """Every parameter's value for one tensor, with its origin."""
         shared, own = self._lookup(block)
-        lookups = [(u, None, out_name) for u in shared]
+        lookups: list[tuple[Lookup, int | None, str]] = [(u, None, out_name) for u in shared]
         lookups += [(u, block.feeds[k].model, n) for k, (us, n) in enumerate(zip(own, names, strict=True)) for u in us]
         origins = []
         for u, model, name in lookups:
@@ -192,84 +195,39 @@ class Resolver:
             origins.append(Origin(u.parameter.name, model, self._value(u, found, model, name), where))
         return origins
 
-    def finish(self, where: str) -> tuple[list[WeightsmithError], list[Finding]]:
-        """Problems found, and warnings about filters that fit no tensor."""
-        for (parameter, model), tensor in self._missing.items():
+    def finish(self) -> tuple[list[WeightsmithError], list[Finding]]:
+        """Problems found, and warnings about filters and settings that decide nothing."""
+        for (parameter, model), (lookup, tensor) in self._missing.items():
             whose = "" if model is None else f" for {self.model_names[model]}"
-            example = f"parameters: {{{parameter}: 0.5}}"
             self.problems.append(
                 ParameterError(
-                    f"merge_method {self.method.name} needs the parameter '{parameter}'{whose}",
-                    where=where,
-                    details=[f"no level gives it for {tensor}"],
-                    fix=f"add '{example}' " + ("at the top level" if model is None else "to the model, or at the top level"),
+                    f"'{parameter}'{whose} has no value for {tensor}: no filter fits it",
+                    where=lookup.settings[0].where,
+                    fix="add an entry without a filter, last in the list: it holds for the rest",
                 )
             )
-        warnings = []
-        for block in self._kept:
-            shared, own = self._lookup(block)
-            for u in [*shared, *(u for us in own for u in us)]:
-                for setting in u.settings:
-                    for entry in setting.entries:
-                        if entry.filter not in (None, "*") and id(entry) not in self._used:
-                            self._used.add(id(entry))
-                            warnings.append(
-                                Finding(
-                                    f"the filter '{entry.filter}' of {u.parameter.name} decides for no tensor",
-                                    entry.filter_where or entry.where,
-                                    fix="a filter is a part of a tensor name, and the first that fits counts",
-                                )
-                            )
-        return self.problems, warnings
+        return self.problems, list(self._idle())
 
-
-def check_names(
-    blocks: Sequence[Block], method: Method, *, lenient: bool
-) -> tuple[list[WeightsmithError], list[Finding]]:
-    """Parameters that the method has not, or that stand where they are not read; what mergekit does with each."""
-    problems: list[WeightsmithError] = []
-    warnings: list[Finding] = []
-    known = {p.name: p for p in method.parameters}
-    seen: set[int] = set()
-
-    def report(problem: WeightsmithError) -> None:
-        if lenient:
-            warnings.append(problem.finding)
-        else:
-            problems.append(problem)
-
-    def look(settings: Levels, feed: str) -> None:
-        if id(settings) in seen:
-            return
-        seen.add(id(settings))
-        for name, setting in settings.items():
-            parameter = known.get(name)
-            if parameter is None:
-                report(
-                    UnknownName(
-                        f"merge_method {method.name} has no parameter '{name}'{nearest(name, known)}; mergekit ignores it",
-                        where=setting.where,
-                        fix=f"parameters of {method.name}: {', '.join(known) or 'none'}",
+    def _idle(self) -> Iterator[Finding]:
+        settings: dict[int, tuple[Parameter, Setting]] = {}
+        for shared, own in self._lookups.values():
+            for lookup in [*shared, *(u for us in own for u in us)]:
+                settings.update({id(s): (lookup.parameter, s) for s in lookup.settings})
+        for parameter, setting in settings.values():
+            idle = [e for e in setting.entries if id(e) not in self._used]
+            if idle == list(setting.entries):
+                if idle and all(e.filter in (None, "*") for e in idle) and not parameter.ignored:
+                    yield Finding(
+                        f"{parameter.name} here decides for no tensor: nearer values are used for all of them",
+                        setting.where,
+                        fix="remove it",
                     )
+                    continue
+            for entry in idle:
+                if entry.filter in (None, "*"):
+                    continue  # "the rest" may be empty
+                yield Finding(
+                    f"the filter '{entry.filter}' of {parameter.name} decides for no tensor",
+                    entry.filter_where or entry.where,
+                    fix="a filter is a part of a tensor name, and the first that fits counts",
                 )
-            elif feed == "base":
-                warnings.append(
-                    Finding(f"{name} has no effect here: the base has no parameters", setting.where, fix="remove it")
-                )
-            elif feed and parameter.scope == "tensor":
-                report(
-                    ParameterError(
-                        f"'{name}' stands under a model, but belongs to the whole merge; mergekit ignores it here",
-                        where=setting.where,
-                        fix="move it to 'parameters:' at the top level, or of the slice",
-                    )
-                )
-            elif parameter.ignored:
-                warnings.append(Finding(f"{name} has no effect: {parameter.ignored}", setting.where))
-
-    for block in blocks:
-        for k, feed in enumerate(block.feeds):
-            look(feed.parameters, "base" if block.base and k == 0 else "model")
-        for level in block.levels:
-            look(level, "")
-    return problems, warnings

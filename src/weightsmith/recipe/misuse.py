@@ -5,10 +5,11 @@ mergekit ignores unknown keys at every level, so published recipes are full of s
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from weightsmith.errors import ParameterError, RecipeError, UnknownName, nearest
+from weightsmith.errors import ParameterError, RecipeError, UnknownName
 from weightsmith.recipe.grammar import INPUT, LEVELS, RECIPE, SOURCE, Level
 from weightsmith.recipe.nodes import Node, Pair, describe, short
 
@@ -103,9 +104,7 @@ class Misuse:
     meant: str = ""
 
 
-def explain(
-    name: str, pair: Pair, level: Level, siblings: Mapping[str, Pair], parameter_names: Collection[str]
-) -> Misuse:
+def explain(name: str, pair: Pair, level: Level, siblings: Mapping[str, Pair], parameter_names: Collection[str]) -> Misuse:
     """What to say of a key that its level does not have. `siblings` is the mapping it stands in."""
     shown = short(name)
     if name in HARMLESS:
@@ -133,9 +132,8 @@ def elsewhere(name: str, level: Level | None) -> Misuse | None:
     if not homes:
         return None
     place = level.place if level else "inside 'parameters'"
-    home = " or ".join(other.place.removeprefix("in ") for other in homes).replace("at the top", "the top")
     what = f"the key {name!r} has no meaning {place}; {IGNORED}"
-    fix = f"It belongs in {home}.".replace("in the top level", "at the top level")
+    fix = f"It belongs {' or '.join(other.place for other in homes)}."
     if name == "merge_method":
         what = f"one recipe has one merge_method, not one {place}; {IGNORED}"
         fix = "Make one recipe per method and name the output of the first as a model of the next."
@@ -165,14 +163,13 @@ def _misplaced(name: str, value: Node, level: Level) -> Misuse:
 
 def _unknown(name: str, level: Level, parameter_names: Collection[str]) -> Misuse:
     plain = name.strip().lower().replace("-", "_").replace(" ", "_")
-    meant = _SYNONYMS.get(plain, plain)
-    known = [*level.names, *parameter_names]
-    hint = f" (did you mean {meant!r}?)" if level.key(meant) else nearest(plain, known)
-    guess = hint[len(" (did you mean '") : -len("'?)")]
-    what = f"unknown key {short(name)!r} {level.place}{hint}; {IGNORED}"
-    if guess in parameter_names:
-        return Misuse(what, f"Write {guess!r} under a 'parameters:' key.", ParameterError, meant=guess)
-    if guess:
-        return Misuse(what, f"Write {guess!r}.", meant=guess)
-    fix = f"Known keys here: {', '.join(level.names)}. Keys of your own start with x- or _."
-    return Misuse(what, fix)
+    plain = _SYNONYMS.get(plain, plain)
+    close = difflib.get_close_matches(plain, [*level.names, *parameter_names], n=1)
+    if not close:
+        fix = f"Known keys here: {', '.join(level.names)}. Keys of your own start with x- or _."
+        return Misuse(f"unknown key {short(name)!r} {level.place}; {IGNORED}", fix)
+    (meant,) = close
+    what = f"unknown key {short(name)!r} {level.place} (did you mean {meant!r}?); {IGNORED}"
+    if meant in parameter_names:
+        return Misuse(what, f"Write {meant!r} under a 'parameters:' key.", ParameterError, meant=meant)
+    return Misuse(what, f"Write {meant!r}.", meant=meant)

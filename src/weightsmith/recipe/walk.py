@@ -86,9 +86,7 @@ class _Walk:
 
     def recipe(self, root: Node, text: str) -> Recipe | None:
         if root.value is None:
-            self.report.problem(
-                "the recipe is empty", root.where, "It needs merge_method and models, slices or modules."
-            )
+            self.report.problem("the recipe is empty", root.where, "It needs merge_method and models, slices or modules.")
             return None
         found = self.level(root, RECIPE)
         if found is None or not self.report.whole or "merge_method" not in found:
@@ -168,9 +166,7 @@ class _Walk:
         else:
             self.report.problem(f"one of {choice} is needed {level.place}", self.start(node))
 
-    def unknown(
-        self, name: str, pair: Pair, level: Level, siblings: Mapping[str, Pair], reported: dict[str, Setting]
-    ) -> str:
+    def unknown(self, name: str, pair: Pair, level: Level, siblings: Mapping[str, Pair], reported: dict[str, Setting]) -> str:
         """Report a key the level does not have; the key that was meant, if that is clear."""
         if name.startswith(("x-", "_")):
             return ""
@@ -218,9 +214,7 @@ class _Walk:
         assert key.of is not None
         if not isinstance(pair.value.value, dict):
             fix = "Write each module under its name: text_decoder: {models: [...]}."
-            self.report.problem(
-                f"{key.name!r} takes a mapping of names, not {describe(pair.value)}", pair.value.where, fix
-            )
+            self.report.problem(f"{key.name!r} takes a mapping of names, not {describe(pair.value)}", pair.value.where, fix)
             return None
         if not pair.value.value:
             self.report.problem(f"{key.name!r} is empty", pair.value.where)
@@ -318,9 +312,7 @@ class _Walk:
         conditional = [item for item in items if isinstance(item.value, dict)]
         if conditional and len(conditional) < len(items):
             what = f"the list of {name!r} mixes plain values with mappings of filter and value"
-            self.report.problem(
-                what, node.where, "Write each entry as a mapping; one without a filter is for the rest."
-            )
+            self.report.problem(what, node.where, "Write each entry as a mapping; one without a filter is for the rest.")
             return ()
         if conditional:
             entries = tuple(self.condition(item) for item in items)

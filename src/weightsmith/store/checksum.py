@@ -50,9 +50,7 @@ def hash_grains(buffer: BytesLike, grain_bytes: int) -> bytes:
     """
     view = byte_view(buffer)
     digest = xxhash.xxh3_64_intdigest
-    return b"".join(
-        [digest(view[i : i + grain_bytes]).to_bytes(8, "little") for i in range(0, view.nbytes, grain_bytes)]
-    )
+    return b"".join([digest(view[i : i + grain_bytes]).to_bytes(8, "little") for i in range(0, view.nbytes, grain_bytes)])
 
 
 def combine(digests: bytes) -> str:

@@ -156,8 +156,6 @@ def remove_tree(folder: Path) -> None:
 
     def retry(function: Callable[..., object], path: str, info: Any) -> None:
         if not isinstance(info[1], FileNotFoundError):
-            raise StoreError(
-                f"cannot be removed: {info[1].strerror}", where=path, fix=f"remove {folder} by hand"
-            ) from info[1]
+            raise StoreError(f"cannot be removed: {info[1].strerror}", where=path, fix=f"remove {folder} by hand") from info[1]
 
     shutil.rmtree(folder, onerror=retry)

@@ -171,9 +171,7 @@ def _header(group: Sequence[TensorSpec], metadata: Mapping[str, str], name: str)
     for spec in group:
         end = start + spec.nbytes
         shape = ",".join(map(str, spec.shape))
-        entries.append(
-            f'{quote(spec.name)}:{{"dtype":"{spec.dtype.name}","shape":[{shape}],"data_offsets":[{start},{end}]}}'
-        )
+        entries.append(f'{quote(spec.name)}:{{"dtype":"{spec.dtype.name}","shape":[{shape}],"data_offsets":[{start},{end}]}}')
         start = end
     text = ("{" + ",".join(entries) + "}").encode()
     padding = -(8 + len(text)) % DATA_ALIGNMENT_BYTES
@@ -188,9 +186,7 @@ def _header(group: Sequence[TensorSpec], metadata: Mapping[str, str], name: str)
     return length.to_bytes(8, "little") + text + b" " * padding
 
 
-def _index(
-    shards: Sequence[ShardLayout], places: Mapping[str, TensorPlace], index_metadata: Mapping[str, str]
-) -> bytes:
+def _index(shards: Sequence[ShardLayout], places: Mapping[str, TensorPlace], index_metadata: Mapping[str, str]) -> bytes:
     """The index as transformers writes it: indented by two, keys sorted, a newline at the end."""
     metadata = {**index_metadata, "total_size": sum(place.nbytes for place in places.values())}
     head = json.dumps(metadata, indent=2, sort_keys=True).replace("\n", "\n  ")

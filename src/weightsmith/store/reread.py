@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from weightsmith.store.checksum import GrainHasher, combine
+from weightsmith.store.checksum import GrainHasher, combine, hash_grains
 from weightsmith.store.disk import read_into
 
 Progress = Callable[[int, int], None]
@@ -55,13 +55,16 @@ def reread(tensors: Sequence[Stored], *, threads: int = 2, progress: Progress | 
                 if progress is not None:
                     progress(done, total)
 
-    with ThreadPoolExecutor(max(1, threads)) as pool:
-        workers = [pool.submit(work) for _ in range(max(1, threads))]
-        try:
-            for worker in workers:
-                worker.result()
-        finally:
-            stop.set()  # an error, or Ctrl-C: the others end after the part they hold
+    if threads <= 1:
+        work()
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            workers = [pool.submit(work) for _ in range(threads)]
+            try:
+                for worker in workers:
+                    worker.result()
+            finally:
+                stop.set()  # an error, or Ctrl-C: the others end after the part they hold
 
     result: dict[str, str] = {}
     for tensor, runs in zip(tensors, digests, strict=True):
@@ -79,15 +82,23 @@ def _parts(tensors: Sequence[Stored]) -> Iterator[tuple[int, int, int]]:
 
 
 def _digests(tensor: Stored, start: int, nbytes: int, buffer: memoryview) -> bytes | None:
+    if nbytes <= BUFFER_BYTES:
+        piece = buffer[:nbytes]
+        return hash_grains(piece, tensor.grain_bytes) if _read(tensor, start, piece) else None
     hasher = GrainHasher(tensor.grain_bytes)
     end = start + nbytes
     while start < end:
         piece = buffer[: min(BUFFER_BYTES, end - start)]
-        try:
-            if read_into(tensor.fd, piece, tensor.offset + start) < piece.nbytes:
-                return None
-        except OSError:  # a bad sector is damage like any other: the tensor is named, the rest is still checked
+        if not _read(tensor, start, piece):
             return None
         hasher.update(piece)
         start += piece.nbytes
     return hasher.digests()
+
+
+def _read(tensor: Stored, start: int, piece: memoryview) -> bool:
+    """Fill the piece; False where the file ends or cannot be read."""
+    try:
+        return read_into(tensor.fd, piece, tensor.offset + start) == piece.nbytes
+    except OSError:  # a bad sector is damage like any other: the tensor is named, the rest is still checked
+        return False

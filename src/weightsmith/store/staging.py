@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Self
 from weightsmith.errors import NOTHING_WRITTEN, CannotResume, NoSpace, OutputExists, StoreError
 from weightsmith.store import disk
 from weightsmith.store.checksum import byte_view, grain_bytes, hash_bytes
-from weightsmith.store.journal import Journal, read_journal
+from weightsmith.store.journal import Entries, Journal, read_journal
 from weightsmith.store.layout import INDEX_NAME, Layout
 from weightsmith.store.manifest import MANIFEST_NAME, OtherFile, encode_manifest
 from weightsmith.store.reread import Progress, Stored, reread
@@ -112,6 +112,8 @@ class Staging:
             staging._open(resume, threads, progress)
         except OSError as error:
             staging.close()
+            if error.errno in disk.FULL:
+                raise disk.no_space(staging.out.parent, layout.total_bytes, state=NOTHING_WRITTEN, cause=error) from error
             raise StoreError(
                 f"cannot be prepared: {error.strerror}", where=str(staging.folder), fix="choose another output folder"
             ) from error
@@ -121,28 +123,29 @@ class Staging:
         return staging
 
     def _open(self, resume: bool, threads: int, progress: Progress | None) -> None:
+        entries = Entries()
         if self.folder.exists():
             self._take_lock()
-            self._recover()
+            entries = self._recover()
         check_vacant(self.out, overwrite=self._overwrite)
         if self._lock_fd < 0:
             self._take_lock()
-        fresh = not self._resumable(resume)
+            entries = read_journal(self.folder / "journal")  # another process may have come and gone meanwhile
+        fresh = not self._resumable(entries, resume)
         if fresh:
             self._wipe()
             self._content.mkdir()
-        recorded = read_journal(self.folder / "journal").tensors
         self._remove_other_files()
         try:
             self._reserve()
-        except NoSpace:
+            self._journal = Journal(self.folder / "journal")
+            if fresh:
+                self._journal.start(self.plan_hash, self._layout_hash())
+        except (NoSpace, OSError):
             if fresh:
                 self.discard()
             raise
-        self._journal = Journal(self.folder / "journal")
-        if fresh:
-            self._journal.start(self.plan_hash, self._layout_hash())
-        self._recheck(recorded, threads, progress)
+        self._recheck({} if fresh else entries.tensors, threads, progress)
 
     def _take_lock(self) -> None:
         """Hold `lock`, making the folder if need be. The loop is for a folder that its owner removes at this moment."""
@@ -177,8 +180,8 @@ class Staging:
                     os.close(fd)
         raise StoreError("the lock cannot be taken: other processes keep removing it", where=str(self.folder))
 
-    def _recover(self) -> None:
-        """Finish, or undo, a publish that was cut off between two steps."""
+    def _recover(self) -> Entries:
+        """Finish, or undo, a publish that was cut off between two steps; what the journal says of work to resume."""
         entries = read_journal(self.folder / "journal")
         old = self.folder / "old"
         if entries.published is not None and _identity(self.out) == entries.published:
@@ -189,17 +192,16 @@ class Staging:
             old.rename(self.out)
         elif old.is_dir():
             raise StoreError(
-                f"an interrupted overwrite of {self.out} left the earlier checkpoint here, and a new "
-                "folder has its name",
+                f"an interrupted overwrite of {self.out} left the earlier checkpoint here, and a new folder has its name",
                 where=str(old),
                 fix="move one of the two away and run again",
             )
+        return entries
 
-    def _resumable(self, resume: bool) -> bool:
+    def _resumable(self, entries: Entries, resume: bool) -> bool:
         """True if the journal is of this very plan; raises CannotResume if it is of another."""
         if not resume:
             return False
-        entries = read_journal(self.folder / "journal")
         if entries.lines == 0 or not self._content.is_dir():
             return False  # cut off before the first line, or while being discarded: nothing to lose
         if (entries.plan, entries.layout) == (self.plan_hash, self._layout_hash()):
@@ -270,9 +272,7 @@ class Staging:
         for name in recorded:
             if name in specs:
                 place = self.layout.places[name]
-                stored.append(
-                    Stored(name, self._fds[place.shard], place.offset, place.nbytes, grain_bytes(specs[name]))
-                )
+                stored.append(Stored(name, self._fds[place.shard], place.offset, place.nbytes, grain_bytes(specs[name])))
         found = reread(stored, threads=threads, progress=progress) if stored else {}
         self._checksums = {name: checksum for name, checksum in found.items() if checksum == recorded[name]}
 
@@ -280,7 +280,7 @@ class Staging:
 
     @property
     def finished(self) -> frozenset[str]:
-        """Names of the tensors that are done: by an earlier run, re-read and found right, or in this one."""
+        """Names of the tensors that are done: by an earlier run, re-read and found right, or in this one. A snapshot."""
         with self._mutex:
             return frozenset(self._checksums)
 
@@ -299,9 +299,7 @@ class Staging:
         place = self.layout.places[name]
         view = byte_view(buffer)
         if start_byte < 0 or start_byte + view.nbytes > place.nbytes:
-            raise ValueError(
-                f"{name}: bytes {start_byte}..{start_byte + view.nbytes} of a tensor of {place.nbytes} bytes"
-            )
+            raise ValueError(f"{name}: bytes {start_byte}..{start_byte + view.nbytes} of a tensor of {place.nbytes} bytes")
         try:
             disk.write_all(self._fds[place.shard], view, place.offset + start_byte)
         except OSError as error:
@@ -327,7 +325,8 @@ class Staging:
     def _failed(self, error: OSError, where: str) -> StoreError:
         state = f"What is finished is kept in {self.folder}; run again to go on."
         if error.errno in disk.FULL:
-            left = sum(p.nbytes for n, p in self.layout.places.items() if n not in self.finished)
+            done = self.finished
+            left = sum(place.nbytes for name, place in self.layout.places.items() if name not in done)
             return disk.no_space(self.out.parent, left, state=state, cause=error)
         return StoreError(f"writing failed: {error.strerror}", where=f"{self.folder}, {where}", state=state)
 
@@ -521,9 +520,7 @@ class Staging:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
 

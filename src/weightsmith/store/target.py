@@ -29,9 +29,7 @@ def check_out(out: str | os.PathLike[str]) -> Path:
 
 def _check_place(path: Path) -> None:
     if path.is_symlink():
-        raise _refused(
-            path, f"it is a symbolic link to {path.readlink()}", "name the folder itself; links are never followed"
-        )
+        raise _refused(path, f"it is a symbolic link to {path.readlink()}", "name the folder itself; links are never followed")
     reason = _protected(path)
     if reason:
         raise _refused(path, reason, "name a new folder")

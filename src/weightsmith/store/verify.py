@@ -77,9 +77,7 @@ def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progre
             fix="restore these from a copy, or make the checkpoint again",
         )
     nbytes += sum(weight.nbytes for weight in manifest.weights.values())
-    return Report(
-        root, manifest.plan, len(manifest.tensors), len(manifest.files), nbytes, tuple(sorted(stray - loadable))
-    )
+    return Report(root, manifest.plan, len(manifest.tensors), len(manifest.files), nbytes, tuple(sorted(stray - loadable)))
 
 
 def _file_problem(path: Path, nbytes: int) -> str:

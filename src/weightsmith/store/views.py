@@ -91,9 +91,7 @@ def _numpy_view(name: str, array: NDArray[Any]) -> View:
 def _torch_view(name: str, tensor: Any, torch: Any) -> View:
     kind = type(tensor)
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise _refused(
-            name, f"a {kind.__qualname__}, whose elements lie elsewhere", "take the plain tensor out of it first"
-        )
+        raise _refused(name, f"a {kind.__qualname__}, whose elements lie elsewhere", "take the plain tensor out of it first")
     if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
         raise _refused(name, "a parameter that is not initialised", "run the module once first")
     if tensor.is_quantized:

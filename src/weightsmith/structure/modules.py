@@ -130,9 +130,7 @@ def _containers(draft: Modules, loose: Iterable[str]) -> list[str]:
     return list(found)
 
 
-def _aliases(
-    names: Sequence[str], kinds: Mapping[str, Kind], text: str | None, rest: str, role: str
-) -> dict[str, str]:
+def _aliases(names: Sequence[str], kinds: Mapping[str, Kind], text: str | None, rest: str, role: str) -> dict[str, str]:
     """mergekit's names for the modules, where one and only one module can be meant."""
     wanted: dict[str, list[str]] = {}
     for name, kind in kinds.items():

@@ -77,9 +77,7 @@ def _check_source(stack: Stack, remap: Remap) -> None:
         raise LayerError(f"{stack.prefix} would have no layers", fix="keep at least one layer")
     wrong = [i for i in remap.source if not 0 <= i < stack.n_layers]
     if wrong:
-        raise LayerError(
-            f"{stack.prefix} has layers 0 to {stack.n_layers - 1}, not {wrong[0]}", fix="correct layer_range"
-        )
+        raise LayerError(f"{stack.prefix} has layers 0 to {stack.n_layers - 1}, not {wrong[0]}", fix="correct layer_range")
     if stack.config_path is None:
         raise LayerError(
             f"no key of config.json holds the {stack.n_layers} layer(s) of {stack.prefix}, so they cannot be changed",
@@ -102,12 +100,11 @@ def _check_siblings(structure: Structure, stack: Stack, layers: Mapping[str, Seq
 class _Resize:
     """The change of one stack: `old` and `new` are whole configs, `new` is edited in place."""
 
-    def __init__(
-        self, old: Mapping[str, Any], new: dict[str, Any], structure: Structure, stack: Stack, remap: Remap
-    ) -> None:
+    def __init__(self, old: Mapping[str, Any], new: dict[str, Any], structure: Structure, stack: Stack, remap: Remap) -> None:
         self.old, self.new, self.structure, self.stack, self.remap = old, new, structure, stack, remap
         self.notes: list[str] = []
         self.explained: Explained = []
+        self.parts = {word for other in structure.stacks for word in words(other.prefix)}
         # Sub-configs of other stacks, and what they contain, are theirs.
         self.foreign = {
             path[:-1] for other in structure.stacks for path in other.config_paths if path not in stack.config_paths
@@ -117,7 +114,7 @@ class _Resize:
         for path in dict.fromkeys(path[:-1] for path in self.stack.config_paths):
             old, new = _dig(self.old, path), _dig(self.new, path)
             self._walk(old, new, path)
-            for rule in rules_for(old):
+            for rule in rules_for({key: value for key, value in old.items() if self._is_mine(key, path)}):
                 self.explained.append(rule.kinds(old, self.remap.n_old))
                 note = rule.move(old, new, self.remap)
                 if note:
@@ -136,7 +133,7 @@ class _Resize:
     def _walk(self, old: Mapping[str, Any], new: dict[str, Any], path: Path) -> None:
         """Move every per-layer value of one dict, and of the plain dicts in it."""
         for key, value in old.items():
-            if not self._is_mine(key):
+            if not self._is_mine(key, path):
                 continue
             if isinstance(value, Mapping):
                 moved = move_map(key, value, self.remap)
@@ -153,11 +150,14 @@ class _Resize:
         counted = any(is_count_key(key) and isinstance(count, int) for key, count in value.items())
         return path not in owned and "model_type" not in value and not counted
 
-    def _is_mine(self, key: str) -> bool:
-        """False for a key about the other side of an encoder-decoder, or about extra layers."""
-        about = words(key)
-        sides = words(self.stack.prefix) & {"encoder", "decoder"}
-        if about & {"encoder", "decoder"} and not about & sides and key != "decoder_sparse_step":
+    def _is_mine(self, key: str, path: Path) -> bool:
+        """False for a key about the other side of an encoder-decoder, a tower, or extra layers."""
+        about, own, kind = words(key), words(self.stack.prefix), self.stack.kind
+        if "decoder" in about and kind == "encoder":
+            return False
+        if "encoder" in about and kind == "decoder" and "encoder" not in own:
+            return False
+        if path == () and (about & {"vision", "audio"} - own) & self.parts:
             return False
         return not about & {"mtp", "nextn"}
 

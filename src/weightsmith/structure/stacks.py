@@ -94,9 +94,7 @@ class _Candidate:
         return len(self.names) > len(self.suffixes)
 
 
-def find_stacks(
-    names: Sequence[str], config: Mapping[str, Any] | None
-) -> tuple[tuple[Stack, ...], tuple[str, ...]]:
+def find_stacks(names: Sequence[str], config: Mapping[str, Any] | None) -> tuple[tuple[Stack, ...], tuple[str, ...]]:
     """The stacks of a model in the order of its names (`module` still empty), and the names that are in none."""
     counts = tuple(find_counts(config)) if config is not None else ()
     accepted: dict[str, Stack] = {}

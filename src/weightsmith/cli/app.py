@@ -1,0 +1,51 @@
+"""The commands together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from weightsmith._version import __version__
+from weightsmith.cli import exits
+from weightsmith.cli.merge import merge
+from weightsmith.cli.mergekit_flags import MergeCommand
+from weightsmith.cli.methods import methods
+from weightsmith.cli.plan import plan
+from weightsmith.cli.schema import schema
+from weightsmith.cli.text import result
+from weightsmith.cli.verify import verify
+
+# rich_markup_mode=None: typer's plain help. Its other one interprets brackets, cuts long lines, and takes 60 ms to import.
+app = typer.Typer(
+    name="weightsmith",
+    help="Make LLM checkpoints from checkpoints, at the speed of copying files.",
+    epilog=exits.epilog(),
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        result(f"weightsmith {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None: ...
+
+
+_MERGEKIT = "mergekit-yaml's other flags are accepted and answered, or refused with the next step."
+app.command(cls=MergeCommand, epilog=_MERGEKIT)(merge)
+app.command()(plan)
+app.command()(verify)
+app.command()(methods)
+app.command()(schema)

@@ -1,0 +1,137 @@
+"""`weightsmith merge`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weightsmith.cli import options
+from weightsmith.cli.failures import failures
+from weightsmith.cli.mergekit_flags import ANSWERS, Translated
+from weightsmith.cli.progress import Meter, Reading, meter, no_bars_in_logs
+from weightsmith.cli.text import count, duration, note, printable, result, size, warn
+
+if TYPE_CHECKING:
+    from weightsmith.api import Merged
+    from weightsmith.engine.local import Progress
+
+
+def merge(
+    context: typer.Context,
+    recipe: options.Recipe,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to make.")],
+    threads: options.Threads = None,
+    max_memory: options.MaxMemory = None,
+    max_shard_size: options.MaxShardSize = options.DEFAULT_MAX_SHARD_BYTES,
+    seed: options.Seed = 0,
+    out_dtype: options.OutDtype = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Go on with interrupted work of the same merge, or discard it.")
+    ] = True,
+    fsync: Annotated[
+        bool, typer.Option("--fsync/--no-fsync", help="Wait until the bytes are on the disk before OUT appears.")
+    ] = True,
+    card: Annotated[bool, typer.Option("--card/--no-card", help="Write README.md, a model card.")] = True,
+    mergekit_lenient: options.Lenient = False,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Merge checkpoints as RECIPE says, into the new folder OUT.
+
+    OUT appears when all of it is finished. Interrupted work is kept beside it, and the same command goes on with it.
+    """
+    began = time.monotonic()
+    with failures(interrupted=lambda: _interrupted(out)), ExitStack() as stack:
+        flags: Translated = context.meta[ANSWERS]
+        if flags.hub_cache:  # huggingface_hub reads this when it is imported, which has not happened yet
+            os.environ["HF_HUB_CACHE"] = flags.hub_cache
+        no_bars_in_logs(quiet=quiet)
+        for answer in () if quiet else flags.answers:
+            note(answer)
+        from weightsmith.api import execute
+        from weightsmith.planner import prepare
+
+        prepared = stack.enter_context(
+            prepare(recipe, out_dtype=out_dtype, max_shard_bytes=max_shard_size, seed=seed, lenient=mergekit_lenient)
+        )
+        for finding in prepared.plan.warnings:
+            warn(finding)
+        stack.enter_context(failures(merging=True, interrupted=lambda: _interrupted(out)))
+        shown = stack.enter_context(meter(quiet=quiet))
+        merged = execute(
+            prepared,
+            out,
+            threads=threads,
+            max_memory_bytes=max_memory,
+            overwrite=overwrite,
+            resume=resume,
+            fsync=fsync,
+            card=card,
+            progress=lambda p: _show(shown, p),
+            rechecking=lambda done, total: shown.show(Reading("checking what is there", done, total, done)),
+            began=began,
+        )
+        shown.close()
+        for finding in merged.warnings[len(prepared.plan.warnings) :]:
+            warn(finding)
+        if as_json:
+            result(json.dumps(_to_json(merged), ensure_ascii=False))
+        elif not quiet:
+            result(_summary(merged))
+
+
+def _show(shown: Meter, progress: Progress) -> None:
+    done, total = progress.written_bytes, progress.total_bytes
+    label = "merging" if progress.tensors < progress.total_tensors else "saving to disk"
+    detail = f"{progress.tensors:,} of {count(progress.total_tensors, 'tensor')}"
+    shown.show(Reading(label, done, total, progress.read_bytes + done, detail))
+
+
+def _summary(merged: Merged) -> str:
+    tensors = count(len(merged.plan.steps), "tensor")
+    nbytes = sum(s.out.nbytes for s in merged.plan.steps)
+    moved = merged.read_bytes + merged.written_bytes
+    resumed = f", {merged.resumed:,} of them by an earlier run" if merged.resumed else ""
+    speed = f" ({size(moved / merged.seconds)}/s read and written)" if merged.seconds > 0 else ""
+    return f"{printable(str(merged.out))}: {tensors}{resumed}, {size(nbytes)} in {duration(merged.seconds)}{speed}"
+
+
+def _to_json(merged: Merged) -> dict[str, Any]:
+    plan = merged.plan
+    return {
+        "out": str(merged.out),
+        "method": plan.method,
+        "tensors": len(plan.steps),
+        "resumed": merged.resumed,
+        "bytes": sum(s.out.nbytes for s in plan.steps),
+        "files": [{"name": s.name, "bytes": s.nbytes} for s in plan.layout.shards],
+        "read_bytes": merged.read_bytes,
+        "written_bytes": merged.written_bytes,
+        "seconds": round(merged.seconds, 3),
+        "dropped": len(plan.dropped),
+        "warnings": [
+            {"what": w.what, "where": w.where, "details": list(w.details), "fix": w.fix} for w in merged.warnings
+        ],
+    }
+
+
+def _interrupted(out: str) -> str:
+    """What to say after Ctrl-C: what is kept, and the command that goes on with it."""
+    import shlex
+
+    from weightsmith.store.staging import staging_folder
+
+    folder = staging_folder(Path(os.path.abspath(out)))  # noqa: PTH100  as the store does: links are not followed
+    if not folder.exists():
+        return "Interrupted. No unfinished work was left."
+    # --no-resume on this run discarded an earlier one's work; on the next it would discard this one's.
+    command = shlex.join(["weightsmith", *(a for a in sys.argv[1:] if a != "--no-resume")])
+    return f"Interrupted. Finished tensors are kept in {folder}\n  -> go on with the same command: {command}"

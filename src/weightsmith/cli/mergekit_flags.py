@@ -1,0 +1,200 @@
+"""mergekit's flags, and what becomes of each: one table for `weightsmith merge` and for the docs.
+
+A flag that changes nothing here is accepted and answered; one with another name here is passed on; one whose absence would
+change what the command means is refused with the next step. So a command line that worked with mergekit-yaml works here, or
+says why not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import typer
+from typer.core import TyperCommand
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One spelling, or several with one meaning.
+
+    names   as typed
+    fate    `accepted`: does nothing; `passed on`: becomes `ours`; `refused`: an error
+    answer  one sentence: why it is not needed, what is done instead, or the next step
+    value   the flag is followed by a value
+    ours    our option; "" with `passed on` when it is what happens anyway
+    """
+
+    names: tuple[str, ...]
+    fate: Literal["accepted", "passed on", "refused"]
+    answer: str
+    value: bool = False
+    ours: str = ""
+
+
+def _switch(name: str, answer: str) -> Flag:
+    return Flag((f"--{name}", f"--no-{name}"), "accepted", answer)
+
+
+_CPU = "merging waits for the disk, not for arithmetic, and runs on the CPU; the bytes are the same on every machine"
+
+FLAGS = (
+    _switch("clone-tensors", "shared and overlapping storage is always written right, without copies"),
+    _switch("lazy-unpickle", "pickles are never opened, and safetensors are always read piece by piece"),
+    _switch("low-cpu-memory", "memory is bounded whatever the size of the model; --max-memory sets the bound"),
+    _switch("async-write", "reading, merging and writing always overlap"),
+    Flag(("--write-threads",), "accepted", "every thread writes; --threads sets their number", value=True),
+    _switch("allow-crimes", "architectures are not compared: models merge if their tensors match"),
+    Flag(("--copy-tokenizer",), "accepted", "the tokenizer files of the base, else of the first model, are always copied"),
+    _switch("cuda", _CPU),
+    Flag(("--device",), "accepted", _CPU, value=True),
+    _switch("read-to-gpu", _CPU),
+    _switch("multi-gpu", _CPU),
+    _switch("gpu-rich", _CPU),
+    Flag(("--safe-serialization",), "accepted", "the output is always safetensors"),
+    Flag(("--lora-merge-cache",), "accepted", "nothing is materialised on the way, so nothing is cached", value=True),
+    Flag(("--lora-merge-dtype",), "accepted", "arithmetic is always float32 or wider", value=True),
+    _switch("trust-remote-code", "a model's own code is copied and never run"),
+    Flag(("--no-unsafe-truncate-embeddings",), "accepted", "embeddings are never truncated"),
+    Flag(("-v", "--verbose"), "accepted", "`weightsmith plan` shows everything that will be done"),
+    Flag(
+        ("--transformers-cache",),
+        "passed on",
+        "hub models are looked up in, and downloaded to, this folder, as with the variable HF_HUB_CACHE",
+        value=True,
+        ours="HF_HUB_CACHE",
+    ),
+    Flag(("--random-seed",), "passed on", "is --seed", value=True, ours="--seed"),
+    Flag(("--num-threads", "-j"), "passed on", "is --threads", value=True, ours="--threads"),
+    Flag(
+        ("--out-shard-size",),
+        "passed on",
+        "is --max-shard-size; the k, M and B of mergekit are thousands, millions and billions of bytes",
+        value=True,
+        ours="--max-shard-size",
+    ),
+    Flag(("--write-model-card",), "passed on", "is --card, the default", ours="--card"),
+    Flag(("--no-write-model-card",), "passed on", "is --no-card", ours="--no-card"),
+    Flag(("--no-quiet",), "passed on", "is the default"),
+    Flag(
+        ("--no-copy-tokenizer",),
+        "refused",
+        "a checkpoint without its tokenizer is not written; remove the tokenizer files from the output afterwards",
+    ),
+    Flag(
+        ("--no-safe-serialization",),
+        "refused",
+        "pickled weights are not written; the output is safetensors, which every loader of pickles reads too",
+    ),
+    Flag(
+        ("--unsafe-truncate-embeddings",),
+        "refused",
+        "rows of different vocabularies are not cut to the smallest one; give all models the same tokenizer and "
+        "number of embedding rows first",
+    ),
+)
+
+_BY_NAME = {name: flag for flag in FLAGS for name in flag.names}
+_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+_SIZE = re.compile(r"([+-]?\d+)([kmb]?)", re.IGNORECASE | re.ASCII)
+_ONE_SHARD = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """A command line with mergekit's flags taken out.
+
+    args     what is left, with our options in their place
+    answers  one line for each flag that is not simply another name of ours
+    hub_cache  folder of hub models, "" for the usual one
+    """
+
+    args: list[str]
+    answers: tuple[str, ...]
+    hub_cache: str = ""
+
+
+def translate(args: Sequence[str]) -> Translated:
+    """Take mergekit's flags out of the arguments of `merge`. Raises typer.BadParameter for those that are refused.
+
+    >>> found = translate(["r.yml", "out", "--cuda", "--out-shard-size", "2B", "-j4"])
+    >>> found.args
+    ['r.yml', 'out', '--max-shard-size', '2000000000', '--threads', '4']
+    >>> found.answers[0][:24]
+    '--cuda is not needed: me'
+    """
+    left: list[str] = []
+    answers: dict[str, None] = {}
+    cache = ""
+    queue = list(args)
+    while queue:
+        arg = queue.pop(0)
+        if arg == "--":
+            left += [arg, *queue]
+            break
+        name, equals, value = _split(arg)
+        flag = _BY_NAME.get(name)
+        if flag is None:
+            left.append(arg)
+            continue
+        if flag.fate == "refused":
+            raise typer.BadParameter(f"{name} is mergekit's, and is refused here: {flag.answer}.")
+        if equals and not flag.value:
+            raise typer.BadParameter(f"{name} takes no value.")
+        if flag.value and not equals:
+            if not queue:
+                raise typer.BadParameter(f"{name} needs a value.")
+            value = queue.pop(0)
+        if flag.fate == "accepted":
+            answers[f"{name} is not needed: {flag.answer}."] = None
+        elif flag.ours == "HF_HUB_CACHE":
+            cache = value
+            answers[f"{name}: {flag.answer}."] = None
+        elif flag.ours:
+            left.append(flag.ours)
+            if flag.value:
+                left.append(_shard_size(value) if flag.ours == "--max-shard-size" else value)
+    return Translated(left, tuple(answers), cache)
+
+
+def _split(arg: str) -> tuple[str, bool, str]:
+    """Name, whether a value is attached, the value: `--a=b`, `-j4`, `-vv`."""
+    if arg.startswith("-j") and len(arg) > 2:
+        return "-j", True, arg[2:].removeprefix("=")
+    if arg.startswith("-v") and set(arg[1:]) == {"v"}:
+        return "-v", False, ""
+    name, equals, value = arg.partition("=")
+    return name, bool(equals), value
+
+
+def _shard_size(value: str) -> str:
+    match = _SIZE.fullmatch(value)
+    if match is None:
+        return value  # one of our sizes, or the error of our option
+    nbytes = int(match[1]) * _SUFFIXES[match[2].lower()]
+    return str(nbytes if nbytes > 0 else _ONE_SHARD)
+
+
+ANSWERS = "weightsmith.mergekit_flags"
+"""Where `MergeCommand` leaves what `translate` found, in the context's `meta`."""
+
+
+class MergeCommand(TyperCommand):
+    """`merge`, with mergekit's flags taken out before typer looks; they are in no help text."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Typer's hook for reading the arguments of a command."""
+        try:
+            found = translate(args)
+        except typer.BadParameter as error:
+            ctx.fail(error.message)
+        ctx.meta[ANSWERS] = found
+        return super().parse_args(ctx, found.args)
+
+
+def markdown() -> str:
+    """The table for the docs."""
+    rows = [f"| {', '.join(f'`{n}`' for n in flag.names)} | {flag.fate} | {flag.answer} |" for flag in FLAGS]
+    return "\n".join(["| flag | | why, or what is done |", "| --- | --- | --- |", *rows])

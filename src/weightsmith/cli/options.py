@@ -1,0 +1,88 @@
+"""Options that several commands have, and how their values are read."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import typer
+
+from weightsmith.errors import nearest
+from weightsmith.tensors import BY_TORCH_NAME, DType
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?)?", re.IGNORECASE | re.ASCII)
+_EXAMPLES = "write bytes, or a number with kB, MB, GB, TB (1000s) or KiB, MiB, GiB, TiB (1024s)"
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes from `500MB`, `2GiB`, `1.5GB` or a plain number of bytes.
+
+    >>> parse_size("2GiB"), parse_size("1.5GB"), parse_size("4096")
+    (2147483648, 1500000000, 4096)
+    """
+    match = _SIZE.fullmatch(str(text).strip())
+    if match is None:
+        hint = "; for five billion bytes write 5GB" if re.fullmatch(r"\d+\s*[bB]", str(text).strip()) else ""
+        raise typer.BadParameter(f"{str(text)!r} is not a size: {_EXAMPLES}{hint}.")
+    number, prefix, binary = match.groups()
+    power = "kmgt".index(prefix.lower()) + 1 if prefix else 0
+    whole, _, decimals = number.partition(".")
+    # In integers: 1.1 is no float, and the decimal module takes longer to import than all else here.
+    unit: int = (1024 if binary else 1000) ** power
+    nbytes = int(whole + decimals) * unit // 10 ** len(decimals)
+    if nbytes < 1:
+        raise typer.BadParameter(f"{str(text)!r} is less than one byte.")
+    return nbytes
+
+
+def parse_dtype(text: str | DType) -> DType:
+    """A dtype to write, by its name in recipes.
+
+    >>> parse_dtype("bfloat16").name
+    'BF16'
+    """
+    if isinstance(text, DType):
+        return text
+    from weightsmith.recipe.single import DTYPE_NAMES
+
+    name = text.removeprefix("torch.")
+    if name not in DTYPE_NAMES:
+        raise typer.BadParameter(f"{text!r} is none of {', '.join(DTYPE_NAMES)}{nearest(name, DTYPE_NAMES)}.")
+    return BY_TORCH_NAME[name]
+
+
+def _size_option(name: str, help: str, **more: Any) -> Any:
+    return typer.Option(name, metavar="SIZE", parser=parse_size, help=help, **more)
+
+
+Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", metavar="N", min=1, help="Threads; as many as this process has processors if not given."),
+]
+MaxMemory = Annotated[
+    int | None,
+    _size_option("--max-memory", "Bound of resident memory, such as 500MB or 2GiB; the result does not depend on it."),
+]
+MaxShardSize = Annotated[
+    int,
+    _size_option("--max-shard-size", "Bound of one weight file, such as 800MB; 5GB if not given.", show_default=False),
+]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of random masks (DARE).")]
+OutDtype = Annotated[
+    DType | None,
+    typer.Option(
+        "--out-dtype",
+        metavar="DTYPE",
+        parser=parse_dtype,
+        help="Dtype of the output, over the recipe's: bfloat16, float16, float32 or float64.",
+    ),
+]
+Lenient = Annotated[
+    bool,
+    typer.Option("--mergekit-lenient", help="Ignore, with a warning, the settings that mergekit ignores without one."),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no summary; warnings and errors are still shown.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+
+DEFAULT_MAX_SHARD_BYTES = 5_000_000_000

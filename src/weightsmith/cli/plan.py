@@ -1,0 +1,183 @@
+"""`weightsmith plan`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weightsmith.cli import options
+from weightsmith.cli.failures import failures
+from weightsmith.cli.progress import no_bars_in_logs
+from weightsmith.cli.text import count, heading, printable, result, show_table, size, warn
+
+if TYPE_CHECKING:
+    from weightsmith.cli.summary import Summary
+    from weightsmith.planner import Plan, Prepared
+
+
+def plan(
+    recipe: options.Recipe,
+    explain: Annotated[
+        str,
+        typer.Option(
+            "--explain",
+            metavar="TENSOR",
+            show_default=False,
+            help="Show the parameters of one output tensor, and the line of the recipe each comes from.",
+        ),
+    ] = "",
+    threads: options.Threads = None,
+    max_memory: options.MaxMemory = None,
+    max_shard_size: options.MaxShardSize = options.DEFAULT_MAX_SHARD_BYTES,
+    seed: options.Seed = 0,
+    out_dtype: options.OutDtype = None,
+    mergekit_lenient: options.Lenient = False,
+    as_json: options.Json = False,
+) -> None:
+    """Show what merging RECIPE would do. Reads headers only, writes nothing.
+
+    Names the modules that `modules:` in a recipe takes. With --json: the whole plan, and where each tensor goes.
+    """
+    with failures():
+        no_bars_in_logs(quiet=False)
+        from weightsmith.planner import prepare
+
+        with prepare(
+            recipe, out_dtype=out_dtype, max_shard_bytes=max_shard_size, seed=seed, lenient=mergekit_lenient
+        ) as prepared:
+            for finding in prepared.plan.warnings:
+                warn(finding)
+            if explain:
+                _explain(prepared, explain, as_json=as_json)
+                return
+            from weightsmith.cli.summary import summarise
+
+            summary = summarise(prepared, threads=threads, max_memory_bytes=max_memory)
+            if as_json:
+                result(json.dumps(_to_json(prepared.plan, summary), ensure_ascii=False))
+            else:
+                _show(prepared.plan, summary, max_memory)
+
+
+def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
+    shards = plan.layout.shards
+    _fact("method", plan.method)
+    for i, model in enumerate(plan.models):
+        _fact("" if i else "models", f"{model.ref}{f' at {model.revision}' if model.revision else ''}")
+    files = count(len(shards), "file") + (f" of at most {size(plan.max_shard_bytes)}" if len(shards) > 1 else "")
+    _fact("output", f"{count(len(plan.steps), 'tensor')}, {size(summary.out_bytes)}, in {files}")
+    times = f" (inputs of {size(summary.input_bytes)}, read up to {summary.passes} times)" if summary.passes > 1 else ""
+    _fact("read", f"{'up to ' if times else ''}{size(summary.read_bytes)}{times}")
+    _fact("write", size(summary.file_bytes))
+    memory = summary.memory
+    over = "; it cannot be less" if max_memory is not None and memory.peak_bytes > max_memory else ""
+    _fact("memory", f"{size(memory.peak_bytes)} at most, with {count(memory.threads, 'thread')}{over}")
+    _section("output tensors by op")
+    show_table(("op", "tensors", "bytes"), [(t.name, f"{t.tensors:,}", size(t.nbytes)) for t in summary.ops], right={1, 2})
+    _section("modules")
+    rows = [
+        (m.name, f"{m.tensors:,}", ", ".join(f"{p}0 to {n - 1}" for p, n in m.stacks), ", ".join(m.aliases))
+        for m in summary.modules
+    ]
+    show_table(("module", "tensors", "layers", "also called"), rows, right={1})
+    if summary.dropped:
+        _section("not in the output")
+        show_table(
+            ("tensors", "of model", "why", "the first"),
+            [(f"{d.tensors:,}", d.model, d.reason, d.first) for d in summary.dropped],
+            right={0},
+        )
+    if summary.changes:
+        from weightsmith.cli.summary import short
+
+        _section("config.json")
+        show_table(("key", "was", "becomes"), [(c.key, short(c.old), short(c.new)) for c in summary.changes])
+    if plan.carried:
+        _section(f"copied from {plan.models[plan.donor].ref}")
+        for name in plan.carried:
+            result(printable(name))
+
+
+def _fact(label: str, text: str) -> None:
+    result(f"{heading(f'{label:<8}')} {printable(text)}")
+
+
+def _section(title: str) -> None:
+    result()
+    result(heading(printable(title)))
+
+
+def _to_json(plan: Plan, summary: Summary) -> dict[str, Any]:
+    """The plan's own JSON with each tensor's place, and the sums under `summary`."""
+    data = plan.to_json()
+    shards, places = plan.layout.shards, plan.layout.places
+    for step in data["steps"]:
+        place = places[step["name"]]
+        step |= {"file": shards[place.shard].name, "offset": place.offset, "bytes": place.nbytes}
+    data["hash"] = plan.hash
+    data["files"] = [{"name": s.name, "bytes": s.nbytes, "tensors": len(s.tensors)} for s in shards]
+    data["summary"] = {
+        "tensors": len(plan.steps),
+        "bytes": summary.out_bytes,
+        "write_bytes": summary.file_bytes,
+        "input_bytes": summary.input_bytes,
+        "read_bytes_at_most": summary.read_bytes,
+        "peak_memory_bytes": summary.memory.peak_bytes,
+        "threads": summary.memory.threads,
+        "ops": [{"op": t.name, "tensors": t.tensors, "bytes": t.nbytes} for t in summary.ops],
+        "modules": [
+            {
+                "name": m.name,
+                "tensors": m.tensors,
+                "stacks": [{"prefix": p, "layers": n} for p, n in m.stacks],
+                "aliases": list(m.aliases),
+            }
+            for m in summary.modules
+        ],
+        "dropped": [{"model": d.model, "reason": d.reason, "tensors": d.tensors, "first": d.first} for d in summary.dropped],
+        "config_changes": [{"key": c.key, "old": c.old, "new": c.new} for c in summary.changes],
+    }
+    return data
+
+
+def _explain(prepared: Prepared, tensor: str, *, as_json: bool) -> None:
+    plan = prepared.plan
+    origins = prepared.explain(tensor)
+    step = next(s for s in plan.steps if s.out.name == tensor)
+    refs = [m.ref for m in plan.models]
+    if as_json:
+        data = {
+            "tensor": tensor,
+            "op": step.op,
+            "dtype": step.out.dtype.name,
+            "shape": list(step.out.shape),
+            "inputs": [{"model": refs[i.model], "tensor": i.tensor} for i in step.inputs],
+            "parameters": [
+                {
+                    "parameter": o.parameter,
+                    "model": None if o.model is None else refs[o.model],
+                    "value": o.value,
+                    "where": o.where,
+                }
+                for o in origins
+            ],
+        }
+        result(json.dumps(data, ensure_ascii=False))
+        return
+    result(f"{heading(printable(tensor))} {list(step.out.shape)} {step.out.dtype}, made by {step.op}")
+    result()
+    show_table(("from model", "tensor"), [(refs[i.model], i.tensor) for i in step.inputs])
+    if origins:
+        result()
+        rows = [
+            (o.parameter, "" if o.model is None else refs[o.model], _value(o.value), o.where) for o in origins
+        ]
+        show_table(("parameter", "model", "value", "where"), rows)
+
+
+def _value(value: object) -> str:
+    if value is None:
+        return "-"
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

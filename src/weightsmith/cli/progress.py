@@ -1,0 +1,198 @@
+"""How far the work is: a bar on a terminal, a line every ten seconds in a log, nothing when asked to be quiet."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from weightsmith.cli.text import duration, is_terminal, note, size
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+LINE_SECONDS = 10.0
+"""Between two lines in a log."""
+
+WINDOW_SECONDS = 10.0
+"""Over which the speed is taken: long enough to be steady, short enough to show a disk that stalls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One look at the work.
+
+    label        what is being done: `merging`
+    done_bytes, total_bytes   of the result: how much of the work is finished
+    moved_bytes  read and written so far, all passes: what the speed is taken from
+    detail       a few words more
+    """
+
+    label: str
+    done_bytes: int
+    total_bytes: int
+    moved_bytes: int
+    detail: str = ""
+
+    @property
+    def share(self) -> float:
+        """0 … 1; no work at all counts as done."""
+        return self.done_bytes / self.total_bytes if self.total_bytes else 1.0
+
+
+class Rate:
+    """Speed and time left, from the readings of one label.
+
+    >>> clock = iter([0.0, 1.0, 2.0])
+    >>> rate = Rate(lambda: next(clock))
+    >>> _ = rate.take(Reading("merging", 500, 1000, 0))
+    >>> rate.take(Reading("merging", 600, 1000, 400))
+    (400.0, 4.0)
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._window: deque[tuple[float, int]] = deque()
+        self._first: tuple[float, int] | None = None
+
+    def take(self, reading: Reading) -> tuple[float | None, float | None]:
+        """Bytes moved a second, and seconds left; None while unknown. What an earlier run did is not counted."""
+        now = self._clock()
+        if self._first is None:
+            self._first = now, reading.done_bytes
+        window = self._window
+        window.append((now, reading.moved_bytes))
+        while len(window) > 2 and now - window[1][0] > WINDOW_SECONDS:
+            window.popleft()
+        then, moved = window[0]
+        speed = (reading.moved_bytes - moved) / (now - then) if now > then else None
+        began, done = self._first
+        left = reading.total_bytes - reading.done_bytes
+        seconds = left * (now - began) / (reading.done_bytes - done) if reading.done_bytes > done else None
+        return speed, seconds
+
+
+class Meter(ABC):
+    """Something that shows readings; as a context manager it clears up at the end."""
+
+    @abstractmethod
+    def show(self, reading: Reading) -> None:
+        """Show a reading, or not, if it is too soon."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the screen as it was. May be called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Silent(Meter):
+    """Shows nothing."""
+
+    def show(self, reading: Reading) -> None:
+        """Show nothing."""
+
+    def close(self) -> None:
+        """Nothing to clear up."""
+
+
+class Lines(Meter):
+    """Plain lines: one when a label begins, then one every `LINE_SECONDS`."""
+
+    def __init__(self, write: Callable[[str], None] = note, clock: Callable[[], float] = time.monotonic) -> None:
+        self._write = write
+        self._clock = clock
+        self._label = ""
+        self._rate = Rate(clock)
+        self._last = 0.0
+
+    def show(self, reading: Reading) -> None:
+        """One line if it is time for one."""
+        now = self._clock()
+        begins = reading.label != self._label
+        if begins:
+            self._label, self._rate = reading.label, Rate(self._clock)
+        speed, left = self._rate.take(reading)
+        if begins or now - self._last >= LINE_SECONDS:
+            self._last = now
+            self._write(line(reading, speed, left))
+
+    def close(self) -> None:
+        """Lines stay."""
+
+
+def line(reading: Reading, speed: float | None, left: float | None) -> str:
+    """One line of a log.
+
+    >>> line(Reading("merging", 550_000_000, 2_200_000_000, 0, "50 of 201 tensors"), 2.1e9, 0.8)
+    'merging:  25 %, 550 MB of 2.20 GB, 50 of 201 tensors, 2.10 GB/s, 0.8 s left'
+    """
+    parts = [f"{int(100 * reading.share):3d} %", f"{size(reading.done_bytes)} of {size(reading.total_bytes)}"]
+    parts += [reading.detail] if reading.detail else []
+    parts += [f"{size(speed)}/s"] if speed is not None else []
+    parts += [f"{duration(left)} left"] if left else []
+    return f"{reading.label}: {', '.join(parts)}"
+
+
+class Bar(Meter):
+    """A bar that is gone when the work is done; drawn from the caller's thread, about ten times a second."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._clock = clock
+        self._rate = Rate(clock)
+        self._label = ""
+        self._last = 0.0
+        self._task: TaskID | None = None
+        columns = [TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in ("label", "facts")]
+        self._bar = Progress(
+            columns[0], BarColumn(bar_width=None), columns[1], console=Console(stderr=True), transient=True, auto_refresh=False
+        )
+        self._bar.start()
+
+    def show(self, reading: Reading) -> None:
+        """Draw the bar, at most ten times a second."""
+        now = self._clock()
+        if reading.label == self._label and now - self._last < 0.1:
+            return
+        if reading.label != self._label:
+            self._label, self._rate = reading.label, Rate(self._clock)
+        self._last = now
+        speed, left = self._rate.take(reading)
+        facts = [f"{int(100 * reading.share):3d} %", f"{size(reading.done_bytes)} of {size(reading.total_bytes)}"]
+        facts += [f"{size(speed)}/s"] if speed is not None else []
+        facts += [f"{duration(left)} left"] if left else []
+        if self._task is None:
+            self._task = self._bar.add_task("", total=1.0, label="", facts="")
+        self._bar.update(self._task, completed=reading.share, label=reading.label, facts="  ".join(facts), refresh=True)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.stop()
+
+
+def no_bars_in_logs(*, quiet: bool) -> None:
+    """huggingface_hub draws its own bars when it downloads; it reads this variable when it is imported."""
+    if quiet or not is_terminal(sys.stderr):
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def meter(*, quiet: bool) -> Meter:
+    """The meter for this stderr."""
+    if quiet:
+        return Silent()
+    return Bar() if is_terminal(sys.stderr) else Lines()

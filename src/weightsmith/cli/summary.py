@@ -1,0 +1,215 @@
+"""A plan in sums: what `weightsmith plan` shows. Pure; the inputs' headers are all it looks at."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from weightsmith import methods
+from weightsmith.engine.tiles import fit_tile_bytes, peak_memory_bytes
+from weightsmith.methods.job import Matrix
+from weightsmith.planner import Plan, Prepared
+from weightsmith.planner.steps import Step
+from weightsmith.tensors import grain_elements
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Some tensors: how many, and their bytes in the output."""
+
+    name: str
+    tensors: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleFacts:
+    """One module, as `modules:` in a recipe names it.
+
+    stacks   prefix and number of layers of each
+    tensors  of the donor
+    aliases  mergekit's names for it
+    """
+
+    name: str
+    stacks: tuple[tuple[str, int], ...]
+    tensors: int
+    aliases: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedFacts:
+    """Tensors of one model left out for one reason."""
+
+    model: str
+    reason: str
+    tensors: int
+    first: str
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One key of config.json, `text_config.num_hidden_layers`, before and after; None where it is absent."""
+
+    key: str
+    old: Any
+    new: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a merge will take at most, resident, and what that follows from."""
+
+    peak_bytes: int
+    threads: int
+    tile_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The sums of a plan.
+
+    ops          output tensors by op, most bytes first
+    input_bytes  of the input tensors, each use counted once
+    read_bytes   with the passes for statistics before the last one; an upper bound, as a pass may prove needless
+    passes       the most times that any tensor is read
+    """
+
+    ops: tuple[Tally, ...]
+    out_bytes: int
+    file_bytes: int
+    input_bytes: int
+    read_bytes: int
+    passes: int
+    modules: tuple[ModuleFacts, ...]
+    dropped: tuple[DroppedFacts, ...]
+    changes: tuple[Change, ...]
+    memory: Memory
+
+
+def summarise(prepared: Prepared, *, threads: int | None = None, max_memory_bytes: int | None = None) -> Summary:
+    """The sums of a prepared plan; threads and memory as they would be given to `merge`."""
+    plan = prepared.plan
+    ops: dict[str, tuple[int, int]] = {}
+    input_bytes = read_bytes = most = 0
+    passes = _Passes(prepared)
+    for step in plan.steps:
+        nbytes = step.out.nbytes
+        tensors, total = ops.get(step.op, (0, 0))
+        ops[step.op] = tensors + 1, total + nbytes
+        step_bytes = sum(prepared.inputs[i.model].tensors[i.tensor].spec.nbytes for i in step.inputs)
+        times = passes.of(step)
+        most = max(most, times)
+        input_bytes += step_bytes
+        read_bytes += step_bytes * times
+    tallies = sorted((Tally(op, *sums) for op, sums in ops.items()), key=lambda t: -t.nbytes)
+    return Summary(
+        ops=tuple(tallies),
+        out_bytes=sum(t.nbytes for t in tallies),
+        file_bytes=plan.layout.total_bytes,
+        input_bytes=input_bytes,
+        read_bytes=read_bytes,
+        passes=most,
+        modules=_modules(prepared),
+        dropped=_dropped(plan),
+        changes=tuple(changes(prepared.inputs[plan.donor].config or {}, plan.config or {})),
+        memory=_memory(plan, threads, max_memory_bytes),
+    )
+
+
+class _Passes:
+    """How often each step reads its inputs: asked of the jobs themselves, once for each set of parameters."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self._known: dict[tuple[str, int, bool], int] = {}
+
+    def of(self, step: Step) -> int:
+        """Passes over the inputs of a step, the one that writes included."""
+        if step.op in ("copy", "cast") or step.out.size == 0:
+            return 1
+        key = step.op, step.settings, step.base
+        if key not in self._known:
+            self._known[key] = 1 + methods.get(step.op).job(self._matrix(step)).passes()
+        return self._known[key]
+
+    def _matrix(self, step: Step) -> Matrix:
+        plan, inputs = self._prepared.plan, self._prepared.inputs
+        settings, shape = plan.settings[step.settings], step.out.shape
+        codes = [inputs[i.model].tensors[i.tensor].spec.dtype.code for i in step.inputs]
+        return Matrix(
+            name=step.out.name,
+            index=0,
+            size=step.out.size // step.matrices,
+            cols=shape[-1] if shape else 1,
+            grain=grain_elements(shape),
+            codes=np.array(codes, np.int64),
+            out_code=step.out.dtype.code,
+            base=step.base,
+            shared=settings.shared,
+            models=settings.models,
+            seed=plan.seed,
+        )
+
+
+def _modules(prepared: Prepared) -> tuple[ModuleFacts, ...]:
+    structure = prepared.structure
+    return tuple(
+        ModuleFacts(
+            name,
+            tuple((s.prefix, s.n_layers) for s in structure.stacks_of(name)),
+            len(tensors),
+            tuple(alias for alias, owner in structure.aliases.items() if owner == name),
+        )
+        for name, tensors in structure.modules.items()
+    )
+
+
+def _dropped(plan: Plan) -> tuple[DroppedFacts, ...]:
+    found: dict[tuple[int, str], list[str]] = {}
+    for d in plan.dropped:
+        found.setdefault((d.model, d.reason), []).append(d.tensor)
+    return tuple(
+        DroppedFacts(plan.models[model].ref, reason, len(names), names[0]) for (model, reason), names in found.items()
+    )
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> Iterator[Change]:
+    """The keys in which two configs differ; lists are compared whole.
+
+    >>> [str(c.key) for c in changes({"a": 1, "b": {"c": [1], "d": 0}}, {"a": 1, "b": {"c": [1, 1], "d": 0}})]
+    ['b.c']
+    """
+    for key in dict.fromkeys([*old, *new]):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from changes(before, after, f"{path}{key}.")
+        elif before != after or type(before) is not type(after):
+            yield Change(f"{path}{key}", before, after)
+
+
+def _memory(plan: Plan, threads: int | None, max_memory_bytes: int | None) -> Memory:
+    threads = threads or len(os.sched_getaffinity(0))
+    widest = max((len(s.inputs) for s in plan.steps), default=1)
+    tile_bytes = fit_tile_bytes(max_memory_bytes, threads, widest)
+    return Memory(peak_memory_bytes(tile_bytes, threads, widest), threads, tile_bytes)
+
+
+def short(value: Any, length: int = 60) -> str:
+    """A config value on one line.
+
+    >>> short([1] * 40, 12)
+    '[1, 1, ... 40 items'
+    """
+    if value is None:
+        return "-"
+    text = json.dumps(value, ensure_ascii=False)
+    if len(text) <= length:
+        return text
+    more = f" {len(value)} items" if isinstance(value, Sequence) and not isinstance(value, str) else ""
+    return f"{text[: max(1, length - 4 - len(more))].rstrip()}...{more}" if not more else f"{text[:6].rstrip()} ...{more}"

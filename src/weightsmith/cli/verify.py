@@ -1,0 +1,51 @@
+"""`weightsmith verify`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from weightsmith.cli import options
+from weightsmith.cli.failures import failures
+from weightsmith.cli.progress import Reading, meter
+from weightsmith.cli.text import count, note, printable, result, size
+
+
+def verify(
+    out: Annotated[str, typer.Argument(metavar="OUT", help="A folder that weightsmith wrote.")],
+    threads: Annotated[int, typer.Option("--threads", metavar="N", min=1, help="Threads that read.")] = 2,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Re-read OUT and compare every byte with what was written.
+
+    Names each damaged tensor and file. Needs nothing but OUT.
+    """
+    with failures(checking=True):
+        from weightsmith.store.verify import verify as check
+
+        with meter(quiet=quiet) as shown:
+            report = check(
+                out,
+                threads=threads,
+                progress=lambda done, total: shown.show(Reading("verifying", done, total, done)),
+            )
+        if report.extra and not quiet:
+            note(f"not of this checkpoint, and not looked at: {printable(', '.join(report.extra))}")
+        if as_json:
+            facts = {
+                "folder": str(report.folder),
+                "plan": report.plan,
+                "tensors": report.tensors,
+                "files": report.files,
+                "bytes": report.nbytes,
+                "extra": list(report.extra),
+            }
+            result(json.dumps(facts, ensure_ascii=False))
+        elif not quiet:
+            result(
+                f"{printable(str(report.folder))}: as written: {count(report.tensors, 'tensor')} and "
+                f"{count(report.files, 'other file')}, {size(report.nbytes)}"
+            )

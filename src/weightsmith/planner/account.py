@@ -1,0 +1,134 @@
+"""The account of tensors: every tensor of every input is used, or left out for a stated reason, or the plan is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weightsmith.errors import Finding, TensorLost, WeightsmithError
+from weightsmith.planner.match import ModelNames, comes_first
+from weightsmith.planner.placement import Placement
+from weightsmith.planner.steps import Dropped, Source
+from weightsmith.structure import Structure
+
+
+class Account:
+    """What became of each input tensor.
+
+    copied  for each model, output tensors that are its own alone
+    """
+
+    def __init__(self, labels: Sequence[str], names: Sequence[ModelNames]) -> None:
+        self.labels = labels
+        self.names = names
+        self.used: list[set[str]] = [set() for _ in labels]
+        self.reasons: list[dict[str, str]] = [{} for _ in labels]
+        self.copied: list[list[str]] = [[] for _ in labels]
+
+    def use(self, source: Source) -> None:
+        """A tensor feeds the output."""
+        self.used[source.model].add(source.tensor)
+
+    def drop(self, model: int, tensor: str, reason: str) -> None:
+        """A tensor is left out; should something else use it, that counts."""
+        self.reasons[model].setdefault(tensor, reason)
+
+    def drop_everywhere(self, name: str, reason: str) -> None:
+        """The same for all models that store the tensor, which is outside the layers; `name` is the donor's."""
+        for model, names in enumerate(self.names):
+            if name in names.rest:
+                self.drop(model, names.rest[name], reason)
+
+    def settle(
+        self, structure: Structure, donor: int, placements: Sequence[Placement]
+    ) -> tuple[tuple[Dropped, ...], list[WeightsmithError]]:
+        """What is left out and why, in model order; one TensorLost for each model with tensors that have no reason.
+
+        structure  the donor's
+        """
+        judge = _Judge(self.labels, self.names, structure, donor, placements)
+        dropped: list[Dropped] = []
+        problems: list[WeightsmithError] = []
+        for model, names in enumerate(self.names):
+            used, reasons, lost = self.used[model], self.reasons[model], []
+            for tensor in names.specs if len(used) < len(names.specs) else ():
+                if tensor in used:
+                    continue
+                reason = reasons.get(tensor) or judge.reason(model, tensor)
+                if reason:
+                    dropped.append(Dropped(model, tensor, reason))
+                else:
+                    lost.append(tensor)
+            if lost:
+                problems.append(_lost(self.labels[model], lost))
+        return tuple(dropped), problems
+
+    def findings(self) -> list[Finding]:
+        """One warning for each model that alone gave tensors."""
+        return [
+            Finding(
+                f"{_count(names)} that only {self.labels[model]} has {'is' if len(names) == 1 else 'are'} copied from it",
+                names[0],
+            )
+            for model, names in enumerate(self.copied)
+            if names
+        ]
+
+
+def _count(names: Sequence[str]) -> str:
+    return f"{len(names):,} tensor{'' if len(names) == 1 else 's'}"
+
+
+def _lost(label: str, lost: Sequence[str]) -> TensorLost:
+    return TensorLost(
+        f"{_count(lost)} of {label} would not be in the output",
+        where=lost[0],
+        fix="please report this recipe: every tensor must be used, or be left out for a stated reason",
+    )
+
+
+class _Judge:
+    """Why the recipe itself leaves a tensor out: its layer is in no slice, its module is taken from other models."""
+
+    def __init__(
+        self,
+        labels: Sequence[str],
+        names: Sequence[ModelNames],
+        structure: Structure,
+        donor: int,
+        placements: Sequence[Placement],
+    ) -> None:
+        self.labels = labels
+        self.names = names
+        self.structure = structure
+        self.donor = donor
+        self.placements = {p.module: p for p in placements}
+        self.feeding = {f.model for p in placements for b in p.blocks for f in b.feeds}
+        self.cut = any(p.sliced or not p.blocks for p in placements)
+
+    def reason(self, model: int, tensor: str) -> str:
+        """The reason, or "" when there is none."""
+        if model not in self.feeding and model != self.donor:
+            return "the recipe takes no tensor of this model"
+        names = self.names[model]
+        place = names.structure.locate(tensor)
+        prefix = names.paired[place[0].prefix] if place is not None else ""
+        known = {s.prefix: s.module for s in self.structure.stacks}
+        if place is not None and prefix not in known:
+            return f"{self.labels[self.donor]} has no such layers, and the recipe does not ask for them" if self.cut else ""
+        module = known[prefix] if place is not None else self.structure.module_of(names.outer[tensor])
+        placement = self.placements[module]
+        if not placement.blocks:
+            return "" if model == self.donor else f"module {module} is copied from {self.labels[self.donor]}"
+        feeding = list(dict.fromkeys(f.model for b in placement.blocks for f in b.feeds))
+        sources = " and ".join(self.labels[m] for m in feeding)
+        if model not in feeding:
+            return f"module {module} is taken from {sources}"
+        if not placement.sliced:
+            return ""
+        if prefix in placement.sliced and place is not None:
+            ranges = [(f.first, f.end or 0) for b in placement.blocks for f in b.feeds if f.model == model]
+            return "" if any(a <= place[1] < b for a, b in ranges) else "its layer is in no slice"
+        first = comes_first(names.outer[tensor]) if place is None else False
+        block = placement.blocks[0 if first else -1]
+        which = "first" if first else "last"
+        return "" if model in (f.model for f in block.feeds) else f"it is taken from the {which} slice, which has another model"

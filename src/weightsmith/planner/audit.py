@@ -1,0 +1,131 @@
+"""What is wrong with a recipe's parameters, whatever the models hold: names, places, values, and what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weightsmith.errors import Finding, ParameterError, UnknownName, WeightsmithError, nearest
+from weightsmith.methods.base import Method, Parameter
+from weightsmith.planner.blocks import Block, Feed
+from weightsmith.planner.parameters import coerce
+from weightsmith.recipe import Entry, Parameters, Setting
+
+
+class Audit:
+    """Looks at every parameter that the blocks of a recipe can see, once.
+
+    lenient  what mergekit ignores is a warning, not an error
+    wrong    ids of the entries whose value is reported
+    """
+
+    def __init__(self, method: Method, labels: Sequence[str], where: str, *, lenient: bool) -> None:
+        self.method = method
+        self.labels = labels
+        self.where = where
+        self.lenient = lenient
+        self.problems: list[WeightsmithError] = []
+        self.warnings: list[Finding] = []
+        self.wrong: set[int] = set()
+        self._known = {p.name: p for p in method.parameters}
+        self._seen: set[int] = set()
+
+    def run(self, blocks: Sequence[Block]) -> None:
+        """Check the parameters of all blocks."""
+        for block in blocks:
+            for k, feed in enumerate(block.feeds):
+                self._level(feed.parameters, "base" if block.base and k == 0 else "model")
+            for level in block.levels:
+                self._level(level, "")
+        self._missing(blocks)
+
+    def _level(self, settings: Parameters, place: str) -> None:
+        """One `parameters:` block. place: `model`, `base`, or "" for one that holds for all models."""
+        if id(settings) in self._seen:
+            return
+        self._seen.add(id(settings))
+        for name, setting in settings.items():
+            parameter = self._known.get(name)
+            if parameter is None:
+                others = ", ".join(self._known) or "none"
+                self._misused(
+                    UnknownName(
+                        f"merge_method {self.method.name} has no parameter '{name}'{nearest(name, self._known)}; "
+                        "mergekit ignores it",
+                        where=setting.where,
+                        fix=f"parameters of {self.method.name}: {others}",
+                    )
+                )
+            elif place == "base" and parameter.scope == "model":
+                self.warnings.append(
+                    Finding(f"{name} has no effect here: the base has no {name}", setting.where, fix="remove it")
+                )
+            elif place and parameter.scope == "tensor":
+                self._misused(
+                    ParameterError(
+                        f"'{name}' stands under a model, but belongs to the whole merge; mergekit ignores it here",
+                        where=setting.where,
+                        fix="move it to 'parameters:' at the top level, or of the slice",
+                    )
+                )
+            else:
+                if parameter.ignored:
+                    self.warnings.append(Finding(f"{name} has no effect: {parameter.ignored}", setting.where))
+                self._values(parameter, setting)
+
+    def _misused(self, problem: WeightsmithError) -> None:
+        if self.lenient:
+            self.warnings.append(problem.finding)
+        else:
+            self.problems.append(problem)
+
+    def _values(self, parameter: Parameter, setting: Setting) -> None:
+        for entry in setting.entries:
+            for value in entry.value if isinstance(entry.value, tuple) else (entry.value,):
+                try:
+                    coerce(parameter, value)
+                except ValueError as error:
+                    self.wrong.add(id(entry))
+                    self.problems.append(wrong_value(parameter, error, value, entry))
+                    break
+
+    def _missing(self, blocks: Sequence[Block]) -> None:
+        """Required parameters that no level gives at all (one that its filters leave out shows tensor by tensor)."""
+        for parameter in self.method.parameters:
+            if not parameter.required:
+                continue
+            if parameter.scope == "tensor":
+                without = [b for b in blocks if not any(parameter.name in level for level in b.levels)]
+                if len(without) == len(blocks):
+                    self._needed(parameter, self.where, "at the top level")
+                else:
+                    for block in without:
+                        self._needed(parameter, block.where, "of the slice, or at the top level")
+                continue
+            seen: set[int] = set()
+            for block in blocks:
+                for feed in block.feeds[1 if block.base else 0 :]:
+                    levels = (feed.parameters, *block.levels)
+                    if feed.model not in seen and not any(parameter.name in level for level in levels):
+                        seen.add(feed.model)
+                        self._needed(parameter, feed.where, "to the model, or at the top level", feed)
+
+    def _needed(self, parameter: Parameter, where: str, place: str, feed: Feed | None = None) -> None:
+        name = self.method.name
+        whose = f" for {self.labels[feed.model]}" if feed is not None else ""
+        details = []
+        if feed is not None and feed.appended:
+            details = [f"the base_model counts as one more input of {name}"]
+            place = "at the top level, or list the base under 'models' with its own"
+        self.problems.append(
+            ParameterError(
+                f"merge_method {name} needs the parameter '{parameter.name}'{whose}",
+                where=where,
+                details=details,
+                fix=f"add 'parameters: {{{parameter.name}: 0.5}}' {place}",
+            )
+        )
+
+
+def wrong_value(parameter: Parameter, error: ValueError, value: object, entry: Entry) -> ParameterError:
+    """The problem of a value that `coerce` refuses."""
+    return ParameterError(f"{parameter.name} {error}, not {value!r}", where=entry.where)

@@ -1,0 +1,54 @@
+"""The dtype of each output tensor."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from weightsmith.errors import Finding
+from weightsmith.planner.steps import Source
+from weightsmith.tensors import DType, TensorSpec, promote
+
+
+def main_dtype(specs: Iterable[TensorSpec]) -> DType | None:
+    """The floating dtype that most bytes have; None when there is none."""
+    nbytes: Counter[DType] = Counter()
+    for spec in specs:
+        if spec.dtype.floating:
+            nbytes[spec.dtype] += spec.nbytes
+    return max(nbytes, key=lambda d: nbytes[d]) if nbytes else None
+
+
+class DTypes:
+    """The asked dtype, else the smallest that holds all inputs. Counts the tensors that stay wider than asked.
+
+    asked  of the recipe or the caller; None: none
+    """
+
+    def __init__(self, asked: DType | None, models: Sequence[Mapping[str, TensorSpec]]) -> None:
+        self.asked = asked
+        self._main = [main_dtype(specs.values()) for specs in models]
+        self._wide: list[str] = []
+
+    def of(self, inputs: Sequence[Source], specs: Sequence[TensorSpec]) -> DType:
+        """The dtype of the tensor made of these."""
+        dtype = specs[0].dtype
+        for spec in specs[1:]:
+            dtype = promote(dtype, spec.dtype)
+        if self.asked is None or self.asked is dtype:
+            return dtype
+        # A tensor that is float32 in every model, though a model's other weights are 16-bit, is so on purpose (router
+        # biases, state-space decays): a cast to the asked dtype would change how the model routes.
+        if dtype.name == "F32" and self.asked.itemsize < 4 and all(s.dtype.name == "F32" for s in specs):
+            if any((self._main[i.model] or dtype).itemsize < 4 for i in inputs):
+                self._wide.append(inputs[0].tensor)
+                return dtype
+        return self.asked
+
+    def findings(self) -> list[Finding]:
+        """What the user should know."""
+        n = len(self._wide)
+        if not n:
+            return []
+        kept = "1 tensor stays" if n == 1 else f"{n:,} tensors stay"
+        return [Finding(f"{kept} F32 and not {self.asked}: the models keep them so beside 16-bit weights", self._wide[0])]

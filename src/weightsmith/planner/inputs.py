@@ -1,0 +1,83 @@
+"""The models that a recipe names: each numbered once, and opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from weightsmith.checkpoint import Checkpoint, open_checkpoint
+from weightsmith.errors import Unsupported, WeightsmithError
+from weightsmith.recipe import ModelRef, Module, Recipe
+
+
+def number_models(recipe: Recipe) -> tuple[dict[ModelRef, int], list[ModelRef]]:
+    """The index of every reference, and the models by index: the base first, then in the recipe's order.
+
+    Two spellings of one local path (`./a`, `a/`) are one model.
+    """
+    models: dict[ModelRef, int] = {}
+    firsts: list[ModelRef] = []
+    places: dict[tuple[str, str], int] = {}
+    for ref in _references(recipe):
+        if ref not in models:
+            models[ref] = places.setdefault(_place(ref), len(firsts))
+            if models[ref] == len(firsts):
+                firsts.append(ref)
+    return models, firsts
+
+
+def open_models(refs: Sequence[ModelRef], stack: ExitStack) -> tuple[list[Checkpoint | None], list[WeightsmithError]]:
+    """Open every model; `stack` closes them. None stands for one that cannot be used, whose problem is in the list."""
+    opened: list[Checkpoint | None] = []
+    problems: list[WeightsmithError] = []
+    for ref in refs:
+        opened.append(None)
+        try:
+            checkpoint = open_checkpoint(ref.path, revision=ref.revision or None)
+        except WeightsmithError as error:
+            problems.append(at(error, ref.where))
+            continue
+        stack.callback(checkpoint.close)
+        if checkpoint.quantised is None:
+            opened[-1] = checkpoint
+            continue
+        problems.append(
+            Unsupported(
+                f"{ref} is quantised ({checkpoint.quantised}), and its codes cannot be merged as numbers",
+                where=ref.where,
+                fix="name an unquantised checkpoint of the same model",
+            )
+        )
+    return opened, problems
+
+
+def at(error: WeightsmithError, where: str) -> WeightsmithError:
+    """The same error, with the position in the recipe in front of its own place."""
+    found = error.finding
+    place = f"{where}: {found.where}" if found.where and where else where or found.where
+    return type(error)(found.what, where=place, details=found.details, fix=found.fix)
+
+
+def _references(recipe: Recipe) -> Iterator[ModelRef]:
+    parts: list[Recipe | Module] = [recipe, *recipe.modules]
+    if recipe.base_model is not None:
+        yield recipe.base_model
+    for part in parts:
+        yield from (i.model for i in part.models)
+        for s in part.slices:
+            yield from (i.model for i in s.sources)
+    # The base of one slice comes last: it must not become the donor of config and tokenizer by standing first.
+    for part in parts:
+        yield from (s.base_model for s in part.slices if s.base_model is not None)
+
+
+def _place(ref: ModelRef) -> tuple[str, str]:
+    try:
+        path = Path(ref.path).expanduser()
+        if path.exists():
+            return str(path.resolve()), ref.revision
+    except (OSError, ValueError, RuntimeError):  # no possible path, or no such user's home: opening it says so
+        pass
+    return ref.path, ref.revision
+

@@ -1,0 +1,426 @@
+"""The output tensors, one step each: which tensors of which models make it, with which parameters and dtype."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weightsmith.errors import Finding, LayerError, MismatchError, WeightsmithError
+from weightsmith.formats.safetensors import StoredTensor
+from weightsmith.methods.base import Method
+from weightsmith.planner import vocabulary
+from weightsmith.planner.account import Account
+from weightsmith.planner.blocks import Block, Feed
+from weightsmith.planner.depth import Counterparts
+from weightsmith.planner.dtypes import DTypes
+from weightsmith.planner.match import ModelNames, comes_first, is_buffer
+from weightsmith.planner.mismatch import Mismatches
+from weightsmith.planner.parameters import Resolver
+from weightsmith.planner.placement import Placement
+from weightsmith.planner.steps import Source, Step
+from weightsmith.structure import Structure
+from weightsmith.tensors import MAX_STACKED, TensorSpec
+
+Specs = Mapping[str, TensorSpec]
+Origins = dict[str, tuple[Block, tuple[str, ...], float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The input models, by index: how the user calls them, and what is in them."""
+
+    labels: Sequence[str]
+    tensors: Sequence[Mapping[str, StoredTensor]]
+    specs: Sequence[Specs]
+    configs: Sequence[Mapping[str, Any] | None]
+    structures: Sequence[Structure]
+    names: Sequence[ModelNames]
+    donor: int
+    base: int | None
+
+
+class Outputs:
+    """Makes the steps, module by module.
+
+    steps    in the order made
+    origins  for each merged tensor what its parameters were looked up with: block, names in the models, depth
+    layers   for each of the donor's stacks that changes, the donor's layer behind each output layer
+    untie    the output has a head of its own, though the donor ties it to the embedding
+    """
+
+    def __init__(self, models: Models, method: Method, resolver: Resolver, account: Account, dtypes: DTypes) -> None:
+        self.models = models
+        self.method = method
+        self.resolver = resolver
+        self.account = account
+        self.dtypes = dtypes
+        self.mismatches = Mismatches(models.labels, models.tensors, method.name)
+        self.counterparts = Counterparts(models.names, models.configs, models.donor, models.labels)
+        self.donor = models.structures[models.donor]
+        self.steps: list[Step] = []
+        self.origins: Origins = {}
+        self.layers: dict[str, list[int]] = {}
+        self.untie = False
+        self.warnings: list[Finding] = []
+        self._problems: list[WeightsmithError] = []
+        self._whole: dict[int, Block] = {}
+        self._together: set[tuple[int, int]] = set()  # id of a block, model: merged with another model somewhere
+
+    @property
+    def problems(self) -> list[WeightsmithError]:
+        """What is wrong, alike ones counted together."""
+        return [*self._problems, *self.mismatches.problems()]
+
+    def make(self, placements: Sequence[Placement]) -> None:
+        """The steps of all modules."""
+        for placement in placements:
+            if placement.blocks:
+                self._module(placement)
+            else:
+                for name in self.donor.modules[placement.module]:
+                    self._copy(name, self.models.donor, name)
+        if all(p.blocks and not p.sliced for p in placements):
+            self._foreign_stacks(placements)
+        self._strangers(placements)
+
+    # ---- modules ---------------------------------------------------------------------------------------------------------
+
+    def _module(self, placement: Placement) -> None:
+        for stack in self.donor.stacks_of(placement.module):
+            if stack.prefix in placement.sliced or not placement.sliced:
+                self._stack(stack.prefix, stack.n_layers, placement.blocks)
+            else:  # prediction layers beside the sliced stack: whole, like what follows the layers
+                self._stack(stack.prefix, stack.n_layers, (self._whole_of(placement.blocks[-1]),))
+        for name in self._rest_names(placement):
+            block = placement.blocks[0 if comes_first(name) else -1]
+            if not block.broken:
+                self._outside(name, block)
+        if placement.sliced:
+            self._check_tie(placement)
+
+    def _whole_of(self, block: Block) -> Block:
+        """The same inputs with all the layers of a stack."""
+        if id(block) not in self._whole:
+            feeds = tuple(replace(feed, first=0, end=None) for feed in block.feeds)
+            self._whole[id(block)] = replace(block, feeds=feeds, length=None)
+        return self._whole[id(block)]
+
+    def _stack(self, prefix: str, n_layers: int, blocks: Sequence[Block]) -> None:
+        """The layers of one of the donor's stacks, and what they mean for config.json."""
+        at, sources = 0, []
+        try:
+            for block in blocks:
+                length = self._length(prefix, block)
+                for i in range(length):
+                    if not block.broken:
+                        self._layer(prefix, block, at + i, i, i / (length - 1) if length > 1 else 1.0)
+                        sources.append(self._counterpart(prefix, block, i))
+                at += length
+        except LayerError as error:
+            self._problems.append(_located(error, block.where))
+            return
+        if sources != list(range(n_layers)) and not any(b.broken for b in blocks):
+            self.layers[prefix] = sources
+
+    def _length(self, prefix: str, block: Block) -> int:
+        if block.length is not None or block.broken:
+            return block.length or 0
+        counts = {f.model: self.models.names[f.model].depth.get(prefix, 0) for f in block.feeds}
+        present = {m: n for m, n in counts.items() if n}
+        if not present:
+            raise LayerError(
+                f"none of the models given for module {self.donor.module_of(prefix + 'x')} has layers like {prefix}N",
+                details=[self.models.labels[m] for m in counts],
+                fix=f"leave the module out, and it is copied from {self.models.labels[self.models.donor]}",
+            )
+        if len(set(present.values())) > 1:
+            raise LayerError(
+                f"the models have different numbers of layers under {prefix}",
+                details=[f"{self.models.labels[m]}: {n} layers" for m, n in present.items()],
+                fix="choose layers of each with 'slices'",
+            )
+        return next(iter(present.values()))
+
+    def _counterpart(self, prefix: str, block: Block, i: int) -> int:
+        """The donor's layer that config.json takes for layer `i` of the block."""
+        feeds = [f for f in block.feeds if self.models.names[f.model].depth.get(prefix)]
+        feed = next((f for f in feeds if f.model == self.models.donor), feeds[0])
+        return self.counterparts.find(prefix, feed.model, feed.first + i)
+
+    def _layer(self, prefix: str, block: Block, layer: int, i: int, t: float) -> None:
+        """The tensors of one output layer."""
+        found = [self.models.names[f.model].layers.get(prefix) for f in block.feeds]
+        owners = [k for k, layers in enumerate(found) if layers]
+        tables = [layers.get(f.first + i, {}) if layers else {} for f, layers in zip(block.feeds, found, strict=True)]
+        if len(owners) == 1 and len(found) > 1 and block.length is None:
+            for suffix, source in tables[owners[0]].items():  # a whole stack that one model alone has: a vision tower
+                self._own(f"{prefix}{layer}.{suffix}", block.feeds[owners[0]].model, source)
+            return
+        for suffix in tables[0] if all(x.keys() == tables[0].keys() for x in tables[1:]) else _union(tables):
+            name = f"{prefix}{layer}.{suffix}"
+            sources = [table.get(suffix) for table in tables]
+            if None not in sources:
+                self._merge(name, block, sources, t)  # type: ignore[arg-type]
+                continue
+            stored = [(f.model, s) for f, s in zip(block.feeds, sources, strict=True) if s is not None]
+            if all(is_buffer(self.models.specs[m][s]) for m, s in stored):
+                for model, source in stored:
+                    self.account.drop(model, source, "a buffer that the model computes for itself")
+            else:
+                self.mismatches.missing(name, block, sources)
+
+    # ---- outside the layers ------------------------------------------------------------------------------------------------
+
+    def _rest_names(self, placement: Placement) -> list[str]:
+        """Tensors of the module outside its layers, by the donor's names: the donor's first, then the others'."""
+        donor, names = self.donor, self.models.names
+        found = dict.fromkeys(n for n in donor.modules[placement.module] if donor.locate(n) is None)
+        # What the donor has not goes with the module of its main stack (a head), else with the first.
+        home = donor.main.module if donor.main is not None else next(iter(donor.modules))
+        for model in dict.fromkeys(f.model for b in placement.blocks for f in b.feeds):
+            for name in names[model].rest:
+                if name not in names[self.models.donor].rest:
+                    module = donor.module_of(name) if donor.extra(name) else home
+                    if module == placement.module:
+                        found[name] = None
+        return list(found)
+
+    def _outside(self, name: str, block: Block) -> None:
+        """One tensor outside the layers; `name` is the donor's."""
+        sources = [self.models.names[f.model].rest.get(name) for f in block.feeds]
+        if None in sources:
+            self._incomplete(name, block, sources)
+            return
+        self._note_head(name, block, sources, sources)
+        self._merge(self._numbered(name), block, sources, 0.0)  # type: ignore[arg-type]
+
+    def _numbered(self, name: str) -> str:
+        """The output name: extra layers stand after the others, however many these are now."""
+        extra = self.donor.extra(name) if self.layers else None
+        if extra is None or extra[0].prefix not in self.layers:
+            return name
+        return self.donor.rename(name, len(self.layers[extra[0].prefix]) + extra[1])
+
+    def _incomplete(self, name: str, block: Block, sources: list[str | None]) -> None:
+        """A tensor that not all the models store: a buffer, a tied copy, a module of one model, or a mismatch."""
+        spec = self._example(name, block)
+        if is_buffer(spec):
+            self.account.drop_everywhere(name, "a buffer that the model computes for itself, and not all inputs store it")
+            return
+        filled = [s or self._stand_in(spec, f) for f, s in zip(block.feeds, sources, strict=True)]
+        if None not in filled:
+            if self._redundant(name, spec, block, sources):
+                self.account.drop_everywhere(name, "a copy of the tensor it is tied to; not all inputs store it")
+                self._warn_redundant(name, block, sources)
+                return
+            self._note_head(name, block, sources, filled)
+            self._merge(self._numbered(name), block, filled, 0.0)  # type: ignore[arg-type]
+            return
+        owners = [(f, s) for f, s in zip(block.feeds, sources, strict=True) if s is not None]
+        others = [f for f, s in zip(block.feeds, sources, strict=True) if s is None]
+        donor = self.models.names[self.models.donor]
+        if not owners and name in donor.rest and block.feeds:
+            owners = [(Feed(self.models.donor, 0, None, {}, block.where), donor.rest[name])]
+        if not owners:
+            return  # only models of other slices have it: the account says so
+        if len(owners) == 1 and not any(self._has_module(f, name, owners[0]) for f in others):
+            self._own(self._numbered(name), owners[0][0].model, owners[0][1])
+        else:
+            self.mismatches.missing(name, block, sources)
+
+    def _example(self, name: str, block: Block) -> TensorSpec:
+        order = dict.fromkeys([*(f.model for f in block.feeds), *range(len(self.models.names))])
+        model = next(m for m in order if name in self.models.names[m].rest)
+        spec = self.models.specs[model][self.models.names[model].rest[name]]
+        return TensorSpec(name, spec.dtype, spec.shape)
+
+    def _rest_specs(self, model: int) -> list[TensorSpec]:
+        names = self.models.names[model]
+        return [self.models.specs[model][own] for own in names.rest.values()]
+
+    def _stand_in(self, spec: TensorSpec, feed: Feed) -> str | None:
+        return vocabulary.stand_in(spec, self._rest_specs(feed.model), self.models.configs[feed.model])
+
+    def _has_module(self, feed: Feed, name: str, owner: tuple[Feed, str]) -> bool:
+        """True when a model without the tensor `name` has other tensors of its module, perhaps by a tied one."""
+        if self.models.names[feed.model].has_module_of(name):
+            return True
+        weight = self.models.specs[owner[0].model].get(f"{owner[1].rpartition('.')[0]}.weight")
+        return weight is not None and weight.name != owner[1] and self._stand_in(weight, feed) is not None
+
+    def _redundant(self, name: str, spec: TensorSpec, block: Block, sources: Sequence[str | None]) -> bool:
+        """True for a copy of a tied tensor that need not be written, because its other name is."""
+        stored = [
+            replace(self.models.specs[m][own], name=outer)
+            for m, names in enumerate(self.models.names)
+            for outer, own in names.rest.items()
+            if self.models.specs[m][own].shape == spec.shape
+        ]
+        if vocabulary.primary(spec, stored) == name:
+            return False
+        return not vocabulary.is_head(spec) or (self._donor_ties() and all(self._tied(block, sources)))
+
+    def _warn_redundant(self, name: str, block: Block, sources: Sequence[str | None]) -> None:
+        labels = [self.models.labels[f.model] for f, s in zip(block.feeds, sources, strict=True) if s is not None]
+        if labels:
+            self.warnings.append(
+                Finding(
+                    f"tied tensors are written once: the copy in {' and '.join(labels)} is left out",
+                    name,
+                    fix="if it is a tensor of its own, set tie_word_embeddings to false in that model's config.json",
+                )
+            )
+
+    def _tied(self, block: Block, sources: Sequence[str | None]) -> list[bool]:
+        configs = self.models.configs
+        return [
+            vocabulary.ties(configs[f.model], stores_head=s is not None) for f, s in zip(block.feeds, sources, strict=True)
+        ]
+
+    def _donor_ties(self) -> bool:
+        donor = self.models.donor
+        stores_head = any(vocabulary.is_head(s) for s in self._rest_specs(donor))
+        return vocabulary.ties(self.models.configs[donor], stores_head=stores_head)
+
+    def _note_head(self, name: str, block: Block, stored: Sequence[str | None], filled: Sequence[str | None]) -> None:
+        """A head is written: unless all its models tie it, it is no longer the embedding."""
+        spec = self.models.specs[block.feeds[0].model][filled[0] or ""]
+        if vocabulary.is_head(replace(spec, name=name)):
+            tied = self._tied(block, stored)
+            if not all(tied) and (any(tied) or self._donor_ties()):
+                self.untie = True
+
+    def _check_tie(self, placement: Placement) -> None:
+        """Embedding and head of a stack come from different slices: say so where the two are one tensor."""
+        first, last = placement.blocks[0], placement.blocks[-1]
+        decoder = self.donor.main is not None and self.donor.main.kind == "decoder"
+        if {f.model for f in first.feeds} == {f.model for f in last.feeds} or not (decoder and self._donor_ties()):
+            return
+        if not any(vocabulary.is_head(step.out) for step in self.steps):
+            labels = " and ".join(dict.fromkeys(self.models.labels[f.model] for f in first.feeds))
+            self.warnings.append(
+                Finding(
+                    f"the head is tied to the embedding, so it comes from {labels} too, and not from the last slice",
+                    last.where,
+                )
+            )
+
+    # ---- stacks that the donor has not -------------------------------------------------------------------------------------
+
+    def _foreign_stacks(self, placements: Sequence[Placement]) -> None:
+        feeding = {f.model for p in placements for b in p.blocks for f in b.feeds}
+        known = {s.prefix for s in self.donor.stacks}
+        owners: dict[str, list[int]] = {}
+        for model, names in enumerate(self.models.names):
+            for prefix in names.layers:
+                if prefix not in known and model in feeding:
+                    owners.setdefault(prefix, []).append(model)
+        for prefix, models in owners.items():
+            if len(models) > 1:
+                self._problems.append(
+                    MismatchError(
+                        f"some models have layers {prefix}N, and {self.models.labels[self.models.donor]} has not",
+                        where=placements[0].blocks[0].where,
+                        details=[f"{self.models.labels[m]} has them" for m in models],
+                        fix="write 'modules', and under each module the models that have it",
+                    )
+                )
+                continue
+            for layer, table in self.models.names[models[0]].layers[prefix].items():
+                for suffix, source in table.items():
+                    self._own(f"{prefix}{layer}.{suffix}", models[0], source)
+
+    def _strangers(self, placements: Sequence[Placement]) -> None:
+        """A model that shares no tensor with the others is another kind of model: adding its parts makes no merge."""
+        for block in {id(b): b for p in placements for b in p.blocks}.values():
+            models = dict.fromkeys(f.model for f in block.feeds)
+            alone = [m for m in models if (id(block), m) not in self._together]
+            if len(models) > 1 and alone and not block.broken and not self.mismatches.concerns(block) and not self._problems:
+                self._problems.append(
+                    MismatchError(
+                        f"{self.models.labels[alone[0]]} has no tensor in common with the other models",
+                        where=next(f.where for f in block.feeds if f.model == alone[0]),
+                        details=[_first_name(self.models.labels[m], self.models.specs[m]) for m in models],
+                        fix="merge models of one architecture",
+                    )
+                )
+
+    # ---- steps -------------------------------------------------------------------------------------------------------------
+
+    def _merge(self, name: str, block: Block, sources: Sequence[str], t: float) -> None:
+        """One merged output tensor."""
+        feeds, all_specs = block.feeds, self.models.specs
+        specs = [all_specs[f.model][s] for f, s in zip(feeds, sources, strict=True)]
+        first = specs[0]
+        inputs = tuple([Source(f.model, s) for f, s in zip(feeds, sources, strict=True)])
+        for source in inputs:
+            self.account.use(source)
+        if len(feeds) > 1:
+            self._together.update((id(block), f.model) for f in feeds)
+        for spec in specs:
+            if spec.shape != first.shape:
+                self.mismatches.unequal(name, block, specs)
+                return
+        if not all(s.dtype.floating for s in specs):
+            self._integers(name, inputs, specs)
+            return
+        settings = self.resolver.index(block, name, sources, t)
+        self.origins[name] = (block, tuple(sources), t)
+        dtype = self.dtypes.of(inputs, specs)
+        op = self.method.name
+        if len(specs) == 1 and self.method.copies(self.resolver.settings[settings].models):
+            op = "copy" if dtype == first.dtype else "cast"
+        matrices = self.models.structures[feeds[0].model].experts(first) if len(first.shape) == 3 else 1
+        matrices = matrices if matrices <= MAX_STACKED else 1
+        self.steps.append(Step(TensorSpec(name, dtype, first.shape), op, inputs, block.base, settings, matrices))
+
+    def _integers(self, name: str, inputs: tuple[Source, ...], specs: Sequence[TensorSpec]) -> None:
+        """Integers and booleans are not merged: the base's (else the first model's) are copied, and compared on the way."""
+        k = next((k for k, i in enumerate(inputs) if i.model == self.models.base), 0)
+        order = [k, *(i for i in range(len(inputs)) if i != k)]
+        inputs, specs = tuple(inputs[i] for i in order), [specs[i] for i in order]
+        label = self.models.labels[inputs[0].model]
+        if any(s.dtype != specs[0].dtype for s in specs):
+            self.warnings.append(
+                Finding(
+                    f"dtypes differ and are not all floating; taken from {label}",
+                    name,
+                    tuple(f"{self.models.labels[i.model]}: {s}" for i, s in zip(inputs, specs, strict=True)),
+                )
+            )
+            for other in inputs[1:]:
+                self.account.used[other.model].discard(other.tensor)
+                self.account.drop(other.model, other.tensor, f"no floating numbers to merge: taken from {label}")
+            inputs = inputs[:1]
+        self.steps.append(Step(TensorSpec(name, specs[0].dtype, specs[0].shape), "copy", inputs))
+
+    def _own(self, name: str, model: int, source: str) -> None:
+        """An output tensor that only one model has."""
+        self.account.copied[model].append(name)
+        self._copy(name, model, source)
+
+    def _copy(self, name: str, model: int, source: str) -> None:
+        """One output tensor that is another's bytes, or a cast of it."""
+        spec = self.models.specs[model][source]
+        inputs = (Source(model, source),)
+        dtype = self.dtypes.of(inputs, [spec]) if spec.dtype.floating else spec.dtype
+        self.account.use(inputs[0])
+        op = "copy" if dtype == spec.dtype else "cast"
+        self.steps.append(Step(TensorSpec(name, dtype, spec.shape), op, inputs))
+
+
+def _union(tables: Sequence[Mapping[str, str]]) -> dict[str, None]:
+    return dict.fromkeys(suffix for table in tables for suffix in table)
+
+
+def _located(error: LayerError, where: str) -> LayerError:
+    found = error.finding
+    place = f"{where}: {found.where}" if found.where else where
+    return LayerError(found.what, where=place, details=found.details, fix=found.fix)
+
+
+def _first_name(label: str, specs: Specs) -> str:
+    name = next((n for n in specs if re.search(r"\.\d+\.", n)), next(iter(specs)))
+    return f"{label}: {name}"

@@ -1,0 +1,104 @@
+"""Running the command line in tests: in this process where it can be, as a process of its own where it must be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.mini import write_checkpoint
+
+
+@dataclass
+class Ran:
+    """What a run left: exit code and the two streams."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Cli:
+    """`cli("merge", recipe, out)` runs `weightsmith merge …` in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch = monkeypatch
+        self.capsys = capsys
+
+    def __call__(self, *args: object) -> Ran:
+        from weightsmith.cli import main
+
+        self.monkeypatch.setattr(sys, "argv", ["weightsmith", *map(str, args)])
+        self.capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = self.capsys.readouterr()
+        return Ran(int(ended.value.code or 0), out, err)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment of a process that finds the package under test, and no colour or debug settings."""
+    import weightsmith
+
+    env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "WEIGHTSMITH_DEBUG", "FORCE_COLOR")}
+    return env | {"PYTHONPATH": str(Path(weightsmith.__file__).parents[1])} | more
+
+
+def run_process(*args: object, code: str = "", **more: Any) -> Ran:
+    """`python -m weightsmith …`, or `python -c code …`."""
+    start = ["-c", code] if code else ["-m", "weightsmith"]
+    env = environment(**more.pop("env", {}))
+    done = subprocess.run([sys.executable, *start, *map(str, args)], capture_output=True, text=True, env=env, **more)
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
+CONFIG = {"model_type": "llama", "architectures": ["X"], "num_hidden_layers": 2, "vocab_size": 8, "dtype": "float32"}
+
+
+def make_models(root: Path, names: tuple[str, ...] = ("a", "b"), layers: int = 2) -> None:
+    """Small float32 models with a tokenizer each, in folders of these names."""
+    for seed, name in enumerate(names):
+        rng = np.random.default_rng(seed)
+        tensors = {"model.embed_tokens.weight": rng.standard_normal((8, 4), np.float32)}
+        for i in range(layers):
+            for part in ("self_attn.q_proj", "mlp.up_proj"):
+                tensors[f"model.layers.{i}.{part}.weight"] = rng.standard_normal((4, 4), np.float32)
+        tensors["model.norm.weight"] = rng.standard_normal(4, np.float32)
+        write_checkpoint(root / name, tensors, CONFIG | {"num_hidden_layers": layers})
+        (root / name / "tokenizer.json").write_text(f'{{"of": "{name}"}}')
+
+
+LINEAR = """merge_method: linear
+models:
+  - model: a
+    parameters: {weight: 0.25}
+  - model: b
+    parameters:
+      weight: 0.75
+"""
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """The command line, in this process."""
+    for name in ("NO_COLOR", "WEIGHTSMITH_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    return Cli(monkeypatch, capsys)
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder with the models `a` and `b` and the recipe `linear.yml`."""
+    make_models(tmp_path)
+    (tmp_path / "linear.yml").write_text(LINEAR)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+__all__ = ["CONFIG", "LINEAR", "Cli", "Ran", "cli", "environment", "make_models", "run_process", "work"]

@@ -1,0 +1,72 @@
+"""`import weightsmith` is light, its names are pinned, and merging needs none of the optional packages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import weightsmith
+from tests.cli_help import LINEAR, make_models, run_process
+
+NAMES = [
+    "Checkpoint",
+    "Merged",
+    "Plan",
+    "Progress",
+    "WeightsmithError",
+    "__version__",
+    "merge",
+    "open_checkpoint",
+    "plan",
+    "save_file",
+    "save_model",
+    "verify",
+]
+
+
+def test_import_weightsmith_loads_nothing_heavy() -> None:
+    heavy = "('torch', 'transformers', 'safetensors', 'numpy', 'numba', 'pydantic', 'yaml', 'rich', 'typer', 'huggingface_hub')"
+    ran = run_process(code=f"import sys, weightsmith; print([m for m in {heavy} if m in sys.modules])")
+    assert (ran.out, ran.err) == ("[]\n", "")
+
+
+def test_the_public_names_are_these_and_all_of_them_are_there() -> None:
+    assert sorted(weightsmith.__all__) == NAMES
+    for name in weightsmith.__all__:
+        assert getattr(weightsmith, name) is not None
+    assert set(dir(weightsmith)) >= set(NAMES)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'mrege'"):
+        weightsmith.mrege  # noqa: B018
+
+
+# Stands before all other finders, so that an installed package looks as if it were not there.
+_BLOCKED = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers", "safetensors"):
+            raise ModuleNotFoundError(f"blocked: {name}")
+        return None
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def test_merging_works_where_torch_transformers_and_safetensors_are_not_installed(tmp_path: Path) -> None:
+    make_models(tmp_path)
+    (tmp_path / "linear.yml").write_text(LINEAR)
+    ran = run_process("merge", "linear.yml", "out", code=_BLOCKED + "from weightsmith.cli import main; main()", cwd=tmp_path)
+    assert ran.code == 0, ran.err
+    assert (tmp_path / "out/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers.models", "safetensors.numpy"])
+def test_the_blocker_blocks(package: str) -> None:
+    ran = run_process(code=_BLOCKED + f"import {package}")
+    assert ran.code == 1
+    assert "ModuleNotFoundError: blocked: " in ran.err

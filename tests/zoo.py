@@ -1,0 +1,203 @@
+"""Tiny transformers models of many architectures, saved as their users save them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+HEADS = {**SIZES, "head_dim": 8}
+ENCODER = {k: v for k, v in SIZES.items() if k not in ("num_key_value_heads", "bos_token_id", "eos_token_id")}
+MOE = {**HEADS, "num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+SPEECH = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+MROPE = {"type": "mrope", "mrope_section": [1, 1, 2]}
+
+# name: model class, config class, arguments
+ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", SIZES),
+    "llama-bias": ("LlamaForCausalLM", "LlamaConfig", {**SIZES, "attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("LlamaForCausalLM", "LlamaConfig", {**SIZES, "tie_word_embeddings": True}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", SIZES),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", SIZES),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", HEADS),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", HEADS),
+    "gemma3-text": ("Gemma3ForCausalLM", "Gemma3TextConfig", HEADS),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", SIZES),
+    "phi3-tied": ("Phi3ForCausalLM", "Phi3Config", {**SIZES, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 64}),
+    "gpt-neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**SIZES, "num_local_experts": 4}),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", MOE),
+    "deepseek-v3": (
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {
+            **SIZES,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "kv_lora_rank": 8,
+            "q_lora_rank": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+            "qk_nope_head_dim": 8,
+        },
+    ),
+    "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mamba": ("MambaForCausalLM", "MambaConfig", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4}),
+    "jamba": (
+        "JambaForCausalLM",
+        "JambaConfig",
+        {
+            **SIZES,
+            "num_experts": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "mamba_d_state": 4,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "granite-hybrid": (
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        {
+            **SIZES,
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 16,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_d_state": 4,
+            "mamba_n_groups": 1,
+        },
+    ),
+    "bert": ("BertForMaskedLM", "BertConfig", ENCODER),
+    "bert-bare": ("BertModel", "BertConfig", ENCODER),
+    "roberta": ("RobertaForMaskedLM", "RobertaConfig", ENCODER),
+    "modernbert": ("ModernBertForMaskedLM", "ModernBertConfig", ENCODER),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "vocab_size": 64},
+    ),
+    "bart": ("BartForConditionalGeneration", "BartConfig", {**SPEECH, "max_position_embeddings": 64}),
+    "whisper": ("WhisperForConditionalGeneration", "WhisperConfig", {**SPEECH, "num_mel_bins": 8}),
+    "vit": ("ViTForImageClassification", "ViTConfig", {**VISION, "num_labels": 3}),
+    "clip": (
+        "CLIPModel",
+        "CLIPConfig",
+        {"text_config": {**ENCODER, "eos_token_id": 2, "bos_token_id": 1}, "vision_config": VISION, "projection_dim": 16},
+    ),
+    "qwen2-vl": (
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2VLConfig",
+        {
+            "text_config": {**SIZES, "rope_scaling": MROPE},
+            "vision_config": {"depth": 2, "embed_dim": 32, "num_heads": 4, "patch_size": 4, "mlp_ratio": 2, "hidden_size": 32},
+        },
+    ),
+    "qwen2.5-vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2_5_VLConfig",
+        {
+            "text_config": {**SIZES, "rope_scaling": MROPE},
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_heads": 4,
+                "patch_size": 4,
+                "out_hidden_size": 32,
+                "fullatt_block_indexes": [1],
+            },
+        },
+    ),
+    "gemma3-vl": (
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        {"text_config": HEADS, "vision_config": VISION, "mm_tokens_per_image": 4},
+    ),
+    "llava": (
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {
+            "text_config": {**SIZES, "model_type": "llama"},
+            "vision_config": {**VISION, "model_type": "clip_vision_model", "projection_dim": 16},
+            "vision_feature_layer": -1,
+        },
+    ),
+}
+
+
+def save(name: str, folder: Path, seed: int, *, dtype: str = "bfloat16", **changes: Any) -> Path:
+    """A model of the zoo with random weights, saved by transformers."""
+    model_class, config_class, arguments = ZOO[name]
+    return save_as(model_class, config_class, {**arguments, **changes}, folder, seed, dtype=dtype)
+
+
+def save_as(
+    model_class: str, config_class: str, arguments: Mapping[str, Any], folder: Path, seed: int, *, dtype: str = "bfloat16"
+) -> Path:
+    """A model of any class with random weights: those that transformers starts as 0 or 1 too."""
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**arguments))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.1)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
+
+
+def load(name: str, folder: Path) -> tuple[Any, dict[str, Any]]:
+    """What transformers makes of a folder: the model, and the keys it missed or did not expect."""
+    return load_as(ZOO[name][0], folder)
+
+
+def load_as(model_class: str, folder: Path) -> tuple[Any, dict[str, Any]]:
+    """The same with any class."""
+    import transformers
+
+    model, info = getattr(transformers, model_class).from_pretrained(folder, output_loading_info=True)
+    return model.eval(), {k: sorted(map(str, v)) for k, v in info.items() if v}
