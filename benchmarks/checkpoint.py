@@ -55,11 +55,6 @@ def tensors(folder: Path) -> dict[str, Place]:
     return found
 
 
-def weight_bytes(folder: Path) -> int:
-    """Bytes of all weight files, headers included."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-
-
 def reserve(folder: Path, shapes: Iterable[tuple[str, tuple[int, ...]]], max_shard_bytes: int) -> dict[str, Place]:
     """Create bf16 weight files of the right size, headers written and data zero, and the index if there are several.
 

@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.checkpoint import Place, reserve
+from benchmarks.jobs import stack
 
 NAMES = ("base", "a", "b", "c")
 ROOT = Path("build/bench/models")
@@ -65,6 +66,11 @@ class Scale:
             yield f"{prefix}.self_attn.v_proj.weight", (kv, self.hidden)
         yield "model.norm.weight", (self.hidden,)
         yield "lm_head.weight", (self.vocab, self.hidden)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, in bf16."""
+        return sum(2 * int(np.prod(shape)) for _, shape in self.shapes())
 
     def config(self) -> dict[str, Any]:
         """config.json, as transformers writes it for such a model."""
@@ -159,12 +165,20 @@ def _write(place: Place, start: int, values: npt.NDArray[Any]) -> None:
 
 
 def main() -> None:
-    """Build one scale from the command line."""
+    """Build one scale from the command line; prints where it is and how large, as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", choices=SCALES, default="1b")
     parser.add_argument("--root", type=Path, default=ROOT)
     args = parser.parse_args()
-    print(build(args.scale, args.root))
+    scale = SCALES[args.scale]
+    stacked = replace(scale, layers=sum(end - start for _, start, end in stack(scale.layers)))
+    found = {
+        "folder": str(build(args.scale, args.root)),
+        "layers": scale.layers,
+        "model_bytes": scale.nbytes,
+        "stack_bytes": stacked.nbytes,
+    }
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

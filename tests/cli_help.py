@@ -46,7 +46,7 @@ def environment(**more: str) -> dict[str, str]:
     """The environment of a process that finds the package under test, and no colour or debug settings."""
     import weightsmith
 
-    env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "WEIGHTSMITH_DEBUG", "FORCE_COLOR")}
+    env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "WEIGHTSMITH_DEBUG", "PYTHONUNBUFFERED")}
     return env | {"PYTHONPATH": str(Path(weightsmith.__file__).parents[1])} | more
 
 

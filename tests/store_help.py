@@ -43,12 +43,12 @@ def put(staging: Staging, names: Iterable[str] = NAMES, seed: int = 0) -> None:
         staging.finish(name, combine(hash_grains(raw, grain_bytes(BY_NAME[name]))))
 
 
-def build(out: Path, plan: str = "plan", seed: int = 0, *, overwrite: bool = False) -> Path:
-    """A whole checkpoint."""
+def build(out: Path, plan: str = "plan", seed: int = 0, *, overwrite: bool = False, fsync: bool = False) -> Path:
+    """A whole checkpoint; not synced, for a busy disk makes that slow."""
     with Staging.open(out, layout(), plan, overwrite=overwrite) as staging:
         put(staging, seed=seed)
         staging.add_file("config.json", b'{"model_type": "tiny"}')
-        return staging.publish({"recipe": "none"})
+        return staging.publish({"recipe": "none"}, fsync=fsync)
 
 
 def tree(folder: Path) -> dict[str, bytes]:

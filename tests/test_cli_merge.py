@@ -227,9 +227,10 @@ def test_ctrl_c_before_anything_was_made_says_that_nothing_is_left(
     assert "Interrupted. No unfinished work was left." in ran.err
 
 
-def test_a_reader_that_goes_away_ends_the_process_quietly() -> None:
+@pytest.mark.parametrize("command", ["schema", "methods"])  # more, and less, than a buffer holds
+def test_a_reader_that_goes_away_ends_the_process_quietly(command: str) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "weightsmith", "schema"],
+        [sys.executable, "-m", "weightsmith", command],
         env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None

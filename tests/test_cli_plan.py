@@ -80,7 +80,10 @@ def test_json_is_the_plan_with_the_place_of_every_tensor_and_the_sums(cli: Cli, 
 def test_the_passes_for_statistics_count_as_reading(cli: Cli, work: Path) -> None:
     (work / "ties.yml").write_text(TIES)
     found = json.loads(cli("plan", "ties.yml", "--json").out)["summary"]
-    assert found["read_bytes_at_most"] == 3 * found["input_bytes"]
+    assert found["read_bytes_at_most"] % found["input_bytes"] == 0
+    assert found["read_bytes_at_most"] > found["input_bytes"]
+    times = found["read_bytes_at_most"] // found["input_bytes"]
+    assert f"read up to {times} times" in cli("plan", "ties.yml").out
     (work / "ties.yml").write_text(TIES.replace("0.5", "1").replace("0.25", "1"))
     found = json.loads(cli("plan", "ties.yml", "--json").out)["summary"]
     assert found["read_bytes_at_most"] == found["input_bytes"] == 2 * found["bytes"]
@@ -90,7 +93,7 @@ def test_what_is_predicted_to_be_read_is_read(cli: Cli, work: Path) -> None:
     (work / "ties.yml").write_text(TIES)
     predicted = json.loads(cli("plan", "ties.yml", "--json").out)["summary"]
     done = json.loads(cli("merge", "ties.yml", "out", "--json").out)
-    assert done["read_bytes"] == predicted["read_bytes_at_most"]
+    assert predicted["input_bytes"] < done["read_bytes"] <= predicted["read_bytes_at_most"]
     assert done["bytes"] == predicted["bytes"]
     assert sum(f["bytes"] for f in done["files"]) == predicted["write_bytes"]
 

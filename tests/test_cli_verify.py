@@ -16,6 +16,7 @@ def test_a_checkpoint_as_written_is_said_to_be_so(cli: Cli, work: Path) -> None:
     ran = cli("verify", "out")
     assert ran.code == 0
     assert "out: as written: 6 tensors and 4 other files" in ran.out
+    assert "not of this checkpoint" not in ran.err
     (work / "out/note.txt").write_text("mine")
     ran = cli("verify", "out", "--json")
     found = json.loads(ran.out)

@@ -227,3 +227,16 @@ def test_copy_and_cast(tmp_path: Path) -> None:
     cast = run_method(tmp_path / "b", "cast", [array], shared={}, models=[{}], out=DTYPES["F16"])
     with np.errstate(all="ignore"):
         np.testing.assert_array_equal(cast, array.astype(np.float32).astype(np.float16))
+
+
+@pytest.mark.parametrize("density", [0.03, 0.5, 0.97])
+def test_ties_is_exact_where_the_first_tile_is_unlike_the_rest(density: float, tmp_path: Path) -> None:
+    """The window guessed from one tile then misses the threshold, and it is found by counting again."""
+    n = 400_000
+    rng = np.random.default_rng(2)
+    scale = np.where(np.arange(n) < n // 6, 1e-6, np.where(np.arange(n) < n // 2, 1.0, 1e4))
+    model = (rng.normal(0, 1, n) * scale).astype(np.float32)
+    base = np.zeros(n, np.float32)
+    models = [{}, {"weight": 1.0, "density": density}]
+    got = run_method(tmp_path, "ties", [base, model], shared=GTA, models=models, base=True, tile_bytes=1, threads=1)
+    np.testing.assert_array_equal(got, np.where(reference.keep_largest(model.astype(np.float64), int(density * n)), model, 0))

@@ -75,7 +75,7 @@ def test_killed_at_any_point_of_an_overwrite(tmp_path: Path, can_exchange: bool)
         shutil.rmtree(out.parent, ignore_errors=True)
         out.parent.mkdir()
         shutil.copytree(tmp_path / "old", out)
-        if not killed(lambda: build(out, "new", seed=2, overwrite=True), call_number, can_exchange):
+        if not killed(lambda: build(out, "new", seed=2, overwrite=True, fsync=can_exchange), call_number, can_exchange):
             break
         found = tree(out) if out.exists() else None
         assert found in (old, new) or (found is None and not can_exchange)

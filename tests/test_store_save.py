@@ -46,7 +46,7 @@ def expected(tensor: Any) -> tuple[str, tuple[int, ...], bytes]:
 def check(tensors: dict[str, Any], folder: Path, **options: Any) -> Path:
     """Save, read with the oracle, compare bit for bit."""
     path = folder / "saved.safetensors"
-    save_file(tensors, path, **options)
+    save_file(tensors, path, fsync=False, **options)
     assert read(path) == {name: expected(tensor) for name, tensor in tensors.items()}
     assert [p.name for p in folder.iterdir()] == [path.name]
     return path
@@ -287,7 +287,7 @@ def check_in_tiny_tiles(tensors: dict[str, Any], folder: Path) -> None:
         patch.setattr(views, "TILE_BYTES", 64)
         patch.setattr(views, "_SCRATCH_BYTES", 24)
         patch.setattr(views, "_SCRATCH_PAD_BYTES", 8)
-        check(tensors, folder, fsync=False)
+        check(tensors, folder)
 
 
 def to_torch(array: np.ndarray) -> torch.Tensor:

@@ -52,7 +52,7 @@ def test_the_final_name_does_not_exist_until_publish(out: Path) -> None:
     with Staging.open(out, layout(), "plan") as staging:
         put(staging)
         assert not out.exists()
-        staging.publish({})
+        staging.publish({}, fsync=False)
     assert out.exists()
 
 
@@ -79,7 +79,7 @@ def test_an_unfinished_tensor_is_not_published(out: Path) -> None:
     with Staging.open(out, layout(), "plan") as staging:
         put(staging, NAMES[1:])
         with pytest.raises(StoreError, match="tensor embed is not finished"):
-            staging.publish({})
+            staging.publish({}, fsync=False)
     assert not out.exists()
 
 
@@ -90,7 +90,7 @@ def test_an_overwritten_header_or_a_wrong_size_is_not_published(out: Path) -> No
         os.pwrite(fd, b"x", 20)
         os.ftruncate(staging.location("head")[0], 7)
         with pytest.raises(StoreError) as caught:
-            staging.publish({})
+            staging.publish({}, fsync=False)
     assert "header of model-00001-of-00002.safetensors was overwritten" in str(caught.value)
     assert "model-00002-of-00002.safetensors has 7 bytes" in str(caught.value)
 
@@ -100,7 +100,7 @@ def test_a_file_that_someone_else_put_into_the_staging_folder_is_not_published(o
         put(staging)
         (staging.folder / "content" / "model.safetensors").write_bytes(b"?")
         with pytest.raises(StoreError, match=r"not ours: model\.safetensors"):
-            staging.publish({})
+            staging.publish({}, fsync=False)
 
 
 @pytest.mark.parametrize("fsync", [True, False])
@@ -119,12 +119,12 @@ def test_a_folder_made_meanwhile_is_not_replaced_and_the_work_is_kept(out: Path,
         out.mkdir()
         (out / "theirs").write_text("x")
         with pytest.raises(OutputExists, match="meanwhile"):
-            staging.publish({})
+            staging.publish({}, fsync=False)
     assert tree(out) == {"theirs": b"x"}
     (out / "theirs").unlink()
     with Staging.open(out, layout(), "plan") as staging:
         assert staging.finished == set(NAMES)
-        staging.publish({})
+        staging.publish({}, fsync=False)
     verify(out)
 
 
@@ -277,7 +277,7 @@ def test_a_weight_file_cut_short_is_made_again(out: Path) -> None:
     with Staging.open(out, layout(), "plan") as staging:
         assert "embed" not in staging.finished
         put(staging)
-        staging.publish({})
+        staging.publish({}, fsync=False)
     verify(out)
 
 
@@ -286,7 +286,7 @@ def test_a_weight_file_that_grew_is_cut_to_its_size(out: Path) -> None:
         put(staging)
         os.ftruncate(staging.location("embed")[0], 100_000)
     with Staging.open(out, layout(), "plan") as staging:
-        staging.publish({})
+        staging.publish({}, fsync=False)
     verify(out)
 
 
@@ -364,7 +364,7 @@ def test_files_of_the_earlier_run_do_not_slip_into_the_output(out: Path) -> None
         staging.add_file("stale.json", b"x")
     with Staging.open(out, layout(), "plan") as staging:
         put(staging)
-        staging.publish({})
+        staging.publish({}, fsync=False)
     assert not any("stale" in name for name in tree(out))
 
 
@@ -431,7 +431,7 @@ def test_threads_write_and_finish_at_once(out: Path) -> None:
             thread.join()
     with Staging.open(out, make_layout(specs, 1000), "plan") as staging:
         assert len(staging.finished) == count
-        staging.publish({})
+        staging.publish({}, fsync=False)
     assert verify(out).tensors == count
 
 
@@ -459,7 +459,7 @@ def test_files_are_added_from_bytes_and_from_paths(out: Path, tmp_path: Path) ->
         put(staging)
         staging.add_file("tokenizer.json", tmp_path / "tokenizer.json")
         staging.add_file("1_Pooling/config.json", b"{}")
-        staging.publish({})
+        staging.publish({}, fsync=False)
     assert tree(out)["tokenizer.json"] == b"tokens" * 1000
     assert not (out / "tokenizer.json").is_symlink()
     assert tree(out)["1_Pooling/config.json"] == b"{}"

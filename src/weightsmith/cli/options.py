@@ -29,7 +29,7 @@ def parse_size(text: str | int) -> int:
     whole, _, decimals = number.partition(".")
     # In integers: 1.1 is no float, and the decimal module takes longer to import than all else here.
     unit: int = (1024 if binary else 1000) ** power
-    nbytes = int(whole + decimals) * unit // 10 ** len(decimals)
+    nbytes: int = int(whole + decimals) * unit // 10 ** len(decimals)
     if nbytes < 1:
         raise typer.BadParameter(f"{str(text)!r} is less than one byte.")
     return nbytes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weightsmith.tensors import DType
 
-TILE_BYTES = 2 << 20
+TILE_BYTES = 1 << 20
 """Of each input. Long enough that a call costs nothing beside its work, short enough to stay near the cache."""
 
 KERNEL_BYTES = 8 << 20

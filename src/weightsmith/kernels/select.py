@@ -1,10 +1,11 @@
-"""Exact k-th largest magnitude by radix: the bits of |x| as float32 sort like its value.
+"""Exact k-th largest magnitude: the bits of |x| as float32 sort like its value.
 
-One pass counts the high 16 bits, and in the same pass the low 16 bits inside three neighbouring bins, guessed from the first
-tile to hold the k-th; if it lies elsewhere, a second pass counts the low bits there. Counts add, so tiles, threads and machines
-merge without rounding, and a wrong guess costs time only. bf16 deltas are full of equal magnitudes (7 % of elements sit exactly on a usual threshold),
-so the tie rule is part of the result: of the elements equal to the threshold those with the lower flat index are kept, and
-exactly k in all. Magnitudes are compared as float32; a NaN counts as larger than anything.
+One pass counts the elements above a window of bit patterns, and how often each pattern inside it occurs. The window is guessed
+from the ranks of the first tile; if the k-th lies elsewhere, two more passes find it for certain: a histogram of the high 16
+bits, then a window that is the bin found. Counts add, so tiles, threads and machines merge without rounding, and a wrong guess
+costs time only. bf16 deltas are full of equal magnitudes (7 % of elements sit exactly on a usual threshold), so the tie rule is part of
+the result: of the elements equal to the threshold those with the lower flat index are kept, and exactly k in all. Magnitudes
+are compared as float32; a NaN counts as larger than anything.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from weightsmith.kernels.codecs import BLOCK, as_bits, decode
 from weightsmith.kernels.combine import subtract
 
 HIGH_BINS = 1 << 15  # the sign bit of a magnitude is 0
-LOW_BINS = 1 << 16
+TABLE = 1 << 17
+"""Slots of the hash table that counts the patterns of one tile; a bin of the high histogram has at most half as many."""
+
+MAX_PATTERNS = TABLE * 5 // 8
 
 
 @njit(nogil=True, cache=True)
@@ -28,52 +32,74 @@ def magnitude_bits(row: np.ndarray, n: int, bits: np.ndarray) -> None:
 
 
 @njit(nogil=True, cache=True)
-def count(
+def delta_bits(
+    raw: np.ndarray, codes: np.ndarray, i: int, start: int, n: int, rows: np.ndarray, bits: np.ndarray
+) -> None:
+    """bits[:n] = magnitude bits of raw[i] - raw[0] from element `start`; rows scratch [2, BLOCK]."""
+    decode(raw[0], codes[0], start, n, rows[0])
+    decode(raw[i], codes[i], start, n, rows[1])
+    subtract(rows[1], rows[0], n)
+    magnitude_bits(rows[1], n, bits)
+
+
+@njit(nogil=True, cache=True)
+def count_high(
+    raw: np.ndarray, codes: np.ndarray, i: int, n: int, counts: np.ndarray, rows: np.ndarray, bits: np.ndarray
+) -> None:
+    """counts[b] += deltas of model i whose magnitude bits begin with b; counts uint32 [HIGH_BINS]."""
+    for start in range(0, n, BLOCK):
+        m = min(BLOCK, n - start)
+        delta_bits(raw, codes, i, start, m, rows, bits)
+        for j in range(m):
+            counts[bits[j] >> np.uint32(16)] += np.uint32(1)
+
+
+@njit(nogil=True, cache=True)
+def count_window(
     raw: np.ndarray,
     codes: np.ndarray,
     i: int,
     n: int,
     first: int,
-    high: np.ndarray,
-    low: np.ndarray,
+    end: int,
+    patterns: np.ndarray,
+    numbers: np.ndarray,
+    slots: np.ndarray,
     rows: np.ndarray,
     bits: np.ndarray,
-) -> None:
-    """Histograms of the magnitude bits of model i's deltas, raw[i] - raw[0].
+) -> tuple[int, int]:
+    """Count the magnitude bits of model i's deltas in first … end - 1, by pattern; also how many are end or more.
 
-    high   uint32 [HIGH_BINS]: += by the high 16 bits
-    first  high bits of the first of the bins whose low bits are counted too
-    low    uint32 [bins * LOW_BINS]: += by ((high bits - first), low bits); may have no bins
-    rows   scratch [2, BLOCK]; bits uint32 [BLOCK] scratch
+    patterns, numbers  uint32 [TABLE]: a hash table with linear probing; numbers must be all zero
+    slots              uint32 [MAX_PATTERNS]: the slots in use, in the order of first occurrence
+
+    Returns (elements above, patterns found), or (0, -1) when there are more than MAX_PATTERNS.
     """
-    base, x = rows[0], rows[1]
-    span = np.uint32(low.size)
-    offset = np.uint32(first) << np.uint32(16)
+    low = np.uint32(first)
+    span = np.uint32(end - first)
+    above = np.int64(0)
+    found = 0
     for start in range(0, n, BLOCK):
         m = min(BLOCK, n - start)
-        decode(raw[0], codes[0], start, m, base)
-        decode(raw[i], codes[i], start, m, x)
-        subtract(x, base, m)
-        magnitude_bits(x, m, bits)
+        delta_bits(raw, codes, i, start, m, rows, bits)
+        b = bits[:m]
+        higher = np.uint32(0)
         for j in range(m):
-            high[bits[j] >> np.uint32(16)] += np.uint32(1)
+            higher = np.uint32(higher + np.uint32(b[j] >= np.uint32(end)))
+        above += higher
         for j in range(m):
-            place = np.uint32(bits[j] - offset)  # wraps round below the first bin, to beyond the last
-            if place < span:
-                low[place] += np.uint32(1)
-
-
-@njit(nogil=True, cache=True)
-def occupied(counts: np.ndarray, places: np.ndarray, numbers: np.ndarray) -> int:
-    """Gather the non-zero counters: their places and values, in order; returns how many (stops when places is full)."""
-    found = 0
-    for b in range(counts.size):
-        if counts[b] != 0:
-            if found < places.size:
-                places[found] = b
-                numbers[found] = counts[b]
-            found += 1
-    return found
+            if np.uint32(b[j] - low) < span:  # wraps round below the window, to beyond its end
+                slot = np.uint32(b[j] * np.uint32(2654435761)) >> np.uint32(15)
+                while numbers[slot] != 0 and patterns[slot] != b[j]:
+                    slot = np.uint32(slot + np.uint32(1)) & np.uint32(TABLE - 1)
+                if numbers[slot] == 0:
+                    if found == MAX_PATTERNS:
+                        return 0, -1
+                    patterns[slot] = b[j]
+                    slots[found] = slot
+                    found += 1
+                numbers[slot] += np.uint32(1)
+    return above, found
 
 
 @njit(nogil=True, cache=True)
@@ -92,16 +118,12 @@ def index_of_tie(
     raw: np.ndarray, codes: np.ndarray, i: int, n: int, threshold: int, quota: int, rows: np.ndarray, bits: np.ndarray
 ) -> int:
     """Index just past the `quota`-th element of model i whose magnitude bits equal `threshold`; n if there are fewer."""
-    base, x = rows[0], rows[1]
     left = quota
     if left == 0:
         return 0
     for start in range(0, n, BLOCK):
         m = min(BLOCK, n - start)
-        decode(raw[0], codes[0], start, m, base)
-        decode(raw[i], codes[i], start, m, x)
-        subtract(x, base, m)
-        magnitude_bits(x, m, bits)
+        delta_bits(raw, codes, i, start, m, rows, bits)
         for j in range(m):
             if bits[j] == np.uint32(threshold):
                 left -= 1

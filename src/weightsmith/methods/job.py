@@ -65,6 +65,7 @@ class Scratch:
     def __init__(self) -> None:
         self._rows: dict[type, np.ndarray] = {}
         self._sums = np.empty((0, 0))
+        self._table: tuple[npt.NDArray[np.uint32], ...] = ()
         self._counts: dict[int, npt.NDArray[np.uint32]] = {}
         from weightsmith.kernels.codecs import BLOCK
 
@@ -87,6 +88,12 @@ class Scratch:
         if len(self._sums) < count:
             self._sums = np.empty((count, self._block))
         return self._sums
+
+    def table(self, slots: int, used: int) -> tuple[npt.NDArray[np.uint32], ...]:
+        """A hash table of `slots`: patterns and numbers, and a list of `used` slots. Whoever uses it leaves numbers zero."""
+        if not self._table:
+            self._table = np.empty(slots, np.uint32), np.zeros(slots, np.uint32), np.empty(used, np.uint32)
+        return self._table
 
     def counts(self, bins: int) -> npt.NDArray[np.uint32]:
         """`bins` zeroed counters."""

@@ -1,11 +1,12 @@
 """The job behind task arithmetic, TIES and DARE: axes (sparsifier, rescale, election, normalisation), one kernel.
 
-Passes over the inputs, each only if needed: one for exact thresholds (a second when its guess was wrong, see
+Passes over the inputs, each only if needed: one for exact thresholds (two more when its guess was wrong, see
 `kernels/select.py`), one for L1 norms, one to apply.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,7 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from weightsmith.kernels.select import HIGH_BINS, LOW_BINS, count, find_bin, index_of_tie, occupied
+from weightsmith.kernels.select import (
+    HIGH_BINS,
+    MAX_PATTERNS,
+    TABLE,
+    count_high,
+    count_window,
+    find_bin,
+    index_of_tie,
+)
 from weightsmith.kernels.task_vector import (
     KEEP_ALL,
     KEEP_LARGE,
@@ -49,33 +58,35 @@ def random_key(seed: int, model: int, tensor: str) -> int:
     return xxhash.xxh3_64_intdigest(f"{model}\0{tensor}".encode(), seed=seed & (2**64 - 1))
 
 
-GUESSED_BINS = 3
-"""Bins of the high histogram, each about half a per cent of the magnitude wide, whose low bits are counted on a guess."""
-
-
 @dataclass(slots=True)
 class Trim:
     """The search for one model's threshold.
 
-    kept          elements to keep
-    high          int64 [HIGH_BINS], summed over tiles
-    first         first of the bins whose low bits are counted; -1: not guessed yet
-    missed        the guess was wrong, and the low bits are counted once more
+    kept    elements to keep
+    first   first bit pattern of the window that is counted; -1: not guessed yet
+    end     one past its last
+    missed  the guess was wrong: `high`, int64 [HIGH_BINS], is counted next, and then a window that is sure
     """
 
     kept: int
-    high: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(HIGH_BINS, np.int64))
     first: int = -1
+    end: int = -1
     missed: bool = False
+    high: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Occupied low bins of one tile, and the tile's first element."""
+    """What one tile holds of one window: elements above it, patterns inside, how often each; and the tile's start.
+
+    complete  False when there were too many patterns to count
+    """
 
     start: int
-    places: npt.NDArray[np.uint32]
+    above: int
+    patterns: npt.NDArray[np.uint32]
     numbers: npt.NDArray[np.uint32]
+    complete: bool
 
 
 class TaskVectorJob(Job):
@@ -122,80 +133,103 @@ class TaskVectorJob(Job):
         return [i for i in range(len(self.modes)) if self.modes[i] in modes]
 
     def passes(self) -> int:
-        """One or two for thresholds, and one for norms; known for certain once the first is folded in."""
+        """Known for certain once the first pass is folded in."""
         return len(self._plan())
 
     def _plan(self) -> list[str]:
-        plan = ["count"] if self._trims else []
-        plan += ["again"] if any(trim.missed for trim in self._trims.values()) else []
+        plan = ["window"] if self._trims else []
+        plan += ["high", "sure"] if any(trim.missed for trim in self._trims.values()) else []
         return plan + (["norms"] if self._norms_needed else [])
 
     def statistics(self, number: int, tile: Tile) -> Any:
         kind = self._plan()[number]
-        return self._norms(tile) if kind == "norms" else self._count(tile, again=kind == "again")
+        if kind == "norms":
+            return self._norms(tile)
+        if kind == "high":
+            return self._count_high(tile)
+        return self._count_window(tile, sure=kind == "sure")
 
     def fold(self, number: int, results: list[Any]) -> None:
         kind = self._plan()[number]
         if kind == "norms":
             self._fold_norms(results)
+        elif kind == "high":
+            for trim in self._trims.values():
+                if trim.missed:
+                    trim.first = int(find_bin(trim.high, trim.kept)[0]) << 16
+                    trim.end = trim.first + (1 << 16)
         else:
-            self._fold_counts(results, again=kind == "again")
+            self._fold_window(results, sure=kind == "sure")
 
-    def _count(self, tile: Tile, *, again: bool) -> dict[int, Counts]:
-        """For each trimmed model the tile's occupied low bins: a few KB."""
+    def _count_window(self, tile: Tile, *, sure: bool) -> dict[int, Counts]:
         m, scratch = self.matrix, tile.scratch
         rows = scratch.rows(2, m.codes, m.out_code)
         found = {}
         for i, trim in self._trims.items():
-            if again and not trim.missed:
+            if sure and not trim.missed:
                 continue
-            if not again:
+            if not sure:
                 self._guess(trim, i, tile)
-            high, low = scratch.counts(HIGH_BINS), scratch.counts(GUESSED_BINS * LOW_BINS)
-            count(tile.raw, m.codes, i + 1, tile.size, trim.first, high, low, rows, scratch.bits)
-            if not again:
-                with self._lock:
-                    np.add(trim.high, high, out=trim.high)
-            places, numbers = np.empty(tile.size, np.uint32), np.empty(tile.size, np.uint32)
-            n = occupied(low, places, numbers)
-            found[i] = Counts(tile.start, places[:n].copy(), numbers[:n].copy())
+            patterns, numbers, slots = scratch.table(TABLE, MAX_PATTERNS)
+            above, n = count_window(
+                *(tile.raw, m.codes, i + 1, tile.size, trim.first, trim.end, patterns, numbers, slots),
+                *(rows, scratch.bits),
+            )
+            used = slots[: n if n >= 0 else MAX_PATTERNS]
+            found[i] = Counts(tile.start, above, patterns[used], numbers[used], n >= 0)
+            numbers[used] = 0  # the table is clean again
         return found
 
     def _guess(self, trim: Trim, i: int, tile: Tile) -> None:
-        """Whichever tile is first guesses, from itself alone, in which bins the threshold will be."""
+        """Whichever tile comes first guesses, from itself alone, where the threshold will be."""
         with self._lock:
             if trim.first >= 0:
                 return
             m, scratch = self.matrix, tile.scratch
-            high = scratch.counts(HIGH_BINS)
             rows = scratch.rows(2, m.codes, m.out_code)
-            count(tile.raw, m.codes, i + 1, tile.size, 0, high, high[:0], rows, scratch.bits)
-            likely, _ = find_bin(high, max(1, round(trim.kept * tile.size / m.size)))
-            trim.first = max(0, int(likely) - GUESSED_BINS // 2)
+            high = scratch.counts(HIGH_BINS)
+            count_high(tile.raw, m.codes, i + 1, tile.size, high, rows, scratch.bits)
+            share = trim.kept / m.size
+            # Ranks within a tile scatter like sqrt(p (1 - p) n); rows differ among each other by a little more.
+            slack = 6 * math.sqrt(share * (1 - share) * tile.size) + tile.size / 500
+            trim.first = int(find_bin(high, min(tile.size, round(share * tile.size + slack)))[0]) << 16
+            trim.end = (int(find_bin(high, max(1, round(share * tile.size - slack)))[0]) + 1) << 16
 
-    def _fold_counts(self, results: list[dict[int, Counts]], *, again: bool) -> None:
+    def _count_high(self, tile: Tile) -> None:
+        m, scratch = self.matrix, tile.scratch
+        rows = scratch.rows(2, m.codes, m.out_code)
         for i, trim in self._trims.items():
-            if again and not trim.missed:
-                continue
-            bin_, above = (int(v) for v in find_bin(trim.high, trim.kept))
-            if not trim.first <= bin_ < trim.first + GUESSED_BINS:
-                trim.missed = True
-                trim.first = bin_
-            else:
-                self._set_threshold(i, trim, bin_, above, [tile[i] for tile in results])
+            if trim.missed:
+                counts = scratch.counts(HIGH_BINS)
+                count_high(tile.raw, m.codes, i + 1, tile.size, counts, rows, scratch.bits)
+                with self._lock:
+                    np.add(trim.high, counts, out=trim.high)
 
-    def _set_threshold(self, i: int, trim: Trim, bin_: int, above: int, tiles: list[Counts]) -> None:
-        offset = (bin_ - trim.first) * LOW_BINS
-        total = np.zeros(LOW_BINS, np.int64)
-        for tile in tiles:
-            inside = (tile.places >= offset) & (tile.places < offset + LOW_BINS)
-            total[tile.places[inside] - offset] += tile.numbers[inside]
-        low, more = (int(v) for v in find_bin(total, trim.kept - above))
-        self.limits[i] = bin_ << 16 | low
+    def _fold_window(self, results: list[dict[int, Counts]], *, sure: bool) -> None:
+        for i, trim in self._trims.items():
+            if sure and not trim.missed:
+                continue
+            tiles = [tile[i] for tile in results]
+            above = sum(tile.above for tile in tiles)
+            inside = sum(int(tile.numbers.sum()) for tile in tiles)
+            if all(tile.complete for tile in tiles) and above < trim.kept <= above + inside:
+                self._set_threshold(i, trim.kept - above, tiles)
+            else:
+                trim.missed = True
+                trim.high = np.zeros(HIGH_BINS, np.int64)
+
+    def _set_threshold(self, i: int, rank: int, tiles: list[Counts]) -> None:
+        """The threshold is the `rank`-th largest of the patterns counted."""
+        patterns, where = np.unique(np.concatenate([tile.patterns for tile in tiles]), return_inverse=True)
+        numbers = np.bincount(where, np.concatenate([tile.numbers for tile in tiles])).astype(np.int64)
+        at_least = np.cumsum(numbers[::-1])
+        place = int(np.searchsorted(at_least, rank))  # counted from the largest
+        threshold = int(patterns[len(patterns) - 1 - place])
+        self.limits[i] = threshold
         # Of the elements equal to the threshold the first `quota` are kept: find the tile in which the last one lies.
-        quota = trim.kept - above - more
+        quota = rank - (int(at_least[place - 1]) if place else 0)
         for tile in tiles:
-            ties = int(tile.numbers[tile.places == offset + low].sum())
+            ties = int(tile.numbers[tile.patterns == threshold].sum())
             if quota <= ties:
                 self._ties[i] = (tile.start, quota)
                 return

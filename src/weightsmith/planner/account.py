@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weightsmith.errors import Finding, TensorLost, WeightsmithError
-from weightsmith.planner.match import ModelNames, comes_first
+from weightsmith.planner.match import ModelNames, comes_first, home_module
 from weightsmith.planner.placement import Placement
 from weightsmith.planner.steps import Dropped, Source
 from weightsmith.structure import Structure
@@ -102,20 +102,18 @@ class _Judge:
         self.structure = structure
         self.donor = donor
         self.placements = {p.module: p for p in placements}
+        self.home = home_module(structure)
         self.feeding = {f.model for p in placements for b in p.blocks for f in b.feeds}
-        self.cut = any(p.sliced or not p.blocks for p in placements)
 
     def reason(self, model: int, tensor: str) -> str:
         """The reason, or "" when there is none."""
         if model not in self.feeding and model != self.donor:
             return "the recipe takes no tensor of this model"
-        names = self.names[model]
-        place = names.structure.locate(tensor)
-        prefix = names.paired[place[0].prefix] if place is not None else ""
-        known = {s.prefix: s.module for s in self.structure.stacks}
-        if place is not None and prefix not in known:
-            return f"{self.labels[self.donor]} has no such layers, and the recipe does not ask for them" if self.cut else ""
-        module = known[prefix] if place is not None else self.structure.module_of(names.outer[tensor])
+        names, outer = self.names[model], self.names[model].outer.get(tensor, "")
+        place = names.place(tensor)
+        module = self.structure.module_of(f"{place[0]}0.x" if place is not None else outer)
+        if outer and outer not in self.names[self.donor].rest and not self.structure.extra(outer):
+            module = self.home
         placement = self.placements[module]
         if not placement.blocks:
             return "" if model == self.donor else f"module {module} is copied from {self.labels[self.donor]}"
@@ -125,10 +123,10 @@ class _Judge:
             return f"module {module} is taken from {sources}"
         if not placement.sliced:
             return ""
-        if prefix in placement.sliced and place is not None:
+        if place is not None and place[0] in placement.sliced:
             ranges = [(f.first, f.end or 0) for b in placement.blocks for f in b.feeds if f.model == model]
             return "" if any(a <= place[1] < b for a, b in ranges) else "its layer is in no slice"
-        first = comes_first(names.outer[tensor]) if place is None else False
+        first = bool(outer) and comes_first(outer)
         block = placement.blocks[0 if first else -1]
         which = "first" if first else "last"
         return "" if model in (f.model for f in block.feeds) else f"it is taken from the {which} slice, which has another model"

@@ -174,7 +174,11 @@ def _prepare(
     steps = sorted(outputs.steps, key=lambda step: natural_key(step.out.name))
     checkpoint = inputs[donor]
     config = None
-    if checkpoint.config is not None:
+    if checkpoint.config is None:
+        fix = "name its folder, not the file" if not checkpoint.files else "add a config.json to its folder"
+        what = f"the output has no config.json and no tokenizer: {labels[donor]} has none"
+        warnings.append(Finding(what, fix=fix) if not checkpoint.files else Finding(f"the output has no config.json: {labels[donor]} has none", fix=fix))
+    else:
         try:
             config, notes = output_config(
                 checkpoint.config,

@@ -30,6 +30,11 @@ def comes_first(name: str) -> bool:
     return _FIRST.search(before) is not None and "head" not in before
 
 
+def home_module(donor: Structure) -> str:
+    """The module of what the donor has not (a head): that of its main stack, else its first."""
+    return donor.main.module if donor.main is not None else next(iter(donor.modules))
+
+
 def is_buffer(spec: TensorSpec) -> bool:
     """True for a tensor that the model computes for itself: old files store it, new ones do not.
 
@@ -50,7 +55,7 @@ class ModelNames:
 
     layers  donor's stack prefix → layer → name inside the layer → the model's own name
     depth   donor's stack prefix → number of layers
-    rest    donor's name → the model's own name
+    rest    donor's name → the model's own name; layers that the donor does not have are here too
     outer   the reverse of `rest`
     paired  the model's stack prefix → donor's
     """
@@ -65,30 +70,57 @@ class ModelNames:
         self.structure = structure
         self.specs = specs
         self.paired = pair_stacks(structure.stacks, donor.stacks)
-        self.layers: dict[str, dict[int, dict[str, str]]] = {p: defaultdict(dict) for p in self.paired.values()}
-        self.depth = {self.paired[s.prefix]: s.n_layers for s in structure.stacks}
-        beyond = {s.prefix: s.n_layers for s in donor.stacks}
+        counts = {s.prefix: s.n_layers for s in donor.stacks}
+        self.layers: dict[str, dict[int, dict[str, str]]] = {prefix: defaultdict(dict) for prefix in counts}
+        self.depth = {self.paired[s.prefix]: s.n_layers for s in structure.stacks if self.paired[s.prefix] in counts}
         roots = sorted({_roots(a, b) for a, b in self.paired.items() if a != b}, key=lambda r: -len(r[0]))
+        self._seen: dict[str, tuple[str, int]] = {}
         found: dict[str, str] = {}  # own → donor's
+        extras: dict[str, str] = {}
         for name in specs:
             place = structure.locate(name)
-            if place is not None:
-                stack, layer = place
-                suffix = name[len(stack.prefix) + len(str(layer)) + 1 :]
-                self.layers[self.paired[stack.prefix]][layer][suffix] = name
+            prefix = self.paired[place[0].prefix] if place is not None else ""
+            if place is not None and prefix in counts:
+                suffix = name[len(place[0].prefix) + len(str(place[1])) + 1 :]
+                self.layers[prefix][place[1]][suffix] = name
                 continue
             extra = structure.extra(name)
-            if extra is None:
+            if extra is None or self.paired[extra[0].prefix] not in counts:
                 found[name] = _renamed(name, roots)
             else:
                 prefix = self.paired[extra[0].prefix]
-                number = beyond.get(prefix, extra[0].n_layers) + extra[1]
-                found[name] = f"{prefix}{number}.{structure.suffix(name)}"
+                extras[name] = f"{prefix}{counts[prefix] + extra[1]}.{structure.suffix(name)}"
         if structure is not donor:
             found |= _by_ending(found, specs, donor, donor_specs)
+            found = self._as_donor_sees(found, donor)
+        found |= extras
         self.rest = {theirs: mine for mine, theirs in found.items()}
         self.outer = found
         self._modules: set[str] | None = None
+
+    def _as_donor_sees(self, found: Mapping[str, str], donor: Structure) -> dict[str, str]:
+        """Take out what is a layer for the donor, though not for the model's own config (a layer number is missing)."""
+        rest: dict[str, str] = {}
+        for mine, theirs in found.items():
+            place = donor.locate(theirs)
+            if place is None:
+                rest[mine] = theirs
+                continue
+            prefix, layer = place[0].prefix, place[1]
+            self.layers[prefix][layer].setdefault(donor.suffix(theirs) or "", mine)
+            self._seen[mine] = prefix, layer
+            self.depth[prefix] = max(self.depth.get(prefix, 0), layer + 1)
+        return rest
+
+    def place(self, tensor: str) -> tuple[str, int] | None:
+        """Donor's stack prefix and layer of a tensor of the model; None for one that is in `rest`."""
+        if tensor in self.outer:
+            return None
+        found = self._seen.get(tensor)
+        if found is None:
+            stack, layer = self.structure.locate(tensor) or (None, 0)
+            found = (self.paired[stack.prefix], layer) if stack is not None else None
+        return found
 
     def has_module_of(self, name: str) -> bool:
         """True when the model has anything of the module that the tensor `name` (donor's name) is in."""
@@ -169,7 +201,7 @@ def _by_ending(
         if len(fits) == 1 and fits[0] not in given:
             given.add(fits[0])
             pairs[mine] = fits[0]
-        elif supposed != mine and not fits:
+        elif supposed != mine and not fits and mine not in taken:
             pairs[mine] = mine  # a renaming that leads nowhere helps nobody: `score.weight` stays what it is
     return pairs
 

@@ -15,7 +15,7 @@ from weightsmith.planner.account import Account
 from weightsmith.planner.blocks import Block, Feed
 from weightsmith.planner.depth import Counterparts
 from weightsmith.planner.dtypes import DTypes
-from weightsmith.planner.match import ModelNames, comes_first, is_buffer
+from weightsmith.planner.match import ModelNames, comes_first, home_module, is_buffer
 from weightsmith.planner.mismatch import Mismatches
 from weightsmith.planner.parameters import Resolver
 from weightsmith.planner.placement import Placement
@@ -81,8 +81,6 @@ class Outputs:
             else:
                 for name in self.donor.modules[placement.module]:
                     self._copy(name, self.models.donor, name)
-        if all(p.blocks and not p.sliced for p in placements):
-            self._foreign_stacks(placements)
         self._strangers(placements)
 
     # ---- modules ---------------------------------------------------------------------------------------------------------
@@ -177,8 +175,7 @@ class Outputs:
         """Tensors of the module outside its layers, by the donor's names: the donor's first, then the others'."""
         donor, names = self.donor, self.models.names
         found = dict.fromkeys(n for n in donor.modules[placement.module] if donor.locate(n) is None)
-        # What the donor has not goes with the module of its main stack (a head), else with the first.
-        home = donor.main.module if donor.main is not None else next(iter(donor.modules))
+        home = home_module(donor)
         for model in dict.fromkeys(f.model for b in placement.blocks for f in b.feeds):
             for name in names[model].rest:
                 if name not in names[self.models.donor].rest:
@@ -307,30 +304,7 @@ class Outputs:
                 )
             )
 
-    # ---- stacks that the donor has not -------------------------------------------------------------------------------------
-
-    def _foreign_stacks(self, placements: Sequence[Placement]) -> None:
-        feeding = {f.model for p in placements for b in p.blocks for f in b.feeds}
-        known = {s.prefix for s in self.donor.stacks}
-        owners: dict[str, list[int]] = {}
-        for model, names in enumerate(self.models.names):
-            for prefix in names.layers:
-                if prefix not in known and model in feeding:
-                    owners.setdefault(prefix, []).append(model)
-        for prefix, models in owners.items():
-            if len(models) > 1:
-                self._problems.append(
-                    MismatchError(
-                        f"some models have layers {prefix}N, and {self.models.labels[self.models.donor]} has not",
-                        where=placements[0].blocks[0].where,
-                        details=[f"{self.models.labels[m]} has them" for m in models],
-                        fix="write 'modules', and under each module the models that have it",
-                    )
-                )
-                continue
-            for layer, table in self.models.names[models[0]].layers[prefix].items():
-                for suffix, source in table.items():
-                    self._own(f"{prefix}{layer}.{suffix}", models[0], source)
+    # ---- models that do not go together -------------------------------------------------------------------------------------
 
     def _strangers(self, placements: Sequence[Placement]) -> None:
         """A model that shares no tensor with the others is another kind of model: adding its parts makes no merge."""

@@ -1,0 +1,72 @@
+"""Which model gives config, tokenizer and the other files, and which files these are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests import plan_help
+from tests.mini import write_checkpoint
+from tests.plan_help import decoder, plan, warnings
+
+FILES = {
+    "tokenizer.json": "{}",
+    "tokenizer_config.json": "{}",
+    "chat_template.jinja": "{{ x }}",
+    "generation_config.json": "{}",
+    "preprocessor_config.json": "{}",
+    "modeling_own.py": "raise SystemExit",
+    "merges.txt": "",
+    "LICENSE": "",
+}
+
+
+def linear(*models: str, **more: Any) -> dict[str, Any]:
+    return {"merge_method": "linear", "models": [{"model": m} for m in models], "parameters": {"weight": 1}, **more}
+
+
+def test_the_base_is_the_donor_and_else_the_first_model(tmp_path: Path) -> None:
+    a, b = (plan_help.model(tmp_path / n, seed=i) for i, n in enumerate("ab"))
+    assert plan(linear(a, b)).models[0].ref == a
+    p = plan(linear(a, b, base_model=b))
+    assert (p.donor, p.models[0].ref) == (0, b)
+
+
+def test_every_file_that_is_no_weight_is_carried(tmp_path: Path) -> None:
+    a = plan_help.model(tmp_path / "a")
+    for name, text in {**FILES, "README.md": "", "pytorch_model.bin": "", "optimizer.pt": "", ".gitattributes": ""}.items():
+        (tmp_path / "a" / name).write_text(text)
+    assert plan(linear(a)).carried == tuple(sorted(FILES))
+
+
+def test_files_arrive_and_code_is_not_run(tmp_path: Path) -> None:
+    import weightsmith
+
+    a = plan_help.model(tmp_path / "a")
+    for name, text in FILES.items():
+        (tmp_path / "a" / name).write_text(text)
+    weightsmith.merge(linear(a), tmp_path / "out", fsync=False)
+    assert {name: (tmp_path / "out" / name).read_text() for name in FILES} == FILES
+
+
+def test_a_single_file_has_no_config_and_the_plan_says_so(tmp_path: Path) -> None:
+    a = plan_help.model(tmp_path / "a") + "/model.safetensors"
+    p = plan(linear(a))
+    assert (p.config, p.carried) == (None, ())
+    assert warnings(p) == [f"the output has no config.json and no tokenizer: {a} has none\n  -> name its folder, not the file"]
+
+
+def test_a_model_without_a_config_still_merges_by_its_names(tmp_path: Path) -> None:
+    folders = [str(write_checkpoint(tmp_path / n, decoder(3, seed=i))) for i, n in enumerate("ab")]
+    p = plan(linear(*folders))
+    assert len(p.steps) == len(decoder(3))
+    assert "has none" in warnings(p)[0]
+
+
+def test_relative_paths_start_at_the_working_directory(tmp_path: Path, monkeypatch: Any) -> None:
+    plan_help.model(tmp_path / "a")
+    (tmp_path / "recipes").mkdir()
+    recipe = tmp_path / "recipes" / "r.yml"
+    recipe.write_text("merge_method: linear\nmodels: [{model: a}]\nparameters: {weight: 1}\n")
+    monkeypatch.chdir(tmp_path)
+    assert plan(str(recipe)).models[0].ref == "a"

@@ -1,0 +1,176 @@
+"""Models that use their embedding as head, beside models that do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import plan_help
+from tests.mini import write_checkpoint
+from tests.plan_help import config, decoder, plan, sources, warnings
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+UNTIED = {"tie_word_embeddings": False}
+TIED = {"tie_word_embeddings": True}
+
+
+def pair(*models: str, method: str = "linear", **more: Any) -> dict[str, Any]:
+    return {"merge_method": method, "models": [{"model": m} for m in models], "parameters": {"weight": 1}, **more}
+
+
+def tied(folder: Path, *, stores: bool = False, flag: bool | None = True, **more: Any) -> str:
+    settings = {**config(), **TIED}
+    if flag is None:
+        del settings["tie_word_embeddings"]
+    write_checkpoint(folder, decoder(head=stores, **more), settings)
+    return str(folder)
+
+
+def test_models_that_tie_stay_tied(tmp_path: Path) -> None:
+    p = plan(pair(tied(tmp_path / "a"), tied(tmp_path / "b", seed=1)))
+    assert HEAD not in sources(p)
+    assert p.config is not None
+    assert p.config["tie_word_embeddings"] is True
+    assert warnings(p) == []
+
+
+@pytest.mark.parametrize("flag", [True, None])
+def test_a_tied_donor_and_an_untied_model_give_an_untied_one(tmp_path: Path, flag: bool | None) -> None:
+    a, b = tied(tmp_path / "a", flag=flag), plan_help.model(tmp_path / "b", seed=1)
+    for method, base in (("linear", {}), ("task_arithmetic", {"base_model": a})):
+        p = plan(pair(a, b, method=method, **base))
+        assert sources(p)[HEAD] == [(0, EMBED), (1, HEAD)]
+        assert sources(p)[EMBED] == [(0, EMBED), (1, EMBED)]
+        assert p.config is not None
+        assert p.config["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize("flag", [True, None])
+def test_an_untied_donor_and_a_tied_model_give_an_untied_one(tmp_path: Path, flag: bool | None) -> None:
+    a, b = plan_help.model(tmp_path / "a", seed=1), tied(tmp_path / "b", flag=flag)
+    p = plan(pair(a, b))
+    assert sources(p)[HEAD] == [(0, HEAD), (1, EMBED)]
+    assert p.config is not None
+    assert p.config["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_copy_that_one_of_the_tied_models_stores_is_left_out(tmp_path: Path, which: int) -> None:
+    a, b = (tied(tmp_path / n, stores=i == which, seed=i) for i, n in enumerate("ab"))
+    p = plan(pair(a, b))
+    assert HEAD not in sources(p)
+    assert [(d.model, d.tensor) for d in p.dropped] == [(which, HEAD)]
+    assert p.config is not None
+    assert p.config["tie_word_embeddings"] is True
+    assert "tied tensors are written once" in warnings(p)[0]
+
+
+def test_copies_that_all_tied_models_store_are_merged(tmp_path: Path) -> None:
+    p = plan(pair(*(tied(tmp_path / n, stores=True, seed=i) for i, n in enumerate("ab"))))
+    assert sources(p)[HEAD] == [(0, HEAD), (1, HEAD)]
+    assert p.config is not None
+    assert p.config["tie_word_embeddings"] is True
+
+
+def test_a_tied_donor_that_stores_its_head_is_untied_by_an_untied_model(tmp_path: Path) -> None:
+    a, b = tied(tmp_path / "a", stores=True), plan_help.model(tmp_path / "b", seed=1)
+    p = plan(pair(a, b))
+    assert sources(p)[HEAD] == [(0, HEAD), (1, HEAD)]
+    assert p.config is not None
+    assert p.config["tie_word_embeddings"] is False
+
+
+def test_a_model_that_stores_only_the_head_of_the_two_is_merged_with_it(tmp_path: Path) -> None:
+    """Some writers keep `lm_head.weight` of the two names."""
+    write_checkpoint(tmp_path / "a", decoder(without=[EMBED]), config(tie_word_embeddings=True))
+    p = plan(pair(str(tmp_path / "a"), tied(tmp_path / "b", seed=1)))
+    assert sources(p)[EMBED] == [(0, HEAD), (1, EMBED)]
+    assert HEAD not in sources(p)
+    assert p.dropped == ()
+
+
+def test_a_bare_model_without_a_head_does_not_lend_its_embedding(tmp_path: Path) -> None:
+    a = plan_help.model(tmp_path / "a")
+    b = plan_help.model(tmp_path / "b", seed=1, head=False)
+    p = plan(pair(a, b))
+    assert sources(p)[HEAD] == [(0, HEAD)]
+    assert any("1 tensor that only" in w for w in warnings(p))
+
+
+def test_a_flag_in_the_text_part_counts_and_is_changed_there(tmp_path: Path) -> None:
+    text = {"num_hidden_layers": 2, "tie_word_embeddings": True, "vocab_size": 8}
+    write_checkpoint(tmp_path / "a", decoder(head=False), {"text_config": text})
+    write_checkpoint(tmp_path / "b", decoder(seed=1), {"text_config": {**text, "tie_word_embeddings": False}})
+    p = plan(pair(str(tmp_path / "a"), str(tmp_path / "b")))
+    assert p.config is not None
+    assert (p.config["tie_word_embeddings"], p.config["text_config"]["tie_word_embeddings"]) == (False, False)
+
+
+def stacked(a: str, b: str) -> dict[str, Any]:
+    slices = [{"sources": [{"model": m, "layer_range": [0, 1]}]} for m in (a, b)]
+    return {"merge_method": "passthrough", "slices": slices}
+
+
+def test_a_stack_that_ends_in_an_untied_model_has_its_head(tmp_path: Path) -> None:
+    p = plan(stacked(tied(tmp_path / "a"), plan_help.model(tmp_path / "b", seed=1)))
+    assert sources(p)[HEAD] == [(1, HEAD)]
+    assert sources(p)[EMBED] == [(0, EMBED)]
+    assert p.config is not None
+    assert p.config["tie_word_embeddings"] is False
+
+
+def test_a_stack_that_ends_in_a_tied_model_has_its_embedding_as_head(tmp_path: Path) -> None:
+    p = plan(stacked(plan_help.model(tmp_path / "a"), tied(tmp_path / "b", seed=1)))
+    assert sources(p)[HEAD] == [(1, EMBED)]
+    assert sources(p)[EMBED] == [(0, EMBED)]
+
+
+def test_a_stack_of_tied_models_has_one_embedding_and_says_so(tmp_path: Path) -> None:
+    a, b = tied(tmp_path / "a"), tied(tmp_path / "b", seed=1)
+    p = plan(stacked(a, b))
+    assert sources(p)[EMBED] == [(0, EMBED)]
+    assert HEAD not in sources(p)
+    assert any(f"the head is tied to the embedding, so it comes from {a} too" in w for w in warnings(p))
+
+
+def seq2seq(folder: Path, names: list[str], seed: int) -> str:
+    layers = {n.removeprefix("model."): t for n, t in decoder(2, seed=seed, head=False).items() if "layers" in n}
+    tensors = {f"{side}.block.{n.removeprefix('layers.')}": t for side in ("encoder", "decoder") for n, t in layers.items()}
+    matrix = decoder(seed=seed)[HEAD]
+    write_checkpoint(folder, {**tensors, **dict.fromkeys(names, matrix)}, {"num_layers": 2, "num_decoder_layers": 2})
+    return str(folder)
+
+
+def test_copies_of_a_shared_embedding_of_an_encoder_decoder_are_written_once(tmp_path: Path) -> None:
+    a = seq2seq(tmp_path / "a", ["shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD], 0)
+    b = seq2seq(tmp_path / "b", ["shared.weight"], 1)
+    for models in ((a, b), (b, a)):
+        p = plan(pair(*models))
+        assert sources(p)["shared.weight"] == [(0, "shared.weight"), (1, "shared.weight")]
+        assert not any("embed_tokens" in name for name in sources(p))
+
+
+def test_a_shared_embedding_stored_under_one_copys_name_is_found(tmp_path: Path) -> None:
+    a = seq2seq(tmp_path / "a", ["encoder.embed_tokens.weight"], 0)
+    b = seq2seq(tmp_path / "b", ["shared.weight"], 1)
+    p = plan(pair(a, b))
+    assert sources(p)["shared.weight"] == [(0, "encoder.embed_tokens.weight"), (1, "shared.weight")]
+
+
+def test_the_bias_of_a_bert_head_is_one_tensor_under_two_names(tmp_path: Path) -> None:
+    def bert(folder: Path, copies: bool, seed: int) -> str:
+        bias = np.arange(8, dtype=np.float32)
+        tensors = {f"bert.encoder.layer.{i}.attention.q.weight": decoder(seed=seed)[HEAD] for i in range(2)}
+        tensors |= {"bert.embeddings.word_embeddings.weight": decoder(seed=seed)[HEAD], "cls.predictions.bias": bias}
+        if copies:
+            tensors |= {"cls.predictions.decoder.bias": bias, "cls.predictions.decoder.weight": decoder(seed=seed)[HEAD]}
+        write_checkpoint(folder, tensors, {"num_hidden_layers": 2, "tie_word_embeddings": True})
+        return str(folder)
+
+    p = plan(pair(bert(tmp_path / "a", True, 0), bert(tmp_path / "b", False, 1)))
+    assert sources(p)["cls.predictions.bias"] == [(0, "cls.predictions.bias"), (1, "cls.predictions.bias")]
+    assert not any("decoder" in name for name in sources(p))
+    assert {d.tensor for d in p.dropped} == {"cls.predictions.decoder.bias", "cls.predictions.decoder.weight"}
