@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -94,7 +95,7 @@ class Floor(Rival):
     def command(self, task: Task, out: Path) -> list[str]:
         return [
             *(sys.executable, "-m", "benchmarks.floor", "--threads", str(task.threads)),
-            *("--read", *map(str, task.inputs), "--read-bytes", str(task.read_bytes)),
+            *("--read", *dict.fromkeys(str(file.parent) for file in task.inputs), "--read-bytes", str(task.read_bytes)),
             *("--write", str(out / "copy"), "--write-bytes", str(task.write_bytes)),
             *(["--fsync"] if self.fsync else []),
         ]
@@ -218,8 +219,8 @@ def measure(task: Task, rivals: Sequence[Rival], models: Path, runs: int, cache:
     """Check, then time, every rival at one task."""
     results = []
     for rival in rivals:
-        out = WORK / "out" / rival.name.replace(", ", "-")
-        results.append(Result(rival, task, " ".join(rival.command(task, out))))
+        out = _out(rival)
+        results.append(Result(rival, task, shlex.join(rival.command(task, out))))
         # weightsmith with and without fsync writes the same bytes; one check is enough.
         if rival.merges and not any(r.check and type(r.rival) is type(rival) for r in results):
             measured = _run_once(rival, task, out, "warm")
@@ -229,11 +230,15 @@ def measure(task: Task, rivals: Sequence[Rival], models: Path, runs: int, cache:
         shutil.rmtree(out, ignore_errors=True)
     for i in range(runs):
         for result in results:
-            out = WORK / "out" / result.rival.name.replace(", ", "-")
+            out = _out(result.rival)
             result.runs.append(_run_once(result.rival, task, out, cache))
             shutil.rmtree(out, ignore_errors=True)
             _say(f"{task.job.name}: {result.rival.name}: run {i + 1} of {runs}: {result.times[-1]:.2f} s")
     return results
+
+
+def _out(rival: Rival) -> Path:
+    return WORK / "out" / rival.name.replace(",", "").replace(" ", "-")
 
 
 def _run_once(rival: Rival, task: Task, out: Path, cache: CacheState) -> Measured:
@@ -338,15 +343,15 @@ def main() -> None:
         results += measure(plan_task(JOBS[name], models, args.threads), rivals, models.folder, args.runs, cache)
 
     lines = [
-        f"# {args.scale}, inputs {cache} in the page cache, {args.threads} threads, {args.runs} runs",
+        f"# {args.scale}: page cache {cache}, {args.threads} threads, {args.runs} runs each",
         "",
         *(f"* {line}" for line in about),
         "",
         *table(results),
         "",
-        "Commands:",
+        f"The commands, here for {args.methods[0]}; the recipes are in benchmarks/jobs.py:",
         "",
-        *(f"    {r.command}" for r in results),
+        *(f"    {r.command}" for r in results if r.task.job.name == args.methods[0]),
     ]
     text = "\n".join(lines) + "\n"
     # Toy runs say nothing about speed; they are not kept with the results.

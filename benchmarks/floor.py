@@ -1,6 +1,6 @@
 """The copy floor: what the machine itself takes to read the inputs and to write as many bytes as the output has.
 
-    python -m benchmarks.floor --read FILE... --write OUT --write-bytes N [--read-bytes N] [--threads 2] [--fsync]
+    python -m benchmarks.floor --read FOLDER... --write OUT --write-bytes N [--read-bytes N] [--threads 2] [--fsync]
 
 Positioned reads and writes of 4 MiB through one reused buffer a thread, reads and writes spread evenly over each other,
 and nothing else: no header, no arithmetic, no checksum. A merge cannot be faster unless the file system shares blocks
@@ -70,7 +70,7 @@ def run(jobs: list[Job], threads: int) -> None:
 def main() -> None:
     """Time one pass."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--read", type=Path, nargs="+", required=True)
+    parser.add_argument("--read", type=Path, nargs="+", required=True, help="folders of safetensors")
     parser.add_argument("--read-bytes", type=int, help="stop after so many bytes (default: all)")
     parser.add_argument("--write", type=Path, required=True)
     parser.add_argument("--write-bytes", type=int, required=True)
@@ -78,9 +78,10 @@ def main() -> None:
     parser.add_argument("--fsync", action="store_true")
     args = parser.parse_args()
 
-    left = args.read_bytes if args.read_bytes is not None else sum(file.stat().st_size for file in args.read)
+    files = [file for folder in args.read for file in sorted(folder.glob("*.safetensors"))]
+    left = args.read_bytes if args.read_bytes is not None else sum(file.stat().st_size for file in files)
     reads: list[Job] = []
-    for file in args.read:
+    for file in files:
         nbytes = min(left, file.stat().st_size)
         reads += chunks(os.open(file, os.O_RDONLY), nbytes, write=False)
         left -= nbytes

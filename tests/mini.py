@@ -13,6 +13,7 @@ import numpy as np
 
 from weightsmith.checkpoint import open_checkpoint
 from weightsmith.engine.local import run
+from weightsmith.engine.tiles import TILE_BYTES
 from weightsmith.planner.steps import ModelInput, Plan, Settings, Source, Step
 from weightsmith.store.layout import make_layout
 from weightsmith.tensors import DTYPES, DType, TensorSpec
@@ -82,7 +83,7 @@ def run_method(
     matrices: int = 1,
     seed: int = 0,
     threads: int = 2,
-    tile_bytes: int | None = None,
+    tile_bytes: int = TILE_BYTES,
     name: str = "w",
 ) -> np.ndarray:
     """Merge one tensor through the engine; `shared` and `models` are fully resolved parameters."""

@@ -53,7 +53,7 @@ def test_a_single_file_has_no_config_and_the_plan_says_so(tmp_path: Path) -> Non
     a = plan_help.model(tmp_path / "a") + "/model.safetensors"
     p = plan(linear(a))
     assert (p.config, p.carried) == (None, ())
-    assert warnings(p) == [f"the output has no config.json and no tokenizer: {a} has none\n  -> name its folder, not the file"]
+    assert warnings(p) == [f"the output has no config.json: {a} has none\n  -> name its folder, not the file"]
 
 
 def test_a_model_without_a_config_still_merges_by_its_names(tmp_path: Path) -> None:

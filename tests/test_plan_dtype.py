@@ -39,7 +39,6 @@ def dtypes(p: weightsmith.Plan) -> set[str]:
         ("float16", None, None, "F16"),
         ("float32", "float16", None, "F16"),
         ("float32", "float16", "F32", "F32"),
-        (None, "float8_e4m3fn", None, "F8_E4M3"),
         (None, None, "F64", "F64"),
     ],
 )

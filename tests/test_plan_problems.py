@@ -37,7 +37,7 @@ parameters:
     assert [line.replace(str(tmp_path), "") for line in lines] == [
         "UnknownName: /r.yml:3:1: unknown key 'dtyp' at the top level (did you mean 'dtype'?); mergekit ignored it without a word",
         "LayerError: /r.yml:5:5: the sources of a slice have different numbers of layers",
-        f"ParameterError: /r.yml:7:{70 + len(b) - 14}: weight must be a number, not 'heavy'".replace("ParameterError: /r.yml:7", "ParameterError: /r.yml:7"),
+        f"ParameterError: /r.yml:7:{61 + len(b)}: weight must be a number, not 'heavy'",
         "ParameterError: /r.yml:10:9: merge_method ties needs the parameter 'weight' for /c",
         "NotFound: /r.yml:10:17: /c: no such folder or file",
         "ParameterError: /r.yml:12:12: density must be at most 1, not 1.5",
@@ -49,14 +49,15 @@ parameters:
 
 def test_parameters_shapes_and_missing_tensors_are_told_together(tmp_path: Path) -> None:
     a = plan_help.model(tmp_path / "a")
-    tensors = {n: t.repeat(2, axis=0) if "q_proj" in n else t for n, t in decoder(seed=1, without=["model.norm.weight"]).items()}
+    tensors = decoder(seed=1, without=["model.layers.1.input_layernorm.weight"])
+    tensors = {n: t.repeat(2, axis=0) if "q_proj" in n else t for n, t in tensors.items()}
     b = str(write_checkpoint(tmp_path / "b", tensors, config()))
     found = problems(f"merge_method: slerp\nbase_model: {a}\nmodels: [{{model: {b}}}]\n")
     assert [str(f).split("\n")[0] for f in found] == [
         "<text>:1:1: merge_method slerp needs the parameter 't'",
         "model.layers.0.self_attn.q_proj.weight: 'slerp' needs equal shapes; so for 1 more like it",
-        "model.norm.weight: not all the models have this tensor",
-    ] or [f.finding.where for f in found] == ["<text>:1:1", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"]
+        "model.layers.1.input_layernorm.weight: not all the models have this tensor",
+    ]
 
 
 def test_an_unknown_method_does_not_hide_missing_models(tmp_path: Path) -> None:
@@ -70,11 +71,12 @@ def test_an_unknown_method_does_not_hide_missing_models(tmp_path: Path) -> None:
 
 def test_a_missing_base_does_not_hide_what_is_wrong_with_the_rest(tmp_path: Path) -> None:
     a = plan_help.model(tmp_path / "a")
-    found = problems({"merge_method": "ties", "base_model": str(tmp_path / "no"), "models": [{"model": a, "parameters": {"weight": "x"}}]})
+    models = [{"model": a, "parameters": {"weight": "x"}}]
+    found = problems({"merge_method": "ties", "base_model": str(tmp_path / "no"), "models": models})
     assert [str(f).split("\n")[0] for f in found] == [
-        f"base_model: {tmp_path}/no: no such folder or file",
         "models[0].parameters.weight: weight must be a number, not 'x'",
-    ] or {type(f).__name__ for f in found} == {"NotFound", "ParameterError"}
+        f"base_model: {tmp_path}/no: no such folder or file",
+    ]
 
 
 def test_files_are_closed_when_a_recipe_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsmith._version import __version__
-from weightsmith.errors import Finding
+from weightsmith.errors import NOTHING_WRITTEN, Finding, StoreError
 from weightsmith.planner.build import Prepared, prepare
 from weightsmith.planner.steps import Plan, Step
 from weightsmith.tensors import DType
@@ -132,17 +132,22 @@ def execute(
 ) -> Merged:
     """Run a prepared plan; see `merge`."""
     from weightsmith.engine.local import run
+    from weightsmith.engine.tiles import fit_tile_bytes
     from weightsmith.store.staging import Staging
 
     began = time.monotonic() if began is None else began
+    threads = threads or len(os.sched_getaffinity(0))
     plan, inputs = prepared.plan, prepared.inputs
+    widest = max((len(s.inputs) for s in plan.steps), default=1)
+    tile_bytes = fit_tile_bytes(max_memory_bytes, threads, widest)
+    _check_not_input(Path(out), inputs)
     with Staging.open(
         out,
         plan.layout,
         _work_hash(plan, inputs),
         resume=resume,
         overwrite=overwrite,
-        threads=threads or len(os.sched_getaffinity(0)),
+        threads=threads,
         progress=rechecking,
     ) as staging:
         done = staging.finished
@@ -151,7 +156,7 @@ def execute(
             inputs,
             staging,
             threads=threads,
-            max_memory_bytes=max_memory_bytes,
+            tile_bytes=tile_bytes,
             skip=done,
             progress=progress,
         )
@@ -168,6 +173,18 @@ def execute(
         seconds=time.monotonic() - began,
         warnings=plan.warnings + found,
     )
+
+
+def _check_not_input(out: Path, inputs: Sequence[Checkpoint]) -> None:
+    """A merge never replaces what it reads from."""
+    for checkpoint in inputs:
+        if out.resolve() == checkpoint.folder.resolve():
+            raise StoreError(
+                f"the output folder is the input {checkpoint.ref}",
+                where=str(out),
+                fix="choose another output folder",
+                state=NOTHING_WRITTEN,
+            )
 
 
 def _disagreement(plan: Plan, step: Step) -> Finding:

@@ -18,7 +18,7 @@ import numpy as np
 from weightsmith import methods
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.engine.schedule import APPLY, Part, Scheduler, Task, Work
-from weightsmith.engine.tiles import cut, fit_tile_bytes, tile_grains
+from weightsmith.engine.tiles import TILE_BYTES, cut, tile_grains
 from weightsmith.methods.job import Bytes, Job, Matrix, Scratch, Tile
 from weightsmith.planner.steps import Plan, Step
 from weightsmith.store.checksum import DIGEST_BYTES, combine, hash_grains
@@ -236,24 +236,19 @@ def run(
     inputs: Sequence[Checkpoint],
     output: Output,
     *,
-    threads: int | None = None,
-    max_memory_bytes: int | None = None,
-    tile_bytes: int | None = None,
+    threads: int,
+    tile_bytes: int = TILE_BYTES,
     skip: Collection[str] = frozenset(),
     progress: Callable[[Progress], None] | None = None,
 ) -> Outcome:
     """Make every output tensor of `plan` and write it to `output`.
 
-    threads     default: the processors this process may use
     tile_bytes  of each input; the result does not depend on it
     skip        tensors that are finished already
     progress    called from the calling thread about ten times a second, and once at the end
 
     Raises what the first failing tile raised. KeyboardInterrupt stops the threads at their next tile and is raised again.
     """
-    threads = threads or len(os.sched_getaffinity(0))
-    widest = max((len(s.inputs) for s in plan.steps), default=1)
-    tile_bytes = tile_bytes or fit_tile_bytes(max_memory_bytes, threads, widest)
     task = Run(plan, inputs, output, tile_bytes=tile_bytes, skip=skip)
     began = time.monotonic()
     pool = [threading.Thread(target=task.work, name=f"weightsmith-{i}", daemon=True) for i in range(threads)]

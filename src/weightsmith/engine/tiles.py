@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weightsmith.errors import NOTHING_WRITTEN, ParameterError
 from weightsmith.tensors import DType
 
 TILE_BYTES = 1 << 20
 """Of each input. Long enough that a call costs nothing beside its work, short enough to stay near the cache."""
+
+MIN_TILE_BYTES = 64 << 10
 
 KERNEL_BYTES = 8 << 20
 """A thread's scratch beside its tiles: rows, sums and two histograms."""
@@ -48,13 +51,24 @@ def cut(size: int, grain: int, grains: int) -> list[Cut]:
 def fit_tile_bytes(max_memory_bytes: int | None, threads: int, inputs: int) -> int:
     """Bytes of one input in a tile so that all threads together stay within the memory given.
 
+    Raises ParameterError when not even tiles of 64 KiB fit.
+
     >>> fit_tile_bytes(None, 2, 3) == TILE_BYTES
     True
     """
     if max_memory_bytes is None:
         return TILE_BYTES
     left = max_memory_bytes - RESIDENT_BYTES - threads * KERNEL_BYTES
-    return max(64 << 10, min(TILE_BYTES, left // (threads * (inputs + 1))))
+    tile_bytes = left // (threads * (inputs + 1))
+    if tile_bytes < MIN_TILE_BYTES:
+        needed = peak_memory_bytes(MIN_TILE_BYTES, threads, inputs)
+        raise ParameterError(
+            f"a merge of {inputs} inputs on {threads} threads needs {needed / 1e6:.0f} MB, and max_memory is "
+            f"{max_memory_bytes / 1e6:.0f} MB",
+            fix="allow more memory, or use fewer threads",
+            state=NOTHING_WRITTEN,
+        )
+    return min(TILE_BYTES, tile_bytes)
 
 
 def peak_memory_bytes(tile_bytes: int, threads: int, inputs: int) -> int:

@@ -7,8 +7,8 @@ Every code of the 16-bit and 8-bit types is tested against ml_dtypes.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from weightsmith.kernels.jit import kernel
 from weightsmith.tensors import DTYPES
 
 BLOCK = 4096
@@ -35,19 +35,19 @@ E4M3_VALUES = _table(7, 3, has_inf=False)
 E5M2_VALUES = _table(15, 2, has_inf=True)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def as_float(bits: int) -> np.float32:
     """The float32 of these bits (numba widens uint32 arithmetic to uint64, so the cast back is needed)."""
     return np.uint32(bits).view(np.float32)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def as_bits(value: float) -> np.uint32:
     """The bits of float32(value)."""
     return np.float32(value).view(np.uint32)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def decode(raw: np.ndarray, code: int, start: int, n: int, row: np.ndarray) -> None:
     """row[:n] = elements start … start + n of the uint8 buffer `raw`; row is float32 or float64 [>= n]."""
     out = row[:n]
@@ -80,7 +80,7 @@ def decode(raw: np.ndarray, code: int, start: int, n: int, row: np.ndarray) -> N
             out[j] = E5M2_VALUES[raw[start + j]]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _round_bits(bits: np.uint32, bias: int, mantissa: int) -> np.uint32:
     """Magnitude code of a finite float32's magnitude bits in a smaller float; may carry into the overflow range."""
     drop = np.uint32(23 - mantissa)
@@ -94,7 +94,7 @@ def _round_bits(bits: np.uint32, bias: int, mantissa: int) -> np.uint32:
     return subnormal if bits < rebias + np.uint32(1 << 23) else normal
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def encode(row: np.ndarray, n: int, code: int, start: int, raw: np.ndarray) -> None:
     """Elements start … start + n of the uint8 buffer `raw` = row[:n] (float32 or float64), rounded to nearest even.
 
@@ -141,7 +141,7 @@ def encode(row: np.ndarray, n: int, code: int, start: int, raw: np.ndarray) -> N
             raw[start + j] = np.uint8(small | ((u >> np.uint32(24)) & np.uint32(0x80)))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def recode(source: np.ndarray, source_code: int, n: int, target: np.ndarray, target_code: int, row: np.ndarray) -> None:
     """Cast n elements of one byte buffer into another; row is float32 or float64 [BLOCK] of scratch."""
     for start in range(0, n, BLOCK):

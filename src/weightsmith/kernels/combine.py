@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from weightsmith.kernels.codecs import BLOCK, decode, encode
+from weightsmith.kernels.jit import kernel
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def fill(row: np.ndarray, n: int, value: float) -> None:
     """row[:n] = value."""
     for j in range(n):
         row[j] = value
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def set_scaled(coefficient: float, x: np.ndarray, n: int, total: np.ndarray) -> None:
     """total[:n] = coefficient * x[:n], in float64."""
     a, t = x[:n], total[:n]
@@ -23,7 +23,7 @@ def set_scaled(coefficient: float, x: np.ndarray, n: int, total: np.ndarray) -> 
         t[j] = coefficient * np.float64(a[j])
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def narrow(total: np.ndarray, n: int, row: np.ndarray) -> None:
     """row[:n] = total[:n] in the row's dtype. A loop of its own: mixed with `encode`'s integer work it halves the speed."""
     t, r = total[:n], row[:n]
@@ -31,7 +31,7 @@ def narrow(total: np.ndarray, n: int, row: np.ndarray) -> None:
         r[j] = t[j]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def add_scaled(coefficient: float, x: np.ndarray, n: int, total: np.ndarray) -> None:
     """total[:n] += coefficient * x[:n], in float64."""
     a, t = x[:n], total[:n]
@@ -39,7 +39,7 @@ def add_scaled(coefficient: float, x: np.ndarray, n: int, total: np.ndarray) -> 
         t[j] += coefficient * np.float64(a[j])
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def combine(
     raw: np.ndarray,
     codes: np.ndarray,
@@ -75,7 +75,7 @@ LANES = 64
 """Partial sums of a reduction. Enough to keep the FPU busy, few enough to stay in L1: three times as fast as a row of sums."""
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def add_products(a: np.ndarray, b: np.ndarray, n: int, lanes: np.ndarray) -> None:
     """lanes[j % LANES] += a[j] * b[j] for j < n, in float64 (the product of two float32 is exact)."""
     sums = lanes[:LANES]
@@ -88,7 +88,7 @@ def add_products(a: np.ndarray, b: np.ndarray, n: int, lanes: np.ndarray) -> Non
         sums[j] += np.float64(a[whole + j]) * np.float64(b[whole + j])
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def add_magnitudes(row: np.ndarray, n: int, lanes: np.ndarray) -> None:
     """lanes[j % LANES] += |row[j]| for j < n, in float64."""
     sums = lanes[:LANES]
@@ -101,7 +101,7 @@ def add_magnitudes(row: np.ndarray, n: int, lanes: np.ndarray) -> None:
         sums[j] += abs(np.float64(row[whole + j]))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def sum_lanes(lanes: np.ndarray) -> float:
     """Σ lanes[:LANES], one after the other."""
     total = 0.0
@@ -110,7 +110,7 @@ def sum_lanes(lanes: np.ndarray) -> float:
     return total
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def subtract(x: np.ndarray, base: np.ndarray, n: int) -> None:
     """x[:n] -= base[:n]: the delta, rounded to the row's dtype."""
     a, b = x[:n], base[:n]
@@ -118,7 +118,7 @@ def subtract(x: np.ndarray, base: np.ndarray, n: int) -> None:
         a[j] -= b[j]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def gram(
     raw: np.ndarray,
     codes: np.ndarray,

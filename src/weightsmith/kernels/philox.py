@@ -8,13 +8,14 @@ counters lie in four contiguous runs, which LLVM vectorises (0.7 ns an element o
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from weightsmith.kernels.jit import kernel
 
 RUN = 256
 """Elements that 64 counters serve."""
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def philox_run(key: int, counter: int, words: np.ndarray) -> None:
     """words[0:256] (uint32) = the four words of counters counter … counter + 63."""
     first, second, third, fourth = words[:64], words[64:128], words[128:192], words[192:256]
@@ -36,7 +37,7 @@ def philox_run(key: int, counter: int, words: np.ndarray) -> None:
         first[j], second[j], third[j], fourth[j] = x0, x1, x2, x3
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def random_words(key: int, index: int, n: int, words: np.ndarray) -> int:
     """Fill `words` (uint32 [>= n + 512]) so that words[offset + j] belongs to element index + j; return offset."""
     offset = index % RUN

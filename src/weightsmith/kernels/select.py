@@ -11,10 +11,10 @@ are compared as float32; a NaN counts as larger than anything.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from weightsmith.kernels.codecs import BLOCK, as_bits, decode
 from weightsmith.kernels.combine import subtract
+from weightsmith.kernels.jit import kernel
 
 HIGH_BINS = 1 << 15  # the sign bit of a magnitude is 0
 TABLE = 1 << 17
@@ -23,7 +23,7 @@ TABLE = 1 << 17
 MAX_PATTERNS = TABLE * 5 // 8
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def magnitude_bits(row: np.ndarray, n: int, bits: np.ndarray) -> None:
     """bits[:n] (uint32) = bits of float32(|row[:n]|)."""
     x, b = row[:n], bits[:n]
@@ -31,7 +31,7 @@ def magnitude_bits(row: np.ndarray, n: int, bits: np.ndarray) -> None:
         b[j] = as_bits(x[j]) & np.uint32(0x7FFFFFFF)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def delta_bits(
     raw: np.ndarray, codes: np.ndarray, i: int, start: int, n: int, rows: np.ndarray, bits: np.ndarray
 ) -> None:
@@ -42,7 +42,7 @@ def delta_bits(
     magnitude_bits(rows[1], n, bits)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def count_high(
     raw: np.ndarray, codes: np.ndarray, i: int, n: int, counts: np.ndarray, rows: np.ndarray, bits: np.ndarray
 ) -> None:
@@ -54,7 +54,7 @@ def count_high(
             counts[bits[j] >> np.uint32(16)] += np.uint32(1)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def count_window(
     raw: np.ndarray,
     codes: np.ndarray,
@@ -102,7 +102,7 @@ def count_window(
     return above, found
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def find_bin(counts: np.ndarray, k: int) -> tuple[int, int]:
     """The bin that holds the k-th largest (k >= 1), and how many elements lie in higher bins."""
     above = np.int64(0)
@@ -113,7 +113,7 @@ def find_bin(counts: np.ndarray, k: int) -> tuple[int, int]:
     return b, above
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def index_of_tie(
     raw: np.ndarray, codes: np.ndarray, i: int, n: int, threshold: int, quota: int, rows: np.ndarray, bits: np.ndarray
 ) -> int:

@@ -9,16 +9,16 @@ products, sums and the final addition are float64.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from weightsmith.kernels.codecs import BLOCK, as_bits, decode, encode
 from weightsmith.kernels.combine import LANES, add_magnitudes, add_scaled, fill, set_scaled, subtract, sum_lanes
+from weightsmith.kernels.jit import kernel
 from weightsmith.kernels.philox import random_words
 
 KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_NONE = 0, 1, 2, 3
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def keep_large(delta: np.ndarray, n: int, threshold: int, cut: int) -> None:
     """Zero delta[:n] but where its magnitude bits exceed `threshold`, or equal it at an index below `cut`."""
     cut = min(max(cut, 0), n)
@@ -32,7 +32,7 @@ def keep_large(delta: np.ndarray, n: int, threshold: int, cut: int) -> None:
         tail[j] = tail[j] if bits > limit else np.float32(0)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def keep_random(delta: np.ndarray, n: int, words: np.ndarray, limit: int) -> None:
     """Zero delta[:n] but where words[j] < limit (a probability times 2^32)."""
     d, w = delta[:n], words[:n]
@@ -41,7 +41,7 @@ def keep_random(delta: np.ndarray, n: int, words: np.ndarray, limit: int) -> Non
         d[j] = d[j] if np.uint64(w[j]) < bound else np.float32(0)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def sparsify(
     delta: np.ndarray, n: int, mode: int, limit: int, cut: int, key: int, index: int, words: np.ndarray
 ) -> None:
@@ -55,7 +55,7 @@ def sparsify(
         fill(delta, n, 0.0)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def add_elected(
     factor: float,
     weight: float,
@@ -82,7 +82,7 @@ def add_elected(
             v[j] += weight if agree else 0.0
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def add_to_base(base: np.ndarray, factor: float, mixed: np.ndarray, divisor: np.ndarray, n: int, divide: bool) -> None:
     """base[:n] += factor · mixed[:n] (/ divisor[:n] where that is not zero), in float64, rounded to the row's dtype."""
     b, s, v = base[:n], mixed[:n], divisor[:n]
@@ -94,7 +94,7 @@ def add_to_base(base: np.ndarray, factor: float, mixed: np.ndarray, divisor: np.
             b[j] = np.float64(b[j]) + factor * s[j]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def merge_task_vectors(
     raw: np.ndarray,
     codes: np.ndarray,
@@ -148,7 +148,7 @@ def merge_task_vectors(
         encode(base, m, out_code, start, out)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def l1_norms(
     raw: np.ndarray,
     codes: np.ndarray,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from weightsmith.kernels.codecs import BLOCK, decode, encode
 from weightsmith.kernels.combine import add_scaled, fill, narrow, subtract
+from weightsmith.kernels.jit import kernel
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def combine_rows(
     raw: np.ndarray,
     codes: np.ndarray,
@@ -34,7 +34,7 @@ def combine_rows(
             encode(x, m, out_code, start, out)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def add_products_each(a: np.ndarray, b: np.ndarray, n: int, total: np.ndarray) -> None:
     """total[:n] += a[:n] * b[:n], in float64."""
     x, y, t = a[:n], b[:n], total[:n]
@@ -42,7 +42,7 @@ def add_products_each(a: np.ndarray, b: np.ndarray, n: int, total: np.ndarray) -
         t[j] += np.float64(x[j]) * np.float64(y[j])
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def gram_columns(
     raw: np.ndarray, codes: np.ndarray, n: int, cols: int, deltas: bool, totals: np.ndarray, rows: np.ndarray
 ) -> None:
@@ -64,7 +64,7 @@ def gram_columns(
                     p += 1
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def add_scaled_each(coefficients: np.ndarray, x: np.ndarray, n: int, total: np.ndarray) -> None:
     """total[:n] += coefficients[:n] * x[:n]."""
     c, a, t = coefficients[:n], x[:n], total[:n]
@@ -72,7 +72,7 @@ def add_scaled_each(coefficients: np.ndarray, x: np.ndarray, n: int, total: np.n
         t[j] += c[j] * np.float64(a[j])
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def combine_columns(
     raw: np.ndarray,
     codes: np.ndarray,

@@ -81,18 +81,15 @@ def _untie(config: dict[str, Any]) -> None:
 
 def _set_vocabulary(config: dict[str, Any], outputs: Sequence[TensorSpec], stored: Mapping[str, TensorSpec]) -> None:
     """vocab_size follows an embedding that has more or fewer rows than the donor's own (it came from another model)."""
-    changes: dict[str, tuple[int, int]] = {}
-    kept: dict[str, int] = {}
-    for spec in outputs:
-        own = stored.get(spec.name)
-        if own is None or not (is_embedding(spec) or is_head(spec)):
-            continue
-        if own.shape != spec.shape:
-            changes[spec.name] = own.shape[0], spec.shape[0]
-        else:
-            kept[spec.name] = spec.shape[0]
+    differing = [s for s in outputs if s.name in stored and stored[s.name].shape != s.shape]
+    changes = {s.name: (stored[s.name].shape[0], s.shape[0]) for s in differing if is_embedding(s) or is_head(s)}
     if not changes:
         return
+    kept = {
+        s.name: s.shape[0]
+        for s in outputs
+        if s.name in stored and s.name not in changes and (is_embedding(s) or is_head(s))
+    }
     old, new = next(iter(changes.values()))
     if len(set(changes.values())) > 1 or old in kept.values():
         rows = {**{name: n for name, (_, n) in changes.items()}, **kept}

@@ -12,11 +12,13 @@ from weightsmith.tensors import DType, TensorSpec, promote
 
 def main_dtype(specs: Iterable[TensorSpec]) -> DType | None:
     """The floating dtype that most bytes have; None when there is none."""
-    nbytes: Counter[DType] = Counter()
-    for spec in specs:
-        if spec.dtype.floating:
-            nbytes[spec.dtype] += spec.nbytes
-    return max(nbytes, key=lambda d: nbytes[d]) if nbytes else None
+    nbytes: Counter[str] = Counter()  # by name: a DType takes far longer to hash
+    specs = list(specs)
+    found = {spec.dtype.name: spec.dtype for spec in specs if spec.dtype.floating}
+    if len(found) > 1:
+        for spec in specs:
+            nbytes[spec.dtype.name] += spec.nbytes
+    return max(found.values(), key=lambda d: nbytes[d.name]) if found else None
 
 
 class DTypes:
@@ -27,23 +29,30 @@ class DTypes:
 
     def __init__(self, asked: DType | None, models: Sequence[Mapping[str, TensorSpec]]) -> None:
         self.asked = asked
-        self._main = [main_dtype(specs.values()) for specs in models]
+        self._models = models
+        self._main: dict[int, DType | None] = {}
         self._wide: list[str] = []
 
     def of(self, inputs: Sequence[Source], specs: Sequence[TensorSpec]) -> DType:
         """The dtype of the tensor made of these."""
         dtype = specs[0].dtype
-        for spec in specs[1:]:
-            dtype = promote(dtype, spec.dtype)
+        for spec in specs:
+            if spec.dtype is not dtype:
+                dtype = promote(dtype, spec.dtype)
         if self.asked is None or self.asked is dtype:
             return dtype
         # A tensor that is float32 in every model, though a model's other weights are 16-bit, is so on purpose (router
         # biases, state-space decays): a cast to the asked dtype would change how the model routes.
         if dtype.name == "F32" and self.asked.itemsize < 4 and all(s.dtype.name == "F32" for s in specs):
-            if any((self._main[i.model] or dtype).itemsize < 4 for i in inputs):
+            if any((self._main_of(i.model) or dtype).itemsize < 4 for i in inputs):
                 self._wide.append(inputs[0].tensor)
                 return dtype
         return self.asked
+
+    def _main_of(self, model: int) -> DType | None:
+        if model not in self._main:
+            self._main[model] = main_dtype(self._models[model].values())
+        return self._main[model]
 
     def findings(self) -> list[Finding]:
         """What the user should know."""

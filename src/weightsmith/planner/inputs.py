@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from weightsmith.checkpoint import Checkpoint, open_checkpoint
 from weightsmith.errors import Unsupported, WeightsmithError
 from weightsmith.recipe import ModelRef, Module, Recipe
+from weightsmith.structure import Structure, analyse
 
 
 def number_models(recipe: Recipe) -> tuple[dict[ModelRef, int], list[ModelRef]]:
@@ -50,6 +52,31 @@ def open_models(refs: Sequence[ModelRef], stack: ExitStack) -> tuple[list[Checkp
             )
         )
     return opened, problems
+
+
+def analyse_all(opened: Sequence[Checkpoint | None]) -> list[Structure | None]:
+    """The structure of each model. Twins, as fine-tunes of one base are, share one object: the look at 100,000 names counts."""
+    found: list[Structure | None] = []
+    for k, checkpoint in enumerate(opened):
+        if checkpoint is None:
+            found.append(None)
+            continue
+        twin = next((i for i, other in enumerate(opened[:k]) if other is not None and _alike(checkpoint, other)), None)
+        fresh = twin is None or found[twin] is None
+        found.append(analyse([t.spec for t in checkpoint.tensors.values()], checkpoint.config) if fresh else found[twin or 0])
+    return found
+
+
+def _alike(a: Checkpoint, b: Checkpoint) -> bool:
+    """True when two models have the same tensor names and shapes, and configs that differ in no number or list."""
+    if len(a.tensors) != len(b.tensors) or _telling(a.config) != _telling(b.config) or list(a.tensors) != list(b.tensors):
+        return False
+    return all(x.spec.shape == y.spec.shape for x, y in zip(a.tensors.values(), b.tensors.values(), strict=True))
+
+
+def _telling(config: Mapping[str, Any] | None) -> Any:
+    """What a structure may depend on: texts at the top level (`torch_dtype`, `_name_or_path`) are left out."""
+    return None if config is None else {k: v for k, v in config.items() if not isinstance(v, str)}
 
 
 def at(error: WeightsmithError, where: str) -> WeightsmithError:

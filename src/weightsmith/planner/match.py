@@ -6,6 +6,7 @@ transformers) are matched by the stacks that play the same part, and outside the
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -111,6 +112,12 @@ class ModelNames:
             self._seen[mine] = prefix, layer
             self.depth[prefix] = max(self.depth.get(prefix, 0), layer + 1)
         return rest
+
+    def of_twin(self, specs: Mapping[str, TensorSpec]) -> ModelNames:
+        """The same for a model with equal names and structure."""
+        twin = copy.copy(self)
+        twin.specs = specs
+        return twin
 
     def place(self, tensor: str) -> tuple[str, int] | None:
         """Donor's stack prefix and layer of a tensor of the model; None for one that is in `rest`."""

@@ -66,7 +66,7 @@ class Outputs:
         self.warnings: list[Finding] = []
         self._problems: list[WeightsmithError] = []
         self._whole: dict[int, Block] = {}
-        self._together: set[tuple[int, int]] = set()  # id of a block, model: merged with another model somewhere
+        self._merged: set[int] = set()  # ids of blocks whose inputs have been merged somewhere
 
     @property
     def problems(self) -> list[WeightsmithError]:
@@ -156,7 +156,11 @@ class Outputs:
             for suffix, source in tables[owners[0]].items():  # a whole stack that one model alone has: a vision tower
                 self._own(f"{prefix}{layer}.{suffix}", block.feeds[owners[0]].model, source)
             return
-        for suffix in tables[0] if all(x.keys() == tables[0].keys() for x in tables[1:]) else _union(tables):
+        if all(table.keys() == tables[0].keys() for table in tables[1:]):
+            for suffix in tables[0]:
+                self._merge(f"{prefix}{layer}.{suffix}", block, [table[suffix] for table in tables], t)
+            return
+        for suffix in dict.fromkeys(suffix for table in tables for suffix in table):
             name = f"{prefix}{layer}.{suffix}"
             sources = [table.get(suffix) for table in tables]
             if None not in sources:
@@ -307,37 +311,36 @@ class Outputs:
     # ---- models that do not go together -------------------------------------------------------------------------------------
 
     def _strangers(self, placements: Sequence[Placement]) -> None:
-        """A model that shares no tensor with the others is another kind of model: adding its parts makes no merge."""
+        """Models that share no tensor are of different kinds: a model with the parts of both would be no merge."""
         for block in {id(b): b for p in placements for b in p.blocks}.values():
-            models = dict.fromkeys(f.model for f in block.feeds)
-            alone = [m for m in models if (id(block), m) not in self._together]
-            if len(models) > 1 and alone and not block.broken and not self.mismatches.concerns(block) and not self._problems:
-                self._problems.append(
-                    MismatchError(
-                        f"{self.models.labels[alone[0]]} has no tensor in common with the other models",
-                        where=next(f.where for f in block.feeds if f.model == alone[0]),
-                        details=[_first_name(self.models.labels[m], self.models.specs[m]) for m in models],
-                        fix="merge models of one architecture",
-                    )
+            models = list(dict.fromkeys(f.model for f in block.feeds))
+            if id(block) in self._merged or len(models) < 2 or block.broken or self.problems:
+                continue
+            self._problems.append(
+                MismatchError(
+                    "the models have no tensor in common",
+                    where=block.where,
+                    details=[_first_name(self.models.labels[m], self.models.specs[m]) for m in models],
+                    fix="merge models of one architecture",
                 )
+            )
 
     # ---- steps -------------------------------------------------------------------------------------------------------------
 
     def _merge(self, name: str, block: Block, sources: Sequence[str], t: float) -> None:
         """One merged output tensor."""
-        feeds, all_specs = block.feeds, self.models.specs
-        specs = [all_specs[f.model][s] for f, s in zip(feeds, sources, strict=True)]
+        feeds, all_specs, used = block.feeds, self.models.specs, self.account.used
+        inputs, specs = [], []
+        for feed, source in zip(feeds, sources, strict=True):
+            inputs.append(Source(feed.model, source))
+            specs.append(all_specs[feed.model][source])
+            used[feed.model].add(source)
         first = specs[0]
-        inputs = tuple([Source(f.model, s) for f, s in zip(feeds, sources, strict=True)])
-        for source in inputs:
-            self.account.use(source)
-        if len(feeds) > 1:
-            self._together.update((id(block), f.model) for f in feeds)
-        for spec in specs:
-            if spec.shape != first.shape:
-                self.mismatches.unequal(name, block, specs)
-                return
-        if not all(s.dtype.floating for s in specs):
+        self._merged.add(id(block))
+        if any(spec.shape != first.shape for spec in specs):
+            self.mismatches.unequal(name, block, specs)
+            return
+        if not all(spec.dtype.floating for spec in specs):
             self._integers(name, inputs, specs)
             return
         settings = self.resolver.index(block, name, sources, t)
@@ -348,9 +351,10 @@ class Outputs:
             op = "copy" if dtype == first.dtype else "cast"
         matrices = self.models.structures[feeds[0].model].experts(first) if len(first.shape) == 3 else 1
         matrices = matrices if matrices <= MAX_STACKED else 1
-        self.steps.append(Step(TensorSpec(name, dtype, first.shape), op, inputs, block.base, settings, matrices))
+        out = first if first.name == name and first.dtype is dtype else TensorSpec(name, dtype, first.shape)
+        self.steps.append(Step(out, op, tuple(inputs), block.base, settings, matrices))
 
-    def _integers(self, name: str, inputs: tuple[Source, ...], specs: Sequence[TensorSpec]) -> None:
+    def _integers(self, name: str, inputs: Sequence[Source], specs: Sequence[TensorSpec]) -> None:
         """Integers and booleans are not merged: the base's (else the first model's) are copied, and compared on the way."""
         k = next((k for k, i in enumerate(inputs) if i.model == self.models.base), 0)
         order = [k, *(i for i in range(len(inputs)) if i != k)]
@@ -368,7 +372,7 @@ class Outputs:
                 self.account.used[other.model].discard(other.tensor)
                 self.account.drop(other.model, other.tensor, f"no floating numbers to merge: taken from {label}")
             inputs = inputs[:1]
-        self.steps.append(Step(TensorSpec(name, specs[0].dtype, specs[0].shape), "copy", inputs))
+        self.steps.append(Step(TensorSpec(name, specs[0].dtype, specs[0].shape), "copy", tuple(inputs)))
 
     def _own(self, name: str, model: int, source: str) -> None:
         """An output tensor that only one model has."""
@@ -383,10 +387,6 @@ class Outputs:
         self.account.use(inputs[0])
         op = "copy" if dtype == spec.dtype else "cast"
         self.steps.append(Step(TensorSpec(name, dtype, spec.shape), op, inputs))
-
-
-def _union(tables: Sequence[Mapping[str, str]]) -> dict[str, None]:
-    return dict.fromkeys(suffix for table in tables for suffix in table)
 
 
 def _located(error: LayerError, where: str) -> LayerError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -124,6 +124,10 @@ class Plan:
         data = self.to_json()
         data.pop("warnings")
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without what is computed from the rest: the layout is large, and holds a view that cannot be pickled.
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values; `Plan.from_json` is its inverse."""

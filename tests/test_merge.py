@@ -1,0 +1,238 @@
+"""Whole merges through the Python API: interruption, full disks, determinism, memory, and what the folder holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import weightsmith
+from tests.mini import write_checkpoint
+from weightsmith.errors import NoSpace, ParameterError, StoreError
+from weightsmith.store.staging import staging_folder
+
+RECIPE = """
+merge_method: {method}
+base_model: base
+models:
+  - model: a
+    parameters: {{weight: 0.7, density: 0.4}}
+  - model: b
+    parameters: {{weight: 0.5, density: 0.6}}
+dtype: bfloat16
+"""
+
+
+def models(folder: Path, rows: int = 600, layers: int = 4) -> None:
+    """base, a and b in `folder`: a Llama-like set of names, bf16."""
+    rng = np.random.default_rng(0)
+    shapes = {"model.embed_tokens.weight": (rows, 96), "model.norm.weight": (96,), "lm_head.weight": (rows, 96)}
+    for i in range(layers):
+        shapes |= {f"model.layers.{i}.{n}.weight": (rows, 96) for n in ("self_attn.q_proj", "mlp.up_proj")}
+        shapes[f"model.layers.{i}.input_layernorm.weight"] = (96,)
+    base = {n: rng.normal(0, 0.02, s) for n, s in shapes.items()}
+    config = {"model_type": "llama", "num_hidden_layers": layers, "vocab_size": rows, "tie_word_embeddings": False}
+    for name, noise in (("base", 0.0), ("a", 1e-3), ("b", 2e-3)):
+        tensors = {n: (v + rng.normal(0, 1, v.shape) * noise).astype(ml_dtypes.bfloat16) for n, v in base.items()}
+        write_checkpoint(folder / name, tensors, config, max_shard_bytes=10**6)
+    (folder / "base" / "tokenizer.json").write_text("{}")
+    (folder / "base" / "chat_template.jinja").write_text("{{ messages }}")
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.suffix in (".safetensors", ".json") and p.name != "weightsmith.json"}
+
+
+def merge_in_a_process(folder: Path, code: str, **environment: str) -> subprocess.Popen[str]:
+    program = f"import weightsmith\n{code}"
+    env = {**os.environ, **environment}
+    return subprocess.Popen([sys.executable, "-c", program], cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    models(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for method in ("ties", "dare_ties"):
+        (tmp_path / f"{method}.yml").write_text(RECIPE.format(method=method))
+    return tmp_path
+
+
+def test_what_the_folder_holds(here: Path) -> None:
+    merged = weightsmith.merge("ties.yml", "out", max_shard_bytes=500_000)
+    names = {p.name for p in (here / "out").iterdir()}
+    assert {"config.json", "tokenizer.json", "chat_template.jinja", "recipe.yml", "README.md", "weightsmith.json"} <= names
+    assert "model.safetensors.index.json" in names
+    assert (here / "out" / "recipe.yml").read_text() == (here / "ties.yml").read_text()
+    assert merged.out == here / "out"
+    assert merged.written_bytes == sum(s.out.nbytes for s in merged.plan.steps)
+    manifest = json.loads((here / "out" / "weightsmith.json").read_text())
+    assert [i["ref"] for i in manifest["inputs"]] == ["base", "a", "b"]
+    assert manifest["seed"] == 0
+    assert weightsmith.verify("out").tensors == len(merged.plan.steps)
+    assert json.loads((here / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_the_card_names_hub_models_only(here: Path) -> None:
+    from weightsmith.cards import model_card
+
+    plan = weightsmith.plan("ties.yml")
+    assert "base_model" not in model_card(plan, "x").split("---")[1]
+    from dataclasses import replace
+
+    on_hub = replace(plan, models=(replace(plan.models[0], ref="org/name@main"), *plan.models[1:]))
+    assert "base_model:\n- org/name\n" in model_card(on_hub, "x")
+
+
+def test_a_second_merge_into_the_same_folder_is_refused_unless_asked(here: Path) -> None:
+    weightsmith.merge("ties.yml", "out")
+    before = weights(here / "out")
+    with pytest.raises(StoreError, match="not empty"):
+        weightsmith.merge("dare_ties.yml", "out")
+    assert weights(here / "out") == before
+    weightsmith.merge("dare_ties.yml", "out", overwrite=True)
+    assert weights(here / "out") != before
+
+
+def test_an_input_is_never_overwritten(here: Path) -> None:
+    before = weights(here / "a")
+    with pytest.raises(StoreError, match="is the input a"):
+        weightsmith.merge("ties.yml", "a", overwrite=True)
+    assert weights(here / "a") == before
+
+
+@pytest.mark.parametrize("method", ["ties", "dare_ties"])
+def test_killed_at_any_point_and_run_again_gives_the_same_bytes(here: Path, method: str) -> None:
+    weightsmith.merge(f"{method}.yml", "whole")
+    expected = weights(here / "whole")
+    code = (
+        "import time; from weightsmith.engine import local; w = local.Run._do\n"
+        "local.Run._do = lambda self, *a: (time.sleep(0.03), w(self, *a))[1]\n"
+        f"weightsmith.merge('{method}.yml', 'out', threads=2)"
+    )
+    killed = 0
+    for seed in range(6):
+        process = merge_in_a_process(here, code)
+        staging = staging_folder(here / "out")
+        until = time.monotonic() + 60
+        while not (staging / "journal").exists() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.005)
+        time.sleep(random.Random(seed).uniform(0.2, 1.0))
+        process.send_signal(signal.SIGKILL)
+        killed += process.wait() == -signal.SIGKILL
+        process.communicate()
+        assert killed == 0 or not (here / "out").exists() or weights(here / "out") == expected
+        if (here / "out").exists():
+            break
+    assert killed > 0
+    if not (here / "out").exists():
+        merged = weightsmith.merge(f"{method}.yml", "out")
+        assert merged.resumed > 0
+    assert weights(here / "out") == expected
+    assert not staging_folder(here / "out").exists()
+
+
+def test_an_input_that_changed_is_not_mixed_with_finished_work(here: Path) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(progress: weightsmith.Progress) -> None:
+        raise Stop
+
+    with pytest.raises(Stop):
+        weightsmith.merge("ties.yml", "out", progress=stop)
+    shard = next((here / "a").glob("*.safetensors"))
+    os.utime(shard, ns=(1, 1))
+    with pytest.raises(StoreError, match="another plan"):
+        weightsmith.merge("ties.yml", "out")
+    weightsmith.merge("ties.yml", "out", resume=False)
+
+
+def test_a_full_disk_is_found_before_the_work(here: Path) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+
+    code = """
+import weightsmith
+from weightsmith.errors import NoSpace
+try:
+    weightsmith.merge("ties.yml", "out", progress=lambda p: print("worked"))
+except NoSpace as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=here, text=True, capture_output=True, preexec_fn=limit, check=True)  # noqa: PLW1509
+    assert "worked" not in done.stdout
+    assert "Nothing was written" in done.stdout
+    assert not (here / "out").exists()
+    assert NoSpace.__mro__[1] is StoreError
+
+
+def test_bytes_do_not_depend_on_hash_seed_threads_or_memory(here: Path) -> None:
+    outputs = []
+    for i, (seed, options) in enumerate([("1", "threads=1"), ("2", "threads=4, max_memory_bytes=260_000_000")]):
+        process = merge_in_a_process(here, f"weightsmith.merge('dare_ties.yml', 'out{i}', {options})", PYTHONHASHSEED=seed)
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        outputs.append(weights(here / f"out{i}"))
+    assert outputs[0] == outputs[1]
+
+
+def test_seed_changes_the_random_masks_and_nothing_else(here: Path) -> None:
+    weightsmith.merge("dare_ties.yml", "one", seed=1)
+    weightsmith.merge("dare_ties.yml", "two", seed=2)
+    weightsmith.merge("dare_ties.yml", "again", seed=1)
+    assert weights(here / "one") == weights(here / "again")
+    assert weights(here / "one") != weights(here / "two")
+    weightsmith.merge("ties.yml", "t1", seed=1)
+    weightsmith.merge("ties.yml", "t2", seed=2)
+    assert weights(here / "t1") == weights(here / "t2")
+
+
+def test_a_memory_bound_that_cannot_be_kept_is_refused(here: Path) -> None:
+    with pytest.raises(ParameterError, match="max_memory"):
+        weightsmith.merge("ties.yml", "out", max_memory_bytes=50_000_000)
+    assert not (here / "out").exists()
+
+
+def test_integers_on_which_models_disagree_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for i, name in enumerate(("a", "b")):
+        write_checkpoint(tmp_path / name, {"w": np.ones(4, np.float32), "same": np.arange(3), "ids": np.arange(3) + i})
+    entries = [{"model": m, "parameters": {"weight": 1}} for m in ("a", "b")]
+    merged = weightsmith.merge({"merge_method": "linear", "models": entries}, "out")
+    assert [w.where for w in merged.warnings if "disagree" in w.what] == ["ids"]
+    with weightsmith.open_checkpoint("out") as out:
+        np.testing.assert_array_equal(out.read("ids"), [0, 1, 2])
+
+
+def test_progress_is_told_and_ends_at_all(here: Path) -> None:
+    seen: list[weightsmith.Progress] = []
+    weightsmith.merge("ties.yml", "out", progress=seen.append)
+    assert seen[-1].written_bytes == seen[-1].total_bytes
+    assert seen[-1].tensors == seen[-1].total_tensors
+    assert [p.written_bytes for p in seen] == sorted(p.written_bytes for p in seen)
+
+
+@pytest.mark.parametrize("scale", [1, 4])
+def test_peak_memory_does_not_grow_with_the_model(tmp_path: Path, scale: int) -> None:
+    models(tmp_path, rows=60_000 * scale, layers=2)  # 70 and 280 MB a model
+    (tmp_path / "ties.yml").write_text(RECIPE.format(method="ties"))
+    code = (
+        "weightsmith.merge('ties.yml', 'out', threads=2, fsync=False)\n"
+        # not ru_maxrss, which a child inherits from the process that forked it
+        "print([int(l.split()[1]) // 1024 for l in open('/proc/self/status') if l.startswith('VmHWM')][0])"
+    )
+    process = merge_in_a_process(tmp_path, code)
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert int(output) < 300  # MB; the three inputs of the larger model have 830
