@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 from judge import DOMAINS, Verdict, judge
@@ -30,10 +31,17 @@ PROMPT = "La fonction renvoie"
 # How much of each held-out text is read; the whole of it (--whole) takes twice as long.
 FIRST_ROWS = 4
 
-# Geometric means of the perplexities as recorded, on FIRST_ROWS rows of each text and on the whole. For the merges, those
-# of mergekit 0.1.5 on the same recipes: weightsmith must do as well.
+# Geometric means of the perplexities as recorded: on FIRST_ROWS rows of each text, and on the whole. For the merges they
+# are those of mergekit 0.1.5 on the same recipes: weightsmith must do as well.
 RECORDED = {
     "base": (13.20, 13.26),
+    "fr": (10.63, 10.24),
+    "de": (9.68, 9.18),
+    "py": (11.01, 10.98),
+    "linear": (9.35, 8.91),
+    "task_arithmetic": (9.21, 8.63),
+    "ties": (9.06, 8.47),
+    "passthrough_40": (12.83, 12.36),
 }
 
 # A wrong merge is off by far more; another CPU, or another order of equal magnitudes in TIES, by far less.
@@ -84,6 +92,7 @@ def _merge(recipe: Path, out: Path, work: Path) -> None:
     command = Path(sys.executable).with_name("weightsmith")
     if not command.exists():
         raise SystemExit(f"{command} is missing: run `pip install -e .` with {sys.executable}, or `make demo`")
+    out.parent.mkdir(exist_ok=True)
     result = subprocess.run([command, "merge", recipe, out, "--overwrite"], cwd=work, check=False)
     if result.returncode:
         raise SystemExit(f"weightsmith merge {recipe} ended with status {result.returncode}")
@@ -92,7 +101,7 @@ def _merge(recipe: Path, out: Path, work: Path) -> None:
 def _judge(folder: Path, rows: int | None) -> Verdict:
     with _timed(f"{folder.name} judged"):
         verdict = judge(folder, HERE / "testbed" / "eval", PROMPT, rows)
-    console.print(f"[bold]{PROMPT}[/bold]{verdict.continuation!r}", highlight=False)
+    console.print(f"  {PROMPT} ... {' '.join(verdict.continuation.split())}", markup=False, highlight=False)
     return verdict
 
 
@@ -137,12 +146,13 @@ def _compare(verdicts: dict[str, Verdict], recorded: dict[str, float]) -> None:
 
 
 def _quiet_libraries() -> None:
-    """The demo's own lines are enough: no progress bars of single files."""
+    """The demo's own lines are enough: no progress bars of single files, no word on what transformers 6 will rename."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported, so first
+    warnings.simplefilter("ignore", FutureWarning)
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def _title(text: str) -> None:

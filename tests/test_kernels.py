@@ -41,7 +41,7 @@ def stacks(draw: st.DrawFn, low: int = 1, high: int = 4) -> np.ndarray:
 
 def scratch(models: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     pairs = max(3, models * (models + 1) // 2)
-    rows = np.full((models + 1, BLOCK), np.nan, np.float32)
+    rows = np.full((models + 4, BLOCK), np.nan, np.float32)
     return rows, np.full((pairs, BLOCK), np.nan), np.zeros(BLOCK + 512, np.uint32), np.zeros(BLOCK, np.uint32)
 
 
@@ -125,7 +125,7 @@ def test_too_many_patterns_are_reported_and_not_overrun() -> None:
 @pytest.mark.parametrize("normalize", [False, True])
 @given(stack=stacks(2), data=st.data())
 @settings(max_examples=60)
-def test_task_vectors_are_the_rounded_float64_result(elect: bool, normalize: bool, stack: np.ndarray, data: st.DataObject) -> None:
+def test_task_vectors_are_float64_results_to_float32_rounding(elect: bool, normalize: bool, stack: np.ndarray, data: st.DataObject) -> None:
     models, n = len(stack) - 1, stack.shape[1]
     weights = data.draw(st.lists(st.sampled_from([1.0, 0.5, -0.5, 0.3, -0.7]), min_size=models, max_size=models))
     modes = data.draw(st.lists(st.sampled_from([KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_NONE]), min_size=models, max_size=models))
@@ -161,7 +161,8 @@ def test_task_vectors_are_the_rounded_float64_result(elect: bool, normalize: boo
     )
     got = out.view(np.float32).astype(np.float64)
     size = np.abs(stack[0]) + np.abs(factor) * np.abs(np.array(masked)).sum(0) / (0.1 if normalize else 1.0)
-    np.testing.assert_array_less(np.abs(got - expected), 2.0**-23 * size + 1e-30)
+    # Each elected contribution, their sum, the quotient and the addition round to float32 once.
+    np.testing.assert_array_less(np.abs(got - expected), (models + 3) * 2.0**-24 * size + 1e-30)
 
 
 @given(stacks(2), st.integers(64, 5000))

@@ -40,8 +40,8 @@ def f64(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def deltas(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Deltas as the methods define them: rounded to float32, unless an input is float64."""
-    kind = np.float64 if any(a.dtype == np.float64 for a in arrays) else np.float32
+    """Deltas as the methods define them: rounded to float32 when all is 16-bit, else in float64."""
+    kind = np.float32 if all(a.dtype.itemsize <= 2 for a in arrays) else np.float64
     base = arrays[0].astype(kind)
     return f64([a.astype(kind) - base for a in arrays[1:]])
 

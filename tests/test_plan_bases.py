@@ -154,6 +154,17 @@ def test_the_base_of_a_slice_has_no_effect_on_a_method_without_bases(abc: tuple[
     assert [w.split("\n")[0] for w in warnings(p) if "no effect" in w] == [
         "slices[0].base_model: base_model of a slice has no effect: merge_method passthrough knows no base"
     ]
+    assert {d.reason for d in p.dropped if d.model == 1} == {"the recipe takes no tensor of this model"}
+
+
+def test_the_base_of_a_slice_must_be_one_of_its_sources(abc: tuple[str, str, str]) -> None:
+    a, b, c = abc
+    recipe = {"merge_method": "slerp", "slices": [{"sources": cut(a, b), "base_model": c}], "parameters": {"t": 0.5}}
+    found = problems(recipe)
+    assert [str(f).split("\n")[0] for f in found] == [
+        f"slices[0]: the slice does not list the base model {c}",
+        "slices[0]: merge_method slerp takes exactly 1 model besides the base, and here are 2",
+    ]
 
 
 def test_a_model_listed_twice_is_refused(abc: tuple[str, str, str]) -> None:
@@ -177,7 +188,8 @@ def test_two_layer_ranges_of_one_model_may_be_merged(abc: tuple[str, str, str]) 
         (0, "model.layers.3.mlp.up_proj.weight"),
     ]
     same = [*cut(a), *cut(a)]
-    assert "is listed twice" in str(only({"merge_method": "linear", "slices": [{"sources": same}], "parameters": {"weight": 1}}))
+    twice = {"merge_method": "linear", "slices": [{"sources": same}], "parameters": {"weight": 1}}
+    assert "is listed twice" in str(only(twice))
 
 
 def test_two_spellings_of_one_folder_are_one_model(abc: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +198,9 @@ def test_two_spellings_of_one_folder_are_one_model(abc: tuple[str, str, str], mo
     recipe = {"merge_method": "slerp", "base_model": "a", "models": [{"model": "./a/"}, {"model": b}], "parameters": {"t": 0.5}}
     p = plan(recipe)
     assert [m.ref for m in p.models] == ["a", b]
+    monkeypatch.setenv("HOME", str(Path(a).parent))
+    recipe["base_model"] = "~/a"
+    assert [m.ref for m in plan(recipe).models] == ["~/a", b]
 
 
 def test_a_home_folder_is_expanded(abc: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,12 @@ def test_the_option_wins_over_out_dtype_and_that_over_dtype(
 
 @pytest.mark.parametrize(
     ("first", "second", "wanted"),
-    [("bfloat16", "bfloat16", "BF16"), ("bfloat16", "float16", "F32"), ("float16", "float32", "F32"), ("float32", "float64", "F64")],
+    [
+        ("bfloat16", "bfloat16", "BF16"),
+        ("bfloat16", "float16", "F32"),
+        ("float16", "float32", "F32"),
+        ("float32", "float64", "F64"),
+    ],
 )
 def test_without_an_asked_dtype_the_inputs_are_promoted(tmp_path: Path, first: str, second: str, wanted: str) -> None:
     kinds = [BF16 if d == "bfloat16" else np.dtype(d) for d in (first, second)]
@@ -158,8 +163,9 @@ def test_integers_that_disagree_are_told_after_the_merge(tmp_path: Path) -> None
 
 def test_quantised_inputs_are_refused_with_their_place(tmp_path: Path) -> None:
     a = plan_help.model(tmp_path / "a", settings={"quantization_config": {"quant_method": "gptq", "bits": 4}})
-    codes = {"model.layers.0.mlp.up_proj.weight_scale_inv": np.ones((1, 1), np.float32)}
-    b = write(tmp_path / "b", decoder() | codes | {"model.layers.0.mlp.up_proj.weight": np.ones((6, 4), ml_dtypes.float8_e4m3fn)})
+    up = "model.layers.0.mlp.up_proj.weight"
+    codes = {up: np.ones((6, 4), ml_dtypes.float8_e4m3fn), f"{up}_scale_inv": np.ones((1, 1), np.float32)}
+    b = write(tmp_path / "b", decoder() | codes)
     for model in (a, b):
         problem = only(f"merge_method: linear\nmodels: [{{model: {model}}}]\nparameters: {{weight: 1}}\n")
         assert isinstance(problem, Unsupported)

@@ -14,7 +14,6 @@ from tests import plan_help
 from tests.mini import write_checkpoint
 from tests.plan_help import LAYER, config, decoder, only, plan, problems, sources, warnings
 from weightsmith.errors import MismatchError, PlanError, ShapeError, TensorLost
-from weightsmith.planner import build
 from weightsmith.planner.outputs import Outputs
 
 TOWER = {f"model.vision_tower.layers.{i}.{name}": shape for i in range(2) for name, shape in LAYER.items()}
@@ -44,7 +43,8 @@ def test_a_vision_tower_that_only_one_model_has_is_copied_with_a_warning(tmp_pat
     assert found["model.language_model.norm.weight"] == [(0, "model.language_model.norm.weight"), (1, "model.norm.weight")]
     assert found["lm_head.weight"] == [(0, "lm_head.weight"), (1, "lm_head.weight")]
     assert p.donor == 0
-    assert warnings(p) == [f"model.vision_tower.layers.0.input_layernorm.weight: 9 tensors that only {a} has are copied from it"]
+    first = next(iter(TOWER))
+    assert warnings(p) == [f"{first}: 9 tensors that only {a} has are copied from it"]
 
 
 @pytest.mark.parametrize("base", [True, False])
@@ -64,7 +64,8 @@ def test_the_model_with_the_vision_tower_is_the_donor_wherever_it_stands(tmp_pat
 def test_a_plain_language_model_is_merged_into_one_module(tmp_path: Path) -> None:
     a, b = vlm(tmp_path / "a"), plan_help.model(tmp_path / "b", seed=1)
     for name in ("model.language_model", "text_decoder", "language_model"):
-        p = plan({"merge_method": "linear", "modules": {name: {"models": [{"model": a}, {"model": b}]}}, "parameters": {"weight": 1}})
+        modules = {name: {"models": [{"model": a}, {"model": b}]}}
+        p = plan({"merge_method": "linear", "modules": modules, "parameters": {"weight": 1}})
         assert len(sources(p)["model.language_model.norm.weight"]) == 2
         assert all(sources(p)[name] == [(0, name)] for name in (*TOWER, *PROJECTOR))
         assert p.dropped == ()
@@ -85,9 +86,8 @@ def test_modules_may_come_from_different_models(tmp_path: Path) -> None:
 
 def test_a_module_whose_model_has_other_layers_is_not_cut_short(tmp_path: Path) -> None:
     a, b = vlm(tmp_path / "a"), plan_help.model(tmp_path / "b", 3, seed=1)
-    p = plan({"merge_method": "passthrough", "modules": {"text_decoder": {"models": [{"model": b}]}}, "base_model": a}, lenient=True) \
-        if False else plan({"merge_method": "passthrough", "modules": {
-            "text_decoder": {"models": [{"model": b}]}, "vision_tower": {"models": [{"model": a}]}}})
+    modules = {"text_decoder": {"models": [{"model": b}]}, "vision_tower": {"models": [{"model": a}]}}
+    p = plan({"merge_method": "passthrough", "modules": modules})
     assert sources(p)["model.language_model.layers.2.mlp.up_proj.weight"] == [(0, "model.layers.2.mlp.up_proj.weight")]
     assert p.config is not None
     assert p.config["text_config"]["num_hidden_layers"] == 3
@@ -95,16 +95,17 @@ def test_a_module_whose_model_has_other_layers_is_not_cut_short(tmp_path: Path) 
 
 def test_a_module_that_the_named_models_do_not_have_is_refused(tmp_path: Path) -> None:
     a, b = vlm(tmp_path / "a"), plan_help.model(tmp_path / "b", seed=1)
-    problem = only({"merge_method": "passthrough", "modules": {"text_decoder": {"models": [{"model": a}]},
-                                                              "vision_tower": {"models": [{"model": b}]}}})
-    assert str(problem).startswith("modules.vision_tower: none of the models given for module model.vision_tower has layers like")
+    modules = {"text_decoder": {"models": [{"model": a}]}, "vision_tower": {"models": [{"model": b}]}}
+    problem = only({"merge_method": "passthrough", "modules": modules})
+    assert str(problem).startswith("modules.vision_tower: none of the models given for module model.vision_tower has layers")
 
 
 def test_slices_of_a_vision_language_model_cut_its_decoder(tmp_path: Path) -> None:
     a, b = vlm(tmp_path / "a"), vlm(tmp_path / "b", seed=1)
     slices = [{"sources": [{"model": m, "layer_range": [0, 2]}]} for m in (a, b)]
     p = plan({"merge_method": "passthrough", "slices": slices})
-    assert sources(p)["model.language_model.layers.3.mlp.up_proj.weight"] == [(1, "model.language_model.layers.1.mlp.up_proj.weight")]
+    up = "model.language_model.layers.{}.mlp.up_proj.weight"
+    assert sources(p)[up.format(3)] == [(1, up.format(1))]
     assert all(sources(p)[name] == [(0, name)] for name in (*TOWER, *PROJECTOR))
     assert p.config is not None
     assert (p.config["text_config"]["num_hidden_layers"], p.config["vision_config"]["num_hidden_layers"]) == (4, 2)
@@ -118,8 +119,7 @@ def test_a_classification_head_that_only_one_model_has_is_copied_with_a_warning(
     for models, owner in (((a, b), 1), ((b, a), 0)):
         p = plan(linear(*models))
         assert sources(p)["score.weight"] == [(owner, "score.weight")]
-        assert warnings(p) == [f"score.bias: 2 tensors that only {b} has are copied from it"] or owner == 0
-        assert "2 tensors that only" in warnings(p)[0]
+        assert [w.split(": ")[1] for w in warnings(p)] == [f"2 tensors that only {b} has are copied from it"]
 
 
 def test_a_bias_that_only_one_model_has_is_an_error_that_names_both(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_unequal_shapes_are_told_once_for_all_layers_and_with_their_files(tmp_pa
 def test_vocabularies_of_different_size_are_refused_with_the_reason(tmp_path: Path) -> None:
     a, b = plan_help.model(tmp_path / "a"), plan_help.model(tmp_path / "b", vocab=10)
     found = problems(linear(a, b))
-    assert [f.finding.where for f in found] == ["model.embed_tokens.weight", "lm_head.weight"] or len(found) == 2
+    assert sorted(f.finding.where for f in found) == ["lm_head.weight", "model.embed_tokens.weight"]
     assert all("the vocabularies differ in size" in str(f) for f in found)
 
 
@@ -273,7 +273,8 @@ NAMES = st.sampled_from(
         "model.rotary_emb.inv_freq",
         "embeddings.position_ids",
         "shared.weight",
-        *(f"model.layers.{i}.{s}" for i in range(4) for s in ("mlp.w.weight", "attn.q.weight", "attn.q.bias", "rotary_emb.inv_freq")),
+        *(f"model.layers.{i}.{s}" for i in range(4) for s in ("mlp.w.weight", "attn.q.weight", "attn.q.bias")),
+        *(f"model.layers.{i}.attn.rotary_emb.inv_freq" for i in range(4)),
         *(f"model.layers.{i}.mlp.experts.{e}.w.weight" for i in range(3) for e in range(2)),
         *(f"model.vision_tower.layers.{i}.w.weight" for i in range(2)),
         *(f"encoder.layers.{i}.w.weight" for i in range(2)),
@@ -313,8 +314,8 @@ def test_whatever_the_models_hold_every_tensor_is_used_or_dropped_or_the_recipe_
     if method == "task_arithmetic" or data.draw(st.booleans()):
         recipe["base_model"] = models[0]
     listed = [{"model": m} for m in models]
-    ranges = [[0, 1], [0, 2], [1, 2]]
-    cuts = [[{**m, "layer_range": r} for m in listed] for r in data.draw(st.lists(st.sampled_from(ranges), min_size=1, max_size=2))]
+    ranges = data.draw(st.lists(st.sampled_from([[0, 1], [0, 2], [1, 2]]), min_size=1, max_size=2))
+    cuts = [[{**m, "layer_range": r} for m in listed] for r in ranges]
     form = data.draw(st.sampled_from(["models", "slices", "modules"]))
     if method == "passthrough":
         listed, cuts = listed[:1], [[source] for group in cuts for source in group]
@@ -323,13 +324,10 @@ def test_whatever_the_models_hold_every_tensor_is_used_or_dropped_or_the_recipe_
         "slices": [{"sources": sources} for sources in cuts],
         "modules": {"model": {"models": listed}},
     }[form]
+    outcome: Any = None
     try:
-        p = plan(recipe)  # checks the account
+        outcome = plan(recipe)  # checks the account
     except PlanError as error:
-        assert not any(isinstance(x, TensorLost) for x in error.problems), str(error)
-        return
-    assert p.steps
-
-
-def test_an_account_that_does_not_add_up_cannot_be_planned(tmp_path: Path) -> None:
-    assert build.Account is not None
+        outcome = error
+    lost = [x for x in getattr(outcome, "problems", ()) if isinstance(x, TensorLost)]
+    assert lost == [], str(outcome)

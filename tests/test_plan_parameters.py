@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests import plan_help
 from tests.plan_help import only, plan, problems, warnings
-from weightsmith.errors import ParameterError, PlanError, UnknownName
+from weightsmith.errors import ParameterError, UnknownName
 from weightsmith.planner import prepare
 
 LAYERS = 4
@@ -103,7 +103,7 @@ def expected(recipe: dict[str, Any], abc: tuple[str, ...]) -> dict[str, tuple[di
     return out
 
 
-FILTERS = st.sampled_from(["mlp", "self_attn", "layers.1", "layers.3", "norm", "lm_head", "embed", "weight", "nowhere", "*", None])
+FILTERS = st.sampled_from([*"mlp self_attn layers.1 layers.3 norm lm_head embed weight nowhere *".split(), None])
 NUMBERS = st.sampled_from([0.125, 0.25, 0.5, 0.75, 1, 0])
 FLAGS = st.booleans()
 
@@ -126,7 +126,8 @@ def recipes(draw: st.DrawFn, abc: tuple[str, str, str]) -> dict[str, Any]:
     a, b, c = abc
     top = draw(blocks(True, True))
     if "weight" not in top or draw(st.booleans()):
-        top["weight"] = [*draw(st.lists(st.fixed_dictionaries({"filter": st.just("mlp"), "value": NUMBERS}), max_size=1)), {"value": 1}]
+        entry = st.fixed_dictionaries({"filter": st.just("mlp"), "value": NUMBERS})
+        top["weight"] = [*draw(st.lists(entry, max_size=1)), {"value": 1}]
     elif isinstance(top["weight"], dict) or (isinstance(top["weight"], list) and isinstance(top["weight"][0], dict)):
         top["weight"] = [*([top["weight"]] if isinstance(top["weight"], dict) else top["weight"]), {"value": 0.5}]
     recipe: dict[str, Any] = {"merge_method": "ties", "base_model": a, "parameters": top}
@@ -157,13 +158,7 @@ def recipes(draw: st.DrawFn, abc: tuple[str, str, str]) -> dict[str, Any]:
 def test_values_are_those_of_the_oracle_whatever_the_recipe(abc: tuple[str, str, str], data: st.DataObject) -> None:
     recipe = data.draw(recipes(abc))
     wanted = expected(recipe, abc)
-    try:
-        p = plan(recipe)
-    except PlanError as error:
-        # Weights of zero cannot be normalised: then the oracle must have found such a tensor too.
-        assert all("cannot be normalised" in str(x) for x in error.problems), str(error)
-        assert any(s["normalize"] and abs(sum(m["weight"] for m in ms)) < 1e-8 for s, ms in wanted.values())
-        return
+    p = plan(recipe)
     assert {step.out.name for step in p.steps} == wanted.keys()
     for step in p.steps:
         got = p.settings[step.settings]
@@ -337,7 +332,7 @@ def test_a_filter_and_a_value_that_decide_nothing_warn(abc: tuple[str, str, str]
     recipe = {
         "merge_method": "linear",
         "models": [
-            {"model": a, "parameters": {"weight": [{"filter": "mpl", "value": 1}, {"filter": "mlp.up", "value": 1}, {"value": 2}]}},
+            {"model": a, "parameters": {"weight": [{"filter": f, "value": 1} for f in ("mpl", "mlp.up")] + [{"value": 2}]}},
             {"model": b, "parameters": {"weight": 1}},
         ],
         "parameters": {"weight": 3},
@@ -374,9 +369,10 @@ def test_numbers_written_as_text_count(abc: tuple[str, str, str]) -> None:
 
 def test_flags_that_became_choices_take_both(abc: tuple[str, str, str]) -> None:
     a, b, _ = abc
-    recipe = {"merge_method": "dare_ties", "base_model": a, "models": [{"model": b}], "parameters": {"weight": 1, "rescale": True}}
-    for given, meant in ((True, "l1"), (False, "none"), ("inv_density", "inv_density"), (0, "none")):
-        recipe["parameters"]["rescale"] = given  # type: ignore[index]
+    models = [{"model": b}]
+    recipe = {"merge_method": "dare_ties", "base_model": a, "models": models, "parameters": {"weight": 1, "rescale": True}}
+    for written, meant in ((True, "l1"), (False, "none"), ("inv_density", "inv_density"), (0, "none")):
+        recipe["parameters"]["rescale"] = written  # type: ignore[index]
         p = plan(recipe)
         assert p.settings[p.steps[0].settings].shared["rescale"] == meant
     recipe["parameters"]["rescale"] = "l2"  # type: ignore[index]

@@ -35,7 +35,8 @@ parameters:
         weightsmith.merge(recipe, tmp_path / "out")
     lines = [line for line in str(caught.value).splitlines() if not line.startswith("  ")]
     assert [line.replace(str(tmp_path), "") for line in lines] == [
-        "UnknownName: /r.yml:3:1: unknown key 'dtyp' at the top level (did you mean 'dtype'?); mergekit ignored it without a word",
+        "UnknownName: /r.yml:3:1: unknown key 'dtyp' at the top level (did you mean 'dtype'?); "
+        "mergekit ignored it without a word",
         "LayerError: /r.yml:5:5: the sources of a slice have different numbers of layers",
         f"ParameterError: /r.yml:7:{61 + len(b)}: weight must be a number, not 'heavy'",
         "ParameterError: /r.yml:10:9: merge_method ties needs the parameter 'weight' for /c",
@@ -80,9 +81,7 @@ def test_a_missing_base_does_not_hide_what_is_wrong_with_the_rest(tmp_path: Path
 
 
 def test_files_are_closed_when_a_recipe_is_refused(tmp_path: Path) -> None:
-    import os
-
     a = plan_help.model(tmp_path / "a")
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     problems({"merge_method": "linear", "models": [{"model": a}]})
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

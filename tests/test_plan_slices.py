@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests import plan_help
 from tests.mini import write_checkpoint
 from tests.plan_help import config, decoder, only, plan, problems, sources, warnings
@@ -226,7 +224,8 @@ def test_slices_of_an_encoder_decoder_say_how_to_write_modules(tmp_path: Path) -
         "  decoder: 2 layers (decoder.block.N)\n  encoder: 2 layers (encoder.block.N)\n"
         "  -> write modules: {decoder: {slices: [...]}, encoder: {slices: [...]}}"
     )
-    p = plan({"merge_method": "passthrough", "modules": {"decoder": {"slices": [{"sources": [cut(a, 0, 2)]}, {"sources": [cut(a, 1, 2)]}]}}})
+    slices = stack(cut(a, 0, 2), cut(a, 1, 2))["slices"]
+    p = plan({"merge_method": "passthrough", "modules": {"decoder": {"slices": slices}}})
     assert p.config is not None
     assert (p.config["num_layers"], p.config["num_decoder_layers"]) == (2, 3)
     assert warnings(p)[-1].startswith("modules: modules encoder, shared are not mentioned, and copied from ")

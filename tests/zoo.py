@@ -81,7 +81,11 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "mamba": ("MambaForCausalLM", "MambaConfig", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4}),
+    "mamba": (
+        "MambaForCausalLM",
+        "MambaConfig",
+        {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4},
+    ),
     "jamba": (
         "JambaForCausalLM",
         "JambaConfig",

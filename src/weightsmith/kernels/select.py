@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weightsmith.kernels.codecs import BLOCK, as_bits, decode
+from weightsmith.kernels.codecs import BF16, BLOCK, as_bits, as_float, decode
 from weightsmith.kernels.combine import subtract
 from weightsmith.kernels.jit import kernel
 
@@ -36,6 +36,14 @@ def delta_bits(
     raw: np.ndarray, codes: np.ndarray, i: int, start: int, n: int, rows: np.ndarray, bits: np.ndarray
 ) -> None:
     """bits[:n] = magnitude bits of raw[i] - raw[0] from element `start`; rows scratch [2, BLOCK]."""
+    if codes[0] == BF16 and codes[i] == BF16:  # what the four steps below come to, in one loop and a third of the time
+        b = raw[0].view(np.uint16)[start : start + n]
+        x = raw[i].view(np.uint16)[start : start + n]
+        out = bits[:n]
+        for j in range(n):
+            delta = as_float(np.uint32(x[j]) << np.uint32(16)) - as_float(np.uint32(b[j]) << np.uint32(16))
+            out[j] = as_bits(delta) & np.uint32(0x7FFFFFFF)
+        return
     decode(raw[0], codes[0], start, n, rows[0])
     decode(raw[i], codes[i], start, n, rows[1])
     subtract(rows[1], rows[0], n)

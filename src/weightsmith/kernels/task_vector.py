@@ -2,15 +2,16 @@
 
 TIES (Yadav et al. 2023, https://arxiv.org/abs/2306.01708), DARE (Yu et al. 2023, https://arxiv.org/abs/2311.03099) and task
 arithmetic (Ilharco et al. 2022, https://arxiv.org/abs/2212.04089) are settings of it. A delta is float32(model) -
-float32(base), rounded to float32 (exact for bf16 inputs of similar exponents; float64 throughout when a tensor is F64);
-products, sums and the final addition are float64.
+float32(base), rounded to float32 (exact for bf16 inputs of similar exponents). The sum that elects the signs is float64, as
+are sums without election: a sign must not turn on a rounding. The elected contributions are summed in float32 rows. All of it
+is float64 when the output is F32 or F64.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from weightsmith.kernels.codecs import BLOCK, as_bits, decode, encode
+from weightsmith.kernels.codecs import BF16, BLOCK, as_bits, as_float, decode, encode
 from weightsmith.kernels.combine import LANES, add_magnitudes, add_scaled, fill, set_scaled, subtract, sum_lanes
 from weightsmith.kernels.jit import kernel
 from weightsmith.kernels.philox import random_words
@@ -56,42 +57,57 @@ def sparsify(
 
 
 @kernel
-def add_elected(
-    factor: float,
-    weight: float,
-    delta: np.ndarray,
-    n: int,
-    total: np.ndarray,
-    mixed: np.ndarray,
-    divisor: np.ndarray,
-    first: bool,
-) -> None:
-    """Where factor·delta has the sign of total (zero counts as +): mixed += it, divisor += weight; `first` begins both."""
-    d, t, s, v = delta[:n], total[:n], mixed[:n], divisor[:n]
-    if first:
+def decode_delta(raw: np.ndarray, code: int, start: int, n: int, base: np.ndarray, delta: np.ndarray) -> None:
+    """delta[:n] = elements start … start + n of raw, minus base[:n], rounded to the row's dtype."""
+    if code == BF16:  # decode and subtract in one loop
+        x = raw.view(np.uint16)[start : start + n]
+        b, d = base[:n], delta[:n]
         for j in range(n):
-            x = factor * np.float64(d[j])
-            agree = ((x > 0.0) & (t[j] >= 0.0)) | ((x < 0.0) & (t[j] < 0.0))
-            s[j] = x if agree else 0.0
-            v[j] = weight if agree else 0.0
+            d[j] = as_float(np.uint32(x[j]) << np.uint32(16)) - b[j]
     else:
-        for j in range(n):
-            x = factor * np.float64(d[j])
-            agree = ((x > 0.0) & (t[j] >= 0.0)) | ((x < 0.0) & (t[j] < 0.0))
-            s[j] += x if agree else 0.0
-            v[j] += weight if agree else 0.0
+        decode(raw, code, start, n, delta)
+        subtract(delta, base, n)
 
 
 @kernel
-def add_to_base(base: np.ndarray, factor: float, mixed: np.ndarray, divisor: np.ndarray, n: int, divide: bool) -> None:
-    """base[:n] += factor · mixed[:n] (/ divisor[:n] where that is not zero), in float64, rounded to the row's dtype."""
+def elected_signs(total: np.ndarray, n: int, sign: np.ndarray) -> None:
+    """sign[:n] = 1 where total is zero or more, else -1."""
+    t, s = total[:n], sign[:n]
+    for j in range(n):
+        s[j] = np.float32(1.0) if t[j] >= 0.0 else np.float32(-1.0)
+
+
+@kernel
+def add_elected(
+    factor: float, weight: float, delta: np.ndarray, sign: np.ndarray, n: int, mixed: np.ndarray, divisor: np.ndarray
+) -> None:
+    """Where factor·delta has the elected sign: mixed[:n] += it, divisor[:n] += weight; in the rows' dtype."""
+    d, e, s, v = delta[:n], sign[:n], mixed[:n], divisor[:n]
+    for j in range(n):
+        x = factor * d[j]
+        agree = x * e[j] > 0
+        s[j] += x if agree else np.float32(0.0)
+        v[j] += weight if agree else np.float32(0.0)
+
+
+@kernel
+def add_mean(base: np.ndarray, factor: float, mixed: np.ndarray, divisor: np.ndarray, n: int, divide: bool) -> None:
+    """base[:n] += factor · mixed[:n], divided by divisor[:n] where that is asked for and not zero."""
     b, s, v = base[:n], mixed[:n], divisor[:n]
     if divide:
         for j in range(n):
-            b[j] = np.float64(b[j]) + factor * s[j] / (v[j] if v[j] != 0.0 else 1.0)
+            b[j] += factor * s[j] / (v[j] if v[j] != 0 else np.float32(1.0))
     else:
         for j in range(n):
-            b[j] = np.float64(b[j]) + factor * s[j]
+            b[j] += factor * s[j]
+
+
+@kernel
+def add_total(base: np.ndarray, factor: float, total: np.ndarray, n: int) -> None:
+    """base[:n] += factor · total[:n], in float64, rounded to the row's dtype."""
+    b, t = base[:n], total[:n]
+    for j in range(n):
+        b[j] = np.float64(b[j]) + factor * t[j]
 
 
 @kernel
@@ -124,27 +140,32 @@ def merge_task_vectors(
     elect       keep only contributions of the elected sign (TIES)
     normalize   divide by the sum of the weights that contributed (with election) or of all (factor holds it then)
     factor      lambda, divided by the sum of weights when normalising without election
-    rows        scratch [1 + models, BLOCK]; sums float64 [3, BLOCK]; words uint32 [BLOCK + 512]
+    rows        scratch [4 + models, BLOCK]; sums float64 [1, BLOCK]; words uint32 [BLOCK + 512]
     """
     base, total = rows[0], sums[0]
+    models = weights.size
+    sign, mixed, divisor = rows[models + 1], rows[models + 2], rows[models + 3]
+    of_row = base.dtype.type
     for start in range(0, n, BLOCK):
         m = min(BLOCK, n - start)
         decode(raw[0], codes[0], start, m, base)
-        for i in range(weights.size):
+        for i in range(models):
             delta = rows[i + 1]
-            decode(raw[i + 1], codes[i + 1], start, m, delta)
-            subtract(delta, base, m)
+            decode_delta(raw[i + 1], codes[i + 1], start, m, base, delta)
             sparsify(delta, m, modes[i], limits[i], cuts[i], keys[i], index + start, words)
             if i == 0:
                 set_scaled(weights[i] * scales[i], delta, m, total)
             else:
                 add_scaled(weights[i] * scales[i], delta, m, total)
-        mixed = total
         if elect:
-            mixed = sums[1]
-            for i in range(weights.size):
-                add_elected(weights[i] * scales[i], weights[i], rows[i + 1], m, total, mixed, sums[2], i == 0)
-        add_to_base(base, factor, mixed, sums[2], m, elect and normalize)
+            elected_signs(total, m, sign)
+            fill(mixed, m, 0.0)
+            fill(divisor, m, 0.0)
+            for i in range(models):
+                add_elected(of_row(weights[i] * scales[i]), of_row(weights[i]), rows[i + 1], sign, m, mixed, divisor)
+            add_mean(base, of_row(factor), mixed, divisor, m, normalize)
+        else:
+            add_total(base, factor, total, m)
         encode(base, m, out_code, start, out)
 
 
@@ -174,8 +195,7 @@ def l1_norms(
         for start in range(g * grain, end, BLOCK):
             m = min(BLOCK, end - start)
             decode(raw[0], codes[0], start, m, base)
-            decode(raw[i], codes[i], start, m, delta)
-            subtract(delta, base, m)
+            decode_delta(raw[i], codes[i], start, m, base, delta)
             add_magnitudes(delta, m, sums[0])
             sparsify(delta, m, mode, limit, cut, key, index + start, words)
             add_magnitudes(delta, m, sums[1])

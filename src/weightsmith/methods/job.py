@@ -74,10 +74,10 @@ class Scratch:
         self.bits = np.empty(BLOCK, np.uint32)
 
     def rows(self, count: int, codes: npt.NDArray[np.int64], out_code: int) -> np.ndarray:
-        """At least `count` rows: float64 if any tensor is F64, else float32."""
-        from weightsmith.kernels.codecs import F64
+        """At least `count` rows: float64 if the output is F32 or F64, or an input is F64; else float32."""
+        from weightsmith.kernels.codecs import F32, F64
 
-        kind = np.float64 if out_code == F64 or (codes == F64).any() else np.float32
+        kind = np.float64 if out_code in (F32, F64) or (codes == F64).any() else np.float32
         held = self._rows.get(kind)
         if held is None or len(held) < count:
             held = self._rows[kind] = np.empty((count, self._block), kind)

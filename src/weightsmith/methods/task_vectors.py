@@ -302,7 +302,7 @@ class TaskVectorJob(Job):
             self.factor,
             out,
             m.out_code,
-            scratch.rows(len(m.codes), m.codes, m.out_code),
-            scratch.sums(3),
+            scratch.rows(len(m.codes) + 3, m.codes, m.out_code),
+            scratch.sums(1),
             scratch.words,
         )

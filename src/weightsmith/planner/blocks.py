@@ -152,7 +152,7 @@ class BlockMaker:
                     )
                 )
         if method.base == "input" or (method.base == "optional" and base is None):
-            self._check_count(feeds, where)
+            self._check_count(feeds, where, "")
         elif base is None:
             self.problems.append(
                 ParameterError(
@@ -174,17 +174,16 @@ class BlockMaker:
                 )
             else:
                 feeds, has_base = [bases[0], *others], True
-            self._check_count(others, where)
+            self._check_count(others, where, " besides the base")
         return Block(tuple(feeds), has_base, length, levels, where, broken or len(self.problems) > before)
 
-    def _check_count(self, feeds: Sequence[Feed], where: str) -> None:
+    def _check_count(self, feeds: Sequence[Feed], where: str, besides: str) -> None:
         method, count = self.method, len(feeds)
         low, high = method.min_models, method.max_models
         if low <= count and (high is None or count <= high):
             return
         wanted = f"exactly {low}" if low == high else f"at least {low}" if count < low else f"at most {high}"
         bound = low if count < low else high or low
-        besides = "" if method.base == "input" or not self.recipe.base_model else " besides the base"
         details = [self.labels[f.model] for f in feeds]
         if any(f.appended for f in feeds):
             details[-1] += f" (base_model, which counts as an input of {method.name})"

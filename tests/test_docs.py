@@ -1,0 +1,396 @@
+"""What the pages say is what the program does.
+
+Conventions of fenced blocks in README.md, CHANGELOG.md and docs/:
+
+* ```` ```console ````: each line that begins with `$ ` is run, the lines after it are all that it prints: warnings and errors,
+  then its output; progress is left out. `...` stands for anything, on a line of its own for any number of lines.
+* ```` ```python ````: is run.
+* ```` ```yaml ````: a whole recipe, which must plan. A first line `# NAME.yml` puts it into the folder for the commands;
+  `# NAME.yml: wrong on purpose` says that it must not plan.
+* ```` ```bash ````: is not run (installation, make); the make targets in it must exist.
+* ```` ```text ````: is only shown.
+
+The blocks of one page run in order in one folder with the models `base`, `fr`, `de` and `py`: the demo's in every header
+and size, but full of zeros.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.cli_help import environment
+from weightsmith import recipe as recipes
+from weightsmith.errors import PlanError
+from weightsmith.methods import all_methods
+from weightsmith.planner import prepare
+from weightsmith.store.layout import make_layout
+from weightsmith.tensors import DTYPES, TensorSpec
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PROGRESS = re.compile(r"(merging|saving to disk|verifying|checking what is there): .*")
+
+
+# ---- blocks
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text, and the line it begins at."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        """File name in the first line, or an empty string."""
+        found = re.match(r"# ([\w-]+\.yml)\b", self.text)
+        return found[1] if found else ""
+
+    @property
+    def wrong(self) -> bool:
+        """A recipe that must not plan."""
+        return "wrong on purpose" in self.text.partition("\n")[0]
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    """The blocks of a page, in order."""
+    language, start, lines = "", 0, []
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        if line.startswith("```"):
+            if start:
+                yield Block(page, start, language, "\n".join(lines) + "\n")
+                start = 0
+            else:
+                language, start, lines = line[3:].strip(), number, []
+        else:
+            lines.append(line)
+    assert not start, f"{page}:{start}: a block that does not end"
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def of_language(language: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language == language]
+
+
+def test_every_block_has_a_language_that_says_what_is_done_with_it() -> None:
+    known = {"console", "python", "yaml", "bash", "text"}
+    assert [str(block) for block in BLOCKS if block.language not in known] == []
+
+
+# ---- the folder
+
+
+def smollm2() -> list[TensorSpec]:
+    """The tensors of SmolLM2-135M."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (49152, 576), "model.norm.weight": (576,)}
+    for i in range(30):
+        layer = f"model.layers.{i}."
+        shapes |= {f"{layer}{norm}_layernorm.weight": (576,) for norm in ("input", "post_attention")}
+        shapes |= {f"{layer}self_attn.{part}_proj.weight": (576, 576) for part in "qo"}
+        shapes |= {f"{layer}self_attn.{part}_proj.weight": (192, 576) for part in "kv"}
+        shapes |= {f"{layer}mlp.{part}_proj.weight": (1536, 576) for part in ("gate", "up")}
+        shapes[f"{layer}mlp.down_proj.weight"] = (576, 1536)
+    return [TensorSpec(name, DTYPES["BF16"], shape) for name, shape in shapes.items()]
+
+
+CONFIG = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 30, "hidden_size": 576,
+"intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
+"tie_word_embeddings": true, "dtype": "bfloat16"}""".ljust(817) + "\n"
+FILES = {"chat_template.jinja": 368, "generation_config.json": 216, "tokenizer.json": 3522871, "tokenizer_config.json": 297}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models of the demo, as sparse files: they take no room."""
+    folder = tmp_path_factory.mktemp("models")
+    (shard,) = make_layout(smollm2(), 10**9).shards
+    for name in ("base", "fr", "de", "py"):
+        (folder / name).mkdir()
+        weights = folder / name / "model.safetensors"
+        weights.write_bytes(shard.header)
+        os.truncate(weights, shard.nbytes)
+        (folder / name / "config.json").write_text(CONFIG)
+        for file, nbytes in FILES.items():
+            (folder / name / file).touch()
+            os.truncate(folder / name / file, nbytes)
+    return folder
+
+
+@pytest.fixture
+def folder(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder with the models, as `fr` and as `models/fr`."""
+    (tmp_path / "models").symlink_to(models)
+    for model in models.iterdir():
+        (tmp_path / model.name).symlink_to(model)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@cache
+def parameter_names() -> list[str]:
+    return sorted({p.name for method in all_methods() for p in method.parameters})
+
+
+# ---- recipes
+
+
+@pytest.mark.parametrize("block", of_language("yaml"), ids=str)
+def test_a_recipe_in_the_docs_plans_unless_it_is_wrong_on_purpose(block: Block, folder: Path) -> None:
+    if block.wrong:
+        with pytest.raises(PlanError):
+            prepare(block.text)
+        return
+    recipe, problems = recipes.parse(block.text, str(block), parameter_names=parameter_names())
+    assert recipe is not None
+    assert (problems, list(recipe.findings)) == ([], [])
+    with prepare(block.text) as prepared:
+        assert prepared.plan.steps
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples" / "recipes").glob("*.yml")), ids=lambda file: file.name)
+def test_the_recipes_of_the_demo_plan(file: Path, folder: Path) -> None:
+    with prepare(file) as prepared:
+        assert prepared.plan.steps
+
+
+# ---- commands
+
+
+def run(folder: Path, *command: str) -> str:
+    """What a command prints: stderr without progress, then stdout."""
+    # Whether bytes are on the disk is not what these tests are about; waiting for it is most of their time.
+    (folder / ".bin").mkdir(exist_ok=True)
+    (folder / ".bin" / "sitecustomize.py").write_text("import os\nos.fsync = os.fdatasync = lambda fd: None\n")
+    program = folder / ".bin" / "weightsmith"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m weightsmith "$@"\n')
+    program.chmod(0o755)
+    env = environment(PATH=f"{program.parent}:{os.environ['PATH']}", LC_ALL="C", PYTHONWARNINGS="error")
+    env["PYTHONPATH"] = f"{program.parent}:{env['PYTHONPATH']}"
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    errors = [line for line in done.stderr.splitlines() if not PROGRESS.fullmatch(line)]
+    return "".join(f"{line}\n" for line in errors) + done.stdout
+
+
+def pattern(expected: str) -> re.Pattern[str]:
+    """The regular expression of an output with `...` in it."""
+    text = ""
+    for line in expected.splitlines():
+        text += r"(?:.*\n)*?" if line == "..." else ".*?".join(map(re.escape, line.split("..."))) + r"\n"
+    return re.compile(text)
+
+
+def sessions(text: str) -> Iterator[tuple[str, str]]:
+    """The commands of a console block, each with what it must print."""
+    for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+        command, _, expected = part.partition("\n")
+        yield command, expected
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if any(block.page == page and block.language in ("console", "python") for block in BLOCKS)],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_what_a_page_shows_is_what_the_commands_print(page: Path, folder: Path) -> None:
+    for block in blocks_of(page):
+        if block.language == "yaml" and block.name:
+            (folder / block.name).write_text(block.text)
+        if block.language == "python":
+            assert run(folder, sys.executable, "-c", block.text) == "", block
+        for command, expected in sessions(block.text) if block.language == "console" else ():
+            printed = run(folder, "bash", "-c", command)
+            assert pattern(expected).fullmatch(printed), f"{block}: $ {command}\nshows:\n{expected}\nprints:\n{printed}"
+
+
+def test_a_page_that_shows_something_else_is_found() -> None:
+    assert pattern("a\n...\nb ... c\n").fullmatch("a\n1\n2\nb 3 c\n")
+    assert not pattern("a\n...\nb ... c\n").fullmatch("a\nb 3 d\n")
+    assert not pattern("a.c\n").fullmatch("abc\n")
+    assert not pattern("a\n").fullmatch("a\nb\n")
+
+
+# ---- pages
+
+
+def targets(text: str) -> list[str]:
+    """The links of a page, code left out."""
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+    return re.findall(r"\]\(([^)\s]+)\)", prose)
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that a page's headings make, as GitHub makes them."""
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", prose, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in targets(page.read_text(encoding="utf-8")):
+        path, _, anchor = target.partition("#")
+        if "://" in path:
+            continue
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{page}: {target}"
+        assert linked.is_relative_to(ROOT), f"{page}: {target}"
+        if anchor:
+            assert anchor in anchors(linked.read_text(encoding="utf-8")), f"{page}: {target}"
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    reached, queue = set(), [ROOT / "README.md"]
+    while queue:
+        page = queue.pop()
+        if page in reached or page.suffix != ".md":
+            continue
+        reached.add(page)
+        queue += [(page.parent / t.partition("#")[0]).resolve() for t in targets(page.read_text()) if "://" not in t]
+    assert [page for page in PAGES if page not in reached] == []
+
+
+def test_every_command_is_in_the_readme_or_a_page_and_every_one_there_exists() -> None:
+    from typer.main import get_command
+
+    from weightsmith.cli.app import app
+
+    commands = set(get_command(app).commands)  # type: ignore[attr-defined]
+    named = {name for page in PAGES for name in re.findall(r"\bweightsmith ([a-z]+)\b(?! is| and|\.)", code(page))}
+    assert commands <= named
+    assert named - commands <= set()
+
+
+def code(page: Path) -> str:
+    """The code of a page, in blocks and in lines, comments left out."""
+    text = page.read_text(encoding="utf-8")
+    blocks = "\n".join(block.text for block in blocks_of(page) if block.language in ("console", "bash"))
+    return re.sub(r"#.*", "", blocks) + "\n".join(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)))
+
+
+def test_make_targets_in_the_docs_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    named = {name for page in PAGES for name in re.findall(r"\bmake ([a-z-]+)", code(page))}
+    assert named >= {"demo", "test", "bench", "docs"}
+    for name in named:
+        assert re.search(rf"^{name}:", makefile, flags=re.MULTILINE), name
+
+
+def test_the_blocks_for_measured_numbers_are_there_once() -> None:
+    for page, name in ((ROOT / "README.md", "benchmark"), (ROOT / "docs" / "benchmarks.md", "results")):
+        text = page.read_text()
+        assert text.count(f"<!-- {name}:begin -->") == text.count(f"<!-- {name}:end -->") == 1
+        assert text.index(f"<!-- {name}:begin -->") < text.index(f"<!-- {name}:end -->")
+
+
+def test_the_changelog_has_the_version() -> None:
+    from weightsmith import __version__
+
+    assert f"## {__version__} " in (ROOT / "CHANGELOG.md").read_text()
+
+
+# ---- made from the code
+
+
+@cache
+def docs_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_script", ROOT / "scripts" / "docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generated_pages_are_up_to_date() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "docs.py", "--check"], env=environment(), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_generated_page_that_was_edited_missing_or_left_over_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = docs_script()
+    monkeypatch.setattr(script, "DOCS", tmp_path)
+    found = script.pages()
+    assert {what for _, what in script.stale(found)} == {"is missing"}
+    for path, text in found.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert list(script.stale(found)) == []
+    (tmp_path / "recipe.md").write_text(found[tmp_path / "recipe.md"] + "\n")
+    (tmp_path / "methods" / "gone.md").write_text("")
+    assert [(path.name, what) for path, what in script.stale(found)] == [
+        ("recipe.md", "is out of date"),
+        ("gone.md", "describes no method"),
+    ]
+
+
+# ---- the architecture page
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+SOURCES = sorted((ROOT / "src" / "weightsmith").rglob("*.py"))
+
+
+def first_column(heading: str) -> list[str]:
+    """The first column of the table under a heading of the architecture page, without backquotes."""
+    section = re.split(r"^## ", ARCHITECTURE.partition(f"\n## {heading}\n")[2], flags=re.MULTILINE)[0]
+    return re.findall(r"^\| `?(\w+)`? \|", section, flags=re.MULTILINE)[1:]
+
+
+def imports(file: Path) -> Iterator[str]:
+    """The modules that a file imports, wherever in it, but for types alone."""
+    skipped = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            skipped |= {id(inner) for inner in ast.walk(node)}
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module == "weightsmith":
+            yield from (f"weightsmith.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def test_each_room_imports_only_from_the_rooms_above_it() -> None:
+    rooms = first_column("The rooms")
+    for file in SOURCES:
+        room = file.relative_to(ROOT / "src" / "weightsmith").parts[0].removesuffix(".py")
+        if room.startswith("_"):
+            continue
+        assert room in rooms, f"{room} is not in docs/architecture.md"
+        for module in imports(file):
+            if module.startswith("weightsmith.") and (other := module.split(".")[1]) not in (room, "_version"):
+                assert rooms.index(other) < rooms.index(room), f"{file} imports {module}"
+
+
+def test_the_dependencies_in_the_docs_are_those_that_the_code_imports() -> None:
+    used = {module.partition(".")[0] for file in SOURCES for module in imports(file)}
+    used -= set(sys.stdlib_module_names) | {"weightsmith"}
+    documented = first_column("Dependencies")
+    assert used == {{"PyYAML": "yaml"}.get(name, name) for name in documented}
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert set(documented) <= {re.split(r"[<>=]", requirement)[0] for requirement in declared}
