@@ -34,13 +34,13 @@ check: lint types
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check benchmarks examples
+	$(BIN)/ruff format --check .
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
 format: $(VENV)/.dev
-	$(BIN)/ruff format benchmarks examples
+	$(BIN)/ruff format .
 
 docs: $(VENV)/.core
 	$(BIN)/python scripts/docs.py $(DOCS_OPTIONS)

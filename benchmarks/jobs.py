@@ -80,8 +80,7 @@ dtype: bfloat16
 
 def _passthrough(models: Path, layers: int) -> str:
     slices = "".join(
-        f"  - sources: [{{model: {models}/{model}, layer_range: [{start}, {end}]}}]\n"
-        for model, start, end in stack(layers)
+        f"  - sources: [{{model: {models}/{model}, layer_range: [{start}, {end}]}}]\n" for model, start, end in stack(layers)
     )
     return f"merge_method: passthrough\nslices:\n{slices}dtype: bfloat16\n"
 

@@ -1,11 +1,11 @@
 """Writes the pages of docs/ that are made from the code.
 
-    python scripts/docs.py           # write them
-    python scripts/docs.py --check   # status 1 if one is out of date
+python scripts/docs.py           # write them
+python scripts/docs.py --check   # status 1 if one is out of date
 
-    docs/recipe.md            scripts/recipe.md with the tables of `weightsmith.recipe.grammar` and the methods' parameters
-    docs/recipe.schema.json   what `weightsmith schema` prints
-    docs/methods/NAME.md      one page a method, from its `METHOD`; README.md lists them
+docs/recipe.md            scripts/recipe.md with the tables of `weightsmith.recipe.grammar` and the methods' parameters
+docs/recipe.schema.json   what `weightsmith schema` prints
+docs/methods/NAME.md      one page a method, from its `METHOD`; README.md lists them
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def method_page(method: Method) -> str:
                 [(f"`{p.name}`", values(p), default(p), SCOPES[p.scope], doc(p)) for p in method.parameters],
             ),
             "",
-            "Every value may be a gradient over the layers and differ by tensor name: see [parameters](../recipe.md#parameters).",
+            "Every value may be a gradient over the layers, and differ by tensor name: [parameters](../recipe.md#parameters).",
             "",
             "## Example",
             "",
@@ -167,14 +167,13 @@ def method_page(method: Method) -> str:
 def methods_page(methods: Sequence[Method]) -> str:
     """The list of all methods."""
     rows = [
-        (_link(m), m.title, models(m), m.base, ", ".join(f"`{p.name}`" for p in m.parameters if not p.ignored))
-        for m in methods
+        (_link(m), m.title, models(m), m.base, ", ".join(f"`{p.name}`" for p in m.parameters if not p.ignored)) for m in methods
     ]
     return MADE + "\n".join(
         [
             "# Merge methods",
             "",
-            "What a recipe's `merge_method` may be. `weightsmith methods` prints this list, `weightsmith methods NAME` one page.",
+            "What `merge_method` in a recipe may be. `weightsmith methods` prints the list, `weightsmith methods NAME` one.",
             "",
             table(("method", "", "models", "base", "parameters"), rows),
             "",

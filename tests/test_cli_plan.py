@@ -153,5 +153,5 @@ def test_a_change_of_type_in_the_config_is_a_change() -> None:
 
 def test_a_long_config_value_is_shortened() -> None:
     assert len(short(["full_attention"] * 48)) <= 60
-    assert short("x" * 100, 20).endswith('...') and len(short("x" * 100, 20)) <= 20  # noqa: PT018
+    assert short("x" * 100, 20).endswith("...") and len(short("x" * 100, 20)) <= 20  # noqa: PT018
     assert short(None) == "-"

@@ -63,7 +63,11 @@ def check_rounding(name: str) -> None:
     middle = (values[1:] + values[:-1]) / 2
     top = values[-1] + (values[-1] - values[-2]) * np.array([0.25, 0.5, 0.75, 1, 2, 100])
     cases = np.concatenate([middle, np.nextafter(middle, 9e9), top, -top, [np.inf, -np.inf, np.nan, 0.0, -0.0]])
-    for value in (cases, np.nextafter(cases.astype(np.float32), np.float32(9e9)), np.nextafter(cases.astype(np.float32), np.float32(-9e9))):
+    for value in (
+        cases,
+        np.nextafter(cases.astype(np.float32), np.float32(9e9)),
+        np.nextafter(cases.astype(np.float32), np.float32(-9e9)),
+    ):
         single = value.astype(np.float32)
         same_values(encoded(single, name).astype(np.float32), single.astype(SMALL[name]).astype(np.float32))
 

@@ -69,7 +69,9 @@ def test_gram_by_grains(stack: np.ndarray, grain: int, deltas: bool) -> None:
     gram(*raw(stack), n, grain, deltas, out, rows, sums)
     for g in range(len(out)):
         part = vectors[:, g * grain : (g + 1) * grain]
-        np.testing.assert_allclose(out[g], (part @ part.T)[np.triu_indices(k)], rtol=1e-12, atol=1e-12 * np.abs(part).max() ** 2)
+        np.testing.assert_allclose(
+            out[g], (part @ part.T)[np.triu_indices(k)], rtol=1e-12, atol=1e-12 * np.abs(part).max() ** 2
+        )
 
 
 def test_philox_matches_the_published_vectors() -> None:
@@ -125,10 +127,14 @@ def test_too_many_patterns_are_reported_and_not_overrun() -> None:
 @pytest.mark.parametrize("normalize", [False, True])
 @given(stack=stacks(2), data=st.data())
 @settings(max_examples=60)
-def test_task_vectors_are_float64_results_to_float32_rounding(elect: bool, normalize: bool, stack: np.ndarray, data: st.DataObject) -> None:
+def test_task_vectors_are_float64_results_to_float32_rounding(
+    elect: bool, normalize: bool, stack: np.ndarray, data: st.DataObject
+) -> None:
     models, n = len(stack) - 1, stack.shape[1]
     weights = data.draw(st.lists(st.sampled_from([1.0, 0.5, -0.5, 0.3, -0.7]), min_size=models, max_size=models))
-    modes = data.draw(st.lists(st.sampled_from([KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_NONE]), min_size=models, max_size=models))
+    modes = data.draw(
+        st.lists(st.sampled_from([KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_NONE]), min_size=models, max_size=models)
+    )
     factor = data.draw(st.sampled_from([1.0, 0.3, -2.0]))
     deltas = (stack[1:] - stack[0]).astype(np.float64)
     keys = np.arange(models, dtype=np.uint64) + np.uint64(7)

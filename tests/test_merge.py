@@ -49,13 +49,19 @@ def models(folder: Path, rows: int = 600, layers: int = 4) -> None:
 
 
 def weights(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.suffix in (".safetensors", ".json") and p.name != "weightsmith.json"}
+    return {
+        p.name: p.read_bytes()
+        for p in sorted(folder.iterdir())
+        if p.suffix in (".safetensors", ".json") and p.name != "weightsmith.json"
+    }
 
 
 def merge_in_a_process(folder: Path, code: str, **environment: str) -> subprocess.Popen[str]:
     program = f"import weightsmith\n{code}"
     env = {**os.environ, **environment}
-    return subprocess.Popen([sys.executable, "-c", program], cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-c", program], cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
 @pytest.fixture
@@ -162,7 +168,7 @@ try:
 except NoSpace as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=here, text=True, capture_output=True, preexec_fn=limit, check=True)  # noqa: PLW1509
+    done = subprocess.run([sys.executable, "-c", code], cwd=here, text=True, capture_output=True, preexec_fn=limit, check=True)
     assert "worked" not in done.stdout
     assert "Nothing was written" in done.stdout
     assert not (here / "out").exists()

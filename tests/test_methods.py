@@ -51,7 +51,9 @@ def ties_reference(arrays: Sequence[np.ndarray], weights: Sequence[float], densi
     return reference.merge_task_vectors(f64(arrays)[0], masked, weights, **kw)
 
 
-def dare_reference(arrays: Sequence[np.ndarray], weights: Sequence[float], density: float, rescale: str, **kw: Any) -> np.ndarray:
+def dare_reference(
+    arrays: Sequence[np.ndarray], weights: Sequence[float], density: float, rescale: str, **kw: Any
+) -> np.ndarray:
     masked = []
     for i, d in enumerate(deltas(arrays)):
         kept = d * reference.random_mask(random_key(0, i, "w"), d.size, density).reshape(d.shape)

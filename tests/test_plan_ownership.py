@@ -331,3 +331,30 @@ def test_whatever_the_models_hold_every_tensor_is_used_or_dropped_or_the_recipe_
         outcome = error
     lost = [x for x in getattr(outcome, "problems", ()) if isinstance(x, TensorLost)]
     assert lost == [], str(outcome)
+
+
+def test_layers_that_a_models_own_config_does_not_count_still_match(tmp_path: Path) -> None:
+    """Without a config, layers 0 and 2 are no stack: there is a hole. The donor's config says that they are layers."""
+    pruned = [f"model.layers.1.{name}" for name in LAYER]
+    a = str(write_checkpoint(tmp_path / "a", decoder(3, without=pruned), config(3)))
+    b = str(write_checkpoint(tmp_path / "b", decoder(3, seed=1, without=pruned)))
+    p = plan(linear(a, b))
+    assert all(len(s.inputs) == 2 for s in p.steps)
+    c = str(write_checkpoint(tmp_path / "c", decoder(3, seed=1)))
+    assert len(problems(linear(a, c))) == 4
+
+
+def test_extra_layers_match_by_their_rank_though_their_numbers_differ(tmp_path: Path) -> None:
+    """Stacking a deeper and a shallower model: both call their prediction layer by the number after their last."""
+    mtp = [{f"model.layers.{n}.eh_proj.weight": (4, 8)} for n in (2, 4)]
+    settings = {"num_nextn_predict_layers": 1}
+    a, b = (
+        plan_help.model(tmp_path / x, n, seed=n, more=more, settings=settings)
+        for x, n, more in zip("ab", (2, 4), mtp, strict=True)
+    )
+    sources_ = [{"model": m, "layer_range": [0, 2]} for m in (a, b)]
+    p = plan({"merge_method": "linear", "slices": [{"sources": sources_}], "parameters": {"weight": 1}})
+    assert sources(p)["model.layers.2.eh_proj.weight"] == [
+        (0, "model.layers.2.eh_proj.weight"),
+        (1, "model.layers.4.eh_proj.weight"),
+    ]

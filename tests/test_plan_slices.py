@@ -180,8 +180,10 @@ def test_a_stack_that_the_config_cannot_express_is_refused_with_its_place(tmp_pa
     p = plan(stack(cut(a, 0, 1), cut(a, 0, 3)))
     assert p.config is not None
     assert (p.config["num_hidden_layers"], p.config["first_k_dense_replace"]) == (4, 2)
-    problem = only(f"merge_method: passthrough\nslices:\n  - sources: [{{model: {a}, layer_range: [1, 3]}}]\n"
-                   f"  - sources: [{{model: {a}, layer_range: [0, 2]}}]\n")
+    problem = only(
+        f"merge_method: passthrough\nslices:\n  - sources: [{{model: {a}, layer_range: [1, 3]}}]\n"
+        f"  - sources: [{{model: {a}, layer_range: [0, 2]}}]\n"
+    )
     assert isinstance(problem, LayerError)
     assert str(problem).startswith("<text>:2:1: first_k_dense_replace = 1 of config.json cannot express this stack")
 

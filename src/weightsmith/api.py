@@ -98,9 +98,7 @@ def merge(
     changes or fails meanwhile. After KeyboardInterrupt, or a crash, the same call goes on where it stopped.
     """
     began = time.monotonic()
-    with prepare(
-        recipe, out_dtype=out_dtype, max_shard_bytes=max_shard_bytes, seed=seed, lenient=lenient
-    ) as prepared:
+    with prepare(recipe, out_dtype=out_dtype, max_shard_bytes=max_shard_bytes, seed=seed, lenient=lenient) as prepared:
         return execute(
             prepared,
             out,

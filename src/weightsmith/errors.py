@@ -64,9 +64,7 @@ class WeightsmithError(Exception):
     Nothing was written.
     """
 
-    def __init__(
-        self, what: str, *, where: str = "", details: Iterable[str] = (), fix: str = "", state: str = ""
-    ) -> None:
+    def __init__(self, what: str, *, where: str = "", details: Iterable[str] = (), fix: str = "", state: str = "") -> None:
         self.finding = Finding(what, where, tuple(details), fix)
         self.state = state
         super().__init__(what)

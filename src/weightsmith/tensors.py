@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,7 +42,7 @@ class DType:
         return self.name
 
     @property
-    def numpy(self) -> np.dtype:
+    def numpy(self) -> np.dtype[Any]:
         """The numpy dtype (ml_dtypes' for bf16 and fp8)."""
         import numpy as np
 
@@ -50,7 +50,8 @@ class DType:
             import ml_dtypes
 
             names = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-            return np.dtype(getattr(ml_dtypes, names[self.name]))
+            found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, names[self.name]))
+            return found
         return np.dtype(self.torch)
 
 

@@ -117,9 +117,7 @@ def _to_json(merged: Merged) -> dict[str, Any]:
         "written_bytes": merged.written_bytes,
         "seconds": round(merged.seconds, 3),
         "dropped": len(plan.dropped),
-        "warnings": [
-            {"what": w.what, "where": w.where, "details": list(w.details), "fix": w.fix} for w in merged.warnings
-        ],
+        "warnings": [{"what": w.what, "where": w.where, "details": list(w.details), "fix": w.fix} for w in merged.warnings],
     }
 
 

@@ -171,9 +171,7 @@ def _explain(prepared: Prepared, tensor: str, *, as_json: bool) -> None:
     show_table(("from model", "tensor"), [(refs[i.model], i.tensor) for i in step.inputs])
     if origins:
         result()
-        rows = [
-            (o.parameter, "" if o.model is None else refs[o.model], _value(o.value), o.where) for o in origins
-        ]
+        rows = [(o.parameter, "" if o.model is None else refs[o.model], _value(o.value), o.where) for o in origins]
         show_table(("parameter", "model", "value", "where"), rows)
 
 

@@ -174,9 +174,7 @@ def _dropped(plan: Plan) -> tuple[DroppedFacts, ...]:
     found: dict[tuple[int, str], list[str]] = {}
     for d in plan.dropped:
         found.setdefault((d.model, d.reason), []).append(d.tensor)
-    return tuple(
-        DroppedFacts(plan.models[model].ref, reason, len(names), names[0]) for (model, reason), names in found.items()
-    )
+    return tuple(DroppedFacts(plan.models[model].ref, reason, len(names), names[0]) for (model, reason), names in found.items())
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> Iterator[Change]:

@@ -50,7 +50,6 @@ class Progress:
     seconds: float
 
 
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a run did: bytes of tensors read and written, and integer tensors on which the models disagree."""

@@ -115,10 +115,10 @@ class Scheduler:
             if part.ready:
                 return part
         if not self._exhausted:
-            part = next(self._waiting, None)
-            if part is not None:
-                self._flight.append(part)
-                return part
+            new = next(self._waiting, None)
+            if new is not None:
+                self._flight.append(new)
+                return new
             self._exhausted = True
             self._condition.notify_all()
         return None

@@ -6,6 +6,8 @@ Every code of the 16-bit and 8-bit types is tested against ml_dtypes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from weightsmith.kernels.jit import kernel
@@ -36,13 +38,13 @@ E5M2_VALUES = _table(15, 2, has_inf=True)
 
 
 @kernel
-def as_float(bits: int) -> np.float32:
+def as_float(bits: Any) -> np.float32:
     """The float32 of these bits (numba widens uint32 arithmetic to uint64, so the cast back is needed)."""
     return np.uint32(bits).view(np.float32)
 
 
 @kernel
-def as_bits(value: float) -> np.uint32:
+def as_bits(value: Any) -> np.uint32:
     """The bits of float32(value)."""
     return np.float32(value).view(np.uint32)
 

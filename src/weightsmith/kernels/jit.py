@@ -11,18 +11,20 @@ import hashlib
 import os
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numba
-from numba.core import config
+import numba.core.config
 
 F = TypeVar("F")
+
+config: Any = numba.core.config
 
 
 @cache
 def cache_folder() -> str:
     """Where compiled kernels are kept; "" when there is nowhere to write."""
-    sources = [Path(__file__).parent / name for name in sorted(os.listdir(Path(__file__).parent)) if name.endswith(".py")]
+    sources = sorted(Path(__file__).parent.glob("*.py"))
     sources.append(Path(__file__).parent.parent / "tensors.py")  # the codes of the dtypes
     digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     home = config.CACHE_DIR or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "weightsmith"
@@ -40,6 +42,7 @@ def kernel(function: F) -> F:
     before = config.CACHE_DIR
     config.CACHE_DIR = folder
     try:
-        return numba.njit(nogil=True, cache=bool(folder))(function)  # type: ignore[no-any-return]
+        compile_: Any = numba.njit(nogil=True, cache=bool(folder))
+        return compile_(function)  # type: ignore[no-any-return]
     finally:
         config.CACHE_DIR = before

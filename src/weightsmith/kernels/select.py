@@ -1,14 +1,16 @@
 """Exact k-th largest magnitude: the bits of |x| as float32 sort like its value.
 
-One pass counts the elements above a window of bit patterns, and how often each pattern inside it occurs. The window is guessed
-from the ranks of the first tile; if the k-th lies elsewhere, two more passes find it for certain: a histogram of the high 16
-bits, then a window that is the bin found. Counts add, so tiles, threads and machines merge without rounding, and a wrong guess
-costs time only. bf16 deltas are full of equal magnitudes (7 % of elements sit exactly on a usual threshold), so the tie rule is part of
-the result: of the elements equal to the threshold those with the lower flat index are kept, and exactly k in all. Magnitudes
-are compared as float32; a NaN counts as larger than anything.
+One pass counts the elements above a window of bit patterns, and how often each pattern inside it occurs. The window is
+guessed from the ranks of the first tile; if the k-th lies elsewhere, two more passes find it for certain: a histogram
+of the high 16 bits, then a window that is the bin found. Counts add, so tiles, threads and machines merge without
+rounding, and a wrong guess costs time only. bf16 deltas are full of equal magnitudes (7 % of elements sit exactly on a
+usual threshold), so the tie rule is part of the result: of the elements equal to the threshold those with the lower
+flat index are kept, and exactly k in all. Magnitudes are compared as float32; a NaN counts as larger than anything.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -32,9 +34,7 @@ def magnitude_bits(row: np.ndarray, n: int, bits: np.ndarray) -> None:
 
 
 @kernel
-def delta_bits(
-    raw: np.ndarray, codes: np.ndarray, i: int, start: int, n: int, rows: np.ndarray, bits: np.ndarray
-) -> None:
+def delta_bits(raw: np.ndarray, codes: np.ndarray, i: int, start: int, n: int, rows: np.ndarray, bits: np.ndarray) -> None:
     """bits[:n] = magnitude bits of raw[i] - raw[0] from element `start`; rows scratch [2, BLOCK]."""
     if codes[0] == BF16 and codes[i] == BF16:  # what the four steps below come to, in one loop and a third of the time
         b = raw[0].view(np.uint16)[start : start + n]
@@ -75,7 +75,7 @@ def count_window(
     slots: np.ndarray,
     rows: np.ndarray,
     bits: np.ndarray,
-) -> tuple[int, int]:
+) -> tuple[Any, Any]:
     """Count the magnitude bits of model i's deltas in first … end - 1, by pattern; also how many are end or more.
 
     patterns, numbers  uint32 [TABLE]: a hash table with linear probing; numbers must be all zero
@@ -111,7 +111,7 @@ def count_window(
 
 
 @kernel
-def find_bin(counts: np.ndarray, k: int) -> tuple[int, int]:
+def find_bin(counts: np.ndarray, k: int) -> tuple[Any, Any]:
     """The bin that holds the k-th largest (k >= 1), and how many elements lie in higher bins."""
     above = np.int64(0)
     b = counts.size - 1

@@ -43,9 +43,7 @@ def keep_random(delta: np.ndarray, n: int, words: np.ndarray, limit: int) -> Non
 
 
 @kernel
-def sparsify(
-    delta: np.ndarray, n: int, mode: int, limit: int, cut: int, key: int, index: int, words: np.ndarray
-) -> None:
+def sparsify(delta: np.ndarray, n: int, mode: int, limit: int, cut: int, key: int, index: int, words: np.ndarray) -> None:
     """Apply one model's mask to delta[:n], whose first element has flat index `index` in its tensor."""
     if mode == KEEP_LARGE:
         keep_large(delta, n, limit, cut - index)

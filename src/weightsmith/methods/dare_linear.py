@@ -17,9 +17,10 @@ from weightsmith.methods.linear import WEIGHT
 METHOD = Method(
     name="dare_linear",
     title="random drop and rescale, then a sum",
-    summary="""Keeps each element of a delta with probability `density` and rescales what is left. The mask is a function of the seed,
-the model's place in the recipe, the tensor's name and the element's index: the same on every machine. mergekit rescales so that
-the delta's L1 norm is restored (`rescale: l1`, the default here too); the paper divides by the density (`rescale: inv_density`).""",
+    summary="""Keeps each element of a delta with probability `density` and rescales what is left. The mask is a
+function of the seed, the model's place in the recipe, the tensor's name and the element's index: the same on every
+machine. mergekit rescales so that the delta's L1 norm is restored (`rescale: l1`, the default here too); the paper
+divides by the density (`rescale: inv_density`).""",
     source="Yu et al. 2023, Language models are super Mario, section 3.1, https://arxiv.org/abs/2311.03099",
     formula="out = base + λ Σ wᵢ rᵢ (mᵢ ∘ (Wᵢ - base)),  mᵢ ~ Bernoulli(density)",
     parameters=(WEIGHT, DENSITY, normalize(False), rescale("l1"), LAMBDA, INT8_MASK),

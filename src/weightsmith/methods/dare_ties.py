@@ -9,8 +9,9 @@ from weightsmith.methods.linear import WEIGHT
 METHOD = Method(
     name="dare_ties",
     title="random drop and rescale, then sign election",
-    summary="""DARE's random mask and rescaling (see dare_linear), then the sign election of TIES. As in mergekit the elected deltas
-are summed, not averaged, and nothing is trimmed; `normalize: true` takes the disjoint mean of the TIES paper.""",
+    summary="""DARE's random mask and rescaling (see dare_linear), then the sign election of TIES. As in mergekit the
+elected deltas are summed, not averaged, and nothing is trimmed; `normalize: true` takes the disjoint mean of the TIES
+paper.""",
     source="Yu et al. 2023, https://arxiv.org/abs/2311.03099, with the election of https://arxiv.org/abs/2306.01708",
     formula="δᵢ = rᵢ (mᵢ ∘ (Wᵢ - base));  s = sign(Σ wᵢδᵢ);  out = base + λ Σ_{agree} wᵢδᵢ",
     parameters=(WEIGHT, DENSITY, normalize(False), rescale("l1"), LAMBDA, INT8_MASK),

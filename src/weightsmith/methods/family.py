@@ -9,9 +9,7 @@ from weightsmith.methods.base import Parameter, Parameters
 from weightsmith.methods.job import Job, Matrix
 
 LAMBDA = Parameter("lambda", "float", "Factor on the merged task vector.", default=1.0)
-INT8_MASK = Parameter(
-    "int8_mask", "bool", "Accepted for mergekit recipes.", default=False, ignored="masks take no memory here"
-)
+INT8_MASK = Parameter("int8_mask", "bool", "Accepted for mergekit recipes.", default=False, ignored="masks take no memory here")
 DENSITY = Parameter(
     "density", "float", "Share of the delta that is kept.", scope="model", default=1.0, minimum=0.0, maximum=1.0
 )

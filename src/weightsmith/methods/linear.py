@@ -26,9 +26,9 @@ def zero_sum(shared: Parameters, models: Sequence[Parameters]) -> str:
 METHOD = Method(
     name="linear",
     title="weighted average",
-    summary="""The weighted average of two or more checkpoints: "model soups". Robust and cheap; use it for checkpoints of one
-training run, or for fine-tunes of one base that do not disagree. Weights may be negative or sum to anything with
-`normalize: false`. A base_model is an input like the others, and needs a weight of its own.""",
+    summary="""The weighted average of two or more checkpoints: "model soups". Robust and cheap; use it for
+checkpoints of one training run, or for fine-tunes of one base that do not disagree. Weights may be negative or sum to
+anything with `normalize: false`. A base_model is an input like the others, and needs a weight of its own.""",
     source="Wortsman et al. 2022, Model soups, https://arxiv.org/abs/2203.05482",
     formula="out = Σ wᵢ Wᵢ / Σ wᵢ   (without the division if normalize is false)",
     parameters=(WEIGHT, Parameter("normalize", "bool", "Divide by the sum of the weights.", default=True)),

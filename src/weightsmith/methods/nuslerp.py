@@ -52,10 +52,10 @@ def _job(matrix: Matrix) -> Job:
 METHOD = Method(
     name="nuslerp",
     title="spherical interpolation with weights",
-    summary="""Spherical interpolation of two models where each has a weight (t = w₂ / (w₁ + w₂)). With a base_model, which must not
-be one of the two, the task vectors are interpolated and added to the base. `nuslerp_flatten: false` interpolates vector by
-vector: the rows of each matrix with `nuslerp_row_wise: true`, its columns otherwise (mergekit 0.1.5 does the opposite of what
-its documentation says; here the documented meaning holds).""",
+    summary="""Spherical interpolation of two models where each has a weight (t = w₂ / (w₁ + w₂)). With a base_model,
+which must not be one of the two, the task vectors are interpolated and added to the base. `nuslerp_flatten: false`
+interpolates vector by vector: the rows of each matrix with `nuslerp_row_wise: true`, its columns otherwise (mergekit
+0.1.5 does the opposite of what its documentation says; here the documented meaning holds).""",
     source="mergekit, nuslerp; Shoemake 1985 for the interpolation",
     formula="out = sin((1-t)θ)/sin θ · A + sin(tθ)/sin θ · B;  with a base: base + the same of (A - base), (B - base)",
     parameters=(

@@ -16,9 +16,10 @@ def _job(matrix: Matrix) -> Job:
 METHOD = Method(
     name="passthrough",
     title="layers as they are",
-    summary="""Takes each tensor from the one model that is listed for it. With `slices` it stacks layers of one or several models
-into a deeper one ("frankenmerge", depth up-scaling). Without `scale`, and where the dtype stays, bytes are copied and never
-decoded. A scale of 0 on `o_proj` and `down_proj` makes a duplicated layer the identity at first.""",
+    summary="""Takes each tensor from the one model that is listed for it. With `slices` it stacks layers of one or
+several models into a deeper one ("frankenmerge", depth up-scaling). Without `scale`, and where the dtype stays, bytes
+are copied and never decoded. A scale of 0 on `o_proj` and `down_proj` makes a duplicated layer the identity at
+first.""",
     source="Kim et al. 2023, SOLAR 10.7B: depth up-scaling, section 3, https://arxiv.org/abs/2312.15166",
     formula="out = scale · W",
     parameters=(Parameter("scale", "float", "Factor; left out, the bytes are copied.", scope="model", optional=True),),

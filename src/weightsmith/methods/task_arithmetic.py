@@ -25,9 +25,9 @@ def _job(matrix: Matrix) -> Job:
 METHOD = Method(
     name="task_arithmetic",
     title="sum of task vectors",
-    summary="""Adds the weighted task vectors (fine-tune minus base) of any number of fine-tunes to their base. A negative weight
-removes what a fine-tune learnt; a weight above 1 extrapolates. Of all methods it is the one that most reliably improves on the
-base for language models; `lambda` scales the sum and is the parameter to tune.""",
+    summary="""Adds the weighted task vectors (fine-tune minus base) of any number of fine-tunes to their base. A
+negative weight removes what a fine-tune learnt; a weight above 1 extrapolates. Of all methods it is the one that most
+reliably improves on the base for language models; `lambda` scales the sum and is the parameter to tune.""",
     source="Ilharco et al. 2022, Editing models with task arithmetic, https://arxiv.org/abs/2212.04089",
     formula="out = base + λ Σ wᵢ (Wᵢ - base)   (divided by Σ wᵢ if normalize)",
     parameters=(

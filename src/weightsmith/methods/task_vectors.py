@@ -244,9 +244,7 @@ class TaskVectorJob(Job):
                 cuts[i] = m.index + m.size
             elif tile.start == start:
                 rows = tile.scratch.rows(2, m.codes, m.out_code)
-                local = index_of_tie(
-                    tile.raw, m.codes, i + 1, tile.size, self.limits[i], quota, rows, tile.scratch.bits
-                )
+                local = index_of_tie(tile.raw, m.codes, i + 1, tile.size, self.limits[i], quota, rows, tile.scratch.bits)
                 cuts[i] = m.index + start + local
         return cuts
 

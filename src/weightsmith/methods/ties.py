@@ -9,9 +9,10 @@ from weightsmith.methods.linear import WEIGHT
 METHOD = Method(
     name="ties",
     title="trim, elect sign, disjoint mean",
-    summary="""Keeps the largest deltas of each fine-tune, lets the models elect a sign for every element by the sum of their
-weighted deltas (zero elects +), and averages only those that agree. Exactly ⌊density · n⌋ elements of each tensor are kept
-(at least one); of equal magnitudes those with the lower flat index. `density: 1`, the default, trims nothing.""",
+    summary="""Keeps the largest deltas of each fine-tune, lets the models elect a sign for every element by the sum
+of their weighted deltas (zero elects +), and averages only those that agree. Exactly ⌊density · n⌋ elements of each
+tensor are kept (at least one); of equal magnitudes those with the lower flat index. `density: 1`, the default, trims
+nothing.""",
     source="Yadav et al. 2023, TIES-Merging, section 3, https://arxiv.org/abs/2306.01708; thresholds by tensor as in mergekit",
     formula="δᵢ = trim(Wᵢ - base);  s = sign(Σ wᵢδᵢ);  out = base + λ Σ_{agree} wᵢδᵢ / Σ_{agree} wᵢ",
     parameters=(WEIGHT, DENSITY, normalize(True), rescale("none"), LAMBDA, INT8_MASK),

@@ -86,9 +86,7 @@ def _set_vocabulary(config: dict[str, Any], outputs: Sequence[TensorSpec], store
     if not changes:
         return
     kept = {
-        s.name: s.shape[0]
-        for s in outputs
-        if s.name in stored and s.name not in changes and (is_embedding(s) or is_head(s))
+        s.name: s.shape[0] for s in outputs if s.name in stored and s.name not in changes and (is_embedding(s) or is_head(s))
     }
     old, new = next(iter(changes.values()))
     if len(set(changes.values())) > 1 or old in kept.values():

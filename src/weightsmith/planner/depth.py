@@ -82,11 +82,7 @@ class Counterparts:
             names = self.names[model]
             layers = names.layers.get(prefix, {})
             self._shapes[key] = [
-                {
-                    suffix: names.specs[own].shape
-                    for suffix, own in layers.get(i, {}).items()
-                    if not is_buffer(names.specs[own])
-                }
+                {suffix: names.specs[own].shape for suffix, own in layers.get(i, {}).items() if not is_buffer(names.specs[own])}
                 for i in range(names.depth.get(prefix, 0))
             ]
         return self._shapes[key]

@@ -107,4 +107,3 @@ def _place(ref: ModelRef) -> tuple[str, str]:
     except (OSError, ValueError, RuntimeError):  # no possible path, or no such user's home: opening it says so
         pass
     return ref.path, ref.revision
-

@@ -66,6 +66,7 @@ class Outputs:
         self.warnings: list[Finding] = []
         self._problems: list[WeightsmithError] = []
         self._whole: dict[int, Block] = {}
+        self._rests: dict[int, dict[str, TensorSpec]] = {}
         self._merged: set[int] = set()  # ids of blocks whose inputs have been merged somewhere
 
     @property
@@ -232,33 +233,31 @@ class Outputs:
             self.mismatches.missing(name, block, sources)
 
     def _example(self, name: str, block: Block) -> TensorSpec:
-        order = dict.fromkeys([*(f.model for f in block.feeds), *range(len(self.models.names))])
-        model = next(m for m in order if name in self.models.names[m].rest)
-        spec = self.models.specs[model][self.models.names[model].rest[name]]
-        return TensorSpec(name, spec.dtype, spec.shape)
+        order = [*(f.model for f in block.feeds), *range(len(self.models.names))]
+        return next(self._rest_specs(m)[name] for m in order if name in self.models.names[m].rest)
 
-    def _rest_specs(self, model: int) -> list[TensorSpec]:
-        names = self.models.names[model]
-        return [self.models.specs[model][own] for own in names.rest.values()]
+    def _rest_specs(self, model: int) -> dict[str, TensorSpec]:
+        """A model's tensors outside its layers under the donor's names."""
+        if model not in self._rests:
+            specs, rest = self.models.specs[model], self.models.names[model].rest
+            self._rests[model] = {outer: replace(specs[own], name=outer) for outer, own in rest.items()}
+        return self._rests[model]
 
     def _stand_in(self, spec: TensorSpec, feed: Feed) -> str | None:
-        return vocabulary.stand_in(spec, self._rest_specs(feed.model), self.models.configs[feed.model])
+        model = feed.model
+        name = vocabulary.stand_in(spec, self._rest_specs(model), self.models.configs[model])
+        return self.models.names[model].rest[name] if name is not None else None
 
     def _has_module(self, feed: Feed, name: str, owner: tuple[Feed, str]) -> bool:
         """True when a model without the tensor `name` has other tensors of its module, perhaps by a tied one."""
         if self.models.names[feed.model].has_module_of(name):
             return True
-        weight = self.models.specs[owner[0].model].get(f"{owner[1].rpartition('.')[0]}.weight")
-        return weight is not None and weight.name != owner[1] and self._stand_in(weight, feed) is not None
+        weight = self._rest_specs(owner[0].model).get(f"{name.rpartition('.')[0]}.weight")
+        return weight is not None and weight.name != name and self._stand_in(weight, feed) is not None
 
     def _redundant(self, name: str, spec: TensorSpec, block: Block, sources: Sequence[str | None]) -> bool:
         """True for a copy of a tied tensor that need not be written, because its other name is."""
-        stored = [
-            replace(self.models.specs[m][own], name=outer)
-            for m, names in enumerate(self.models.names)
-            for outer, own in names.rest.items()
-            if self.models.specs[m][own].shape == spec.shape
-        ]
+        stored = [s for m in range(len(self.models.names)) for s in self._rest_specs(m).values()]
         if vocabulary.primary(spec, stored) == name:
             return False
         return not vocabulary.is_head(spec) or (self._donor_ties() and all(self._tied(block, sources)))
@@ -276,13 +275,11 @@ class Outputs:
 
     def _tied(self, block: Block, sources: Sequence[str | None]) -> list[bool]:
         configs = self.models.configs
-        return [
-            vocabulary.ties(configs[f.model], stores_head=s is not None) for f, s in zip(block.feeds, sources, strict=True)
-        ]
+        return [vocabulary.ties(configs[f.model], stores_head=s is not None) for f, s in zip(block.feeds, sources, strict=True)]
 
     def _donor_ties(self) -> bool:
         donor = self.models.donor
-        stores_head = any(vocabulary.is_head(s) for s in self._rest_specs(donor))
+        stores_head = any(vocabulary.is_head(s) for s in self._rest_specs(donor).values())
         return vocabulary.ties(self.models.configs[donor], stores_head=stores_head)
 
     def _note_head(self, name: str, block: Block, stored: Sequence[str | None], filled: Sequence[str | None]) -> None:

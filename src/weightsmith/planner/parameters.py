@@ -160,9 +160,7 @@ class Resolver:
         index = self._interned[key] = len(self.settings) - 1
         return index
 
-    def _value(
-        self, lookup: Lookup, found: tuple[Scalar | None, Entry | None], model: int | None, name: str
-    ) -> Value | None:
+    def _value(self, lookup: Lookup, found: tuple[Scalar | None, Entry | None], model: int | None, name: str) -> Value | None:
         value, entry = found
         parameter = lookup.parameter
         if value is None:

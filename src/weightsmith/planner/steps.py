@@ -154,9 +154,7 @@ class Plan:
             "carried": list(self.carried),
             "max_shard_bytes": self.max_shard_bytes,
             "seed": self.seed,
-            "warnings": [
-                {"what": w.what, "where": w.where, "details": list(w.details), "fix": w.fix} for w in self.warnings
-            ],
+            "warnings": [{"what": w.what, "where": w.where, "details": list(w.details), "fix": w.fix} for w in self.warnings],
             "recipe": self.recipe,
         }
 

@@ -36,19 +36,20 @@ def is_head(spec: TensorSpec) -> bool:
     return len(spec.shape) == 2 and _module(spec.name) in _HEADS
 
 
-def stand_in(spec: TensorSpec, own: Iterable[TensorSpec], config: Mapping[str, Any] | None) -> str | None:
+def stand_in(spec: TensorSpec, own: Mapping[str, TensorSpec], config: Mapping[str, Any] | None) -> str | None:
     """Which tensor of a model serves as `spec`, which it does not store; None when it has none.
 
     spec    an embedding, head, or bias of a head in another model
-    own     the model's tensors outside its layers
+    own     the model's tensors outside its layers, under the donor's names
     config  the model's: a head is no embedding where `tie_word_embeddings` is false
+
+    Returns the donor's name.
     """
     if len(spec.shape) == 1:
-        names = {s.name for s in own if s.shape == spec.shape}
-        return next((n for n in _bias_twins(spec.name) if n in names), None)
+        return next((n for n in _bias_twins(spec.name) if n in own and own[n].shape == spec.shape), None)
     if not (is_embedding(spec) or is_head(spec)) or (is_head(spec) and tie_flag(config) is False):
         return None
-    fitting = [s for s in own if s.shape == spec.shape]
+    fitting = [s for s in own.values() if s.shape == spec.shape]
     return next((s.name for test in (is_embedding, is_head) for s in fitting if test(s)), None)
 
 
