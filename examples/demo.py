@@ -31,7 +31,7 @@ PROMPT = "La fonction renvoie"
 # How much of each held-out text is read; the whole of it (--whole) takes twice as long.
 FIRST_ROWS = 4
 
-# Geometric means of the perplexities as recorded: on FIRST_ROWS rows of each text, and on the whole. For the merges they
+# Geometric means of the perplexities as recorded, on FIRST_ROWS rows of each text and on the whole. For merges they
 # are those of mergekit 0.1.5 on the same recipes: weightsmith must do as well.
 RECORDED = {
     "base": (13.20, 13.26),
@@ -58,9 +58,8 @@ def main() -> None:
     args = parser.parse_args()
     work: Path = args.work.resolve()
     rows = None if args.whole else FIRST_ROWS
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here comes from a hub; do not wait for one
+    _set_up_libraries()
 
-    _quiet_libraries()
     _title("Models: SmolLM2-135M-Instruct and three fine-tunes of it")
     with _timed("models ready"):
         parents = build_models(work / "models", HERE / "testbed")
@@ -145,9 +144,12 @@ def _compare(verdicts: dict[str, Verdict], recorded: dict[str, float]) -> None:
         raise SystemExit(f"not within {TOLERANCE:.0%} of what is recorded: {'; '.join(wrong)}")
 
 
-def _quiet_libraries() -> None:
-    """The demo's own lines are enough: no progress bars of single files, no word on what transformers 6 will rename."""
-    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported, so first
+def _set_up_libraries() -> None:
+    """No network, no spinning, no progress bars of single files, no word on what transformers 6 will rename."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # torch's threads wait for each other by spinning: beside other work that takes up to twice as long as sleeping.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # these three are read when the libraries are imported, so first
     warnings.simplefilter("ignore", FutureWarning)
     from transformers.utils import logging
 

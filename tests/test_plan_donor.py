@@ -49,6 +49,12 @@ def test_files_arrive_and_code_is_not_run(tmp_path: Path) -> None:
     assert {name: (tmp_path / "out" / name).read_text() for name in FILES} == FILES
 
 
+def test_an_empty_quantisation_entry_does_not_stay(tmp_path: Path) -> None:
+    p = plan(linear(plan_help.model(tmp_path / "a", settings={"quantization_config": {}})))
+    assert p.config is not None
+    assert "quantization_config" not in p.config
+
+
 def test_a_single_file_has_no_config_and_the_plan_says_so(tmp_path: Path) -> None:
     a = plan_help.model(tmp_path / "a") + "/model.safetensors"
     p = plan(linear(a))

@@ -93,6 +93,27 @@ def test_a_module_whose_model_has_other_layers_is_not_cut_short(tmp_path: Path) 
     assert p.config["text_config"]["num_hidden_layers"] == 3
 
 
+def test_a_module_given_under_two_names_is_refused(tmp_path: Path) -> None:
+    a = vlm(tmp_path / "a")
+    both = {name: {"models": [{"model": a}]} for name in ("model.language_model", "text_decoder")}
+    problem = only({"merge_method": "passthrough", "modules": both})
+    assert str(problem) == "modules.text_decoder: module 'model.language_model' is given twice"
+
+
+def test_slices_of_a_tower_leave_its_small_stacks_whole(tmp_path: Path) -> None:
+    """A merger inside the tower is a list of layers too, but not one that slices could mean."""
+    merger = {f"model.vision_tower.merger.layers.{i}.{n}": shape for i in range(2) for n, shape in LAYER.items()}
+    text = {k: v for k, v in config().items() if k not in ("model_type", "architectures")}
+    settings = {"text_config": text, "vision_config": {"num_hidden_layers": 2}}
+    a = str(write_checkpoint(tmp_path / "a", decoder(prefix="model.language_model.", more=TOWER | merger), settings))
+    slices = [{"sources": [{"model": a, "layer_range": r}]} for r in ([0, 2], [1, 2])]
+    p = plan({"merge_method": "passthrough", "modules": {"vision_tower": {"slices": slices}}})
+    assert "model.vision_tower.layers.2.mlp.up_proj.weight" in sources(p)
+    assert merger.keys() <= sources(p).keys()
+    assert p.config is not None
+    assert (p.config["vision_config"]["num_hidden_layers"], p.config["text_config"]["num_hidden_layers"]) == (3, 2)
+
+
 def test_a_module_that_the_named_models_do_not_have_is_refused(tmp_path: Path) -> None:
     a, b = vlm(tmp_path / "a"), plan_help.model(tmp_path / "b", seed=1)
     modules = {"text_decoder": {"models": [{"model": a}]}, "vision_tower": {"models": [{"model": b}]}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import weightsmith
 from tests import plan_help
 from tests.mini import write_checkpoint
 from tests.plan_help import config, decoder, only, plan, problems, sources, warnings
@@ -158,6 +159,23 @@ def test_models_of_different_depth_are_refused_without_slices(tmp_path: Path) ->
         "models: the models have different numbers of layers under model.layers.\n"
         f"  {a}: 2 layers\n  {b}: 3 layers\n  -> choose layers of each with 'slices'"
     )
+
+
+def test_output_tensors_are_in_the_order_of_a_checkpoint(tmp_path: Path) -> None:
+    a = plan_help.model(tmp_path / "a", 11)
+    with weightsmith.open_checkpoint(a) as checkpoint:
+        order = list(checkpoint.tensors)
+    assert [s.out.name for s in plan({"merge_method": "passthrough", "models": [{"model": a}]}).steps] == order
+    b = plan_help.model(tmp_path / "b", 12)
+    with weightsmith.open_checkpoint(b) as checkpoint:
+        order = list(checkpoint.tensors)
+    assert [s.out.name for s in plan(stack(cut(a, 0, 11), cut(a, 3, 4))).steps] == order
+
+
+def test_buffers_do_not_make_layers_unlike(tmp_path: Path) -> None:
+    more = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": (2,) for i in range(2)}
+    a, b = plan_help.model(tmp_path / "a", 2), plan_help.model(tmp_path / "b", 2, more=more)
+    assert layer_sources(plan(stack(cut(a, 0, 2), cut(b, 1, 2))), 3) == [up(0, 0), up(0, 1), up(1, 1)]
 
 
 def moe(folder: Path, seed: int = 0) -> str:

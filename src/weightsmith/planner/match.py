@@ -208,7 +208,7 @@ def _by_ending(
         if len(fits) == 1 and fits[0] not in given:
             given.add(fits[0])
             pairs[mine] = fits[0]
-        elif supposed != mine and not fits and mine not in taken:
+        elif supposed != mine and not fits:
             pairs[mine] = mine  # a renaming that leads nowhere helps nobody: `score.weight` stays what it is
     return pairs
 
