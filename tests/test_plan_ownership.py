@@ -101,8 +101,9 @@ def test_a_module_given_under_two_names_is_refused(tmp_path: Path) -> None:
 
 
 def test_slices_of_a_tower_leave_its_small_stacks_whole(tmp_path: Path) -> None:
-    """A merger inside the tower is a list of layers too, but not one that slices could mean."""
-    merger = {f"model.vision_tower.merger.layers.{i}.{n}": shape for i in range(2) for n, shape in LAYER.items()}
+    """A pooling head inside the tower is a list of layers too, but not one that slices could mean; nor is a merger."""
+    places = [f"model.vision_tower.{part}.layers.{i}" for part in ("head", "merger") for i in range(3)]
+    merger = {f"{place}.{name}": shape for place in places for name, shape in LAYER.items()}
     text = {k: v for k, v in config().items() if k not in ("model_type", "architectures")}
     settings = {"text_config": text, "vision_config": {"num_hidden_layers": 2}}
     a = str(write_checkpoint(tmp_path / "a", decoder(prefix="model.language_model.", more=TOWER | merger), settings))

@@ -93,7 +93,7 @@ AT_THE_TOP = [
 BESIDE_MODEL = [
     (
         "revision: v1.1",
-        "UnknownName: r.yml:4:3: 'revision' beside 'model': mergekit ignored it and used the main branch, not the text "
+        "UnknownName: r.yml:4:3: 'revision' beside 'model': mergekit ignored it and used the main branch, not "
         "'v1.1'\n  -> Write model: org/a@v1.1.",
     ),
     (

@@ -6,5 +6,6 @@ Three rules make these loops fast, deterministic and readable:
 * No fastmath, and conditions joined with `&` and `|`: a short-circuit `and` is a branch, and a branch stops vectorisation.
   Reductions run over 64 lanes written out in the code, so their order is ours and not the SIMD width's.
 * Inputs are decoded block by block into rows of float32 (float64 when the output is F32 or F64), which stay in the L2
-  cache; sums are float64; the result is rounded to the output dtype at the end.
+  cache; sums are float64 (but for the elected sums of `task_vector.py`); the result is rounded to the output dtype
+  at the end.
 """

@@ -8,7 +8,7 @@ from weightsmith.errors import Finding, ParameterError, UnknownName, Weightsmith
 from weightsmith.methods.base import Method, Parameter
 from weightsmith.planner.blocks import Block, Feed
 from weightsmith.planner.parameters import coerce
-from weightsmith.recipe import Entry, Parameters, Setting
+from weightsmith.recipe import HARMLESS, Entry, Parameters, Setting
 
 
 class Audit:
@@ -45,7 +45,9 @@ class Audit:
         self._seen.add(id(settings))
         for name, setting in settings.items():
             parameter = self._known.get(name)
-            if parameter is None:
+            if parameter is None and name in HARMLESS:
+                self.warnings.append(Finding(HARMLESS[name], setting.where, fix="remove it"))
+            elif parameter is None:
                 others = ", ".join(self._known) or "none"
                 self._misused(
                     UnknownName(

@@ -147,7 +147,7 @@ def _revision(value: Node, siblings: Mapping[str, Pair]) -> Misuse:
     model = siblings["model"].value.value if "model" in siblings else None
     ref = short(model) if isinstance(model, str) else "org/name"
     revision = value.value if isinstance(value.value, str) else "revision"
-    what = f"'revision' beside 'model': mergekit ignored it and used the main branch, not {describe(value)}"
+    what = f"'revision' beside 'model': mergekit ignored it and used the main branch, not {short(revision)!r}"
     return Misuse(what, f"Write model: {ref}@{short(revision)}.")
 
 

@@ -113,7 +113,8 @@ def find_modules(stacks: Sequence[Stack], main: Stack | None, loose: Iterable[st
     text_roots = frozenset(root for root, name in roots.items() if name in text_modules)
     role = "multi_modal_projector" if towers else "shared"
     draft = Modules((*kinds, role), roots, text, role, towers, {}, text_roots)
-    rest = _containers(draft, loose)
+    # A stack alone may make it up (a resampler): it is in no loose tensor's name.
+    rest = _containers(draft, (*loose, *(stack.prefix + "x" for stack in stacks)))
     rest_name = rest[0] if len(rest) == 1 and rest[0] not in kinds else role
     names = (*kinds, *([rest_name] if rest else []))
     return Modules(names, roots, text, rest_name, towers, _aliases(names, kinds, text, rest_name, role), text_roots)
