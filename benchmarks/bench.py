@@ -215,8 +215,10 @@ def as_json(result: Result) -> dict[str, Any]:
 # ---- running
 
 
-def measure(task: Task, rivals: Sequence[Rival], models: Path, runs: int, cache: CacheState) -> list[Result]:
-    """Check, then time, every rival at one task."""
+def measure(
+    task: Task, rivals: Sequence[Rival], models: Path, runs: int, mergekit_runs: int, cache: CacheState
+) -> list[Result]:
+    """Check, then time, every rival at one task; with mergekit_runs 0 the run that is checked is mergekit's only one."""
     results = []
     for rival in rivals:
         out = _out(rival)
@@ -225,11 +227,15 @@ def measure(task: Task, rivals: Sequence[Rival], models: Path, runs: int, cache:
         if rival.merges and not any(r.check and type(r.rival) is type(rival) for r in results):
             measured = _run_once(rival, task, out, "warm")
             results[-1].first_seconds = measured.wall_seconds
+            if isinstance(rival, Mergekit) and mergekit_runs == 0:
+                results[-1].runs.append(measured)
             results[-1].check = _check(task.job.name, models, out, must_be_right=isinstance(rival, Weightsmith))
             _say(f"{task.job.name}: {rival.name}: first run {measured.wall_seconds:.2f} s, {_error(results[-1])}")
         shutil.rmtree(out, ignore_errors=True)
     for i in range(runs):
         for result in results:
+            if isinstance(result.rival, Mergekit) and i >= mergekit_runs:
+                continue
             out = _out(result.rival)
             result.runs.append(_run_once(result.rival, task, out, cache))
             shutil.rmtree(out, ignore_errors=True)
@@ -311,6 +317,7 @@ def main() -> None:
     parser.add_argument("--scale", default="1b", help="toy, 1b or 2b (models.py)")
     parser.add_argument("--methods", nargs="+", choices=JOBS, default=list(JOBS))
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--mergekit-runs", type=int, default=5, help="at most; 0: only the run that is checked (minutes each)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--cold", action="store_true", help="inputs out of the page cache (default: in it)")
     parser.add_argument("--skip-mergekit", action="store_true")
@@ -340,10 +347,13 @@ def main() -> None:
 
     results: list[Result] = []
     for name in args.methods:
-        results += measure(plan_task(JOBS[name], models, args.threads), rivals, models.folder, args.runs, cache)
+        results += measure(
+            plan_task(JOBS[name], models, args.threads), rivals, models.folder, args.runs, args.mergekit_runs, cache
+        )
 
     lines = [
-        f"# {args.scale}: page cache {cache}, {args.threads} threads, {args.runs} runs each",
+        f"# {args.scale}: page cache {cache}, {args.threads} threads, {args.runs} runs each"
+        + ("" if args.skip_mergekit else f", mergekit {max(1, min(args.runs, args.mergekit_runs))}"),
         "",
         *(f"* {line}" for line in about),
         "",

@@ -31,7 +31,7 @@ def model_card(plan: Plan, name: str) -> str:
 
 # {name}
 
-Merged with [weightsmith](https://pypi.org/project/weightsmith/) {__version__}, method `{method.name}` ({method.title}).
+Merged with weightsmith {__version__}, method `{method.name}` ({method.title}).
 
 {method.source}
 
