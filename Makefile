@@ -4,7 +4,7 @@
 #   make demo      real fine-tunes of a real model, merged, loaded with transformers, measured
 #   make test      the tests
 #   make check     lint and types
-#   make bench     weightsmith, mergekit and the copy floor, side by side (about 40 GB of disk, an hour)
+#   make bench     weightsmith, mergekit and the copy floor, side by side (about 15 GB of disk, an hour)
 #   make docs      the pages of docs/ that are generated from the code
 
 PYTHON ?= python3
@@ -18,6 +18,7 @@ TORCH  ?= torch==2.13.0
 
 MERGEKIT_VENV := benchmarks/.venv-mergekit
 
+.DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: demo test check lint types format docs bench bench-toy mergekit clean help
 

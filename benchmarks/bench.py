@@ -342,6 +342,7 @@ def main() -> None:
 
     shutil.rmtree(WORK / "out", ignore_errors=True)  # what an interrupted benchmark left
     (WORK / "out").mkdir(parents=True)
+    RESULTS.mkdir(exist_ok=True)
     _say(f"building the {args.scale} models, if they are not there")
     models = build_models(args.scale)
 

@@ -366,6 +366,14 @@ def test_layers_that_a_models_own_config_does_not_count_still_match(tmp_path: Pa
     assert len(problems(linear(a, c))) == 4
 
 
+def test_a_stack_is_not_taken_for_one_whose_name_the_model_uses_itself(tmp_path: Path) -> None:
+    a = plan_help.model(tmp_path / "a", 1)
+    own = decoder(1, seed=1) | {f"language_model.{n}": t for n, t in decoder(1, seed=2).items() if "layers" in n}
+    own["model.layers.2.mlp.up_proj.weight"] = own.pop("model.layers.0.mlp.up_proj.weight")
+    b = str(write_checkpoint(tmp_path / "b", own))
+    assert {type(x) for x in problems(linear(a, b))} == {MismatchError}
+
+
 def test_extra_layers_match_by_their_rank_though_their_numbers_differ(tmp_path: Path) -> None:
     """Stacking a deeper and a shallower model: both call their prediction layer by the number after their last."""
     mtp = [{f"model.layers.{n}.eh_proj.weight": (4, 8)} for n in (2, 4)]

@@ -244,12 +244,14 @@ def run(
 
     tile_bytes  of each input; the result does not depend on it
     skip        tensors that are finished already
-    progress    called from the calling thread about ten times a second, and once at the end
+    progress    called from the calling thread: at the start, about ten times a second, and at the end
 
     Raises what the first failing tile raised. KeyboardInterrupt stops the threads at their next tile and is raised again.
     """
     task = Run(plan, inputs, output, tile_bytes=tile_bytes, skip=skip)
     began = time.monotonic()
+    if progress is not None:
+        progress(task.progress(began))
     pool = [threading.Thread(target=task.work, name=f"weightsmith-{i}", daemon=True) for i in range(threads)]
     for thread in pool:
         thread.start()

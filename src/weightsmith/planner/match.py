@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from weightsmith.structure import Stack, Structure
 from weightsmith.tensors import TensorSpec
@@ -70,7 +70,7 @@ class ModelNames:
     ) -> None:
         self.structure = structure
         self.specs = specs
-        self.paired = pair_stacks(structure.stacks, donor.stacks)
+        self.paired = pair_stacks(structure.stacks, donor.stacks, specs)
         counts = {s.prefix: s.n_layers for s in donor.stacks}
         self.layers: dict[str, dict[int, dict[str, str]]] = {prefix: defaultdict(dict) for prefix in counts}
         self.depth = {self.paired[s.prefix]: s.n_layers for s in structure.stacks if self.paired[s.prefix] in counts}
@@ -136,13 +136,17 @@ class ModelNames:
         return name.rpartition(".")[0] in self._modules
 
 
-def pair_stacks(stacks: Sequence[Stack], donor: Sequence[Stack]) -> dict[str, str]:
-    """For each stack the donor's prefix that plays the same part; its own where the donor has no such stack."""
+def pair_stacks(stacks: Sequence[Stack], donor: Sequence[Stack], names: Collection[str]) -> dict[str, str]:
+    """For each stack the donor's prefix that plays the same part; its own where the donor has no such stack.
+
+    names  of all the model's tensors: none is under two of the donor's names
+    """
     paired = {s.prefix: s.prefix for s in stacks if any(d.prefix == s.prefix for d in donor)}
     for stack in stacks:
         if stack.prefix in paired:
             continue
         free = [d for d in donor if d.kind == stack.kind and d.prefix not in paired.values()]
+        free = [d for d in free if not any(name.startswith(d.prefix) for name in names)]
         free.sort(key=lambda d: -_common_tail(d.prefix, stack.prefix))
         unique = len(free) == 1 or (
             len(free) > 1 and _common_tail(free[0].prefix, stack.prefix) > _common_tail(free[1].prefix, stack.prefix)
