@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from weightsmith.errors import ParameterError, RecipeError, UnknownName
 from weightsmith.recipe.grammar import INPUT, LEVELS, RECIPE, SOURCE, Level
-from weightsmith.recipe.nodes import Node, Pair, describe, short
+from weightsmith.recipe.nodes import Node, Pair, short
 
 IGNORED = "mergekit ignored it without a word"
 
