@@ -22,6 +22,7 @@ from weightsmith.engine.tiles import TILE_BYTES, cut, tile_grains
 from weightsmith.methods.job import Bytes, Job, Matrix, Scratch, Tile
 from weightsmith.planner.steps import Plan, Step
 from weightsmith.store.checksum import DIGEST_BYTES, combine, hash_grains
+from weightsmith.store.weight_file import PAGE_BYTES
 from weightsmith.tensors import grain_elements
 
 
@@ -74,11 +75,12 @@ class Buffers:
             self._raw = np.empty(inputs * width, np.uint8)
         return self._raw[: inputs * width].reshape(inputs, width)
 
-    def out(self, nbytes: int) -> Bytes:
-        """uint8 [nbytes]."""
-        if self._out.size < nbytes:
-            self._out = np.empty(nbytes, np.uint8)
-        return self._out[:nbytes]
+    def out(self, nbytes: int, offset: int) -> Bytes:
+        """uint8 [nbytes], at an address that equals `offset` (in its file) modulo a page, as direct writes want it."""
+        if self._out.size < nbytes + PAGE_BYTES:
+            self._out = np.empty(nbytes + PAGE_BYTES, np.uint8)
+        first = (offset - self._out.ctypes.data) % PAGE_BYTES
+        return self._out[first : first + nbytes]
 
 
 class Run:
@@ -181,7 +183,7 @@ class Run:
                 if any(not np.array_equal(out, other[:written]) for other in raw[1:]):
                     self.differing.add(step.out.name)
             else:
-                out = buffers.out(written)
+                out = buffers.out(written, self.output.location(step.out.name)[1] + first * width)
                 part.job.apply(Tile(place.start, place.size, raw, buffers.scratch), out)
                 self.output.write(step.out.name, first * width, out)
             at = first // part.work.grain * DIGEST_BYTES

@@ -34,6 +34,28 @@ def keep_large(delta: np.ndarray, n: int, threshold: int, cut: int) -> None:
 
 
 @kernel
+def decode_large(
+    raw: np.ndarray, code: int, start: int, n: int, base: np.ndarray, threshold: int, cut: int, delta: np.ndarray
+) -> None:
+    """`decode_delta`, then `keep_large`; for bf16 in one loop."""
+    if code == BF16:
+        x = raw.view(np.uint16)[start : start + n]
+        cut = min(max(cut, 0), n)
+        limit = np.uint32(threshold)
+        b, d, y = base[:cut], delta[:cut], x[:cut]
+        for j in range(cut):
+            value = as_float(np.uint32(y[j]) << np.uint32(16)) - b[j]
+            d[j] = value if np.uint32(as_bits(value) & np.uint32(0x7FFFFFFF)) >= limit else np.float32(0)
+        b, d, y = base[cut:n], delta[cut:n], x[cut:]
+        for j in range(n - cut):
+            value = as_float(np.uint32(y[j]) << np.uint32(16)) - b[j]
+            d[j] = value if np.uint32(as_bits(value) & np.uint32(0x7FFFFFFF)) > limit else np.float32(0)
+    else:
+        decode_delta(raw, code, start, n, base, delta)
+        keep_large(delta, n, threshold, cut)
+
+
+@kernel
 def keep_random(delta: np.ndarray, n: int, words: np.ndarray, limit: int) -> None:
     """Zero delta[:n] but where words[j] < limit (a probability times 2^32)."""
     d, w = delta[:n], words[:n]
@@ -149,8 +171,11 @@ def merge_task_vectors(
         decode(raw[0], codes[0], start, m, base)
         for i in range(models):
             delta = rows[i + 1]
-            decode_delta(raw[i + 1], codes[i + 1], start, m, base, delta)
-            sparsify(delta, m, modes[i], limits[i], cuts[i], keys[i], index + start, words)
+            if modes[i] == KEEP_LARGE:
+                decode_large(raw[i + 1], codes[i + 1], start, m, base, limits[i], cuts[i] - index - start, delta)
+            else:
+                decode_delta(raw[i + 1], codes[i + 1], start, m, base, delta)
+                sparsify(delta, m, modes[i], limits[i], cuts[i], keys[i], index + start, words)
             if i == 0:
                 set_scaled(weights[i] * scales[i], delta, m, total)
             else:
