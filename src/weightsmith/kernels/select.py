@@ -99,7 +99,7 @@ def count_window(
         for j in range(m):  # no branch: a few per cent are inside, too many for the branch predictor
             x = b[j]
             b[inside] = x
-            inside += np.int64(np.uint32(x - low) < span)  # wraps round below the window, to beyond its end
+            inside += int(np.uint32(x - low) < span)  # wraps round below the window, to beyond its end
         for j in range(inside):
             x = b[j]
             slot = np.uint32(x * np.uint32(2654435761)) >> np.uint32(15)

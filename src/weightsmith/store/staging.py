@@ -450,8 +450,8 @@ class Staging:
         for name in [*self._files, MANIFEST_NAME]:
             path = self._content / name
             folders |= {parent for parent in path.parents if parent.is_relative_to(self._content)}
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            with path.open("rb") as other:
+                os.fsync(other.fileno())
         for folder in sorted(folders):
             disk.fsync_folder(folder)
 
