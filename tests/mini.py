@@ -85,6 +85,7 @@ def run_method(
     threads: int = 2,
     tile_bytes: int = TILE_BYTES,
     name: str = "w",
+    allow_nonfinite: bool = False,
 ) -> np.ndarray:
     """Merge one tensor through the engine; `shared` and `models` are fully resolved parameters."""
     for i, array in enumerate(inputs):
@@ -98,5 +99,5 @@ def run_method(
         memory = Memory(plan, folder)
         stack.callback(memory.file.close)
         checkpoints = [stack.enter_context(open_checkpoint(folder / f"m{i}")) for i in range(len(inputs))]
-        run(plan, checkpoints, memory, threads=threads, tile_bytes=tile_bytes)
+        run(plan, checkpoints, memory, threads=threads, tile_bytes=tile_bytes, allow_nonfinite=allow_nonfinite)
         return memory.tensor(name)

@@ -5,7 +5,8 @@
     ├── RecipeError          what the user wrote
     │   ├── SyntaxProblem    not YAML, duplicate keys, alias bombs, values of the wrong type
     │   ├── UnknownName      a key, method, parameter, module or tensor that does not exist
-    │   └── ParameterError   a missing, misplaced or out-of-range parameter
+    │   ├── ParameterError   a missing, misplaced or out-of-range parameter
+    │   └── MethodError      a merge method of the user's own that may not be run, cannot be used, or failed
     ├── CheckpointError      what the inputs are
     │   ├── NotFound         no such folder, file, hub id or tensor
     │   ├── FormatError      bytes that break the file format (never trusted, never executed)
@@ -102,6 +103,10 @@ class ParameterError(RecipeError):
     """A parameter that is missing, misplaced or out of range."""
 
 
+class MethodError(RecipeError):
+    """A merge method of the user's own that may not be run, cannot be used, or failed."""
+
+
 class CheckpointError(WeightsmithError):
     """An input checkpoint cannot be used."""
 
@@ -116,6 +121,10 @@ class FormatError(CheckpointError):
 
 class Unsupported(CheckpointError):
     """A format, dtype or quantisation that this version does not read."""
+
+
+class NonFinite(CheckpointError):
+    """A NaN or infinity in an input, or a result that the output's dtype cannot hold."""
 
 
 class MismatchError(WeightsmithError):

@@ -9,21 +9,29 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from weightsmith import methods
 from weightsmith.checkpoint import Checkpoint
-from weightsmith.engine.schedule import APPLY, Part, Scheduler, Task, Work
-from weightsmith.engine.tiles import TILE_BYTES, cut, tile_grains
-from weightsmith.methods.job import Bytes, Job, Matrix, Scratch, Tile
+from weightsmith.engine.buffers import Buffers
+from weightsmith.engine.schedule import APPLY, RESIDENT_BYTES, Part, Scheduler, Task, Work
+from weightsmith.engine.survey import conduct
+from weightsmith.engine.tiles import TILE_BYTES, Cut, cut, tile_grains
+from weightsmith.errors import NonFinite
+from weightsmith.kernels.finite import first_nonfinite
+from weightsmith.kernels.post import distance
+from weightsmith.methods.job import Bytes, Job, Matrix, Tile
+from weightsmith.methods.survey import Survey
 from weightsmith.planner.steps import Plan, Step
 from weightsmith.store.checksum import DIGEST_BYTES, combine, hash_grains
-from weightsmith.store.weight_file import PAGE_BYTES
+from weightsmith.store.disk import copies_by_reference
 from weightsmith.tensors import grain_elements
+
+_UNPUBLISHED = "Nothing was published; what is finished is kept, and the same merge goes on from it."
 
 
 class Output(Protocol):
@@ -53,41 +61,32 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run did: bytes of tensors read and written, and integer tensors on which the models disagree."""
+    """What a run did.
+
+    read_bytes, written_bytes  of tensors
+    differing   integer tensors on which the models disagree
+    distances   for each tensor merged with a base: squared Frobenius norms of output - base and of the base
+    """
 
     read_bytes: int
     written_bytes: int
     differing: tuple[str, ...]
-
-
-class Buffers:
-    """One thread's memory: raw tiles of the inputs, the encoded tile of the output, kernel scratch."""
-
-    def __init__(self) -> None:
-        self.scratch = Scratch()
-        self._raw = np.empty(0, np.uint8)
-        self._out = np.empty(0, np.uint8)
-
-    def raw(self, inputs: int, nbytes: int) -> Bytes:
-        """uint8 [inputs, >= nbytes], rows aligned to 64 bytes."""
-        width = -(-nbytes // 64) * 64
-        if self._raw.size < inputs * width:
-            self._raw = np.empty(inputs * width, np.uint8)
-        return self._raw[: inputs * width].reshape(inputs, width)
-
-    def out(self, nbytes: int, offset: int) -> Bytes:
-        """uint8 [nbytes], at an address that equals `offset` (in its file) modulo a page, as direct writes want it."""
-        if self._out.size < nbytes + PAGE_BYTES:
-            self._out = np.empty(nbytes + PAGE_BYTES, np.uint8)
-        first = (offset - self._out.ctypes.data) % PAGE_BYTES
-        return self._out[first : first + nbytes]
+    distances: Mapping[str, tuple[float, float]]
 
 
 class Run:
     """One execution of one plan."""
 
     def __init__(
-        self, plan: Plan, inputs: Sequence[Checkpoint], output: Output, *, tile_bytes: int, skip: Collection[str]
+        self,
+        plan: Plan,
+        inputs: Sequence[Checkpoint],
+        output: Output,
+        *,
+        tile_bytes: int,
+        resident_bytes: int,
+        skip: Collection[str],
+        allow_nonfinite: bool,
     ) -> None:
         self.plan = plan
         self.inputs = inputs
@@ -99,50 +98,65 @@ class Run:
         self.read_bytes = 0
         self.tensors = len(plan.steps) - len(self.steps)
         self.differing: set[str] = set()
+        self.allow_nonfinite = allow_nonfinite
+        self.survey: Survey | None = None
+        self.distances: dict[str, tuple[float, float]] = {}
         self._lock = threading.Lock()
-        self.scheduler = Scheduler(self._parts(), self._finished)
+        self.scheduler = Scheduler(self._parts(), self._finished, resident_bytes)
 
     def _parts(self) -> Iterator[Part]:
         for step in self.steps:
             yield from self._step_parts(step)
 
     def _step_parts(self, step: Step) -> list[Part]:
-        shape = step.out.shape
-        grain = grain_elements(shape)
-        size = step.out.size // step.matrices
-        work = Work(step, grain, -(-step.out.size // grain) * DIGEST_BYTES)
-        sources = [self.inputs[i.model].tensors[i.tensor].spec.dtype for i in step.inputs]
-        grains = tile_grains(grain, [*sources, step.out.dtype], self.tile_bytes)
-        if step.op == "copy":
-            parts = [Part(work, None, 0, cut(step.out.size, grain, grains))]
+        grain = grain_elements(step.out.shape)
+        work = Work(step, grain, -(-step.out.size // grain))
+        if not step.out.size:
+            parts = []
+        elif step.op == "copy":
+            parts = [Part(work, None, 0, self.cuts(step, step.out.size))]
         else:
             parts = [
-                Part(work, self._job(step, m * size, size, grain), m * size, cut(size, grain, grains))
-                for m in range(step.matrices)
+                Part(work, self._job(step, matrix), matrix.index, self.cuts(step, matrix.size))
+                for matrix in self.matrices(step)
             ]
-        parts = [p for p in parts if p.cuts]
         work.parts = len(parts)
-        if not parts:  # a tensor of no elements
+        if not parts:
             self._finished(work)
         return parts
 
-    def _job(self, step: Step, index: int, size: int, grain: int) -> Job:
+    def cuts(self, step: Step, size: int) -> list[Cut]:
+        """The tiles of `size` elements of a step's tensor."""
+        grain = grain_elements(step.out.shape)
+        sources = [self.inputs[i.model].tensors[i.tensor].spec.dtype for i in step.inputs]
+        return cut(size, grain, tile_grains(grain, [*sources, step.out.dtype], self.tile_bytes))
+
+    def matrices(self, step: Step) -> list[Matrix]:
+        """The logical matrices of a step that merges."""
         settings = self.plan.settings[step.settings]
         codes = [self.inputs[i.model].tensors[i.tensor].spec.dtype.code for i in step.inputs]
-        shape = step.out.shape
-        matrix = Matrix(
-            name=step.out.name,
-            index=index,
-            size=size,
-            cols=shape[-1] if shape else 1,
-            grain=grain,
-            codes=np.array(codes, np.int64),
-            out_code=step.out.dtype.code,
-            base=step.base,
-            shared=settings.shared,
-            models=settings.models,
-            seed=self.plan.seed,
-        )
+        shape, size = step.out.shape, step.out.size // step.matrices
+        return [
+            Matrix(
+                name=step.out.name,
+                index=m * size,
+                size=size,
+                cols=shape[-1] if shape else 1,
+                grain=grain_elements(shape),
+                codes=np.array(codes, np.int64),
+                out_code=step.out.dtype.code,
+                base=step.base,
+                shared=settings.shared,
+                models=settings.models,
+                seed=self.plan.seed,
+                inputs=tuple(i.model for i in step.inputs),
+                survey=self.survey,
+                shape=shape if step.matrices == 1 else shape[1:],
+            )
+            for m in range(step.matrices)
+        ]
+
+    def _job(self, step: Step, matrix: Matrix) -> Job:
         if step.op == "cast":
             from weightsmith.methods.combination import CombinationJob
 
@@ -153,6 +167,12 @@ class Run:
         self.output.finish(work.step.out.name, combine(bytes(work.digests)))
         with self._lock:
             self.tensors += 1
+            self._note_distance(work)
+
+    def _note_distance(self, work: Work) -> None:
+        if len(work.distances):
+            moved, base = np.cumsum(work.distances, axis=0)[-1]
+            self.distances[work.step.out.name] = float(moved), float(base)
 
     def work(self) -> None:
         """What each thread does until there is nothing left."""
@@ -168,56 +188,139 @@ class Run:
         step = part.work.step
         place = part.cuts[task.tile]
         first = part.index + place.start
-        raw, read = self._read(step, first, place.size, buffers)
+        if part.job is None:
+            self._do_copy(part, first, place.size, buffers)
+            return None
+        raw, read = self.read(step, first, place.size, buffers)
+        if part.number == 0 and step.op != "cast" and not self.allow_nonfinite:
+            self._check_inputs(step, first, place.size, raw)
         result = None
         written = 0
         if task.phase != APPLY:
-            assert part.job is not None
             result = part.job.statistics(task.phase, Tile(place.start, place.size, raw, buffers.scratch))
         else:
-            width = step.out.dtype.itemsize
-            written = place.size * width
-            if part.job is None:
-                out = raw[0, :written]
-                self._copy(step, first * width, out)
-                if any(not np.array_equal(out, other[:written]) for other in raw[1:]):
-                    self.differing.add(step.out.name)
-            else:
-                out = buffers.out(written, self.output.location(step.out.name)[1] + first * width)
-                part.job.apply(Tile(place.start, place.size, raw, buffers.scratch), out)
-                self.output.write(step.out.name, first * width, out)
-            at = first // part.work.grain * DIGEST_BYTES
-            digests = hash_grains(out, part.work.grain * width)
-            part.work.digests[at : at + len(digests)] = digests
+            out = self._out(step, first, place.size, buffers)
+            written = out.size
+            part.job.apply(Tile(place.start, place.size, raw, buffers.scratch), out)
+            if step.op != "cast" and not self.allow_nonfinite:
+                self._check_output(step, first, place.size, out)
+            self.output.write(step.out.name, first * step.out.dtype.itemsize, out)
+            self._measure(part.work, first, place.size, raw, out, buffers)
+            self._note_digests(part.work, first, out)
+        self.count(read, written)
+        return result
+
+    def _do_copy(self, part: Part, first: int, size: int, buffers: Buffers) -> None:
+        """Copy elements first … first + size of the first input, and compare them with those of the others."""
+        step = part.work.step
+        width = step.out.dtype.itemsize
+        source, *others = step.inputs
+        out = self._out(step, first, size, buffers)
+        self.inputs[source.model].read_into(source.tensor, first * width, out)
+        if not self._copy(step, first * width, out.size):
+            self.output.write(step.out.name, first * width, out)
+        if others:
+            raw, _ = self.read(replace(step, inputs=tuple(others)), first, size, buffers)
+            if any(not np.array_equal(out, other[: out.size]) for other in raw):
+                self.differing.add(step.out.name)
+        self._note_digests(part.work, first, out)
+        self.count(out.size * len(step.inputs), out.size)
+
+    def _out(self, step: Step, first: int, size: int, buffers: Buffers) -> Bytes:
+        """Memory for elements first … first + size of the output."""
+        width = step.out.dtype.itemsize
+        return buffers.out(size * width, self.output.location(step.out.name)[1] + first * width)
+
+    def _note_digests(self, work: Work, first: int, out: Bytes) -> None:
+        at = first // work.grain * DIGEST_BYTES
+        digests = hash_grains(out, work.grain * work.step.out.dtype.itemsize)
+        work.digests[at : at + len(digests)] = digests
+
+    def count(self, read: int, written: int) -> None:
+        """Enter bytes read and written."""
         with self._lock:
             self.read_bytes += read
             self.written_bytes += written
-        return result
 
-    def _read(self, step: Step, first: int, size: int, buffers: Buffers) -> tuple[Bytes, int]:
+    def _measure(self, work: Work, first: int, size: int, raw: Bytes, out: Bytes, buffers: Buffers) -> None:
+        """Enter how far elements first … first + size of the output are from the base, raw[0]."""
+        if len(work.distances):
+            at = first // work.grain
+            totals = work.distances[at : at + -(-size // work.grain)]
+            step = work.step
+            code = self.inputs[step.inputs[0].model].tensors[step.inputs[0].tensor].spec.dtype.code
+            rows = buffers.scratch.rows(2, np.array([code]), step.out.dtype.code)
+            distance(raw[0], code, out, step.out.dtype.code, size, work.grain, totals, rows, buffers.scratch.sums(2))
+
+    def measure_finished(self, names: Collection[str]) -> None:
+        """Distances of tensors that an earlier run has finished, from what it wrote."""
+        buffers = Buffers()
+        for step in self.plan.steps:
+            if step.base and step.out.name in names and step.out.size:
+                grain = grain_elements(step.out.shape)
+                work = Work(step, grain, -(-step.out.size // grain))
+                base = replace(step, inputs=step.inputs[:1])
+                for place in self.cuts(step, step.out.size):
+                    raw, read = self.read(base, place.start, place.size, buffers)
+                    self.count(read, 0)
+                    fd, offset = self.output.location(step.out.name)
+                    width = step.out.dtype.itemsize
+                    out = np.frombuffer(os.pread(fd, place.size * width, offset + place.start * width), np.uint8)
+                    self._measure(work, place.start, place.size, raw, out, buffers)
+                self._note_distance(work)
+
+    def _check_inputs(self, step: Step, first: int, size: int, raw: Bytes) -> None:
+        """Raise NonFinite for a NaN or infinity among the elements read."""
+        for i, source in enumerate(step.inputs):
+            dtype = self.inputs[source.model].tensors[source.tensor].spec.dtype
+            at = first_nonfinite(raw[i], dtype.code, size)
+            if at >= 0:
+                value = raw[i, at * dtype.itemsize : (at + 1) * dtype.itemsize].view(dtype.numpy)[0]
+                raise NonFinite(
+                    f"element {_place(first + at, step.out.shape)} is {float(value)}",
+                    where=f"{self.plan.models[source.model].ref}, tensor {source.tensor}",
+                    fix="repair the model, leave it out, or merge all the same with --allow-nonfinite (allow_nonfinite=True)",
+                    state=_UNPUBLISHED,
+                )
+
+    def _check_output(self, step: Step, first: int, size: int, out: Bytes) -> None:
+        """Raise NonFinite for a result that the output's dtype cannot hold."""
+        at = first_nonfinite(out, step.out.dtype.code, size)
+        if at >= 0:
+            raise NonFinite(
+                f"element {_place(first + at, step.out.shape)} of the result is no number that {step.out.dtype.torch} can hold",
+                where=f"output tensor {step.out.name}",
+                fix="choose a wider dtype, smaller weights or another method, or go on with --allow-nonfinite "
+                "(allow_nonfinite=True)",
+                state=_UNPUBLISHED,
+            )
+
+    def read(self, step: Step, first: int, size: int, buffers: Buffers) -> tuple[Bytes, int]:
+        """The bytes of elements first … first + size of all the step's inputs, and how many were read."""
         widths = [self.inputs[i.model].tensors[i.tensor].spec.dtype.itemsize for i in step.inputs]
         raw = buffers.raw(len(widths), size * max(widths))
         for row, source, width in zip(raw, step.inputs, widths, strict=True):
             self.inputs[source.model].read_into(source.tensor, first * width, row[: size * width])
         return raw, size * sum(widths)
 
-    def _copy(self, step: Step, start_byte: int, read: Bytes) -> None:
-        """Copy bytes inside the kernel, by reference where the file system can; `read` holds them for the checksum."""
+    def _copy(self, step: Step, start_byte: int, nbytes: int) -> bool:
+        """Let the file system share or copy bytes of the first input; False where it would only move them through memory."""
         source = step.inputs[0]
         from_fd, from_offset = self.inputs[source.model].location(source.tensor)
         to_fd, to_offset = self.output.location(step.out.name)
+        if not copies_by_reference(to_fd):
+            return False
         done = 0
         try:
-            while done < read.size:
+            while done < nbytes:
                 at = start_byte + done
-                n = os.copy_file_range(from_fd, to_fd, read.size - done, from_offset + at, to_offset + at)
+                n = os.copy_file_range(from_fd, to_fd, nbytes - done, from_offset + at, to_offset + at)
                 if n == 0:
-                    break
+                    return False
                 done += n
         except OSError:  # another file system, or a kernel without it; a real error shows again in write
-            pass
-        if done < read.size:
-            self.output.write(step.out.name, start_byte + done, read[done:])
+            return False
+        return True
 
     def progress(self, began: float) -> Progress:
         """A snapshot."""
@@ -232,6 +335,11 @@ class Run:
             )
 
 
+def _place(flat: int, shape: tuple[int, ...]) -> str:
+    """A flat index as the indices of an element."""
+    return str([int(i) for i in np.unravel_index(flat, shape)])
+
+
 def run(
     plan: Plan,
     inputs: Sequence[Checkpoint],
@@ -239,21 +347,39 @@ def run(
     *,
     threads: int,
     tile_bytes: int = TILE_BYTES,
+    resident_bytes: int = RESIDENT_BYTES,
     skip: Collection[str] = frozenset(),
     progress: Callable[[Progress], None] | None = None,
+    allow_nonfinite: bool = False,
 ) -> Outcome:
     """Make every output tensor of `plan` and write it to `output`.
 
     tile_bytes  of each input; the result does not depend on it
+    resident_bytes  that methods of whole matrices may hold; a matrix that needs more is merged alone
     skip        tensors that are finished already
     progress    called from the calling thread: at the start, about ten times a second, and at the end
+    allow_nonfinite  merge NaN and infinities as any number; False raises NonFinite
 
     Raises what the first failing tile raised. KeyboardInterrupt stops the threads at their next tile and is raised again.
     """
-    task = Run(plan, inputs, output, tile_bytes=tile_bytes, skip=skip)
+    task = Run(
+        plan,
+        inputs,
+        output,
+        tile_bytes=tile_bytes,
+        resident_bytes=resident_bytes,
+        skip=skip,
+        allow_nonfinite=allow_nonfinite,
+    )
     began = time.monotonic()
-    if progress is not None:
-        progress(task.progress(began))
+
+    def report() -> None:
+        if progress is not None:
+            progress(task.progress(began))
+
+    report()
+    task.survey = conduct(task, threads, report)
+    task.measure_finished(skip)
     pool = [threading.Thread(target=task.work, name=f"weightsmith-{i}", daemon=True) for i in range(threads)]
     for thread in pool:
         thread.start()
@@ -261,8 +387,7 @@ def run(
         for thread in pool:
             while thread.is_alive():
                 thread.join(0.1)
-                if progress is not None:
-                    progress(task.progress(began))
+                report()
     except BaseException as error:  # KeyboardInterrupt, or the caller's progress function
         task.scheduler.fail(error)
         for thread in pool:
@@ -270,8 +395,8 @@ def run(
         raise
     if task.scheduler.error is not None:
         raise task.scheduler.error
+    report()
     final = task.progress(began)
-    if progress is not None:
-        progress(final)
     differing = tuple(s.out.name for s in task.steps if s.out.name in task.differing)
-    return Outcome(final.read_bytes, sum(s.out.nbytes for s in task.steps), differing)
+    written = sum(s.out.nbytes for s in task.steps)
+    return Outcome(final.read_bytes, written, differing, dict(sorted(task.distances.items())))

@@ -12,24 +12,32 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from weightsmith.engine.tiles import Cut
 from weightsmith.methods.job import Job
 from weightsmith.planner.steps import Step
+from weightsmith.store.checksum import DIGEST_BYTES
 
 APPLY = -1
+
+RESIDENT_BYTES = 1 << 30
+"""What jobs may hold in memory between their passes, if nobody says otherwise. Most hold next to nothing."""
 
 
 class Work:
     """One output tensor in flight.
 
-    digests  of its grains, 8 bytes each, filled in by the apply pass
-    parts    not yet finished
+    digests    of its grains, 8 bytes each, filled in by the apply pass
+    distances  of its grains: squared norms of out - base and of the base, float64 [grains, 2]; only if it has a base
+    parts      not yet finished
     """
 
-    def __init__(self, step: Step, grain: int, digest_bytes: int) -> None:
+    def __init__(self, step: Step, grain: int, grains: int) -> None:
         self.step = step
         self.grain = grain
-        self.digests = bytearray(digest_bytes)
+        self.digests = bytearray(grains * DIGEST_BYTES)
+        self.distances = np.zeros((grains if step.base else 0, 2))
         self.parts = 0
 
 
@@ -41,6 +49,7 @@ class Part:
         self.job = job
         self.index = index
         self.cuts = cuts
+        self.resident_bytes = 0 if job is None else job.resident_bytes
         self.number = 0
         self._begin_pass()
 
@@ -87,9 +96,15 @@ class Task:
 class Scheduler:
     """Hands out tasks to threads until all parts are finished, or one fails."""
 
-    def __init__(self, parts: Iterator[Part], finished: Callable[[Work], None]) -> None:
-        """`parts` is advanced under the lock; `finished` is called once a tensor, from the thread that finished it."""
+    def __init__(self, parts: Iterator[Part], finished: Callable[[Work], None], resident_bytes: int = RESIDENT_BYTES) -> None:
+        """Parts are begun while the jobs in flight hold at most `resident_bytes`; one alone may hold more.
+
+        `parts` is advanced under the lock; `finished` is called once a tensor, from the thread that finished it.
+        """
         self._waiting = parts
+        self._allowed_bytes = resident_bytes
+        self._resident_bytes = 0
+        self._held: Part | None = None  # the next part, while there is no memory for it
         self._finished = finished
         self._flight: deque[Part] = deque()
         self._condition = threading.Condition()
@@ -114,14 +129,27 @@ class Scheduler:
         for part in self._flight:
             if part.ready:
                 return part
-        if not self._exhausted:
-            new = next(self._waiting, None)
-            if new is not None:
-                self._flight.append(new)
-                return new
+        if self._exhausted:
+            return None
+        new = self._held or next(self._waiting, None)
+        if new is None:
             self._exhausted = True
             self._condition.notify_all()
-        return None
+            return None
+        if new.resident_bytes and 0 < self._resident_bytes > self._allowed_bytes - new.resident_bytes:
+            self._held = new
+            return None
+        self._held = None
+        self._resident_bytes += new.resident_bytes
+        self._flight.append(new)
+        return new
+
+    def _remove(self, part: Part) -> None:
+        """A part is finished: what its job held is free again, for threads that wait may still hold the part."""
+        self._flight.remove(part)
+        self._resident_bytes -= part.resident_bytes
+        part.job = None
+        self._condition.notify_all()
 
     def done(self, task: Task, result: Any) -> None:
         """A task is done; the last of a pass folds it, the last of a part takes the part away."""
@@ -142,13 +170,12 @@ class Scheduler:
                 complete = part.work.parts == 0
             if not complete:
                 if part.phase == APPLY and part.left == 0:
-                    self._flight.remove(part)
+                    self._remove(part)
                 self._condition.notify_all()
                 return
         self._finished(part.work)
         with self._condition:  # only now: while a part is in flight no thread ends, so an error here is still seen
-            self._flight.remove(part)
-            self._condition.notify_all()
+            self._remove(part)
 
     def fail(self, error: BaseException) -> None:
         """Stop handing out tasks; `error` is the first one to be seen."""

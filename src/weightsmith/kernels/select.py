@@ -24,6 +24,9 @@ TABLE = 1 << 17
 
 MAX_PATTERNS = TABLE * 5 // 8
 
+VARIANCE, IMPORTANCE = -1, -2
+"""Scores other than the magnitude of one input's delta."""
+
 
 @kernel
 def magnitude_bits(row: np.ndarray, n: int, bits: np.ndarray) -> None:
@@ -31,6 +34,61 @@ def magnitude_bits(row: np.ndarray, n: int, bits: np.ndarray) -> None:
     x, b = row[:n], bits[:n]
     for j in range(n):
         b[j] = as_bits(x[j]) & np.uint32(0x7FFFFFFF)
+
+
+@kernel
+def score_bits(
+    raw: np.ndarray,
+    codes: np.ndarray,
+    what: int,
+    start: int,
+    n: int,
+    factors: np.ndarray,
+    cols: int,
+    rows: np.ndarray,
+    bits: np.ndarray,
+) -> None:
+    """bits[:n] (uint32) = the bits, as float32, of the score of elements start … start + n.
+
+    what     i > 0: |raw[i] - raw[0]|; VARIANCE: of the deltas among the models; IMPORTANCE: |raw[1] - raw[0]| · row's factor
+    factors  float64 [rows], row r being elements r · cols …; used by IMPORTANCE
+    rows     scratch [2, BLOCK]
+    """
+    if what > 0:
+        delta_bits(raw, codes, what, start, n, rows, bits)
+    elif what == VARIANCE:
+        variance(raw, codes, start, n, rows)
+        magnitude_bits(rows[1], n, bits)
+    else:
+        decode(raw[0], codes[0], start, n, rows[0])
+        decode(raw[1], codes[1], start, n, rows[1])
+        x, y = rows[0], rows[1]
+        for j in range(n):
+            score = abs(np.float64(y[j]) - np.float64(x[j])) * factors[(start + j) // cols]
+            bits[j] = as_bits(score) & np.uint32(0x7FFFFFFF)
+
+
+@kernel
+def variance(raw: np.ndarray, codes: np.ndarray, start: int, n: int, rows: np.ndarray) -> None:
+    """rows[1, :n] = population variance, among the models raw[1:], of elements start … start + n; rows scratch [2, BLOCK].
+
+    The deltas' variance is the models': the base cancels. By updates of mean and sum of squares (Welford 1962), in float64.
+    """
+    decode(raw[1], codes[1], start, n, rows[0])
+    mean, spread = np.empty(n), np.zeros(n)
+    x = rows[0]
+    for j in range(n):
+        mean[j] = x[j]
+    for i in range(2, raw.shape[0]):
+        decode(raw[i], codes[i], start, n, x)
+        for j in range(n):
+            off = np.float64(x[j]) - mean[j]
+            mean[j] += off / i
+            spread[j] += off * (np.float64(x[j]) - mean[j])
+    models = raw.shape[0] - 1
+    out = rows[1]
+    for j in range(n):
+        out[j] = spread[j] / models
 
 
 @kernel
@@ -52,12 +110,20 @@ def delta_bits(raw: np.ndarray, codes: np.ndarray, i: int, start: int, n: int, r
 
 @kernel
 def count_high(
-    raw: np.ndarray, codes: np.ndarray, i: int, n: int, counts: np.ndarray, rows: np.ndarray, bits: np.ndarray
+    raw: np.ndarray,
+    codes: np.ndarray,
+    what: int,
+    n: int,
+    counts: np.ndarray,
+    factors: np.ndarray,
+    cols: int,
+    rows: np.ndarray,
+    bits: np.ndarray,
 ) -> None:
-    """counts[b] += deltas of model i whose magnitude bits begin with b; counts uint32 [HIGH_BINS]."""
+    """counts[b] += elements whose score's bits begin with b; counts uint32 [HIGH_BINS]. See `score_bits`."""
     for start in range(0, n, BLOCK):
         m = min(BLOCK, n - start)
-        delta_bits(raw, codes, i, start, m, rows, bits)
+        score_bits(raw, codes, what, start, m, factors, cols, rows, bits)
         for j in range(m):
             counts[bits[j] >> np.uint32(16)] += np.uint32(1)
 
@@ -66,17 +132,19 @@ def count_high(
 def count_window(
     raw: np.ndarray,
     codes: np.ndarray,
-    i: int,
+    what: int,
     n: int,
     first: int,
     end: int,
     patterns: np.ndarray,
     numbers: np.ndarray,
     slots: np.ndarray,
+    factors: np.ndarray,
+    cols: int,
     rows: np.ndarray,
     bits: np.ndarray,
 ) -> tuple[Any, Any]:
-    """Count the magnitude bits of model i's deltas in first … end - 1, by pattern; also how many are end or more.
+    """Count the scores' bits in first … end - 1, by pattern; also how many are end or more. See `score_bits`.
 
     patterns, numbers  uint32 [TABLE]: a hash table with linear probing; numbers must be all zero
     slots              uint32 [MAX_PATTERNS]: the slots in use, in the order of first occurrence
@@ -89,7 +157,7 @@ def count_window(
     found = 0
     for start in range(0, n, BLOCK):
         m = min(BLOCK, n - start)
-        delta_bits(raw, codes, i, start, m, rows, bits)
+        score_bits(raw, codes, what, start, m, factors, cols, rows, bits)
         b = bits[:m]
         higher = np.uint32(0)
         for j in range(m):
@@ -128,15 +196,24 @@ def find_bin(counts: np.ndarray, k: int) -> tuple[Any, Any]:
 
 @kernel
 def index_of_tie(
-    raw: np.ndarray, codes: np.ndarray, i: int, n: int, threshold: int, quota: int, rows: np.ndarray, bits: np.ndarray
+    raw: np.ndarray,
+    codes: np.ndarray,
+    what: int,
+    n: int,
+    threshold: int,
+    quota: int,
+    factors: np.ndarray,
+    cols: int,
+    rows: np.ndarray,
+    bits: np.ndarray,
 ) -> int:
-    """Index just past the `quota`-th element of model i whose magnitude bits equal `threshold`; n if there are fewer."""
+    """Index just past the `quota`-th element whose score's bits equal `threshold`; n if there are fewer. See `score_bits`."""
     left = quota
     if left == 0:
         return 0
     for start in range(0, n, BLOCK):
         m = min(BLOCK, n - start)
-        delta_bits(raw, codes, i, start, m, rows, bits)
+        score_bits(raw, codes, what, start, m, factors, cols, rows, bits)
         for j in range(m):
             if bits[j] == np.uint32(threshold):
                 left -= 1

@@ -1,7 +1,8 @@
 """The task-vector family in one kernel: delta → sparsify → weight → elect signs → combine → scale → add to base.
 
-TIES (Yadav et al. 2023, https://arxiv.org/abs/2306.01708), DARE (Yu et al. 2023, https://arxiv.org/abs/2311.03099) and task
-arithmetic (Ilharco et al. 2022, https://arxiv.org/abs/2212.04089) are settings of it. A delta is float32(model) -
+TIES (Yadav et al. 2023, https://arxiv.org/abs/2306.01708), DARE (Yu et al. 2023, https://arxiv.org/abs/2311.03099), DELLA (Deep
+et al. 2024, https://arxiv.org/abs/2406.11617), Model Breadcrumbs (Davari and Belilovsky 2023, https://arxiv.org/abs/2312.06795)
+and task arithmetic (Ilharco et al. 2022, https://arxiv.org/abs/2212.04089) are settings of it. A delta is float32(model) -
 float32(base), rounded to float32 (exact for bf16 inputs of similar exponents). The sum that elects the signs is float64, as
 are sums without election: a sign must not turn on a rounding. The elected contributions are summed in float32 rows. All of it
 is float64 when the output is F32 or F64.
@@ -11,12 +12,29 @@ from __future__ import annotations
 
 import numpy as np
 
-from weightsmith.kernels.codecs import BF16, BLOCK, as_bits, as_float, decode, encode
+from weightsmith.kernels.codecs import BF16, as_bits, as_float, decode, encode
 from weightsmith.kernels.combine import LANES, add_magnitudes, add_scaled, fill, set_scaled, subtract, sum_lanes
 from weightsmith.kernels.jit import kernel
 from weightsmith.kernels.philox import random_words
+from weightsmith.kernels.rows import keep_band, keep_by_rank, keep_in_groups, keep_ranks
 
-KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_NONE = 0, 1, 2, 3
+KEEP_ALL, KEEP_NONE, KEEP_LARGE, KEEP_BAND, KEEP_RANDOM, KEEP_ROW_RANKS, KEEP_BY_RANK, KEEP_GROUPS = range(8)
+"""How a delta is sparsified. The last three need whole rows.
+
+mode            limits[i]                  cuts[i]       shares[i]
+KEEP_LARGE      threshold, -               its cut, -
+KEEP_BAND       threshold, upper one       their cuts
+KEEP_RANDOM     probability times 2^32
+KEEP_ROW_RANKS  first rank, one past last
+KEEP_BY_RANK                                             density, epsilon
+KEEP_GROUPS     kept, of a group of
+"""
+
+SUM, BY_WEIGHT, BY_COUNT, LARGEST = range(4)
+"""How contributions are combined: added; divided by the weights of those that agree; by their number; the largest alone."""
+
+ELECT_NONE, ELECT_SUM, ELECT_COUNT = range(3)
+"""Who decides the sign: nobody; the sum of the weighted deltas; each model with one vote."""
 
 
 @kernel
@@ -65,13 +83,41 @@ def keep_random(delta: np.ndarray, n: int, words: np.ndarray, limit: int) -> Non
 
 
 @kernel
-def sparsify(delta: np.ndarray, n: int, mode: int, limit: int, cut: int, key: int, index: int, words: np.ndarray) -> None:
-    """Apply one model's mask to delta[:n], whose first element has flat index `index` in its tensor."""
+def sparsify(
+    delta: np.ndarray,
+    n: int,
+    mode: int,
+    limits: np.ndarray,
+    cuts: np.ndarray,
+    shares: np.ndarray,
+    unbiased: bool,
+    key: int,
+    index: int,
+    words: np.ndarray,
+    bits: np.ndarray,
+    order: np.ndarray,
+    taken: np.ndarray,
+) -> None:
+    """Apply one model's mask to delta[:n], whose first element has flat index `index` in its tensor.
+
+    limits, cuts, shares  of this model, two each, by mode
+    unbiased   KEEP_BY_RANK divides by each element's probability
+    bits, order, taken  scratch as long as a row, and what earlier models have taken; needed by the modes of whole rows
+    """
     if mode == KEEP_LARGE:
-        keep_large(delta, n, limit, cut - index)
+        keep_large(delta, n, limits[0], cuts[0] - index)
+    elif mode == KEEP_BAND:
+        keep_band(delta, n, limits[0], cuts[0] - index, limits[1], cuts[1] - index)
     elif mode == KEEP_RANDOM:
         offset = random_words(key, index, n, words)
-        keep_random(delta, n, words[offset:], limit)
+        keep_random(delta, n, words[offset:], limits[0])
+    elif mode == KEEP_ROW_RANKS:
+        keep_ranks(delta, n, limits[0], limits[1], bits)
+    elif mode == KEEP_BY_RANK:
+        offset = random_words(key, index, n, words)
+        keep_by_rank(delta, n, shares[0], shares[1], unbiased, words[offset:], order)
+    elif mode == KEEP_GROUPS:
+        keep_in_groups(delta, n, limits[0], limits[1], taken, bits)
     elif mode == KEEP_NONE:
         fill(delta, n, 0.0)
 
@@ -98,6 +144,15 @@ def elected_signs(total: np.ndarray, n: int, sign: np.ndarray) -> None:
 
 
 @kernel
+def add_signs(weight: float, x: np.ndarray, n: int, total: np.ndarray) -> None:
+    """total[:n] += the sign of weight · x[:n]."""
+    a, t = x[:n], total[:n]
+    for j in range(n):
+        y = weight * a[j]
+        t[j] += 1.0 if y > 0 else (-1.0 if y < 0 else 0.0)
+
+
+@kernel
 def add_elected(
     factor: float, weight: float, delta: np.ndarray, sign: np.ndarray, n: int, mixed: np.ndarray, divisor: np.ndarray
 ) -> None:
@@ -108,6 +163,25 @@ def add_elected(
         agree = x * e[j] > 0
         s[j] += x if agree else np.float32(0.0)
         v[j] += weight if agree else np.float32(0.0)
+
+
+@kernel
+def add_nonzero(factor: float, weight: float, delta: np.ndarray, n: int, mixed: np.ndarray, divisor: np.ndarray) -> None:
+    """`add_elected` where nobody elects: whatever is not zero."""
+    d, s, v = delta[:n], mixed[:n], divisor[:n]
+    for j in range(n):
+        s[j] += factor * d[j]
+        v[j] += weight if d[j] != 0 else np.float32(0.0)
+
+
+@kernel
+def take_larger(factor: float, delta: np.ndarray, sign: np.ndarray, elect: bool, n: int, mixed: np.ndarray) -> None:
+    """mixed[:n] = factor·delta[:n] where that is larger in magnitude (and has the elected sign); of equal ones the later."""
+    d, e, s = delta[:n], sign[:n], mixed[:n]
+    for j in range(n):
+        x = factor * d[j]
+        allowed = (x * e[j] > 0) | (not elect)
+        s[j] = x if allowed & (abs(x) >= abs(s[j])) else s[j]
 
 
 @kernel
@@ -136,59 +210,94 @@ def merge_task_vectors(
     codes: np.ndarray,
     n: int,
     index: int,
+    block: int,
     weights: np.ndarray,
     scales: np.ndarray,
     modes: np.ndarray,
     limits: np.ndarray,
     cuts: np.ndarray,
+    shares: np.ndarray,
+    unbiased: bool,
     keys: np.ndarray,
-    elect: bool,
-    normalize: bool,
+    elect: int,
+    mean: int,
     factor: float,
     out: np.ndarray,
     out_code: int,
     rows: np.ndarray,
     sums: np.ndarray,
     words: np.ndarray,
+    bits: np.ndarray,
+    order: np.ndarray,
+    taken: np.ndarray,
 ) -> None:
     """One tile of a task-vector merge.
 
     raw, codes  uint8 [1 + models, bytes] and int64; raw[0] is the base
     n, index    elements in the tile, and the flat index of its first
+    block       elements done at a time: a row's, for modes that need whole rows; else at most BLOCK
     weights, scales       float64 [models]: of the delta, and of what is left of it after the mask
-    modes, limits, cuts, keys   int64, int64, int64, uint64 [models]: see `sparsify`
-    elect       keep only contributions of the elected sign (TIES)
-    normalize   divide by the sum of the weights that contributed (with election) or of all (factor holds it then)
-    factor      lambda, divided by the sum of weights when normalising without election
-    rows        scratch [4 + models, BLOCK]; sums float64 [1, BLOCK]; words uint32 [BLOCK + 512]
+    modes, keys           int64, uint64 [models]
+    limits, cuts, shares  int64, int64, float64 [models, 2]; see `sparsify` for these and for unbiased
+    elect       ELECT_NONE, ELECT_SUM or ELECT_COUNT: keep only contributions of the elected sign
+    mean        SUM, BY_WEIGHT, BY_COUNT or LARGEST
+    factor      lambda, divided by the sum of all weights when normalising without election
+    rows        scratch [4 + models, block]; sums float64 [1, block]; words uint32 [block + 512]
+    bits, order, taken  uint32 [block], int32 [4, block], uint8 [block] of scratch; empty where no mode needs whole rows
     """
     base, total = rows[0], sums[0]
     models = weights.size
     sign, mixed, divisor = rows[models + 1], rows[models + 2], rows[models + 3]
     of_row = base.dtype.type
-    for start in range(0, n, BLOCK):
-        m = min(BLOCK, n - start)
+    plain = elect == ELECT_NONE and mean == SUM
+    for start in range(0, n, block):
+        m = min(block, n - start)
         decode(raw[0], codes[0], start, m, base)
+        taken[:] = 0
         for i in range(models):
             delta = rows[i + 1]
             if modes[i] == KEEP_LARGE:
-                decode_large(raw[i + 1], codes[i + 1], start, m, base, limits[i], cuts[i] - index - start, delta)
+                decode_large(raw[i + 1], codes[i + 1], start, m, base, limits[i, 0], cuts[i, 0] - index - start, delta)
             else:
                 decode_delta(raw[i + 1], codes[i + 1], start, m, base, delta)
-                sparsify(delta, m, modes[i], limits[i], cuts[i], keys[i], index + start, words)
-            if i == 0:
+                sparsify(
+                    delta,
+                    m,
+                    modes[i],
+                    limits[i],
+                    cuts[i],
+                    shares[i],
+                    unbiased,
+                    keys[i],
+                    index + start,
+                    words,
+                    bits,
+                    order,
+                    taken,
+                )
+            if elect == ELECT_COUNT:
+                if i == 0:
+                    fill(total, m, 0.0)
+                add_signs(weights[i] * scales[i], delta, m, total)
+            elif i == 0:
                 set_scaled(weights[i] * scales[i], delta, m, total)
             else:
                 add_scaled(weights[i] * scales[i], delta, m, total)
-        if elect:
+        if plain:
+            add_total(base, factor, total, m)
+        else:
             elected_signs(total, m, sign)
             fill(mixed, m, 0.0)
             fill(divisor, m, 0.0)
             for i in range(models):
-                add_elected(of_row(weights[i] * scales[i]), of_row(weights[i]), rows[i + 1], sign, m, mixed, divisor)
-            add_mean(base, of_row(factor), mixed, divisor, m, normalize)
-        else:
-            add_total(base, factor, total, m)
+                scaled, vote = of_row(weights[i] * scales[i]), of_row(1.0 if mean == BY_COUNT else weights[i])
+                if mean == LARGEST:
+                    take_larger(scaled, rows[i + 1], sign, elect != ELECT_NONE, m, mixed)
+                elif elect == ELECT_NONE:
+                    add_nonzero(scaled, vote, rows[i + 1], m, mixed, divisor)
+                else:
+                    add_elected(scaled, vote, rows[i + 1], sign, m, mixed, divisor)
+            add_mean(base, of_row(factor), mixed, divisor, m, mean == BY_WEIGHT or mean == BY_COUNT)
         encode(base, m, out_code, start, out)
 
 
@@ -196,31 +305,57 @@ def merge_task_vectors(
 def l1_norms(
     raw: np.ndarray,
     codes: np.ndarray,
-    i: int,
     n: int,
     grain: int,
     index: int,
-    mode: int,
-    limit: int,
-    cut: int,
-    key: int,
+    block: int,
+    modes: np.ndarray,
+    limits: np.ndarray,
+    cuts: np.ndarray,
+    shares: np.ndarray,
+    unbiased: bool,
+    keys: np.ndarray,
     out: np.ndarray,
     rows: np.ndarray,
     sums: np.ndarray,
     words: np.ndarray,
+    bits: np.ndarray,
+    order: np.ndarray,
+    taken: np.ndarray,
 ) -> None:
-    """out[g] (float64 [grains, 2]) = L1 norm of model i's delta in grain g, before and after its mask."""
+    """out[g, i] (float64 [grains, models, 2]) = L1 norm of model i's delta in grain g, before and after its mask.
+
+    Arguments as for `merge_task_vectors`; sums float64 [2 · models, >= LANES].
+    """
     base, delta = rows[0], rows[1]
+    models = modes.size
     for g in range(out.shape[0]):
         end = min(n, (g + 1) * grain)
-        fill(sums[0], LANES, 0.0)
-        fill(sums[1], LANES, 0.0)
-        for start in range(g * grain, end, BLOCK):
-            m = min(BLOCK, end - start)
+        for s in range(2 * models):
+            fill(sums[s], LANES, 0.0)
+        for start in range(g * grain, end, block):
+            m = min(block, end - start)
             decode(raw[0], codes[0], start, m, base)
-            decode_delta(raw[i], codes[i], start, m, base, delta)
-            add_magnitudes(delta, m, sums[0])
-            sparsify(delta, m, mode, limit, cut, key, index + start, words)
-            add_magnitudes(delta, m, sums[1])
-        out[g, 0] = sum_lanes(sums[0])
-        out[g, 1] = sum_lanes(sums[1])
+            taken[:] = 0
+            for i in range(models):
+                decode_delta(raw[i + 1], codes[i + 1], start, m, base, delta)
+                add_magnitudes(delta, m, sums[2 * i])
+                sparsify(
+                    delta,
+                    m,
+                    modes[i],
+                    limits[i],
+                    cuts[i],
+                    shares[i],
+                    unbiased,
+                    keys[i],
+                    index + start,
+                    words,
+                    bits,
+                    order,
+                    taken,
+                )
+                add_magnitudes(delta, m, sums[2 * i + 1])
+        for i in range(models):
+            out[g, i, 0] = sum_lanes(sums[2 * i])
+            out[g, i, 1] = sum_lanes(sums[2 * i + 1])

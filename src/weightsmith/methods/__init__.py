@@ -1,40 +1,97 @@
 """The merge methods: one file each. Adding one is adding a file with a `METHOD` and its name to `NAMES`.
 
-`base.py` is the form a method fills in, `job.py` what the engine runs; `combination.py`, `task_vectors.py` and `vectors.py`
-are jobs that several methods share.
+`base.py` is the form a method fills in, `job.py` what the engine runs, `survey.py` what a method may want to know of the whole
+model first; `combination.py`, `task_vector_job.py` (with `selection.py`) and `vectors.py` are jobs that several methods share.
+Methods of the user's own are made in `user.py` (`user_jobs.py` runs them) and found by `user_files.py`.
 """
 
 from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 
 from weightsmith.errors import UnknownName, nearest
 from weightsmith.methods.base import Method
+from weightsmith.methods.post import with_steps
 
 NAMES = (
     "linear",
     "task_arithmetic",
     "slerp",
     "nuslerp",
+    "multislerp",
+    "karcher",
+    "model_stock",
+    "geometric_median",
     "ties",
     "dare_linear",
     "dare_ties",
+    "della",
+    "della_linear",
+    "breadcrumbs",
+    "breadcrumbs_ties",
+    "task_vectors",
+    "localize_and_stitch",
+    "cabs",
+    "magmax",
+    "consensus_ta",
+    "sce",
+    "ram",
+    "ramplus_tl",
+    "ramplus",
+    "nearswap",
+    "arcee_fusion",
+    "tsv_m",
+    "svc",
+    "wudi",
+    "star",
+    "iso_c",
+    "iso_cts",
+    "resmerge",
+    "cart",
     "passthrough",
 )
 
 
-@cache
 def get(name: str) -> Method:
-    """The method of this name; UnknownName with the nearest one otherwise.
+    """The method of this name: weightsmith's, an installed package's, or one of the user's own that is loaded.
+
+    Raises UnknownName with the nearest one, and MethodError for one of a package that does not work.
 
     >>> get("ties").base
     'required'
     """
-    if name not in NAMES:
-        raise UnknownName(f"no merge method is called '{name}'{nearest(name, NAMES)}", fix=f"methods: {', '.join(NAMES)}")
+    return _built_in(name) if name in NAMES else _from_elsewhere(name)
+
+
+def find(name: str, folder: Path, *, allow_code: bool) -> Method:
+    """What `merge_method` in a recipe means: as `get`, or a file of the user's own, which is run if `allow_code`.
+
+    folder  that the file's path starts from
+    """
+    from weightsmith.methods import user_files
+
+    return user_files.load_file(name, folder, allow_code=allow_code) if user_files.names_file(name) else get(name)
+
+
+def _from_elsewhere(name: str) -> Method:
+    from weightsmith.methods import user_files
+
+    if (found := user_files.loaded(name)) is not None:
+        return found.method
+    if name in user_files.installed_names():
+        return user_files.load_installed(name)
+    if user_files.names_file(name):
+        raise UnknownName(f"{name} is code of your own, which only a recipe names", fix="in Python give the function itself")
+    known = (*NAMES, *user_files.installed_names())
+    raise UnknownName(f"no merge method is called '{name}'{nearest(name, known)}", fix=f"methods: {', '.join(known)}")
+
+
+@cache
+def _built_in(name: str) -> Method:
     method: Method = import_module(f"weightsmith.methods.{name}").METHOD
-    return method
+    return with_steps(method) if method.base == "required" else method
 
 
 def all_methods() -> tuple[Method, ...]:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from weightsmith.methods.job import Job, Matrix
+    from weightsmith.methods.survey import Survey
+    from weightsmith.planner.steps import Settings, Step
 
 Value = bool | int | float | str
 Scope = Literal["model", "tensor"]
@@ -69,6 +71,7 @@ class Method:
     job         makes the merge of one logical matrix
     check       looks at the resolved parameters (shared, one mapping per input) and says what is wrong with them, or ""
     copies      says whether these parameters leave the single input as it is, so that its bytes are copied
+    survey      what must be known of all the tensors it merges (their steps and settings) before the first is, or None
     """
 
     name: str
@@ -84,3 +87,4 @@ class Method:
     job: Callable[[Matrix], Job]
     check: Callable[[Parameters, Sequence[Parameters]], str] = lambda shared, models: ""
     copies: Callable[[Sequence[Parameters]], bool] = lambda models: False
+    survey: Callable[[Sequence[tuple[Step, Settings]]], Survey | None] = lambda merged: None

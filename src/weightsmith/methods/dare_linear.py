@@ -23,7 +23,7 @@ machine. mergekit rescales so that the delta's L1 norm is restored (`rescale: l1
 divides by the density (`rescale: inv_density`).""",
     source="Yu et al. 2023, Language models are super Mario, section 3.1, https://arxiv.org/abs/2311.03099",
     formula="out = base + λ Σ wᵢ rᵢ (mᵢ ∘ (Wᵢ - base)),  mᵢ ~ Bernoulli(density)",
-    parameters=(WEIGHT, DENSITY, normalize(False), rescale("l1"), LAMBDA, INT8_MASK),
+    parameters=(WEIGHT, DENSITY, normalize(False), rescale("l1", "inv_density"), LAMBDA, INT8_MASK),
     base="required",
     min_models=1,
     max_models=None,
@@ -36,6 +36,6 @@ models:
     parameters: {weight: 0.6, density: 0.5}
 dtype: bfloat16
 """,
-    job=lambda matrix: task_vector_job(matrix, "random", elect=False),
+    job=lambda matrix: task_vector_job(matrix, "random"),
     check=check_normalize,
 )

@@ -14,7 +14,7 @@ elected deltas are summed, not averaged, and nothing is trimmed; `normalize: tru
 paper.""",
     source="Yu et al. 2023, https://arxiv.org/abs/2311.03099, with the election of https://arxiv.org/abs/2306.01708",
     formula="δᵢ = rᵢ (mᵢ ∘ (Wᵢ - base));  s = sign(Σ wᵢδᵢ);  out = base + λ Σ_{agree} wᵢδᵢ",
-    parameters=(WEIGHT, DENSITY, normalize(False), rescale("l1"), LAMBDA, INT8_MASK),
+    parameters=(WEIGHT, DENSITY, normalize(False), rescale("l1", "inv_density"), LAMBDA, INT8_MASK),
     base="required",
     min_models=1,
     max_models=None,
@@ -27,5 +27,5 @@ models:
     parameters: {weight: 0.6, density: 0.5}
 dtype: bfloat16
 """,
-    job=lambda matrix: task_vector_job(matrix, "random", elect=True),
+    job=lambda matrix: task_vector_job(matrix, "random", elect="sum"),
 )

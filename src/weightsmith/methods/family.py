@@ -3,15 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING
 
 from weightsmith.methods.base import Parameter, Parameters
 from weightsmith.methods.job import Job, Matrix
+
+if TYPE_CHECKING:
+    from weightsmith.methods.survey import Survey
+    from weightsmith.methods.task_vector_job import Combine, Election, Sparsifier
+    from weightsmith.planner.steps import Settings, Step
 
 LAMBDA = Parameter("lambda", "float", "Factor on the merged task vector.", default=1.0)
 INT8_MASK = Parameter("int8_mask", "bool", "Accepted for mergekit recipes.", default=False, ignored="masks take no memory here")
 DENSITY = Parameter(
     "density", "float", "Share of the delta that is kept.", scope="model", default=1.0, minimum=0.0, maximum=1.0
+)
+GAMMA = Parameter(
+    "gamma",
+    "float",
+    "Share of the delta, the largest elements of all, that is dropped before `density` is kept.",
+    scope="model",
+    default=0.01,
+    minimum=0.0,
+    maximum=1.0,
+)
+EPSILON = Parameter(
+    "epsilon",
+    "float",
+    "The smallest element of a row is kept with probability density - epsilon, the largest with density + epsilon.",
+    scope="model",
+    default=0.15,
+    minimum=0.0,
+    maximum=0.5,
+)
+SCOPE = Parameter(
+    "scope",
+    "str",
+    "What magnitudes are ranked among: the `tensor` (mergekit's way), each `row`, or all tensors of the `model`, which "
+    "takes a pass over them before the merge and keeps all elements as large as the threshold.",
+    default="tensor",
+    choices=("tensor", "row", "model"),
 )
 
 
@@ -20,15 +51,23 @@ def normalize(default: bool) -> Parameter:
     return Parameter("normalize", "bool", "Divide by the sum of the weights that contributed.", default=default)
 
 
-def rescale(default: str) -> Parameter:
-    """The `rescale` parameter with a method's own default."""
+_RESCALES = {
+    "none": "`none` does nothing",
+    "l1": "`l1` (mergekit's `true`) restores each delta's L1 norm",
+    "inv_density": "`inv_density` divides by the density",
+    "inv_probability": "`inv_probability` divides each element by the probability with which it was kept",
+}
+
+
+def rescale(default: str, *choices: str) -> Parameter:
+    """The `rescale` parameter with a method's own default and, besides `none` and `l1`, its own choices."""
+    allowed = ("none", "l1", *choices)
     return Parameter(
         "rescale",
         "str",
-        "What the mask took away is made up for: `l1` (mergekit's `true`) restores each delta's L1 norm, "
-        "`inv_density` divides by the density (the paper's form), `none` does nothing.",
+        f"What the mask took away is made up for: {'; '.join(_RESCALES[c] for c in allowed)}.",
         default=default,
-        choices=("none", "l1", "inv_density"),
+        choices=allowed,
         booleans=("none", "l1"),
     )
 
@@ -41,16 +80,48 @@ def check_normalize(shared: Parameters, models: Sequence[Parameters]) -> str:
     return ""
 
 
-def task_vector_job(matrix: Matrix, sparsifier: Literal["magnitude", "random"], *, elect: bool) -> Job:
-    """The job of a method of the family, from its parameters."""
-    from weightsmith.methods.task_vectors import Axes, TaskVectorJob
+def check_probabilities(shared: Parameters, models: Sequence[Parameters]) -> str:
+    """Probabilities of keeping an element must be probabilities; a density of 1 keeps everything."""
+    for own in models:
+        density, epsilon = float(own.get("density") or 0), float(own.get("epsilon") or 0)
+        if "density" in own and 0 < density < 1 and not (density - epsilon > 0 and density + epsilon < 1):
+            return (
+                f"density {density:g} and epsilon {epsilon:g} make probabilities from {density - epsilon:g} to "
+                f"{density + epsilon:g}; they must lie between 0 and 1: use an epsilon below {min(density, 1 - density):g}"
+            )
+    return ""
+
+
+def task_vector_job(matrix: Matrix, sparsifier: Sparsifier, *, elect: Election = "none", combine: Combine | None = None) -> Job:
+    """The job of a method of the family, from its parameters; `combine` where `normalize` does not say it."""
+    from weightsmith.methods.task_vector_job import Axes, TaskVectorJob
 
     shared = matrix.shared
     axes = Axes(
         sparsifier=sparsifier,
-        rescale=shared["rescale"],  # type: ignore[arg-type]  # one of the parameter's choices
+        rescale=shared.get("rescale") or "none",  # type: ignore[arg-type]  # one of the parameter's choices
         elect=elect,
-        normalize=bool(shared["normalize"]),
+        combine=combine or ("mean" if shared["normalize"] else "sum"),
         factor=float(shared["lambda"]),  # type: ignore[arg-type]
+        scope=shared.get("scope") or "tensor",  # type: ignore[arg-type]
     )
     return TaskVectorJob(matrix, axes)
+
+
+def model_thresholds(merged: Sequence[tuple[Step, Settings]]) -> Survey | None:
+    """The survey of `scope: model`; None where no tensor has that."""
+    wanted: dict[tuple[int, float, float], None] = {}
+    sizes: dict[int, int] = {}
+    for step, settings in merged:
+        if settings.shared.get("scope") != "model":
+            continue
+        for source, own in zip(step.inputs[1:], settings.models[1:], strict=True):
+            sizes[source.model] = sizes.get(source.model, 0) + step.out.size
+            density, gamma = float(own["density"] or 0), float(own.get("gamma") or 0)
+            if density > 0:
+                wanted[source.model, density, gamma] = None
+    if not wanted:
+        return None
+    from weightsmith.methods.survey import Thresholds
+
+    return Thresholds(sizes, list(wanted))

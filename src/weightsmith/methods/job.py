@@ -35,6 +35,9 @@ class Matrix:
     shared        parameters of the tensor
     models        parameters of each input (of the base too: usually none)
     seed          of the random masks
+    inputs        for each input its model's number in the plan
+    survey        what the method asked to know of the whole model (`Method.survey`), or None
+    shape         of the matrix: the tensor's, without the first dimension for one matrix of several
     """
 
     name: str
@@ -48,6 +51,14 @@ class Matrix:
     shared: Parameters
     models: tuple[Parameters, ...]
     seed: int
+    inputs: tuple[int, ...] = ()
+    survey: object = None
+    shape: tuple[int, ...] = ()
+
+    @property
+    def row(self) -> int:
+        """Elements of what counts as a row for methods that work on whole rows: a vector is one row, up to a grain."""
+        return min(self.cols, self.grain)
 
     def weights(self, name: str = "weight") -> npt.NDArray[np.float64]:
         """float64: the parameter `name` of each input, the base left out."""
@@ -57,9 +68,9 @@ class Matrix:
 class Scratch:
     """The working memory of one thread, reused for every tile.
 
-    rows   float32 or float64 [inputs + 1, BLOCK]
-    sums   float64 [sums, BLOCK]
-    words  uint32 [BLOCK + 512]; bits uint32 [BLOCK]
+    rows   float32 or float64 [count, BLOCK]
+    sums   float64 [count, BLOCK]
+    bits   uint32 [BLOCK]
     """
 
     def __init__(self) -> None:
@@ -67,27 +78,35 @@ class Scratch:
         self._sums = np.empty((0, 0))
         self._table: tuple[npt.NDArray[np.uint32], ...] = ()
         self._counts: dict[int, npt.NDArray[np.uint32]] = {}
+        self._sorting: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = {}
         from weightsmith.kernels.codecs import BLOCK
 
         self._block = BLOCK
-        self.words = np.empty(BLOCK + 512, np.uint32)
         self.bits = np.empty(BLOCK, np.uint32)
 
-    def rows(self, count: int, codes: npt.NDArray[np.int64], out_code: int) -> np.ndarray:
-        """At least `count` rows: float64 if the output is F32 or F64, or an input is F64; else float32."""
+    def rows(self, count: int, codes: npt.NDArray[np.int64], out_code: int, length: int = 0) -> np.ndarray:
+        """At least `count` rows of max(BLOCK, length): float64 if the output is F32 or F64 or an input F64; else float32."""
         from weightsmith.kernels.codecs import F32, F64
 
         kind = np.float64 if out_code in (F32, F64) or (codes == F64).any() else np.float32
         held = self._rows.get(kind)
-        if held is None or len(held) < count:
-            held = self._rows[kind] = np.empty((count, self._block), kind)
+        if held is None or len(held) < count or held.shape[1] < length:
+            held = self._rows[kind] = np.empty((count, max(self._block, length)), kind)
         return held
 
-    def sums(self, count: int) -> npt.NDArray[np.float64]:
-        """At least `count` rows of float64."""
-        if len(self._sums) < count:
-            self._sums = np.empty((count, self._block))
+    def sums(self, count: int, length: int = 0) -> npt.NDArray[np.float64]:
+        """At least `count` rows of max(BLOCK, length) float64."""
+        if len(self._sums) < count or self._sums.shape[1] < length:
+            self._sums = np.empty((count, max(self._block, length)))
         return self._sums
+
+    def row_sorting(self, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """words uint32 [max(BLOCK, length) + 512]; bits uint32, order int32 [4, length], taken uint8 for rows of `length`."""
+        if length not in self._sorting:
+            words = np.empty(max(self._block, length) + 512, np.uint32)
+            bits, order, taken = np.empty(length, np.uint32), np.empty((4, length), np.int32), np.empty(length, np.uint8)
+            self._sorting = {length: (words, bits, order, taken)}
+        return self._sorting[length]
 
     def table(self, slots: int, used: int) -> tuple[npt.NDArray[np.uint32], ...]:
         """A hash table of `slots`: patterns and numbers, and a list of `used` slots. Whoever uses it leaves numbers zero."""
@@ -125,10 +144,12 @@ class Tile:
 class Job(ABC):
     """The merge of one logical matrix.
 
-    sequential  statistics tiles come one after the other, in order (a job whose sums cannot be split by grain)
+    sequential      statistics tiles come one after the other, in order (a job whose sums cannot be split by grain)
+    resident_bytes  what it holds in memory while it works, when that is much: jobs are begun as the memory allows
     """
 
     sequential = False
+    resident_bytes = 0
 
     def __init__(self, matrix: Matrix) -> None:
         self.matrix = matrix

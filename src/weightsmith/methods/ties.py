@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from weightsmith.methods.base import Method
-from weightsmith.methods.family import DENSITY, INT8_MASK, LAMBDA, normalize, rescale, task_vector_job
+from weightsmith.methods.family import (
+    DENSITY,
+    INT8_MASK,
+    LAMBDA,
+    SCOPE,
+    model_thresholds,
+    normalize,
+    rescale,
+    task_vector_job,
+)
 from weightsmith.methods.linear import WEIGHT
 
 METHOD = Method(
@@ -12,10 +21,10 @@ METHOD = Method(
     summary="""Keeps the largest deltas of each fine-tune, lets the models elect a sign for every element by the sum
 of their weighted deltas (zero elects +), and averages only those that agree. Exactly ⌊density · n⌋ elements of each
 tensor are kept (at least one); of equal magnitudes those with the lower flat index. `density: 1`, the default, trims
-nothing.""",
-    source="Yadav et al. 2023, TIES-Merging, section 3, https://arxiv.org/abs/2306.01708; thresholds by tensor as in mergekit",
+nothing. The paper ranks the deltas of the whole model: `scope: model`, with `density: 0.2`.""",
+    source="Yadav et al. 2023, TIES-Merging, section 3, https://arxiv.org/abs/2306.01708; thresholds by tensor, the default, as in mergekit",
     formula="δᵢ = trim(Wᵢ - base);  s = sign(Σ wᵢδᵢ);  out = base + λ Σ_{agree} wᵢδᵢ / Σ_{agree} wᵢ",
-    parameters=(WEIGHT, DENSITY, normalize(True), rescale("none"), LAMBDA, INT8_MASK),
+    parameters=(WEIGHT, DENSITY, SCOPE, normalize(True), rescale("none"), LAMBDA, INT8_MASK),
     base="required",
     min_models=1,
     max_models=None,
@@ -28,5 +37,6 @@ models:
     parameters: {weight: 1.0, density: 0.5}
 dtype: bfloat16
 """,
-    job=lambda matrix: task_vector_job(matrix, "magnitude", elect=True),
+    job=lambda matrix: task_vector_job(matrix, "magnitude", elect="sum"),
+    survey=model_thresholds,
 )

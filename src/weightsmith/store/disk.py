@@ -11,6 +11,7 @@ import errno
 import functools
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,9 @@ def _libc(name: str) -> Callable[..., int] | None:
         function: Any = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (AttributeError, OSError, TypeError):
         return None
-    if name == "fallocate":
+    if name == "fstatfs":
+        function.argtypes = (ctypes.c_int, ctypes.c_char_p)
+    elif name == "fallocate":
         function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     else:
         function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
@@ -58,6 +61,19 @@ def reserve(fd: int, nbytes: int) -> bool:
             return True
     os.ftruncate(fd, nbytes)
     return False
+
+
+_SHARING = frozenset({0x9123683E, 0x58465342, 0xCA451A4E, 0x6969, 0xFE534D42, 0xFF534D42, 0x7461636F})
+"""btrfs, xfs, bcachefs, nfs, smb2, cifs, ocfs2: they can copy within a file system, or on the server, by reference."""
+
+
+def copies_by_reference(fd: int) -> bool:
+    """The file system of this open file may copy without moving the bytes through memory (copy_file_range)."""
+    fstatfs = _libc("fstatfs")
+    about = ctypes.create_string_buffer(256)  # struct statfs is 120 bytes; f_type comes first
+    if fstatfs is None or fstatfs(fd, about) != 0:
+        return False
+    return int.from_bytes(about.raw[:8], sys.byteorder) in _SHARING
 
 
 def write_all(fd: int, view: memoryview, offset: int) -> None:

@@ -1,0 +1,315 @@
+"""Merges that look at one position of all models at a time, and the counts some of them need."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weightsmith.kernels.codecs import BLOCK, decode, encode
+from weightsmith.kernels.combine import LANES, add_scaled, fill, subtract, sum_lanes
+from weightsmith.kernels.jit import kernel
+from weightsmith.kernels.post import add_squares
+
+
+@kernel
+def read_deltas(raw: np.ndarray, codes: np.ndarray, start: int, n: int, rows: np.ndarray) -> None:
+    """rows[0, :n] = the base, rows[i, :n] = model i minus base, of elements start … start + n."""
+    decode(raw[0], codes[0], start, n, rows[0])
+    for i in range(1, raw.shape[0]):
+        decode(raw[i], codes[i], start, n, rows[i])
+        subtract(rows[i], rows[0], n)
+
+
+@kernel
+def add_delta(delta: np.ndarray, factor: float, n: int, base: np.ndarray) -> None:
+    """base[:n] += factor · delta[:n] (float64), rounded to the row's dtype."""
+    b, d = base[:n], delta[:n]
+    for j in range(n):
+        b[j] = np.float64(b[j]) + factor * d[j]
+
+
+@kernel
+def merge_clipped(
+    raw: np.ndarray, codes: np.ndarray, n: int, limit: float, out: np.ndarray, out_code: int, rows: np.ndarray, sums: np.ndarray
+) -> None:
+    """out = base + the delta of the one model, cut to ±limit (float64; none above zero: the base)."""
+    bound, total = max(limit, 0.0), sums[0]
+    for start in range(0, n, BLOCK):
+        m = min(BLOCK, n - start)
+        read_deltas(raw, codes, start, m, rows)
+        d = rows[1]
+        for j in range(m):
+            total[j] = min(max(np.float64(d[j]), -bound), bound)
+        add_delta(total, 1.0, m, rows[0])
+        encode(rows[0], m, out_code, start, out)
+
+
+@kernel
+def count_active(
+    raw: np.ndarray, codes: np.ndarray, n: int, epsilon: float, counts: np.ndarray, rows: np.ndarray, sums: np.ndarray
+) -> None:
+    """counts[i] (int64 [models, 2]) += positions where model i is active alone, and where others are too.
+
+    Active is |delta| > epsilon; sums float64 [1, BLOCK] scratch.
+    """
+    active = sums[0]
+    for start in range(0, n, BLOCK):
+        m = min(BLOCK, n - start)
+        read_deltas(raw, codes, start, m, rows)
+        fill(active, m, 0.0)
+        for i in range(1, raw.shape[0]):
+            d = rows[i]
+            for j in range(m):
+                active[j] += 1.0 if abs(np.float64(d[j])) > epsilon else 0.0
+        for i in range(1, raw.shape[0]):
+            d = rows[i]
+            alone, shared = 0, 0
+            for j in range(m):
+                on = abs(np.float64(d[j])) > epsilon
+                alone += int(on & (active[j] < 1.5))
+                shared += int(on & (active[j] > 1.5))
+            counts[i - 1, 0] += alone
+            counts[i - 1, 1] += shared
+
+
+@kernel
+def merge_active(
+    raw: np.ndarray,
+    codes: np.ndarray,
+    n: int,
+    epsilon: float,
+    alone: np.ndarray,
+    factor: float,
+    out: np.ndarray,
+    out_code: int,
+    rows: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """RAM: where one model is active its delta times alone[i] (float64 [models]), where several are the mean of theirs.
+
+    sums float64 [3, BLOCK] scratch
+    """
+    total, single, active = sums[0], sums[1], sums[2]
+    for start in range(0, n, BLOCK):
+        m = min(BLOCK, n - start)
+        read_deltas(raw, codes, start, m, rows)
+        fill(total, m, 0.0)
+        fill(single, m, 0.0)
+        fill(active, m, 0.0)
+        for i in range(1, raw.shape[0]):
+            d, scale = rows[i], alone[i - 1]
+            for j in range(m):
+                x = np.float64(d[j])
+                x = x if abs(x) > epsilon else np.float64(0.0)
+                total[j] += x
+                single[j] += scale * x
+                active[j] += 1.0 if x != 0 else 0.0
+        for j in range(m):
+            total[j] = single[j] if active[j] < 1.5 else total[j] / active[j]
+        add_delta(total, factor, m, rows[0])
+        encode(rows[0], m, out_code, start, out)
+
+
+@kernel
+def merge_consensus(
+    raw: np.ndarray,
+    codes: np.ndarray,
+    n: int,
+    weights: np.ndarray,
+    thresholds: np.ndarray,
+    votes: int,
+    factor: float,
+    out: np.ndarray,
+    out_code: int,
+    rows: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """Consensus TA: the sum of the weighted deltas where at least `votes` models stand out of the rest of it.
+
+    Model i stands out where |wᵢδᵢ| > thresholds[i] · |Σ wδ - wᵢδᵢ|. sums float64 [2, BLOCK] scratch.
+    """
+    total, count = sums[0], sums[1]
+    for start in range(0, n, BLOCK):
+        m = min(BLOCK, n - start)
+        read_deltas(raw, codes, start, m, rows)
+        fill(total, m, 0.0)
+        fill(count, m, 0.0)
+        for i in range(1, raw.shape[0]):
+            add_scaled(weights[i - 1], rows[i], m, total)
+        for i in range(1, raw.shape[0]):
+            d, w, bound = rows[i], weights[i - 1], thresholds[i - 1]
+            for j in range(m):
+                x = w * np.float64(d[j])
+                count[j] += 1.0 if abs(x) > bound * abs(total[j] - x) else 0.0
+        for j in range(m):
+            total[j] = total[j] if count[j] >= votes else 0.0
+        add_delta(total, factor, m, rows[0])
+        encode(rows[0], m, out_code, start, out)
+
+
+@kernel
+def merge_fused(
+    raw: np.ndarray,
+    codes: np.ndarray,
+    n: int,
+    limit: float,
+    factors: np.ndarray,
+    cols: int,
+    out: np.ndarray,
+    out_code: int,
+    rows: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """Arcee Fusion: base plus the delta where float32(|delta| · factors[its row]) is at least `limit`."""
+    total = sums[0]
+    for start in range(0, n, BLOCK):
+        m = min(BLOCK, n - start)
+        decode(raw[0], codes[0], start, m, rows[0])
+        decode(raw[1], codes[1], start, m, rows[1])
+        x, y = rows[0], rows[1]
+        for j in range(m):
+            delta = np.float64(y[j]) - np.float64(x[j])
+            total[j] = delta if np.float64(np.float32(abs(delta) * factors[(start + j) // cols])) >= limit else 0.0
+        add_delta(total, 1.0, m, x)
+        encode(x, m, out_code, start, out)
+
+
+@kernel
+def row_divergence(
+    raw: np.ndarray, codes: np.ndarray, n: int, cols: int, epsilon: float, out: np.ndarray, rows: np.ndarray
+) -> None:
+    """out[r] (float64) = KL(softmax(raw[1] row) + ε ‖ softmax(raw[0] row) + ε), for rows of `cols` elements."""
+    top, sums = np.empty(2), np.empty(2)
+    for r in range(out.size):
+        begin, end = r * cols, min(n, (r + 1) * cols)
+        top[:] = -np.inf
+        sums[:] = 0.0
+        for start in range(begin, end, BLOCK):
+            m = min(BLOCK, end - start)
+            for i in range(2):
+                decode(raw[i], codes[i], start, m, rows[i])
+                x = rows[i]
+                for j in range(m):
+                    top[i] = max(top[i], np.float64(x[j]))
+        for start in range(begin, end, BLOCK):
+            m = min(BLOCK, end - start)
+            for i in range(2):
+                decode(raw[i], codes[i], start, m, rows[i])
+                x = rows[i]
+                for j in range(m):
+                    sums[i] += np.exp(np.float64(x[j]) - top[i])
+        total = 0.0
+        for start in range(begin, end, BLOCK):
+            m = min(BLOCK, end - start)
+            for i in range(2):
+                decode(raw[i], codes[i], start, m, rows[i])
+            x, y = rows[0], rows[1]
+            for j in range(m):
+                p = np.exp(np.float64(y[j]) - top[1]) / sums[1] + epsilon
+                q = np.exp(np.float64(x[j]) - top[0]) / sums[0] + epsilon
+                total += p * np.log(p / q)
+        out[r] = max(total, 0.0)
+
+
+# ---- SCE
+
+
+@kernel
+def count_varying(raw: np.ndarray, codes: np.ndarray, n: int, rows: np.ndarray) -> int:
+    """Positions at which the models raw[1:] are not all equal; rows scratch [2, BLOCK]."""
+    total = 0
+    for start in range(0, n, BLOCK):
+        m = min(BLOCK, n - start)
+        decode(raw[1], codes[1], start, m, rows[0])
+        first, x = rows[0], rows[1]
+        varies = np.zeros(m, np.uint8)
+        for i in range(2, raw.shape[0]):
+            decode(raw[i], codes[i], start, m, x)
+            for j in range(m):
+                varies[j] = varies[j] | np.uint8(x[j] != first[j])
+        for j in range(m):
+            total += varies[j]
+    return total
+
+
+@kernel
+def energies(
+    raw: np.ndarray,
+    codes: np.ndarray,
+    n: int,
+    grain: int,
+    selected: np.ndarray,
+    out: np.ndarray,
+    rows: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """out[g, i] (float64 [grains, models]) = Σ δ² of model i over the selected elements of grain g.
+
+    selected  uint8 [n], or [0] for all; sums float64 [models, >= LANES] scratch
+    """
+    models = raw.shape[0] - 1
+    for g in range(out.shape[0]):
+        end = min(n, (g + 1) * grain)
+        for i in range(models):
+            fill(sums[i], LANES, 0.0)
+        for start in range(g * grain, end, BLOCK):
+            m = min(BLOCK, end - start)
+            read_deltas(raw, codes, start, m, rows)
+            for i in range(models):
+                d = rows[i + 1]
+                if selected.size:
+                    chosen = selected[start : start + m]
+                    for j in range(m):
+                        d[j] = d[j] if chosen[j] else 0.0
+                add_squares(d, m, sums[i])
+        for i in range(models):
+            out[g, i] = sum_lanes(sums[i])
+
+
+@kernel
+def merge_elected(
+    raw: np.ndarray,
+    codes: np.ndarray,
+    n: int,
+    shares: np.ndarray,
+    selected: np.ndarray,
+    out: np.ndarray,
+    out_code: int,
+    rows: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """SCE: base plus the mean, by `shares` (float64 [models]), of the deltas that have the sign of their plain sum.
+
+    selected  uint8 [n]: other positions keep the base; [0] for all. sums float64 [2, BLOCK] scratch.
+    """
+    total, divisor = sums[0], sums[1]
+    for start in range(0, n, BLOCK):
+        m = min(BLOCK, n - start)
+        read_deltas(raw, codes, start, m, rows)
+        fill(total, m, 0.0)
+        for i in range(1, raw.shape[0]):
+            add_scaled(1.0, rows[i], m, total)
+        sign = total
+        for j in range(m):
+            sign[j] = 1.0 if total[j] >= 0 else -1.0
+        mixed, x = np.zeros(m), rows[0]
+        fill(divisor, m, 0.0)
+        for i in range(1, raw.shape[0]):
+            d, share = rows[i], shares[i - 1]
+            for j in range(m):
+                agrees = np.float64(d[j]) * sign[j] > 0
+                mixed[j] += share * np.float64(d[j]) if agrees else 0.0
+                divisor[j] += share if agrees else 0.0
+        for j in range(m):
+            delta = mixed[j] / divisor[j] if divisor[j] > 0 else 0.0
+            if selected.size and not selected[start + j]:
+                delta = 0.0
+            x[j] = np.float64(x[j]) + delta
+        encode(x, m, out_code, start, out)
+
+
+@kernel
+def select_above(bits: np.ndarray, n: int, limit: int, cut: int, selected: np.ndarray) -> None:
+    """selected[:n] (uint8) = 1 where bits[:n] are above `limit`, or equal it at an index below `cut`."""
+    bound = np.uint32(limit)
+    for j in range(n):
+        selected[j] = np.uint8((bits[j] > bound) | ((bits[j] == bound) & (j < cut)))

@@ -1,0 +1,35 @@
+"""arcee_fusion: take over only what changed most."""
+
+from __future__ import annotations
+
+from weightsmith.methods.base import Method
+from weightsmith.methods.job import Job, Matrix
+
+
+def _job(matrix: Matrix) -> Job:
+    from weightsmith.methods.selective import FusionJob
+
+    return FusionJob(matrix, 1e-8)
+
+
+METHOD = Method(
+    name="arcee_fusion",
+    title="take over only what changed most",
+    summary="""Takes over from the other model only the weights whose change is important: the size of the change
+times the divergence of its row, each row seen as a distribution (softmax). Important is what lies above the median by
+1.5 times the interquartile range. The quartiles are exact, of all elements; mergekit draws a sample of a million and
+gives another result each time.""",
+    source="Arcee AI, Arcee Fusion (MergeKit 0.1), https://www.arcee.ai; mergekit, arcee_fusion",
+    formula="I = |W - base| · KL(softmax(W row) ‖ softmax(base row));  out = base + (W - base) where I ≥ Q₂ + 1.5 (Q₃ - Q₁)",
+    parameters=(),
+    base="required",
+    min_models=1,
+    max_models=1,
+    example="""merge_method: arcee_fusion
+base_model: ./base
+models:
+  - model: ./fr
+dtype: bfloat16
+""",
+    job=_job,
+)

@@ -1,0 +1,46 @@
+"""della: drop deltas by rank in their row, rescale, elect signs, average."""
+
+from __future__ import annotations
+
+from weightsmith.methods.base import Method
+from weightsmith.methods.family import (
+    DENSITY,
+    EPSILON,
+    INT8_MASK,
+    LAMBDA,
+    check_probabilities,
+    normalize,
+    rescale,
+    task_vector_job,
+)
+from weightsmith.methods.linear import WEIGHT
+
+METHOD = Method(
+    name="della",
+    title="drop by magnitude rank, then sign election",
+    summary="""Like DARE, but the larger an element of a delta is among those of its row, the likelier it is kept:
+with probability density - ε for the smallest, density + ε for the largest, in equal steps between. Equal magnitudes
+are ranked by their place. A vector is one row. The paper divides each element by its own probability (`rescale:
+inv_probability`), which leaves the expected delta as it was; mergekit, and so the default, scales the whole tensor so
+that its L1 norm is restored.""",
+    source="Deep et al. 2024, DELLA-Merging, section 3, https://arxiv.org/abs/2406.11617",
+    formula="pᵢⱼ = density - ε + 2ε rank/(n - 1);  δᵢ = rᵢ (mᵢ ∘ (Wᵢ - base)), mᵢⱼ ~ Bernoulli(pᵢⱼ);  then as ties",
+    parameters=(
+        WEIGHT, DENSITY, EPSILON, normalize(True), rescale("l1", "inv_density", "inv_probability"), LAMBDA, INT8_MASK,
+    ),
+    base="required",
+    min_models=1,
+    max_models=None,
+    example="""merge_method: della
+base_model: ./base
+models:
+  - model: ./fr
+    parameters: {weight: 1.0, density: 0.7, epsilon: 0.1}
+  - model: ./de
+    parameters: {weight: 1.0, density: 0.7, epsilon: 0.1}
+parameters: {rescale: inv_probability, lambda: 1.1}
+dtype: bfloat16
+""",
+    job=lambda matrix: task_vector_job(matrix, "row_rank", elect="sum"),
+    check=check_probabilities,
+)  # fmt: skip

@@ -1,0 +1,36 @@
+"""nearswap: move towards the other model where it is near."""
+
+from __future__ import annotations
+
+from weightsmith.methods.base import Method, Parameter
+from weightsmith.methods.job import Job, Matrix
+
+
+def _job(matrix: Matrix) -> Job:
+    from weightsmith.kernels.elementwise import merge_clipped
+    from weightsmith.methods.elementwise import ElementwiseJob
+
+    return ElementwiseJob(matrix, merge_clipped, float(matrix.shared["t"]), sums=1)  # type: ignore[arg-type]
+
+
+METHOD = Method(
+    name="nearswap",
+    title="move towards the other model where it is near",
+    summary="""Where the two models differ by at most `t` the other model is taken; where they differ by more, the
+base moves towards it by `t`. In other words: the base plus the delta cut to ±t. Useful to add a trace of one model to
+another; its author used t = 0.0001.""",
+    source="alchemonaut, QuartetAnemoi-70B-t0.0001 (model card); mergekit, nearswap",
+    formula="out = (1 - u) base + u W,  u = min(1, t / |W - base|);  the same as base + clip(W - base, -t, t)",
+    parameters=(Parameter("t", "float", "How far the base moves at most; 0 or less leaves it.", minimum=None),),
+    base="required",
+    min_models=1,
+    max_models=1,
+    example="""merge_method: nearswap
+base_model: ./base
+models:
+  - model: ./fr
+parameters: {t: 0.0001}
+dtype: bfloat16
+""",
+    job=_job,
+)

@@ -1,0 +1,108 @@
+"""Steps after a merge: the merged delta of each tensor is measured and scaled before it is added to the base.
+
+Every method that needs a base has them as parameters. On language models the length of merged - base decides whether a merge
+works (https://arxiv.org/abs/2511.21437; the card of a merge lists it), and most methods leave it to chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith.methods.base import Method, Parameter
+from weightsmith.methods.job import Bytes, Job, Matrix, Tile
+
+PARAMETERS = (
+    Parameter(
+        "norm_match",
+        "str",
+        "Give each tensor's merged delta the Frobenius norm of: the inputs' deltas, on average (`mean`) or at most (`max`), or "
+        "of their plain weighted sum (`task_arithmetic`).",
+        default="none",
+        choices=("none", "mean", "max", "task_arithmetic"),
+    ),
+    Parameter(
+        "delta_scale",
+        "float",
+        "Factor on the merged delta, after all else. A gradient over the layers is LiNeS: shallow layers change less.",
+        default=1.0,
+    ),
+)
+
+
+def with_steps(method: Method) -> Method:
+    """The method with the steps' parameters, and a job that carries them out where they ask for something."""
+    return replace(method, parameters=method.parameters + PARAMETERS, job=lambda matrix: _job(matrix, method.job))
+
+
+def _job(matrix: Matrix, make: Callable[[Matrix], Job]) -> Job:
+    norm = matrix.shared.get("norm_match", "none")
+    scale = float(matrix.shared.get("delta_scale", 1.0) or 0.0)
+    if norm == "none" and scale == 1.0:
+        return make(matrix)
+    return ScaledJob(matrix, make, str(norm), scale)
+
+
+class ScaledJob(Job):
+    """Another job, its delta scaled. The other's result is held in float32 (float64 for outputs of 32 bits and more)."""
+
+    def __init__(self, matrix: Matrix, make: Callable[[Matrix], Job], norm: str, scale: float) -> None:
+        from weightsmith.kernels.codecs import F32, F64
+
+        super().__init__(matrix)
+        wide = matrix.out_code in (F32, F64) or bool((matrix.codes == F64).any())
+        self._code, self._width = (F64, 8) if wide else (F32, 4)
+        self.inner = make(replace(matrix, out_code=self._code))
+        self.sequential = self.inner.sequential
+        self.resident_bytes = self.inner.resident_bytes
+        self._norm = norm
+        self.factor = scale
+        models = len(matrix.codes) - 1
+        weights = [m.get("weight") for m in matrix.models[1:]]
+        self._weights = np.array([1.0 if w is None else float(w) for w in weights] or [1.0] * models)
+
+    def passes(self) -> int:
+        return self.inner.passes() + (self._norm != "none")
+
+    def statistics(self, number: int, tile: Tile) -> Any:
+        if number < self.inner.passes():
+            return self.inner.statistics(number, tile)
+        return self._squares(tile)
+
+    def fold(self, number: int, results: list[Any]) -> None:
+        if number < self.inner.passes():
+            self.inner.fold(number, results)
+            return
+        totals = np.sqrt(np.cumsum(np.concatenate(results), axis=0)[-1])
+        merged, summed, models = totals[0], totals[1], totals[2:]
+        target = {"mean": models.mean(), "max": models.max(), "task_arithmetic": summed}[self._norm]
+        if merged > 0:
+            self.factor *= float(target / merged)
+
+    def _merged(self, tile: Tile) -> Bytes:
+        out = np.empty(tile.size * self._width, np.uint8)
+        self.inner.apply(tile, out)
+        return out
+
+    def _squares(self, tile: Tile) -> npt.NDArray[np.float64]:
+        """float64 [grains, 2 + models]: squared norms of the merged delta, of the weighted sum, of each model's delta."""
+        from weightsmith.kernels.post import delta_squares
+
+        m, scratch = self.matrix, tile.scratch
+        merged = self._merged(tile)
+        out = np.empty((tile.grains(m.grain), 2 + len(self._weights)))
+        rows, sums = scratch.rows(2, m.codes, self._code), scratch.sums(out.shape[1] + 1)
+        delta_squares(tile.raw, m.codes, tile.size, m.grain, self._weights, merged, self._code, out, rows, sums)
+        return out
+
+    def apply(self, tile: Tile, out: Bytes) -> None:
+        from weightsmith.kernels.post import rescale_delta
+
+        m, scratch = self.matrix, tile.scratch
+        merged = self._merged(tile)
+        rows, sums = scratch.rows(2, m.codes, self._code), scratch.sums(1)
+        rescale_delta(tile.raw, m.codes, merged, self._code, tile.size, self.factor, out, m.out_code, rows, sums)

@@ -1,0 +1,140 @@
+"""Jobs that choose positions by a score over the whole matrix: SCE by variance among models, Arcee Fusion by importance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith.kernels.elementwise import (
+    count_varying,
+    energies,
+    merge_elected,
+    merge_fused,
+    row_divergence,
+    select_above,
+)
+from weightsmith.kernels.select import IMPORTANCE, VARIANCE, score_bits
+from weightsmith.methods.job import Bytes, Job, Matrix, Tile
+from weightsmith.methods.selection import Selection
+
+_ALL = np.zeros(0, np.uint8)
+_NO_FACTORS = np.zeros(0)
+_KEY = (VARIANCE, 0)
+
+
+class SceJob(Job):
+    """Select positions by variance, calculate each model's share from its energy there, erase the minority's signs.
+
+    Passes: positions that vary (only when a part is selected), their threshold (one, two more when its guess was wrong),
+    energies, apply.
+    """
+
+    def __init__(self, matrix: Matrix, select_topk: float, *, mask_update: bool) -> None:
+        """mask_update: positions not selected keep the base; else the selection counts for the shares alone."""
+        super().__init__(matrix)
+        self._topk = select_topk
+        self._mask_update = mask_update
+        self._selection = Selection(matrix, {})
+        self._nothing = False  # not one position is selected
+        self.shares = np.zeros(len(matrix.codes) - 1)
+
+    def _plan(self) -> list[str]:
+        counting = [] if self._topk >= 1 else ["varying"]
+        return [*counting, *self._selection.plan(), "energies"]
+
+    def passes(self) -> int:
+        return len(self._plan())
+
+    def statistics(self, number: int, tile: Tile) -> Any:
+        m, scratch = self.matrix, tile.scratch
+        kind = self._plan()[number]
+        if kind == "varying":
+            return int(count_varying(tile.raw, m.codes, tile.size, scratch.rows(2, m.codes, m.out_code)))
+        if kind == "energies":
+            out = np.zeros((tile.grains(m.grain), len(self.shares)))
+            rows, sums = scratch.rows(len(m.codes), m.codes, m.out_code), scratch.sums(len(self.shares))
+            energies(tile.raw, m.codes, tile.size, m.grain, self._selected(tile), out, rows, sums)
+            return out
+        return self._selection.statistics(kind, tile)
+
+    def fold(self, number: int, results: list[Any]) -> None:
+        kind = self._plan()[number]
+        if kind == "varying":
+            rank = int(self._topk * sum(results))
+            self._nothing = rank == 0
+            if rank:
+                self._selection = Selection(self.matrix, {_KEY: rank})
+        elif kind == "energies":
+            total = np.cumsum(np.concatenate(results), axis=0)[-1]
+            whole = total.sum()
+            with np.errstate(invalid="ignore"):  # infinities, where they were allowed
+                self.shares = total / whole if whole > 0 else np.full(len(total), 1 / len(total))
+        else:
+            self._selection.fold(kind, results)
+
+    def _selected(self, tile: Tile) -> npt.NDArray[np.uint8]:
+        """uint8 [tile.size]: 1 where a position is selected; empty for all."""
+        if self._topk >= 1:
+            return _ALL
+        m, scratch = self.matrix, tile.scratch
+        selected = np.zeros(tile.size, np.uint8)
+        if self._nothing:
+            return selected
+        limit, cut = self._selection.threshold(_KEY), self._selection.cut(_KEY, tile) - m.index - tile.start
+        rows = scratch.rows(2, m.codes, m.out_code)
+        for start in range(0, tile.size, len(scratch.bits)):
+            n = min(len(scratch.bits), tile.size - start)
+            score_bits(tile.raw, m.codes, VARIANCE, start, n, _NO_FACTORS, m.cols, rows, scratch.bits)
+            select_above(scratch.bits, n, limit, cut - start, selected[start:])
+        return selected
+
+    def apply(self, tile: Tile, out: Bytes) -> None:
+        m, scratch = self.matrix, tile.scratch
+        selected = self._selected(tile) if self._mask_update else _ALL
+        rows, sums = scratch.rows(len(m.codes), m.codes, m.out_code), scratch.sums(2)
+        merge_elected(tile.raw, m.codes, tile.size, self.shares, selected, out, m.out_code, rows, sums)
+
+
+class FusionJob(Job):
+    """Keeps the deltas whose importance is at least median + 1.5 · interquartile range of all.
+
+    One pass as a rule, for the exact quartiles. The divergence of each row is kept: 8 bytes a row.
+    """
+
+    def __init__(self, matrix: Matrix, epsilon: float) -> None:
+        super().__init__(matrix)
+        self._epsilon = epsilon
+        n = matrix.size
+        # The element at ⌊q (n - 1)⌋ of the ascending order is the k-th largest with k = n - that.
+        self._keys = [(IMPORTANCE, quarter) for quarter in (1, 2, 3)]
+        ranks = {key: n - (key[1] * (n - 1)) // 4 for key in self._keys}
+        self._selection = Selection(matrix, ranks if n else {}, self._factors)
+        self._divergence = np.full(-(-n // matrix.row) if n else 0, np.nan)
+        self.limit = 0.0
+
+    def passes(self) -> int:
+        return len(self._selection.plan())
+
+    def statistics(self, number: int, tile: Tile) -> Any:
+        return self._selection.statistics(self._selection.plan()[number], tile)
+
+    def fold(self, number: int, results: list[Any]) -> None:
+        self._selection.fold(self._selection.plan()[number], results)
+        bits = np.array([max(self._selection.threshold(key), 0) for key in self._keys], np.uint32)
+        low, median, high = bits.view(np.float32).astype(np.float64)
+        self.limit = median + 1.5 * (high - low)
+
+    def _factors(self, tile: Tile) -> npt.NDArray[np.float64]:
+        """The divergence of each row of the tile: found when first asked for."""
+        m = self.matrix
+        rows = self._divergence[tile.start // m.row : -(-(tile.start + tile.size) // m.row)]
+        if len(rows) and np.isnan(rows[0]):
+            row_divergence(tile.raw, m.codes, tile.size, m.row, self._epsilon, rows, tile.scratch.rows(2, m.codes, m.out_code))
+        return rows
+
+    def apply(self, tile: Tile, out: Bytes) -> None:
+        m, scratch = self.matrix, tile.scratch
+        rows, sums = scratch.rows(2, m.codes, m.out_code), scratch.sums(1)
+        merge_fused(tile.raw, m.codes, tile.size, self.limit, self._factors(tile), m.row, out, m.out_code, rows, sums)

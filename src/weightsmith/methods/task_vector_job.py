@@ -1,0 +1,238 @@
+"""The job behind task arithmetic, TIES, DARE, DELLA, breadcrumbs and their kin: a few axes, one kernel.
+
+Passes over the inputs, each only if needed: one for exact thresholds (two more when its guess was wrong, see
+`selection.py`), one for L1 norms, one to apply. Thresholds over the whole model come from a survey (`survey.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from weightsmith.kernels import task_vector as kernel
+from weightsmith.kernels.codecs import BLOCK
+from weightsmith.methods.job import Bytes, Job, Matrix, Scratch, Tile
+from weightsmith.methods.selection import Key, Selection
+from weightsmith.methods.survey import Thresholds
+
+Sparsifier = Literal["none", "magnitude", "magnitude_outliers", "random", "row_rank", "groups"]
+Scope = Literal["tensor", "row", "model"]
+Rescale = Literal["none", "l1", "inv_density", "inv_probability"]
+Election = Literal["none", "sum", "count"]
+Combine = Literal["sum", "mean", "disjoint_mean", "absmax"]
+
+_ELECT = {"none": kernel.ELECT_NONE, "sum": kernel.ELECT_SUM, "count": kernel.ELECT_COUNT}
+_MEAN = {"sum": kernel.SUM, "mean": kernel.BY_WEIGHT, "disjoint_mean": kernel.BY_COUNT, "absmax": kernel.LARGEST}
+_WHOLE_ROWS = (kernel.KEEP_ROW_RANKS, kernel.KEEP_BY_RANK, kernel.KEEP_GROUPS)
+_NOTHING_LARGER = 0x7FFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """A method of the family.
+
+    sparsifier  `magnitude` keeps the largest deltas, `magnitude_outliers` the largest but for the very largest, `random` each
+                with probability density, `row_rank` each with a probability that grows with its rank in the row, `groups`
+                the largest of each group of neighbours that no earlier model has kept
+    scope       what magnitudes are ranked among: the tensor, each row, or all tensors of the model
+    rescale     what is left of a delta is multiplied by: `l1` what restores the tensor's L1 norm, `inv_density` 1/density,
+                `inv_probability` the inverse of each element's probability
+    elect       contributions against the elected sign are left out
+    combine     `sum`; `mean`, divided by the weights that contributed; `disjoint_mean`, divided by the number of models
+                that did; `absmax`, the largest alone
+    factor      lambda
+    """
+
+    sparsifier: Sparsifier
+    rescale: Rescale
+    elect: Election
+    combine: Combine
+    factor: float
+    scope: Scope = "tensor"
+
+
+def random_key(seed: int, model: int, tensor: str) -> int:
+    """64-bit key of the masks of one model's tensor."""
+    return xxhash.xxh3_64_intdigest(f"{model}\0{tensor}".encode(), seed=seed & (2**64 - 1))
+
+
+def kept_ranks(size: int, density: float, gamma: float) -> tuple[int, int]:
+    """First rank that is kept, and one past the last, of `size` magnitudes with the largest first.
+
+    The share gamma, the largest, is dropped and density · size of the rest kept; when so much is not left, fewer are dropped.
+
+    >>> kept_ranks(1000, 0.9, 0.01), kept_ranks(1000, 1.0, 0.01), kept_ranks(50, 0.5, 0.01)
+    ((10, 910), (0, 1000), (0, 25))
+    """
+    kept = size if density >= 1 else max(1, int(density * size))
+    first = min(int(gamma * size), size - kept)
+    return first, first + kept
+
+
+class TaskVectorJob(Job):
+    """One matrix of a task-vector merge; input 0 is the base."""
+
+    def __init__(self, matrix: Matrix, axes: Axes) -> None:
+        super().__init__(matrix)
+        self.axes = axes
+        self.weights = matrix.weights()
+        models = len(self.weights)
+        self.scales = np.ones(models)
+        self.modes = np.full(models, kernel.KEEP_ALL, np.int64)
+        self.limits = np.zeros((models, 2), np.int64)
+        self.shares = np.zeros((models, 2))
+        self.keys = np.array([random_key(matrix.seed, i, matrix.name) for i in range(models)], np.uint64)
+        self._own_cuts = np.zeros((models, 2), np.int64)
+        self._selected: list[tuple[int, int, Key]] = []  # model, which of its two limits, and that limit's key
+        ranks: dict[Key, int] = {}
+        if axes.sparsifier != "none":
+            for i, own in enumerate(matrix.models[1:]):
+                self._set_mode(i, {name: float(v) for name, v in own.items() if isinstance(v, (int, float))}, ranks)
+        self._selection = Selection(matrix, ranks)
+        self._mean = _MEAN[axes.combine]
+        self.factor = axes.factor
+        if axes.combine == "mean" and axes.elect == "none":
+            total = float(np.cumsum(self.weights)[-1]) if models else 1.0
+            self.factor /= total if abs(total) >= 1e-8 else 1.0
+            self._mean = kernel.SUM
+        masked = ~np.isin(self.modes, (kernel.KEEP_ALL, kernel.KEEP_NONE))
+        self._norms_needed = axes.rescale == "l1" and bool(masked.any())
+        self._in_rows = bool(np.isin(self.modes, _WHOLE_ROWS).any())
+        self.block = matrix.row if self._in_rows else BLOCK
+
+    # ---- masks
+
+    def _set_mode(self, i: int, own: dict[str, float], ranks: dict[Key, int]) -> None:
+        """The mask of model i from its parameters; `ranks` takes the order statistics it needs."""
+        density, sparsifier = own["density"], self.axes.sparsifier
+        gamma = own["gamma"] if sparsifier == "magnitude_outliers" else 0.0
+        if density <= 0:
+            self.modes[i] = kernel.KEEP_NONE
+        elif sparsifier == "groups":
+            group = int(own["group"])
+            self.modes[i] = kernel.KEEP_GROUPS
+            self.limits[i] = max(1, round(density * group)), group
+        elif density >= 1:
+            pass  # all is kept
+        elif sparsifier == "random":
+            self.modes[i] = kernel.KEEP_RANDOM
+            self.limits[i, 0] = round(density * 2.0**32)
+        elif sparsifier == "row_rank":
+            self.modes[i] = kernel.KEEP_BY_RANK
+            self.shares[i] = density, own["epsilon"]
+        else:
+            self._set_magnitudes(i, density, gamma, ranks)
+        if self.axes.rescale == "inv_density" and density > 0:
+            self.scales[i] = 1 / density
+
+    def _set_magnitudes(self, i: int, density: float, gamma: float, ranks: dict[Key, int]) -> None:
+        m, scope = self.matrix, self.axes.scope
+        if scope == "row":
+            self.modes[i] = kernel.KEEP_ROW_RANKS
+            self.limits[i] = kept_ranks(m.row, density, gamma)
+            return
+        self.modes[i] = kernel.KEEP_LARGE if gamma <= 0 else kernel.KEEP_BAND
+        if scope == "model":
+            assert isinstance(m.survey, Thresholds)
+            # All that are as large as the lower threshold stay, and none as large as the upper one.
+            self.limits[i] = m.survey.of(m.models[1 + i], m.inputs[1 + i])
+            self._own_cuts[i] = m.index + m.size
+            return
+        self.limits[i, 1] = _NOTHING_LARGER
+        first, end = kept_ranks(m.size, density, gamma)
+        if end < m.size:
+            ranks[i + 1, 0] = end
+            self._selected.append((i, 0, (i + 1, 0)))
+        else:
+            self._own_cuts[i, 0] = m.index + m.size  # the smallest stay too
+        if first > 0:
+            ranks[i + 1, 1] = first
+            self._selected.append((i, 1, (i + 1, 1)))
+
+    def _cuts(self, tile: Tile) -> npt.NDArray[np.int64]:
+        """Per model: the flat indices in the tensor below which elements equal to its thresholds are among the largest."""
+        cuts = self._own_cuts.copy()
+        for i, which, key in self._selected:
+            cuts[i, which] = self._selection.cut(key, tile)
+        return cuts
+
+    # ---- passes
+
+    def passes(self) -> int:
+        """Known for certain once the first pass is folded in."""
+        return len(self._plan())
+
+    def _plan(self) -> list[str]:
+        return self._selection.plan() + (["norms"] if self._norms_needed else [])
+
+    def statistics(self, number: int, tile: Tile) -> Any:
+        kind = self._plan()[number]
+        return self._norms(tile) if kind == "norms" else self._selection.statistics(kind, tile)
+
+    def fold(self, number: int, results: list[Any]) -> None:
+        kind = self._plan()[number]
+        if kind == "norms":
+            self._fold_norms(results)
+            return
+        self._selection.fold(kind, results)
+        for i, which, key in self._selected:
+            self.limits[i, which] = self._selection.threshold(key)
+
+    def _norms(self, tile: Tile) -> npt.NDArray[np.float64]:
+        """float64 [grains, models, 2]: L1 norms before and after the mask."""
+        m, scratch = self.matrix, tile.scratch
+        out = np.zeros((tile.grains(m.grain), len(self.weights), 2))
+        kernel.l1_norms(
+            tile.raw,
+            m.codes,
+            tile.size,
+            m.grain,
+            m.index + tile.start,
+            self.block,
+            *self._masks(tile),
+            out,
+            scratch.rows(2, m.codes, m.out_code, self.block),
+            scratch.sums(2 * len(self.weights)),
+            *self._row_scratch(scratch),
+        )
+        return out
+
+    def _fold_norms(self, results: list[Any]) -> None:
+        totals = np.cumsum(np.concatenate(results), axis=0)[-1]
+        for i, (before, after) in enumerate(totals):
+            # mergekit leaves a delta alone when either norm is below 1e-7, and so do we.
+            if self.modes[i] != kernel.KEEP_ALL and before >= 1e-7 and after >= 1e-7:
+                self.scales[i] = before / after
+
+    def _masks(self, tile: Tile) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, bool, Any]:
+        """The kernels' arguments from `modes` to `keys`."""
+        unbiased = self.axes.rescale == "inv_probability"
+        return self.modes, self.limits, self._cuts(tile), self.shares, unbiased, self.keys
+
+    def _row_scratch(self, scratch: Scratch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        return scratch.row_sorting(self.block if self._in_rows else 0)
+
+    def apply(self, tile: Tile, out: Bytes) -> None:
+        m, scratch = self.matrix, tile.scratch
+        kernel.merge_task_vectors(
+            tile.raw,
+            m.codes,
+            tile.size,
+            m.index + tile.start,
+            self.block,
+            self.weights,
+            self.scales,
+            *self._masks(tile),
+            _ELECT[self.axes.elect],
+            self._mean,
+            self.factor,
+            out,
+            m.out_code,
+            scratch.rows(len(m.codes) + 3, m.codes, m.out_code, self.block),
+            scratch.sums(1, self.block),
+            *self._row_scratch(scratch),
+        )

@@ -1,0 +1,96 @@
+"""Methods that look at one position at a time, and those that choose positions by a score."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.cases.case import Arrays, Case, deltas, f64
+from weightsmith.kernels import reference
+
+
+def ram(arrays: Arrays, factors: tuple[float, ...] | None, epsilon: float = 1e-5) -> np.ndarray:
+    """RAM, with factors on what is active alone; None: RAM+ of mergekit with r 0.1 and alpha 0.2."""
+    ds = np.array(deltas(arrays))
+    active = np.abs(ds) > epsilon
+    count = active.sum(0)
+    if factors is None:
+        shared, alone = [(active & where).reshape(len(ds), -1).sum(1) for where in (count > 1, count == 1)]
+        factors = tuple(1 + 0.1 * np.clip(shared / np.maximum(alone, epsilon), 0, 0.2))
+    kept = np.where(active, ds, 0.0)
+    single = (kept * np.array(factors).reshape(-1, *[1] * (ds.ndim - 1))).sum(0)
+    return f64(arrays)[0] + np.where(count == 1, single, kept.sum(0) / np.maximum(count, 1))
+
+
+def ramplus(arrays: Arrays, rescale: float) -> np.ndarray:
+    """Over the whole model, here one tensor."""
+    active = np.array([np.abs(d) > 1e-5 for d in deltas(arrays)])
+    count = active.sum(0)
+    shared, alone = [(active & where).reshape(len(active), -1).sum(1) for where in (count > 1, count == 1)]
+    return ram(arrays, tuple(1 + (rescale - 1) * np.minimum(1, shared / np.maximum(alone, 1))))
+
+
+def consensus(arrays: Arrays, thresholds: tuple[float, ...], k: int, factor: float) -> np.ndarray:
+    ds = np.array(deltas(arrays))
+    total = ds.sum(0)
+    votes = sum((np.abs(d) > t * np.abs(total - d)).astype(int) for d, t in zip(ds, thresholds, strict=True))
+    return f64(arrays)[0] + factor * np.where(votes >= k, total, 0.0)
+
+
+def nearswap(arrays: Arrays, t: float) -> np.ndarray:
+    """As its author writes it; mergekit's floor of 1e-6 under the distance changes nothing that float32 can hold here."""
+    base, other = f64(arrays)
+    distance = np.abs(deltas(arrays)[0])
+    u = np.clip(t / np.maximum(distance, 1e-30), 0, 1)
+    return base + u * (other - base)
+
+
+def sce(arrays: Arrays, topk: float, mask_update: bool = True) -> np.ndarray:
+    ds = np.array(deltas(arrays))
+    selected = np.ones(ds.shape[1:], bool)
+    if topk < 1:
+        variance = np.asarray(np.array(f64(arrays[1:])).var(0))
+        variance[np.all(np.array(f64(arrays[1:])) == f64(arrays)[1], axis=0)] = 0
+        selected = reference.keep_largest(variance, int(topk * (variance > 0).sum()))
+    energy = (np.where(selected, ds, 0) ** 2).reshape(len(ds), -1).sum(1)
+    shares = energy / energy.sum() if energy.sum() > 0 else np.full(len(ds), 1 / len(ds))
+    sign = np.where(ds.sum(0) >= 0, 1, -1)
+    agree = (np.sign(ds) == sign) & (selected | (not mask_update))
+    c = shares.reshape(-1, *[1] * (ds.ndim - 1)) * agree
+    return f64(arrays)[0] + (c * ds).sum(0) / np.where(c.sum(0) > 0, c.sum(0), 1)
+
+
+def fusion(arrays: Arrays) -> np.ndarray:
+    base, other = f64(arrays)
+    rows = [x.reshape(-1, x.shape[-1] if x.ndim else 1) for x in (base, other)]
+    soft = [np.exp(r - r.max(-1, keepdims=True)) for r in rows]
+    q, p = [s / s.sum(-1, keepdims=True) + 1e-8 for s in soft]
+    divergence = np.maximum((p * np.log(p / q)).sum(-1, keepdims=True), 0)
+    importance = (np.abs(rows[1] - rows[0]) * divergence).astype(np.float32)
+    low, median, high = [float(np.sort(importance, axis=None)[(k * (base.size - 1)) // 4]) for k in (1, 2, 3)]
+    keep = importance.astype(np.float64) >= median + 1.5 * (high - low)
+    return base + np.where(keep.reshape(base.shape), other - base, 0.0)
+
+
+RAM = {"epsilon": 1e-5}
+SCE = {"select_applies_to": "update", "int8_mask": False}
+CONSENSUS = [{}, *[{"weight": 1.0, "threshold": t} for t in (0.4, 0.5, 0.6)]]
+
+CASES = (
+    Case("ram", "ram", RAM, [{}] * 3, lambda a: ram(a, (1.0, 1.0))),
+    Case("ram, five", "ram", {"epsilon": 1e-3}, [{}] * 6, lambda a: ram(a, (1.0,) * 5, 1e-3)),
+    Case("ramplus_tl", "ramplus_tl", RAM | {"r": 0.1, "alpha": 0.2}, [{}] * 3, lambda a: ram(a, None)),
+    Case("ramplus", "ramplus", RAM | {"rescale": 1.2, "lambda": 1.0}, [{}] * 3, lambda a: ramplus(a, 1.2)),
+    Case("consensus_ta", "consensus_ta", {"k": 2, "lambda": 0.4}, CONSENSUS, lambda a: consensus(a, (0.4, 0.5, 0.6), 2, 0.4)),
+    Case(
+        "consensus_ta, nobody asked", "consensus_ta", {"k": 0, "lambda": 0.4}, CONSENSUS,
+        lambda a: f64(a)[0] + 0.4 * sum(deltas(a)),
+    ),
+    Case("nearswap", "nearswap", {"t": 1e-3}, [{}] * 2, lambda a: nearswap(a, 1e-3)),
+    Case("sce", "sce", SCE | {"select_topk": 1.0}, [{}] * 4, lambda a: sce(a, 1.0)),
+    Case("sce, selected", "sce", SCE | {"select_topk": 0.1}, [{}] * 4, lambda a: sce(a, 0.1)),
+    Case(
+        "sce, selected for the shares", "sce", SCE | {"select_topk": 0.3, "select_applies_to": "weights"}, [{}] * 3,
+        lambda a: sce(a, 0.3, mask_update=False),
+    ),
+    Case("arcee_fusion", "arcee_fusion", {}, [{}] * 2, fusion),
+)  # fmt: skip
