@@ -8,15 +8,17 @@ import yaml
 
 from weightsmith import methods
 from weightsmith._version import __version__
+from weightsmith.distance import Moved, to_markdown
 from weightsmith.planner.steps import Plan
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
 
 
-def model_card(plan: Plan, name: str) -> str:
-    """The card of a merged model: tags, inputs, method, and the recipe word for word.
+def model_card(plan: Plan, name: str, distance: tuple[Moved, ...] = ()) -> str:
+    """The card of a merged model: tags, inputs, method, the recipe word for word, and how far it is from its base.
 
-    name  of the model, as its title
+    name      of the model, as its title
+    distance  the whole first, then layer by layer; () when it has no base
     """
     hub_ids = [m.ref.split("@")[0] for m in plan.models if _is_hub_id(m.ref)]
     front: dict[str, object] = {"library_name": "transformers", "tags": ["merge", "weightsmith"]}
@@ -44,7 +46,13 @@ Merged with weightsmith {__version__}, method `{method.name}` ({method.title}).
 {fence}yaml
 {plan.recipe.strip()}
 {fence}
-"""
+{_moved(distance)}"""
+
+
+def _moved(distance: tuple[Moved, ...]) -> str:
+    if not distance:
+        return ""
+    return f"\n## Distance from the base\n\nFrobenius norms of merged - base.\n\n{to_markdown(distance)}\n"
 
 
 def _is_hub_id(ref: str) -> bool:

@@ -1,0 +1,65 @@
+"""How far a merge has moved from its base, by layer: on language models that decides whether it works.
+
+In-the-wild fine-tunes merged by eight methods got worse with ‖merged - base‖ (https://arxiv.org/abs/2511.21437), so the card
+and the manifest of every merge with a base say it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weightsmith.planner.steps import Plan
+from weightsmith.structure import analyse
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Frobenius norms over one layer, or all tensors: of merged - base, and of the base."""
+
+    name: str
+    delta: float
+    base: float
+
+    @property
+    def share(self) -> float:
+        """delta / base; 0 when both are zero."""
+        return self.delta / self.base if self.base else math.inf if self.delta else 0.0
+
+
+def distance_by_layer(plan: Plan, squares: Mapping[str, tuple[float, float]]) -> tuple[Moved, ...]:
+    """The whole first, then every layer in order, then what lies outside the layers; () when nothing has a base.
+
+    squares  tensor → squared norms of its delta and of its base, as the engine found them
+    """
+    if not squares:
+        return ()
+    structure = analyse([step.out for step in plan.steps], plan.config)
+    rows: dict[str, list[tuple[float, float]]] = {}
+    outside: list[tuple[float, float]] = []
+    for step in plan.steps:
+        pair = squares.get(step.out.name)
+        if pair is not None:
+            place = structure.locate(step.out.name)
+            group = outside if place is None else rows.setdefault(f"{place[0].prefix}{place[1]}", [])
+            group.append(pair)
+    everything = [pair for group in [*rows.values(), outside] for pair in group]
+    moved = [_sum("all", everything), *(_sum(name, group) for name, group in rows.items())]
+    return (*moved, _sum("outside the layers", outside)) if outside else tuple(moved)
+
+
+def _sum(name: str, pairs: list[tuple[float, float]]) -> Moved:
+    return Moved(name, math.sqrt(math.fsum(d for d, _ in pairs)), math.sqrt(math.fsum(b for _, b in pairs)))
+
+
+def to_json(moved: tuple[Moved, ...]) -> list[dict[str, Any]]:
+    """For the manifest."""
+    return [{"name": m.name, "delta_norm": m.delta, "base_norm": m.base} for m in moved]
+
+
+def to_markdown(moved: tuple[Moved, ...]) -> str:
+    """A table for the card."""
+    lines = ["| | delta | share of the base |", "| --- | ---: | ---: |"]
+    return "\n".join([*lines, *(f"| {m.name} | {m.delta:.4g} | {m.share:.3%} |" for m in moved)])
