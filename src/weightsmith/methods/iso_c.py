@@ -1,0 +1,62 @@
+"""iso_c: the summed delta with its singular values made equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from weightsmith.methods.base import Method, Parameter
+from weightsmith.methods.decompose import thin_svd
+from weightsmith.methods.family import LAMBDA
+from weightsmith.methods.job import Job, Matrix
+from weightsmith.methods.linears import WEIGHT, linears_job, needs_torch, number
+
+
+def merge(deltas: Sequence[Any], beta: float) -> Any:
+    """The sum of the deltas (float64 [rows, cols]) with singular values (1 - β) S + β · mean S; zeros stay zero."""
+    total = deltas[0]
+    for i in range(1, len(deltas)):
+        total = total + deltas[i]
+    u, s, vt = thin_svd(total)
+    flat = ((1.0 - beta) * s + beta * s.mean()) * (s > 0)
+    return (u * flat) @ vt
+
+
+def _job(matrix: Matrix) -> Job:
+    beta = number(matrix, "beta")
+    return linears_job(matrix, lambda deltas: merge(deltas, beta))
+
+
+METHOD = Method(
+    name="iso_c",
+    title="isotropic merge",
+    summary="""Adds the deltas up and makes the singular values of each weight's merged delta equal (`beta: 1`, the
+paper's method), or moves them towards their mean (a smaller `beta`; 0 is task arithmetic). That gives rare directions the
+strength of common ones. Where the sum has less than full rank it stays so: directions that no model moved are left
+alone. Embeddings, norms, biases and routers take the mean of the deltas. The paper's evidence is for vision models and T5; on
+full fine-tunes of language models at default strength it was the worst of the methods compared (2511.21437), and LoRA
+deltas suffer most: nearly all of their spectrum is rounding noise, which a large `beta` raises to full strength. Begin
+with a `beta` of 0.1 or less. Takes torch.""",
+    source="Marczak et al. 2025, No Task Left Behind, section 4.1 and its interpolation of spectra, https://arxiv.org/abs/2502.04959",
+    formula="Σ wᵢδᵢ = U diag(S) Vᵀ;  out = base + λ · U diag((1 - β) S + β · mean S) Vᵀ",
+    parameters=(
+        WEIGHT,
+        Parameter(
+            "beta", "float", "How flat the spectrum is made: 0 not at all, 1 wholly.", default=1.0, minimum=0.0, maximum=1.0
+        ),
+        LAMBDA,
+    ),
+    base="required",
+    min_models=1,
+    max_models=None,
+    example="""merge_method: iso_c
+base_model: ./base
+models:
+  - model: ./fr
+  - model: ./de
+parameters: {beta: 0.1, lambda: 0.5}
+dtype: bfloat16
+""",
+    job=_job,
+    check=needs_torch,
+)

@@ -1,0 +1,178 @@
+"""The job of methods that need a whole matrix at once: singular vectors, polar factors, solutions of linear systems.
+
+The statistics pass copies what it sees of each input into memory (float32, float64 where rows are); `fold` computes an
+update with torch, in float64; the apply pass adds it to a combination of the inputs. How many matrices are in memory at a
+time is the scheduler's business (`Job.resident_bytes`).
+
+The same bytes for any tiles and threads: each computation is done by one thread, alone, on arrays that torch aligns. Matrices
+are computed side by side on as many threads as the merge has, memory permitting. torch's number of threads is one number for
+the process, so it is 1 while any update is being computed and is set back after the last. Another processor, another
+version of torch, or a GPU rounds differently: the last bits of a float32 merge may differ between machines.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith.errors import ParameterError
+from weightsmith.kernels.codecs import F32, F64
+from weightsmith.kernels.matrix import combine_with, copy_rows
+from weightsmith.methods.job import Bytes, Job, Matrix, Tile
+from weightsmith.methods.linears import needs_torch, row_blocks
+
+Tensor = Any  # torch is optional: without it mypy could not name its type
+Vector = npt.NDArray[np.float64]
+
+WORK_SQUARES = 4
+"""Square matrices of float64 that a computation holds: a Gram matrix, its vectors, and what eigh needs beside them."""
+
+
+class _OneThread:
+    """torch computes on one thread while any block is inside."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = 1
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        import torch
+
+        with self._lock:
+            if self._inside == 0:
+                self._before = torch.get_num_threads()
+            self._inside += 1
+            torch.set_num_threads(1)  # by every thread: OpenMP keeps a number for each
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if self._inside == 0:
+                    torch.set_num_threads(self._before)
+
+
+one_thread = _OneThread()
+
+
+def device() -> Any:
+    """Where updates are computed: a GPU when torch sees one."""
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Deltas(Sequence[Tensor]):
+    """Deltas as float64 tensors on the device, made one at a time when they are asked for."""
+
+    def __init__(self, rows: Tensor, weights: Vector, *, from_mean: bool = False) -> None:
+        """rows: [models, rows, cols]; weights: a factor on each; from_mean: rows are weights, and the base is their mean."""
+        import torch
+
+        self._rows, self._weights, self._kind = rows, weights, torch.float64
+        self._mean = None
+        if from_mean:
+            self._mean = sum(self._wide(i) for i in range(len(rows))) / len(rows)
+
+    def _wide(self, i: int) -> Tensor:
+        return self._rows[i].to(device(), self._kind)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, i: int) -> Tensor:  # type: ignore[override]  # no slices
+        if i >= len(self):
+            raise IndexError(i)
+        delta = self._wide(i) if self._mean is None else self._wide(i) - self._mean
+        return delta if self._weights[i] == 1.0 else delta * float(self._weights[i])
+
+
+class MatrixJob(Job):
+    """Σ coefficients[i] · input[i] + factor · merge(deltas), for one logical matrix.
+
+    merge         deltas (a sequence of torch float64 [rows, cols]) → merged delta, the same
+    coefficients  float64 [inputs]
+    weights       float64, of each delta
+    factor        lambda
+    from_mean     there is no base: deltas are inputs minus their mean
+    copies        matrices of float64 that merge holds at most, beside square ones
+    side          of the largest square matrix that merge makes; None: the shorter side of the matrix
+
+    Where a delta is not finite (only with allow_nonfinite) there is nothing to decompose: the update is factor times the mean.
+    """
+
+    def __init__(
+        self,
+        matrix: Matrix,
+        merge: Callable[[Sequence[Tensor]], Tensor],
+        coefficients: Vector,
+        weights: Vector,
+        factor: float,
+        *,
+        from_mean: bool = False,
+        copies: int = 8,
+        side: int | None = None,
+    ) -> None:
+        super().__init__(matrix)
+        if missing := needs_torch({}, ()):
+            raise ParameterError(missing)
+        self.merge = merge
+        self.coefficients = np.asarray(coefficients, np.float64)
+        self.weights = weights
+        self.factor = factor
+        self.from_mean = from_mean
+        self.rows = matrix.shape[0]
+        wide = matrix.out_code in (F32, F64) or bool((matrix.codes == F64).any())
+        self.width = 8 if wide else 4
+        square = min(self.rows, matrix.cols) if side is None else side
+        held = (len(weights) + 1) * self.width + copies * 8
+        self.resident_bytes = held * matrix.size + WORK_SQUARES * 8 * square * square
+        self._lock = threading.Lock()
+        self._held: Tensor = None
+        self._update: npt.NDArray[Any] = np.empty(0)
+
+    def passes(self) -> int:
+        return 1
+
+    def statistics(self, number: int, tile: Tile) -> None:
+        m = self.matrix
+        with self._lock:
+            if self._held is None:
+                self._held = self._empty(len(self.weights), m.size)
+        rows = tile.scratch.rows(1, m.codes, m.out_code)
+        copy_rows(tile.raw, m.codes, tile.size, tile.start, not self.from_mean, self._held.numpy(), rows)
+
+    def _empty(self, *shape: int) -> Tensor:
+        import torch
+
+        return torch.empty(shape, dtype=torch.float64 if self.width == 8 else torch.float32)  # aligned, as numpy's are not
+
+    def fold(self, number: int, results: list[Any]) -> None:
+        held = self._held.view(len(self.weights), self.rows, self.matrix.cols)
+        self._held = None
+        update = self._empty(self.rows, self.matrix.cols)
+        with one_thread():
+            for block in row_blocks(self.rows):
+                rows = held[:, block]
+                deltas = Deltas(rows, self.weights, from_mean=self.from_mean)
+                merge = self.merge if bool(rows.isfinite().all()) else mean
+                update[block] = (merge(deltas) * self.factor).to("cpu", update.dtype)
+        self._update = update.view(-1).numpy()
+
+    def apply(self, tile: Tile, out: Bytes) -> None:
+        m = self.matrix
+        update = self._update[tile.start : tile.start + tile.size]
+        rows, sums = tile.scratch.rows(1, m.codes, m.out_code), tile.scratch.sums(1)
+        combine_with(tile.raw, m.codes, self.coefficients, update, tile.size, out, m.out_code, rows, sums)
+
+
+def mean(deltas: Sequence[Tensor]) -> Tensor:
+    """The mean of the deltas."""
+    return sum(deltas[i] for i in range(len(deltas))) / len(deltas)
