@@ -71,6 +71,13 @@ def fit_tile_bytes(max_memory_bytes: int | None, threads: int, inputs: int) -> i
     return min(TILE_BYTES, tile_bytes)
 
 
+def fit_resident_bytes(max_memory_bytes: int | None, threads: int, inputs: int, default: int) -> int:
+    """What tiles of `fit_tile_bytes` leave of the memory for jobs that hold whole matrices; `default` without a bound."""
+    if max_memory_bytes is None:
+        return default
+    return max(0, max_memory_bytes - peak_memory_bytes(fit_tile_bytes(max_memory_bytes, threads, inputs), threads, inputs))
+
+
 def peak_memory_bytes(tile_bytes: int, threads: int, inputs: int) -> int:
     """What a run is expected to take at most, resident: a bound that does not know the model's size."""
     return RESIDENT_BYTES + threads * (KERNEL_BYTES + (inputs + 1) * tile_bytes)
