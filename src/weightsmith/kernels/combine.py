@@ -119,6 +119,38 @@ def subtract(x: np.ndarray, base: np.ndarray, n: int) -> None:
 
 
 @kernel
+def inner_products(
+    raw: np.ndarray,
+    codes: np.ndarray,
+    begin: int,
+    end: int,
+    deltas: bool,
+    found: np.ndarray,
+    rows: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """found (float64 [pairs]) = inner products of elements begin … end of the inputs; see `gram`."""
+    first = 1 if deltas else 0
+    k = raw.shape[0]
+    for p in range(found.size):
+        fill(sums[p], LANES, 0.0)
+    for start in range(begin, end, BLOCK):
+        m = min(BLOCK, end - start)
+        for i in range(k):
+            decode(raw[i], codes[i], start, m, rows[i])
+        if deltas:
+            for i in range(1, k):
+                subtract(rows[i], rows[0], m)
+        p = 0
+        for i in range(first, k):
+            for j in range(i, k):
+                add_products(rows[i], rows[j], m, sums[p])
+                p += 1
+    for p in range(found.size):
+        found[p] = sum_lanes(sums[p])
+
+
+@kernel
 def gram(
     raw: np.ndarray,
     codes: np.ndarray,
@@ -135,23 +167,5 @@ def gram(
     out     float64 [grains, pairs]; pairs (i, j) with i <= j in row order
     rows    scratch [models, BLOCK]; sums float64 [pairs, >= LANES] scratch
     """
-    first = 1 if deltas else 0
-    k = raw.shape[0]
     for g in range(out.shape[0]):
-        end = min(n, (g + 1) * grain)
-        for p in range(out.shape[1]):
-            fill(sums[p], LANES, 0.0)
-        for start in range(g * grain, end, BLOCK):
-            m = min(BLOCK, end - start)
-            for i in range(k):
-                decode(raw[i], codes[i], start, m, rows[i])
-            if deltas:
-                for i in range(1, k):
-                    subtract(rows[i], rows[0], m)
-            p = 0
-            for i in range(first, k):
-                for j in range(i, k):
-                    add_products(rows[i], rows[j], m, sums[p])
-                    p += 1
-        for p in range(out.shape[1]):
-            out[g, p] = sum_lanes(sums[p])
+        inner_products(raw, codes, g * grain, min(n, (g + 1) * grain), deltas, out[g], rows, sums)

@@ -5,8 +5,24 @@ from __future__ import annotations
 import numpy as np
 
 from weightsmith.kernels.codecs import BLOCK, decode, encode
-from weightsmith.kernels.combine import add_scaled, fill, narrow, subtract
+from weightsmith.kernels.combine import add_scaled, fill, inner_products, narrow, subtract
 from weightsmith.kernels.jit import kernel
+
+
+@kernel
+def gram_rows(
+    raw: np.ndarray,
+    codes: np.ndarray,
+    first: int,
+    cols: int,
+    deltas: bool,
+    out: np.ndarray,
+    rows: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """As `gram`, one set of products for each row of `cols` elements: out float64 [rows, pairs], from row `first` on."""
+    for r in range(out.shape[0]):
+        inner_products(raw, codes, (first + r) * cols, (first + r + 1) * cols, deltas, out[r], rows, sums)
 
 
 @kernel
@@ -14,18 +30,19 @@ def combine_rows(
     raw: np.ndarray,
     codes: np.ndarray,
     coefficients: np.ndarray,
-    n: int,
+    first: int,
     cols: int,
     out: np.ndarray,
     out_code: int,
     rows: np.ndarray,
     sums: np.ndarray,
 ) -> None:
-    """As `combine`, with coefficients float64 [n / cols, models]: one set for each row of `cols` elements."""
+    """As `combine`, with coefficients float64 [rows, models]: one set for each row of `cols` elements, from row `first` on."""
     x, total = rows[0], sums[0]
-    for r in range(n // cols):
-        for start in range(r * cols, (r + 1) * cols, BLOCK):
-            m = min(BLOCK, (r + 1) * cols - start)
+    for r in range(coefficients.shape[0]):
+        end = (first + r + 1) * cols
+        for start in range(end - cols, end, BLOCK):
+            m = min(BLOCK, end - start)
             fill(total, m, 0.0)
             for i in range(raw.shape[0]):
                 decode(raw[i], codes[i], start, m, x)

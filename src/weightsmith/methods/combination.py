@@ -1,7 +1,7 @@
 """Jobs whose result is a linear combination of the inputs: coefficients given, or a function of the Gram matrix.
 
-slerp, nuslerp and their kin all compute Σ cᵢ xᵢ where the cᵢ depend on the inputs' inner products alone: one statistics
-pass, a small function from the Gram matrix to coefficients in float64, one linear pass.
+slerp, karcher, model_stock and their kin all compute Σ cᵢ xᵢ where the cᵢ depend on the inputs' inner products alone: one
+statistics pass, a small function from the Gram matrix to coefficients in float64, one linear pass.
 """
 
 from __future__ import annotations
@@ -12,10 +12,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.kernels.combine import combine, gram
+from weightsmith.kernels.combine import LANES, combine, gram
 from weightsmith.methods.job import Bytes, Job, Matrix, Tile
 
 Vector = npt.NDArray[np.float64]
+
+
+def symmetric(products: Vector, k: int) -> Vector:
+    """Gram matrices [..., k, k] from products [..., pairs], pairs (i, j) with i <= j in row order.
+
+    >>> symmetric(np.array([1.0, 2.0, 3.0]), 2)
+    array([[1., 2.],
+           [2., 3.]])
+    """
+    gram = np.empty((*products.shape[:-1], k, k))
+    i, j = np.triu_indices(k)
+    gram[..., i, j] = products
+    gram[..., j, i] = products
+    return gram
 
 
 class CombinationJob(Job):
@@ -51,14 +65,13 @@ class GramJob(CombinationJob):
         pairs = self.vectors * (self.vectors + 1) // 2
         out = np.empty((tile.grains(m.grain), pairs))
         rows = tile.scratch.rows(len(m.codes), m.codes, m.out_code)
-        gram(tile.raw, m.codes, tile.size, m.grain, self.deltas, out, rows, tile.scratch.sums(pairs))
+        gram(tile.raw, m.codes, tile.size, m.grain, self.deltas, out, rows, np.empty((pairs, LANES)))
         return out
 
     def fold(self, number: int, results: list[Any]) -> None:
-        # cumsum adds strictly in order; sum's pairwise order would depend on how many grains there are, not on tiles,
-        # but strict order is what the reference does.
-        totals = np.cumsum(np.concatenate(results), axis=0)[-1]
-        k = self.vectors
-        matrix = np.zeros((k, k))
-        matrix[np.triu_indices(k)] = totals
-        self.coefficients = self.solve(matrix + np.triu(matrix, 1).T)
+        # cumsum adds grain after grain; sum would add pairwise, in an order that depends on the tiles.
+        totals = np.zeros(self.vectors * (self.vectors + 1) // 2)
+        for result in results:
+            totals = np.cumsum(np.concatenate([totals[None], result]), axis=0)[-1]
+        with np.errstate(all="ignore"):  # NaN and infinities are found in the tiles, or allowed
+            self.coefficients = self.solve(symmetric(totals, self.vectors))

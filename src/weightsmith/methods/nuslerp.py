@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 
@@ -34,13 +35,25 @@ def nuslerp_coefficients(gram: np.ndarray, t: float) -> np.ndarray:
     return np.array([math.sin((1.0 - t) * theta), math.sin(t * theta)]) / math.sin(theta)
 
 
+def each_nuslerp(gram: np.ndarray, t: float, *, deltas: bool) -> np.ndarray:
+    """`nuslerp_coefficients` of many pairs of vectors: float64 [vectors, 2, 2] → [vectors, inputs]; deltas: of a base too."""
+    norms = np.maximum(np.sqrt(np.diagonal(gram, axis1=1, axis2=2)), 1e-7)
+    cosine = np.clip(gram[:, 0, 1] / (norms[:, 0] * norms[:, 1]), -1.0, 1.0)
+    collinear = 1.0 - cosine * cosine <= 1e-16
+    theta = np.arccos(np.where(collinear, 0.0, cosine))
+    a = np.where(collinear, 1.0 - t, np.sin((1.0 - t) * theta) / np.sin(theta))
+    b = np.where(collinear, t, np.sin(t * theta) / np.sin(theta))
+    return np.stack([1.0 - a - b, a, b] if deltas else [a, b], axis=1)
+
+
 def _job(matrix: Matrix) -> Job:
     from weightsmith.methods.combination import GramJob
     from weightsmith.methods.vectors import ColumnJob, RowJob
 
     t = interpolation(matrix.weights())
     if not matrix.shared["nuslerp_flatten"] and matrix.cols < matrix.size:
-        return RowJob(matrix, t) if matrix.shared["nuslerp_row_wise"] else ColumnJob(matrix, t)
+        job = RowJob if matrix.shared["nuslerp_row_wise"] else ColumnJob
+        return job(matrix, partial(each_nuslerp, t=t, deltas=matrix.base), deltas=matrix.base)
 
     def solve(gram: np.ndarray) -> np.ndarray:
         a, b = nuslerp_coefficients(gram, t)

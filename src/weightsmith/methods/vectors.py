@@ -1,56 +1,67 @@
-"""nuslerp over the rows, or over the columns, of a matrix."""
+"""Jobs whose result is a linear combination of the inputs, with coefficients of its own for each row or column of a matrix."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.kernels.combine import gram
-from weightsmith.kernels.vectors import combine_columns, combine_rows, gram_columns
+from weightsmith.kernels.combine import LANES
+from weightsmith.kernels.vectors import combine_columns, combine_rows, gram_columns, gram_rows
+from weightsmith.methods.combination import symmetric
 from weightsmith.methods.job import Bytes, Job, Matrix, Tile
 
 Vector = npt.NDArray[np.float64]
+Solve = Callable[[Vector], Vector]
+"""Gram matrices, float64 [vectors, k, k], to coefficients, float64 [vectors, inputs]; of each vector by itself."""
 
-
-def each_nuslerp(products: Vector, t: float, *, deltas: bool) -> Vector:
-    """Coefficients [vectors, inputs] from inner products [vectors, 3] = (a·a, a·b, b·b); see `nuslerp_coefficients`."""
-    norms = np.maximum(np.sqrt(products[:, [0, 2]]), 1e-7)
-    cosine = np.clip(products[:, 1] / (norms[:, 0] * norms[:, 1]), -1.0, 1.0)
-    collinear = 1.0 - cosine * cosine <= 1e-16
-    theta = np.arccos(np.where(collinear, 0.0, cosine))
-    a = np.where(collinear, 1.0 - t, np.sin((1.0 - t) * theta) / np.sin(theta))
-    b = np.where(collinear, t, np.sin(t * theta) / np.sin(theta))
-    return np.stack([1.0 - a - b, a, b] if deltas else [a, b], axis=1)
+AT_ONCE = 1 << 17
+"""Elements of the Gram matrices that are held at a time: 1 MiB, however narrow the rows and however many the models."""
 
 
 class RowJob(Job):
-    """Each row has its own angle: found and used within a tile, in one pass."""
+    """Each row has its own coefficients: found and used within a tile, in one pass.
 
-    def __init__(self, matrix: Matrix, t: float) -> None:
+    deltas  the vectors are the inputs minus the first one, the base
+    """
+
+    def __init__(self, matrix: Matrix, solve: Solve, *, deltas: bool) -> None:
         super().__init__(matrix)
-        self.t = t
+        self.solve = solve
+        self.deltas = deltas
 
     def apply(self, tile: Tile, out: Bytes) -> None:
         m = self.matrix
-        products = np.empty((tile.size // m.cols, 3))
-        rows, sums = tile.scratch.rows(len(m.codes), m.codes, m.out_code), tile.scratch.sums(3)
-        gram(tile.raw, m.codes, tile.size, m.cols, m.base, products, rows, sums)
-        coefficients = each_nuslerp(products, self.t, deltas=m.base)
-        combine_rows(tile.raw, m.codes, coefficients, tile.size, m.cols, out, m.out_code, rows, sums)
+        k = len(m.codes) - self.deltas
+        pairs, height = k * (k + 1) // 2, max(1, AT_ONCE // (k * k))
+        rows, sums = tile.scratch.rows(len(m.codes), m.codes, m.out_code), tile.scratch.sums(1)
+        lanes = np.empty((pairs, LANES))
+        end = tile.size // m.cols
+        for first in range(0, end, height):
+            products = np.empty((min(height, end - first), pairs))
+            gram_rows(tile.raw, m.codes, first, m.cols, self.deltas, products, rows, lanes)
+            with np.errstate(all="ignore"):
+                coefficients = np.ascontiguousarray(self.solve(symmetric(products, k)))
+            combine_rows(tile.raw, m.codes, coefficients, first, m.cols, out, m.out_code, rows, sums)
 
 
 class ColumnJob(Job):
-    """Each column has its own angle: one pass sums the products down the columns, row after row."""
+    """Each column has its own coefficients: one pass sums the products down the columns, row after row.
+
+    deltas  the vectors are the inputs minus the first one, the base
+    """
 
     # A sum over rows that tiles took in any order would round differently from run to run.
     sequential = True
 
-    def __init__(self, matrix: Matrix, t: float) -> None:
+    def __init__(self, matrix: Matrix, solve: Solve, *, deltas: bool) -> None:
         super().__init__(matrix)
-        self.t = t
-        self.totals = np.zeros((3, matrix.cols))
+        self.solve = solve
+        self.deltas = deltas
+        self.vectors = len(matrix.codes) - deltas
+        self.totals = np.zeros((self.vectors * (self.vectors + 1) // 2, matrix.cols))
         self.coefficients = np.zeros((len(matrix.codes), matrix.cols))
 
     def passes(self) -> int:
@@ -59,10 +70,11 @@ class ColumnJob(Job):
     def statistics(self, number: int, tile: Tile) -> None:
         m = self.matrix
         rows = tile.scratch.rows(len(m.codes), m.codes, m.out_code)
-        gram_columns(tile.raw, m.codes, tile.size, m.cols, m.base, self.totals, rows)
+        gram_columns(tile.raw, m.codes, tile.size, m.cols, self.deltas, self.totals, rows)
 
     def fold(self, number: int, results: list[Any]) -> None:
-        coefficients = each_nuslerp(np.ascontiguousarray(self.totals.T), self.t, deltas=self.matrix.base)
+        with np.errstate(all="ignore"):
+            coefficients = self.solve(symmetric(np.ascontiguousarray(self.totals.T), self.vectors))
         self.coefficients = np.ascontiguousarray(coefficients.T)
 
     def apply(self, tile: Tile, out: Bytes) -> None:

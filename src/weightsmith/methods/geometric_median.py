@@ -1,0 +1,100 @@
+"""geometric_median: the point with the least sum of distances to the models."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import numpy as np
+
+from weightsmith.methods.base import Method, Parameter
+from weightsmith.methods.job import Job, Matrix
+
+SAME = 1e-14
+"""Of the largest squared distance: what is nearer is one point. The rounding of inner products is a tenth of that."""
+
+
+def median_coefficients(gram: np.ndarray, max_iter: int, tol: float) -> np.ndarray:
+    """Coefficients of n points from the inner products of the last n - 1 minus the first: float64 [n-1, n-1] → float64 [n].
+
+    A point that is itself the median (of three equal models and one other, the three) is found first: Weiszfeld's iteration
+    would take for ever to get there. Where the iterate meets a point that is not, it goes on as Vardi and Zhang do.
+
+    >>> median_coefficients(np.array([[1.0, 0.0], [0.0, 1.0]]), 100, 1e-9).round(3)
+    array([0.577, 0.211, 0.211])
+    """
+    n = len(gram) + 1
+    products = np.zeros((n, n))
+    products[1:, 1:] = gram
+    point = np.full(n, 1.0 / n)
+    if not np.isfinite(gram).all():
+        return point
+    diagonal = np.diagonal(products)
+    squares = diagonal + diagonal[:, None] - 2.0 * products
+    same = SAME * squares.max()
+    for k, corner in enumerate(np.eye(n)):
+        pull = _inverse_distances(squares[k], same)
+        count = int((pull == 0).sum())
+        # Below its bound, not at it: of two models each is a median, and the middle is meant.
+        if _length(products, pull - pull.sum() * corner) < count * (1.0 - 1e-9):
+            return corner
+    scale = math.sqrt(squares.mean())
+    for _ in range(max_iter):
+        projections = (products * point).sum(axis=1)
+        pull = _inverse_distances(diagonal - 2.0 * projections + (point * projections).sum(), same)
+        step = pull / pull.sum() - point
+        size = _length(products, step)
+        held, pulled = float((pull == 0).sum()), float(pull.sum()) * size
+        if held >= pulled:
+            break
+        point = point + (1.0 - held / pulled) * step
+        if size <= tol * scale:
+            break
+    return point
+
+
+def _inverse_distances(squares: np.ndarray, same: float) -> np.ndarray:
+    """1 / distance; 0 for points that are the same."""
+    apart = squares > same
+    return np.where(apart, 1.0 / np.sqrt(np.where(apart, squares, 1.0)), 0.0)
+
+
+def _length(products: np.ndarray, coefficients: np.ndarray) -> float:
+    return math.sqrt(max(0.0, float((coefficients * (products * coefficients).sum(axis=1)).sum())))
+
+
+def _job(matrix: Matrix) -> Job:
+    from weightsmith.methods.combination import GramJob
+
+    max_iter, tol = int(matrix.shared["max_iter"]), float(matrix.shared["tol"])  # type: ignore[arg-type]
+    # Only differences count, and their products keep the digits that those of the models would lose.
+    return GramJob(matrix, partial(median_coefficients, max_iter=max_iter, tol=tol), deltas=True)
+
+
+METHOD = Method(
+    name="geometric_median",
+    title="geometric median",
+    summary="""The point from which the sum of the distances to all models is least, each tensor being one vector: an average
+that one broken or very different model cannot pull away, as long as more than half are sound. A model far from the
+others counts less, in each tensor by itself; of models that are about as far from each other it is the mean. Two models
+give their mean. A base_model is an input like the others.""",
+    source="Weiszfeld 1937, Sur le point pour lequel la somme des distances de n points donnés est minimum; "
+    "Vardi and Zhang 2000, The multivariate L1-median and associated data depth; "
+    "for models Pillutla et al. 2019, Robust Aggregation, https://arxiv.org/abs/1912.13445",
+    formula="out = argmin_m Σ |Wᵢ - m|, by m ← Σ Wᵢ/|Wᵢ - m| / Σ 1/|Wᵢ - m|",
+    parameters=(
+        Parameter("max_iter", "int", "Steps at most.", default=100, minimum=0),
+        Parameter("tol", "float", "A step shorter than this share of the distances is the last.", default=1e-6, minimum=0),
+    ),
+    base="input",
+    min_models=2,
+    max_models=None,
+    example="""merge_method: geometric_median
+models:
+  - model: ./fr
+  - model: ./de
+  - model: ./es
+dtype: bfloat16
+""",
+    job=_job,
+)

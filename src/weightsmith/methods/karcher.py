@@ -1,0 +1,69 @@
+"""karcher: the mean of any number of models on the sphere."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from weightsmith.methods.base import Method, Parameter
+from weightsmith.methods.job import Job, Matrix
+from weightsmith.methods.sphere import karcher_steps, mean_direction, unit_vectors
+
+
+def karcher_coefficients(gram: np.ndarray, max_iter: int, tol: float) -> np.ndarray:
+    """Coefficients of the inputs from their inner products, float64 [k, k] → float64 [k].
+
+    Inputs of zeros have no direction: they count in the mean of the norms alone, as in mergekit. Directions that cancel have no
+    mean; the walk then begins at the first.
+
+    >>> karcher_coefficients(np.eye(2), 10, 1e-5).round(4)
+    array([0.7071, 0.7071])
+    """
+    norms, cosines = unit_vectors(gram)
+    present = norms > 0
+    if not present.any() or not np.isfinite(gram).all():
+        return np.full(len(gram), 1.0 / len(gram))
+    shares = present / present.sum()
+    direction = mean_direction(cosines, shares, tol)
+    if direction is None:
+        direction = np.zeros(len(gram))
+        direction[present.argmax()] = 1.0
+    direction = karcher_steps(cosines, shares, direction, max_iter, tol)
+    return direction * float(norms.mean()) / np.where(present, norms, 1.0)
+
+
+def _job(matrix: Matrix) -> Job:
+    from weightsmith.methods.combination import GramJob
+
+    max_iter, tol = int(matrix.shared["max_iter"]), float(matrix.shared["tol"])  # type: ignore[arg-type]
+    return GramJob(matrix, partial(karcher_coefficients, max_iter=max_iter, tol=tol))
+
+
+METHOD = Method(
+    name="karcher",
+    title="mean on the sphere",
+    summary="""The mean of any number of models in the geometry of the sphere: each tensor is one long vector, and the mean
+of their directions is the point from which the arcs to all of them cancel (slerp with t = 0.5, if there are two). All
+models count the same, a base_model too; the length is the mean of their lengths. The angles between fine-tunes of one
+base are so small that the result is close to `linear`. The iteration runs on the models' inner products, so it costs
+nothing, however many steps it takes.""",
+    source="Karcher 1977, Riemannian center of mass and mollifier smoothing; mergekit, karcher",
+    formula="u ← exp_u(Σ log_u(Wᵢ/|Wᵢ|) / n), from the normalised mean of the Wᵢ/|Wᵢ|;  out = u · Σ |Wᵢ| / n",
+    parameters=(
+        Parameter("max_iter", "int", "Steps at most.", default=10, minimum=0),
+        Parameter("tol", "float", "A step shorter than this (an angle) is the last.", default=1e-5, minimum=0.0),
+    ),
+    base="input",
+    min_models=1,
+    max_models=None,
+    example="""merge_method: karcher
+models:
+  - model: ./fr
+  - model: ./de
+  - model: ./es
+dtype: bfloat16
+""",
+    job=_job,
+    copies=lambda models: True,
+)
