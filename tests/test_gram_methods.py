@@ -179,7 +179,7 @@ def test_model_stock_of_two_has_a_closed_form(cosine: float) -> None:
 
 
 def test_model_stock_sees_small_deltas_too(tmp_path: Path) -> None:
-    """mergekit's floor of 1e-6 under the norms' product would leave t = 0.04 here."""
+    """mergekit's floor of 1e-6 under the norms' product would leave t = 0.01 here."""
     rng = np.random.default_rng(0)
     common = rng.normal(0, 1, 64)
     arrays = [np.ones(64)] + [1 + 1e-5 * (common + 0.1 * rng.normal(0, 1, 64)) for _ in range(2)]

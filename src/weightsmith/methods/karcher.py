@@ -52,7 +52,7 @@ nothing, however many steps it takes.""",
     formula="u ← exp_u(Σ log_u(Wᵢ/|Wᵢ|) / n), from the normalised mean of the Wᵢ/|Wᵢ|;  out = u · Σ |Wᵢ| / n",
     parameters=(
         Parameter("max_iter", "int", "Steps at most.", default=10, minimum=0),
-        Parameter("tol", "float", "A step shorter than this (an angle) is the last.", default=1e-5, minimum=0.0),
+        Parameter("tol", "float", "Stop before a step shorter than this (an angle).", default=1e-5, minimum=0.0),
     ),
     base="input",
     min_models=1,
