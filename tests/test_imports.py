@@ -12,15 +12,19 @@ from tests.cli_help import LINEAR, make_models, run_process
 NAMES = [
     "Checkpoint",
     "Merged",
+    "PerModel",
     "Plan",
     "Progress",
     "WeightsmithError",
     "__version__",
+    "block_method",
     "merge",
+    "merge_state_dicts",
     "open_checkpoint",
     "plan",
     "save_file",
     "save_model",
+    "tensor_method",
     "verify",
 ]
 

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from weightsmith.checkpoint import open_checkpoint as open_checkpoint
     from weightsmith.engine.local import Progress as Progress
     from weightsmith.errors import WeightsmithError as WeightsmithError
+    from weightsmith.memory import merge_state_dicts as merge_state_dicts
+    from weightsmith.methods.user import PerModel as PerModel
+    from weightsmith.methods.user import block_method as block_method
+    from weightsmith.methods.user import tensor_method as tensor_method
     from weightsmith.planner.steps import Plan as Plan
     from weightsmith.store.save import save_file as save_file
     from weightsmith.store.save import save_model as save_model
@@ -29,29 +33,37 @@ if TYPE_CHECKING:
 _HOMES = {
     "Checkpoint": "checkpoint",
     "Merged": "api",
+    "PerModel": "methods.user",
     "Plan": "planner.steps",
     "Progress": "engine.local",
     "WeightsmithError": "errors",
+    "block_method": "methods.user",
     "merge": "api",
+    "merge_state_dicts": "memory",
     "open_checkpoint": "checkpoint",
     "plan": "api",
     "save_file": "store.save",
     "save_model": "store.save",
+    "tensor_method": "methods.user",
     "verify": "store.verify",
 }
 
 __all__ = [
     "Checkpoint",
     "Merged",
+    "PerModel",
     "Plan",
     "Progress",
     "WeightsmithError",
     "__version__",
+    "block_method",
     "merge",
+    "merge_state_dicts",
     "open_checkpoint",
     "plan",
     "save_file",
     "save_model",
+    "tensor_method",
     "verify",
 ]
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightsmith._version import __version__
 from weightsmith.errors import NOTHING_WRITTEN, Finding, StoreError
+from weightsmith.methods.user_files import loaded
 from weightsmith.planner.build import Prepared, prepare
 from weightsmith.planner.steps import Plan, Step
 from weightsmith.tensors import DType
@@ -52,7 +53,7 @@ def plan(recipe: str | os.PathLike[str] | Mapping[str, Any], **options: Any) -> 
     """What a merge would do: every output tensor, its op, inputs and parameters. Reads headers only, writes nothing.
 
     recipe   path of a YAML file, YAML text, or a mapping
-    options  out_dtype (DType), max_shard_bytes, seed, lenient: as for `merge`
+    options  out_dtype (DType), max_shard_bytes, seed, lenient, allow_code: as for `merge`
 
     Raises PlanError with every problem of the recipe and the models.
     """
@@ -74,6 +75,7 @@ def merge(
     fsync: bool = True,
     card: bool = True,
     lenient: bool = False,
+    allow_code: bool = False,
     progress: Callable[[Progress], None] | None = None,
     rechecking: Callable[[int, int], None] | None = None,
 ) -> Merged:
@@ -91,6 +93,7 @@ def merge(
     fsync             wait until the bytes are on the disk before the folder appears
     card              write README.md, a model card
     lenient           settings that mergekit ignores are warnings, not errors
+    allow_code        run the Python file that merge_method may name; without it that is an error
     progress          called about ten times a second from this thread
     rechecking        called with (bytes done, bytes in all) while the finished tensors of an interrupted run are re-read
 
@@ -98,7 +101,9 @@ def merge(
     changes or fails meanwhile. After KeyboardInterrupt, or a crash, the same call goes on where it stopped.
     """
     began = time.monotonic()
-    with prepare(recipe, out_dtype=out_dtype, max_shard_bytes=max_shard_bytes, seed=seed, lenient=lenient) as prepared:
+    with prepare(
+        recipe, out_dtype=out_dtype, max_shard_bytes=max_shard_bytes, seed=seed, lenient=lenient, allow_code=allow_code
+    ) as prepared:
         return execute(
             prepared,
             out,
@@ -211,6 +216,8 @@ def _files(plan: Plan, inputs: Sequence[Checkpoint], name: str, *, card: bool) -
 
 def _provenance(plan: Plan) -> dict[str, Any]:
     """Where the output comes from, for its manifest."""
+    own = loaded(plan.method)
+    code = {} if own is None else {"merge_method_code": {"name": own.name, "sha256": own.sha256}}
     return {
         "made_by": {
             "weightsmith": __version__,
@@ -219,6 +226,7 @@ def _provenance(plan: Plan) -> dict[str, Any]:
             "numba": version("numba"),
         },
         "merge_method": plan.method,
+        **code,
         "seed": plan.seed,
         "inputs": [{"ref": m.ref, "revision": m.revision, "header_hash": m.header_hash} for m in plan.models],
         "dropped": [{"model": plan.models[d.model].ref, "tensor": d.tensor, "reason": d.reason} for d in plan.dropped],

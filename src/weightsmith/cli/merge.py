@@ -41,6 +41,7 @@ def merge(
     ] = True,
     card: Annotated[bool, typer.Option("--card/--no-card", help="Write README.md, a model card.")] = True,
     mergekit_lenient: options.Lenient = False,
+    allow_code: options.AllowCode = False,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
@@ -60,7 +61,14 @@ def merge(
         from weightsmith.planner import prepare
 
         prepared = stack.enter_context(
-            prepare(recipe, out_dtype=out_dtype, max_shard_bytes=max_shard_size, seed=seed, lenient=mergekit_lenient)
+            prepare(
+                recipe,
+                out_dtype=out_dtype,
+                max_shard_bytes=max_shard_size,
+                seed=seed,
+                lenient=mergekit_lenient,
+                allow_code=allow_code,
+            )
         )
         for finding in prepared.plan.warnings:
             warn(finding)

@@ -82,6 +82,7 @@ Lenient = Annotated[
     bool,
     typer.Option("--mergekit-lenient", help="Ignore, with a warning, the settings that mergekit ignores without one."),
 ]
+AllowCode = Annotated[bool, typer.Option("--allow-code", help="Run the Python file that merge_method names, if it names one.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no summary; warnings and errors are still shown.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 

@@ -34,6 +34,7 @@ def plan(
     seed: options.Seed = 0,
     out_dtype: options.OutDtype = None,
     mergekit_lenient: options.Lenient = False,
+    allow_code: options.AllowCode = False,
     as_json: options.Json = False,
 ) -> None:
     """Show what merging RECIPE would do. Reads headers only, writes nothing.
@@ -45,7 +46,12 @@ def plan(
         from weightsmith.planner import prepare
 
         with prepare(
-            recipe, out_dtype=out_dtype, max_shard_bytes=max_shard_size, seed=seed, lenient=mergekit_lenient
+            recipe,
+            out_dtype=out_dtype,
+            max_shard_bytes=max_shard_size,
+            seed=seed,
+            lenient=mergekit_lenient,
+            allow_code=allow_code,
         ) as prepared:
             for finding in prepared.plan.warnings:
                 warn(finding)

@@ -16,6 +16,7 @@ account.py     used, or left out for a reason: no tensor is lost
 outputs.py     the steps
 config.py      config.json of the output
 build.py       puts these together
+state_dicts.py the same for models in memory, without a recipe
 """
 
 from weightsmith.planner.build import Prepared as Prepared

@@ -5,16 +5,17 @@ from __future__ import annotations
 import gc
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from weightsmith import methods
 from weightsmith import recipe as recipes
 from weightsmith.checkpoint import Checkpoint
-from weightsmith.errors import Finding, PlanError, UnknownName, WeightsmithError, nearest
+from weightsmith.errors import Finding, PlanError, RecipeError, UnknownName, WeightsmithError, nearest
 from weightsmith.formats.hf_folder import natural_key
 from weightsmith.methods.base import Method
 from weightsmith.planner.account import Account
@@ -78,6 +79,7 @@ def prepare(
     max_shard_bytes: int = 5_000_000_000,
     seed: int = 0,
     lenient: bool = False,
+    allow_code: bool = False,
 ) -> Prepared:
     """Read a recipe and its models' headers and plan the merge.
 
@@ -86,6 +88,7 @@ def prepare(
     max_shard_bytes  upper bound of a weight file
     seed             of random masks
     lenient          settings that mergekit ignores are warnings, not errors
+    allow_code       the Python file that merge_method may name is run; without it that is an error
 
     Raises PlanError with all problems. No tensor data is read. Cost: headers, and about 20 µs a tensor.
     """
@@ -96,9 +99,15 @@ def prepare(
     if recipe is None:
         raise PlanError(problems)
     with ExitStack() as stack, _no_collection():
-        prepared = _Planner(recipe, problems, out_dtype).prepare(stack, max_shard_bytes, seed, lenient=lenient)
+        find = partial(methods.find, folder=_folder(source), allow_code=allow_code)
+        prepared = _Planner(recipe, problems, out_dtype, find).prepare(stack, max_shard_bytes, seed, lenient=lenient)
         stack.pop_all()
         return prepared
+
+
+def _folder(source: str | Path | Mapping[str, Any]) -> Path:
+    """Where the paths of a recipe's own code start: the folder of its file, else the current one."""
+    return Path() if isinstance(source, Mapping) or (isinstance(source, str) and "\n" in source) else Path(source).parent
 
 
 def _match_all(
@@ -143,16 +152,23 @@ def _no_collection() -> Iterator[None]:
 class _Planner:
     """The stages: the recipe alone, the models alone, layers, tensors, config.json. Each looks as far as it can see."""
 
-    def __init__(self, recipe: Recipe, problems: Sequence[WeightsmithError], out_dtype: DType | None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        problems: Sequence[WeightsmithError],
+        out_dtype: DType | None,
+        find_method: Callable[[str], Method],
+    ) -> None:
         self.recipe = recipe
         self.problems = list(problems)
+        self.method = self._method(find_method)
         self.warnings = list(recipe.findings)
         self.asked = out_dtype or recipe.out_dtype or recipe.dtype
         self.models, self.refs = number_models(recipe)
         self.labels = [str(ref) for ref in self.refs]
 
     def prepare(self, stack: ExitStack, max_shard_bytes: int, seed: int, *, lenient: bool) -> Prepared:
-        method = self._method()
+        method = self.method
         parts, audit = self._parts(method, lenient=lenient) if method is not None else ([], None)
         opened, found = open_models(self.refs, stack)
         self.problems += found
@@ -214,10 +230,10 @@ class _Planner:
         plan.layout  # noqa: B018  names that cannot be stored show here
         return Prepared(plan, tuple(inputs), shape, outputs.origins, resolver)
 
-    def _method(self) -> Method | None:
+    def _method(self, find: Callable[[str], Method]) -> Method | None:
         try:
-            return methods.get(self.recipe.merge_method)
-        except UnknownName as error:
+            return find(self.recipe.merge_method)
+        except RecipeError as error:
             self.problems.append(at(error, self.recipe.at("merge_method")))
             return None
 

@@ -142,6 +142,44 @@ def pieces(view: View, tile: Bytes) -> Iterator[memoryview]:
         yield out.data
 
 
+def read_into(view: View, start: int, out: Bytes) -> None:
+    """Fill `out` with a tensor's bytes, as `pieces` gives them, from element `start` on. Thread-safe.
+
+    out  uint8, contiguous: a whole number of elements, all of them inside the tensor
+    """
+    width = view.spec.dtype.itemsize
+    array = view.array
+    if array is not None and array.flags.c_contiguous and array.dtype.isnative:
+        out[:] = array.reshape(-1).view(np.uint8)[start * width : start * width + out.size]
+        return
+    done = 0
+    for part in _run(view.remote if array is None else array, start, start + out.size // width):
+        end = done + _elements(part.shape) * width
+        if array is None:
+            _fetch(out[done:end], part)
+        else:
+            _copy(out[done:end].view(array.dtype.newbyteorder("=")).reshape(part.shape), part)
+        done = end
+
+
+def _run(array: Any, first: int, end: int) -> Iterator[Any]:
+    """The sub-views that elements first … end, in row-major order, are made of; of a numpy array or torch tensor."""
+    if array.ndim == 0 or first == end:
+        yield from (array,) if first < end else ()
+        return
+    row = _elements(array.shape[1:])
+    whole, last = -(-first // row), end // row
+    if whole > last:
+        yield from _run(array[last], first - last * row, end - last * row)
+        return
+    if first < whole * row:
+        yield from _run(array[whole - 1], first - (whole - 1) * row, row)
+    if whole < last:
+        yield array[whole:last]
+    if last * row < end:
+        yield from _run(array[last], 0, end - last * row)
+
+
 def _cut(array: Any, itemsize: int) -> Iterator[Any]:
     """Row-major run of sub-views of at most a tile, of a numpy array or torch tensor."""
     if array.ndim == 0 or _elements(array.shape) * itemsize <= TILE_BYTES:
@@ -191,9 +229,12 @@ def _copy(out: NDArray[Any], part: NDArray[Any]) -> None:
 
 
 def _remote_pieces(view: View, tile: Bytes) -> Iterator[memoryview]:
-    torch = sys.modules["torch"]
     for part in _cut(view.remote, view.spec.dtype.itemsize):
         out = tile[: part.numel() * view.spec.dtype.itemsize]
-        host = torch.from_numpy(out).view(part.dtype).reshape(part.shape)
-        host.copy_(part)  # from any device and strides; a lazy negation is carried out
+        _fetch(out, part)
         yield out.data
+
+
+def _fetch(out: Bytes, part: Any) -> None:
+    """Copy a torch tensor of any device and strides into `out`; a lazy negation is carried out."""
+    sys.modules["torch"].from_numpy(out).view(part.dtype).reshape(part.shape).copy_(part)

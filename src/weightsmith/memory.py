@@ -1,0 +1,125 @@
+"""Merging models that are in memory: state dicts in, a state dict out. Same plan, same engine, same kernels as for files.
+
+The tensors are read where they lie, tile by tile (`store.views`); the only memory of a model's size is the output's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from weightsmith.engine.local import run
+from weightsmith.errors import Finding, WeightsmithError
+from weightsmith.methods import get
+from weightsmith.methods.user import OwnMethod
+from weightsmith.methods.user_files import at_hand
+from weightsmith.planner.state_dicts import plan_state_dicts
+from weightsmith.planner.steps import Plan
+from weightsmith.store.views import Bytes, View, read_into
+from weightsmith.tensors import DType
+
+if TYPE_CHECKING:
+    from weightsmith.checkpoint import Checkpoint
+
+_NO_FILE = (-1, 0)  # copy_file_range refuses it, and the engine then copies what it has read
+
+
+def merge_state_dicts(
+    method: str | OwnMethod,
+    models: Sequence[Mapping[str, Any]],
+    *,
+    base: Mapping[str, Any] | None = None,
+    out_dtype: DType | str | Any = None,
+    threads: int | None = None,
+    seed: int = 0,
+    allow_nonfinite: bool = False,
+    **parameters: Any,
+) -> dict[str, Any]:
+    """Merge models that are in memory. The bytes are those that a merge of the same tensors from files has.
+
+    method      as in a recipe, or a method of your own: what `block_method` and `tensor_method` make
+    models      state dicts: name → numpy array or torch tensor of any strides and device, all with the same names and shapes;
+                read and not changed
+    base        the model that the others were tuned from, for methods that have one
+    out_dtype   of the floating tensors: `"bfloat16"`, a numpy or torch dtype; by default the smallest that holds all inputs
+    threads     default: the processors this process may use; the result does not depend on it
+    seed        of random masks (DARE)
+    allow_nonfinite   merge NaN and infinities as any number; else they are an error that names tensor and model
+    parameters  the method's, as in a recipe: one value, or for what each model has of its own a sequence of one value for each
+                of `models`. A name that Python keeps for itself gets an underscore: `lambda_`
+
+    Returns the tensors in the base's order (else the first model's): torch tensors on the CPU where these are torch's, numpy
+    arrays (ml_dtypes for bf16 and fp8) where they are numpy's. Names that are one tensor in every model, as tied embeddings
+    are, are one tensor in the result. Integers and booleans are copied from the base (else the first model); where the models
+    disagree on them, a UserWarning says so.
+
+    Raises PlanError with every problem, before anything is merged; UnknownName; NonFinite; MethodError for an own method.
+    Memory: the output's, and some MB a thread.
+
+    >>> a, b = {"w": np.float32([1, 2])}, {"w": np.float32([3, 6])}
+    >>> merge_state_dicts("linear", [a, b], weight=[0.5, 0.5])
+    {'w': array([2., 4.], dtype=float32)}
+    """
+    with nullcontext(get(method)) if isinstance(method, str) else at_hand(method) as found:
+        planned = plan_state_dicts(found, models, base, parameters, out_dtype, seed)
+        plan, first = planned.plan, planned.donor
+        output = _Output(plan, planned.models[first])
+        inputs = cast("Sequence[Checkpoint]", [_Input(views) for views in planned.views])
+        threads = threads or len(os.sched_getaffinity(0))
+        try:
+            outcome = run(plan, inputs, output, threads=threads, allow_nonfinite=allow_nonfinite)
+        except WeightsmithError as error:
+            error.state = ""  # it speaks of files, and here are none
+            raise
+    label = plan.models[first].ref
+    for finding in (*plan.warnings, *(Finding(f"the models disagree; taken from {label}", n) for n in outcome.differing)):
+        warnings.warn(str(finding), stacklevel=2)
+    return {name: output.tensors[planned.same.get(name, name)] for name in planned.views[first]}
+
+
+class _Input:
+    """What the engine needs of a checkpoint."""
+
+    def __init__(self, views: Mapping[str, View]) -> None:
+        self.tensors = views
+
+    def location(self, name: str) -> tuple[int, int]:
+        return _NO_FILE
+
+    def read_into(self, name: str, start_byte: int, buffer: Bytes) -> None:
+        view = self.tensors[name]
+        read_into(view, start_byte // view.spec.dtype.itemsize, buffer)
+
+
+class _Output:
+    """The engine's output: new tensors, of numpy or torch as those of `like` are."""
+
+    def __init__(self, plan: Plan, like: Mapping[str, Any]) -> None:
+        self.tensors: dict[str, Any] = {}
+        self._bytes: dict[str, Bytes] = {}
+        torch = sys.modules.get("torch")
+        for step in plan.steps:
+            name, dtype, shape = step.out.name, step.out.dtype, step.out.shape
+            if torch is not None and isinstance(like[name], torch.Tensor):
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype.torch))
+                self._bytes[name] = tensor.reshape(-1).view(torch.uint8).numpy()
+            else:
+                tensor = np.empty(shape, dtype.numpy)
+                self._bytes[name] = tensor.reshape(-1).view(np.uint8)
+            self.tensors[name] = tensor
+
+    def location(self, name: str) -> tuple[int, int]:
+        return _NO_FILE
+
+    def write(self, name: str, start_byte: int, buffer: memoryview | Bytes) -> None:
+        data = np.frombuffer(buffer, np.uint8)
+        self._bytes[name][start_byte : start_byte + data.size] = data
+
+    def finish(self, name: str, checksum: str) -> None:
+        pass

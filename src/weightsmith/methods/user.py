@@ -1,0 +1,220 @@
+"""Merge methods of the user's own: a function, a decorator, and a signature that says what its parameters are.
+
+    @weightsmith.block_method
+    def blend(models, base, out, weight: PerModel[float], t: float = 0.5):
+        out[:] = base + t * sum(w * (m - base) for w, m in zip(weight, models))
+
+`block_method` is for what can be done element by element or row by row: the function sees a run of rows at a time, memory stays
+bounded, and the result is the same for any tiles and threads. `tensor_method` gets whole matrices and returns one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from keyword import iskeyword
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, overload
+
+from weightsmith.errors import MethodError
+from weightsmith.methods.base import BaseRole, Method, Parameter
+
+if TYPE_CHECKING:
+    from weightsmith.methods.job import Job, Matrix
+
+T = TypeVar("T")
+Function = Callable[..., Any]
+Form = Literal["block", "tensor"]
+
+_EACH = "one for each model"
+PerModel = Annotated[Sequence[T], _EACH]
+"""The type of a parameter that each model has a value of its own for: `weight: PerModel[float]`."""
+
+_KINDS: dict[object, Literal["float", "int", "bool", "str"]] = {float: "float", int: "int", bool: "bool", str: "str"}
+_ARRAYS = ("models", "base", "out")
+_TAKEN = ("method", "out_dtype", "threads", "seed", "allow_nonfinite")  # by merge_state_dicts
+
+
+@dataclass(frozen=True)
+class OwnMethod:
+    """What the decorators make: the function, still callable, and how it is to be called.
+
+    form        `block` or `tensor`
+    min_models, max_models   besides the base
+    """
+
+    function: Function
+    form: Form
+    min_models: int = 1
+    max_models: int | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    @property
+    def plain(self) -> Function:
+        """The Python function, without what numba made of it."""
+        found: Function = inspect.unwrap(getattr(self.function, "py_func", self.function))
+        return found
+
+
+@overload
+def block_method(function: Function, /) -> OwnMethod: ...
+@overload
+def block_method(*, min_models: int = 1, max_models: int | None = None) -> Callable[[Function], OwnMethod]: ...
+def block_method(function: Function | None = None, /, *, min_models: int = 1, max_models: int | None = None) -> Any:
+    """Make a merge method of a function over rows.
+
+    The function takes, by these names, and whatever parameters it likes:
+
+    models  float32 [models, n]: the same n elements of each model, whole rows one after the other; a vector's are cut anywhere
+    base    float32 [n]: of the base; a function without `base` has none, and one with `base=None` may be merged without
+    out     float32 [n]: to be filled, all of it; nothing is returned
+
+    All are C-contiguous, the function's own to write in, and float64 when the output is F32 or F64, or an input is F64.
+
+    A parameter has a type, `float`, `int`, `bool` or `str`, and a default unless it is required; `float | None = None` may be
+    left out. `PerModel[float]` has one value for each model: an array of float64, int64 or bool, a tuple of str. A name that
+    ends in an underscore because Python keeps the word for itself, `lambda_`, is written without it in recipes.
+
+    n depends on the tensor's shape alone, never on tiles and threads. The function is called from many threads at once; under
+    `numba.njit(nogil=True)` they run side by side.
+
+    min_models, max_models   inputs besides the base
+    """
+    return _decorated("block", function, min_models, max_models)
+
+
+@overload
+def tensor_method(function: Function, /) -> OwnMethod: ...
+@overload
+def tensor_method(*, min_models: int = 1, max_models: int | None = None) -> Callable[[Function], OwnMethod]: ...
+def tensor_method(function: Function | None = None, /, *, min_models: int = 1, max_models: int | None = None) -> Any:
+    """Make a merge method of a function over whole tensors.
+
+    models   a list of float32 arrays in the tensor's shape; experts of a fused tensor come one at a time
+    base     such an array; as for `block_method`, which also says what parameters are
+    returns  an array of the same shape: numpy, or torch on any device
+
+    The arrays are float64 when the output is F32 or F64, or an input is F64. A tensor is in memory as a whole, for as many
+    tensors at once as there are threads; the result is the same for any number of threads if the function's is.
+    """
+    return _decorated("tensor", function, min_models, max_models)
+
+
+def _decorated(form: Form, function: Function | None, min_models: int, max_models: int | None) -> Any:
+    if function is None:
+        return lambda inner: OwnMethod(inner, form, min_models, max_models)
+    return OwnMethod(function, form, min_models, max_models)
+
+
+def method_of(own: OwnMethod, name: str, source: str) -> Method:
+    """The record of an own method, by its signature.
+
+    name    as in plans
+    source  where the code is from, for the docs and the card
+
+    Raises MethodError when the signature is not one of a merge method.
+    """
+    plain = own.plain
+    called = getattr(plain, "__name__", type(plain).__name__)
+    try:
+        signature = inspect.signature(plain)
+    except (TypeError, ValueError):
+        raise MethodError(f"{called} is no function that can be called as a merge method") from None
+    given = dict(signature.parameters)
+    for wanted in ("models", "out") if own.form == "block" else ("models",):
+        if wanted not in given:
+            raise MethodError(
+                f"{called}{signature} has no argument '{wanted}'", fix=f"a {own.form}_method takes {_wanted(own.form)}"
+            )
+    if own.form == "tensor" and "out" in given:
+        raise MethodError(f"{called}{signature} has an argument 'out'", fix="a tensor_method returns its result")
+    own_names = [n for n in given if n not in _ARRAYS]
+    hints = _hints(plain, {n: given[n].annotation for n in own_names}, called)
+    parameters = tuple(_parameter(given[n], hints[n], called) for n in own_names)
+    for n in _ARRAYS:
+        if n in given:
+            _callable_by_name(given[n], called)
+    doc = inspect.getdoc(plain) or ""
+    base: BaseRole = "input"
+    if "base" in given:
+        base = "required" if given["base"].default is inspect.Parameter.empty else "optional"
+    return Method(
+        name=name,
+        title=doc.partition("\n")[0].rstrip(".") or "a method of the user's own",
+        summary=doc or "A method of the user's own.",
+        source=source,
+        formula=f"{called}{signature}",
+        parameters=parameters,
+        base=base,
+        min_models=own.min_models,
+        max_models=own.max_models,
+        example="",
+        job=lambda matrix: _job(own, called, "base" in given, matrix),
+    )
+
+
+def _wanted(form: Form) -> str:
+    return "models, out and perhaps base" if form == "block" else "models and perhaps base"
+
+
+def _job(own: OwnMethod, called: str, takes_base: bool, matrix: Matrix) -> Job:
+    from weightsmith.methods.user_jobs import BlockJob, TensorJob
+
+    return (BlockJob if own.form == "block" else TensorJob)(matrix, own, called, takes_base)
+
+
+def _callable_by_name(given: inspect.Parameter, called: str) -> None:
+    if given.kind not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
+        raise MethodError(f"the argument '{given}' of {called} cannot be given by name", fix="write it without * and /")
+
+
+def _hints(plain: Function, annotations: dict[str, Any], called: str) -> dict[str, Any]:
+    """The types that annotations mean; they may be text (`from __future__ import annotations`)."""
+    bare = [n for n, annotation in annotations.items() if annotation is inspect.Parameter.empty]
+    if bare:
+        raise MethodError(f"the parameter '{bare[0]}' of {called} has no type", fix=f"write {bare[0]}: float, or what it is")
+    holder = types.SimpleNamespace(__annotations__=annotations)
+    try:
+        return get_type_hints(holder, getattr(plain, "__globals__", {}), include_extras=True)
+    except Exception as error:  # whatever evaluating the user's text raises
+        raise MethodError(f"the types of {called}'s parameters cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _parameter(given: inspect.Parameter, hint: Any, called: str) -> Parameter:
+    """The record of one parameter."""
+    _callable_by_name(given, called)
+    name = given.name
+    if name in _TAKEN:
+        raise MethodError(f"the parameter '{name}' of {called} has a name that merge_state_dicts takes", fix="give it another")
+    each = get_origin(hint) is Annotated and _EACH in hint.__metadata__
+    if each:
+        hint = get_args(get_args(hint)[0])[0]
+    inner = [a for a in get_args(hint) if a is not types.NoneType] if get_origin(hint) in (Union, types.UnionType) else [hint]
+    optional = hint is not inner[0]
+    if len(inner) != 1 or inner[0] not in _KINDS or (each and optional):
+        shown = given.annotation if isinstance(given.annotation, str) else inspect.formatannotation(given.annotation)
+        raise MethodError(
+            f"the parameter '{name}' of {called} has the type {shown}",
+            fix="a parameter is float, int, bool or str, or one of these or None, or PerModel[...] of one",
+        )
+    kind = _KINDS[inner[0]]
+    default = None if given.default is inspect.Parameter.empty else given.default
+    if default is not None:
+        allowed = (float, int) if kind == "float" else inner[0]
+        if not isinstance(default, allowed) or (isinstance(default, bool) and kind != "bool"):
+            raise MethodError(f"the default {default!r} of the parameter '{name}' of {called} is no {kind}")
+        default = float(default) if kind == "float" else default
+    elif given.default is None and not optional:
+        raise MethodError(
+            f"the default None of the parameter '{name}' of {called} is no {kind}", fix=f"write {name}: {kind} | None"
+        )
+    written = name[:-1] if name.endswith("_") and iskeyword(name[:-1]) else name
+    return Parameter(written, kind, "", "model" if each else "tensor", default, optional=optional and given.default is None)
+
+
+def argument(parameter: str) -> str:
+    """The argument that a parameter is given as."""
+    return f"{parameter}_" if iskeyword(parameter) else parameter
