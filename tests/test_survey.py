@@ -117,3 +117,27 @@ def test_ramplus_counts_over_the_model(tmp_path: Path) -> None:
     got = run(tmp_path, "ramplus", "", "rescale: 1.5")
     np.testing.assert_allclose(got["a.weight"][:, :5], 1 + 0.5 * 20 / 50, rtol=1e-6)
     np.testing.assert_array_equal(got["b.weight"], 3.0)
+
+
+@pytest.mark.parametrize(
+    ("method", "own", "shared", "surveys"),
+    [
+        ("ties", "weight: 1, density: 0.2", "scope: model", 1),
+        ("ties", "weight: 1", "scope: row", 0),
+        ("ramplus", "", "lambda: 1", 1),
+    ],
+)
+def test_the_plan_says_what_the_survey_reads(method: str, own: str, shared: str, surveys: int, tmp_path: Path) -> None:
+    from weightsmith.cli.summary import summarise
+    from weightsmith.planner import prepare
+
+    make_models(tmp_path, ml_dtypes.bfloat16)
+    recipe = (
+        f"merge_method: {method}\nbase_model: {tmp_path}/base\nmodels:\n"
+        + "".join(f"  - model: {tmp_path}/{m}\n    parameters: {{{own}}}\n" for m in ("m1", "m2"))
+        + f"parameters: {{{shared}}}\ndtype: bfloat16\n"
+    )
+    with prepare(recipe) as prepared:
+        summary = summarise(prepared)
+    assert summary.survey_bytes == surveys * summary.input_bytes
+    assert summary.read_bytes >= (1 + surveys) * summary.input_bytes

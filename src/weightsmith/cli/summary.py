@@ -77,6 +77,7 @@ class Summary:
     ops          output tensors by op, most bytes first
     input_bytes  of the input tensors, each use counted once
     read_bytes   with the passes for statistics before the last one; an upper bound, as a pass may prove needless
+    survey_bytes of them those that the method reads of the whole model before it merges the first tensor
     passes       the most times that any tensor is read
     """
 
@@ -85,6 +86,7 @@ class Summary:
     file_bytes: int
     input_bytes: int
     read_bytes: int
+    survey_bytes: int
     passes: int
     modules: tuple[ModuleFacts, ...]
     dropped: tuple[DroppedFacts, ...]
@@ -96,7 +98,7 @@ def summarise(prepared: Prepared, *, threads: int | None = None, max_memory_byte
     """The sums of a prepared plan; threads and memory as they would be given to `merge`."""
     plan = prepared.plan
     ops: dict[str, tuple[int, int]] = {}
-    input_bytes = read_bytes = most = 0
+    input_bytes = read_bytes = survey_bytes = most = 0
     passes = _Passes(prepared)
     for step in plan.steps:
         nbytes = step.out.nbytes
@@ -107,13 +109,15 @@ def summarise(prepared: Prepared, *, threads: int | None = None, max_memory_byte
         most = max(most, times)
         input_bytes += step_bytes
         read_bytes += step_bytes * times
+        survey_bytes += step_bytes * passes.before(step)
     tallies = sorted((Tally(op, *sums) for op, sums in ops.items()), key=lambda t: -t.nbytes)
     return Summary(
         ops=tuple(tallies),
         out_bytes=sum(t.nbytes for t in tallies),
         file_bytes=plan.layout.total_bytes,
         input_bytes=input_bytes,
-        read_bytes=read_bytes,
+        read_bytes=read_bytes + survey_bytes,
+        survey_bytes=survey_bytes,
         passes=most,
         modules=_modules(prepared),
         dropped=_dropped(plan),
@@ -128,10 +132,23 @@ class _Passes:
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
         self._known: dict[tuple[str, int, bool], int] = {}
+        plan = prepared.plan
+        merged = [(step, plan.settings[step.settings]) for step in plan.steps if self._merges(step)]
+        self._survey = methods.get(plan.method).survey(merged) if merged else None
+
+    @staticmethod
+    def _merges(step: Step) -> bool:
+        return step.op not in ("copy", "cast") and step.out.size > 0
+
+    def before(self, step: Step) -> int:
+        """Whole passes over the inputs of a step before the merge of the first tensor."""
+        if self._survey is None or not self._merges(step):
+            return 0
+        return sum(not self._survey.sampled(number) for number in range(self._survey.passes()))
 
     def of(self, step: Step) -> int:
         """Passes over the inputs of a step, the one that writes included."""
-        if step.op in ("copy", "cast") or step.out.size == 0:
+        if not self._merges(step):
             return 1
         key = step.op, step.settings, step.base
         if key not in self._known:
@@ -154,6 +171,8 @@ class _Passes:
             shared=settings.shared,
             models=settings.models,
             seed=plan.seed,
+            inputs=tuple(i.model for i in step.inputs),
+            survey=self._survey,
         )
 
 

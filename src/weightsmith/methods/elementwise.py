@@ -87,5 +87,5 @@ class ActiveSurvey(Survey):
                 self.counts[model] = self.counts.get(model, np.zeros(2, np.int64)) + count
 
     def of(self, models: Sequence[int]) -> Counts:
-        """The counts of these models."""
-        return np.stack([self.counts[model] for model in models])
+        """The counts of these models, [models, 2]; zeros before the pass."""
+        return np.stack([self.counts.get(model, np.zeros(2, np.int64)) for model in models])
