@@ -130,8 +130,8 @@ def _references() -> dict[str, Any]:
 
     found: dict[str, Any] = {
         "linear": lambda a: reference.combine(f64(a), [0.5, 0.5]),
-        "slerp": lambda a: reference.slerp(*f64(a), 0.3),
-        "nuslerp": lambda a: reference.nuslerp(*f64(a), 0.5),
+        "slerp": lambda a: reference.slerp(f64(a)[0], f64(a)[1], 0.3),
+        "nuslerp": lambda a: reference.nuslerp(f64(a)[0], f64(a)[1], 0.5),
         "task_arithmetic": lambda a: t.merged(a, [0.6, 0.6], t.everything),
         "ties": lambda a: t.merged(a, [1, 1], t.largest(0.5), elect=True, mean=True),
         "breadcrumbs": lambda a: t.merged(a, [1, 1], lambda d, i: t.band(d, 0.5, 0.01)),

@@ -22,6 +22,7 @@ from weightsmith.methods.base import Method, Parameter
 from weightsmith.recipe import HARMLESS, RETIRED, schema
 from weightsmith.recipe.grammar import LEVELS, Key, Level
 from weightsmith.recipe.misuse import REFUSED, UNUSED
+from weightsmith.recipe.schedules import DECAYS
 from weightsmith.recipe.single import DTYPE_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,7 +81,10 @@ def _takes(key: Key) -> str:
         "path": "text, or a [path](#path)",
         "layer_range": "`[first, end]`",
         "parameters": "[parameters](#parameters)",
-        "value": "a number, `true`, `false` or text; or a list of them",
+        "value": "a number, `true`, `false` or text; a list of them; or a [schedule](#schedule)",
+        "share": "a number from 0 to below 1",
+        "count": "a whole number from 1 on",
+        "decay": ", ".join(f"`{name}`" for name in DECAYS),
         "list": f"a list of {inner}",
         "named": f"names, each with a {inner}",
         "refused": "an error for now",
@@ -138,6 +142,10 @@ def method_page(method: Method) -> str:
             "```text",
             method.formula,
             "```",
+            "",
+            f"**When to use it:** {method.use.strip()}",
+            "",
+            f"**Passes over the inputs:** {method.passes.strip()}",
             "",
             f"**Models:** {models(method)}{beside}; {BASES[method.base]}.",
             "",

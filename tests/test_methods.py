@@ -190,3 +190,12 @@ def test_ties_is_exact_where_the_first_tile_is_unlike_the_rest(density: float, t
     models = [{}, {"weight": 1.0, "density": density}]
     got = run_method(tmp_path, "ties", [base, model], shared=GTA, models=models, base=True, tile_bytes=1, threads=1)
     np.testing.assert_array_equal(got, np.where(reference.keep_largest(model.astype(np.float64), int(density * n)), model, 0))
+
+
+@pytest.mark.parametrize("name", methods.NAMES)
+def test_every_method_says_what_a_user_wants_to_know(name: str) -> None:
+    method = methods.get(name)
+    for text in (method.title, method.summary, method.use, method.passes, method.source, method.formula, method.example):
+        assert text.strip()
+    assert all(p.doc for p in method.parameters)
+    assert f"merge_method: {name}\n" in method.example

@@ -49,6 +49,8 @@ def _show(method: Method) -> None:
     models = f"{_models(method)}{'' if method.base == 'input' else ' beside the base'}"
     for label, text in (
         ("formula", method.formula),
+        ("use", " ".join(method.use.split())),
+        ("passes", " ".join(method.passes.split())),
         ("source", method.source),
         ("models", f"{models}; {_BASE[method.base]}"),
     ):

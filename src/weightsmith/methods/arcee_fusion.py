@@ -19,6 +19,9 @@ METHOD = Method(
 times the divergence of its row, each row seen as a distribution (softmax). Important is what lies above the median by
 1.5 times the interquartile range. The quartiles are exact, of all elements; mergekit draws a sample of a million and
 gives another result each time.""",
+    use="""To take over the strongest changes of one model, about a tenth of them, and leave the rest. Not for
+several models: chain recipes, one model each.""",
+    passes="Two, up to four when the guess of a quartile fails; the rows' divergences are kept from the first.",
     source="Arcee AI, Arcee Fusion (MergeKit 0.1), https://www.arcee.ai; mergekit, arcee_fusion",
     formula="I = |W - base| · KL(softmax(W row) ‖ softmax(base row));  out = base + (W - base) where I ≥ Q₂ + 1.5 (Q₃ - Q₁)",
     parameters=(),

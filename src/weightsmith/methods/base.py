@@ -61,6 +61,8 @@ class Method:
     name        as written in `merge_method:`
     title       a few words
     summary     what it does, as text for the docs page
+    use         when to use it and when not
+    passes      how often it reads its inputs, and what for
     source      paper and section, or the project it comes from
     formula     one line of plain text
     parameters  in the order shown to users
@@ -77,6 +79,8 @@ class Method:
     name: str
     title: str
     summary: str
+    use: str
+    passes: str
     source: str
     formula: str
     parameters: tuple[Parameter, ...]

@@ -24,6 +24,10 @@ METHOD = Method(
 and zeroes the small rest. Exactly ⌊gamma · n⌋ elements are dropped and ⌊density · n⌋ kept (at least one; fewer are
 dropped when not enough would be left). mergekit ranks within the tensor, the paper within each row (`scope: row`; its
 values are density 0.15, gamma 0.006, lambda 0.2).""",
+    use="""For many fine-tunes, where a few very large deltas of one model would drown the others. Its authors'
+strength is small (lambda 0.2 for eight models): tune `lambda`.""",
+    passes="""Two, up to four when the guess of a threshold fails; one with `density: 1`. With `scope: model` one more,
+over all tensors, before the merge, and with `scope: row` one.""",
     source="Davari and Belilovsky 2023, Model Breadcrumbs, section 3, https://arxiv.org/abs/2312.06795",
     formula="δᵢ = the gamma·n largest of (Wᵢ - base) dropped, the next density·n kept;  out = base + λ Σ wᵢδᵢ",
     parameters=(WEIGHT, DENSITY, GAMMA, SCOPE, normalize(False), rescale("none"), LAMBDA, INT8_MASK),

@@ -21,6 +21,9 @@ METHOD = Method(
     title="drop the largest and the smallest deltas, then sign election",
     summary="""The deltas of breadcrumbs (see there), then the sign election of TIES. As in mergekit what agrees is
 summed; `normalize: true` averages it.""",
+    use="As breadcrumbs, for models that contradict each other.",
+    passes="""Two, up to four when the guess of a threshold fails; one with `density: 1`. With `scope: model` one more,
+over all tensors, before the merge, and with `scope: row` one.""",
     source="Davari and Belilovsky 2023, Model Breadcrumbs, section 3, https://arxiv.org/abs/2312.06795",
     formula="δᵢ as breadcrumbs;  s = sign(Σ wᵢδᵢ);  out = base + λ Σ_{agree} wᵢδᵢ",
     parameters=(WEIGHT, DENSITY, GAMMA, SCOPE, normalize(False), rescale("none"), LAMBDA, INT8_MASK),

@@ -20,6 +20,9 @@ METHOD = Method(
 `density` that it changed most, among the positions that no earlier model has kept. So masks are balanced over the
 matrix and never overlap, and the deltas are simply added. The authors keep 64 of 256 and weigh two 7 B models by 1.2
 each.""",
+    use="""For two models of about the same base skill, the more important one first: what it keeps the next cannot
+touch. With densities that sum to more than 1 the last models find little left.""",
+    passes="One: the result is written as the inputs are read.",
     source="Yang et al. 2025, CABS: conflict-aware and balanced sparsification, section 3, https://arxiv.org/abs/2503.01874",
     formula="mᵢ = n:m largest of |δᵢ| where m₁ … mᵢ₋₁ are 0;  out = base + λ Σ wᵢ (mᵢ ∘ δᵢ)",
     parameters=(WEIGHT, replace(DENSITY, default=0.25), GROUP, LAMBDA),

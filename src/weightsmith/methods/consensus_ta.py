@@ -25,6 +25,9 @@ METHOD = Method(
 sum: positions that matter to one model alone, or to none, keep the base. `k: 0` is task arithmetic, `k: 1` drops what
 matters to none. No statistics: as quick as task arithmetic. λ is about 0.3 to 0.4 for eight vision models; on the
 language models of the testbed it was behind task arithmetic.""",
+    use="""For many models (eight and more) of which each changes much that matters to nobody else. With two or three
+models `k: 2` keeps too little; use task_arithmetic.""",
+    passes="One: the result is written as the inputs are read.",
     source="Wang et al. 2024, Localizing Task Information (TALL-masks), section 5, https://arxiv.org/abs/2405.07813",
     formula="Δ = Σ wᵢδᵢ;  mᵢ = |wᵢδᵢ| > thresholdᵢ · |Δ - wᵢδᵢ|;  out = base + λ Δ where Σ mᵢ ≥ k",
     parameters=(

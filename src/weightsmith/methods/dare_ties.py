@@ -12,6 +12,8 @@ METHOD = Method(
     summary="""DARE's random mask and rescaling (see dare_linear), then the sign election of TIES. As in mergekit the
 elected deltas are summed, not averaged, and nothing is trimmed; `normalize: true` takes the disjoint mean of the TIES
 paper.""",
+    use="As dare_linear, for models that contradict each other. Results depend on the seed: try several.",
+    passes="One with `rescale: none` or `inv_density`; two with `l1`: norms, then the result.",
     source="Yu et al. 2023, https://arxiv.org/abs/2311.03099, with the election of https://arxiv.org/abs/2306.01708",
     formula="δᵢ = rᵢ (mᵢ ∘ (Wᵢ - base));  s = sign(Σ wᵢδᵢ);  out = base + λ Σ_{agree} wᵢδᵢ",
     parameters=(WEIGHT, DENSITY, normalize(False), rescale("l1", "inv_density"), LAMBDA, INT8_MASK),

@@ -23,6 +23,10 @@ with probability density - ε for the smallest, density + ε for the largest, in
 are ranked by their place. A vector is one row. The paper divides each element by its own probability (`rescale:
 inv_probability`), which leaves the expected delta as it was; mergekit, and so the default, scales the whole tensor so
 that its L1 norm is restored.""",
+    use="""As dare_ties, but what matters more is kept more often; its authors report 1.2 points over DARE and 3.6
+over TIES with Llama-2-13B. Results depend on the seed.""",
+    passes="""One, or two with `rescale: l1`: norms, then the result. Sorts every row, so it takes about three times as
+long as DARE.""",
     source="Deep et al. 2024, DELLA-Merging, section 3, https://arxiv.org/abs/2406.11617",
     formula="pᵢⱼ = density - ε + 2ε rank/(n - 1);  δᵢ = rᵢ (mᵢ ∘ (Wᵢ - base)), mᵢⱼ ~ Bernoulli(pᵢⱼ);  then as ties",
     parameters=(

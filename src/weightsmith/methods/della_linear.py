@@ -20,6 +20,8 @@ METHOD = Method(
     name="della_linear",
     title="drop by magnitude rank, then a sum",
     summary="""DELLA's mask and rescaling (see della), then a weighted sum of the deltas without an election.""",
+    use="As della, for models that seldom contradict each other. Results depend on the seed.",
+    passes="One, or two with `rescale: l1`: norms, then the result. Sorts every row.",
     source="Deep et al. 2024, DELLA-Merging, section 3.1, https://arxiv.org/abs/2406.11617",
     formula="out = base + λ Σ wᵢ rᵢ (mᵢ ∘ (Wᵢ - base)),  mᵢⱼ ~ Bernoulli(density - ε + 2ε rank/(n - 1))",
     parameters=(

@@ -78,6 +78,9 @@ METHOD = Method(
 that one broken or very different model cannot pull away, as long as more than half are sound. A model far from the
 others counts less, in each tensor by itself; of models that are about as far from each other it is the mean. Two models
 give their mean. A base_model is an input like the others.""",
+    use="""For many checkpoints of which a few may be bad: unlike the mean it does not follow outliers. With two
+models it is their mean.""",
+    passes="Two: inner products, then the result.",
     source="Weiszfeld 1937, Sur le point pour lequel la somme des distances de n points donnés est minimum; "
     "Vardi and Zhang 2000, The multivariate L1-median and associated data depth; "
     "for models Pillutla et al. 2019, Robust Aggregation, https://arxiv.org/abs/1912.13445",

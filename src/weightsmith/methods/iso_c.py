@@ -37,6 +37,9 @@ alone. Embeddings, norms, biases and routers take the mean of the deltas. The pa
 full fine-tunes of language models at default strength it was the worst of the methods compared (2511.21437), and LoRA
 deltas suffer most: nearly all of their spectrum is rounding noise, which a large `beta` raises to full strength. Begin
 with a `beta` of 0.1 or less. Takes torch.""",
+    use="""The evidence is for vision models; on language models in the wild full flattening was the worst of eight
+methods (https://arxiv.org/abs/2511.21437). Use a small `beta` (0.1), and look at the distance from the base.""",
+    passes="Two: every matrix is read whole, decomposed, then written.",
     source="Marczak et al. 2025, No Task Left Behind, section 4.1 and its interpolation of spectra, https://arxiv.org/abs/2502.04959",
     formula="Σ wᵢδᵢ = U diag(S) Vᵀ;  out = base + λ · U diag((1 - β) S + β · mean S) Vᵀ",
     parameters=(

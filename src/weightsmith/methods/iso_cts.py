@@ -55,6 +55,9 @@ METHOD = Method(
 that each model has outside of the common ones; all are made orthogonal and equally strong. Embeddings, norms, biases and
 routers take the mean of the deltas. The best published row for many vision models; no good evidence for language
 models, where its sibling iso_c did badly (2511.21437): try tsv_m, svc or ties first. Takes torch.""",
+    use="""As iso_c, for many models that share little. The evidence is for vision models; full flattening hurts
+language models.""",
+    passes="Two: every matrix is read whole, decomposed, then written.",
     source="Marczak et al. 2025, No Task Left Behind, section 4.2 (Iso-CTS), https://arxiv.org/abs/2502.04959",
     formula="U_c, V_c = leading directions of Σ wᵢδᵢ;  Uᵢ, Vᵢ = those of wᵢδᵢ - U_c U_cᵀ wᵢδᵢ;  "
     "out = base + λ · mean S · polar([U_c U₁ … U_N]) polar([V_c V₁ … V_N])ᵀ",

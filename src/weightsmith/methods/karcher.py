@@ -48,6 +48,8 @@ of their directions is the point from which the arcs to all of them cancel (sler
 models count the same, a base_model too; the length is the mean of their lengths. The angles between fine-tunes of one
 base are so small that the result is close to `linear`. The iteration runs on the models' inner products, so it costs
 nothing, however many steps it takes.""",
+    use="For averages of several models that lie far apart. For fine-tunes of one base it equals linear in bf16; use that.",
+    passes="Two: inner products, then the result.",
     source="Karcher 1977, Riemannian center of mass and mollifier smoothing; mergekit, karcher",
     formula="u ← exp_u(Σ log_u(Wᵢ/|Wᵢ|) / n), from the normalised mean of the Wᵢ/|Wᵢ|;  out = u · Σ |Wᵢ| / n",
     parameters=(

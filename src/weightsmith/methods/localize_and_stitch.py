@@ -15,6 +15,9 @@ METHOD = Method(
 base, and averages where those of several models meet: no election. This is the authors' method without data
 ("dataless"); with data they find the positions by training. Among the best of the methods without data in MergeBench
 (2 to 9 B language models). Takes a pass over all tensors before the merge.""",
+    use="""For several specialised models, from 5 to 10 % of each. Little is changed, so little is forgotten. Not for
+one model alone: it only weakens it.""",
+    passes="One over all tensors, and a sample of them, then the result.",
     source="He et al. 2024, Localize-and-Stitch, section 3, https://arxiv.org/abs/2408.13656",
     formula="δᵢ = the density · N largest of model i;  out = base + λ Σ wᵢδᵢ / (number of models with a δᵢ there)",
     parameters=(WEIGHT, replace(DENSITY, default=0.1), replace(SCOPE, default="model"), LAMBDA),

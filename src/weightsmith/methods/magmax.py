@@ -11,6 +11,9 @@ METHOD = Method(
     title="the largest delta of each position",
     summary="""At each position takes the delta of the model that changed it most, of equal ones the later model's.
 For models trained one after the other on different tasks.""",
+    use="""For models fine-tuned one after the other. With unrelated skills it adds up every model's largest changes:
+use a `lambda` below 1, or `norm_match`.""",
+    passes="One: the result is written as the inputs are read.",
     source="Marczak et al. 2024, MagMax, section 4, https://arxiv.org/abs/2407.06322",
     formula="out = base + λ wₖδₖ,  k = argmaxᵢ |wᵢδᵢ|",
     parameters=(WEIGHT, LAMBDA),

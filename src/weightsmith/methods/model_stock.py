@@ -49,6 +49,10 @@ that point the same way are kept, deltas at right angles fall back to the base. 
 best on runs that differ in seed, data order or learning rate. The paper has one angle between the deltas; among three
 and more the cosines of all pairs are averaged, as in mergekit. t lies between 0 and 1: fine-tunes that point away from
 each other give the base.""",
+    use="""For several fine-tunes of one base on the same data, with different seeds or settings: how well they agree
+says how far to go from the base. Not for models with different skills: their deltas are almost orthogonal, and the
+result stays close to the base.""",
+    passes="Two: inner products, then the result. One with `filter_wise: true`.",
     source="Jang et al. 2024, Model Stock, https://arxiv.org/abs/2403.19522",
     formula="cos θ = mean of δᵢ·δⱼ / (|δᵢ||δⱼ|), i < j;  t = n cos θ / (1 + (n-1) cos θ), at least 0;  out = base + t Σ δᵢ / n",
     parameters=(

@@ -65,6 +65,9 @@ t = 0.5; in general the true mean on the sphere is near it, and `karcher_steps` 
 tangent space, a few are the weighted form of [karcher](karcher.md). Directions that cancel, as those of tensors nobody
 tuned, have no mean: their weighted sum is taken. One model besides the base gives base + w (W - base): the model
 itself, unless `normalize_weights` is false.""",
+    use="""For three or more models where the average would lose length: with a base, for task vectors that point in
+different directions. For models that lie close together it is linear.""",
+    passes="Two: inner products, then the result.",
     source="mergekit, multislerp; Karcher 1977, Riemannian center of mass and mollifier smoothing, for the steps",
     formula="uᵢ = Wᵢ/|Wᵢ|;  out = |Σ wᵢ |Wᵢ|| · Σ wᵢuᵢ / |Σ wᵢuᵢ|;  with a base: base + the same of the Wᵢ - base",
     parameters=(

@@ -69,6 +69,9 @@ METHOD = Method(
 which must not be one of the two, the task vectors are interpolated and added to the base. `nuslerp_flatten: false`
 interpolates vector by vector: the rows of each matrix with `nuslerp_row_wise: true`, its columns otherwise (mergekit
 0.1.5 does the opposite of what its documentation says; here the documented meaning holds).""",
+    use="""As slerp, with weights instead of t; with a base it turns one task vector into the other, which keeps
+their length. Two models only: for more use multislerp or karcher.""",
+    passes="Two: inner products, then the result. One with `nuslerp_flatten: false` and `nuslerp_row_wise: true`.",
     source="mergekit, nuslerp; Shoemake 1985 for the interpolation",
     formula="out = sin((1-t)θ)/sin θ · A + sin(tθ)/sin θ · B;  with a base: base + the same of (A - base), (B - base)",
     parameters=(

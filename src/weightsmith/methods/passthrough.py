@@ -20,6 +20,9 @@ METHOD = Method(
 several models into a deeper one ("frankenmerge", depth up-scaling). Without `scale`, and where the dtype stays, bytes
 are copied and never decoded. A scale of 0 on `o_proj` and `down_proj` makes a duplicated layer the identity at
 first.""",
+    use="""For depth up-scaling and for taking whole layers, or parts of layers by `modules`, from different models.
+A stack of repeated layers must be trained on before it is better than its source.""",
+    passes="One: the result is written as the inputs are read.",
     source="Kim et al. 2023, SOLAR 10.7B: depth up-scaling, section 3, https://arxiv.org/abs/2312.15166",
     formula="out = scale · W",
     parameters=(Parameter("scale", "float", "Factor; left out, the bytes are copied.", scope="model", optional=True),),

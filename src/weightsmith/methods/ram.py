@@ -21,6 +21,9 @@ METHOD = Method(
 only one of them has changed. Where one model alone is active its delta is kept whole; where several are, their deltas
 are averaged over those. bf16 weights change by more than 1e-5 or not at all unless they are tiny, so `epsilon` seldom
 matters.""",
+    use="""For models trained by reinforcement learning from one base, each on its own task. Not for supervised
+fine-tunes: nearly every weight is active in all of them, and ram is their average.""",
+    passes="One: the result is written as the inputs are read.",
     source="Reinforced Agent Merging, 2026, https://arxiv.org/abs/2601.13572",
     formula="Aᵢ = |δᵢ| > ε, n = Σ Aᵢ;  out = base + δᵢ where n = 1;  base + Σ Aᵢδᵢ / n where n ≥ 2",
     parameters=(EPSILON,),

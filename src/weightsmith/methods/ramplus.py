@@ -50,6 +50,8 @@ METHOD = Method(
     summary="""RAM+ as its authors have it: RAM, where the delta of a model that is active alone is multiplied by λᵢ,
 and the counts of unique and shared positions are those of the whole model. Takes a pass over all tensors before the
 merge. `rescale` is 1.05 in the authors' code, 1.2 in their examples. One `epsilon` for the whole model.""",
+    use="As ram, when the models share many of their changes.",
+    passes="One over all tensors, before the merge, then the result.",
     source="Reinforced Agent Merging, 2026, section on RAM+, https://arxiv.org/abs/2601.13572",
     formula="λᵢ = 1 + (rescale - 1) · min(1, sharedᵢ / uniqueᵢ) over the model;  ram with λᵢδᵢ where only model i is active",
     parameters=(

@@ -29,6 +29,8 @@ METHOD = Method(
     summary="""RAM, but where a model is active alone its delta is multiplied by λᵢ: the more a model shares with
 others, and so loses by averaging, the more its own part is strengthened. Counted within each tensor, as mergekit
 does; with the defaults λᵢ is at most 1.02. `ramplus` is the authors' form.""",
+    use="As ram; with mergekit's defaults the difference to ram is at most 2 % of a delta.",
+    passes="Two: counts, then the result.",
     source="Reinforced Agent Merging, 2026, https://arxiv.org/abs/2601.13572; tensor by tensor as in mergekit",
     formula="λᵢ = 1 + r · clip(sharedᵢ / uniqueᵢ, 0, alpha);  ram with λᵢδᵢ where only model i is active",
     parameters=(

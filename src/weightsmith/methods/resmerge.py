@@ -96,6 +96,8 @@ at a small share of that length, the smaller the less they agree. Made for exper
 are spread out and nearly orthogonal, and published for such (Qwen2.5-7B, Qwen3-4B). Not for LoRA fine-tunes of low rank:
 their deltas are mostly head, and little would be left. Embeddings, norms, biases and routers take the mean of the deltas.
 Takes torch.""",
+    use="For models trained by reinforcement learning from one base, whose deltas have one strong common direction each.",
+    passes="Two: every matrix is read whole, decomposed, then written.",
     source="ResMerge 2026, https://arxiv.org/abs/2606.02252, and the authors' code for the exponent",
     formula="wᵢδᵢ = Hᵢ + Rᵢ;  q = Σ Rᵢ/‖Rᵢ‖ normalised;  c = mean cos(Rᵢ, q);  B = q · mean ‖Rᵢ‖ · c^β;  "
     "out = base + λ (B + head_share · mean cos⁺(Hᵢ, Hⱼ) · ‖B‖ · H̄/‖H̄‖)",

@@ -22,6 +22,9 @@ gives each model a share by the energy (mean square) of its delta there, and ave
 that have the sign of their sum. mergekit changes only the selected positions (`select_applies_to: update`, the
 default); in the authors' code the selection counts for the shares alone (`weights`), and their value is 0.1. Of equal
 variances those with the lower index are selected.""",
+    use="""For three models or more that were fine-tuned from one base on different data, as in FuseChat. With two
+models the variance is half the squared difference, and selection prefers what one model alone changed.""",
+    passes="Two with `select_topk: 1`: energies, then the result. Else four, or six when the guess of the threshold fails.",
     source="Wan et al. 2024, FuseChat, section 3.3, https://arxiv.org/abs/2408.07990",
     formula="cᵢ = Σ_{selected} δᵢ² / Σᵢ Σ_{selected} δᵢ²;  s = sign(Σ δᵢ);  out = base + Σ_{agree} cᵢδᵢ / Σ_{agree} cᵢ",
     parameters=(

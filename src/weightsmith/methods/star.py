@@ -44,6 +44,8 @@ METHOD = Method(
 of its singular values, and are scaled up so that the sum is what it was; then the models are averaged. The spectral
 counterpart of ties' trimming, without an election. Embeddings, norms, biases and routers take the mean of the deltas. Published
 for Flan-T5, Mistral and Llama-3 fine-tunes, with modest gains over ties. Takes torch.""",
+    use="For deltas with noise in their small singular values. Tested by its authors on Flan-T5, Mistral and Llama-3B.",
+    passes="Two: every matrix is read whole, decomposed, then written.",
     source="Lee et al. 2025, STAR: Spectral Truncation and Rescale for Model Merging, section 3, https://arxiv.org/abs/2502.10339",
     formula="out = base + λ/N Σ (sum Sᵢ / sum Kᵢ) Uᵢ diag(Kᵢ) Vᵢᵀ,  wᵢδᵢ = Uᵢ diag(Sᵢ) Vᵢᵀ, Kᵢ the leading part of Sᵢ",
     parameters=(

@@ -60,6 +60,10 @@ METHOD = Method(
 `scope`, `density`), what makes up for the rest (`rescale`), who decides the sign (`elect`), and how the models are
 put together (`combine`). task_arithmetic is the defaults; ties is `{sparsify: magnitude, elect: sum, combine: mean}`.
 With `elect: count` each model has one vote, whatever its weight.""",
+    use="""To try what no named method does: `elect: count`, groups with an election, thresholds by row. For recipes
+that others should recognise, use the named method.""",
+    passes="""By its axes: one to apply, one for thresholds of a tensor, one for `rescale: l1`, one over all tensors for
+`scope: model`.""",
     source="after Ilharco et al. 2022 (https://arxiv.org/abs/2212.04089) and the pages of the methods it covers",
     formula="out = base + λ combineᵢ( elect( wᵢ · rescale( sparsify(Wᵢ - base) ) ) )",
     parameters=(

@@ -22,6 +22,11 @@ METHOD = Method(
 of their weighted deltas (zero elects +), and averages only those that agree. Exactly ⌊density · n⌋ elements of each
 tensor are kept (at least one); of equal magnitudes those with the lower flat index. `density: 1`, the default, trims
 nothing. The paper ranks the deltas of the whole model: `scope: model`, with `density: 0.2`.""",
+    use="""For two to five fine-tunes of one base with different skills, with densities from 0.2 to 0.5. On language
+models trimming to a tenth or a fifth at full strength made merges worse than the base
+(https://arxiv.org/abs/2511.21437): compare with task_arithmetic, and look at the distance from the base on the card.""",
+    passes="""Two, up to four when the guess of a threshold fails; one with `density: 1`. With `scope: model` one more,
+over all tensors, before the merge, and with `scope: row` one.""",
     source="Yadav et al. 2023, TIES-Merging, section 3, https://arxiv.org/abs/2306.01708; thresholds by tensor, the default, as in mergekit",
     formula="δᵢ = trim(Wᵢ - base);  s = sign(Σ wᵢδᵢ);  out = base + λ Σ_{agree} wᵢδᵢ / Σ_{agree} wᵢ",
     parameters=(WEIGHT, DENSITY, SCOPE, normalize(True), rescale("none"), LAMBDA, INT8_MASK),
