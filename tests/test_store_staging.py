@@ -199,8 +199,9 @@ def test_only_a_checkpoint_is_overwritten(out: Path, make: Callable[[Path], None
         ("~", "home folder"),
         (".", "current folder"),
         ("..", "it is, or holds, your home"),
-        ("missing/out", "mkdir -p"),
         ("file/out", "is a file"),
+        ("file/missing/out", "file is a file"),
+        ("nowhere/out", "nowhere is a symbolic link to gone, which does not exist"),
         ("link", "symbolic link"),
         ("x" * 300, "too long"),
         ("", "not a path"),
@@ -217,11 +218,28 @@ def test_odd_outputs_are_refused(
     monkeypatch.chdir(tmp_path / "work")
     Path("file").write_text("x")
     Path("link").symlink_to(tmp_path)
+    Path("nowhere").symlink_to("gone")
     before = sorted(p.name for p in tmp_path.rglob("*"))
     with pytest.raises(StoreError) as caught:
         Staging.open(path.replace("~", str(tmp_path / "home")), layout(), "plan", overwrite=overwrite)
     assert words in str(caught.value)
     assert sorted(p.name for p in tmp_path.rglob("*")) == before
+
+
+def test_folders_on_the_way_are_made_when_the_staging_begins_and_stay(tmp_path: Path) -> None:
+    out = tmp_path / "runs" / "today" / "out"
+    with Staging.open(out, layout(), "plan") as staging:
+        assert out.parent.is_dir()
+        put(staging, NAMES[:1])
+        staging.discard()
+    assert list(out.parent.iterdir()) == []
+    assert build(out) == out
+    assert [p.name for p in out.parent.iterdir()] == ["out"]
+
+
+def test_folders_on_the_way_are_made_by_nothing_but_staging(tmp_path: Path) -> None:
+    assert staged_plan(tmp_path / "runs" / "out") == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

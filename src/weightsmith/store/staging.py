@@ -100,7 +100,8 @@ class Staging:
     ) -> Staging:
         """Make the staging folder, or take up the one of an interrupted run; reserve all space; write the headers.
 
-        out        the final folder: new, empty, or (with `overwrite`) a checkpoint that `publish` will replace
+        out        the final folder: new, empty, or (with `overwrite`) a checkpoint that `publish` will replace; folders on
+                   the way to it are made, and stay whatever happens
         resume     False discards what an earlier run left
         threads, progress   of re-reading the finished tensors; progress(bytes done, bytes in all)
 
@@ -125,6 +126,7 @@ class Staging:
 
     def _open(self, resume: bool, threads: int, progress: Progress | None) -> None:
         entries = Entries()
+        self.out.parent.mkdir(parents=True, exist_ok=True)
         if self.folder.exists():
             self._take_lock()
             entries = self._recover()

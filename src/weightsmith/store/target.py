@@ -15,7 +15,10 @@ _SHOWN = 6  # names of an existing folder that a message lists
 
 
 def check_out(out: str | os.PathLike[str]) -> Path:
-    """The absolute path of the output folder, refused where a folder cannot be made. Changes nothing."""
+    """The absolute path of the output folder, refused where a folder cannot be made. Changes nothing.
+
+    Folders on the way to it need not exist: `Staging.open` makes them.
+    """
     given = os.fspath(out)
     if not given or "\0" in given:
         raise StoreError(f"{given!r} is not a path", where="output folder", state=NOTHING_WRITTEN)
@@ -34,8 +37,11 @@ def _check_place(path: Path) -> None:
     if reason:
         raise _refused(path, reason, "name a new folder")
     parent = path.parent
-    if not parent.exists():
-        raise _refused(path, f"its parent folder {parent} does not exist", f"make it first: mkdir -p {parent}")
+    while not parent.exists():
+        if parent.is_symlink():
+            reason = f"{parent} is a symbolic link to {parent.readlink()}, which does not exist"
+            raise _refused(path, reason, "make that folder, or remove the link")
+        parent = parent.parent
     if not parent.is_dir():
         raise _refused(path, f"{parent} is a file, not a folder", "name a folder inside a folder")
     if path.exists() and not path.is_dir():
