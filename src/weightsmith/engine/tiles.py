@@ -11,7 +11,11 @@ from weightsmith.tensors import DType
 TILE_BYTES = 1 << 20
 """Of each input. Long enough that a call costs nothing beside its work, short enough to stay near the cache."""
 
-MIN_TILE_BYTES = 64 << 10
+INPUTS_BYTES = 8 << 20
+"""Of all inputs of a tile together: with more than eight of them each has less, and thirty take no more memory than eight."""
+
+MIN_TILE_BYTES = 128 << 10
+"""A grain of a 16-bit tensor: no tile is smaller."""
 
 KERNEL_BYTES = 8 << 20
 """A thread's scratch beside its tiles: rows, sums and two histograms."""
@@ -51,13 +55,14 @@ def cut(size: int, grain: int, grains: int) -> list[Cut]:
 def fit_tile_bytes(max_memory_bytes: int | None, threads: int, inputs: int) -> int:
     """Bytes of one input in a tile so that all threads together stay within the memory given.
 
-    Raises ParameterError when not even tiles of 64 KiB fit.
+    Raises ParameterError when not even tiles of 128 KiB fit.
 
-    >>> fit_tile_bytes(None, 2, 3) == TILE_BYTES
-    True
+    >>> fit_tile_bytes(None, 2, 3) == TILE_BYTES, fit_tile_bytes(None, 2, 32) == TILE_BYTES // 4
+    (True, True)
     """
+    wanted = max(MIN_TILE_BYTES, min(TILE_BYTES, INPUTS_BYTES // max(1, inputs)))
     if max_memory_bytes is None:
-        return TILE_BYTES
+        return wanted
     left = max_memory_bytes - RESIDENT_BYTES - threads * KERNEL_BYTES
     tile_bytes = left // (threads * (inputs + 1))
     if tile_bytes < MIN_TILE_BYTES:
@@ -68,7 +73,7 @@ def fit_tile_bytes(max_memory_bytes: int | None, threads: int, inputs: int) -> i
             fix="allow more memory, or use fewer threads",
             state=NOTHING_WRITTEN,
         )
-    return min(TILE_BYTES, tile_bytes)
+    return min(wanted, tile_bytes)
 
 
 def fit_resident_bytes(max_memory_bytes: int | None, threads: int, inputs: int, default: int) -> int:
