@@ -142,10 +142,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current folder with the models, as `fr` and as `models/fr`."""
+    """A current folder with the models, as `fr` and as `models/fr`, and three of them as a run's checkpoints."""
     (tmp_path / "models").symlink_to(models)
     for model in models.iterdir():
         (tmp_path / model.name).symlink_to(model)
+    (tmp_path / "run").mkdir()
+    for step, name in ((800, "fr"), (900, "de"), (1000, "py")):
+        (tmp_path / "run" / f"checkpoint-{step}").symlink_to(models / name)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -202,6 +202,9 @@ parameters:
         ("rescale", None): ("none", "default"),
         ("lambda", None): (0.5, f"{recipe}:14:11"),
         ("int8_mask", None): (False, "default"),
+        ("scope", None): ("tensor", "default"),
+        ("norm_match", None): ("none", "default"),
+        ("delta_scale", None): (1.0, "default"),
         ("weight", 1): (0.25, f"{recipe}:8:18"),  # a third of the way
         ("density", 1): (1.0, "default"),
         ("weight", 2): (2.0, f"{recipe}:13:11"),

@@ -305,7 +305,7 @@ ONLY_ONE = "SyntaxProblem: r.yml:3:1: exactly one of models, slices or modules i
             "merge_method: linear\nmodels:\n- parameters: {weight: 1}\n",
             [
                 "SyntaxProblem: r.yml:3:3: the key 'model' is missing in an entry of 'models'\n"
-                "  -> Add model. The model: `path_or_hub_id[@revision]`."
+                "  -> Add model. The model: `path_or_hub_id[@revision]`; or a pattern, for all folders that match."
             ],
         ),
         (

@@ -103,6 +103,9 @@ ACCEPTED = [
     "merge_method: linear\nmodels: [{model: a, parameters: {weight: []}}]\n",
     "merge_method: linear\nmodels: [{model: a, parameters: {weight: 1e-5}}]\n",
     "merge_method: linear\nmodels: [{model: a, parameters: {weight: {value: 1, filter: ~}}}]\n",
+    "merge_method: linear\nmodels: [{model: ./run/checkpoint-*, parameters: {weight: {ema: 0.9}}}]\n",
+    "merge_method: linear\nmodels: [{model: './[ab]?'}]\nparameters: {weight: {lawa: 5}}\n",
+    "merge_method: linear\nmodels: [{model: a}]\nparameters: {weight: [{filter: m, value: {wsm: 1-sqrt}}, {value: 1}]}\n",
     "merge_method: ties\nmodels: [{model: a}]\nparameters: {normalize: [true, false], rescale: true}\n",
     "merge_method: ties\nmodels: [{model: a}]\nparameters: {rescale: [{filter: m, value: [none, l1]}, {value: l1}]}\n",
     "merge_method: passthrough\nslices: [{sources: [{model: a, layer_range: [0, 8]}], residual_weight: 1}]\n",
@@ -129,6 +132,12 @@ REFUSED = [
     "merge_method: linear\nmodels: [{model: a, parameters: {weight: [[1]]}}]\n",
     "merge_method: linear\nmodels: [{model: a, parameters: {weight: {mlp: 1}}}]\n",
     "merge_method: linear\nmodels: [{model: a, parameters: {weight: [1, {value: 1}]}}]\n",
+    "merge_method: linear\nmodels: [{model: a}]\nparameters: {weight: {ema: 1}}\n",
+    "merge_method: linear\nmodels: [{model: a}]\nparameters: {weight: {lawa: 0.5}}\n",
+    "merge_method: linear\nmodels: [{model: a}]\nparameters: {weight: {wsm: square}}\n",
+    "merge_method: linear\nmodels: [{model: a}]\nparameters: {weight: {ema: 0.9, lawa: 5}}\n",
+    "merge_method: linear\nmodels: [{model: a}]\nparameters: {weight: {ema: }}\n",
+    "merge_method: linear\nmodels: [{model: a}]\nparameters: {weight: [{ema: 0.9}]}\n",
     "merge_method: linear\nmodels: [{model: a, parameters: {weight: }}]\n",
     "merge_method: linear\nmodules: {m: {}}\n",
     "merge_method: linear\nmodules: {}\n",
@@ -146,6 +155,7 @@ METHOD_DEPENDENT = [
     "merge_method: slerp\nmodels: [{model: a}]\nparameters: {t: middle}\n",
     "merge_method: ties\nmodels: [{model: a}]\nparameters: {rescale: l2}\n",
     "merge_method: ties\nmodels: [{model: a}]\nparameters: {nosuch: 1}\n",
+    "merge_method: ties\nmodels: [{model: a}]\nparameters: {density: {ema: 0.9}}\n",
 ]
 
 
@@ -171,7 +181,7 @@ def test_the_schema_also_knows_the_methods_and_their_parameters(validator: Any, 
 def test_every_key_has_a_description_and_every_mapping_refuses_strangers() -> None:
     made = schema(METHODS)
     levels = [made, *(d for name, d in made["$defs"].items() if not name.startswith("setting_"))]
-    assert len(levels) == 9
+    assert len(levels) == 10
     for level in levels:
         assert level["additionalProperties"] is False
         assert all(p["description"] for p in level["properties"].values())

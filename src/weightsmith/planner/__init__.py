@@ -4,6 +4,7 @@ steps.py       the Plan: output tensors, each with its op, inputs, parameters an
 blocks.py      `models`, `slices` and `modules` in one form: runs of output layers and their inputs
 parameters.py  what each parameter is for each tensor and model, and where the recipe says so
 audit.py       parameters that are unknown, misplaced, wrong or missing, whatever the models hold
+patterns.py    the folders that a pattern such as `./run/checkpoint-*` stands for
 inputs.py      the models, opened
 donor.py       which of them gives config and tokenizer
 vocabulary.py  embeddings and heads, tied or not

@@ -8,7 +8,7 @@ from weightsmith.errors import Finding, ParameterError, UnknownName, Weightsmith
 from weightsmith.methods.base import Method, Parameter
 from weightsmith.planner.blocks import Block, Feed
 from weightsmith.planner.parameters import coerce
-from weightsmith.recipe import HARMLESS, Entry, Parameters, Setting
+from weightsmith.recipe import HARMLESS, SCHEDULED, Entry, Parameters, Schedule, Setting
 
 
 class Audit:
@@ -36,6 +36,7 @@ class Audit:
                 self._level(feed.parameters, "base" if block.base and k == 0 else "model")
             for level in block.levels:
                 self._level(level, "")
+            self._schedules(block)
         self._missing(blocks)
 
     def _level(self, settings: Parameters, place: str) -> None:
@@ -82,6 +83,10 @@ class Audit:
 
     def _values(self, parameter: Parameter, setting: Setting) -> None:
         for entry in setting.entries:
+            if isinstance(entry.value, Schedule):
+                if parameter.name != SCHEDULED or parameter.scope != "model":
+                    self._wrong(entry, f"{parameter.name} takes no schedule: that is for the weights of models")
+                continue
             for value in entry.value if isinstance(entry.value, tuple) else (entry.value,):
                 try:
                     coerce(parameter, value)
@@ -89,6 +94,37 @@ class Audit:
                     self.wrong.add(id(entry))
                     self.problems.append(wrong_value(parameter, error, value, entry))
                     break
+
+    def _schedules(self, block: Block) -> None:
+        """Check that the schedules a block can see have models to spread over."""
+        parameter = self._known.get(SCHEDULED)
+        if parameter is None or parameter.scope != "model":
+            return
+        feeds = block.feeds[1 if block.base else 0 :]
+        for feed in feeds:
+            for entry in _scheduled(feed.parameters):
+                if feed.matched is None:
+                    fix = "write it under 'parameters:' at the top level, where it spreads over all models, oldest first"
+                    self._wrong(entry, "a schedule spreads over the models of a pattern, and this entry is one model", fix)
+                else:
+                    self._spread(entry, feed.matched[1])
+        for entry in (e for level in block.levels for e in _scheduled(level)):
+            if any(f.appended for f in feeds):
+                what = f"the base_model counts as one more input of {self.method.name}, and it has no place in the schedule"
+                self._wrong(entry, what, "list it under 'models' where it belongs in the run, or remove base_model")
+            else:
+                self._spread(entry, len(feeds))
+
+    def _spread(self, entry: Entry, count: int) -> None:
+        assert isinstance(entry.value, Schedule)
+        try:
+            entry.value.weights(count)
+        except ValueError as error:
+            self._wrong(entry, str(error))
+
+    def _wrong(self, entry: Entry, what: str, fix: str = "") -> None:
+        self.wrong.add(id(entry))
+        self.problems.append(ParameterError(what, where=entry.where, fix=fix))
 
     def _missing(self, blocks: Sequence[Block]) -> None:
         """Required parameters that no level gives at all (one that its filters leave out shows tensor by tensor)."""
@@ -126,6 +162,12 @@ class Audit:
                 fix=f"add 'parameters: {{{parameter.name}: 0.5}}' {place}",
             )
         )
+
+
+def _scheduled(parameters: Parameters) -> list[Entry]:
+    """The schedules that a `parameters:` block gives for the weight."""
+    setting = parameters.get(SCHEDULED)
+    return [e for e in setting.entries if isinstance(e.value, Schedule)] if setting is not None else []
 
 
 def wrong_value(parameter: Parameter, error: ValueError, value: object, entry: Entry) -> ParameterError:

@@ -6,7 +6,7 @@ A `Block` is a run of output layers made from the same inputs; `models` is one b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weightsmith.errors import Finding, LayerError, MismatchError, ParameterError, WeightsmithError
 from weightsmith.methods.base import Method
@@ -24,6 +24,7 @@ class Feed:
     where       position in the recipe
     range_where position of its layer_range, "" when it has none
     appended    not listed by the user: the base model, which counts as one of `models`
+    matched     of an entry that a pattern stood for: the number of this match, oldest first, and how many there are
     """
 
     model: int
@@ -33,6 +34,7 @@ class Feed:
     where: str
     range_where: str = ""
     appended: bool = False
+    matched: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ class BlockMaker:
 
     def _whole(self, inputs: Sequence[Input], levels: tuple[Parameters, ...], where: str) -> Block:
         base = self.recipe.base_model
-        feeds = [Feed(self.models[i.model], 0, None, i.parameters, i.where) for i in inputs]
+        feeds = [Feed(self.models[i.model], 0, None, i.parameters, i.where, matched=i.matched) for i in inputs]
         if base is not None and all(f.model != self.models[base] for f in feeds):
             feeds.append(Feed(self.models[base], 0, None, {}, base.where, appended=True))
         return self._block(feeds, base, None, levels, where)
@@ -103,7 +105,8 @@ class BlockMaker:
         feeds, lengths = [], []
         for source in s.sources:
             start, end = source.layer_range or (0, 0)
-            feeds.append(Feed(self.models[source.model], start, end, source.parameters, source.where, source.range_where))
+            feed = Feed(self.models[source.model], start, end, source.parameters, source.where, source.range_where)
+            feeds.append(replace(feed, matched=source.matched))
             lengths.append(end - start)
         before = len(self.problems)
         if len(set(lengths)) > 1:

@@ -28,6 +28,7 @@ from weightsmith.planner.inputs import analyse_all, at, number_models, open_mode
 from weightsmith.planner.match import ModelNames
 from weightsmith.planner.outputs import Models, Origins, Outputs
 from weightsmith.planner.parameters import Origin, Resolver
+from weightsmith.planner.patterns import match_patterns
 from weightsmith.planner.placement import Placement, Placer
 from weightsmith.planner.steps import ModelInput, Plan, Step
 from weightsmith.recipe import Recipe
@@ -162,12 +163,17 @@ class _Planner:
         self.recipe = recipe
         self.problems = list(problems)
         self.method = self._method(find_method)
-        self.warnings = list(recipe.findings)
+        base = recipe.base_model if self.method is not None and self.method.base != "input" else None
+        self.recipe, self.unmatched, found = match_patterns(recipe, base)
+        self.warnings = [*recipe.findings, *found]
         self.asked = out_dtype or recipe.out_dtype or recipe.dtype
-        self.models, self.refs = number_models(recipe)
+        self.models, self.refs = number_models(self.recipe)
         self.labels = [str(ref) for ref in self.refs]
 
     def prepare(self, stack: ExitStack, max_shard_bytes: int, seed: int, *, lenient: bool) -> Prepared:
+        if self.unmatched:
+            self.problems += self.unmatched
+            raise self._refusal()
         method = self.method
         parts, audit = self._parts(method, lenient=lenient) if method is not None else ([], None)
         opened, found = open_models(self.refs, stack)

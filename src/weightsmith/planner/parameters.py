@@ -14,7 +14,7 @@ from weightsmith.errors import Finding, ParameterError, WeightsmithError, neares
 from weightsmith.methods.base import Method, Parameter, Value
 from weightsmith.planner.blocks import Block
 from weightsmith.planner.steps import Settings
-from weightsmith.recipe import Entry, Parameters, Scalar, Setting, numeric
+from weightsmith.recipe import Entry, Parameters, Scalar, Schedule, Setting, numeric
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +59,29 @@ def coerce(parameter: Parameter, value: Scalar) -> Value:
     return int(number) if parameter.kind == "int" else float(number)
 
 
+Place = tuple[int, int]
+"""A number among so many, counted from 0."""
+
+
 class Lookup:
-    """One parameter of one feed (or of the tensor), with the levels at which it may be given."""
+    """One parameter of one feed (or of the tensor), with the levels at which it may be given.
 
-    __slots__ = ("constant", "parameter", "settings")
+    places  for each level the feed's place among those over which a schedule written there spreads, and how many they are
+    """
 
-    def __init__(self, parameter: Parameter, levels: Sequence[Parameters]) -> None:
+    __slots__ = ("_places", "constant", "parameter", "settings")
+
+    def __init__(self, parameter: Parameter, levels: Sequence[Parameters], places: Sequence[Place] = ()) -> None:
         self.parameter = parameter
         self.settings: tuple[Setting, ...] = tuple(level[parameter.name] for level in levels if parameter.name in level)
+        self._places = {id(level.get(parameter.name)): place for level, place in zip(levels, places, strict=False)}
         self.constant: tuple[Scalar | None, Entry | None] | None = None
         if not self.settings:
             self.constant = None, None
         else:
             entry = self.settings[0].entries[0] if self.settings[0].entries else None
             if entry is not None and entry.filter in (None, "*") and not isinstance(entry.value, tuple):
-                self.constant = entry.value, entry
+                self.constant = self._plain(entry.value, self.settings[0]), entry
 
     def find(self, name: str, t: float) -> tuple[Scalar | None, Entry | None]:
         """Value and entry for a tensor; (None, None) when no level says anything."""
@@ -82,8 +90,19 @@ class Lookup:
         for setting in self.settings:
             found = setting.at(name, t)
             if found is not None:
-                return found
+                return self._plain(found[0], setting), found[1]
         return None, None
+
+    def _plain(self, value: Scalar | Schedule | tuple[Scalar, ...], setting: Setting) -> Scalar | None:
+        """A schedule's weight for this feed, any other value as it is; None for a schedule that has been refused."""
+        assert not isinstance(value, tuple)
+        if not isinstance(value, Schedule):
+            return value
+        place, count = self._places.get(id(setting), (0, 0))
+        try:
+            return value.weights(count)[place] if count else None
+        except ValueError:
+            return None
 
 
 class Resolver:
@@ -112,10 +131,11 @@ class Resolver:
         found = self._lookups.get(id(block))
         if found is None:
             shared = [Lookup(p, block.levels) for p in self._shared]
-            own = [
-                [] if block.base and k == 0 else [Lookup(p, (feed.parameters, *block.levels)) for p in self._own]
-                for k, feed in enumerate(block.feeds)
-            ]
+            first = 1 if block.base else 0
+            own: list[list[Lookup]] = [[]] * first
+            for k, feed in enumerate(block.feeds[first:]):
+                places = [feed.matched or (0, 1), *[(k, len(block.feeds) - first)] * len(block.levels)]
+                own.append([Lookup(p, (feed.parameters, *block.levels), places) for p in self._own])
             found = self._lookups[id(block)] = shared, own
             self._kept.append(block)
         return found
@@ -165,7 +185,7 @@ class Resolver:
         parameter = lookup.parameter
         if value is None:
             # A parameter that no level gives at all has been reported, with the place where it belongs.
-            if parameter.required and lookup.settings and not any(s.reported for s in lookup.settings):
+            if entry is None and parameter.required and lookup.settings and not any(s.reported for s in lookup.settings):
                 self._missing.setdefault((parameter.name, model), (lookup, name))
             return parameter.default
         self._used.add(id(entry))

@@ -15,6 +15,8 @@ from weightsmith.recipe.records import Module as Module
 from weightsmith.recipe.records import Parameters as Parameters
 from weightsmith.recipe.records import Recipe as Recipe
 from weightsmith.recipe.records import Slice as Slice
+from weightsmith.recipe.schedules import SCHEDULED as SCHEDULED
+from weightsmith.recipe.schedules import Schedule as Schedule
 from weightsmith.recipe.schema import MethodFacts as MethodFacts
 from weightsmith.recipe.schema import ParameterFacts as ParameterFacts
 from weightsmith.recipe.schema import schema as schema

@@ -16,7 +16,10 @@ Kind = Literal[
     "path",  # inside a model reference: text, or a mapping of the level PATH
     "layer_range",  # [first, one past the last]
     "parameters",  # parameter name -> value forms
-    "value",  # inside a value form: a scalar or a list of scalars
+    "value",  # inside a value form: a scalar, a list of scalars, or a mapping of the level SCHEDULE
+    "share",  # inside a schedule: a number from 0 to below 1
+    "count",  # inside a schedule: a whole number from 1 on
+    "decay",  # inside a schedule: the name of a learning rate curve
     "list",  # a list of mappings of the level `of`
     "named",  # a mapping of names to mappings of the level `of`
     "refused",  # mergekit has it, weightsmith does not yet: an error, never ignored
@@ -87,17 +90,31 @@ CONDITION = Level(
     "A value for the tensors whose name holds `filter`; the first that fits counts.",
     (
         Key("filter", "text", "Part of a tensor name, case-sensitive; `*` or none: every tensor."),
-        Key("value", "value", "A scalar, or a list: a gradient over the layers of the slice.", required=True),
+        Key("value", "value", "A scalar, a list (a gradient over the layers of the slice), or a schedule.", required=True),
     ),
 )
 
-_MODEL = Key("model", "model", "The model: `path_or_hub_id[@revision]`.", required=True)
+SCHEDULE = Level(
+    "schedule",
+    "in a schedule of weights",
+    "Weights over the checkpoints of a run, oldest first.",
+    (
+        Key("ema", "share", "Exponential moving average: the part of the average that each checkpoint leaves standing."),
+        Key("lawa", "count", "The mean of so many checkpoints, the last ones."),
+        Key("wsm", "decay", "The learning rate curve whose effect the mean is to have."),
+    ),
+    one_of=("ema", "lawa", "wsm"),
+)
+
+_MODEL = Key(
+    "model", "model", "The model: `path_or_hub_id[@revision]`; or a pattern, for all folders that match.", required=True
+)
 _BASE = Key("base_model", "model", "The base of this slice; the recipe's `base_model` otherwise.")
 
 INPUT = Level(
     "input",
     "in an entry of 'models'",
-    "One model of the merge, whole.",
+    "One model of the merge, whole, or all that a pattern matches.",
     (_MODEL, Key("parameters", "parameters", "Parameters of this model alone; they win over all others.")),
 )
 
@@ -156,5 +173,5 @@ RECIPE = Level(
     one_of=("models", "slices", "modules"),
 )
 
-LEVELS = (RECIPE, INPUT, SLICE, SOURCE, MODULE, REFERENCE, PATH, CONDITION)
+LEVELS = (RECIPE, INPUT, SLICE, SOURCE, MODULE, REFERENCE, PATH, CONDITION, SCHEDULE)
 """Every kind of mapping, outermost first."""

@@ -37,13 +37,17 @@ class ModelRef:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An entry of `models` (no layer_range) or of `sources` (layers first, one past the last)."""
+    """An entry of `models` (no layer_range) or of `sources` (layers first, one past the last).
+
+    matched  of an entry that a pattern stood for: the number of this match, oldest first, and how many there are
+    """
 
     model: ModelRef
     layer_range: tuple[int, int] | None
     parameters: Parameters
     where: str
     range_where: str = ""
+    matched: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

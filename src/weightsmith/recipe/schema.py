@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
-from weightsmith.recipe.grammar import CONDITION, INPUT, LEVELS, PATH, RECIPE, REFERENCE, SOURCE, Key, Level
+from weightsmith.recipe.grammar import CONDITION, INPUT, LEVELS, PATH, RECIPE, REFERENCE, SCHEDULE, SOURCE, Key, Level
+from weightsmith.recipe.schedules import DECAYS, SCHEDULED
 from weightsmith.recipe.single import DTYPE_NAMES
 
 _REFERENCE_PATTERN = r"^[^+@]+(@[^+@]+)?$"
@@ -109,6 +110,12 @@ def _value(key: Key, level: Level, methods: Sequence[MethodFacts]) -> dict[str, 
         return {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 2, "maxItems": 2}
     if key.kind == "parameters":
         return {"$ref": "#/$defs/model_parameters" if level in (INPUT, SOURCE) else "#/$defs/parameters"}
+    if key.kind == "share":
+        return {"type": "number", "minimum": 0, "exclusiveMaximum": 1}
+    if key.kind == "count":
+        return {"type": "integer", "minimum": 1}
+    if key.kind == "decay":
+        return {"enum": list(DECAYS)}
     if key.kind == "unused":
         return {}
     if key.kind == "refused":
@@ -132,25 +139,27 @@ def _parameters(uses: dict[str, list[tuple[str, ParameterFacts]]]) -> dict[str, 
 
 
 def _setting(name: str, parameters: Sequence[ParameterFacts]) -> dict[str, Any]:
-    """All the forms of one parameter: a scalar, a gradient, a value with a filter, a list of those."""
+    """All the forms of one parameter: a scalar, a gradient, a schedule, a value with a filter, a list of those."""
     scalars: list[dict[str, Any]] = []
     for parameter in parameters:
         scalars += [s for s in _scalars(parameter) if s not in scalars]
     scalar = scalars[0] if len(scalars) == 1 else {"anyOf": scalars}
+    scheduled = name == SCHEDULED and any(p.scope == "model" for p in parameters)
+    schedules = [{"$ref": f"#/$defs/{SCHEDULE.name}"}] if scheduled else []
     docs = {key.name: key.doc for key in CONDITION.keys}
     condition = {
         "type": "object",
         "description": CONDITION.doc,
         "properties": {
             "filter": {"type": ["string", "null"], "description": docs["filter"]},
-            "value": {"anyOf": [scalar, {"type": "array", "items": scalar}], "description": docs["value"]},
+            "value": {"anyOf": [scalar, {"type": "array", "items": scalar}, *schedules], "description": docs["value"]},
         },
         "patternProperties": _OWN_KEYS,
         "required": ["value"],
         "additionalProperties": False,
     }
     lists = {"type": "array", "anyOf": [{"items": scalar}, {"items": condition}]}
-    return {"anyOf": [scalar, condition, lists]}
+    return {"anyOf": [scalar, condition, lists, *schedules]}
 
 
 def _scalars(parameter: ParameterFacts) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from weightsmith.recipe.grammar import Key
 from weightsmith.recipe.misuse import Misuse
 from weightsmith.recipe.nodes import Node, Pair, Scalar, describe, float_of, short
 from weightsmith.recipe.report import Report
+from weightsmith.recipe.schedules import DECAYS
 from weightsmith.recipe.values import numeric
 from weightsmith.tensors import BY_TORCH_NAME, DType
 
@@ -102,6 +103,42 @@ def read_value(pair: Pair, key: Key, report: Report) -> Scalar | tuple[Scalar, .
         number = number if "." in number else number.replace("e", ".0e")  # YAML 1.1 reads 1e-05 as text
         report.misused(Misuse(what, f"Write the number {number}, without quotes.", ParameterError), node.where)
     return kept
+
+
+def read_share(pair: Pair, key: Key, report: Report) -> float | None:
+    """A number from 0 to below 1."""
+    value = _number(pair)
+    if value is not None and 0 <= value < 1:
+        return float(value)
+    what = f"{key.name!r} takes a number from 0 to below 1, not {describe(pair.value)}"
+    report.problem(what, pair.value.where, "0.9 keeps nine tenths of the average at each step.", ParameterError)
+    return None
+
+
+def read_count(pair: Pair, key: Key, report: Report) -> int | None:
+    """A whole number from 1 on."""
+    value = _number(pair)
+    if value is not None and value >= 1 and value == int(value):
+        return int(value)
+    what = f"{key.name!r} takes a whole number from 1 on, not {describe(pair.value)}"
+    report.problem(what, pair.value.where, "It is how many of the last checkpoints are averaged.", ParameterError)
+    return None
+
+
+def read_decay(pair: Pair, key: Key, report: Report) -> str | None:
+    """The name of a learning rate curve."""
+    value = pair.value.value
+    if isinstance(value, str) and value in DECAYS:
+        return value
+    hint = nearest(value, list(DECAYS)) if isinstance(value, str) else ""
+    what = f"{key.name!r} takes a learning rate curve, not {describe(pair.value)}{hint}"
+    report.problem(what, pair.value.where, f"Write one of {', '.join(DECAYS)}.", ParameterError)
+    return None
+
+
+def _number(pair: Pair) -> int | float | None:
+    value = pair.value.value
+    return numeric(value) if isinstance(value, bool | int | float | str) else None
 
 
 def _scalar(node: Node, name: str, report: Report) -> Scalar | None:

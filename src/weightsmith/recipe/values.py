@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from weightsmith.recipe.nodes import Scalar
+from weightsmith.recipe.schedules import Schedule
 
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
@@ -57,13 +58,13 @@ def gradient(values: Sequence[Scalar], t: float) -> Scalar | None:
 class Entry:
     """One value of a parameter, with the filter it holds for.
 
-    value         a scalar, or a tuple of scalars: a gradient
+    value         a scalar, a tuple of scalars: a gradient, or a schedule of weights
     filter        part of a tensor name; None or `*`: every tensor
     where         position of the value
     filter_where  position of the filter, "" when there is none
     """
 
-    value: Scalar | tuple[Scalar, ...]
+    value: Scalar | tuple[Scalar, ...] | Schedule
     filter: str | None
     where: str
     filter_where: str = ""
@@ -90,7 +91,7 @@ class Setting:
         """True when the value was wrong and its problem is in the list of problems."""
         return not self.entries
 
-    def at(self, name: str, t: float) -> tuple[Scalar, Entry] | None:
+    def at(self, name: str, t: float) -> tuple[Scalar | Schedule, Entry] | None:
         """The value for a tensor and the entry it came from; None when no filter fits, or the list that fits is empty.
 
         name  tensor name the filters look at; plain case-sensitive substrings: `layers.1` also fits `layers.10`
@@ -117,9 +118,9 @@ class _Rule:
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
         self.part = "" if entry.filter in (None, "*") else str(entry.filter)  # "" is part of every name
-        self.known: dict[float, tuple[Scalar, Entry] | None] = {}
+        self.known: dict[float, tuple[Scalar | Schedule, Entry] | None] = {}
 
-    def evaluate(self, t: float) -> tuple[Scalar, Entry] | None:
+    def evaluate(self, t: float) -> tuple[Scalar | Schedule, Entry] | None:
         entry = self.entry
         value = gradient(entry.value, t) if isinstance(entry.value, tuple) else entry.value
         found = None if value is None else (value, entry)

@@ -9,16 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from weightsmith.errors import ParameterError, Unsupported, WeightsmithError
-from weightsmith.recipe.grammar import CONDITION, PATH, RECIPE, REFERENCE, Key, Level
+from weightsmith.recipe.grammar import CONDITION, PATH, RECIPE, REFERENCE, SCHEDULE, Key, Level
 from weightsmith.recipe.misuse import HARMLESS, REFUSED, RETIRED, UNUSED, Misuse, elsewhere, explain
 from weightsmith.recipe.nodes import Document, Node, Pair, describe, short
 from weightsmith.recipe.records import Input, ModelRef, Module, Recipe, Slice
 from weightsmith.recipe.references import parse_path, parse_reference
 from weightsmith.recipe.report import Report
-from weightsmith.recipe.single import read_dtype, read_layer_range, read_text, read_value
+from weightsmith.recipe.schedules import Rule, Schedule
+from weightsmith.recipe.single import (
+    read_count,
+    read_decay,
+    read_dtype,
+    read_layer_range,
+    read_share,
+    read_text,
+    read_value,
+)
 from weightsmith.recipe.values import Entry, Setting
 from weightsmith.recipe.yaml import read_yaml
 
@@ -75,7 +84,10 @@ class _Walk:
             "path": self.path,
             "layer_range": partial(read_layer_range, report=report),
             "parameters": self.parameters,
-            "value": partial(read_value, report=report),
+            "value": self.value,
+            "share": partial(read_share, report=report),
+            "count": partial(read_count, report=report),
+            "decay": partial(read_decay, report=report),
             "list": self.listed,
             "named": self.named,
             "refused": self.refused,
@@ -308,6 +320,9 @@ class _Walk:
             fix = f"Write {name}: and a value, or remove the line."
             self.report.problem(f"the parameter {name!r} has no value", pair.where, fix, ParameterError)
             return ()
+        if _is_schedule(node):
+            schedule = self.schedule(node)
+            return (Entry(schedule, None, node.where),) if schedule else ()
         items = node.value if isinstance(node.value, tuple) else (node,)
         conditional = [item for item in items if isinstance(item.value, dict)]
         if conditional and len(conditional) < len(items):
@@ -326,6 +341,8 @@ class _Walk:
         if "value" not in node.value:
             what = f"a mapping here takes 'value' and 'filter', not {describe(node)}"
             fix = "Write a list of mappings: - {filter: mlp, value: 0.5}."
+            if _is_schedule(node):
+                fix = "Write - value: and the schedule behind it."
             self.report.problem(what, node.where, fix, ParameterError)
             return None
         found = self.level(node, CONDITION)
@@ -333,3 +350,22 @@ class _Walk:
             return None
         at = node.value["filter"].value.where if "filter" in found else ""
         return Entry(found["value"], found.get("filter"), node.value["value"].value.where, at)
+
+    def value(self, pair: Pair, key: Key) -> Any:
+        """The value of a condition: a scalar, a list of them, or a schedule."""
+        if _is_schedule(pair.value):
+            return self.schedule(pair.value)
+        return read_value(pair, key, self.report)
+
+    def schedule(self, node: Node) -> Schedule | None:
+        assert isinstance(node.value, dict)
+        before = len(self.report.problems)
+        found = self.level(node, SCHEDULE)
+        if not found or len(self.report.problems) > before:
+            return None
+        ((rule, setting),) = found.items()
+        return Schedule(cast(Rule, rule), setting)
+
+
+def _is_schedule(node: Node) -> bool:
+    return isinstance(node.value, dict) and any(SCHEDULE.key(name) for name in node.value)
