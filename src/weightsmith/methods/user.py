@@ -147,8 +147,6 @@ def method_of(own: OwnMethod, name: str, source: str) -> Method:
         summary=doc or "A method of the user's own.",
         use="",
         passes="One." if own.form == "block" else "Two: the first gathers the tensor in memory.",
-        use="",
-        passes="",
         source=source,
         formula=f"{called}{signature}",
         parameters=parameters,
