@@ -119,6 +119,15 @@ def test_tiles_that_begin_and_end_inside_strided_dimensions(shape: tuple[int, ..
     np.testing.assert_array_equal(got, array)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_tensors_on_a_gpu_are_read_from_there() -> None:
+    a, b = (torch.from_numpy(array) for array in fine_tunes((700, 517), 1, np.float32))
+    plain = merge_state_dicts("ties", [{"w": b}], base={"w": a}, weight=1.0, density=0.3)["w"]
+    got = merge_state_dicts("ties", [{"w": b.cuda().t().contiguous().t()}], base={"w": a.cuda()}, weight=1.0, density=0.3)["w"]
+    assert got.device.type == "cpu"
+    assert torch.equal(got, plain)
+
+
 def test_torch_in_torch_out_and_the_inputs_stay_as_they_are() -> None:
     a = {"w": torch.randn(40, 30, dtype=torch.bfloat16), "n": torch.tensor(2.0), "i": torch.arange(3), "e": torch.zeros(0, 4)}
     b = {name: tensor + 1 for name, tensor in a.items()} | {"i": a["i"]}
