@@ -142,3 +142,59 @@ def test_without_a_base_there_is_no_distance(tmp_path: Path) -> None:
     done = merge(recipe, tmp_path / "out")
     assert done.distance == ()
     assert "Distance" not in (tmp_path / "out" / "README.md").read_text()
+
+
+# ---- the spectrum
+
+
+def spectra(arrays: list[np.ndarray], shape: tuple[int, ...], folder: Path, name: str = "w", **steps: Any) -> np.ndarray:
+    """Merged delta of a sum of task vectors in float64, with a step after it."""
+    shared = GTA | steps
+    got = run_method(
+        folder, "task_arithmetic", arrays, shared=shared, models=OWN, base=True, out=DTYPES["F64"], name=name, threads=2
+    )
+    return (got - f64(arrays)[0]).reshape(shape)
+
+
+def test_the_spectrum_is_flattened_and_raised(tmp_path: Path) -> None:
+    arrays = fine_tunes((60, 90), 2, np.float64)
+    u, s, vt = np.linalg.svd(spectra(arrays, (60, 90), tmp_path / "a"), full_matrices=False)
+    flat = spectra(arrays, (60, 90), tmp_path / "b", spectrum="flatten", spectrum_strength=0.4)
+    np.testing.assert_allclose(flat, (u * (0.6 * s + 0.4 * s.mean())) @ vt, rtol=1e-8, atol=1e-10)
+    raised = spectra(arrays, (60, 90), tmp_path / "c", spectrum="floor", spectrum_strength=0.2)
+    star = s[np.searchsorted(np.cumsum(s), 0.2 * s.sum())]
+    np.testing.assert_allclose(raised, (u * np.maximum(s, star)) @ vt, rtol=1e-8, atol=1e-10)
+
+
+def test_calibration_follows_any_method_and_is_svc_after_task_arithmetic(tmp_path: Path) -> None:
+    arrays = fine_tunes((60, 90), 2, np.float64)
+    svc = run_method(
+        tmp_path / "a", "svc", arrays, shared={"alpha": None, "lambda": 1.0}, models=OWN, base=True, out=DTYPES["F64"]
+    )
+    step = spectra(arrays, (60, 90), tmp_path / "b", spectrum="calibrate")
+    np.testing.assert_allclose(step, svc - f64(arrays)[0], rtol=1e-8, atol=1e-12)
+    plain = merged_delta(tmp_path / "c", arrays)
+    after_ties = merged_delta(tmp_path / "d", arrays, spectrum="calibrate", spectrum_strength=1.0)
+    assert np.linalg.norm(after_ties) < np.linalg.norm(plain)
+
+
+def test_the_spectrum_of_what_is_no_linear_layer_is_left_alone(tmp_path: Path) -> None:
+    arrays = fine_tunes((60, 90), 2, np.float64)
+    name = "model.embed_tokens.weight"
+    plain = spectra(arrays, (60, 90), tmp_path / "a", name=name)
+    np.testing.assert_array_equal(spectra(arrays, (60, 90), tmp_path / "b", name=name, spectrum="flatten"), plain)
+
+
+@pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16], ids=["f32", "bf16"])
+def test_spectrum_then_norm_then_scale_for_any_cut(kind: Any, tmp_path: Path) -> None:
+    arrays = fine_tunes((300, 517), 2, kind)
+    shared = MEAN | {"spectrum": "flatten", "norm_match": "mean", "delta_scale": 0.5}
+    out = DTYPES["F32" if kind is np.float32 else "BF16"]
+    outs = [
+        run_method(tmp_path / str(i), "ties", arrays, shared=shared, models=OWN, base=True, out=out, threads=t, tile_bytes=b)
+        for i, (t, b) in enumerate([(1, 1), (3, 1 << 20)])
+    ]
+    assert outs[0].tobytes() == outs[1].tobytes()
+    delta = outs[0].astype(np.float64) - f64(arrays)[0]
+    target = 0.5 * np.mean([np.linalg.norm(d) for d in deltas(arrays)])
+    np.testing.assert_allclose(np.linalg.norm(delta), target, rtol=0.02 if out.itemsize == 2 else 1e-5)

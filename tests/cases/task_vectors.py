@@ -185,7 +185,7 @@ CASES = (
     ),
     case("task_vectors", T, OPEN, models(0.6, 0.5, density=1.0), everything),
     Case(
-        "task_vectors, voted", T, OPEN | {"elect": "count", "combine": "disjoint_mean"}, models(1.0, 1.0, 1.0, density=1.0), voted,
+        "task_vectors, voted", T, OPEN | {"elect": "count", "combine": "disjoint_mean"}, models(1, 1, 1, density=1.0), voted,
     ),
     Case("cabs", "cabs", {"lambda": 1.0}, models(1.2, 0.7, density=0.25, group=16), lambda a: in_turn(a, [1.2, 0.7], 4, 16)),
     Case("magmax", "magmax", {"lambda": 1.0}, models(1.0, -0.5, 2.0), lambda a: largest_alone(a, [1.0, -0.5, 2.0])),

@@ -13,10 +13,15 @@ from weightsmith.methods.linears import WEIGHT, linears_job, needs_torch, number
 
 
 def merge(deltas: Sequence[Any], beta: float) -> Any:
-    """The sum of the deltas (float64 [rows, cols]) with singular values (1 - β) S + β · mean S; zeros stay zero."""
+    """The sum of the deltas (float64 [rows, cols]), flattened."""
     total = deltas[0]
     for i in range(1, len(deltas)):
         total = total + deltas[i]
+    return flatten(total, beta)
+
+
+def flatten(total: Any, beta: float) -> Any:
+    """A matrix (float64 [rows, cols]) with singular values (1 - β) S + β · mean S; zeros stay zero."""
     u, s, vt = thin_svd(total)
     flat = ((1.0 - beta) * s + beta * s.mean()) * (s > 0)
     return (u * flat) @ vt

@@ -166,9 +166,12 @@ class MatrixJob(Job):
                 update[block] = (merge(deltas) * self.factor).to("cpu", update.dtype)
         self._update = update.view(-1).numpy()
 
+    def update(self, tile: Tile) -> npt.NDArray[Any]:
+        """factor · merge(deltas), the elements of one tile."""
+        return self._update[tile.start : tile.start + tile.size]
+
     def apply(self, tile: Tile, out: Bytes) -> None:
-        m = self.matrix
-        update = self._update[tile.start : tile.start + tile.size]
+        m, update = self.matrix, self.update(tile)
         rows, sums = tile.scratch.rows(1, m.codes, m.out_code), tile.scratch.sums(1)
         combine_with(tile.raw, m.codes, self.coefficients, update, tile.size, out, m.out_code, rows, sums)
 

@@ -15,8 +15,12 @@ import numpy.typing as npt
 
 from weightsmith.methods.base import Method, Parameter
 from weightsmith.methods.job import Bytes, Job, Matrix, Tile
+from weightsmith.methods.linears import needs_torch
+from weightsmith.methods.spectrum import PARAMETERS as SPECTRUM
+from weightsmith.methods.spectrum import spectrum_job
 
 PARAMETERS = (
+    *SPECTRUM,
     Parameter(
         "norm_match",
         "str",
@@ -36,7 +40,14 @@ PARAMETERS = (
 
 def with_steps(method: Method) -> Method:
     """The method with the steps' parameters, and a job that carries them out where they ask for something."""
-    return replace(method, parameters=method.parameters + PARAMETERS, job=lambda matrix: _job(matrix, method.job))
+    return replace(
+        method,
+        parameters=method.parameters + PARAMETERS,
+        job=lambda matrix: _job(matrix, lambda inner: spectrum_job(inner, method.job)),
+        check=lambda shared, models: (
+            method.check(shared, models) or (needs_torch(shared, models) if shared.get("spectrum", "none") != "none" else "")
+        ),
+    )
 
 
 def _job(matrix: Matrix, make: Callable[[Matrix], Job]) -> Job:

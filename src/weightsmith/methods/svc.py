@@ -16,18 +16,21 @@ NOTHING = 1e-12
 
 
 def merge(deltas: Sequence[Any], weights: Sequence[float], alpha: float) -> Any:
-    """Σ wᵢδᵢ = U diag(S) Vᵀ with Sᵣ multiplied by K / Σᵢ max(alpha, cᵢᵣ).
+    """Σ wᵢδᵢ, calibrated; deltas float64 [rows, cols] each."""
+    total = deltas[0] * weights[0]
+    for i in range(1, len(deltas)):
+        total = total + deltas[i] * weights[i]
+    return calibrate(total, deltas, alpha)
 
-    deltas  float64 [rows, cols] each
+
+def calibrate(total: Any, deltas: Sequence[Any], alpha: float) -> Any:
+    """A merged delta A = U diag(S) Vᵀ (float64 [rows, cols]) with Sᵣ multiplied by K / Σᵢ max(alpha, cᵢᵣ).
 
     cᵢᵣ = ⟨uᵣᵀA, uᵣᵀδᵢ⟩ / ‖uᵣᵀδᵢ‖² says how much of model i's delta along uᵣ the merged delta A repeats. Models that
     have no part in a direction are left out of its K.
     """
     import torch
 
-    total = deltas[0] * weights[0]
-    for i in range(1, len(deltas)):
-        total = total + deltas[i] * weights[i]
     u, s, vt = thin_svd(total)
     projected = s[:, None] * vt
     repeats, count = torch.zeros_like(s), torch.zeros_like(s)

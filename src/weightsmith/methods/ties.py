@@ -27,7 +27,7 @@ models trimming to a tenth or a fifth at full strength made merges worse than th
 (https://arxiv.org/abs/2511.21437): compare with task_arithmetic, and look at the distance from the base on the card.""",
     passes="""Two, up to four when the guess of a threshold fails; one with `density: 1`. With `scope: model` one more,
 over all tensors, before the merge, and with `scope: row` one.""",
-    source="Yadav et al. 2023, TIES-Merging, section 3, https://arxiv.org/abs/2306.01708; thresholds by tensor, the default, as in mergekit",
+    source="Yadav et al. 2023, TIES-Merging, section 3, https://arxiv.org/abs/2306.01708; the default scope is mergekit's",
     formula="δᵢ = trim(Wᵢ - base);  s = sign(Σ wᵢδᵢ);  out = base + λ Σ_{agree} wᵢδᵢ / Σ_{agree} wᵢ",
     parameters=(WEIGHT, DENSITY, SCOPE, normalize(True), rescale("none"), LAMBDA, INT8_MASK),
     base="required",

@@ -1,0 +1,127 @@
+"""A step after a merge: the singular values of each linear layer's merged delta are made more equal, or calibrated.
+
+It follows any method with a base, before the norm is matched (`post.py`). What is not the weight of a linear layer stays as
+it was merged. Computed in float64 with torch, the whole matrix at a time, by the job of the matrix methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from weightsmith.methods.base import Parameter
+from weightsmith.methods.job import Bytes, Job, Matrix, Tile
+from weightsmith.methods.linears import is_linear
+
+Tensor = Any  # torch is optional: without it mypy could not name its type
+
+PARAMETERS = (
+    Parameter(
+        "spectrum",
+        "str",
+        "What is done to the singular values S of each linear layer's merged delta: `flatten` moves them towards their mean "
+        "(Iso-C, arXiv 2502.04959), `floor` raises those below the one at which S sums to the share `spectrum_strength` "
+        "(subspace boosting, arXiv 2506.16506), `calibrate` divides by how often the models repeat a direction (SVC, arXiv "
+        "2602.05536). Takes torch.",
+        default="none",
+        choices=("none", "flatten", "floor", "calibrate"),
+    ),
+    Parameter(
+        "spectrum_strength",
+        "float",
+        "`flatten`: (1 - strength) S + strength · mean S, by default 0.1. `floor`: the share, by default 0.01. `calibrate`: "
+        "the least repetition assumed, by default 1/K for K models; 1 only weakens.",
+        minimum=0.0,
+        maximum=1.0,
+        optional=True,
+    ),
+)
+
+
+def raise_floor(total: Tensor, share: float) -> Tensor:
+    """The smaller singular values raised to the first at which their sum, from the largest, reaches `share` of all."""
+    import torch
+
+    from weightsmith.methods.decompose import thin_svd
+
+    u, s, vt = thin_svd(total)
+    reached = torch.cumsum(s, 0) >= share * s.sum()
+    cut = s[int(reached.to(torch.int64).argmax())]
+    return (u * (s.clamp(min=cut) * (s > 0))) @ vt
+
+
+def transform(total: Tensor, deltas: Sequence[Tensor], how: str, strength: float | None) -> Tensor:
+    """The merged delta `total` (float64 [rows, cols]) with its spectrum changed; deltas are the models' own."""
+    if how == "flatten":
+        from weightsmith.methods.iso_c import flatten
+
+        return flatten(total, 0.1 if strength is None else strength)
+    if how == "floor":
+        return raise_floor(total, 0.01 if strength is None else strength)
+    from weightsmith.methods.svc import calibrate
+
+    return calibrate(total, deltas, 1.0 / len(deltas) if strength is None else max(strength, 1e-6))
+
+
+def spectrum_job(matrix: Matrix, make: Callable[[Matrix], Job]) -> Job:
+    """The method's job, with the step after it where it is asked for and the tensor is a linear layer's weight."""
+    how = str(matrix.shared.get("spectrum", "none"))
+    if how == "none" or not is_linear(matrix.name, matrix.shape):
+        return make(matrix)
+    strength = matrix.shared.get("spectrum_strength")
+    return SpectrumJob(matrix, make, how, None if strength is None else float(strength))
+
+
+class SpectrumJob(Job):
+    """Another job, the spectrum of its delta changed: one pass more, in which the merged delta is gathered in memory."""
+
+    def __init__(self, matrix: Matrix, make: Callable[[Matrix], Job], how: str, strength: float | None) -> None:
+        from weightsmith.kernels.codecs import F32, F64
+        from weightsmith.methods.matrix import MatrixJob
+
+        super().__init__(matrix)
+        wide = matrix.out_code in (F32, F64) or bool((matrix.codes == F64).any())
+        self._code, self._width = (F64, 8) if wide else (F32, 4)
+        self.inner = make(replace(matrix, out_code=self._code))
+        self.sequential = self.inner.sequential
+        models = len(matrix.codes) - 1
+        # The merged delta is one more model of the matrix job: what it gathers, holds and adds is the same.
+        self._gathered = MatrixJob(
+            replace(matrix, codes=np.append(matrix.codes, self._code), models=(*matrix.models, {})),
+            lambda deltas: transform(deltas[models], [deltas[i] for i in range(models)], how, strength),
+            np.array([1.0]),
+            np.ones(models + 1),
+            1.0,
+        )
+        self.resident_bytes = self.inner.resident_bytes + self._gathered.resident_bytes
+
+    def passes(self) -> int:
+        return self.inner.passes() + 1
+
+    def statistics(self, number: int, tile: Tile) -> Any:
+        if number < self.inner.passes():
+            return self.inner.statistics(number, tile)
+        merged = np.empty(tile.size * self._width, np.uint8)
+        self.inner.apply(tile, merged)
+        width = -(-max(tile.raw.shape[1], merged.size) // 64) * 64  # rows are views of wider elements
+        raw = np.zeros((len(tile.raw) + 1, width), np.uint8)
+        raw[:-1, : tile.raw.shape[1]] = tile.raw
+        raw[-1, : merged.size] = merged
+        return self._gathered.statistics(0, replace(tile, raw=raw))
+
+    def fold(self, number: int, results: list[Any]) -> None:
+        if number < self.inner.passes():
+            self.inner.fold(number, results)
+        else:
+            self._gathered.fold(0, results)
+
+    def apply(self, tile: Tile, out: Bytes) -> None:
+        from weightsmith.kernels.matrix import combine_with
+
+        m = self.matrix
+        update = self._gathered.update(tile)
+        rows, sums = tile.scratch.rows(1, m.codes, m.out_code), tile.scratch.sums(1)
+        combine_with(tile.raw[:1], m.codes[:1], np.ones(1), update, tile.size, out, m.out_code, rows, sums)
