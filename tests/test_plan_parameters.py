@@ -197,19 +197,18 @@ parameters:
         outside = {(o.parameter, o.model): o.value for o in prepared.explain("lm_head.weight")}
         with pytest.raises(UnknownName, match=r"no tensor 'lm_head.wieght' \(did you mean 'lm_head.weight'"):
             prepared.explain("lm_head.wieght")
-    assert found == {
+    wanted = {
         ("normalize", None): (True, "default"),
         ("rescale", None): ("none", "default"),
         ("lambda", None): (0.5, f"{recipe}:14:11"),
         ("int8_mask", None): (False, "default"),
-        ("scope", None): ("tensor", "default"),
-        ("norm_match", None): ("none", "default"),
-        ("delta_scale", None): (1.0, "default"),
         ("weight", 1): (0.25, f"{recipe}:8:18"),  # a third of the way
         ("density", 1): (1.0, "default"),
         ("weight", 2): (2.0, f"{recipe}:13:11"),
         ("density", 2): (0.5, f"{recipe}:11:27"),
     }
+    assert found | wanted == found  # and those that every method with a base has, at their defaults
+    assert all(where == "default" for key, (_, where) in found.items() if key not in wanted)
     assert outside["weight", 1] == 0.25
 
 

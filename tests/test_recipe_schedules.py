@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,21 @@ def test_in_an_entry_it_spreads_over_the_matches_of_that_entry(run: Path) -> Non
         ("checkpoint-10", 0.25),
         ("checkpoint-11", 0.5),
     ]
+
+
+def test_lawa_opens_none_but_the_last_of_its_pattern(run: Path) -> None:
+    recipe = linear(
+        run / "base", {"model": str(run / "checkpoint-*"), "parameters": {"weight": {"lawa": 2}}}, parameters={"weight": 1}
+    )
+    (run / "checkpoint-0").mkdir(exist_ok=True)
+    (run / "checkpoint-0" / "pytorch_model.bin").touch()
+    try:
+        assert weights(recipe) == {"base": 1, "checkpoint-10": 0.5, "checkpoint-11": 0.5}
+    finally:
+        shutil.rmtree(run / "checkpoint-0")
+    by_name = [{"filter": "mlp", "value": {"lawa": 2}}, {"value": 1}]
+    entry = {"model": str(run / "checkpoint-*"), "parameters": {"weight": by_name}}
+    assert len(plan(linear(entry)).models) == 5
 
 
 def test_at_the_top_level_it_spreads_over_all_models(run: Path) -> None:

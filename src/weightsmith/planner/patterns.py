@@ -13,7 +13,7 @@ from pathlib import Path
 
 from weightsmith.errors import Finding, NotFound, SyntaxProblem, WeightsmithError
 from weightsmith.formats.hf_folder import choose_weights, natural_key
-from weightsmith.recipe import Input, ModelRef, Recipe, Slice
+from weightsmith.recipe import SCHEDULED, Input, ModelRef, Recipe, Schedule, Slice
 
 _SHOWN = 8  # names that a message lists
 
@@ -23,8 +23,9 @@ def match_patterns(recipe: Recipe, base: ModelRef | None) -> tuple[Recipe, list[
 
     base  never one of the matches: the model that is the base of the merge by a method that has one
 
-    Left out with a warning: a folder without weights (an optimizer's state, logs), and a link to another match. A folder
-    whose weights cannot be used is not left out: opening it says why.
+    Of an entry that takes the mean of the last few (`weight: {lawa: 5}`) only these stay: the others, with a weight of 0, would
+    be read for nothing. Left out with a warning: a folder without weights (an optimizer's state, logs), and a link to another
+    match. A folder whose weights cannot be used is not left out: opening it says why.
     """
     matcher = _Matcher(base)
     matched = replace(
@@ -61,6 +62,7 @@ class _Matcher:
                 found.append(entry)
                 continue
             refs = self.matches(entry.model)
+            refs = refs[-_wanted(entry, len(refs)) :]
             found += [replace(entry, model=ref, matched=(k, len(refs))) for k, ref in enumerate(refs)]
         return tuple(found)
 
@@ -102,6 +104,15 @@ class _Matcher:
         else:
             self.problems.append(_no_match(ref, pattern))
         return []
+
+
+def _wanted(entry: Input, count: int) -> int:
+    """How many of the last matches of an entry can have a weight, `count` if all."""
+    setting = entry.parameters.get(SCHEDULED)
+    first = setting.entries[0] if setting is not None and setting.entries else None
+    if first is None or first.filter not in (None, "*") or not isinstance(first.value, Schedule) or first.value.rule != "lawa":
+        return count
+    return min(count, int(first.value.setting))
 
 
 def _sort_out(paths: Sequence[str]) -> tuple[list[str], list[str]]:
