@@ -12,6 +12,7 @@ from hypothesis.extra import numpy as hnp
 from weightsmith.kernels import reference
 from weightsmith.kernels.codecs import BLOCK
 from weightsmith.kernels.combine import LANES, combine, gram
+from weightsmith.kernels.elementwise import exponentials, weigh_logs
 from weightsmith.kernels.finite import first_nonfinite
 from weightsmith.kernels.philox import random_words
 from weightsmith.kernels.rows import descending, keep_by_rank, keep_in_groups, keep_ranks
@@ -60,7 +61,7 @@ def scratch(models: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray
     return rows, np.full((pairs, BLOCK), np.nan), np.zeros(BLOCK + 512, np.uint32), np.zeros(BLOCK, np.uint32)
 
 
-ROWLESS = (np.zeros(0, np.uint32), np.zeros((4, 0), np.int32), np.zeros(0, np.uint8))
+ROWLESS = (np.zeros(0, np.uint32), np.zeros((4, 0), np.uint32), np.zeros(0, np.uint8))
 """The scratch of modes that work on whole rows, where there are none."""
 
 
@@ -231,7 +232,7 @@ def test_ranks_of_a_row(stack: np.ndarray, data: st.DataObject) -> None:
     kept = by_magnitude(row)[max(first, 0) : end]
     expected[kept] = row[kept]
     np.testing.assert_array_equal(got, expected)
-    order = np.zeros((4, n), np.int32)
+    order = np.zeros((4, n), np.uint32)
     descending(row, n, order)
     np.testing.assert_array_equal(order[0], by_magnitude(row))
 
@@ -243,7 +244,7 @@ def test_probability_by_rank(stack: np.ndarray, how: tuple[float, float, bool]) 
     row, n = stack[0].astype(np.float64), stack.shape[1]
     words = np.random.default_rng(0).integers(0, 2**32, n, np.uint32)
     got = row.copy()
-    keep_by_rank(got, n, density, epsilon, unbiased, words, np.zeros((4, n), np.int32))
+    keep_by_rank(got, n, density, epsilon, unbiased, words, np.zeros((4, n), np.uint32))
     rank = np.empty(n)
     rank[by_magnitude(row)] = np.arange(n)[::-1]
     p = density - epsilon + 2 * epsilon * (rank / (n - 1) if n > 1 else 0.5)
@@ -311,3 +312,18 @@ def test_every_code_that_is_no_number_is_found_where_it_is(name: str) -> None:
         row[3] = value
         assert first_nonfinite(row.view(np.uint8), dtype.code, 5) == (3 if is_bad else -1)
     assert first_nonfinite(np.full(5, 1, kind).view(np.uint8), dtype.code, 0) == -1
+
+
+def test_exponentials_and_logarithms_of_our_own_are_the_libraries() -> None:
+    """Vectorised twins of np.exp and np.log for softmax divergences."""
+    rng = np.random.default_rng(0)
+    x = -np.abs(rng.normal(0, 20, 5000))
+    x[:4] = [0.0, -1e-300, -700.0, -1e-9]
+    out = np.empty_like(x)
+    total = exponentials(x, x.size, 0.0, out)
+    np.testing.assert_array_max_ulp(out, np.exp(x), 2)
+    np.testing.assert_allclose(total, np.exp(x).sum(), rtol=1e-12)
+    for spread in (1e-3, 0.5):
+        p = rng.uniform(1, 2, 5000)
+        q = p * (1 + rng.uniform(-spread, spread, 5000))
+        np.testing.assert_allclose(weigh_logs(p, q.copy(), p.size), (p * np.log(p / q)).sum(), rtol=1e-9, atol=1e-12)

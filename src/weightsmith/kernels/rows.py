@@ -104,35 +104,40 @@ def keep_in_groups(row: np.ndarray, n: int, keep: int, group: int, taken: np.nda
 
 @kernel
 def descending(row: np.ndarray, n: int, order: np.ndarray) -> None:
-    """order[0, :n] = indices of row[:n], largest magnitude first; order int32 [4, >= n], rows 1 to 3 are scratch."""
-    out, keys, low, middle = order[0], order[1], order[2], order[3]
-    counts = np.zeros((3, BINS), np.int32)
+    """order[0, :n] = indices of row[:n], largest magnitude first; order uint32 [4, >= n], rows 1 to 3 are scratch.
+
+    A radix sort, stable, so equal magnitudes stay in their order. Unsigned indices throughout: signed ones may be negative, and
+    numba then tests each. A digit that all keys share is skipped.
+    """
+    keys, spare, place = order[1], order[2], order[3]
+    counts = np.zeros((3, BINS), np.uint32)
+    low, middle, high = counts[0], counts[1], counts[2]
+    mask = np.uint32(BINS - 1)
     for j in range(n):
-        key = np.int32(np.uint32(0x7FFFFFFF) - np.uint32(as_bits(row[j]) & np.uint32(0x7FFFFFFF)))
+        key = np.uint32(np.uint32(0x7FFFFFFF) - np.uint32(as_bits(row[j]) & np.uint32(0x7FFFFFFF)))
         keys[j] = key
-        counts[0, key & (BINS - 1)] += 1
-        counts[1, (key >> DIGIT) & (BINS - 1)] += 1
-        counts[2, key >> (2 * DIGIT)] += 1
+        low[key & mask] += np.uint32(1)
+        middle[(key >> np.uint32(DIGIT)) & mask] += np.uint32(1)
+        high[key >> np.uint32(2 * DIGIT)] += np.uint32(1)
+        spare[j] = np.uint32(j)
+    source, target = spare, place
     for d in range(3):
-        at = np.int32(0)
+        shift = np.uint32(d * DIGIT)
+        digit = counts[d]
+        if digit[(keys[0] >> shift) & mask] == np.uint32(n):
+            continue
+        at = np.uint32(0)
         for b in range(BINS):
-            held = counts[d, b]
-            counts[d, b] = at
-            at += held
-    for j in range(n):
-        b = keys[j] & (BINS - 1)
-        low[counts[0, b]] = j
-        counts[0, b] += 1
-    for j in range(n):
-        i = low[j]
-        b = (keys[i] >> DIGIT) & (BINS - 1)
-        middle[counts[1, b]] = i
-        counts[1, b] += 1
-    for j in range(n):
-        i = middle[j]
-        b = keys[i] >> (2 * DIGIT)
-        out[counts[2, b]] = i
-        counts[2, b] += 1
+            held = digit[b]
+            digit[b] = at
+            at = np.uint32(at + held)
+        for j in range(n):
+            i = source[j]
+            b = (keys[i] >> shift) & mask
+            target[digit[b]] = i
+            digit[b] += np.uint32(1)
+        source, target = target, source
+    order[0, :n] = source[:n]
 
 
 @kernel
@@ -147,11 +152,10 @@ def keep_by_rank(
     The only element of a row is kept with probability `density`.
     """
     descending(row, n, order)
+    by_rank = order[0]
     for j in range(n):
-        i = order[0, j]
+        i = by_rank[j]
         share = (n - 1 - j) / (n - 1) if n > 1 else 0.5
         p = density - epsilon + 2.0 * epsilon * share
-        if np.float64(words[i]) >= np.floor(p * 4294967296.0 + 0.5):
-            row[i] = 0.0
-        elif unbiased:
-            row[i] = row[i] / p
+        kept = np.float64(words[i]) < np.floor(p * 4294967296.0 + 0.5)
+        row[i] = (row[i] / p if unbiased else row[i]) if kept else 0.0

@@ -243,7 +243,7 @@ def merge_task_vectors(
     mean        SUM, BY_WEIGHT, BY_COUNT or LARGEST
     factor      lambda, divided by the sum of all weights when normalising without election
     rows        scratch [4 + models, block]; sums float64 [1, block]; words uint32 [block + 512]
-    bits, order, taken  uint32 [block], int32 [4, block], uint8 [block] of scratch; empty where no mode needs whole rows
+    bits, order, taken  uint32 [block], uint32 [4, block], uint8 [block] of scratch; empty where no mode needs whole rows
     """
     base, total = rows[0], sums[0]
     models = weights.size

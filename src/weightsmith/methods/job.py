@@ -101,10 +101,10 @@ class Scratch:
         return self._sums
 
     def row_sorting(self, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """words uint32 [max(BLOCK, length) + 512]; bits uint32, order int32 [4, length], taken uint8 for rows of `length`."""
+        """words uint32 [max(BLOCK, length) + 512]; bits uint32, order uint32 [4, length], taken uint8 for rows of `length`."""
         if length not in self._sorting:
             words = np.empty(max(self._block, length) + 512, np.uint32)
-            bits, order, taken = np.empty(length, np.uint32), np.empty((4, length), np.int32), np.empty(length, np.uint8)
+            bits, order, taken = np.empty(length, np.uint32), np.empty((4, length), np.uint32), np.empty(length, np.uint8)
             self._sorting = {length: (words, bits, order, taken)}
         return self._sorting[length]
 

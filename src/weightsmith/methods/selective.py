@@ -131,7 +131,8 @@ class FusionJob(Job):
         m = self.matrix
         rows = self._divergence[tile.start // m.row : -(-(tile.start + tile.size) // m.row)]
         if len(rows) and np.isnan(rows[0]):
-            row_divergence(tile.raw, m.codes, tile.size, m.row, self._epsilon, rows, tile.scratch.rows(2, m.codes, m.out_code))
+            scratch, sums = tile.scratch.rows(2, m.codes, m.out_code), tile.scratch.sums(2, m.row)
+            row_divergence(tile.raw, m.codes, tile.size, m.row, self._epsilon, rows, scratch, sums)
         return rows
 
     def apply(self, tile: Tile, out: Bytes) -> None:
