@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsmith._version import __version__
+from weightsmith.distance import Moved, distance_by_layer, to_json
 from weightsmith.errors import NOTHING_WRITTEN, Finding, StoreError
 from weightsmith.methods.user_files import loaded
 from weightsmith.planner.build import Prepared, prepare
@@ -37,6 +38,7 @@ class Merged:
     resumed        tensors that an interrupted run had finished
     read_bytes, written_bytes   of tensor data, in this run
     seconds        of this run, planning included
+    distance       how far it has moved from the base: the whole, then layer by layer; () when nothing has a base
     warnings       the plan's and those found in the data
     """
 
@@ -46,6 +48,7 @@ class Merged:
     read_bytes: int
     written_bytes: int
     seconds: float
+    distance: tuple[Moved, ...]
     warnings: tuple[Finding, ...]
 
 
@@ -75,6 +78,7 @@ def merge(
     fsync: bool = True,
     card: bool = True,
     lenient: bool = False,
+    allow_nonfinite: bool = False,
     allow_code: bool = False,
     progress: Callable[[Progress], None] | None = None,
     rechecking: Callable[[int, int], None] | None = None,
@@ -93,6 +97,7 @@ def merge(
     fsync             wait until the bytes are on the disk before the folder appears
     card              write README.md, a model card
     lenient           settings that mergekit ignores are warnings, not errors
+    allow_nonfinite   merge NaN and infinities as any number; else they are an error that names tensor and model
     allow_code        run the Python file that merge_method may name; without it that is an error
     progress          called about ten times a second from this thread
     rechecking        called with (bytes done, bytes in all) while the finished tensors of an interrupted run are re-read
@@ -113,6 +118,7 @@ def merge(
             resume=resume,
             fsync=fsync,
             card=card,
+            allow_nonfinite=allow_nonfinite,
             progress=progress,
             rechecking=rechecking,
             began=began,
@@ -129,13 +135,15 @@ def execute(
     resume: bool = True,
     fsync: bool = True,
     card: bool = True,
+    allow_nonfinite: bool = False,
     progress: Callable[[Progress], None] | None = None,
     rechecking: Callable[[int, int], None] | None = None,
     began: float | None = None,
 ) -> Merged:
     """Run a prepared plan; see `merge`."""
     from weightsmith.engine.local import run
-    from weightsmith.engine.tiles import fit_tile_bytes
+    from weightsmith.engine.schedule import RESIDENT_BYTES
+    from weightsmith.engine.tiles import fit_resident_bytes, fit_tile_bytes
     from weightsmith.store.staging import Staging
 
     began = time.monotonic() if began is None else began
@@ -160,12 +168,15 @@ def execute(
             staging,
             threads=threads,
             tile_bytes=tile_bytes,
+            resident_bytes=fit_resident_bytes(max_memory_bytes, threads, widest, RESIDENT_BYTES),
             skip=done,
             progress=progress,
+            allow_nonfinite=allow_nonfinite,
         )
-        for name, data in _files(plan, inputs, Path(out).name, card=card):
+        distance = distance_by_layer(plan, outcome.distances)
+        for name, data in _files(plan, inputs, Path(out).name, distance, card=card):
             staging.add_file(name, data)
-        folder = staging.publish(_provenance(plan), fsync=fsync)
+        folder = staging.publish(_provenance(plan, distance), fsync=fsync)
     found = tuple(_disagreement(plan, step) for step in plan.steps if step.out.name in outcome.differing)
     return Merged(
         out=folder,
@@ -174,6 +185,7 @@ def execute(
         read_bytes=outcome.read_bytes,
         written_bytes=outcome.written_bytes,
         seconds=time.monotonic() - began,
+        distance=distance,
         warnings=plan.warnings + found,
     )
 
@@ -200,7 +212,9 @@ def _work_hash(plan: Plan, inputs: Sequence[Checkpoint]) -> str:
     return hashlib.sha256("\n".join([plan.hash, *(c.state_hash for c in inputs)]).encode()).hexdigest()
 
 
-def _files(plan: Plan, inputs: Sequence[Checkpoint], name: str, *, card: bool) -> list[tuple[str, bytes | Path]]:
+def _files(
+    plan: Plan, inputs: Sequence[Checkpoint], name: str, distance: tuple[Moved, ...], *, card: bool
+) -> list[tuple[str, bytes | Path]]:
     """Everything that is not a weight."""
     donor = inputs[plan.donor]
     files: list[tuple[str, bytes | Path]] = [(f, donor.folder / f) for f in plan.carried if f != RECIPE_NAME]
@@ -210,11 +224,11 @@ def _files(plan: Plan, inputs: Sequence[Checkpoint], name: str, *, card: bool) -
     if card:
         from weightsmith.cards import model_card
 
-        files.append((CARD_NAME, model_card(plan, name).encode()))
+        files.append((CARD_NAME, model_card(plan, name, distance).encode()))
     return files
 
 
-def _provenance(plan: Plan) -> dict[str, Any]:
+def _provenance(plan: Plan, distance: tuple[Moved, ...]) -> dict[str, Any]:
     """Where the output comes from, for its manifest."""
     own = loaded(plan.method)
     code = {} if own is None else {"merge_method_code": {"name": own.name, "sha256": own.sha256}}
@@ -230,5 +244,6 @@ def _provenance(plan: Plan) -> dict[str, Any]:
         "seed": plan.seed,
         "inputs": [{"ref": m.ref, "revision": m.revision, "header_hash": m.header_hash} for m in plan.models],
         "dropped": [{"model": plan.models[d.model].ref, "tensor": d.tensor, "reason": d.reason} for d in plan.dropped],
+        "distance_from_base": to_json(distance),
         "recipe": plan.recipe,
     }

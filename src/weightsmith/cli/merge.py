@@ -41,6 +41,9 @@ def merge(
     ] = True,
     card: Annotated[bool, typer.Option("--card/--no-card", help="Write README.md, a model card.")] = True,
     mergekit_lenient: options.Lenient = False,
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="Merge NaN and infinities as any number; else they are an error.")
+    ] = False,
     allow_code: options.AllowCode = False,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
@@ -83,6 +86,7 @@ def merge(
             resume=resume,
             fsync=fsync,
             card=card,
+            allow_nonfinite=allow_nonfinite,
             progress=lambda p: _show(shown, p),
             rechecking=lambda done, total: shown.show(Reading("checking what is there", done, total, done)),
             began=began,
@@ -109,10 +113,16 @@ def _summary(merged: Merged) -> str:
     moved = merged.read_bytes + merged.written_bytes
     resumed = f", {merged.resumed:,} of them by an earlier run" if merged.resumed else ""
     speed = f" ({size(moved / merged.seconds)}/s read and written)" if merged.seconds > 0 else ""
-    return f"{printable(str(merged.out))}: {tensors}{resumed}, {size(nbytes)} in {duration(merged.seconds)}{speed}"
+    done = f"{printable(str(merged.out))}: {tensors}{resumed}, {size(nbytes)} in {duration(merged.seconds)}{speed}"
+    if not merged.distance:
+        return done
+    whole = merged.distance[0]
+    return f"{done}\n‖merged - base‖ is {whole.delta:.4g}, {whole.share:.2%} of the base; the manifest has it by layer"
 
 
 def _to_json(merged: Merged) -> dict[str, Any]:
+    from weightsmith.distance import to_json
+
     plan = merged.plan
     return {
         "out": str(merged.out),
@@ -125,6 +135,7 @@ def _to_json(merged: Merged) -> dict[str, Any]:
         "written_bytes": merged.written_bytes,
         "seconds": round(merged.seconds, 3),
         "dropped": len(plan.dropped),
+        "distance_from_base": to_json(merged.distance),
         "warnings": [{"what": w.what, "where": w.where, "details": list(w.details), "fix": w.fix} for w in merged.warnings],
     }
 

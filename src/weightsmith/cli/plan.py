@@ -76,6 +76,8 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
     _fact("output", f"{count(len(plan.steps), 'tensor')}, {size(summary.out_bytes)}, in {files}")
     times = f" (inputs of {size(summary.input_bytes)}, read up to {summary.passes} times)" if summary.passes > 1 else ""
     _fact("read", f"{'up to ' if times else ''}{size(summary.read_bytes)}{times}")
+    if summary.survey_bytes:
+        _fact("", f"{size(summary.survey_bytes)} of them before the first tensor is merged, to see the whole model")
     _fact("write", size(summary.file_bytes))
     memory = summary.memory
     over = "; it cannot be less" if max_memory is not None and memory.peak_bytes > max_memory else ""
@@ -130,6 +132,7 @@ def _to_json(plan: Plan, summary: Summary) -> dict[str, Any]:
         "write_bytes": summary.file_bytes,
         "input_bytes": summary.input_bytes,
         "read_bytes_at_most": summary.read_bytes,
+        "survey_bytes": summary.survey_bytes,
         "peak_memory_bytes": summary.memory.peak_bytes,
         "threads": summary.memory.threads,
         "ops": [{"op": t.name, "tensors": t.tensors, "bytes": t.nbytes} for t in summary.ops],
