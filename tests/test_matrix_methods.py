@@ -134,6 +134,15 @@ def test_iso_cts_is_isotropic_and_of_full_rank() -> None:
     np.testing.assert_allclose(s, float(s[0]), rtol=1e-9)
 
 
+def test_tsv_m_wholly_flattened_keeps_each_models_sum_of_singular_values() -> None:
+    d = tensors((40, 24), 1)
+    s = torch.linalg.svdvals(d[0])[:5]
+    got = torch.linalg.svdvals(tsv_m.merge(d, 5, 1.0))
+    np.testing.assert_allclose(got[:5], float(s.mean()))
+    np.testing.assert_allclose(got[5:], 0, atol=1e-12)
+    assert_near(tsv_m.merge(tensors((40, 24), 1, rank=3), 5, 0.0), tensors((40, 24), 1, rank=3)[0])
+
+
 def test_star_keeps_the_sum_of_singular_values() -> None:
     d = tensors((40, 24), 1)
     kept = star.merge(d, 0.4)
@@ -238,7 +247,7 @@ def test_linear_layers_are_known(name: str) -> None:
 def test_what_is_no_linear_layer_takes_the_mean(name: str, tmp_path: Path) -> None:
     assert not is_linear(name, (64, 32))
     arrays = fine_tunes((64, 32), 2)
-    shared, models = {"directions": 1, "lambda": 0.5}, [{}, {"weight": 1.0}, {"weight": 1.0}]
+    shared, models = {"directions": 1, "flatten": 0.0, "lambda": 0.5}, [{}, {"weight": 1.0}, {"weight": 1.0}]
     got = run_method(tmp_path, "tsv_m", arrays, shared=shared, models=models, base=True, name=name)
     exact = f64(arrays)[0] + 0.5 * np.mean(deltas(arrays), axis=0)
     np.testing.assert_allclose(got, exact, atol=1e-7)
@@ -363,7 +372,7 @@ def test_one_thread_is_for_the_time_of_the_computation_only() -> None:
 def test_what_is_no_number_is_averaged_not_decomposed(tmp_path: Path) -> None:
     arrays = fine_tunes((40, 30), 2)
     arrays[2][3, 4] = np.nan
-    shared, models = {"directions": 2, "lambda": 1.0}, [{}, {"weight": 1.0}, {"weight": 1.0}]
+    shared, models = {"directions": 2, "flatten": 0.0, "lambda": 1.0}, [{}, {"weight": 1.0}, {"weight": 1.0}]
     got = run_method(tmp_path, "tsv_m", arrays, shared=shared, models=models, base=True, allow_nonfinite=True)
     exact = f64(arrays)[0] + np.mean(deltas(arrays), axis=0)
     assert np.isnan(got).sum() == 1
@@ -435,6 +444,6 @@ def test_the_beta_bounds_of_resmerge_are_in_order(tmp_path: Path) -> None:
 
 def test_weights_are_factors_on_the_deltas(tmp_path: Path) -> None:
     arrays = fine_tunes((40, 30), 1, ml_dtypes.bfloat16)
-    shared = {"directions": 30, "lambda": 1.0}
+    shared = {"directions": 30, "flatten": 0.0, "lambda": 1.0}
     got = run_method(tmp_path, "tsv_m", arrays, shared=shared, models=[{}, {"weight": -0.5}], base=True)
     np.testing.assert_allclose(got, f64(arrays)[0] - 0.5 * deltas(arrays)[0], atol=1e-8)

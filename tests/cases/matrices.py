@@ -29,10 +29,10 @@ def cut(a: Array, keep: int) -> Array:
     return (u * s) @ vt
 
 
-def tsv_m(ds: list[Array], keep: int) -> Array:
+def tsv_m(ds: list[Array], keep: int, flatten: float = 0.0) -> Array:
     parts = [svd(d, keep) for d in ds]
     u, v = np.hstack([p[0] for p in parts]), np.vstack([p[2] for p in parts]).T
-    return polar(u) @ np.diag(np.concatenate([p[1] for p in parts])) @ polar(v).T
+    return polar(u) @ np.diag(np.concatenate([(1 - flatten) * p[1] + flatten * p[1].mean() for p in parts])) @ polar(v).T
 
 
 def iso_c(ds: list[Array], beta: float) -> Array:
@@ -101,9 +101,7 @@ def resmerge(ds: list[Array], share: float, low: float, high: float) -> Array:
     return base + share * agreement * np.linalg.norm(base) * head / np.linalg.norm(head)
 
 
-def merged(
-    arrays: Arrays, weights: Sequence[float], merge: OfBoth, factor: float
-) -> Array:
+def merged(arrays: Arrays, weights: Sequence[float], merge: OfBoth, factor: float) -> Array:
     """Base plus factor times the merge of a matrix's deltas (weighted, and as they are), or times the mean of others."""
     raw = deltas(arrays)
     ds = [w * d for w, d in zip(weights, raw, strict=True)]
@@ -136,8 +134,12 @@ def cart(arrays: Arrays) -> Array:
 
 
 CASES = (
-    case("tsv_m", "tsv_m", {"directions": 3, "lambda": 0.8}, [1.0, 0.5], lambda ds: tsv_m(ds, 3)),
-    case("tsv_m, all", "tsv_m", {"directions": None, "lambda": 1.0}, [1.0] * 3, lambda ds: tsv_m(ds, min(ds[0].shape) // 3)),
+    case("tsv_m", "tsv_m", {"directions": 3, "flatten": 0.0, "lambda": 0.8}, [1.0, 0.5], lambda ds: tsv_m(ds, 3)),
+    case(
+        "tsv_m, all", "tsv_m", {"directions": None, "flatten": 0.0, "lambda": 1.0}, [1.0] * 3,
+        lambda ds: tsv_m(ds, min(ds[0].shape) // 3),
+    ),
+    case("tsv_m, flat", "tsv_m", {"directions": 4, "flatten": 0.4, "lambda": 1.0}, [1.0, 0.5], lambda ds: tsv_m(ds, 4, 0.4)),
     case("iso_c", "iso_c", {"beta": 1.0, "lambda": 1.0}, [1.0, 1.0], lambda ds: iso_c(ds, 1.0)),
     case("iso_c, half", "iso_c", {"beta": 0.5, "lambda": 0.6}, [1.0, 0.5], lambda ds: iso_c(ds, 0.5)),
     case("iso_cts", "iso_cts", {"common": 0.8, "lambda": 0.7}, [1.0, 0.9, 0.8], lambda ds: iso_cts(ds, 0.8)),
