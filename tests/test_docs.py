@@ -397,6 +397,8 @@ def test_the_dependencies_in_the_docs_are_those_that_the_code_imports() -> None:
     used = {module.partition(".")[0] for file in SOURCES for module in imports(file)}
     used -= set(sys.stdlib_module_names) | {"weightsmith"}
     documented = first_column("Dependencies")
-    assert used == {{"PyYAML": "yaml"}.get(name, name) for name in documented}
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "torch" in {re.split(r"[<>=]", extra)[0] for extra in project["optional-dependencies"]["torch"]}
+    assert used == {{"PyYAML": "yaml"}.get(name, name) for name in documented} | {"torch"}
+    declared = project["dependencies"]
     assert set(documented) <= {re.split(r"[<>=]", requirement)[0] for requirement in declared}

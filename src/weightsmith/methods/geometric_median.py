@@ -96,7 +96,7 @@ models it is their mean.""",
 models:
   - model: ./fr
   - model: ./de
-  - model: ./es
+  - model: ./py
 dtype: bfloat16
 """,
     job=_job,

@@ -63,7 +63,7 @@ nothing, however many steps it takes.""",
 models:
   - model: ./fr
   - model: ./de
-  - model: ./es
+  - model: ./py
 dtype: bfloat16
 """,
     job=_job,

@@ -88,7 +88,7 @@ models:
     parameters: {weight: 0.5}
   - model: ./de
     parameters: {weight: 0.3}
-  - model: ./es
+  - model: ./py
     parameters: {weight: 0.2}
 dtype: bfloat16
 """,

@@ -121,8 +121,8 @@ Takes torch.""",
     example="""merge_method: resmerge
 base_model: ./base
 models:
-  - model: ./math
-  - model: ./code
+  - model: ./fr
+  - model: ./de
 dtype: bfloat16
 """,
     job=_job,

@@ -29,7 +29,7 @@ models trimming to a tenth or a fifth at full strength made merges worse than th
 over all tensors, before the merge, and with `scope: row` one.""",
     source="Yadav et al. 2023, TIES-Merging, section 3, https://arxiv.org/abs/2306.01708; the default scope is mergekit's",
     formula="δᵢ = trim(Wᵢ - base);  s = sign(Σ wᵢδᵢ);  out = base + λ Σ_{agree} wᵢδᵢ / Σ_{agree} wᵢ",
-    parameters=(WEIGHT, DENSITY, SCOPE, normalize(True), rescale("none"), LAMBDA, INT8_MASK),
+    parameters=(WEIGHT, DENSITY, SCOPE, normalize(True), rescale("none", "inv_density"), LAMBDA, INT8_MASK),
     base="required",
     min_models=1,
     max_models=None,
