@@ -16,7 +16,7 @@ from tests.cases.case import f64, fine_tunes
 from tests.cases.gram import KARCHER, SLERP, STOCK
 from tests.mini import run_method, write_checkpoint
 from tests.test_methods import ulp_error
-from weightsmith.methods import vectors
+from weightsmith.jobs import vectors
 from weightsmith.methods.geometric_median import median_coefficients
 from weightsmith.methods.karcher import karcher_coefficients
 from weightsmith.methods.model_stock import stock_coefficients

@@ -21,11 +21,11 @@ from tests.mini import run_method, write_checkpoint
 from weightsmith.engine.schedule import Part, Scheduler, Work
 from weightsmith.engine.tiles import Cut, fit_resident_bytes, fit_tile_bytes, peak_memory_bytes
 from weightsmith.errors import PlanError
+from weightsmith.jobs.decompose import polar, thin_svd
+from weightsmith.jobs.job import Bytes, Job, Tile
+from weightsmith.jobs.linears import is_linear
+from weightsmith.jobs.matrix import one_thread
 from weightsmith.methods import cart, iso_c, iso_cts, resmerge, star, svc, tsv_m, wudi
-from weightsmith.methods.decompose import polar, thin_svd
-from weightsmith.methods.job import Bytes, Job, Tile
-from weightsmith.methods.linears import is_linear
-from weightsmith.methods.matrix import one_thread
 from weightsmith.planner.steps import Step
 from weightsmith.tensors import DTYPES, TensorSpec
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.mini import write_checkpoint
 from weightsmith import merge, open_checkpoint
-from weightsmith.methods.survey import Thresholds
+from weightsmith.jobs.survey import Thresholds
 
 SHAPES = {"a.weight": (300, 517), "b.weight": (64,), "c.weight": (70, 200), "d.weight": (40, 4096)}
 SCALES = {"a.weight": 1.0, "b.weight": 20.0, "c.weight": 0.05, "d.weight": 0.3}

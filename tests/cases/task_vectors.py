@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from tests.cases.case import Arrays, Case, deltas, f64
+from weightsmith.jobs.task_vectors import kept_ranks, random_key
 from weightsmith.kernels import reference
-from weightsmith.methods.task_vector_job import kept_ranks, random_key
 
 GTA = {"normalize": False, "rescale": "none", "lambda": 1.0, "int8_mask": False}
 MEAN = GTA | {"normalize": True}

@@ -12,7 +12,7 @@ import numpy as np
 
 from weightsmith import methods
 from weightsmith.engine.tiles import fit_tile_bytes, peak_memory_bytes
-from weightsmith.methods.job import Matrix
+from weightsmith.jobs.job import Matrix
 from weightsmith.planner import Plan, Prepared
 from weightsmith.planner.steps import Step
 from weightsmith.tensors import grain_elements

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weightsmith.methods.job import Bytes, Scratch
+from weightsmith.jobs.job import Bytes, Scratch
 from weightsmith.store.weight_file import PAGE_BYTES
 
 

@@ -22,10 +22,10 @@ from weightsmith.engine.schedule import APPLY, RESIDENT_BYTES, Part, Scheduler, 
 from weightsmith.engine.survey import conduct
 from weightsmith.engine.tiles import TILE_BYTES, Cut, cut, tile_grains
 from weightsmith.errors import NonFinite
+from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
+from weightsmith.jobs.survey import Survey
+from weightsmith.kernels.delta import distance
 from weightsmith.kernels.finite import first_nonfinite
-from weightsmith.kernels.post import distance
-from weightsmith.methods.job import Bytes, Job, Matrix, Tile
-from weightsmith.methods.survey import Survey
 from weightsmith.planner.steps import Plan, Step
 from weightsmith.store.checksum import DIGEST_BYTES, combine, hash_grains
 from weightsmith.store.disk import copies_by_reference
@@ -158,7 +158,7 @@ class Run:
 
     def _job(self, step: Step, matrix: Matrix) -> Job:
         if step.op == "cast":
-            from weightsmith.methods.combination import CombinationJob
+            from weightsmith.jobs.combination import CombinationJob
 
             return CombinationJob(matrix, np.ones(1))
         return methods.get(step.op).job(matrix)

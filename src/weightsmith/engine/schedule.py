@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from weightsmith.engine.tiles import Cut
-from weightsmith.methods.job import Job
+from weightsmith.jobs.job import Job
 from weightsmith.planner.steps import Step
 from weightsmith.store.checksum import DIGEST_BYTES
 

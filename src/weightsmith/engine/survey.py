@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from weightsmith import methods
 from weightsmith.engine.buffers import Buffers
 from weightsmith.engine.tiles import Cut
-from weightsmith.methods.job import Matrix, Tile
-from weightsmith.methods.survey import Survey
+from weightsmith.jobs.job import Matrix, Tile
+from weightsmith.jobs.survey import Survey
 from weightsmith.planner.steps import Step
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import numpy as np
 
 from weightsmith.kernels.codecs import BLOCK, decode, encode
 from weightsmith.kernels.combine import LANES, add_scaled, fill, subtract, sum_lanes
+from weightsmith.kernels.delta import add_squares
 from weightsmith.kernels.jit import kernel
-from weightsmith.kernels.post import add_squares
 
 
 @kernel

@@ -1,8 +1,8 @@
 """The merge methods: one file each. Adding one is adding a file with a `METHOD` and its name to `NAMES`.
 
-`base.py` is the form a method fills in, `job.py` what the engine runs, `survey.py` what a method may want to know of the whole
-model first; `combination.py`, `task_vector_job.py` (with `selection.py`) and `vectors.py` are jobs that several methods share.
-Methods of the user's own are made in `user.py` (`user_jobs.py` runs them) and found by `user_files.py`.
+`base.py` is the form a method fills in, `family.py` and `linears.py` are what the task-vector methods and those of whole
+matrices share, `steps.py` what may follow any method with a base, `user*.py` methods of the user's own. What the engine runs
+is in `jobs`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from weightsmith.errors import UnknownName, nearest
 from weightsmith.methods.base import Method
-from weightsmith.methods.post import with_steps
+from weightsmith.methods.steps import with_steps
 
 NAMES = (
     "linear",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from weightsmith.jobs.job import Job, Matrix
 from weightsmith.methods.base import Method
-from weightsmith.methods.job import Job, Matrix
 
 
 def _job(matrix: Matrix) -> Job:
-    from weightsmith.methods.selective import FusionJob
+    from weightsmith.jobs.selective import FusionJob
 
     return FusionJob(matrix, 1e-8)
 

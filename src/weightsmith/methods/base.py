@@ -5,19 +5,19 @@ From these records come the registry, `weightsmith methods`, the docs pages, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from weightsmith.jobs.job import Parameters, Value
+
 if TYPE_CHECKING:
-    from weightsmith.methods.job import Job, Matrix
-    from weightsmith.methods.survey import Survey
+    from weightsmith.jobs.job import Job, Matrix
+    from weightsmith.jobs.survey import Survey
     from weightsmith.planner.steps import Settings, Step
 
-Value = bool | int | float | str
 Scope = Literal["model", "tensor"]
 BaseRole = Literal["required", "optional", "input"]
-Parameters = Mapping[str, Value | None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from weightsmith.jobs.decompose import thin_svd
+from weightsmith.jobs.job import Job, Matrix
+from weightsmith.jobs.linears import is_linear, needs_torch
 from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.decompose import thin_svd
 from weightsmith.methods.family import LAMBDA
-from weightsmith.methods.job import Job, Matrix
-from weightsmith.methods.linears import is_linear, needs_torch, number
+from weightsmith.methods.linears import number
 
 
 def merge(deltas: Sequence[Any], rank: float) -> Any:
@@ -28,8 +29,8 @@ def merge(deltas: Sequence[Any], rank: float) -> Any:
 def _job(matrix: Matrix) -> Job:
     import numpy as np
 
-    from weightsmith.methods.combination import CombinationJob
-    from weightsmith.methods.matrix import MatrixJob
+    from weightsmith.jobs.combination import CombinationJob
+    from weightsmith.jobs.matrix import MatrixJob
 
     rank, models = number(matrix, "rank"), len(matrix.codes)
     even = np.full(models, 1.0 / models)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from weightsmith.jobs.job import Job, Matrix
 from weightsmith.methods.base import Method, Parameter
 from weightsmith.methods.family import LAMBDA
-from weightsmith.methods.job import Job, Matrix
 
 
 def _job(matrix: Matrix) -> Job:
+    from weightsmith.jobs.elementwise import ElementwiseJob
     from weightsmith.kernels.elementwise import merge_consensus
-    from weightsmith.methods.elementwise import ElementwiseJob
 
     votes, factor = int(matrix.shared["k"] or 0), float(matrix.shared["lambda"])  # type: ignore[arg-type]
     return ElementwiseJob(matrix, merge_consensus, matrix.weights(), matrix.weights("threshold"), votes, factor)

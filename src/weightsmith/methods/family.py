@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from weightsmith.methods.base import Parameter, Parameters
-from weightsmith.methods.job import Job, Matrix
+from weightsmith.jobs.job import Job, Matrix, Parameters
+from weightsmith.methods.base import Parameter
 
 if TYPE_CHECKING:
-    from weightsmith.methods.survey import Survey
-    from weightsmith.methods.task_vector_job import Combine, Election, Sparsifier
+    from weightsmith.jobs.survey import Survey
+    from weightsmith.jobs.task_vectors import Combine, Election, Sparsifier
     from weightsmith.planner.steps import Settings, Step
 
 LAMBDA = Parameter("lambda", "float", "Factor on the merged task vector.", default=1.0)
@@ -94,7 +94,7 @@ def check_probabilities(shared: Parameters, models: Sequence[Parameters]) -> str
 
 def task_vector_job(matrix: Matrix, sparsifier: Sparsifier, *, elect: Election = "none", combine: Combine | None = None) -> Job:
     """The job of a method of the family, from its parameters; `combine` where `normalize` does not say it."""
-    from weightsmith.methods.task_vector_job import Axes, TaskVectorJob
+    from weightsmith.jobs.task_vectors import Axes, TaskVectorJob
 
     shared = matrix.shared
     axes = Axes(
@@ -122,6 +122,6 @@ def model_thresholds(merged: Sequence[tuple[Step, Settings]]) -> Survey | None:
                 wanted[source.model, density, gamma] = None
     if not wanted:
         return None
-    from weightsmith.methods.survey import Thresholds
+    from weightsmith.jobs.survey import Thresholds
 
     return Thresholds(sizes, list(wanted))

@@ -7,8 +7,8 @@ from functools import partial
 
 import numpy as np
 
+from weightsmith.jobs.job import Job, Matrix
 from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.job import Job, Matrix
 
 SAME = 1e-14
 """Of the largest squared distance: what is nearer is one point. The rounding of inner products is a tenth of that."""
@@ -64,7 +64,7 @@ def _length(products: np.ndarray, coefficients: np.ndarray) -> float:
 
 
 def _job(matrix: Matrix) -> Job:
-    from weightsmith.methods.combination import GramJob
+    from weightsmith.jobs.combination import GramJob
 
     max_iter, tol = int(matrix.shared["max_iter"]), float(matrix.shared["tol"])  # type: ignore[arg-type]
     # Only differences count, and their products keep the digits that those of the models would lose.

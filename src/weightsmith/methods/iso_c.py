@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from weightsmith.jobs.job import Job, Matrix
+from weightsmith.jobs.linears import needs_torch
+from weightsmith.jobs.spectra import flatten
 from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.decompose import thin_svd
 from weightsmith.methods.family import LAMBDA
-from weightsmith.methods.job import Job, Matrix
-from weightsmith.methods.linears import WEIGHT, linears_job, needs_torch, number
+from weightsmith.methods.linears import WEIGHT, linears_job, number
 
 
 def merge(deltas: Sequence[Any], beta: float) -> Any:
@@ -18,13 +19,6 @@ def merge(deltas: Sequence[Any], beta: float) -> Any:
     for i in range(1, len(deltas)):
         total = total + deltas[i]
     return flatten(total, beta)
-
-
-def flatten(total: Any, beta: float) -> Any:
-    """A matrix (float64 [rows, cols]) with singular values (1 - β) S + β · mean S; zeros stay zero."""
-    u, s, vt = thin_svd(total)
-    flat = ((1.0 - beta) * s + beta * s.mean()) * (s > 0)
-    return (u * flat) @ vt
 
 
 def _job(matrix: Matrix) -> Job:

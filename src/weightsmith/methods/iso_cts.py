@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from weightsmith.jobs.decompose import polar, thin_svd
+from weightsmith.jobs.job import Job, Matrix
+from weightsmith.jobs.linears import needs_torch
 from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.decompose import polar, thin_svd
 from weightsmith.methods.family import LAMBDA
-from weightsmith.methods.job import Job, Matrix
-from weightsmith.methods.linears import WEIGHT, linears_job, needs_torch, number
+from weightsmith.methods.linears import WEIGHT, linears_job, number
 
 
 def shares(rank: int, models: int, common: float) -> tuple[int, int]:

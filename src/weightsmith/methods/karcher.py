@@ -6,9 +6,9 @@ from functools import partial
 
 import numpy as np
 
+from weightsmith.jobs.job import Job, Matrix
+from weightsmith.jobs.sphere import karcher_steps, mean_direction, unit_vectors
 from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.job import Job, Matrix
-from weightsmith.methods.sphere import karcher_steps, mean_direction, unit_vectors
 
 
 def karcher_coefficients(gram: np.ndarray, max_iter: int, tol: float) -> np.ndarray:
@@ -34,7 +34,7 @@ def karcher_coefficients(gram: np.ndarray, max_iter: int, tol: float) -> np.ndar
 
 
 def _job(matrix: Matrix) -> Job:
-    from weightsmith.methods.combination import GramJob
+    from weightsmith.jobs.combination import GramJob
 
     max_iter, tol = int(matrix.shared["max_iter"]), float(matrix.shared["tol"])  # type: ignore[arg-type]
     return GramJob(matrix, partial(karcher_coefficients, max_iter=max_iter, tol=tol))

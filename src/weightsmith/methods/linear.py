@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weightsmith.methods.base import Method, Parameter, Parameters
-from weightsmith.methods.job import Job, Matrix
+from weightsmith.jobs.job import Job, Matrix, Parameters
+from weightsmith.methods.base import Method, Parameter
 
 WEIGHT = Parameter("weight", "float", "Share of this model in the sum.", scope="model")
 
 
 def _job(matrix: Matrix) -> Job:
-    from weightsmith.methods.combination import CombinationJob
+    from weightsmith.jobs.combination import CombinationJob
 
     weights = matrix.weights()
     return CombinationJob(matrix, weights / weights.sum() if matrix.shared["normalize"] else weights)

@@ -6,8 +6,8 @@ from functools import partial
 
 import numpy as np
 
+from weightsmith.jobs.job import Job, Matrix
 from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.job import Job, Matrix
 
 
 def stock_coefficients(gram: np.ndarray, *, pooled: bool) -> np.ndarray:
@@ -33,8 +33,8 @@ def stock_coefficients(gram: np.ndarray, *, pooled: bool) -> np.ndarray:
 
 
 def _job(matrix: Matrix) -> Job:
-    from weightsmith.methods.combination import GramJob
-    from weightsmith.methods.vectors import RowJob
+    from weightsmith.jobs.combination import GramJob
+    from weightsmith.jobs.vectors import RowJob
 
     solve = partial(stock_coefficients, pooled=matrix.shared["cosine"] == "pooled")
     job = RowJob if matrix.shared["filter_wise"] and matrix.cols < matrix.size else GramJob

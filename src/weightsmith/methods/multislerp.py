@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from weightsmith.methods.base import Method, Parameter, Parameters
-from weightsmith.methods.job import Job, Matrix
+from weightsmith.jobs.job import Job, Matrix, Parameters
+from weightsmith.jobs.sphere import karcher_steps, mean_direction, unit_vectors
+from weightsmith.methods.base import Method, Parameter
 from weightsmith.methods.linear import WEIGHT
-from weightsmith.methods.sphere import karcher_steps, mean_direction, unit_vectors
 
 
 def multislerp_coefficients(gram: np.ndarray, weights: np.ndarray, *, eps: float, steps: int) -> np.ndarray:
@@ -32,7 +32,7 @@ def multislerp_coefficients(gram: np.ndarray, weights: np.ndarray, *, eps: float
 
 
 def _job(matrix: Matrix) -> Job:
-    from weightsmith.methods.combination import GramJob
+    from weightsmith.jobs.combination import GramJob
 
     shared, weights = matrix.shared, matrix.weights()
     if shared["normalize_weights"]:

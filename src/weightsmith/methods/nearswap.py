@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from weightsmith.jobs.job import Job, Matrix
 from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.job import Job, Matrix
 
 
 def _job(matrix: Matrix) -> Job:
+    from weightsmith.jobs.elementwise import ElementwiseJob
     from weightsmith.kernels.elementwise import merge_clipped
-    from weightsmith.methods.elementwise import ElementwiseJob
 
     return ElementwiseJob(matrix, merge_clipped, float(matrix.shared["t"]), sums=1)  # type: ignore[arg-type]
 

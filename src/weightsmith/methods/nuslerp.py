@@ -7,8 +7,8 @@ from functools import partial
 
 import numpy as np
 
+from weightsmith.jobs.job import Job, Matrix
 from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.job import Job, Matrix
 from weightsmith.methods.linear import WEIGHT
 
 
@@ -47,8 +47,8 @@ def each_nuslerp(gram: np.ndarray, t: float, *, deltas: bool) -> np.ndarray:
 
 
 def _job(matrix: Matrix) -> Job:
-    from weightsmith.methods.combination import GramJob
-    from weightsmith.methods.vectors import ColumnJob, RowJob
+    from weightsmith.jobs.combination import GramJob
+    from weightsmith.jobs.vectors import ColumnJob, RowJob
 
     t = interpolation(matrix.weights())
     if not matrix.shared["nuslerp_flatten"] and matrix.cols < matrix.size:

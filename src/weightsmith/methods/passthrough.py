@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from weightsmith.jobs.job import Job, Matrix
 from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.job import Job, Matrix
 
 
 def _job(matrix: Matrix) -> Job:
-    from weightsmith.methods.combination import CombinationJob
+    from weightsmith.jobs.combination import CombinationJob
 
     scale = matrix.models[0].get("scale")
     return CombinationJob(matrix, [1.0 if scale is None else float(scale)])  # type: ignore[arg-type]

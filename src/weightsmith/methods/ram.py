@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from weightsmith.jobs.job import Job, Matrix
 from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.job import Job, Matrix
 
 EPSILON = Parameter("epsilon", "float", "A delta is active where it is larger than this.", default=1e-5, minimum=0.0)
 
 
 def _job(matrix: Matrix) -> Job:
-    from weightsmith.methods.elementwise import ActiveJob
+    from weightsmith.jobs.elementwise import ActiveJob
 
     return ActiveJob(matrix)
 

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith.jobs.job import Job, Matrix
 from weightsmith.methods.base import Method, Parameter
 from weightsmith.methods.family import LAMBDA
-from weightsmith.methods.job import Job, Matrix
 from weightsmith.methods.ram import EPSILON
 
 if TYPE_CHECKING:
-    from weightsmith.methods.survey import Survey
+    from weightsmith.jobs.survey import Survey
     from weightsmith.planner.steps import Settings, Step
 
 
 def _job(matrix: Matrix) -> Job:
-    from weightsmith.methods.elementwise import ActiveJob, ActiveSurvey
+    from weightsmith.jobs.elementwise import ActiveJob, ActiveSurvey
 
     survey = matrix.survey
     assert isinstance(survey, ActiveSurvey)
@@ -39,7 +39,7 @@ def strengthened(counts: npt.NDArray[np.int64], rescale: float) -> npt.NDArray[n
 
 
 def _survey(merged: Sequence[tuple[Step, Settings]]) -> Survey | None:
-    from weightsmith.methods.elementwise import ActiveSurvey
+    from weightsmith.jobs.elementwise import ActiveSurvey
 
     return ActiveSurvey(float(merged[0][1].shared["epsilon"] or 0)) if merged else None
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith.jobs.job import Job, Matrix
 from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.job import Job, Matrix
 from weightsmith.methods.ram import EPSILON
 
 
 def _job(matrix: Matrix) -> Job:
-    from weightsmith.methods.elementwise import ActiveJob
+    from weightsmith.jobs.elementwise import ActiveJob
 
     r, alpha = float(matrix.shared["r"]), float(matrix.shared["alpha"])  # type: ignore[arg-type]
     epsilon = float(matrix.shared["epsilon"])  # type: ignore[arg-type]

@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from weightsmith.methods.base import Method, Parameter, Parameters
-from weightsmith.methods.decompose import thin_svd
+from weightsmith.jobs.decompose import thin_svd
+from weightsmith.jobs.job import Job, Matrix, Parameters
+from weightsmith.jobs.linears import needs_torch
+from weightsmith.methods.base import Method, Parameter
 from weightsmith.methods.family import LAMBDA
-from weightsmith.methods.job import Job, Matrix
-from weightsmith.methods.linears import WEIGHT, linears_job, needs_torch, number
+from weightsmith.methods.linears import WEIGHT, linears_job, number
 
 
 def _norm(a: Any) -> float:

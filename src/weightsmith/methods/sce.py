@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from weightsmith.jobs.job import Job, Matrix
 from weightsmith.methods.base import Method, Parameter
 from weightsmith.methods.family import INT8_MASK
-from weightsmith.methods.job import Job, Matrix
 
 
 def _job(matrix: Matrix) -> Job:
-    from weightsmith.methods.selective import SceJob
+    from weightsmith.jobs.selective import SceJob
 
     topk = float(matrix.shared["select_topk"])  # type: ignore[arg-type]
     return SceJob(matrix, topk, mask_update=matrix.shared["select_applies_to"] == "update")

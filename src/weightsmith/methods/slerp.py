@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
+from weightsmith.jobs.job import Job, Matrix
 from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.job import Job, Matrix
 
 
 def slerp_coefficients(gram: np.ndarray, t: float, *, lerp_above: float) -> np.ndarray:
@@ -29,7 +29,7 @@ def slerp_coefficients(gram: np.ndarray, t: float, *, lerp_above: float) -> np.n
 
 
 def _job(matrix: Matrix) -> Job:
-    from weightsmith.methods.combination import GramJob
+    from weightsmith.jobs.combination import GramJob
 
     t = float(matrix.shared["t"])  # type: ignore[arg-type]
     return GramJob(matrix, lambda gram: slerp_coefficients(gram, t, lerp_above=0.9995))

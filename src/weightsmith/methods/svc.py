@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from weightsmith.jobs.job import Job, Matrix
+from weightsmith.jobs.linears import needs_torch
+from weightsmith.jobs.spectra import calibrate
 from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.decompose import thin_svd
 from weightsmith.methods.family import LAMBDA
-from weightsmith.methods.job import Job, Matrix
-from weightsmith.methods.linears import WEIGHT, linears_job, needs_torch
-
-NOTHING = 1e-12
-"""A delta has no part along a direction when it is below this share of its norm: rounding, with any angle."""
+from weightsmith.methods.linears import WEIGHT, linears_job
 
 
 def merge(deltas: Sequence[Any], weights: Sequence[float], alpha: float) -> Any:
@@ -21,29 +19,6 @@ def merge(deltas: Sequence[Any], weights: Sequence[float], alpha: float) -> Any:
     for i in range(1, len(deltas)):
         total = total + deltas[i] * weights[i]
     return calibrate(total, deltas, alpha)
-
-
-def calibrate(total: Any, deltas: Sequence[Any], alpha: float) -> Any:
-    """A merged delta A = U diag(S) Vᵀ (float64 [rows, cols]) with Sᵣ multiplied by K / Σᵢ max(alpha, cᵢᵣ).
-
-    cᵢᵣ = ⟨uᵣᵀA, uᵣᵀδᵢ⟩ / ‖uᵣᵀδᵢ‖² says how much of model i's delta along uᵣ the merged delta A repeats. Models that
-    have no part in a direction are left out of its K.
-    """
-    import torch
-
-    u, s, vt = thin_svd(total)
-    projected = s[:, None] * vt
-    repeats, count = torch.zeros_like(s), torch.zeros_like(s)
-    for i in range(len(deltas)):
-        delta = deltas[i]
-        own = u.T @ delta
-        energy = (own * own).sum(1)
-        part = energy > (NOTHING * torch.linalg.vector_norm(delta)) ** 2
-        along = (projected * own).sum(1) / torch.where(part, energy, torch.ones_like(energy))
-        repeats += along.clamp(min=alpha) * part
-        count += part
-    scale = count / torch.where(count > 0, repeats, torch.ones_like(s))
-    return (u * (s * scale)) @ vt
 
 
 def _job(matrix: Matrix) -> Job:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from weightsmith.jobs.job import Job, Matrix
 from weightsmith.methods.base import Method, Parameter
 from weightsmith.methods.family import INT8_MASK, LAMBDA, check_normalize, normalize
-from weightsmith.methods.job import Job, Matrix
 from weightsmith.methods.linear import WEIGHT
 
 
 def _job(matrix: Matrix) -> Job:
-    from weightsmith.methods.combination import CombinationJob
+    from weightsmith.jobs.combination import CombinationJob
 
     weights = matrix.weights()
     factor = float(matrix.shared["lambda"])  # type: ignore[arg-type]

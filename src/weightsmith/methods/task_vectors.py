@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from weightsmith.methods.base import Method, Parameter, Parameters
+from weightsmith.jobs.job import Job, Matrix, Parameters
+from weightsmith.methods.base import Method, Parameter
 from weightsmith.methods.cabs import GROUP
 from weightsmith.methods.consensus_ta import WEIGHT
 from weightsmith.methods.family import (
@@ -19,10 +20,9 @@ from weightsmith.methods.family import (
     rescale,
     task_vector_job,
 )
-from weightsmith.methods.job import Job, Matrix
 
 if TYPE_CHECKING:
-    from weightsmith.methods.survey import Survey
+    from weightsmith.jobs.survey import Survey
     from weightsmith.planner.steps import Settings, Step
 
 _ROWS = ("magnitude", "magnitude_outliers")

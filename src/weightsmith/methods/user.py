@@ -21,7 +21,7 @@ from weightsmith.errors import MethodError
 from weightsmith.methods.base import BaseRole, Method, Parameter
 
 if TYPE_CHECKING:
-    from weightsmith.methods.job import Job, Matrix
+    from weightsmith.jobs.job import Job, Matrix
 
 T = TypeVar("T")
 Function = Callable[..., Any]

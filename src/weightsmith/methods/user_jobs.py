@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from weightsmith.errors import MethodError
+from weightsmith.jobs.job import Bytes, Job, Matrix, Tile, Value
 from weightsmith.kernels.codecs import F32, F64, decode, encode
-from weightsmith.methods.base import Value
-from weightsmith.methods.job import Bytes, Job, Matrix, Tile
 from weightsmith.methods.user import OwnMethod, argument
 
 _ARRAY_TYPES = {float: np.float64, int: np.int64, bool: np.bool_}

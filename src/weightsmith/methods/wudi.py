@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from weightsmith.jobs.job import Job, Matrix
+from weightsmith.jobs.linears import needs_torch
 from weightsmith.methods.base import Method, Parameter
 from weightsmith.methods.family import LAMBDA
-from weightsmith.methods.job import Job, Matrix
-from weightsmith.methods.linears import WEIGHT, linears_job, needs_torch, number
+from weightsmith.methods.linears import WEIGHT, linears_job, number
 
 
 def merge(deltas: Sequence[Any], ridge: float) -> Any:

@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from weightsmith.errors import Finding, ParameterError, WeightsmithError, nearest
-from weightsmith.methods.base import Method, Parameter, Value
+from weightsmith.jobs.job import Value
+from weightsmith.methods.base import Method, Parameter
 from weightsmith.planner.blocks import Block
 from weightsmith.planner.steps import Settings
 from weightsmith.recipe import Entry, Parameters, Scalar, Schedule, Setting, numeric

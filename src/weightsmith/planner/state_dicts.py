@@ -20,7 +20,8 @@ from weightsmith.errors import (
     WeightsmithError,
     nearest,
 )
-from weightsmith.methods.base import Method, Parameter, Value
+from weightsmith.jobs.job import Value
+from weightsmith.methods.base import Method, Parameter
 from weightsmith.planner.dtypes import DTypes
 from weightsmith.planner.parameters import coerce
 from weightsmith.planner.steps import ModelInput, Plan, Settings, Source, Step

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from weightsmith.errors import Finding
-from weightsmith.methods.base import Value
+from weightsmith.jobs.job import Value
 from weightsmith.store.layout import Layout, make_layout
 from weightsmith.tensors import DTYPES, TensorSpec
 

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith.jobs.job import Matrix, Parameters, Tile
+from weightsmith.jobs.selection import Counts, Search
 from weightsmith.kernels.select import (
     HIGH_BINS,
     MAX_PATTERNS,
@@ -21,9 +23,6 @@ from weightsmith.kernels.select import (
     count_window,
     find_bin,
 )
-from weightsmith.methods.base import Parameters
-from weightsmith.methods.job import Matrix, Tile
-from weightsmith.methods.selection import Counts, Search
 
 NO_FACTORS = np.zeros(0)
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith.jobs.job import Matrix, Tile
 from weightsmith.kernels.select import (
     HIGH_BINS,
     MAX_PATTERNS,
@@ -25,7 +26,6 @@ from weightsmith.kernels.select import (
     find_bin,
     index_of_tie,
 )
-from weightsmith.methods.job import Matrix, Tile
 
 Key = tuple[int, int]
 """What is scored (the number of an input: its delta's magnitude; or a score of `kernels.select`), and which rank of it."""

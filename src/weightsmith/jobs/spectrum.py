@@ -6,81 +6,22 @@ it was merged. Computed in float64 with torch, the whole matrix at a time, by th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from weightsmith.methods.base import Parameter
-from weightsmith.methods.job import Bytes, Job, Matrix, Tile
-from weightsmith.methods.linears import is_linear
-
-Tensor = Any  # torch is optional: without it mypy could not name its type
-
-PARAMETERS = (
-    Parameter(
-        "spectrum",
-        "str",
-        "What is done to the singular values S of each linear layer's merged delta: `flatten` moves them towards their mean "
-        "(Iso-C, arXiv 2502.04959), `floor` raises those below the one at which S sums to the share `spectrum_strength` "
-        "(subspace boosting, arXiv 2506.16506), `calibrate` divides by how often the models repeat a direction (SVC, arXiv "
-        "2602.05536). Takes torch.",
-        default="none",
-        choices=("none", "flatten", "floor", "calibrate"),
-    ),
-    Parameter(
-        "spectrum_strength",
-        "float",
-        "`flatten`: (1 - strength) S + strength · mean S, by default 0.1. `floor`: the share, by default 0.01. `calibrate`: "
-        "the least repetition assumed, by default 1/K for K models; 1 only weakens.",
-        minimum=0.0,
-        maximum=1.0,
-        optional=True,
-    ),
-)
-
-
-def raise_floor(total: Tensor, share: float) -> Tensor:
-    """The smaller singular values raised to the first at which their sum, from the largest, reaches `share` of all."""
-    import torch
-
-    from weightsmith.methods.decompose import thin_svd
-
-    u, s, vt = thin_svd(total)
-    reached = torch.cumsum(s, 0) >= share * s.sum()
-    cut = s[int(reached.to(torch.int64).argmax())]
-    return (u * (s.clamp(min=cut) * (s > 0))) @ vt
-
-
-def transform(total: Tensor, deltas: Sequence[Tensor], how: str, strength: float | None) -> Tensor:
-    """The merged delta `total` (float64 [rows, cols]) with its spectrum changed; deltas are the models' own."""
-    if how == "flatten":
-        from weightsmith.methods.iso_c import flatten
-
-        return flatten(total, 0.1 if strength is None else strength)
-    if how == "floor":
-        return raise_floor(total, 0.01 if strength is None else strength)
-    from weightsmith.methods.svc import calibrate
-
-    return calibrate(total, deltas, 1.0 / len(deltas) if strength is None else max(strength, 1e-6))
-
-
-def spectrum_job(matrix: Matrix, make: Callable[[Matrix], Job]) -> Job:
-    """The method's job, with the step after it where it is asked for and the tensor is a linear layer's weight."""
-    how = str(matrix.shared.get("spectrum", "none"))
-    if how == "none" or not is_linear(matrix.name, matrix.shape):
-        return make(matrix)
-    strength = matrix.shared.get("spectrum_strength")
-    return SpectrumJob(matrix, make, how, None if strength is None else float(strength))
+from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
+from weightsmith.jobs.spectra import transform
 
 
 class SpectrumJob(Job):
     """Another job, the spectrum of its delta changed: one pass more, in which the merged delta is gathered in memory."""
 
     def __init__(self, matrix: Matrix, make: Callable[[Matrix], Job], how: str, strength: float | None) -> None:
+        from weightsmith.jobs.matrix import MatrixJob
         from weightsmith.kernels.codecs import F32, F64
-        from weightsmith.methods.matrix import MatrixJob
 
         super().__init__(matrix)
         wide = matrix.out_code in (F32, F64) or bool((matrix.codes == F64).any())

@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith.errors import ParameterError
+from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
+from weightsmith.jobs.linears import needs_torch, row_blocks
 from weightsmith.kernels.codecs import F32, F64
 from weightsmith.kernels.matrix import combine_with, copy_rows
-from weightsmith.methods.job import Bytes, Job, Matrix, Tile
-from weightsmith.methods.linears import needs_torch, row_blocks
 
 Tensor = Any  # torch is optional: without it mypy could not name its type
 Vector = npt.NDArray[np.float64]

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
 from weightsmith.kernels.combine import LANES, combine, gram
-from weightsmith.methods.job import Bytes, Job, Matrix, Tile
 
 Vector = npt.NDArray[np.float64]
 

@@ -1,8 +1,4 @@
-"""Steps after a merge: the merged delta of each tensor is measured and scaled before it is added to the base.
-
-Every method that needs a base has them as parameters. On language models the length of merged - base decides whether a merge
-works (https://arxiv.org/abs/2511.21437; the card of a merge lists it), and most methods leave it to chance.
-"""
+"""A step after a merge: the merged delta of a tensor is measured, and scaled before it is added to the base."""
 
 from __future__ import annotations
 
@@ -13,49 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.job import Bytes, Job, Matrix, Tile
-from weightsmith.methods.linears import needs_torch
-from weightsmith.methods.spectrum import PARAMETERS as SPECTRUM
-from weightsmith.methods.spectrum import spectrum_job
-
-PARAMETERS = (
-    *SPECTRUM,
-    Parameter(
-        "norm_match",
-        "str",
-        "Give each tensor's merged delta the Frobenius norm of: the inputs' deltas, on average (`mean`) or at most (`max`), or "
-        "of their plain weighted sum (`task_arithmetic`).",
-        default="none",
-        choices=("none", "mean", "max", "task_arithmetic"),
-    ),
-    Parameter(
-        "delta_scale",
-        "float",
-        "Factor on the merged delta, after all else. A gradient over the layers is LiNeS: shallow layers change less.",
-        default=1.0,
-    ),
-)
-
-
-def with_steps(method: Method) -> Method:
-    """The method with the steps' parameters, and a job that carries them out where they ask for something."""
-    return replace(
-        method,
-        parameters=method.parameters + PARAMETERS,
-        job=lambda matrix: _job(matrix, lambda inner: spectrum_job(inner, method.job)),
-        check=lambda shared, models: (
-            method.check(shared, models) or (needs_torch(shared, models) if shared.get("spectrum", "none") != "none" else "")
-        ),
-    )
-
-
-def _job(matrix: Matrix, make: Callable[[Matrix], Job]) -> Job:
-    norm = matrix.shared.get("norm_match", "none")
-    scale = float(matrix.shared.get("delta_scale", 1.0) or 0.0)
-    if norm == "none" and scale == 1.0:
-        return make(matrix)
-    return ScaledJob(matrix, make, str(norm), scale)
+from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
 
 
 class ScaledJob(Job):
@@ -101,7 +55,7 @@ class ScaledJob(Job):
 
     def _squares(self, tile: Tile) -> npt.NDArray[np.float64]:
         """float64 [grains, 2 + models]: squared norms of the merged delta, of the weighted sum, of each model's delta."""
-        from weightsmith.kernels.post import delta_squares
+        from weightsmith.kernels.delta import delta_squares
 
         m, scratch = self.matrix, tile.scratch
         merged = self._merged(tile)
@@ -111,7 +65,7 @@ class ScaledJob(Job):
         return out
 
     def apply(self, tile: Tile, out: Bytes) -> None:
-        from weightsmith.kernels.post import rescale_delta
+        from weightsmith.kernels.delta import rescale_delta
 
         m, scratch = self.matrix, tile.scratch
         merged = self._merged(tile)

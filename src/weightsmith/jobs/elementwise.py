@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
+from weightsmith.jobs.survey import Survey
 from weightsmith.kernels.elementwise import count_active, merge_active
-from weightsmith.methods.job import Bytes, Job, Matrix, Tile
-from weightsmith.methods.survey import Survey
 
 Counts = npt.NDArray[np.int64]
 """[models, 2]: positions where a model is active alone, and where others are too."""

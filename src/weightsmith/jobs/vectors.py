@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith.jobs.combination import symmetric
+from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
 from weightsmith.kernels.combine import LANES
 from weightsmith.kernels.vectors import combine_columns, combine_rows, gram_columns, gram_rows
-from weightsmith.methods.combination import symmetric
-from weightsmith.methods.job import Bytes, Job, Matrix, Tile
 
 Vector = npt.NDArray[np.float64]
 Solve = Callable[[Vector], Vector]

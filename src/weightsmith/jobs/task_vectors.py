@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from weightsmith.jobs.job import Bytes, Job, Matrix, Scratch, Tile
+from weightsmith.jobs.selection import Key, Selection
+from weightsmith.jobs.survey import Thresholds
 from weightsmith.kernels import task_vector as kernel
 from weightsmith.kernels.codecs import BLOCK
-from weightsmith.methods.job import Bytes, Job, Matrix, Scratch, Tile
-from weightsmith.methods.selection import Key, Selection
-from weightsmith.methods.survey import Thresholds
 
 Sparsifier = Literal["none", "magnitude", "magnitude_outliers", "random", "row_rank", "groups"]
 Scope = Literal["tensor", "row", "model"]

@@ -10,15 +10,16 @@ outcome is the same for any tile size and number of threads.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.methods.base import Parameters
-
 Bytes = npt.NDArray[np.uint8]
+Value = bool | int | float | str
+Parameters = Mapping[str, Value | None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
+from weightsmith.jobs.selection import Selection
 from weightsmith.kernels.elementwise import (
     count_varying,
     energies,
@@ -16,8 +18,6 @@ from weightsmith.kernels.elementwise import (
     select_above,
 )
 from weightsmith.kernels.select import IMPORTANCE, VARIANCE, score_bits
-from weightsmith.methods.job import Bytes, Job, Matrix, Tile
-from weightsmith.methods.selection import Selection
 
 _ALL = np.zeros(0, np.uint8)
 _NO_FACTORS = np.zeros(0)
