@@ -199,3 +199,22 @@ def test_every_method_says_what_a_user_wants_to_know(name: str) -> None:
         assert text.strip()
     assert all(p.doc for p in method.parameters)
     assert f"merge_method: {name}\n" in method.example
+
+
+WITH_DENSITY = [
+    name for name in methods.NAMES if any(p.name == "density" and not p.ignored for p in methods.get(name).parameters)
+]
+
+
+@pytest.mark.parametrize("name", WITH_DENSITY)
+def test_density_nought_leaves_the_base_and_one_keeps_every_delta(name: str, tmp_path: Path) -> None:
+    case = next(case for case in CASES.values() if case.method == name)
+    arrays = fine_tunes((60, 64), 1)
+    shared = {**case.shared, "sparsify": "magnitude"}  # task_vectors keeps everything if not told otherwise
+
+    def run(density: float) -> np.ndarray:
+        own = {**case.models[1], "weight": 1.0, "density": density, "gamma": 0.0}
+        return run_method(tmp_path / str(density), name, arrays, shared=shared, models=[{}, own], base=True, out=DTYPES["BF16"])
+
+    assert run(0.0).tobytes() == arrays[0].tobytes()
+    assert run(1.0).tobytes() == arrays[1].tobytes()

@@ -190,6 +190,50 @@ def execute(
     )
 
 
+class _Discarded:
+    """An engine output that keeps nothing."""
+
+    def location(self, name: str) -> tuple[int, int]:
+        return -1, 0
+
+    def write(self, name: str, start_byte: int, buffer: object) -> None:
+        pass
+
+    def finish(self, name: str, checksum: str) -> None:
+        pass
+
+
+def measure_distance(
+    prepared: Prepared,
+    *,
+    threads: int | None = None,
+    max_memory_bytes: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> tuple[Moved, ...]:
+    """How far the merge would move from its base, layer by layer: computed as `execute` does, and not written.
+
+    The whole comes first; () when nothing has a base. Cost: that of the merge without writing.
+    """
+    from weightsmith.engine.local import run
+    from weightsmith.engine.schedule import RESIDENT_BYTES
+    from weightsmith.engine.tiles import fit_resident_bytes, fit_tile_bytes
+
+    plan = prepared.plan
+    threads = threads or len(os.sched_getaffinity(0))
+    widest = max((len(s.inputs) for s in plan.steps), default=1)
+    outcome = run(
+        plan,
+        prepared.inputs,
+        _Discarded(),
+        threads=threads,
+        tile_bytes=fit_tile_bytes(max_memory_bytes, threads, widest),
+        resident_bytes=fit_resident_bytes(max_memory_bytes, threads, widest, RESIDENT_BYTES),
+        skip={step.out.name for step in plan.steps if not step.base or step.op in ("copy", "cast")},
+        progress=progress,
+    )
+    return distance_by_layer(plan, outcome.distances)
+
+
 def _check_not_input(out: Path, inputs: Sequence[Checkpoint]) -> None:
     """A merge never replaces what it reads from."""
     for checkpoint in inputs:

@@ -28,6 +28,10 @@ def plan(
             help="Show the parameters of one output tensor, and the line of the recipe each comes from.",
         ),
     ] = "",
+    distance: Annotated[
+        bool,
+        typer.Option("--distance", help="Merge without writing, and show how far each layer moves from the base."),
+    ] = False,
     threads: options.Threads = None,
     max_memory: options.MaxMemory = None,
     max_shard_size: options.MaxShardSize = options.DEFAULT_MAX_SHARD_BYTES,
@@ -37,7 +41,7 @@ def plan(
     allow_code: options.AllowCode = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show what merging RECIPE would do. Reads headers only, writes nothing.
+    """Show what merging RECIPE would do. Reads headers only (but for --distance), writes nothing.
 
     Names the modules that `modules:` in a recipe takes. With --json: the whole plan, and where each tensor goes.
     """
@@ -58,6 +62,9 @@ def plan(
             if explain:
                 _explain(prepared, explain, as_json=as_json)
                 return
+            if distance:
+                _distance(prepared, threads, max_memory, as_json=as_json)
+                return
             from weightsmith.cli.summary import summarise
 
             summary = summarise(prepared, threads=threads, max_memory_bytes=max_memory)
@@ -65,6 +72,20 @@ def plan(
                 result(json.dumps(_to_json(prepared.plan, summary), ensure_ascii=False))
             else:
                 _show(prepared.plan, summary, max_memory)
+
+
+def _distance(prepared: Prepared, threads: int | None, max_memory: int | None, *, as_json: bool) -> None:
+    from weightsmith.api import measure_distance
+    from weightsmith.distance import to_json
+
+    moved = measure_distance(prepared, threads=threads, max_memory_bytes=max_memory)
+    if as_json:
+        result(json.dumps(to_json(moved)))
+    elif not moved:
+        result("nothing is merged with a base, so there is no distance from one")
+    else:
+        rows = [(m.name, f"{m.delta:.4g}", f"{m.share:.3%}") for m in moved]
+        show_table(("", "‖merged - base‖", "share of the base"), rows, right={1, 2})
 
 
 def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:

@@ -14,7 +14,7 @@ from weightsmith.jobs.job import Job, Matrix
 from weightsmith.jobs.linears import is_linear, needs_torch
 from weightsmith.methods.base import Method, Parameter
 
-SPECTRUM = (
+PARAMETERS = (
     Parameter(
         "spectrum",
         "str",
@@ -34,10 +34,6 @@ SPECTRUM = (
         maximum=1.0,
         optional=True,
     ),
-)
-
-PARAMETERS = (
-    *SPECTRUM,
     Parameter(
         "norm_match",
         "str",
