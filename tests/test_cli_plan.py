@@ -13,7 +13,8 @@ import numpy as np
 
 from tests.cli_help import LINEAR, Cli, cli, environment, run_process, work
 from tests.mini import write_checkpoint
-from weightsmith import Plan, open_checkpoint
+from tests.test_post_steps import make_recipe
+from weightsmith import Plan, merge, open_checkpoint
 from weightsmith.cli.summary import changes, short
 
 __all__ = ["cli", "work"]
@@ -155,3 +156,15 @@ def test_a_long_config_value_is_shortened() -> None:
     assert len(short(["full_attention"] * 48)) <= 60
     assert short("x" * 100, 20).endswith("...") and len(short("x" * 100, 20)) <= 20  # noqa: PT018
     assert short(None) == "-"
+
+
+def test_the_distance_can_be_had_without_writing(tmp_path: Path, cli: Cli) -> None:
+    recipe = make_recipe(tmp_path)
+    (tmp_path / "recipe.yml").write_text(recipe)
+    before = sorted(p.name for p in tmp_path.iterdir())
+    ran = cli("plan", str(tmp_path / "recipe.yml"), "--distance", "--json")
+    assert ran.code == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    done = merge(recipe, tmp_path / "out")
+    assert json.loads(ran.out) == [{"name": m.name, "delta_norm": m.delta, "base_norm": m.base} for m in done.distance]
+    assert "model.layers.1" in cli("plan", str(tmp_path / "recipe.yml"), "--distance").out

@@ -12,7 +12,6 @@ import pytest
 
 from tests.cases.case import deltas, f64, fine_tunes
 from tests.cases.task_vectors import GTA, MEAN
-from tests.cli_help import Cli, cli  # noqa: F401  a fixture
 from tests.mini import run_method, write_checkpoint
 from tests.test_methods import ulp_error
 from weightsmith import merge, methods, open_checkpoint
@@ -199,15 +198,3 @@ def test_spectrum_then_norm_then_scale_for_any_cut(kind: Any, tmp_path: Path) ->
     delta = outs[0].astype(np.float64) - f64(arrays)[0]
     target = 0.5 * np.mean([np.linalg.norm(d) for d in deltas(arrays)])
     np.testing.assert_allclose(np.linalg.norm(delta), target, rtol=0.02 if out.itemsize == 2 else 1e-5)
-
-
-def test_the_distance_can_be_had_without_writing(tmp_path: Path, cli: Cli) -> None:
-    recipe = make_recipe(tmp_path)
-    (tmp_path / "recipe.yml").write_text(recipe)
-    before = sorted(p.name for p in tmp_path.iterdir())
-    ran = cli("plan", str(tmp_path / "recipe.yml"), "--distance", "--json")
-    assert ran.code == 0
-    assert sorted(p.name for p in tmp_path.iterdir()) == before
-    done = merge(recipe, tmp_path / "out")
-    assert json.loads(ran.out) == [{"name": m.name, "delta_norm": m.delta, "base_norm": m.base} for m in done.distance]
-    assert "model.layers.1" in cli("plan", str(tmp_path / "recipe.yml"), "--distance").out
