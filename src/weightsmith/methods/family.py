@@ -72,12 +72,15 @@ def rescale(default: str, *choices: str) -> Parameter:
     )
 
 
-def check_normalize(shared: Parameters, models: Sequence[Parameters]) -> str:
-    """mergekit divides by 1 when the weights sum to zero; nobody means that."""
+def sums_to_zero(models: Sequence[Parameters]) -> str:
+    """What is wrong with weights that are to be normalised (mergekit then writes NaN, or divides by 1): they sum to zero, or ""."""
     total = sum(float(m["weight"] or 0) for m in models if "weight" in m)
-    if shared["normalize"] and abs(total) < 1e-8:
-        return f"the weights sum to {total:g}, so they cannot be normalised"
-    return ""
+    return f"the weights sum to {total:g}, so they cannot be normalised" if abs(total) < 1e-8 else ""
+
+
+def check_normalize(shared: Parameters, models: Sequence[Parameters]) -> str:
+    """The check of methods with a `normalize` parameter."""
+    return sums_to_zero(models) if shared["normalize"] else ""
 
 
 def check_probabilities(shared: Parameters, models: Sequence[Parameters]) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from weightsmith.jobs.job import Job, Matrix, Parameters
+from weightsmith.jobs.job import Job, Matrix
 from weightsmith.methods.base import Method, Parameter
+from weightsmith.methods.family import check_normalize
 
 WEIGHT = Parameter("weight", "float", "Share of this model in the sum.", scope="model")
 
@@ -15,12 +14,6 @@ def _job(matrix: Matrix) -> Job:
 
     weights = matrix.weights()
     return CombinationJob(matrix, weights / weights.sum() if matrix.shared["normalize"] else weights)
-
-
-def zero_sum(shared: Parameters, models: Sequence[Parameters]) -> str:
-    """What to say when weights that are to be normalised sum to zero (mergekit writes NaN)."""
-    total = sum(float(m["weight"] or 0) for m in models if "weight" in m)
-    return f"the weights sum to {total:g}, so they cannot be normalised" if shared["normalize"] and total == 0 else ""
 
 
 METHOD = Method(
@@ -47,5 +40,5 @@ models:
 dtype: bfloat16
 """,
     job=_job,
-    check=zero_sum,
+    check=check_normalize,
 )

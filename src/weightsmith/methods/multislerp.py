@@ -9,6 +9,7 @@ import numpy as np
 from weightsmith.jobs.job import Job, Matrix, Parameters
 from weightsmith.jobs.sphere import karcher_steps, mean_direction, unit_vectors
 from weightsmith.methods.base import Method, Parameter
+from weightsmith.methods.family import sums_to_zero
 from weightsmith.methods.linear import WEIGHT
 
 
@@ -48,8 +49,8 @@ def _job(matrix: Matrix) -> Job:
 
 def _check(shared: Parameters, models: Sequence[Parameters]) -> str:
     weights = [float(m["weight"] or 0) for m in models if "weight" in m]
-    if shared["normalize_weights"] and abs(sum(weights)) < 1e-8:
-        return f"the weights sum to {sum(weights):g}, so they cannot be normalised"
+    if shared["normalize_weights"] and (wrong := sums_to_zero(models)):
+        return wrong
     if shared["karcher_steps"] and min(weights, default=0.0) < 0:
         return "karcher_steps walks to a mean, which negative weights do not have"
     return ""

@@ -18,6 +18,7 @@ from weightsmith.methods.family import (
     check_probabilities,
     model_thresholds,
     rescale,
+    sums_to_zero,
     task_vector_job,
 )
 
@@ -43,9 +44,8 @@ def _check(shared: Parameters, models: Sequence[Parameters]) -> str:
         return f"scope {shared['scope']} ranks magnitudes, and sparsify is {shared['sparsify']}; use one of {', '.join(_ROWS)}"
     if shared["rescale"] == "inv_probability" and shared["sparsify"] != "row_rank":
         return "rescale inv_probability is for sparsify row_rank, where each element has a probability of its own"
-    total = sum(float(m["weight"] or 0) for m in models if "weight" in m)
-    if shared["combine"] == "mean" and shared["elect"] == "none" and abs(total) < 1e-8:
-        return f"the weights sum to {total:g}, so they cannot be normalised"
+    if shared["combine"] == "mean" and shared["elect"] == "none" and (wrong := sums_to_zero(models)):
+        return wrong
     return check_probabilities(shared, models) if shared["sparsify"] == "row_rank" else ""
 
 
