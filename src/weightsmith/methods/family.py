@@ -73,7 +73,7 @@ def rescale(default: str, *choices: str) -> Parameter:
 
 
 def sums_to_zero(models: Sequence[Parameters]) -> str:
-    """What is wrong with weights that are to be normalised (mergekit then writes NaN, or divides by 1): they sum to zero, or ""."""
+    """What is wrong with weights that are to be normalised and sum to zero (mergekit writes NaN, or divides by 1); else ""."""
     total = sum(float(m["weight"] or 0) for m in models if "weight" in m)
     return f"the weights sum to {total:g}, so they cannot be normalised" if abs(total) < 1e-8 else ""
 
