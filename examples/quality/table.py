@@ -39,8 +39,8 @@ Perplexity on held-out text, lower is better. The models are SmolLM2-135M-Instru
 added to the weights, bf16): on French and German manual pages and on the Python standard library. `en` is English manual pages,
 which no model was trained on. Each row is one recipe of [examples/quality/recipes](../examples/quality/recipes), merged with
 `weightsmith merge`. The table is measured on the whole of `examples/testbed/eval`, in float32. `tsv_m_flat` and `tsv_m_tuned`
-were tuned by hand on `examples/testbed/tune` alone, the first four rows of 384 tokens of each text, in some twenty tries; the
-other rows have the settings of the demo and of earlier measurements.
+were tuned by hand on `examples/testbed/tune` alone, the first four rows of 384 tokens of each text, in some twenty tries and
+with a look at the gradient of the loss there; the other rows have the settings of the demo and of earlier measurements.
 
 """
 
