@@ -8,14 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from weightsmith import methods
-from weightsmith.engine.tiles import fit_tile_bytes, peak_memory_bytes
-from weightsmith.jobs.job import Matrix
+from weightsmith.engine.matrices import matrices
+from weightsmith.engine.schedule import RESIDENT_BYTES
+from weightsmith.engine.tiles import fit_resident_bytes, fit_tile_bytes, peak_memory_bytes
+from weightsmith.jobs.linears import is_linear
 from weightsmith.planner import Plan, Prepared
 from weightsmith.planner.steps import Step
-from weightsmith.tensors import grain_elements
+
+TORCH_BYTES = 250 << 20
+"""What torch takes by being imported, and working: as measured with the CPU build."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +124,16 @@ def summarise(prepared: Prepared, *, threads: int | None = None, max_memory_byte
         modules=_modules(prepared),
         dropped=_dropped(plan),
         changes=tuple(changes(prepared.inputs[plan.donor].config or {}, plan.config or {})),
-        memory=_memory(plan, threads, max_memory_bytes),
+        memory=_memory(plan, threads, max_memory_bytes, [passes.resident_bytes(step) for step in plan.steps]),
     )
 
 
 class _Passes:
-    """How often each step reads its inputs: asked of the jobs themselves, once for each set of parameters."""
+    """How often each step reads its inputs: asked of the jobs themselves, once for each set of parameters and shape."""
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
-        self._known: dict[tuple[str, int, bool], int] = {}
+        self._known: dict[tuple[object, ...], tuple[int, int]] = {}
         plan = prepared.plan
         merged = [(step, plan.settings[step.settings]) for step in plan.steps if self._merges(step)]
         self._survey = methods.get(plan.method).survey(merged) if merged else None
@@ -148,32 +150,19 @@ class _Passes:
 
     def of(self, step: Step) -> int:
         """Passes over the inputs of a step, the one that writes included."""
-        if not self._merges(step):
-            return 1
-        key = step.op, step.settings, step.base
-        if key not in self._known:
-            self._known[key] = 1 + methods.get(step.op).job(self._matrix(step)).passes()
-        return self._known[key]
+        return 1 if not self._merges(step) else 1 + self._job(step)[0]
 
-    def _matrix(self, step: Step) -> Matrix:
-        plan, inputs = self._prepared.plan, self._prepared.inputs
-        settings, shape = plan.settings[step.settings], step.out.shape
-        codes = [inputs[i.model].tensors[i.tensor].spec.dtype.code for i in step.inputs]
-        return Matrix(
-            name=step.out.name,
-            index=0,
-            size=step.out.size // step.matrices,
-            cols=shape[-1] if shape else 1,
-            grain=grain_elements(shape),
-            codes=np.array(codes, np.int64),
-            out_code=step.out.dtype.code,
-            base=step.base,
-            shared=settings.shared,
-            models=settings.models,
-            seed=plan.seed,
-            inputs=tuple(i.model for i in step.inputs),
-            survey=self._survey,
-        )
+    def resident_bytes(self, step: Step) -> int:
+        """What the job of a step holds in memory between its passes."""
+        return 0 if not self._merges(step) else self._job(step)[1]
+
+    def _job(self, step: Step) -> tuple[int, int]:
+        shape = step.out.shape
+        key = step.op, step.settings, step.base, shape, is_linear(step.out.name, shape)
+        if key not in self._known:
+            job = methods.get(step.op).job(matrices(self._prepared.plan, step, self._prepared.inputs, self._survey)[0])
+            self._known[key] = job.passes(), job.resident_bytes
+        return self._known[key]
 
 
 def _modules(prepared: Prepared) -> tuple[ModuleFacts, ...]:
@@ -210,11 +199,16 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> I
             yield Change(f"{path}{key}", before, after)
 
 
-def _memory(plan: Plan, threads: int | None, max_memory_bytes: int | None) -> Memory:
+def _memory(plan: Plan, threads: int | None, max_memory_bytes: int | None, resident: Sequence[int]) -> Memory:
     threads = threads or len(os.sched_getaffinity(0))
     widest = max((len(s.inputs) for s in plan.steps), default=1)
     tile_bytes = fit_tile_bytes(max_memory_bytes, threads, widest)
-    return Memory(peak_memory_bytes(tile_bytes, threads, widest), threads, tile_bytes)
+    peak = peak_memory_bytes(tile_bytes, threads, widest)
+    if largest := max(resident, default=0):
+        # Whole matrices: as many as fit the bound, at least one; and torch, which is there for them alone.
+        allowed = fit_resident_bytes(max_memory_bytes, threads, widest, RESIDENT_BYTES)
+        peak += max(largest, min(allowed, largest * threads)) + TORCH_BYTES
+    return Memory(peak, threads, tile_bytes)
 
 
 def short(value: Any, length: int = 60) -> str:

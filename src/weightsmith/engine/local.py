@@ -18,6 +18,7 @@ import numpy as np
 from weightsmith import methods
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.engine.buffers import Buffers
+from weightsmith.engine.matrices import matrices
 from weightsmith.engine.schedule import APPLY, RESIDENT_BYTES, Part, Scheduler, Task, Work
 from weightsmith.engine.survey import conduct
 from weightsmith.engine.tiles import TILE_BYTES, Cut, cut, tile_grains
@@ -133,28 +134,7 @@ class Run:
 
     def matrices(self, step: Step) -> list[Matrix]:
         """The logical matrices of a step that merges."""
-        settings = self.plan.settings[step.settings]
-        codes = [self.inputs[i.model].tensors[i.tensor].spec.dtype.code for i in step.inputs]
-        shape, size = step.out.shape, step.out.size // step.matrices
-        return [
-            Matrix(
-                name=step.out.name,
-                index=m * size,
-                size=size,
-                cols=shape[-1] if shape else 1,
-                grain=grain_elements(shape),
-                codes=np.array(codes, np.int64),
-                out_code=step.out.dtype.code,
-                base=step.base,
-                shared=settings.shared,
-                models=settings.models,
-                seed=self.plan.seed,
-                inputs=tuple(i.model for i in step.inputs),
-                survey=self.survey,
-                shape=shape if step.matrices == 1 else shape[1:],
-            )
-            for m in range(step.matrices)
-        ]
+        return matrices(self.plan, step, self.inputs, self.survey)
 
     def _job(self, step: Step, matrix: Matrix) -> Job:
         if step.op == "cast":
