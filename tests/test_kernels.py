@@ -184,7 +184,7 @@ def test_task_vectors_are_float64_results_to_float32_rounding(
     merge_task_vectors(
         *raw(stack), n, 0, BLOCK, np.array(weights), scales, np.array(modes, np.int64), limits, cuts, shares, False, keys,
         ELECT_SUM if elect else ELECT_NONE, BY_WEIGHT if normalize and elect else SUM, applied, out, F32, rows, sums, words,
-        *ROWLESS,
+        *ROWLESS, np.zeros((models, 0), np.uint8),
     )  # fmt: skip
     expected = reference.merge_task_vectors(
         stack[0].astype(np.float64), masked, weights, elect=elect, normalize=normalize, factor=factor
@@ -208,8 +208,8 @@ def test_l1_norms_before_and_after_a_mask(stack: np.ndarray, grain: int) -> None
     out = np.empty((-(-n // grain), 1, 2))
     two, keys = np.zeros((1, 2)), np.zeros(1, np.uint64)
     limits, cuts = np.array([[limit, 0]]), np.array([[n, 0]])
-    modes = np.array([KEEP_LARGE])
-    l1_norms(*raw(stack), n, grain, 0, BLOCK, modes, limits, cuts, two, False, keys, out, rows, sums, words, *ROWLESS)
+    modes, kept = np.array([KEEP_LARGE]), np.zeros((1, n), np.uint8)
+    l1_norms(*raw(stack), n, grain, 0, BLOCK, modes, limits, cuts, two, False, keys, out, rows, sums, words, *ROWLESS, kept)
     kept = np.where(delta.astype(np.float32).view(np.uint32) >= limit, delta, 0.0)
     for g in range(len(out)):
         part = slice(g * grain, (g + 1) * grain)
@@ -284,7 +284,8 @@ def test_means_by_count_and_the_largest_alone(elect: int, stack: np.ndarray) -> 
         two, modes, keys = np.zeros((models, 2)), np.zeros(models, np.int64), np.zeros(models, np.uint64)
         merge_task_vectors(
             *raw(stack), n, 0, BLOCK, np.ones(models), np.ones(models), modes, two.astype(np.int64), two.astype(np.int64), two,
-            False, keys, elect, mean, 1.0, out, F32, rows, sums, words, *ROWLESS,
+            False, keys, elect, mean, 1.0, out, F32, rows, sums, words, *ROWLESS, np.zeros((models, 0), np.uint8),
+            np.zeros((models, 0), np.uint8),
         )  # fmt: skip
         chosen = np.where(allowed, deltas, 0.0)
         if mean == BY_COUNT:

@@ -74,7 +74,7 @@ def by_rank(density: float, epsilon: float, unbiased: bool = False) -> Mask:
         for r, row in enumerate(rows):
             rank[r, np.argsort(-np.abs(row.astype(np.float32)), kind="stable")] = np.arange(n)[::-1]
         p = density - epsilon + 2 * epsilon * (rank / (n - 1) if n > 1 else 0.5)
-        kept = words < np.floor(p * 2.0**32 + 0.5)
+        kept = words < p * 2.0**32
         return (kept / p if unbiased else kept.astype(np.float64)).reshape(d.shape)
 
     return mask

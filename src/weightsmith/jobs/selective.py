@@ -38,6 +38,8 @@ class SceJob(Job):
         self._mask_update = mask_update
         self._selection = Selection(matrix, {})
         self._nothing = False  # not one position is selected
+        self._selected_bits: dict[int, npt.NDArray[np.uint8]] = {}  # by tile, from the pass for energies
+        self.resident_bytes = -(-matrix.size // 8) if select_topk < 1 else 0
         self.shares = np.zeros(len(matrix.codes) - 1)
 
     def _plan(self) -> list[str]:
@@ -79,6 +81,8 @@ class SceJob(Job):
         if self._topk >= 1:
             return _ALL
         m, scratch = self.matrix, tile.scratch
+        if tile.start in self._selected_bits:
+            return np.unpackbits(self._selected_bits[tile.start], count=tile.size)
         selected = np.zeros(tile.size, np.uint8)
         if self._nothing:
             return selected
@@ -88,6 +92,8 @@ class SceJob(Job):
             n = min(len(scratch.bits), tile.size - start)
             score_bits(tile.raw, m.codes, VARIANCE, start, n, _NO_FACTORS, m.cols, rows, scratch.bits)
             select_above(scratch.bits, n, limit, cut - start, selected[start:])
+        if self._mask_update:
+            self._selected_bits[tile.start] = np.packbits(selected)
         return selected
 
     def apply(self, tile: Tile, out: Bytes) -> None:

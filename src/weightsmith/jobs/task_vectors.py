@@ -30,6 +30,9 @@ _MEAN = {"sum": kernel.SUM, "mean": kernel.BY_WEIGHT, "disjoint_mean": kernel.BY
 _WHOLE_ROWS = (kernel.KEEP_ROW_RANKS, kernel.KEEP_BY_RANK, kernel.KEEP_GROUPS)
 _NOTHING_LARGER = 0x7FFFFFFF
 
+REMEMBER_BYTES = 64 << 20
+"""Masks that are slow to make are remembered from the pass for norms, a bit an element, if they fit this."""
+
 
 @dataclass(frozen=True, slots=True)
 class Axes:
@@ -102,6 +105,10 @@ class TaskVectorJob(Job):
         masked = ~np.isin(self.modes, (kernel.KEEP_ALL, kernel.KEEP_NONE))
         self._norms_needed = axes.rescale == "l1" and bool(masked.any())
         self._in_rows = bool(np.isin(self.modes, _WHOLE_ROWS).any())
+        mask_bytes = models * -(-matrix.size // 8)
+        self._remember = self._norms_needed and self._in_rows and mask_bytes <= REMEMBER_BYTES
+        self.resident_bytes = mask_bytes if self._remember else 0
+        self._masks_of: dict[int, npt.NDArray[np.uint8]] = {}  # by tile: its mask's bits, [models, bytes]
         self.block = matrix.row if self._in_rows else BLOCK
 
     # ---- masks
@@ -186,6 +193,7 @@ class TaskVectorJob(Job):
         """float64 [grains, models, 2]: L1 norms before and after the mask."""
         m, scratch = self.matrix, tile.scratch
         out = np.zeros((tile.grains(m.grain), len(self.weights), 2))
+        kept = np.empty((len(self.weights), tile.size if self._remember else 0), np.uint8)
         kernel.l1_norms(
             tile.raw,
             m.codes,
@@ -198,7 +206,10 @@ class TaskVectorJob(Job):
             scratch.rows(2, m.codes, m.out_code, self.block),
             scratch.sums(2 * len(self.weights)),
             *self._row_scratch(scratch),
+            kept,
         )
+        if self._remember:
+            self._masks_of[tile.start] = np.packbits(kept, axis=1)
         return out
 
     def _fold_norms(self, results: list[Any]) -> None:
@@ -207,6 +218,10 @@ class TaskVectorJob(Job):
             # mergekit leaves a delta alone when either norm is below 1e-7, and so do we.
             if self.modes[i] != kernel.KEEP_ALL and before >= 1e-7 and after >= 1e-7:
                 self.scales[i] = before / after
+        if self._remember:
+            self.modes[np.isin(self.modes, _WHOLE_ROWS)] = kernel.KEEP_GIVEN
+            self.block = BLOCK
+            self._in_rows = False
 
     def _masks(self, tile: Tile) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, bool, Any]:
         """The kernels' arguments from `modes` to `keys`."""
@@ -218,6 +233,9 @@ class TaskVectorJob(Job):
 
     def apply(self, tile: Tile, out: Bytes) -> None:
         m, scratch = self.matrix, tile.scratch
+        given = np.empty((len(self.weights), 0), np.uint8)
+        if self._remember:
+            given = np.unpackbits(self._masks_of[tile.start], axis=1, count=tile.size)
         kernel.merge_task_vectors(
             tile.raw,
             m.codes,
@@ -235,4 +253,5 @@ class TaskVectorJob(Job):
             scratch.rows(len(m.codes) + 3, m.codes, m.out_code, self.block),
             scratch.sums(1, self.block),
             *self._row_scratch(scratch),
+            given,
         )

@@ -18,8 +18,8 @@ from weightsmith.kernels.jit import kernel
 from weightsmith.kernels.philox import random_words
 from weightsmith.kernels.rows import keep_band, keep_by_rank, keep_in_groups, keep_ranks
 
-KEEP_ALL, KEEP_NONE, KEEP_LARGE, KEEP_BAND, KEEP_RANDOM, KEEP_ROW_RANKS, KEEP_BY_RANK, KEEP_GROUPS = range(8)
-"""How a delta is sparsified. The last three need whole rows.
+KEEP_ALL, KEEP_NONE, KEEP_LARGE, KEEP_BAND, KEEP_RANDOM, KEEP_ROW_RANKS, KEEP_BY_RANK, KEEP_GROUPS, KEEP_GIVEN = range(9)
+"""How a delta is sparsified. KEEP_ROW_RANKS, KEEP_BY_RANK and KEEP_GROUPS need whole rows; KEEP_GIVEN is told.
 
 mode            limits[i]                  cuts[i]       shares[i]
 KEEP_LARGE      threshold, -               its cut, -
@@ -230,6 +230,7 @@ def merge_task_vectors(
     bits: np.ndarray,
     order: np.ndarray,
     taken: np.ndarray,
+    given: np.ndarray,
 ) -> None:
     """One tile of a task-vector merge.
 
@@ -243,6 +244,7 @@ def merge_task_vectors(
     mean        SUM, BY_WEIGHT, BY_COUNT or LARGEST
     factor      lambda, divided by the sum of all weights when normalising without election
     rows        scratch [4 + models, block]; sums float64 [1, block]; words uint32 [block + 512]
+    given       uint8 [models, n], 1 where KEEP_GIVEN keeps an element; [models, 0] if no mode is that
     bits, order, taken  uint32 [block], uint32 [4, block], uint8 [block] of scratch; empty where no mode needs whole rows
     """
     base, total = rows[0], sums[0]
@@ -258,6 +260,11 @@ def merge_task_vectors(
             delta = rows[i + 1]
             if modes[i] == KEEP_LARGE:
                 decode_large(raw[i + 1], codes[i + 1], start, m, base, limits[i, 0], cuts[i, 0] - index - start, delta)
+            elif modes[i] == KEEP_GIVEN:
+                decode_delta(raw[i + 1], codes[i + 1], start, m, base, delta)
+                kept = given[i, start : start + m]
+                for j in range(m):
+                    delta[j] = delta[j] if kept[j] else np.float32(0)
             else:
                 decode_delta(raw[i + 1], codes[i + 1], start, m, base, delta)
                 sparsify(
@@ -322,10 +329,12 @@ def l1_norms(
     bits: np.ndarray,
     order: np.ndarray,
     taken: np.ndarray,
+    kept: np.ndarray,
 ) -> None:
     """out[g, i] (float64 [grains, models, 2]) = L1 norm of model i's delta in grain g, before and after its mask.
 
-    Arguments as for `merge_task_vectors`; sums float64 [2 · models, >= LANES].
+    Arguments as for `merge_task_vectors`; sums float64 [2 · models, >= LANES]. kept (uint8 [models, n], or [models, 0]) becomes
+    1 where a model's delta is kept and not zero.
     """
     base, delta = rows[0], rows[1]
     models = modes.size
@@ -356,6 +365,10 @@ def l1_norms(
                     taken,
                 )
                 add_magnitudes(delta, m, sums[2 * i + 1])
+                if kept.shape[1]:
+                    mask = kept[i, start : start + m]
+                    for j in range(m):
+                        mask[j] = np.uint8(delta[j] != 0)
         for i in range(models):
             out[g, i, 0] = sum_lanes(sums[2 * i])
             out[g, i, 1] = sum_lanes(sums[2 * i + 1])
