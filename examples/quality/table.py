@@ -40,7 +40,8 @@ added to the weights, bf16): on French and German manual pages and on the Python
 which no model was trained on. Each row is one recipe of [examples/quality/recipes](../examples/quality/recipes), merged with
 `weightsmith merge`. The table is measured on the whole of `examples/testbed/eval`, in float32. `tsv_m_flat` and `tsv_m_tuned`
 were tuned by hand on `examples/testbed/tune` alone, the first four rows of 384 tokens of each text, in some twenty tries and
-with a look at the gradient of the loss there; the other rows have the settings of the demo and of earlier measurements.
+with a look at the gradient of the loss there; the other rows have the settings of the demo, of earlier
+measurements or, where the recipe says so, none that were tuned: they tell little about what the method can do.
 
 """
 
