@@ -4,10 +4,10 @@
 
 Errors are taken on the toy models, all tensors, against the float64 reference that the tests hold the method to
 (tests/cases); methods that draw lots have none. Times are of whole processes on the large models, inputs in the page
-cache, one run each (mergekit takes minutes), weightsmith waiting for the disk and mergekit not. What was measured is kept in
-build/bench/methods.json, so that an interrupted run goes on; the table is written to benchmarks/results/methods.md. Peaks of memory are
-upper bounds: below 170 MB the program that starts the others is what is seen. Status 1 when a method of ours is more than 1 ulp
-off.
+cache, one run each (mergekit takes minutes), weightsmith waiting for the disk and mergekit not. Peaks of memory are upper
+bounds: below 170 MB it is the program that starts the others. What was measured is kept in build/bench/methods.json, so that
+an interrupted run goes on; the table is written to benchmarks/results/methods.md. Status 1 when a method of ours is more than
+1 ulp off.
 """
 
 from __future__ import annotations

@@ -189,8 +189,8 @@ def methods_page(methods: Sequence[Method]) -> str:
             "",
             *(f"* `{role}`: {text}." for role, text in BASES.items()),
             "",
-            "Errors, times and memory of every method, beside mergekit's: [results](../../benchmarks/results/methods.md). What they do to",
-            "a small language model: [quality](../quality.md).",
+            "Errors, times and memory of every method, beside mergekit's: [results](../../benchmarks/results/methods.md). "
+            "What they do to a small language model: [quality](../quality.md).",
             "",
             "What a method does to the bytes, and how one is added: [architecture](../architecture.md#adding-a-method).",
             "",
