@@ -218,3 +218,11 @@ def test_density_nought_leaves_the_base_and_one_keeps_every_delta(name: str, tmp
 
     assert run(0.0).tobytes() == arrays[0].tobytes()
     assert run(1.0).tobytes() == arrays[1].tobytes()
+
+
+def test_a_cast_that_overflows_is_an_error_and_a_cast_infinity_is_not(tmp_path: Path) -> None:
+    large = np.full((5, 6), 1e30, ml_dtypes.bfloat16)
+    with pytest.raises(NonFinite, match="no number that float16 can hold"):
+        run_method(tmp_path / "a", "cast", [large], shared={}, models=[{}], out=DTYPES["F16"])
+    infinite = np.full((5, 6), np.inf, ml_dtypes.bfloat16)
+    assert np.isinf(run_method(tmp_path / "b", "cast", [infinite], shared={}, models=[{}], out=DTYPES["F16"])).all()

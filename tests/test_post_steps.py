@@ -198,3 +198,15 @@ def test_spectrum_then_norm_then_scale_for_any_cut(kind: Any, tmp_path: Path) ->
     delta = outs[0].astype(np.float64) - f64(arrays)[0]
     target = 0.5 * np.mean([np.linalg.norm(d) for d in deltas(arrays)])
     np.testing.assert_allclose(np.linalg.norm(delta), target, rtol=0.02 if out.itemsize == 2 else 1e-5)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
+def test_a_merge_of_what_is_no_number_is_published_where_it_is_allowed(value: float, tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    tensors = {"w.weight": np.full((4, 4), value, np.float32), "v.weight": np.ones(3, np.float32)}
+    for name in ("base", "a"):
+        write_checkpoint(tmp_path / name, tensors)
+    done = merge(recipe, tmp_path / "out", allow_nonfinite=True)
+    assert not np.isfinite(done.distance[0].base)
+    manifest = json.loads((tmp_path / "out" / MANIFEST_NAME).read_text())
+    assert manifest["distance_from_base"][0]["base_norm"] is None

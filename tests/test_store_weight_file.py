@@ -37,6 +37,7 @@ def test_any_cut_gives_the_same_file(tmp_path_factory: Any, cuts: list[int], see
     data = np.random.default_rng(seed).integers(0, 256, FILE_BYTES, np.uint8)
     path = tmp_path_factory.mktemp("cuts") / "w"
     file = WeightFile(path)
+    file.open_direct()
     edges = [0, *sorted(set(cuts)), FILE_BYTES]
     for start, end in list(itertools.pairwise(edges))[::-1]:
         piece = data[start:end]
@@ -49,6 +50,7 @@ def test_neighbours_that_share_a_page_are_written_by_many_threads(tmp_path: Path
     step = 3 * PAGE_BYTES + 1234
     data = np.random.default_rng(0).integers(0, 256, 400 * step, np.uint8)
     file = WeightFile(tmp_path / "w")
+    file.open_direct()
     with ThreadPoolExecutor(8) as pool:
         starts = range(0, data.size, step)
         list(pool.map(lambda start: file.write(aligned(data[start : start + step], start), start), starts))
@@ -81,6 +83,7 @@ class Calls:
 
 def test_whole_pages_go_past_the_page_cache_and_the_edges_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = WeightFile(tmp_path / "w")
+    file.open_direct()
     if file._direct < 0:
         pytest.skip("this file system has no O_DIRECT")
     data = np.arange(3 * PAGE_BYTES, dtype=np.uint8)
@@ -94,6 +97,7 @@ def test_whole_pages_go_past_the_page_cache_and_the_edges_do_not(tmp_path: Path,
 
 def test_a_write_that_is_refused_goes_through_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = WeightFile(tmp_path / "w")
+    file.open_direct()
     data = np.random.default_rng(0).integers(0, 256, 5 * PAGE_BYTES, np.uint8)
     calls = Calls(monkeypatch, fail=True)
     file.write(aligned(data, 7), 7)
@@ -112,6 +116,7 @@ def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "open", refuse)
     file = WeightFile(tmp_path / "w")
+    file.open_direct()
     data = np.random.default_rng(0).integers(0, 256, 2 * PAGE_BYTES, np.uint8)
     file.write(aligned(data, 0), 0)
     file.close()

@@ -141,3 +141,66 @@ def test_the_plan_says_what_the_survey_reads(method: str, own: str, shared: str,
         summary = summarise(prepared)
     assert summary.survey_bytes == surveys * summary.input_bytes
     assert summary.read_bytes >= (1 + surveys) * summary.input_bytes
+
+
+def test_a_model_that_feeds_a_step_twice_counts_twice(tmp_path: Path) -> None:
+    """Layers 0 and 1 of one fine-tune merged into one layer: both deltas are ranked, together."""
+    rng = np.random.default_rng(0)
+    name = "model.layers.{}.mlp.up_proj.weight"
+    base = {name.format(i): rng.normal(0, 0.02, (40, 50)).astype(np.float32) for i in range(2)}
+    tuned = {n: (x + (1 + 9 * ("1.mlp" in n)) * rng.normal(0, 1e-3, x.shape)).astype(np.float32) for n, x in base.items()}
+    config = {"num_hidden_layers": 2, "model_type": "llama"}
+    write_checkpoint(tmp_path / "base", base, config=config)
+    write_checkpoint(tmp_path / "m1", tuned, config=config)
+    density = 0.7
+    recipe = (
+        f"merge_method: ties\nbase_model: {tmp_path}/base\nslices:\n  - sources:\n"
+        f"      - {{model: {tmp_path}/base, layer_range: [0, 1]}}\n"
+        + "".join(
+            f"      - {{model: {tmp_path}/m1, layer_range: [{i}, {i + 1}], parameters: {{weight: 1, density: {density}}}}}\n"
+            for i in range(2)
+        )
+        + "parameters: {scope: model, normalize: false}\ndtype: float32\n"
+    )
+    merge(recipe, tmp_path / "out")
+    with open_checkpoint(tmp_path / "out") as checkpoint:
+        got = np.array(checkpoint.read(name.format(0)))
+    first = base[name.format(0)]
+    ds = [tuned[name.format(i)] - first for i in range(2)]
+    size = np.sort(np.abs(np.concatenate([d.ravel() for d in ds])))[::-1]
+    a, b = (np.where(np.abs(d) >= size[int(density * size.size) - 1], d, 0).astype(np.float64) for d in ds)
+    sign = np.where(a + b >= 0, 1.0, -1.0)
+    expected = first + np.where(np.sign(a) == sign, a, 0) + np.where(np.sign(b) == sign, b, 0)
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_gamma_is_for_outliers_alone(tmp_path: Path) -> None:
+    models = make_models(tmp_path, np.float32)
+    got = run(tmp_path, "task_vectors", "density: 0.3, gamma: 0.2", "sparsify: magnitude, scope: model")
+    kept = [kept_of_the_model(models, i, 0.3) for i in (1, 2)]
+    for name in SHAPES:
+        np.testing.assert_allclose(got[name], models[0][name] + kept[0][name] + kept[1][name], rtol=1e-6, atol=1e-9)
+
+
+def test_ramplus_counts_each_tensor_with_its_own_epsilon(tmp_path: Path) -> None:
+    base = {"a.weight": np.zeros((10, 10), np.float32), "b.weight": np.zeros(20, np.float32)}
+    one, two = [{n: np.full_like(x, v) for n, x in base.items()} for v in (1, 2)]
+    two["b.weight"][:10] = 0
+    for name, tensors in zip(["base", "m1", "m2"], [base, one, two], strict=True):
+        write_checkpoint(tmp_path / name, tensors)
+    got = run(tmp_path, "ramplus", "", "rescale: 2.0, epsilon: [{filter: a, value: 5}, {value: 0.1}]")
+    np.testing.assert_array_equal(got["a.weight"], 0)  # nothing there is active
+    np.testing.assert_allclose(got["b.weight"][:10], 2.0)  # alone in 10 and shared in 10: the ratio is 1
+
+
+def test_ordinary_settings_take_a_sample_and_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(1)
+    base = {f"{i}.weight": rng.normal(0, 0.02, (300, 517)).astype(np.float32) for i in range(4)}
+    write_checkpoint(tmp_path / "base", base)
+    for m in ("m1", "m2"):
+        write_checkpoint(tmp_path / m, {n: (x + rng.normal(0, 1e-3, x.shape)).astype(np.float32) for n, x in base.items()})
+    passes: list[int] = []
+    real = Thresholds.fold
+    monkeypatch.setattr(Thresholds, "fold", lambda self, number, results: (real(self, number, results), passes.append(number)))
+    run(tmp_path, "breadcrumbs", "weight: 1, density: 0.9", "scope: model")
+    assert passes == [0, 1]

@@ -51,12 +51,16 @@ def distance_by_layer(plan: Plan, squares: Mapping[str, tuple[float, float]]) ->
 
 
 def _sum(name: str, pairs: list[tuple[float, float]]) -> Moved:
-    return Moved(name, math.sqrt(math.fsum(d for d, _ in pairs)), math.sqrt(math.fsum(b for _, b in pairs)))
+    return Moved(name, math.sqrt(sum(d for d, _ in pairs)), math.sqrt(sum(b for _, b in pairs)))
 
 
 def to_json(moved: tuple[Moved, ...]) -> list[dict[str, Any]]:
-    """For the manifest."""
-    return [{"name": m.name, "delta_norm": m.delta, "base_norm": m.base} for m in moved]
+    """For the manifest; None where a norm is no finite number."""
+    return [{"name": m.name, "delta_norm": _finite(m.delta), "base_norm": _finite(m.base)} for m in moved]
+
+
+def _finite(norm: float) -> float | None:
+    return norm if math.isfinite(norm) else None
 
 
 def to_markdown(moved: tuple[Moved, ...]) -> str:

@@ -22,14 +22,14 @@ from weightsmith.engine.matrices import matrices
 from weightsmith.engine.schedule import APPLY, RESIDENT_BYTES, Part, Scheduler, Task, Work
 from weightsmith.engine.survey import conduct
 from weightsmith.engine.tiles import TILE_BYTES, Cut, cut, tile_grains
-from weightsmith.errors import NonFinite
+from weightsmith.errors import NonFinite, StoreError
 from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
 from weightsmith.jobs.survey import Survey
 from weightsmith.kernels.delta import distance
 from weightsmith.kernels.finite import first_nonfinite
 from weightsmith.planner.steps import Plan, Step
-from weightsmith.store.checksum import DIGEST_BYTES, combine, hash_grains
-from weightsmith.store.disk import copies_by_reference
+from weightsmith.store.checksum import DIGEST_BYTES, byte_view, combine, hash_grains
+from weightsmith.store.disk import copies_by_reference, read_into
 from weightsmith.tensors import grain_elements
 
 _UNPUBLISHED = "Nothing was published; what is finished is kept, and the same merge goes on from it."
@@ -182,7 +182,7 @@ class Run:
             out = self._out(step, first, place.size, buffers)
             written = out.size
             part.job.apply(Tile(place.start, place.size, raw, buffers.scratch), out)
-            if step.op != "cast" and not self.allow_nonfinite:
+            if not self.allow_nonfinite and (step.op != "cast" or first_nonfinite(raw[0], self._code(step, 0), place.size) < 0):
                 self._check_output(step, first, place.size, out)
             self.output.write(step.out.name, first * step.out.dtype.itemsize, out)
             self._measure(part.work, first, place.size, raw, out, buffers)
@@ -228,11 +228,16 @@ class Run:
             at = first // work.grain
             totals = work.distances[at : at + -(-size // work.grain)]
             step = work.step
-            code = self.inputs[step.inputs[0].model].tensors[step.inputs[0].tensor].spec.dtype.code
+            code = self._code(step, 0)
             rows = buffers.scratch.rows(2, np.array([code]), step.out.dtype.code)
             distance(raw[0], code, out, step.out.dtype.code, size, work.grain, totals, rows, buffers.scratch.sums(2))
 
-    def measure_finished(self, names: Collection[str]) -> None:
+    def _code(self, step: Step, i: int) -> int:
+        """The dtype's code of one input of a step."""
+        source = step.inputs[i]
+        return self.inputs[source.model].tensors[source.tensor].spec.dtype.code
+
+    def measure_finished(self, names: Collection[str], report: Callable[[], None]) -> None:
         """Distances of tensors that an earlier run has finished, from what it wrote."""
         buffers = Buffers()
         for step in self.plan.steps:
@@ -245,8 +250,13 @@ class Run:
                     self.count(read, 0)
                     fd, offset = self.output.location(step.out.name)
                     width = step.out.dtype.itemsize
-                    out = np.frombuffer(os.pread(fd, place.size * width, offset + place.start * width), np.uint8)
+                    out = buffers.out(place.size * width, 0)
+                    if read_into(fd, byte_view(out), offset + place.start * width) < out.size:
+                        raise StoreError(
+                            "a finished tensor was cut short by someone else", where=f"output tensor {step.out.name}"
+                        )
                     self._measure(work, place.start, place.size, raw, out, buffers)
+                    report()
                 self._note_distance(work)
 
     def _check_inputs(self, step: Step, first: int, size: int, raw: Bytes) -> None:
@@ -359,7 +369,7 @@ def run(
 
     report()
     task.survey = conduct(task, threads, report)
-    task.measure_finished(skip)
+    task.measure_finished(skip, report)
     pool = [threading.Thread(target=task.work, name=f"weightsmith-{i}", daemon=True) for i in range(threads)]
     for thread in pool:
         thread.start()

@@ -69,17 +69,16 @@ class ActiveJob(Job):
 
 
 class ActiveSurvey(Survey):
-    """Where each model (by its number in the plan) is active, over all tensors of the merge."""
+    """Where each model (by its number in the plan) is active, over all tensors of the merge, each with its own epsilon."""
 
-    def __init__(self, epsilon: float) -> None:
-        self.epsilon = epsilon
+    def __init__(self) -> None:
         self.counts: dict[int, Counts] = {}
 
     def passes(self) -> int:
         return 1
 
     def statistics(self, number: int, matrix: Matrix, tile: Tile) -> tuple[tuple[int, ...], Counts]:
-        return matrix.inputs[1:], count_tile(matrix, tile, self.epsilon)
+        return matrix.inputs[1:], count_tile(matrix, tile, float(matrix.shared["epsilon"]))  # type: ignore[arg-type]
 
     def fold(self, number: int, results: Iterable[tuple[tuple[int, ...], Counts]]) -> None:
         for models, counts in results:

@@ -36,7 +36,7 @@ class SceJob(Job):
         super().__init__(matrix)
         self._topk = select_topk
         self._mask_update = mask_update
-        self._selection = Selection(matrix, {})
+        self._selection = Selection(matrix, {_KEY: 1} if select_topk < 1 else {})  # the rank is known after the first pass
         self._nothing = False  # not one position is selected
         self._selected_bits: dict[int, npt.NDArray[np.uint8]] = {}  # by tile, from the pass for energies
         self.resident_bytes = -(-matrix.size // 8) if select_topk < 1 else 0
@@ -66,8 +66,7 @@ class SceJob(Job):
         if kind == "varying":
             rank = int(self._topk * sum(results))
             self._nothing = rank == 0
-            if rank:
-                self._selection = Selection(self.matrix, {_KEY: rank})
+            self._selection = Selection(self.matrix, {_KEY: rank} if rank else {})
         elif kind == "energies":
             total = np.cumsum(np.concatenate(results), axis=0)[-1]
             whole = total.sum()

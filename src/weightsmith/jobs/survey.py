@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.jobs.job import Matrix, Parameters, Tile
+from weightsmith.jobs.job import Matrix, Tile
 from weightsmith.jobs.selection import Counts, Search
 from weightsmith.kernels.select import (
     HIGH_BINS,
@@ -50,11 +50,6 @@ class Survey(ABC):
         """Take in the statistics of all tiles, in plan order, as they come."""
 
 
-def density_of(own: Parameters) -> tuple[float, float]:
-    """Density and gamma among the parameters of one input."""
-    return float(own["density"] or 0), float(own.get("gamma") or 0)
-
-
 class Thresholds(Survey):
     """For each model the magnitude that a share of all its deltas reach: exact, ties all kept.
 
@@ -75,9 +70,9 @@ class Thresholds(Survey):
                 if 0 < rank < size:
                     self.searches[model, rank] = Search(rank)
 
-    def of(self, own: Parameters, model: int) -> tuple[int, int]:
-        """Bits of the smallest magnitude kept and of the smallest that is too large (2^31 - 1: none), for one input."""
-        low, high = self._ranks[(model, *density_of(own))]
+    def of(self, model: int, density: float, gamma: float) -> tuple[int, int]:
+        """Bits of the smallest magnitude kept and of the smallest that is too large (2^31 - 1: none)."""
+        low, high = self._ranks[model, density, gamma]
         return (
             self.searches[model, low].found if low < self._sizes[model] else 0,
             self.searches[model, high].found if high > 0 else 0x7FFFFFFF,
@@ -102,8 +97,9 @@ class Thresholds(Survey):
         else:
             self._fold_window(results)
 
-    def _high(self, matrix: Matrix, tile: Tile) -> dict[int, npt.NDArray[np.int64]]:
-        scratch, found = tile.scratch, {}
+    def _high(self, matrix: Matrix, tile: Tile) -> list[tuple[int, npt.NDArray[np.int64]]]:
+        """For each input (a model may be two of them) the bins in use, and their counts."""
+        scratch, found = tile.scratch, []
         rows = scratch.rows(2, matrix.codes, matrix.out_code)
         models = {model for model, _ in self.searches}
         for i, model in enumerate(matrix.inputs):
@@ -111,13 +107,13 @@ class Thresholds(Survey):
                 counts = scratch.counts(HIGH_BINS)
                 count_high(tile.raw, matrix.codes, i, tile.size, counts, NO_FACTORS, matrix.cols, rows, scratch.bits)
                 used = np.flatnonzero(counts)
-                found[model] = np.stack([used, counts[used].astype(np.int64)])
+                found.append((model, np.stack([used, counts[used].astype(np.int64)])))
         return found
 
-    def _fold_high(self, number: int, results: Iterable[dict[int, npt.NDArray[np.int64]]]) -> None:
+    def _fold_high(self, number: int, results: Iterable[list[tuple[int, npt.NDArray[np.int64]]]]) -> None:
         totals: dict[int, npt.NDArray[np.int64]] = {}
         for result in results:
-            for model, (used, counts) in result.items():
+            for model, (used, counts) in result:
                 total = totals.setdefault(model, np.zeros(HIGH_BINS, np.int64))
                 total[used] += counts
         for (model, rank), search in self.searches.items():
@@ -129,12 +125,12 @@ class Thresholds(Survey):
             seen = int(high.sum())
             share = rank / self._sizes[model]
             # Grains of one tensor are alike: the sample says less than as many elements drawn one by one would.
-            slack = 0.01 + 0.05 * share
+            slack = min(0.01 + 0.05 * share, 0.002 + 0.2 * min(share, 1 - share))
             search.first = int(find_bin(high, min(seen, round((share + slack) * seen)))[0]) << 16
             search.end = (int(find_bin(high, max(1, round((share - slack) * seen)))[0]) + 1) << 16
 
-    def _window(self, number: int, matrix: Matrix, tile: Tile) -> dict[tuple[int, int], Counts]:
-        scratch, found = tile.scratch, {}
+    def _window(self, number: int, matrix: Matrix, tile: Tile) -> list[tuple[tuple[int, int], Counts]]:
+        scratch, found = tile.scratch, []
         rows = scratch.rows(2, matrix.codes, matrix.out_code)
         for i, model in enumerate(matrix.inputs):
             for key, search in self.searches.items():
@@ -146,11 +142,11 @@ class Thresholds(Survey):
                     *(NO_FACTORS, matrix.cols, rows, scratch.bits),
                 )
                 used = slots[: n if n >= 0 else MAX_PATTERNS]
-                found[key] = Counts(tile.start, above, patterns[used], numbers[used], n >= 0)
+                found.append((key, Counts(tile.start, above, patterns[used], numbers[used], n >= 0)))
                 numbers[used] = 0
         return found
 
-    def _fold_window(self, results: Iterable[dict[tuple[int, int], Counts]]) -> None:
+    def _fold_window(self, results: Iterable[list[tuple[tuple[int, int], Counts]]]) -> None:
         windows = {
             key: np.zeros(
                 search.end - search.first if search.found < 0 and search.end - search.first <= MAX_SPAN else 0, np.int64
@@ -160,7 +156,7 @@ class Thresholds(Survey):
         above = dict.fromkeys(self.searches, 0)
         whole = {key: windows[key].size > 0 for key in windows}
         for result in results:
-            for key, counts in result.items():
+            for key, counts in result:
                 above[key] += counts.above
                 whole[key] &= counts.complete
                 if whole[key]:

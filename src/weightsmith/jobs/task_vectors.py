@@ -146,7 +146,7 @@ class TaskVectorJob(Job):
         if scope == "model":
             assert isinstance(m.survey, Thresholds)
             # All that are as large as the lower threshold stay, and none as large as the upper one.
-            self.limits[i] = m.survey.of(m.models[1 + i], m.inputs[1 + i])
+            self.limits[i] = m.survey.of(m.inputs[1 + i], density, gamma)
             self._own_cuts[i] = m.index + m.size
             return
         self.limits[i, 1] = _NOTHING_LARGER

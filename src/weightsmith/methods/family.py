@@ -120,7 +120,8 @@ def model_thresholds(merged: Sequence[tuple[Step, Settings]]) -> Survey | None:
             continue
         for source, own in zip(step.inputs[1:], settings.models[1:], strict=True):
             sizes[source.model] = sizes.get(source.model, 0) + step.out.size
-            density, gamma = float(own["density"] or 0), float(own.get("gamma") or 0)
+            outliers = settings.shared.get("sparsify", "magnitude_outliers") == "magnitude_outliers"
+            density, gamma = float(own["density"] or 0), float(own.get("gamma") or 0) if outliers else 0.0
             if density > 0:
                 wanted[source.model, density, gamma] = None
     if not wanted:

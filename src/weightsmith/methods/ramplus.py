@@ -41,7 +41,7 @@ def strengthened(counts: npt.NDArray[np.int64], rescale: float) -> npt.NDArray[n
 def _survey(merged: Sequence[tuple[Step, Settings]]) -> Survey | None:
     from weightsmith.jobs.elementwise import ActiveSurvey
 
-    return ActiveSurvey(float(merged[0][1].shared["epsilon"] or 0)) if merged else None
+    return ActiveSurvey() if merged else None
 
 
 METHOD = Method(
@@ -49,7 +49,7 @@ METHOD = Method(
     title="ram, with what is unique to a model strengthened, over the whole model",
     summary="""RAM+ as its authors have it: RAM, where the delta of a model that is active alone is multiplied by λᵢ,
 and the counts of unique and shared positions are those of the whole model. Takes a pass over all tensors before the
-merge. `rescale` is 1.05 in the authors' code, 1.2 in their examples. One `epsilon` for the whole model.""",
+merge. `rescale` is 1.05 in the authors' code, 1.2 in their examples.""",
     use="As ram, when the models share many of their changes.",
     passes="One over all tensors, before the merge, then the result.",
     source="Reinforced Agent Merging, 2026, section on RAM+, https://arxiv.org/abs/2601.13572",

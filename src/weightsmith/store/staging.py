@@ -251,6 +251,8 @@ class Staging:
         disk.allow_open_files(2 * len(self.layout.shards))
         for shard in self.layout.shards:
             self._weights.append(WeightFile(self._content / shard.name))
+        for file in self._weights:  # after all that are needed: descriptors may run short
+            file.open_direct()
         held = sum(os.fstat(file.fd).st_blocks * 512 for file in self._weights)
         needed = self.layout.total_bytes + _BOOKKEEPING_BYTES * len(self.layout.places) - held
         state = f"{NOTHING_WRITTEN[:-1]}; the space reserved so far is released."

@@ -27,11 +27,15 @@ class WeightFile:
 
     def __init__(self, path: Path) -> None:
         """Open or create it. Raises OSError, also for a symbolic link."""
+        self._path = path
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         self._direct = -1
+
+    def open_direct(self) -> None:
+        """Write past the page cache from now on, where the file system can and a descriptor is left."""
         if hasattr(os, "O_DIRECT"):
-            with contextlib.suppress(OSError):  # a file system without it
-                self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
+            with contextlib.suppress(OSError):
+                self._direct = os.open(self._path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def write(self, view: memoryview, offset: int) -> None:
         """Write a 1-D view of bytes at `offset`; at full speed when its address and `offset` are equal modulo 4,096."""
