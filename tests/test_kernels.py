@@ -285,7 +285,6 @@ def test_means_by_count_and_the_largest_alone(elect: int, stack: np.ndarray) -> 
         merge_task_vectors(
             *raw(stack), n, 0, BLOCK, np.ones(models), np.ones(models), modes, two.astype(np.int64), two.astype(np.int64), two,
             False, keys, elect, mean, 1.0, out, F32, rows, sums, words, *ROWLESS, np.zeros((models, 0), np.uint8),
-            np.zeros((models, 0), np.uint8),
         )  # fmt: skip
         chosen = np.where(allowed, deltas, 0.0)
         if mean == BY_COUNT:

@@ -55,7 +55,7 @@ lost to the base (https://arxiv.org/abs/2511.21437).
 
 Made by:
 
-```sh
+```bash
 make demo
 {COMMAND}
 ```
