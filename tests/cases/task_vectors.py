@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from tests.cases.case import Arrays, Case, deltas, f64
-from weightsmith.jobs.task_vectors import kept_ranks, random_key
+from weightsmith.jobs.selection import kept_ranks
+from weightsmith.jobs.task_vectors import random_key
 from weightsmith.kernels import reference
 
 GTA = {"normalize": False, "rescale": "none", "lambda": 1.0, "int8_mask": False}

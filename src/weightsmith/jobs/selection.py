@@ -64,6 +64,35 @@ class Counts:
     complete: bool
 
 
+def count_patterns(
+    matrix: Matrix, tile: Tile, what: int, search: Search, factors: npt.NDArray[np.float64], rows: npt.NDArray[Any]
+) -> Counts:
+    """Count one tile's scores in the window of a search; what and factors as for `kernels.select.score_bits`."""
+    scratch = tile.scratch
+    patterns, numbers, slots = scratch.table(TABLE, MAX_PATTERNS)
+    above, n = count_window(
+        *(tile.raw, matrix.codes, what, tile.size, search.first, search.end, patterns, numbers, slots),
+        *(factors, matrix.row, rows, scratch.bits),
+    )
+    used = slots[: n if n >= 0 else MAX_PATTERNS]
+    counts = Counts(tile.start, above, patterns[used], numbers[used], n >= 0)
+    numbers[used] = 0  # the table is clean again
+    return counts
+
+
+def kept_ranks(size: int, density: float, gamma: float) -> tuple[int, int]:
+    """First rank that is kept, and one past the last, of `size` magnitudes with the largest first.
+
+    The share gamma, the largest, is dropped and density · size of the rest kept; when so much is not left, fewer are dropped.
+
+    >>> kept_ranks(1000, 0.9, 0.01), kept_ranks(1000, 1.0, 0.01), kept_ranks(50, 0.5, 0.01)
+    ((10, 910), (0, 1000), (0, 25))
+    """
+    kept = size if density >= 1 else max(1, int(density * size))
+    first = min(int(gamma * size), size - kept)
+    return first, first + kept
+
+
 class Selection:
     """Finds the k-th largest of several scores at once. Thread-safe as a job's statistics are.
 
@@ -133,14 +162,7 @@ class Selection:
                 continue
             if not sure:
                 self._guess(key, search, tile, factors)
-            patterns, numbers, slots = scratch.table(TABLE, MAX_PATTERNS)
-            above, n = count_window(
-                *(tile.raw, m.codes, key[0], tile.size, search.first, search.end, patterns, numbers, slots),
-                *(factors, m.row, rows, scratch.bits),
-            )
-            used = slots[: n if n >= 0 else MAX_PATTERNS]
-            found[key] = Counts(tile.start, above, patterns[used], numbers[used], n >= 0)
-            numbers[used] = 0  # the table is clean again
+            found[key] = count_patterns(m, tile, key[0], search, factors, rows)
         return found
 
     def _guess(self, key: Key, search: Search, tile: Tile, factors: npt.NDArray[np.float64]) -> None:

@@ -1,6 +1,6 @@
 """A step after a merge: the singular values of each linear layer's merged delta are made more equal, or calibrated.
 
-It follows any method with a base, before the norm is matched (`post.py`). What is not the weight of a linear layer stays as
+It follows any method with a base, before the norm is matched (`scaled.py`). What is not the weight of a linear layer stays as
 it was merged. Computed in float64 with torch, the whole matrix at a time, by the job of the matrix methods.
 """
 

@@ -14,15 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith.jobs.job import Matrix, Tile
-from weightsmith.jobs.selection import Counts, Search
-from weightsmith.kernels.select import (
-    HIGH_BINS,
-    MAX_PATTERNS,
-    TABLE,
-    count_high,
-    count_window,
-    find_bin,
-)
+from weightsmith.jobs.selection import Counts, Search, count_patterns, kept_ranks
+from weightsmith.kernels.select import HIGH_BINS, count_high, find_bin
 
 NO_FACTORS = np.zeros(0)
 
@@ -63,10 +56,9 @@ class Thresholds(Survey):
         self._sizes = sizes
         for model, density, gamma in wanted:
             size = sizes[model]
-            kept = size if density >= 1 else max(1, int(density * size))
-            first = min(int(gamma * size), size - kept)
-            self._ranks[model, density, gamma] = first + kept, first
-            for rank in (first + kept, first):
+            first, end = kept_ranks(size, density, gamma)
+            self._ranks[model, density, gamma] = end, first
+            for rank in (end, first):
                 if 0 < rank < size:
                     self.searches[model, rank] = Search(rank)
 
@@ -130,20 +122,13 @@ class Thresholds(Survey):
             search.end = (int(find_bin(high, max(1, round((share - slack) * seen)))[0]) + 1) << 16
 
     def _window(self, number: int, matrix: Matrix, tile: Tile) -> list[tuple[tuple[int, int], Counts]]:
-        scratch, found = tile.scratch, []
-        rows = scratch.rows(2, matrix.codes, matrix.out_code)
+        found = []
+        rows = tile.scratch.rows(2, matrix.codes, matrix.out_code)
         for i, model in enumerate(matrix.inputs):
             for key, search in self.searches.items():
                 if i == 0 or key[0] != model or (number == 3 and not search.missed):
                     continue
-                patterns, numbers, slots = scratch.table(TABLE, MAX_PATTERNS)
-                above, n = count_window(
-                    *(tile.raw, matrix.codes, i, tile.size, search.first, search.end, patterns, numbers, slots),
-                    *(NO_FACTORS, matrix.cols, rows, scratch.bits),
-                )
-                used = slots[: n if n >= 0 else MAX_PATTERNS]
-                found.append((key, Counts(tile.start, above, patterns[used], numbers[used], n >= 0)))
-                numbers[used] = 0
+                found.append((key, count_patterns(matrix, tile, i, search, NO_FACTORS, rows)))
         return found
 
     def _fold_window(self, results: Iterable[list[tuple[tuple[int, int], Counts]]]) -> None:

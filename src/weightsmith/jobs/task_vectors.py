@@ -14,7 +14,7 @@ import numpy.typing as npt
 import xxhash
 
 from weightsmith.jobs.job import Bytes, Job, Matrix, Scratch, Tile
-from weightsmith.jobs.selection import Key, Selection
+from weightsmith.jobs.selection import Key, Selection, kept_ranks
 from weightsmith.jobs.survey import Thresholds
 from weightsmith.kernels import task_vector as kernel
 from weightsmith.kernels.codecs import BLOCK
@@ -61,19 +61,6 @@ class Axes:
 def random_key(seed: int, model: int, tensor: str) -> int:
     """64-bit key of the masks of one model's tensor."""
     return xxhash.xxh3_64_intdigest(f"{model}\0{tensor}".encode(), seed=seed & (2**64 - 1))
-
-
-def kept_ranks(size: int, density: float, gamma: float) -> tuple[int, int]:
-    """First rank that is kept, and one past the last, of `size` magnitudes with the largest first.
-
-    The share gamma, the largest, is dropped and density · size of the rest kept; when so much is not left, fewer are dropped.
-
-    >>> kept_ranks(1000, 0.9, 0.01), kept_ranks(1000, 1.0, 0.01), kept_ranks(50, 0.5, 0.01)
-    ((10, 910), (0, 1000), (0, 25))
-    """
-    kept = size if density >= 1 else max(1, int(density * size))
-    first = min(int(gamma * size), size - kept)
-    return first, first + kept
 
 
 class TaskVectorJob(Job):
