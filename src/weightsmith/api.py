@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from weightsmith._version import __version__
 from weightsmith.distance import Moved, distance_by_layer, to_json
@@ -142,15 +142,11 @@ def execute(
 ) -> Merged:
     """Run a prepared plan; see `merge`."""
     from weightsmith.engine.local import run
-    from weightsmith.engine.schedule import RESIDENT_BYTES
-    from weightsmith.engine.tiles import fit_resident_bytes, fit_tile_bytes
     from weightsmith.store.staging import Staging
 
     began = time.monotonic() if began is None else began
-    threads = threads or len(os.sched_getaffinity(0))
     plan, inputs = prepared.plan, prepared.inputs
-    widest = max((len(s.inputs) for s in plan.steps), default=1)
-    tile_bytes = fit_tile_bytes(max_memory_bytes, threads, widest)
+    resources = _resources(plan, threads, max_memory_bytes)
     _check_not_input(Path(out), inputs)
     with Staging.open(
         out,
@@ -158,7 +154,7 @@ def execute(
         _work_hash(plan, inputs),
         resume=resume,
         overwrite=overwrite,
-        threads=threads,
+        threads=resources["threads"],
         progress=rechecking,
     ) as staging:
         done = staging.finished
@@ -166,9 +162,7 @@ def execute(
             plan,
             inputs,
             staging,
-            threads=threads,
-            tile_bytes=tile_bytes,
-            resident_bytes=fit_resident_bytes(max_memory_bytes, threads, widest, RESIDENT_BYTES),
+            **resources,
             skip=done,
             progress=progress,
             allow_nonfinite=allow_nonfinite,
@@ -188,6 +182,28 @@ def execute(
         distance=distance,
         warnings=plan.warnings + found,
     )
+
+
+class _Resources(TypedDict):
+    """What the engine may take, as its arguments."""
+
+    threads: int
+    tile_bytes: int
+    resident_bytes: int
+
+
+def _resources(plan: Plan, threads: int | None, max_memory_bytes: int | None) -> _Resources:
+    """The engine's arguments for these threads (default: the processors this process may use) and this memory."""
+    from weightsmith.engine.schedule import RESIDENT_BYTES
+    from weightsmith.engine.tiles import fit_resident_bytes, fit_tile_bytes
+
+    threads = threads or len(os.sched_getaffinity(0))
+    widest = max((len(s.inputs) for s in plan.steps), default=1)
+    return {
+        "threads": threads,
+        "tile_bytes": fit_tile_bytes(max_memory_bytes, threads, widest),
+        "resident_bytes": fit_resident_bytes(max_memory_bytes, threads, widest, RESIDENT_BYTES),
+    }
 
 
 class _Discarded:
@@ -215,19 +231,13 @@ def measure_distance(
     The whole comes first; () when nothing has a base. Cost: that of the merge without writing.
     """
     from weightsmith.engine.local import run
-    from weightsmith.engine.schedule import RESIDENT_BYTES
-    from weightsmith.engine.tiles import fit_resident_bytes, fit_tile_bytes
 
     plan = prepared.plan
-    threads = threads or len(os.sched_getaffinity(0))
-    widest = max((len(s.inputs) for s in plan.steps), default=1)
     outcome = run(
         plan,
         prepared.inputs,
         _Discarded(),
-        threads=threads,
-        tile_bytes=fit_tile_bytes(max_memory_bytes, threads, widest),
-        resident_bytes=fit_resident_bytes(max_memory_bytes, threads, widest, RESIDENT_BYTES),
+        **_resources(plan, threads, max_memory_bytes),
         skip={step.out.name for step in plan.steps if not step.base or step.op in ("copy", "cast")},
         progress=progress,
     )

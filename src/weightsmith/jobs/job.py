@@ -61,9 +61,21 @@ class Matrix:
         """Elements of what counts as a row for methods that work on whole rows: a vector is one row, up to a grain."""
         return min(self.cols, self.grain)
 
+    @property
+    def wide(self) -> bool:
+        """Rows are float64: the output is F32 or F64, or an input F64."""
+        return needs_float64(self.codes, self.out_code)
+
     def weights(self, name: str = "weight") -> npt.NDArray[np.float64]:
         """float64: the parameter `name` of each input, the base left out."""
         return np.array([m[name] for m in self.models[1 if self.base else 0 :]], np.float64)
+
+
+def needs_float64(codes: npt.NDArray[np.int64], out_code: int) -> bool:
+    """Rows must be float64: for an output of F32 or F64, or an input of F64."""
+    from weightsmith.kernels.codecs import F32, F64
+
+    return out_code in (F32, F64) or bool((codes == F64).any())
 
 
 class Scratch:
@@ -87,9 +99,7 @@ class Scratch:
 
     def rows(self, count: int, codes: npt.NDArray[np.int64], out_code: int, length: int = 0) -> np.ndarray:
         """At least `count` rows of max(BLOCK, length): float64 if the output is F32 or F64 or an input F64; else float32."""
-        from weightsmith.kernels.codecs import F32, F64
-
-        kind = np.float64 if out_code in (F32, F64) or (codes == F64).any() else np.float32
+        kind = np.float64 if needs_float64(codes, out_code) else np.float32
         held = self._rows.get(kind)
         if held is None or len(held) < count or held.shape[1] < length:
             held = self._rows[kind] = np.empty((count, max(self._block, length)), kind)

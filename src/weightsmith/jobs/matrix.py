@@ -23,7 +23,6 @@ import numpy.typing as npt
 from weightsmith.errors import ParameterError
 from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
 from weightsmith.jobs.linears import needs_torch, row_blocks
-from weightsmith.kernels.codecs import F32, F64
 from weightsmith.kernels.matrix import combine_with, copy_rows
 
 Tensor = Any  # torch is optional: without it mypy could not name its type
@@ -129,8 +128,7 @@ class MatrixJob(Job):
         self.factor = factor
         self.from_mean = from_mean
         self.rows = matrix.shape[0]
-        wide = matrix.out_code in (F32, F64) or bool((matrix.codes == F64).any())
-        self.width = 8 if wide else 4
+        self.width = 8 if matrix.wide else 4
         square = min(self.rows, matrix.cols) if side is None else side
         held = (len(weights) + 1) * self.width + copies * 8
         self.resident_bytes = held * matrix.size + WORK_SQUARES * 8 * square * square

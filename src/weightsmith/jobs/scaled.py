@@ -19,8 +19,7 @@ class ScaledJob(Job):
         from weightsmith.kernels.codecs import F32, F64
 
         super().__init__(matrix)
-        wide = matrix.out_code in (F32, F64) or bool((matrix.codes == F64).any())
-        self._code, self._width = (F64, 8) if wide else (F32, 4)
+        self._code, self._width = (F64, 8) if matrix.wide else (F32, 4)
         self.inner = make(replace(matrix, out_code=self._code))
         self.sequential = self.inner.sequential
         self.resident_bytes = self.inner.resident_bytes

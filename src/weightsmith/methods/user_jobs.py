@@ -11,7 +11,7 @@ import numpy as np
 
 from weightsmith.errors import MethodError
 from weightsmith.jobs.job import Bytes, Job, Matrix, Tile, Value
-from weightsmith.kernels.codecs import F32, F64, decode, encode
+from weightsmith.kernels.codecs import decode, encode
 from weightsmith.methods.user import OwnMethod, argument
 
 _ARRAY_TYPES = {float: np.float64, int: np.int64, bool: np.bool_}
@@ -82,8 +82,7 @@ class TensorJob(OwnJob):
 
     def __init__(self, matrix: Matrix, own: OwnMethod, called: str, takes_base: bool) -> None:
         super().__init__(matrix, own, called, takes_base)
-        wide = matrix.out_code in (F32, F64) or bool((matrix.codes == F64).any())
-        self._kind = np.dtype(np.float64 if wide else np.float32)
+        self._kind = np.dtype(np.float64 if matrix.wide else np.float32)
         self.resident_bytes = (len(matrix.codes) + 2) * matrix.size * self._kind.itemsize  # its result, and a copy on the way
         self._lock = threading.Lock()
         self._whole: np.ndarray | None = None
