@@ -198,11 +198,10 @@ def _resources(plan: Plan, threads: int | None, max_memory_bytes: int | None) ->
     from weightsmith.engine.tiles import fit_resident_bytes, fit_tile_bytes
 
     threads = threads or len(os.sched_getaffinity(0))
-    widest = max((len(s.inputs) for s in plan.steps), default=1)
     return {
         "threads": threads,
-        "tile_bytes": fit_tile_bytes(max_memory_bytes, threads, widest),
-        "resident_bytes": fit_resident_bytes(max_memory_bytes, threads, widest, RESIDENT_BYTES),
+        "tile_bytes": fit_tile_bytes(max_memory_bytes, threads, plan.widest),
+        "resident_bytes": fit_resident_bytes(max_memory_bytes, threads, plan.widest, RESIDENT_BYTES),
     }
 
 
@@ -238,7 +237,7 @@ def measure_distance(
         prepared.inputs,
         _Discarded(),
         **_resources(plan, threads, max_memory_bytes),
-        skip={step.out.name for step in plan.steps if not step.base or step.op in ("copy", "cast")},
+        skip={step.out.name for step in plan.steps if not any(leaf.base and leaf.merges for leaf in step.leaves)},
         progress=progress,
     )
     return distance_by_layer(plan, outcome.distances)

@@ -13,6 +13,7 @@ from weightsmith.engine.matrices import matrices
 from weightsmith.engine.schedule import RESIDENT_BYTES
 from weightsmith.engine.tiles import fit_resident_bytes, fit_tile_bytes, peak_memory_bytes
 from weightsmith.jobs.linears import is_linear
+from weightsmith.jobs.operations import COPY, OPERATIONS
 from weightsmith.planner import Plan, Prepared
 from weightsmith.planner.steps import Step
 
@@ -102,16 +103,20 @@ def summarise(prepared: Prepared, *, threads: int | None = None, max_memory_byte
     ops: dict[str, tuple[int, int]] = {}
     input_bytes = read_bytes = survey_bytes = most = 0
     passes = _Passes(prepared)
+    leaves = [leaf for step in plan.steps for leaf in step.leaves]
     for step in plan.steps:
         nbytes = step.out.nbytes
         tensors, total = ops.get(step.op, (0, 0))
         ops[step.op] = tensors + 1, total + nbytes
-        step_bytes = sum(prepared.inputs[i.model].tensors[i.tensor].spec.nbytes for i in step.inputs)
-        times = passes.of(step)
-        most = max(most, times)
-        input_bytes += step_bytes
-        read_bytes += step_bytes * times
-        survey_bytes += step_bytes * passes.before(step)
+        for leaf in step.leaves:
+            leaf_bytes = sum(
+                leaf.out.size * prepared.inputs[i.model].tensors[i.tensor].spec.dtype.itemsize for i in leaf.inputs
+            )
+            times = passes.of(leaf)
+            most = max(most, times)
+            input_bytes += leaf_bytes
+            read_bytes += leaf_bytes * times
+            survey_bytes += leaf_bytes * passes.before(leaf)
     tallies = sorted((Tally(op, *sums) for op, sums in ops.items()), key=lambda t: -t.nbytes)
     return Summary(
         ops=tuple(tallies),
@@ -124,7 +129,7 @@ def summarise(prepared: Prepared, *, threads: int | None = None, max_memory_byte
         modules=_modules(prepared),
         dropped=_dropped(plan),
         changes=tuple(changes(prepared.inputs[plan.donor].config or {}, plan.config or {})),
-        memory=_memory(plan, threads, max_memory_bytes, [passes.resident_bytes(step) for step in plan.steps]),
+        memory=_memory(plan, threads, max_memory_bytes, [passes.resident_bytes(leaf) for leaf in leaves]),
     )
 
 
@@ -135,32 +140,37 @@ class _Passes:
         self._prepared = prepared
         self._known: dict[tuple[object, ...], tuple[int, int]] = {}
         plan = prepared.plan
-        merged = [(step, plan.settings[step.settings]) for step in plan.steps if self._merges(step)]
-        self._survey = methods.get(plan.method).survey(merged) if merged else None
+        merged: dict[str, list[Step]] = {}
+        for leaf in (leaf for step in plan.steps for leaf in step.leaves if self._merges(leaf)):
+            merged.setdefault(leaf.op, []).append(leaf)
+        self._surveys = {
+            op: methods.get(op).survey([(leaf, plan.settings[leaf.settings]) for leaf in leaves])
+            for op, leaves in merged.items()
+        }
 
     @staticmethod
     def _merges(step: Step) -> bool:
-        return step.op not in ("copy", "cast") and step.out.size > 0
+        return step.merges and step.out.size > 0
 
     def before(self, step: Step) -> int:
         """Whole passes over the inputs of a step before the merge of the first tensor."""
-        if self._survey is None or not self._merges(step):
-            return 0
-        return sum(not self._survey.sampled(number) for number in range(self._survey.passes()))
+        survey = self._surveys.get(step.op)
+        return 0 if survey is None else sum(not survey.sampled(number) for number in range(survey.passes()))
 
     def of(self, step: Step) -> int:
         """Passes over the inputs of a step, the one that writes included."""
-        return 1 if not self._merges(step) else 1 + self._job(step)[0]
+        return 1 if step.op == COPY or not step.out.size else 1 + self._job(step)[0]
 
     def resident_bytes(self, step: Step) -> int:
         """What the job of a step holds in memory between its passes."""
-        return 0 if not self._merges(step) else self._job(step)[1]
+        return 0 if step.op == COPY or not step.out.size else self._job(step)[1]
 
     def _job(self, step: Step) -> tuple[int, int]:
         shape = step.out.shape
         key = step.op, step.settings, step.base, shape, is_linear(step.out.name, shape)
         if key not in self._known:
-            job = methods.get(step.op).job(matrices(self._prepared.plan, step, self._prepared.inputs, self._survey)[0])
+            make = methods.get(step.op).job if step.merges else OPERATIONS[step.op]
+            job = make(matrices(self._prepared.plan, step, self._prepared.inputs, self._surveys.get(step.op))[0])
             self._known[key] = job.passes(), job.resident_bytes
         return self._known[key]
 
@@ -201,12 +211,11 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> I
 
 def _memory(plan: Plan, threads: int | None, max_memory_bytes: int | None, resident: Sequence[int]) -> Memory:
     threads = threads or len(os.sched_getaffinity(0))
-    widest = max((len(s.inputs) for s in plan.steps), default=1)
-    tile_bytes = fit_tile_bytes(max_memory_bytes, threads, widest)
-    peak = peak_memory_bytes(tile_bytes, threads, widest)
+    tile_bytes = fit_tile_bytes(max_memory_bytes, threads, plan.widest)
+    peak = peak_memory_bytes(tile_bytes, threads, plan.widest)
     if largest := max(resident, default=0):
         # Whole matrices: as many as fit the bound, at least one; and torch, which is there for them alone.
-        allowed = fit_resident_bytes(max_memory_bytes, threads, widest, RESIDENT_BYTES)
+        allowed = fit_resident_bytes(max_memory_bytes, threads, plan.widest, RESIDENT_BYTES)
         peak += max(largest, min(allowed, largest * threads)) + TORCH_BYTES
     return Memory(peak, threads, tile_bytes)
 

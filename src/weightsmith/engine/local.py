@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from weightsmith import methods
 from weightsmith.checkpoint import Checkpoint
@@ -24,11 +25,12 @@ from weightsmith.engine.survey import conduct
 from weightsmith.engine.tiles import TILE_BYTES, Cut, cut, tile_grains
 from weightsmith.errors import NonFinite, StoreError
 from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
+from weightsmith.jobs.operations import COPY, OPERATIONS
 from weightsmith.jobs.survey import Survey
 from weightsmith.kernels.delta import distance
 from weightsmith.kernels.finite import first_nonfinite
-from weightsmith.planner.steps import Plan, Step
-from weightsmith.store.checksum import DIGEST_BYTES, byte_view, combine, hash_grains
+from weightsmith.planner.steps import Plan, Source, Step
+from weightsmith.store.checksum import byte_view, combine
 from weightsmith.store.disk import copies_by_reference, read_into
 from weightsmith.tensors import grain_elements
 
@@ -100,7 +102,7 @@ class Run:
         self.tensors = len(plan.steps) - len(self.steps)
         self.differing: set[str] = set()
         self.allow_nonfinite = allow_nonfinite
-        self.survey: Survey | None = None
+        self.surveys: Mapping[str, Survey] = {}
         self.distances: dict[str, tuple[float, float]] = {}
         self._lock = threading.Lock()
         self.scheduler = Scheduler(self._parts(), self._finished, resident_bytes)
@@ -110,21 +112,21 @@ class Run:
             yield from self._step_parts(step)
 
     def _step_parts(self, step: Step) -> list[Part]:
-        grain = grain_elements(step.out.shape)
-        work = Work(step, grain, -(-step.out.size // grain))
-        if not step.out.size:
-            parts = []
-        elif step.op == "copy":
-            parts = [Part(work, None, 0, self.cuts(step, step.out.size))]
-        else:
-            parts = [
-                Part(work, self._job(step, matrix), matrix.index, self.cuts(step, matrix.size))
-                for matrix in self.matrices(step)
-            ]
-        work.parts = len(parts)
-        if not parts:
+        work = Work(step)
+        origin = 0
+        for leaf in step.leaves:
+            if leaf.out.size and leaf.op == COPY:
+                work.parts.append(Part(work, leaf, None, 0, origin, self.cuts(leaf, leaf.out.size)))
+            elif leaf.out.size:
+                work.parts += [
+                    Part(work, leaf, self._job(leaf, matrix), matrix.index, origin, self.cuts(leaf, matrix.size))
+                    for matrix in self.matrices(leaf)
+                ]
+            origin += leaf.out.size
+        work.left = len(work.parts)
+        if not work.parts:
             self._finished(work)
-        return parts
+        return work.parts
 
     def cuts(self, step: Step, size: int) -> list[Cut]:
         """The tiles of `size` elements of a step's tensor."""
@@ -134,25 +136,23 @@ class Run:
 
     def matrices(self, step: Step) -> list[Matrix]:
         """The logical matrices of a step that merges."""
-        return matrices(self.plan, step, self.inputs, self.survey)
+        return matrices(self.plan, step, self.inputs, self.surveys.get(step.op))
 
     def _job(self, step: Step, matrix: Matrix) -> Job:
-        if step.op == "cast":
-            from weightsmith.jobs.combination import CombinationJob
-
-            return CombinationJob(matrix, np.ones(1))
-        return methods.get(step.op).job(matrix)
+        return (methods.get(step.op).job if step.merges else OPERATIONS[step.op])(matrix)
 
     def _finished(self, work: Work) -> None:
         self.output.finish(work.step.out.name, combine(bytes(work.digests)))
         with self._lock:
             self.tensors += 1
-            self._note_distance(work)
+            self._note_distance(work.step, [part.distances for part in work.parts])
 
-    def _note_distance(self, work: Work) -> None:
-        if len(work.distances):
-            moved, base = np.cumsum(work.distances, axis=0)[-1]
-            self.distances[work.step.out.name] = float(moved), float(base)
+    def _note_distance(self, step: Step, squares: Sequence[npt.NDArray[np.float64]]) -> None:
+        """Enter a tensor's distance from its base: the sums of its grains, part after part."""
+        together = np.concatenate(squares) if squares else np.zeros((0, 2))
+        if len(together):
+            moved, base = np.cumsum(together, axis=0)[-1]
+            self.distances[step.out.name] = float(moved), float(base)
 
     def work(self) -> None:
         """What each thread does until there is nothing left."""
@@ -165,7 +165,7 @@ class Run:
 
     def _do(self, task: Task, buffers: Buffers) -> object:
         part = task.part
-        step = part.work.step
+        step = part.step
         place = part.cuts[task.tile]
         first = part.index + place.start
         if part.job is None:
@@ -179,42 +179,42 @@ class Run:
         if task.phase != APPLY:
             result = part.job.statistics(task.phase, Tile(place.start, place.size, raw, buffers.scratch))
         else:
-            out = self._out(step, first, place.size, buffers)
+            out = self._out(part, first, place.size, buffers)
             written = out.size
             part.job.apply(Tile(place.start, place.size, raw, buffers.scratch), out)
             if not self.allow_nonfinite and (step.op != "cast" or first_nonfinite(raw[0], self._code(step, 0), place.size) < 0):
-                self._check_output(step, first, place.size, out)
-            self.output.write(step.out.name, first * step.out.dtype.itemsize, out)
-            self._measure(part.work, first, place.size, raw, out, buffers)
-            self._note_digests(part.work, first, out)
+                self._check_output(part, first, place.size, out)
+            self._write(part, first, out)
+            self._measure(step, part.distances[place.start // part.grain :], place.size, raw, out, buffers)
         self.count(read, written)
         return result
 
     def _do_copy(self, part: Part, first: int, size: int, buffers: Buffers) -> None:
         """Copy elements first … first + size of the first input, and compare them with those of the others."""
-        step = part.work.step
-        width = step.out.dtype.itemsize
+        step = part.step
         source, *others = step.inputs
-        out = self._out(step, first, size, buffers)
-        self.inputs[source.model].read_into(source.tensor, first * width, out)
-        if not self._copy(step, first * width, out.size):
-            self.output.write(step.out.name, first * width, out)
+        out = self._out(part, first, size, buffers)
+        self._read_source(source, first, out)
+        self._write(part, first, out, copied=self._copy(part, first, out.size))
         if others:
             raw, _ = self.read(replace(step, inputs=tuple(others)), first, size, buffers)
             if any(not np.array_equal(out, other[: out.size]) for other in raw):
-                self.differing.add(step.out.name)
-        self._note_digests(part.work, first, out)
+                self.differing.add(part.work.step.out.name)
         self.count(out.size * len(step.inputs), out.size)
 
-    def _out(self, step: Step, first: int, size: int, buffers: Buffers) -> Bytes:
-        """Memory for elements first … first + size of the output."""
+    def _out(self, part: Part, first: int, size: int, buffers: Buffers) -> Bytes:
+        """Memory for elements first … first + size of a part's output."""
+        step = part.work.step
         width = step.out.dtype.itemsize
-        return buffers.out(size * width, self.output.location(step.out.name)[1] + first * width)
+        offset = self.output.location(step.out.name)[1] + (part.origin + first) * width
+        return buffers.out(size * width, offset)
 
-    def _note_digests(self, work: Work, first: int, out: Bytes) -> None:
-        at = first // work.grain * DIGEST_BYTES
-        digests = hash_grains(out, work.grain * work.step.out.dtype.itemsize)
-        work.digests[at : at + len(digests)] = digests
+    def _write(self, part: Part, first: int, out: Bytes, *, copied: bool = False) -> None:
+        """Write and hash the bytes of a part's elements first … ; copied: they are written already."""
+        step, first = part.work.step, part.origin + first
+        if not copied:
+            self.output.write(step.out.name, first * step.out.dtype.itemsize, out)
+        part.work.hash(first, out)
 
     def count(self, read: int, written: int) -> None:
         """Enter bytes read and written."""
@@ -222,15 +222,16 @@ class Run:
             self.read_bytes += read
             self.written_bytes += written
 
-    def _measure(self, work: Work, first: int, size: int, raw: Bytes, out: Bytes, buffers: Buffers) -> None:
-        """Enter how far elements first … first + size of the output are from the base, raw[0]."""
-        if len(work.distances):
-            at = first // work.grain
-            totals = work.distances[at : at + -(-size // work.grain)]
-            step = work.step
+    def _measure(
+        self, step: Step, squares: npt.NDArray[np.float64], size: int, raw: Bytes, out: Bytes, buffers: Buffers
+    ) -> None:
+        """Enter how far `size` elements of an output are from the base, raw[0], into the first rows of `squares`."""
+        if len(squares):
+            grain = grain_elements(step.out.shape)
+            totals = squares[: -(-size // grain)]
             code = self._code(step, 0)
             rows = buffers.scratch.rows(2, np.array([code]), step.out.dtype.code)
-            distance(raw[0], code, out, step.out.dtype.code, size, work.grain, totals, rows, buffers.scratch.sums(2))
+            distance(raw[0], code, out, step.out.dtype.code, size, grain, totals, rows, buffers.scratch.sums(2))
 
     def _code(self, step: Step, i: int) -> int:
         """The dtype's code of one input of a step."""
@@ -241,23 +242,31 @@ class Run:
         """Distances of tensors that an earlier run has finished, from what it wrote."""
         buffers = Buffers()
         for step in self.plan.steps:
-            if step.base and step.out.name in names and step.out.size:
-                grain = grain_elements(step.out.shape)
-                work = Work(step, grain, -(-step.out.size // grain))
-                base = replace(step, inputs=step.inputs[:1])
-                for place in self.cuts(step, step.out.size):
-                    raw, read = self.read(base, place.start, place.size, buffers)
-                    self.count(read, 0)
-                    fd, offset = self.output.location(step.out.name)
-                    width = step.out.dtype.itemsize
-                    out = buffers.out(place.size * width, 0)
-                    if read_into(fd, byte_view(out), offset + place.start * width) < out.size:
-                        raise StoreError(
-                            "a finished tensor was cut short by someone else", where=f"output tensor {step.out.name}"
-                        )
-                    self._measure(work, place.start, place.size, raw, out, buffers)
-                    report()
-                self._note_distance(work)
+            squares = []
+            origin = 0
+            for leaf in step.leaves if step.out.name in names else ():
+                if leaf.base and leaf.out.size:
+                    squares.append(self._measure_leaf(step, leaf, origin, buffers, report))
+                origin += leaf.out.size
+            self._note_distance(step, squares)
+
+    def _measure_leaf(
+        self, step: Step, leaf: Step, origin: int, buffers: Buffers, report: Callable[[], None]
+    ) -> npt.NDArray[np.float64]:
+        """The distances of one finished leaf, whose output begins at element `origin` of the tensor, by grain."""
+        grain, width = grain_elements(leaf.out.shape), leaf.out.dtype.itemsize
+        squares = np.zeros((-(-leaf.out.size // grain), 2))
+        base = replace(leaf, inputs=leaf.inputs[:1])
+        fd, offset = self.output.location(step.out.name)
+        for place in self.cuts(leaf, leaf.out.size):
+            raw, read = self.read(base, place.start, place.size, buffers)
+            self.count(read, 0)
+            out = buffers.out(place.size * width, 0)
+            if read_into(fd, byte_view(out), offset + (origin + place.start) * width) < out.size:
+                raise StoreError("a finished tensor was cut short by someone else", where=f"output tensor {step.out.name}")
+            self._measure(leaf, squares[place.start // grain :], place.size, raw, out, buffers)
+            report()
+        return squares
 
     def _check_inputs(self, step: Step, first: int, size: int, raw: Bytes) -> None:
         """Raise NonFinite for a NaN or infinity among the elements read."""
@@ -273,8 +282,9 @@ class Run:
                     state=_UNPUBLISHED,
                 )
 
-    def _check_output(self, step: Step, first: int, size: int, out: Bytes) -> None:
+    def _check_output(self, part: Part, first: int, size: int, out: Bytes) -> None:
         """Raise NonFinite for a result that the output's dtype cannot hold."""
+        step, first = part.work.step, part.origin + first
         at = first_nonfinite(out, step.out.dtype.code, size)
         if at >= 0:
             raise NonFinite(
@@ -290,21 +300,43 @@ class Run:
         widths = [self.inputs[i.model].tensors[i.tensor].spec.dtype.itemsize for i in step.inputs]
         raw = buffers.raw(len(widths), size * max(widths))
         for row, source, width in zip(raw, step.inputs, widths, strict=True):
-            self.inputs[source.model].read_into(source.tensor, first * width, row[: size * width])
+            self._read_source(source, first, row[: size * width])
         return raw, size * sum(widths)
 
-    def _copy(self, step: Step, start_byte: int, nbytes: int) -> bool:
+    def _read_source(self, source: Source, first: int, out: Bytes) -> None:
+        """Fill `out` with the bytes of a source's elements first … ."""
+        checkpoint, window = self.inputs[source.model], source.window
+        width = checkpoint.tensors[source.tensor].spec.dtype.itemsize
+        if window is None or window.whole_rows:
+            offset = 0 if window is None else window.offset
+            checkpoint.read_into(source.tensor, (offset + first) * width, out)
+            return
+        cols, stride = window.cols, window.stride
+        wanted, done = len(out) // width, 0
+        while done < wanted:  # some rows at a time, with what lies between them
+            row, col = divmod(first + done, cols)
+            rows = min(-(-(col + wanted - done) // cols), max(1, TILE_BYTES // (stride * width)))
+            span = np.empty((rows, stride * width), np.uint8)
+            flat = span.reshape(-1)[: ((rows - 1) * stride + cols) * width]
+            checkpoint.read_into(source.tensor, (window.offset + row * stride) * width, flat)
+            found = span[:, : cols * width].reshape(-1)[col * width :][: (wanted - done) * width]
+            out[done * width : done * width + len(found)] = found
+            done += len(found) // width
+
+    def _copy(self, part: Part, first: int, nbytes: int) -> bool:
         """Let the file system share or copy bytes of the first input; False where it would only move them through memory."""
-        source = step.inputs[0]
+        source, name, width = part.step.inputs[0], part.work.step.out.name, part.step.out.dtype.itemsize
         from_fd, from_offset = self.inputs[source.model].location(source.tensor)
-        to_fd, to_offset = self.output.location(step.out.name)
-        if not copies_by_reference(to_fd):
+        to_fd, to_offset = self.output.location(name)
+        window = source.window
+        if not copies_by_reference(to_fd) or not (window is None or window.whole_rows):
             return False
+        from_offset += (first + (0 if window is None else window.offset)) * width
+        to_offset += (first + part.origin) * width
         done = 0
         try:
             while done < nbytes:
-                at = start_byte + done
-                n = os.copy_file_range(from_fd, to_fd, nbytes - done, from_offset + at, to_offset + at)
+                n = os.copy_file_range(from_fd, to_fd, nbytes - done, from_offset + done, to_offset + done)
                 if n == 0:
                     return False
                 done += n
@@ -368,7 +400,7 @@ def run(
             progress(task.progress(began))
 
     report()
-    task.survey = conduct(task, threads, report)
+    task.surveys = conduct(task, threads, report)
     task.measure_finished(skip, report)
     pool = [threading.Thread(target=task.work, name=f"weightsmith-{i}", daemon=True) for i in range(threads)]
     for thread in pool:

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from weightsmith.engine.tiles import Cut
-from weightsmith.jobs.job import Job
+from weightsmith.jobs.job import Bytes, Job
 from weightsmith.planner.steps import Step
-from weightsmith.store.checksum import DIGEST_BYTES
+from weightsmith.store.checksum import DIGEST_BYTES, hash_grains
+from weightsmith.tensors import grain_elements
 
 APPLY = -1
 
@@ -29,26 +30,69 @@ class Work:
     """One output tensor in flight.
 
     digests    of its grains, 8 bytes each, filled in by the apply pass
-    distances  of its grains: squared norms of out - base and of the base, float64 [grains, 2]; only if it has a base
-    parts      not yet finished
+    parts      that make it, in the order of their elements
+    left       parts that are not yet finished
     """
 
-    def __init__(self, step: Step, grain: int, grains: int) -> None:
+    def __init__(self, step: Step) -> None:
         self.step = step
-        self.grain = grain
-        self.digests = bytearray(grains * DIGEST_BYTES)
-        self.distances = np.zeros((grains if step.base else 0, 2))
-        self.parts = 0
+        self.grain = grain_elements(step.out.shape)
+        self.digests = bytearray(-(-step.out.size // self.grain) * DIGEST_BYTES)
+        self.parts: list[Part] = []
+        self.left = 0
+        self._lock = threading.Lock()
+        self._shared: dict[int, tuple[bytearray, int]] = {}  # grains that several tiles fill, and the bytes still missing
+
+    def hash(self, first: int, out: Bytes) -> None:
+        """Enter the digests of elements first … of the tensor; a grain that other tiles share is hashed by its last one."""
+        width = self.step.out.dtype.itemsize
+        end = first + len(out) // width
+        head = min(-(-first // self.grain) * self.grain, end)
+        tail = end if end == self.step.out.size else max(head, end // self.grain * self.grain)
+        at = head // self.grain * DIGEST_BYTES
+        if head < tail:
+            digests = hash_grains(out[(head - first) * width : (tail - first) * width], self.grain * width)
+            self.digests[at : at + len(digests)] = digests
+        if first < head:
+            self._fill(first, out[: (head - first) * width])
+        if tail < end:
+            self._fill(tail, out[(tail - first) * width :])
+
+    def _fill(self, first: int, piece: Bytes) -> None:
+        """Some bytes of a grain that ends or begins in another tile."""
+        grain, width = first // self.grain, self.step.out.dtype.itemsize
+        nbytes = min(self.grain, self.step.out.size - grain * self.grain) * width
+        with self._lock:
+            held, missing = self._shared.pop(grain, (bytearray(), nbytes))
+            held = held or bytearray(nbytes)
+            at = (first - grain * self.grain) * width
+            held[at : at + len(piece)] = piece.tobytes()
+            missing -= len(piece)
+            if missing:
+                self._shared[grain] = held, missing
+            else:
+                self.digests[grain * DIGEST_BYTES : (grain + 1) * DIGEST_BYTES] = hash_grains(held, nbytes)
 
 
 class Part:
-    """One logical matrix of a tensor: its job (None: copy bytes), tiles and progress through them."""
+    """One logical matrix of a tensor: its job (None: copy bytes), tiles and progress through them.
 
-    def __init__(self, work: Work, job: Job | None, index: int, cuts: list[Cut]) -> None:
+    step       that makes it: the tensor's, or a piece of it
+    index      flat index of the first element, counted in the step's output
+    origin     where the step's output begins in the tensor
+    distances  of its grains: squared norms of out - base and of the base, float64 [grains, 2]; only if it has a base
+    """
+
+    def __init__(self, work: Work, step: Step, job: Job | None, index: int, origin: int, cuts: list[Cut]) -> None:
         self.work = work
+        self.step = step
         self.job = job
         self.index = index
+        self.origin = origin
         self.cuts = cuts
+        self.grain = grain_elements(step.out.shape)
+        size = cuts[-1].start + cuts[-1].size
+        self.distances = np.zeros((-(-size // self.grain) if step.base else 0, 2))
         self.resident_bytes = 0 if job is None else job.resident_bytes
         self.number = 0
         self._begin_pass()
@@ -166,8 +210,8 @@ class Scheduler:
         with self._condition:
             complete = False
             if not part.advance():
-                part.work.parts -= 1
-                complete = part.work.parts == 0
+                part.work.left -= 1
+                complete = part.work.left == 0
             if not complete:
                 if part.phase == APPLY and part.left == 0:
                     self._remove(part)

@@ -1,10 +1,10 @@
-"""Shows a method's survey all the tensors that it merges, before the merge."""
+"""Shows the survey of a method all the tensors that the method merges, before the merge."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,22 @@ if TYPE_CHECKING:
     from weightsmith.engine.local import Run
 
 
-def conduct(run: Run, threads: int, report: Callable[[], None]) -> Survey | None:
-    """The method's survey, all its passes done; None when it has none. `report` is called now and then."""
-    plan = run.plan
-    merged = [step for step in plan.steps if step.op not in ("copy", "cast") and step.out.size]
-    survey = methods.get(plan.method).survey([(step, plan.settings[step.settings]) for step in merged]) if merged else None
-    if survey is None:
-        return None
+def conduct(run: Run, threads: int, report: Callable[[], None]) -> dict[str, Survey]:
+    """The surveys of the plan's methods that have one, by method, all passes done. `report` is called now and then."""
+    merged: dict[str, list[Step]] = {}
+    for leaf in (leaf for step in run.plan.steps for leaf in step.leaves if leaf.merges and leaf.out.size):
+        merged.setdefault(leaf.op, []).append(leaf)
+    surveys = {}
+    for method, steps in merged.items():
+        survey = methods.get(method).survey([(step, run.plan.settings[step.settings]) for step in steps])
+        if survey is not None:
+            _conduct(run, survey, steps, threads, report)
+            surveys[method] = survey
+    return surveys
+
+
+def _conduct(run: Run, survey: Survey, merged: Sequence[Step], threads: int, report: Callable[[], None]) -> None:
+    """Show a survey its tensors, as often as it wants."""
     own = threading.local()
     number = 0
 
@@ -58,4 +67,3 @@ def conduct(run: Run, threads: int, report: Callable[[], None]) -> Survey | None
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    return survey

@@ -9,22 +9,39 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
 from weightsmith.errors import Finding
 from weightsmith.jobs.job import Value
+from weightsmith.jobs.operations import JOIN, OPERATIONS
 from weightsmith.store.layout import Layout, make_layout
 from weightsmith.tensors import DTYPES, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """A block of a tensor's elements: `rows` runs of `cols` elements, the first at `offset`, `stride` from one to the next."""
+
+    offset: int
+    rows: int
+    cols: int
+    stride: int
+
+    @property
+    def whole_rows(self) -> bool:
+        """The block is one run of elements."""
+        return self.cols == self.stride or self.rows == 1
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
-    """One input of a step: tensor `tensor` of `plan.models[model]`."""
+    """One input of a step: tensor `tensor` of `plan.models[model]`, or a window of it (an expert, half of a fused matrix)."""
 
     model: int
     tensor: str
+    window: Window | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +61,13 @@ class Step:
     """How one output tensor is made.
 
     out       name, dtype and shape as written
-    op        `copy` (bytes as they are), `cast` (copy with another dtype), or the name of a merge method
+    op        `copy` (bytes as they are), `cast` (copy with another dtype), another of `jobs.operations`, the name of a merge
+              method, or `join`: the pieces one after another
     inputs    in the recipe's order; with a base, the base first
     base      True when inputs[0] is the base of the merge
     settings  index into `plan.settings`
     matrices  number of logical matrices along the first dimension (experts of a fused tensor); statistics are per matrix
+    pieces    of a `join`: steps that each make a run of the tensor's elements, as if it were a tensor of its own
     """
 
     out: TensorSpec
@@ -57,6 +76,44 @@ class Step:
     base: bool = False
     settings: int = 0
     matrices: int = 1
+    pieces: tuple[Step, ...] = ()
+
+    @property
+    def leaves(self) -> tuple[Step, ...]:
+        """The steps that do the work: the pieces, else the step itself."""
+        return self.pieces or (self,)
+
+    @property
+    def merges(self) -> bool:
+        """A merge method makes the tensor; of a `join`, ask its leaves."""
+        return self.op != JOIN and self.op not in OPERATIONS
+
+    def to_json(self) -> dict[str, Any]:
+        """The step as JSON values."""
+        data: dict[str, Any] = {
+            "name": self.out.name,
+            "dtype": self.out.dtype.name,
+            "shape": list(self.out.shape),
+            "op": self.op,
+            "inputs": [[i.model, i.tensor, *(astuple(i.window) if i.window else ())] for i in self.inputs],
+            "base": self.base,
+            "settings": self.settings,
+            "matrices": self.matrices,
+        }
+        return data | ({"pieces": [p.to_json() for p in self.pieces]} if self.pieces else {})
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Step:
+        """A step from what `to_json` gave."""
+        return cls(
+            out=TensorSpec(data["name"], DTYPES[data["dtype"]], tuple(data["shape"])),
+            op=data["op"],
+            inputs=tuple(Source(m, t, Window(*w) if w else None) for m, t, *w in data["inputs"]),
+            base=data["base"],
+            settings=data["settings"],
+            matrices=data["matrices"],
+            pieces=tuple(cls.from_json(p) for p in data.get("pieces", ())),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +176,11 @@ class Plan:
         return make_layout([s.out for s in self.steps], self.max_shard_bytes)
 
     @cached_property
+    def widest(self) -> int:
+        """Inputs of the step that has most."""
+        return max((len(leaf.inputs) for step in self.steps for leaf in step.leaves), default=1)
+
+    @cached_property
     def hash(self) -> str:
         """Identity of the plan: equal hashes mean equal output bytes (sha256, hex)."""
         data = self.to_json()
@@ -135,19 +197,7 @@ class Plan:
             "method": self.method,
             "models": [{"ref": m.ref, "revision": m.revision, "header_hash": m.header_hash} for m in self.models],
             "settings": [{"shared": dict(s.shared), "models": [dict(m) for m in s.models]} for s in self.settings],
-            "steps": [
-                {
-                    "name": s.out.name,
-                    "dtype": s.out.dtype.name,
-                    "shape": list(s.out.shape),
-                    "op": s.op,
-                    "inputs": [[i.model, i.tensor] for i in s.inputs],
-                    "base": s.base,
-                    "settings": s.settings,
-                    "matrices": s.matrices,
-                }
-                for s in self.steps
-            ],
+            "steps": [s.to_json() for s in self.steps],
             "dropped": [{"model": d.model, "tensor": d.tensor, "reason": d.reason} for d in self.dropped],
             "config": self.config,
             "donor": self.donor,
@@ -165,17 +215,7 @@ class Plan:
             method=data["method"],
             models=tuple(ModelInput(**m) for m in data["models"]),
             settings=tuple(Settings(s["shared"], tuple(s["models"])) for s in data["settings"]),
-            steps=tuple(
-                Step(
-                    out=TensorSpec(s["name"], DTYPES[s["dtype"]], tuple(s["shape"])),
-                    op=s["op"],
-                    inputs=tuple(Source(m, t) for m, t in s["inputs"]),
-                    base=s["base"],
-                    settings=s["settings"],
-                    matrices=s["matrices"],
-                )
-                for s in data["steps"]
-            ),
+            steps=tuple(Step.from_json(s) for s in data["steps"]),
             dropped=tuple(Dropped(**d) for d in data["dropped"]),
             config=data["config"],
             donor=data["donor"],

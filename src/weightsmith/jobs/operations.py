@@ -1,0 +1,32 @@
+"""What a step may do beside merging: one entry an operation. The engine copies bytes and joins pieces itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from weightsmith.jobs.job import Job, Matrix
+
+COPY = "copy"
+"""Bytes as they are."""
+
+JOIN = "join"
+"""The pieces of a step, one after another."""
+
+
+def _cast(matrix: Matrix) -> Job:
+    from weightsmith.jobs.combination import CombinationJob
+
+    return CombinationJob(matrix, np.ones(1))
+
+
+def _no_job(matrix: Matrix) -> Job:
+    raise AssertionError(f"{matrix.name} is copied without a job")
+
+
+OPERATIONS: Mapping[str, Callable[[Matrix], Job]] = {
+    COPY: _no_job,
+    "cast": _cast,  # the same numbers in another dtype
+}
+"""Name of the op → the job of one logical matrix."""

@@ -1,0 +1,124 @@
+"""Windows of inputs, and tensors made of pieces: bytes, checksums, distances, and a piece as a tensor of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.mini import Memory, as_bytes, write_checkpoint
+from weightsmith.checkpoint import open_checkpoint
+from weightsmith.engine.local import Outcome, run
+from weightsmith.planner.steps import ModelInput, Plan, Settings, Source, Step, Window
+from weightsmith.store.checksum import combine, grain_bytes, hash_grains
+from weightsmith.tensors import DTYPES, TensorSpec
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+NONE = Settings({}, ({},))
+
+
+def spec(name: str, shape: tuple[int, ...], dtype: str = "BF16") -> TensorSpec:
+    return TensorSpec(name, DTYPES[dtype], shape)
+
+
+def made(
+    folder: Path, models: Sequence[Mapping[str, np.ndarray]], step: Step, settings: Settings = NONE, **options: Any
+) -> tuple[np.ndarray, str, Outcome]:
+    """The one tensor that a step makes, its checksum, and the outcome."""
+    paths = [write_checkpoint(folder / f"m{i}", tensors) for i, tensors in enumerate(models)]
+    plan = Plan("test", tuple(ModelInput(p.name, "", "") for p in paths), (step,), (settings,))
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    with ExitStack() as stack:
+        memory = Memory(plan, folder)
+        stack.callback(memory.file.close)
+        inputs = [stack.enter_context(open_checkpoint(p)) for p in paths]
+        outcome = run(plan, inputs, memory, threads=2, **options)
+        return memory.tensor(step.out.name).copy(), memory.checksums[step.out.name], outcome
+
+
+def normal(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(BF16)
+
+
+@pytest.mark.parametrize("tile_bytes", [1, 1 << 20])
+@pytest.mark.parametrize(
+    ("rows", "cols"), [(slice(0, 700), slice(0, 96)), (slice(333, 700), slice(17, 81)), (slice(5, 6), slice(90, 96))]
+)
+def test_a_window_is_the_block_it_names(tmp_path: Path, tile_bytes: int, rows: slice, cols: slice) -> None:
+    tensor = np.tile(normal((700, 96)), (3, 1))  # several grains, and rows that do not divide them
+    block = tensor[rows, cols]
+    window = Window(rows.start * 96 + cols.start, *block.shape, 96)
+    step = Step(spec("out", block.shape), "copy", (Source(0, "w", window),))
+    found, _, outcome = made(tmp_path, [{"w": tensor}], step, tile_bytes=tile_bytes)
+    assert as_bytes(found) == as_bytes(block)
+    assert outcome.read_bytes == outcome.written_bytes == block.nbytes
+
+
+def test_a_strided_window_of_many_tiles(tmp_path: Path) -> None:
+    tensor = normal((300, 4000))
+    step = Step(spec("out", (300, 1000)), "cast", (Source(0, "w", Window(3000, 300, 1000, 4000)),))
+    found, _, _ = made(tmp_path, [{"w": tensor}], step, tile_bytes=1)
+    assert as_bytes(found) == as_bytes(tensor[:, 3000:])
+
+
+@pytest.mark.parametrize("tile_bytes", [1, 1 << 20])
+def test_pieces_of_any_length_make_one_tensor_with_its_checksum(tmp_path: Path, tile_bytes: int) -> None:
+    """Pieces end in the middle of grains, and of each other's grains; one is cast, one is a window, one empty."""
+    a, b, c = normal((1111, 72), 1), normal((1, 72), 2), normal((2000, 72), 3).astype(np.float32)
+    pieces = (
+        Step(spec("out[0]", (1111, 72)), "copy", (Source(0, "a"),)),
+        Step(spec("out[1]", (0, 72)), "copy", (Source(0, "a"),)),
+        Step(spec("out[2]", (1, 72)), "copy", (Source(0, "b"),)),
+        Step(spec("out[3]", (1500, 72)), "cast", (Source(0, "c", Window(500 * 72, 1500, 72, 72)),)),
+    )
+    out = spec("out", (2612, 72))
+    expected = np.concatenate([a, b, c[500:].astype(BF16)])
+    found, checksum, _ = made(tmp_path, [{"a": a, "b": b, "c": c}], Step(out, "join", (), pieces=pieces), tile_bytes=tile_bytes)
+    assert as_bytes(found) == as_bytes(expected)
+    assert checksum == combine(hash_grains(as_bytes(expected), grain_bytes(out)))
+
+
+def test_a_grain_of_many_small_pieces(tmp_path: Path) -> None:
+    tensor = normal((300, 16))
+    order = np.random.default_rng(0).permutation(300)
+    pieces = tuple(
+        Step(spec(f"out[{i}]", (1, 16)), "copy", (Source(0, "w", Window(int(row) * 16, 1, 16, 16)),))
+        for i, row in enumerate(order)
+    )
+    out = spec("out", (300, 16))
+    found, checksum, _ = made(tmp_path, [{"w": tensor}], Step(out, "join", (), pieces=pieces))
+    assert as_bytes(found) == as_bytes(tensor[order])
+    assert checksum == combine(hash_grains(as_bytes(found), grain_bytes(out)))
+
+
+def test_a_piece_is_merged_as_a_tensor_of_its_own(tmp_path: Path) -> None:
+    """TIES of the halves of a fused matrix is the TIES of two matrices, and the distance from the base is theirs."""
+    models = [normal((900, 128), seed) for seed in range(3)]
+    settings = Settings({"normalize": True, "lambda": 1.0}, ({}, *({"weight": 1.0, "density": 0.3},) * 2))
+
+    def ties(name: str, rows: slice, fused: bool) -> Step:
+        n = rows.stop - rows.start
+        window = Window(rows.start * 128, n, 128, 128) if fused else None
+        sources = tuple(Source(i, "fused" if fused else name, window) for i in range(3))
+        return Step(spec(name, (n, 128)), "ties", sources, base=True)
+
+    halves = {"gate": slice(0, 500), "up": slice(500, 900)}
+    fused = Step(spec("fused", (900, 128)), "join", (), pieces=tuple(ties(n, r, True) for n, r in halves.items()))
+    found, _, outcome = made(tmp_path / "fused", [{"fused": m} for m in models], fused, settings)
+    apart = {}
+    squares = []
+    for name, rows in halves.items():
+        inputs = [{name: m[rows]} for m in models]
+        apart[name], _, one = made(tmp_path / name, inputs, ties(name, rows, False), settings)
+        squares.append(one.distances[name])
+    assert as_bytes(found) == as_bytes(np.concatenate([apart["gate"], apart["up"]]))
+    assert outcome.distances["fused"] == pytest.approx(np.sum(squares, axis=0))
+    whole = Step(spec("fused", (900, 128)), "ties", tuple(Source(i, "fused") for i in range(3)), base=True)
+    together, _, _ = made(tmp_path / "whole", [{"fused": m} for m in models], whole, settings)
+    assert as_bytes(together) != as_bytes(found), "one threshold for both halves would have given the same"
