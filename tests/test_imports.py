@@ -20,6 +20,7 @@ NAMES = [
     "block_method",
     "merge",
     "merge_state_dicts",
+    "moe",
     "open_checkpoint",
     "plan",
     "save_file",

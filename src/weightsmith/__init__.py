@@ -16,6 +16,7 @@ from weightsmith._version import __version__ as __version__
 if TYPE_CHECKING:
     from weightsmith.api import Merged as Merged
     from weightsmith.api import merge as merge
+    from weightsmith.api import moe as moe
     from weightsmith.api import plan as plan
     from weightsmith.checkpoint import Checkpoint as Checkpoint
     from weightsmith.checkpoint import open_checkpoint as open_checkpoint
@@ -39,6 +40,7 @@ _HOMES = {
     "WeightsmithError": "errors",
     "block_method": "methods.user",
     "merge": "api",
+    "moe": "api",
     "merge_state_dicts": "memory",
     "open_checkpoint": "checkpoint",
     "plan": "api",
@@ -59,6 +61,7 @@ __all__ = [
     "block_method",
     "merge",
     "merge_state_dicts",
+    "moe",
     "open_checkpoint",
     "plan",
     "save_file",

@@ -125,6 +125,50 @@ def merge(
         )
 
 
+def moe(
+    recipe: str | os.PathLike[str] | Mapping[str, Any],
+    out: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    max_memory_bytes: int | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    seed: int = 0,
+    out_dtype: DType | None = None,
+    overwrite: bool = False,
+    resume: bool = True,
+    fsync: bool = True,
+    card: bool = True,
+    lenient: bool = False,
+    allow_nonfinite: bool = False,
+    allow_code: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> Merged:
+    """Make a mixture-of-experts checkpoint as a recipe says, into a new folder.
+
+    The recipe is one of mergekit-moe's, or has weightsmith's own keys; see docs/moe.md. All else is as for `merge`.
+    """
+    from weightsmith.mixture import prepare_moe
+
+    began = time.monotonic()
+    with prepare_moe(
+        recipe, out_dtype=out_dtype, max_shard_bytes=max_shard_bytes, seed=seed, lenient=lenient, allow_code=allow_code
+    ) as prepared:
+        prepared.fill()
+        return execute(
+            prepared.prepared,
+            out,
+            threads=threads,
+            max_memory_bytes=max_memory_bytes,
+            overwrite=overwrite,
+            resume=resume,
+            fsync=fsync,
+            card=card,
+            allow_nonfinite=allow_nonfinite,
+            progress=progress,
+            began=began,
+        )
+
+
 def execute(
     prepared: Prepared,
     out: str | os.PathLike[str],

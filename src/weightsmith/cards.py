@@ -9,7 +9,7 @@ import yaml
 from weightsmith import methods
 from weightsmith._version import __version__
 from weightsmith.distance import Moved, to_markdown
-from weightsmith.planner.steps import Plan
+from weightsmith.planner.steps import COMPUTED, MOE, Plan
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
 
@@ -24,8 +24,10 @@ def model_card(plan: Plan, name: str, distance: tuple[Moved, ...] = ()) -> str:
     front: dict[str, object] = {"library_name": "transformers", "tags": ["merge", "weightsmith"]}
     if hub_ids:
         front = {"base_model": list(dict.fromkeys(hub_ids)), "base_model_relation": "merge", **front}
-    method = methods.get(plan.method)
-    models = "\n".join(f"* {_linked(m.ref)}{f' at {m.revision}' if m.revision else ''}" for m in plan.models)
+    made, source = _made(plan)
+    models = "\n".join(
+        f"* {_linked(m.ref)}{f' at {m.revision}' if m.revision else ''}" for m in plan.models if m.ref != COMPUTED
+    )
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", plan.recipe)), default=0))
     return f"""---
 {yaml.safe_dump(front, sort_keys=False).strip()}
@@ -33,9 +35,9 @@ def model_card(plan: Plan, name: str, distance: tuple[Moved, ...] = ()) -> str:
 
 # {name}
 
-Merged with weightsmith {__version__}, method `{method.name}` ({method.title}).
+{made}
 
-{method.source}
+{source}
 
 ## Models
 
@@ -47,6 +49,16 @@ Merged with weightsmith {__version__}, method `{method.name}` ({method.title}).
 {plan.recipe.strip()}
 {fence}
 {_moved(distance)}"""
+
+
+def _made(plan: Plan) -> tuple[str, str]:
+    """How the model was made, and where that comes from."""
+    if plan.method == MOE:
+        name = (plan.config or {}).get("model_type", "")
+        what = f"Mixture of experts ({name}) made of dense models with weightsmith {__version__}."
+        return what, "Its router was not trained: train it on text like that which the experts are for."
+    method = methods.get(plan.method)
+    return f"Merged with weightsmith {__version__}, method `{method.name}` ({method.title}).", method.source
 
 
 def _moved(distance: tuple[Moved, ...]) -> str:

@@ -11,6 +11,7 @@ from weightsmith.cli import exits
 from weightsmith.cli.merge import merge
 from weightsmith.cli.mergekit_flags import MergeCommand
 from weightsmith.cli.methods import methods
+from weightsmith.cli.moe import moe
 from weightsmith.cli.plan import plan
 from weightsmith.cli.schema import schema
 from weightsmith.cli.text import result
@@ -45,6 +46,7 @@ def _options(
 
 _MERGEKIT = "mergekit-yaml's other flags are accepted and answered, or refused with the next step."
 app.command(cls=MergeCommand, epilog=_MERGEKIT)(merge)
+app.command()(moe)
 app.command()(plan)
 app.command()(verify)
 app.command()(methods)

@@ -8,7 +8,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -26,24 +26,18 @@ if TYPE_CHECKING:
 def merge(
     context: typer.Context,
     recipe: options.Recipe,
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to make.")],
+    out: options.Out,
     threads: options.Threads = None,
     max_memory: options.MaxMemory = None,
     max_shard_size: options.MaxShardSize = options.DEFAULT_MAX_SHARD_BYTES,
     seed: options.Seed = 0,
     out_dtype: options.OutDtype = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Go on with interrupted work of the same merge, or discard it.")
-    ] = True,
-    fsync: Annotated[
-        bool, typer.Option("--fsync/--no-fsync", help="Wait until the bytes are on the disk before OUT appears.")
-    ] = True,
-    card: Annotated[bool, typer.Option("--card/--no-card", help="Write README.md, a model card.")] = True,
+    overwrite: options.Overwrite = False,
+    resume: options.Resume = True,
+    fsync: options.Fsync = True,
+    card: options.Card = True,
     mergekit_lenient: options.Lenient = False,
-    allow_nonfinite: Annotated[
-        bool, typer.Option("--allow-nonfinite", help="Merge NaN and infinities as any number; else they are an error.")
-    ] = False,
+    allow_nonfinite: options.AllowNonfinite = False,
     allow_code: options.AllowCode = False,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
@@ -53,7 +47,7 @@ def merge(
     OUT appears when all of it is finished. Interrupted work is kept beside it, and the same command goes on with it.
     """
     began = time.monotonic()
-    with failures(interrupted=lambda: _interrupted(out)), ExitStack() as stack:
+    with failures(interrupted=lambda: interrupted(out)), ExitStack() as stack:
         flags: Translated = context.meta[ANSWERS]
         if flags.hub_cache:  # huggingface_hub reads this when it is imported, which has not happened yet
             os.environ["HF_HUB_CACHE"] = flags.hub_cache
@@ -75,7 +69,7 @@ def merge(
         )
         for finding in prepared.plan.warnings:
             warn(finding)
-        stack.enter_context(failures(merging=True, interrupted=lambda: _interrupted(out)))
+        stack.enter_context(failures(merging=True, interrupted=lambda: interrupted(out)))
         shown = stack.enter_context(meter(quiet=quiet))
         merged = execute(
             prepared,
@@ -87,22 +81,28 @@ def merge(
             fsync=fsync,
             card=card,
             allow_nonfinite=allow_nonfinite,
-            progress=lambda p: _show(shown, p),
+            progress=lambda p: show_progress(shown, p, "merging"),
             rechecking=lambda done, total: shown.show(Reading("checking what is there", done, total, done)),
             began=began,
         )
         shown.close()
-        for finding in merged.warnings[len(prepared.plan.warnings) :]:
-            warn(finding)
-        if as_json:
-            result(json.dumps(_to_json(merged), ensure_ascii=False))
-        elif not quiet:
-            result(_summary(merged))
+        report(merged, quiet=quiet, as_json=as_json)
 
 
-def _show(shown: Meter, progress: Progress) -> None:
+def report(merged: Merged, *, quiet: bool, as_json: bool) -> None:
+    """What was found in the data, and the result."""
+    for finding in merged.warnings[len(merged.plan.warnings) :]:
+        warn(finding)
+    if as_json:
+        result(json.dumps(_to_json(merged), ensure_ascii=False))
+    elif not quiet:
+        result(_summary(merged))
+
+
+def show_progress(shown: Meter, progress: Progress, doing: str) -> None:
+    """One line of the meter. doing: what the tensors are made by."""
     done, total = progress.written_bytes, progress.total_bytes
-    label = "merging" if progress.tensors < progress.total_tensors else "saving to disk"
+    label = doing if progress.tensors < progress.total_tensors else "saving to disk"
     detail = f"{progress.tensors:,} of {count(progress.total_tensors, 'tensor')}"
     shown.show(Reading(label, done, total, progress.read_bytes + done, detail))
 
@@ -140,7 +140,7 @@ def _to_json(merged: Merged) -> dict[str, Any]:
     }
 
 
-def _interrupted(out: str) -> str:
+def interrupted(out: str) -> str:
     """What to say after Ctrl-C: what is kept, and the command that goes on with it."""
     import shlex
 

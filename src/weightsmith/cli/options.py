@@ -56,6 +56,7 @@ def _size_option(name: str, help: str, **more: Any) -> Any:
 
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
+Out = Annotated[str, typer.Argument(metavar="OUT", help="The folder to make.")]
 Threads = Annotated[
     int | None,
     typer.Option("--threads", metavar="N", min=1, help="Threads; as many as this process has processors if not given."),
@@ -83,6 +84,15 @@ Lenient = Annotated[
     typer.Option("--mergekit-lenient", help="Ignore, with a warning, the settings that mergekit ignores without one."),
 ]
 AllowCode = Annotated[bool, typer.Option("--allow-code", help="Run the Python file that merge_method names, if it names one.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")]
+Resume = Annotated[
+    bool, typer.Option("--resume/--no-resume", help="Go on with interrupted work of the same merge, or discard it.")
+]
+Fsync = Annotated[bool, typer.Option("--fsync/--no-fsync", help="Wait until the bytes are on the disk before OUT appears.")]
+Card = Annotated[bool, typer.Option("--card/--no-card", help="Write README.md, a model card.")]
+AllowNonfinite = Annotated[
+    bool, typer.Option("--allow-nonfinite", help="Merge NaN and infinities as any number; else they are an error.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no summary; warnings and errors are still shown.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 

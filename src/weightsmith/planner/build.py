@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,15 +46,15 @@ class Prepared:
     plan: Plan
     inputs: tuple[Checkpoint, ...]
     structure: Structure
-    origins: Origins
-    resolver: Resolver
+    origins: Origins = field(default_factory=dict)
+    resolver: Resolver | None = None
 
     def explain(self, tensor: str) -> list[Origin]:
         """The value of every parameter of one output tensor, and where the recipe says so; [] for one that is copied.
 
         Raises UnknownName.
         """
-        if tensor not in self.origins:
+        if self.resolver is None or tensor not in self.origins:
             names = [s.out.name for s in self.plan.steps]
             if tensor in names:
                 return []
@@ -93,20 +93,52 @@ def prepare(
 
     Raises PlanError with all problems. No tensor data is read. Cost: headers, and about 20 µs a tensor.
     """
-    names = {p.name for m in methods.all_methods() for p in m.parameters}
     if isinstance(source, os.PathLike):
         source = Path(source)
-    recipe, problems = recipes.load(source, lenient=lenient, parameter_names=sorted(names))
+    recipe, problems = recipes.load(source, lenient=lenient, parameter_names=parameter_names())
     if recipe is None:
         raise PlanError(problems)
+    return prepare_recipe(
+        recipe,
+        problems,
+        out_dtype=out_dtype,
+        max_shard_bytes=max_shard_bytes,
+        seed=seed,
+        lenient=lenient,
+        allow_code=allow_code,
+        folder=folder_of(source),
+    )
+
+
+def prepare_recipe(
+    recipe: Recipe,
+    problems: Sequence[WeightsmithError] = (),
+    *,
+    out_dtype: DType | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    seed: int = 0,
+    lenient: bool = False,
+    allow_code: bool = False,
+    folder: Path = Path(),
+) -> Prepared:
+    """Plan a recipe that has been read; see `prepare`.
+
+    problems  found while it was read
+    folder    that paths of the recipe's own code start from
+    """
     with ExitStack() as stack, _no_collection():
-        find = partial(methods.find, folder=_folder(source), allow_code=allow_code)
+        find = partial(methods.find, folder=folder, allow_code=allow_code)
         prepared = _Planner(recipe, problems, out_dtype, find).prepare(stack, max_shard_bytes, seed, lenient=lenient)
         stack.pop_all()
         return prepared
 
 
-def _folder(source: str | Path | Mapping[str, Any]) -> Path:
+def parameter_names() -> list[str]:
+    """The names of all methods' parameters."""
+    return sorted({p.name for m in methods.all_methods() for p in m.parameters})
+
+
+def folder_of(source: str | Path | Mapping[str, Any]) -> Path:
     """Where the paths of a recipe's own code start: the folder of its file, else the current one."""
     return Path() if isinstance(source, Mapping) or (isinstance(source, str) and "\n" in source) else Path(source).parent
 

@@ -19,6 +19,12 @@ from weightsmith.jobs.operations import JOIN, OPERATIONS
 from weightsmith.store.layout import Layout, make_layout
 from weightsmith.tensors import DTYPES, TensorSpec
 
+MOE = "moe"
+"""`Plan.method` of a mixture of experts."""
+
+COMPUTED = "(computed)"
+"""`ModelInput.ref` of tensors that no checkpoint has."""
+
 
 @dataclass(frozen=True, slots=True)
 class Window:

@@ -20,6 +20,10 @@ Kind = Literal[
     "share",  # inside a schedule: a number from 0 to below 1
     "count",  # inside a schedule: a whole number from 1 on
     "decay",  # inside a schedule: the name of a learning rate curve
+    "choice",  # one of the key's `choices`
+    "texts",  # a list of texts, or one text
+    "number",  # a finite number
+    "source",  # a model reference, or a whole recipe of a merge
     "list",  # a list of mappings of the level `of`
     "named",  # a mapping of names to mappings of the level `of`
     "refused",  # mergekit has it, weightsmith does not yet: an error, never ignored
@@ -29,13 +33,21 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of a mapping. `of` is the level of the mappings inside a `list` or `named` value."""
+    """One key of a mapping.
+
+    of                the level of the mappings inside a `list` or `named` value
+    choices           of a `choice`
+    minimum, maximum  inclusive bounds of a `number`
+    """
 
     name: str
     kind: Kind
     doc: str
     required: bool = False
     of: Level | None = None
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

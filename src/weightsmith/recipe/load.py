@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from weightsmith.errors import NotFound, SyntaxProblem, WeightsmithError, nearest
-from weightsmith.recipe.nodes import from_python, plain
+from weightsmith.recipe.nodes import Document, from_python, plain
 from weightsmith.recipe.records import Recipe
-from weightsmith.recipe.walk import build, parse
-from weightsmith.recipe.yaml import MAX_BYTES
+from weightsmith.recipe.walk import build, in_order
+from weightsmith.recipe.yaml import MAX_BYTES, read_yaml
 
 
 def load(
@@ -26,16 +27,34 @@ def load(
     >>> load({"merge_method": "linear", "models": [{"model": "a", "parameters": {"weight": 1}}]})[1]
     []
     """
+    found = read(source, lenient=lenient)
+    if isinstance(found, WeightsmithError):
+        return None, [found]
+    recipe, problems = build(found.document, found.text, found.filename, lenient=lenient, parameter_names=parameter_names)
+    return recipe, problems if isinstance(source, Mapping) else in_order(problems)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What the user wrote: the tree, the text it was read from, and how positions in it name the file."""
+
+    document: Document
+    text: str
+    filename: str
+
+
+def read(source: str | Path | Mapping[str, Any], *, lenient: bool = False) -> Written | WeightsmithError:
+    """The tree of a recipe of any kind, or why there is none; see `load`."""
     if isinstance(source, Mapping):
         document = from_python(source)
         text = yaml.safe_dump(plain(document.root), sort_keys=False, allow_unicode=True) if document.root else ""
-        return build(document, text, "recipe", lenient=lenient, parameter_names=parameter_names)
+        return Written(document, text, "recipe")
     if isinstance(source, str) and "\n" in source:
-        return parse(source, "<text>", lenient=lenient, parameter_names=parameter_names)
+        return Written(read_yaml(source, "<text>", lenient=lenient), source, "<text>")
     text_or_problem = _read(Path(source))
     if isinstance(text_or_problem, WeightsmithError):
-        return None, [text_or_problem]
-    return parse(text_or_problem, str(source), lenient=lenient, parameter_names=parameter_names)
+        return text_or_problem
+    return Written(read_yaml(text_or_problem, str(source), lenient=lenient), text_or_problem, str(source))
 
 
 def _read(path: Path) -> str | WeightsmithError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from weightsmith.errors import Finding
 from weightsmith.recipe.values import Setting
@@ -99,3 +100,54 @@ class Recipe:
     def at(self, key: str) -> str:
         """Position of a top-level key, or the file's when the recipe has no such key."""
         return self.positions.get(key, self.filename)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A mapping of a level that has no record of its own.
+
+    values     by key
+    where      position
+    positions  of the keys' values
+    """
+
+    values: Mapping[str, Any]
+    where: str
+    positions: Mapping[str, str]
+
+    def at(self, key: str) -> str:
+        """Position of a key's value, or of the whole."""
+        return self.positions.get(key, self.where)
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """An entry of `experts` or `shared_experts`; see the grammar for what each key means."""
+
+    model: ModelRef
+    positive_prompts: tuple[str, ...]
+    negative_prompts: tuple[str, ...]
+    noise_scale: float
+    residual_scale: float
+    section: Section
+
+
+@dataclass(frozen=True, slots=True)
+class Upcycling:
+    """A recipe of `weightsmith moe` that makes a mixture of experts of dense models.
+
+    base      a model, or the recipe of a merge that is made on the way
+    gate_mode "" when the recipe names none
+    """
+
+    base: ModelRef | Recipe
+    experts: tuple[Expert, ...]
+    shared_experts: tuple[Expert, ...]
+    architecture: str
+    gate_mode: str
+    experts_per_token: int
+    dtype: DType | None
+    section: Section
+    text: str
+    filename: str
+    findings: tuple[Finding, ...] = ()

@@ -155,3 +155,39 @@ def _scalar(node: Node, name: str, report: Report) -> Scalar | None:
         )
         return None
     return value
+
+
+def read_choice(pair: Pair, key: Key, report: Report) -> str | None:
+    """One of the key's choices."""
+    value = pair.value.value
+    if isinstance(value, str) and value in key.choices:
+        return value
+    hint = nearest(value, key.choices) if isinstance(value, str) else ""
+    fix = f"Write one of {', '.join(key.choices)}."
+    report.problem(f"{key.name!r} is {describe(pair.value)}{hint}", pair.value.where, fix, UnknownName)
+    return None
+
+
+def read_texts(pair: Pair, key: Key, report: Report) -> tuple[str, ...] | None:
+    """A list of texts that are not empty; one text is a list of one."""
+    value = pair.value.value
+    items = value if isinstance(value, tuple) else (pair.value,)
+    for item in items:
+        if not isinstance(item.value, str) or not item.value:
+            what = "an empty text" if item.value == "" else describe(item)
+            report.problem(f"{key.name!r} takes a list of texts, not {what}", item.where, 'Write - "text", in quotes.')
+            return None
+    return tuple(str(item.value) for item in items)
+
+
+def read_number(pair: Pair, key: Key, report: Report) -> float | None:
+    """A finite number within the key's bounds."""
+    value = _number(pair)
+    low = -math.inf if key.minimum is None else key.minimum
+    high = math.inf if key.maximum is None else key.maximum
+    if value is not None and math.isfinite(float_of(value)) and low <= value <= high:
+        return float(value)
+    bounds = f" from {low:g}{f' to {high:g}' if high < math.inf else ' on'}" if low > -math.inf else ""
+    what = f"{key.name!r} takes a number{bounds}, not {describe(pair.value)}"
+    report.problem(what, pair.value.where, error=ParameterError)
+    return None

@@ -7,25 +7,30 @@ the plan would complain of things that are only missing because they were misspe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
+import yaml
+
 from weightsmith.errors import ParameterError, Unsupported, WeightsmithError
-from weightsmith.recipe.grammar import CONDITION, PATH, RECIPE, REFERENCE, SCHEDULE, Key, Level
+from weightsmith.recipe.grammar import CONDITION, LEVELS, PATH, RECIPE, REFERENCE, SCHEDULE, Key, Level
 from weightsmith.recipe.misuse import HARMLESS, REFUSED, RETIRED, UNUSED, Misuse, elsewhere, explain
-from weightsmith.recipe.nodes import Document, Node, Pair, describe, short
-from weightsmith.recipe.records import Input, ModelRef, Module, Recipe, Slice
+from weightsmith.recipe.nodes import Document, Node, Pair, describe, plain, short
+from weightsmith.recipe.records import Input, ModelRef, Module, Recipe, Section, Slice
 from weightsmith.recipe.references import parse_path, parse_reference
 from weightsmith.recipe.report import Report
 from weightsmith.recipe.schedules import Rule, Schedule
 from weightsmith.recipe.single import (
+    read_choice,
     read_count,
     read_decay,
     read_dtype,
     read_layer_range,
+    read_number,
     read_share,
     read_text,
+    read_texts,
     read_value,
 )
 from weightsmith.recipe.values import Entry, Setting
@@ -33,6 +38,7 @@ from weightsmith.recipe.yaml import read_yaml
 
 # Misspelling one of these, or a fault inside, leaves a hole that the plan must not take for the user's intention.
 _SKELETON = {"merge_method", "base_model", "models", "slices", "modules", "sources", "model", "layer_range", "path"}
+_SKELETON |= {"experts", "source_model"}
 
 
 def parse(
@@ -52,7 +58,7 @@ def parse(
     """
     document = read_yaml(text, filename, lenient=lenient)
     recipe, problems = build(document, text, filename, lenient=lenient, parameter_names=parameter_names)
-    return recipe, sorted(problems, key=_position)  # problems of the text itself were found in a pass of their own
+    return recipe, in_order(problems)
 
 
 def build(
@@ -60,11 +66,21 @@ def build(
 ) -> tuple[Recipe | None, list[WeightsmithError]]:
     """The recipe in a tree, and all its problems; see `parse`."""
     report = Report(lenient, parameter_names, document.findings)
-    recipe = _Walk(document, filename, report).recipe(document.root, text) if document.root else None
+    recipe = Walk(document, filename, report).recipe(document.root, text) if document.root else None
+    return recipe, unique([*document.problems, *report.problems])
+
+
+def unique(problems: Sequence[WeightsmithError]) -> list[WeightsmithError]:
+    """Each problem once: an aliased value is walked at each of its uses."""
     seen: dict[tuple[type, str], WeightsmithError] = {}
-    for problem in (*document.problems, *report.problems):
-        seen.setdefault((type(problem), str(problem)), problem)  # an aliased value is walked at each of its uses
-    return recipe, list(seen.values())
+    for problem in problems:
+        seen.setdefault((type(problem), str(problem)), problem)
+    return list(seen.values())
+
+
+def in_order(problems: Sequence[WeightsmithError]) -> list[WeightsmithError]:
+    """The problems of a text in its order: those of the text itself were found in a pass of their own."""
+    return sorted(problems, key=_position)
 
 
 def _position(problem: WeightsmithError) -> tuple[int, int]:
@@ -72,7 +88,9 @@ def _position(problem: WeightsmithError) -> tuple[int, int]:
     return int(line), int(column)
 
 
-class _Walk:
+class Walk:
+    """Reads the levels of a grammar from a document, and writes every problem into its report."""
+
     def __init__(self, document: Document, filename: str, report: Report) -> None:
         self.filename = filename
         self.aliased = document.aliased
@@ -88,6 +106,10 @@ class _Walk:
             "share": partial(read_share, report=report),
             "count": partial(read_count, report=report),
             "decay": partial(read_decay, report=report),
+            "choice": partial(read_choice, report=report),
+            "texts": partial(read_texts, report=report),
+            "number": partial(read_number, report=report),
+            "source": self.source,
             "list": self.listed,
             "named": self.named,
             "refused": self.refused,
@@ -209,7 +231,17 @@ class _Walk:
             return None
         return tuple(e for node in pair.value.value if (e := self.entry(node, key.of)) is not None)
 
-    def entry(self, node: Node, level: Level) -> Input | Slice | None:
+    def section(self, node: Node, level: Level) -> Section | None:
+        """A mapping of a level without a record of its own; None when it is no mapping, or lacks what it needs."""
+        found = self.level(node, level)
+        if found is None or any(key.required and key.name not in found for key in level.keys):
+            return None
+        assert isinstance(node.value, dict)
+        return Section(found, self.start(node), {name: pair.value.where for name, pair in node.value.items()})
+
+    def entry(self, node: Node, level: Level) -> Input | Slice | Section | None:
+        if level not in LEVELS:
+            return self.section(node, level)
         found = self.level(node, level)
         if found is None:
             return None
@@ -261,6 +293,12 @@ class _Walk:
             return (found or {}).get("model")
         self.not_a_model(pair, key)
         return None
+
+    def source(self, pair: Pair, key: Key) -> ModelRef | Recipe | None:
+        """A model, or the recipe of a merge in its place."""
+        if isinstance(pair.value.value, dict) and "merge_method" in pair.value.value:
+            return self.recipe(pair.value, yaml.safe_dump(plain(pair.value), sort_keys=False, allow_unicode=True))
+        return self.model(pair, key)
 
     def path(self, pair: Pair, key: Key) -> ModelRef | None:
         value, where = pair.value.value, pair.value.where

@@ -1,0 +1,12 @@
+"""Mixture-of-experts checkpoints from dense ones. This room only plans: the engine and the store are everybody's.
+
+assembly.py  one Plan from the tensors of several models and merges
+dense.py     the parts of a dense model: gate, up and down of each layer, and the rest
+layouts/     how each architecture stores experts: one file each
+gates/       router weights: one file for each way to make them
+computed.py  tensors that no checkpoint has: router weights, biases of zero
+build.py     recipe + headers → Plan, with every problem found before tensor data is read
+"""
+
+from weightsmith.mixture.build import PreparedMoe as PreparedMoe
+from weightsmith.mixture.build import prepare_moe as prepare_moe

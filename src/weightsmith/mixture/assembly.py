@@ -1,0 +1,103 @@
+"""One Plan from the tensors of several models, and of merges that are made on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weightsmith.checkpoint import Checkpoint
+from weightsmith.errors import Unsupported
+from weightsmith.jobs.job import Value
+from weightsmith.jobs.operations import COPY
+from weightsmith.planner.build import Prepared
+from weightsmith.planner.steps import ModelInput, Settings, Source, Step, Window
+from weightsmith.structure import Structure, analyse
+from weightsmith.tensors import TensorSpec
+
+
+@dataclass(frozen=True)
+class Donor:
+    """A model that tensors are taken from: a checkpoint, or the result of a merge that is made on the way.
+
+    label      as the user named it
+    checkpoint that gives config, tokenizer and other files: itself, or the merge's donor
+    config     its config.json
+    steps      how each of its tensors is made, by name, in model order
+    structure  of its tensors
+    merged     it is made on the way
+    """
+
+    label: str
+    checkpoint: Checkpoint
+    config: Mapping[str, Any]
+    steps: Mapping[str, Step]
+    structure: Structure
+    merged: bool = False
+
+
+class Assembly:
+    """Collects the models and settings that the steps of one plan point into."""
+
+    def __init__(self) -> None:
+        self.inputs: list[Checkpoint] = []
+        self.models: list[ModelInput] = []
+        self.settings: list[Settings] = [Settings({}, ({},))]
+        self._numbers: dict[tuple[str, str, str], int] = {}
+
+    def add(self, checkpoint: Checkpoint) -> int:
+        """The number of a model in the plan; the same for the same files."""
+        key = str(checkpoint.folder), checkpoint.revision, checkpoint.header_hash
+        if key not in self._numbers:
+            self._numbers[key] = len(self.inputs)
+            self.inputs.append(checkpoint)
+            self.models.append(ModelInput(checkpoint.ref, checkpoint.revision, checkpoint.header_hash))
+        return self._numbers[key]
+
+    def setting(self, shared: Mapping[str, Value | None]) -> int:
+        """The index of settings for steps with one input."""
+        settings = Settings(shared, ({},))
+        if settings not in self.settings:
+            self.settings.append(settings)
+        return self.settings.index(settings)
+
+    def checkpoint(self, checkpoint: Checkpoint, label: str) -> Donor:
+        """A donor that is a checkpoint."""
+        number = self.add(checkpoint)
+        steps = {name: Step(t.spec, COPY, (Source(number, name),)) for name, t in checkpoint.tensors.items()}
+        structure = analyse([step.out for step in steps.values()], checkpoint.config)
+        return Donor(label, checkpoint, checkpoint.config or {}, steps, structure)
+
+    def merge(self, prepared: Prepared) -> Donor:
+        """A donor that a merge makes: its models and settings become the plan's."""
+        plan = prepared.plan
+        numbers = [self.add(checkpoint) for checkpoint in prepared.inputs]
+        first = len(self.settings)
+        self.settings += plan.settings
+
+        def renumbered(step: Step) -> Step:
+            inputs = tuple(replace(i, model=numbers[i.model]) for i in step.inputs)
+            pieces = tuple(renumbered(p) for p in step.pieces)
+            return replace(step, inputs=inputs, settings=first + step.settings, pieces=pieces)
+
+        steps = {step.out.name: renumbered(step) for step in plan.steps}
+        label = f"the merge of {' and '.join(m.ref for m in plan.models)} by {plan.method}"
+        return Donor(label, prepared.inputs[plan.donor], plan.config or {}, steps, prepared.structure, merged=True)
+
+
+def take(step: Step, out: TensorSpec, window: Window | None = None) -> Step:
+    """A donor's tensor, or a window of it, as another tensor: bytes as they are where the dtype stays.
+
+    Raises Unsupported for a window of what is merged on the way.
+    """
+    if step.op in (COPY, "cast"):
+        plain = step.op == COPY and step.out.dtype is out.dtype
+        source = step.inputs[0]
+        return Step(out, COPY if plain else "cast", (Source(source.model, source.tensor, window),))
+    if window is not None:
+        raise Unsupported(
+            "a fused tensor that is merged on the way cannot be taken apart",
+            where=step.out.name,
+            fix="make that merge first, and name its folder here",
+        )
+    return replace(step, out=out)

@@ -1,0 +1,352 @@
+"""A recipe of `weightsmith moe` and the headers of its models in, a Plan out; or every problem at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weightsmith import recipe as recipes
+from weightsmith.checkpoint import Checkpoint
+from weightsmith.errors import Finding, ParameterError, PlanError, ShapeError, WeightsmithError
+from weightsmith.formats.hf_folder import natural_key
+from weightsmith.jobs.operations import COPY, JOIN
+from weightsmith.mixture.assembly import Assembly, Donor, take
+from weightsmith.mixture.choose import choose_layout
+from weightsmith.mixture.computed import Computed
+from weightsmith.mixture.dense import Dense, dense_parts
+from weightsmith.mixture.gates import NEEDS_PROMPTS, Gating, rows
+from weightsmith.mixture.layouts.base import ExpertLayout, Facts, semantics
+from weightsmith.planner.build import Prepared, folder_of, parameter_names, prepare_recipe
+from weightsmith.planner.dtypes import main_dtype
+from weightsmith.planner.inputs import at, open_models
+from weightsmith.planner.steps import MOE, Dropped, Plan, Source, Step
+from weightsmith.planner.vocabulary import is_embedding
+from weightsmith.recipe import Expert, ModelRef, Upcycling
+from weightsmith.tensors import DTYPES, DType, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedMoe:
+    """A plan whose router weights are not computed yet, and what they are computed from. Close it, or use `with`.
+
+    layout   of the output
+    mode     of the gates
+    """
+
+    prepared: Prepared
+    layout: ExpertLayout
+    mode: str
+    gating: Gating
+    computed: Computed
+
+    def fill(self) -> None:
+        """Compute the router weights: the engine can run the plan then."""
+        made = rows(self.mode, self.gating)
+        routed = len(self.gating.recipe.experts)
+        for i in range(len(self.gating.base.layers)):
+            layer = f"{self.gating.base.prefix}{i}."
+            self.computed.fill(layer + self.layout.router, made[i, :routed])
+            if self.layout.shared_router:
+                self.computed.fill(layer + self.layout.shared_router, made[i, routed:])
+
+    def close(self) -> None:
+        """Close the checkpoints."""
+        self.prepared.close()
+
+    def __enter__(self) -> PreparedMoe:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+
+def prepare_moe(
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    out_dtype: DType | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    seed: int = 0,
+    lenient: bool = False,
+    allow_code: bool = False,
+) -> PreparedMoe:
+    """Read a recipe of `weightsmith moe` and its models' headers and plan the checkpoint.
+
+    source      path of a YAML file, YAML text (with a newline), or a mapping
+    out_dtype   overrides the recipe's
+    seed        of random router weights, noise, and of masks in a merge that is made on the way
+    lenient     settings that mergekit ignores are warnings, not errors
+    allow_code  the Python file that a merge in the recipe may name is run
+
+    Raises PlanError with all problems. No tensor data is read.
+    """
+    if isinstance(source, os.PathLike):
+        source = Path(source)
+    recipe, problems = recipes.load_moe(source, lenient=lenient, parameter_names=parameter_names())
+    if recipe is None:
+        raise PlanError(problems)
+    with ExitStack() as stack:
+        builder = _Builder(recipe, problems, out_dtype or recipe.dtype, max_shard_bytes, seed)
+        prepared = builder.prepare(stack, lenient=lenient, allow_code=allow_code, folder=folder_of(source))
+        stack.pop_all()
+        return prepared
+
+
+class _Builder:
+    def __init__(
+        self, recipe: Upcycling, problems: Sequence[WeightsmithError], asked: DType | None, max_shard_bytes: int, seed: int
+    ) -> None:
+        self.recipe = recipe
+        self.problems = list(problems)
+        self.asked = asked
+        self.max_shard_bytes = max_shard_bytes
+        self.seed = seed
+        self.assembly = Assembly()
+        self.computed = Computed()
+        self.warnings: list[Finding] = list(recipe.findings)
+
+    def prepare(self, stack: ExitStack, *, lenient: bool, allow_code: bool, folder: Path) -> PreparedMoe:
+        base = self._base(stack, lenient=lenient, allow_code=allow_code, folder=folder)
+        experts = self._experts(stack)
+        self._check_recipe()
+        mode = self._mode()
+        if base is None or None in experts:
+            raise PlanError(self.problems)
+        donors = [expert for expert in experts if expert is not None]
+        listed = [*self.recipe.experts, *self.recipe.shared_experts]
+        for donor, expert in zip(donors, listed, strict=True):
+            self._check_shapes(base, donor, expert)
+        chosen = choose_layout(self.recipe, base)
+        if isinstance(chosen, WeightsmithError):
+            raise PlanError([*self.problems, chosen])
+        layout, found = chosen
+        self.warnings += found
+        if self.problems:
+            raise PlanError(self.problems)
+        facts = Facts(
+            config=semantics(base.donor.config),
+            experts=len(self.recipe.experts),
+            shared=len(self.recipe.shared_experts),
+            per_token=self.recipe.experts_per_token,
+            intermediate=donors[0].intermediate,
+            hidden=base.hidden,
+        )
+        self.warnings += [Finding(text, self.recipe.filename) for text in layout.warnings(facts)]
+        steps = self._steps(layout, facts, base, donors)
+        gated = listed if layout.shared_router else listed[: facts.experts]
+        plan = self._plan(layout, facts, base, steps)
+        prepared = Prepared(plan, tuple(self.assembly.inputs), base.donor.structure)
+        gating = Gating(self.recipe, base, self.assembly, gated, self.seed)
+        return PreparedMoe(prepared, layout, mode, gating, self.computed)
+
+    # --- models ------------------------------------------------------------------------------------------------------
+
+    def _base(self, stack: ExitStack, *, lenient: bool, allow_code: bool, folder: Path) -> Dense | None:
+        base = self.recipe.base
+        if isinstance(base, ModelRef):
+            return self._dense(self._open([base], stack)[0], str(base), base.where)
+        try:
+            prepared = prepare_recipe(
+                base, out_dtype=self.asked, seed=self.seed, lenient=lenient, allow_code=allow_code, folder=folder
+            )
+        except PlanError as error:
+            self.problems += error.problems
+            return None
+        stack.callback(prepared.close)
+        self.warnings += prepared.plan.warnings
+        return self._parts(self.assembly.merge(prepared), self.recipe.section.at("base_model"))
+
+    def _experts(self, stack: ExitStack) -> list[Dense | None]:
+        """The model of every expert, shared ones last; one that is named often is opened once."""
+        listed = [*self.recipe.experts, *self.recipe.shared_experts]
+        refs = list(dict.fromkeys(expert.model for expert in listed))
+        opened = dict(zip(refs, self._open(refs, stack), strict=True))
+        parts = {ref: self._dense(opened[ref], str(ref), ref.where) for ref in refs}
+        return [parts[expert.model] for expert in listed]
+
+    def _open(self, refs: Sequence[ModelRef], stack: ExitStack) -> list[Checkpoint | None]:
+        opened, problems = open_models(refs, stack)
+        self.problems += problems
+        return opened
+
+    def _dense(self, checkpoint: Checkpoint | None, label: str, where: str) -> Dense | None:
+        return None if checkpoint is None else self._parts(self.assembly.checkpoint(checkpoint, label), where)
+
+    def _parts(self, donor: Donor, where: str) -> Dense | None:
+        parts = dense_parts(donor)
+        if isinstance(parts, Dense):
+            return parts
+        self.problems.append(at(parts, where))
+        return None
+
+    # --- checks ------------------------------------------------------------------------------------------------------
+
+    def _check_recipe(self) -> None:
+        recipe, n = self.recipe, len(self.recipe.experts)
+        if recipe.experts_per_token > n:
+            there = "there is 1 expert" if n == 1 else f"there are {n} experts"
+            what = f"experts_per_token is {recipe.experts_per_token}, and {there}"
+            self.problems.append(ParameterError(what, where=recipe.section.at("experts_per_token"), fix=f"at most {n}"))
+
+    def _mode(self) -> str:
+        """The gate mode; prompts that it needs and that are missing, or say nothing, are problems."""
+        recipe = self.recipe
+        mode = recipe.gate_mode or recipes.GATE_MODES[0]
+        if mode not in NEEDS_PROMPTS:
+            return mode
+        silent = [expert for expert in recipe.experts if not expert.positive_prompts]
+        for expert in silent:
+            what = f"gate_mode {mode} needs positive_prompts, and {expert.model} has none"
+            fix = "write some texts that the expert is for, or gate_mode: random"
+            self.problems.append(ParameterError(what, where=expert.section.where, fix=fix))
+        told = {(expert.positive_prompts, expert.negative_prompts) for expert in recipe.experts}
+        if not silent and len(told) == 1 and len(recipe.experts) > 1:
+            self.problems.append(
+                ParameterError(
+                    "all experts have the same prompts, so their router weights would be the same",
+                    where=recipe.section.at("experts"),
+                    fix="give each expert prompts of its own, or write gate_mode: random",
+                )
+            )
+        return mode
+
+    def _check_shapes(self, base: Dense, donor: Dense, expert: Expert) -> None:
+        where, label = expert.section.at("source_model"), base.donor.label
+        if len(donor.layers) != len(base.layers):
+            what = f"{expert.model} has {len(donor.layers)} layers, and {label} has {len(base.layers)}"
+            self.problems.append(ShapeError(what, where=where, fix="experts need the depth and widths of the base"))
+            return
+        for i, (own, wanted) in enumerate(zip(donor.layers, base.layers, strict=True)):
+            for part, block in own.mlp.items():
+                if block.shape != wanted.mlp[part].shape:
+                    what = f"{block.tensor} of {expert.model} is {list(block.shape)}, and layer {i} of {label} has"
+                    what += f" {list(wanted.mlp[part].shape)}"
+                    self.problems.append(ShapeError(what, where=where, fix="experts need the depth and widths of the base"))
+                    return
+        ours, theirs = _vocabulary(base), _vocabulary(donor)
+        if ours != theirs:
+            what = f"{expert.model} has {theirs} tokens, and {label} has {ours}: they do not mean the same"
+            self.problems.append(ShapeError(what, where=where, fix="give it the tokenizer of the base first"))
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def _dtype(self, stored: DType) -> DType:
+        return self.asked if self.asked is not None and stored.floating else stored
+
+    def _steps(self, layout: ExpertLayout, facts: Facts, base: Dense, donors: Sequence[Dense]) -> list[Step]:
+        steps = []
+        for name in base.outside:
+            step = base.donor.steps[name]
+            steps.append(take(step, TensorSpec(name, self._dtype(step.out.dtype), step.out.shape)))
+        number = self.assembly.add(self.computed)
+        main = main_dtype(step.out for step in base.donor.steps.values()) or DTYPES["F32"]
+        dtype = self._dtype(main)
+        for i, layer in enumerate(base.layers):
+            prefix = f"{base.prefix}{i}."
+            for suffix, block in layer.rest.items():
+                step = base.donor.steps[block.tensor]
+                steps.append(take(step, TensorSpec(prefix + suffix, self._dtype(step.out.dtype), block.shape), block.window))
+            steps += self._expert_steps(layout.tensors, prefix, i, base, donors[: facts.experts], self.recipe.experts)
+            steps += self._expert_steps(layout.shared, prefix, i, base, donors[facts.experts :], self.recipe.shared_experts)
+            made = [TensorSpec(prefix + layout.router, dtype, (facts.experts, facts.hidden))]
+            if layout.shared_router:
+                made.append(TensorSpec(prefix + layout.shared_router, dtype, (facts.shared, facts.hidden)))
+            constants = {prefix + fixed.suffix: fixed for fixed in layout.fixed(facts, frozenset(layer.rest))}
+            for name, fixed in constants.items():
+                made.append(TensorSpec(name, dtype if fixed.dtype is None else DTYPES[fixed.dtype], fixed.shape))
+            for spec in made:
+                self.computed.add(spec)
+                steps.append(Step(spec, COPY, (Source(number, spec.name),)))
+            for name, fixed in constants.items():
+                self.computed.fill(name, np.full(fixed.shape, fixed.value, np.float32))
+        return sorted(steps, key=lambda step: natural_key(step.out.name))
+
+    def _expert_steps(
+        self,
+        tensors: Sequence[tuple[str, tuple[str, ...]]],
+        prefix: str,
+        i: int,
+        base: Dense,
+        donors: Sequence[Dense],
+        experts: Sequence[Expert],
+    ) -> list[Step]:
+        """The tensors of all experts of layer i."""
+        steps: list[Step] = []
+        for template, parts in tensors if donors else ():
+            name = prefix + template
+            pieces = [
+                [self._part_step(f"{name.format(e=e)}[{part}]", part, i, base, donor, experts[e]) for part in parts]
+                for e, donor in enumerate(donors)
+            ]
+            if "{e}" in template:
+                steps += [_joined(name.format(e=e), own) for e, own in enumerate(pieces)]
+            else:
+                steps.append(_joined(name, [piece for own in pieces for piece in own], len(donors)))
+        return steps
+
+    def _part_step(self, name: str, part: str, i: int, base: Dense, donor: Dense, expert: Expert) -> Step:
+        """One part of one expert: the donor's bytes, in the dtype that the base has there."""
+        block = donor.layers[i].mlp[part]
+        stored = base.donor.steps[base.layers[i].mlp[part].tensor].out.dtype
+        return take(donor.donor.steps[block.tensor], TensorSpec(name, self._dtype(stored), block.shape), block.window)
+
+    # --- the rest of the plan ----------------------------------------------------------------------------------------
+
+    def _plan(self, layout: ExpertLayout, facts: Facts, base: Dense, steps: Sequence[Step]) -> Plan:
+        config = layout.config(facts)
+        dtype = main_dtype(step.out for step in steps)
+        if dtype is not None:
+            config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype.torch}
+        checkpoint = base.donor.checkpoint
+        return Plan(
+            method=MOE,
+            models=tuple(self.assembly.models),
+            steps=tuple(steps),
+            settings=tuple(self.assembly.settings),
+            dropped=self._dropped(base, steps),
+            config=config,
+            donor=self.assembly.add(checkpoint),
+            carried=tuple(f for f in checkpoint.files if f != "config.json"),
+            max_shard_bytes=self.max_shard_bytes,
+            seed=self.seed,
+            warnings=tuple(dict.fromkeys(self.warnings)),
+            recipe=self.recipe.text,
+        )
+
+    def _dropped(self, base: Dense, steps: Sequence[Step]) -> tuple[Dropped, ...]:
+        """Every tensor of every model that no step reads, and why."""
+        used = {(i.model, i.tensor) for step in steps for leaf in step.leaves for i in leaf.inputs}
+        of_base = {(i.model, i.tensor) for step in base.donor.steps.values() for leaf in step.leaves for i in leaf.inputs}
+        dropped = []
+        for number, checkpoint in enumerate(self.assembly.inputs):
+            for tensor in checkpoint.tensors:
+                if (number, tensor) not in used:
+                    own = (number, tensor) in of_base
+                    reason = "its place is taken by the experts" if own else "only the MLPs of this model are used"
+                    dropped.append(Dropped(number, tensor, reason))
+        return tuple(dropped)
+
+
+def _joined(name: str, pieces: Sequence[Step], experts: int = 0) -> Step:
+    """One matrix of several parts, one under the other; of several experts, [experts, rows, cols]."""
+    first = pieces[0].out
+    if len(pieces) == 1 and not experts:
+        return _named(pieces[0], name)
+    rows = sum(piece.out.shape[0] for piece in pieces)
+    shape = (experts, rows // experts, first.shape[1]) if experts else (rows, first.shape[1])
+    return Step(TensorSpec(name, first.dtype, shape), JOIN, (), pieces=tuple(pieces))
+
+
+def _named(step: Step, name: str) -> Step:
+    return take(step, TensorSpec(name, step.out.dtype, step.out.shape), step.inputs[0].window)
+
+
+def _vocabulary(dense: Dense) -> int:
+    """Rows of the embedding; 0 when it has none."""
+    specs = [dense.donor.steps[name].out for name in dense.outside]
+    return next((spec.shape[0] for spec in specs if is_embedding(spec)), 0)

@@ -1,0 +1,71 @@
+"""Tensors that no checkpoint has: planned by name and shape, filled in before the engine runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from weightsmith.checkpoint import Checkpoint
+from weightsmith.formats.safetensors import StoredTensor
+from weightsmith.planner.steps import COMPUTED
+from weightsmith.tensors import TensorSpec
+
+
+class Computed(Checkpoint):
+    """A model whose tensors are in memory, for steps that read what was computed and not stored.
+
+    `add` says what it will hold, which is all that a plan needs; `fill` gives the numbers.
+    """
+
+    def __init__(self) -> None:
+        self.ref = COMPUTED
+        self.folder = Path(os.devnull)
+        self.revision = ""
+        self.config: dict[str, Any] | None = None
+        self.files = self.ignored = self.weights = ()
+        self.metadata: dict[str, str] = {}
+        self.quantised = None
+        self.tensors: dict[str, StoredTensor] = {}
+        self._data: dict[str, np.ndarray] = {}
+
+    def add(self, spec: TensorSpec) -> None:
+        """A tensor that will be filled in."""
+        self.tensors[spec.name] = StoredTensor(spec, self.folder, 0)
+
+    def fill(self, name: str, values: np.ndarray) -> None:
+        """Give a tensor its numbers, rounded once to its dtype. values: any float dtype, of the tensor's shape."""
+        spec = self.tensors[name].spec
+        assert values.shape == spec.shape, (name, values.shape, spec.shape)
+        self._data[name] = np.ascontiguousarray(values.astype(spec.dtype.numpy)).reshape(-1).view(np.uint8)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Tensors that are not filled in."""
+        return tuple(name for name in self.tensors if name not in self._data)
+
+    @property
+    def header_hash(self) -> str:  # type: ignore[override]
+        """Of names, dtypes and shapes."""
+        return xxhash.xxh3_128_hexdigest(repr([str(t.spec) for t in self.tensors.values()]).encode())
+
+    @property
+    def state_hash(self) -> str:  # type: ignore[override]
+        """Of the numbers too: work that was interrupted goes on only with the same ones."""
+        hasher = xxhash.xxh3_128(self.header_hash.encode())
+        for name in self.tensors:
+            hasher.update(self._data[name].data)
+        return hasher.hexdigest()
+
+    def location(self, name: str) -> tuple[int, int]:
+        return -1, 0
+
+    def read_into(self, name: str, start_byte: int, buffer: Any) -> None:
+        out = np.frombuffer(buffer, np.uint8)
+        out[:] = self._data[name][start_byte : start_byte + out.size]
+
+    def close(self) -> None:
+        pass

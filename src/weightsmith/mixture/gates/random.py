@@ -1,0 +1,20 @@
+"""Router weights that know nothing: for models that will be trained."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from weightsmith.mixture.gates import Gating, Rows
+
+
+def normal(gating: Gating) -> Rows:
+    """N(0, 1) entries, as mergekit's `random`: logits as large as the norm of the hidden state, so one expert takes all."""
+    return np.random.Generator(np.random.PCG64(gating.seed)).standard_normal(gating.shape, np.float32)
+
+
+def uniform(gating: Gating) -> Rows:
+    """U(-1/√hidden, 1/√hidden) entries, as mergekit's `uniform_random` and torch's linear layers."""
+    bound = np.float32(1 / math.sqrt(gating.base.hidden))
+    return np.random.Generator(np.random.PCG64(gating.seed)).random(gating.shape, np.float32) * (2 * bound) - bound

@@ -1,0 +1,26 @@
+"""How each architecture stores a mixture of experts: one file each.
+
+Adding one is adding a file with a `LAYOUT` and its name to `NAMES`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+
+from weightsmith.mixture.layouts.base import ExpertLayout
+
+NAMES = ("mixtral",)
+"""In the order of preference, where a recipe names no architecture."""
+
+
+@cache
+def get(name: str) -> ExpertLayout:
+    """The layout of this name."""
+    layout: ExpertLayout = import_module(f"weightsmith.mixture.layouts.{name}").LAYOUT
+    return layout
+
+
+def all_layouts() -> tuple[ExpertLayout, ...]:
+    """Every layout, in the order of preference."""
+    return tuple(get(name) for name in NAMES)

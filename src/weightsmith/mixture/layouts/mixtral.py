@@ -1,0 +1,34 @@
+"""Mixtral: `block_sparse_moe.experts.{e}.w1/w3/w2`, softmax over the chosen experts' logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weightsmith.mixture.layouts.base import ATTENTION, NORMS, ExpertLayout, Facts, moe_config
+
+
+def _config(facts: Facts) -> dict[str, Any]:
+    return moe_config(
+        facts,
+        ("MixtralForCausalLM", "mixtral"),
+        ("attention_bias", "mlp_bias", "pretraining_tp"),
+        num_local_experts=facts.experts,
+        num_experts_per_tok=facts.per_token,
+        intermediate_size=facts.intermediate,
+        output_router_logits=False,
+    )
+
+
+_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
+
+LAYOUT = ExpertLayout(
+    name="mixtral",
+    architecture="MixtralForCausalLM",
+    model_type="mixtral",
+    title="Mixtral",
+    dense=("llama", "mistral"),
+    layer=ATTENTION | NORMS,
+    router="block_sparse_moe.gate.weight",
+    tensors=tuple((f"block_sparse_moe.experts.{{e}}.{name}.weight", (part,)) for part, name in _NAMES.items()),
+    config=_config,
+)

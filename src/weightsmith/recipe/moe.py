@@ -1,0 +1,68 @@
+"""Recipes of `weightsmith moe`: which kind one is, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from weightsmith.errors import WeightsmithError
+from weightsmith.recipe.load import Written, read
+from weightsmith.recipe.moe_grammar import UPCYCLING
+from weightsmith.recipe.records import Expert, Section, Upcycling
+from weightsmith.recipe.report import Report
+from weightsmith.recipe.walk import Walk, in_order, unique
+
+
+def load_moe(
+    source: str | Path | Mapping[str, Any], *, lenient: bool = False, parameter_names: Collection[str] = ()
+) -> tuple[Upcycling | None, list[WeightsmithError]]:
+    """The recipe in `source` (a path, YAML text, or a mapping), and all its problems. Never raises.
+
+    parameter_names  of all merge methods, for a merge that stands in the place of a model
+
+    >>> recipe, problems = load_moe({"base_model": "a", "experts": [{"source_model": "b", "noise_scal": 1}]})
+    >>> print(problems[0].finding.what)
+    unknown key 'noise_scal' in an entry of 'experts' (did you mean 'noise_scale'?); mergekit ignored it without a word
+    """
+    written = read(source, lenient=lenient)
+    if isinstance(written, WeightsmithError):
+        return None, [written]
+    report = Report(lenient, parameter_names, written.document.findings)
+    recipe = _upcycling(written, report) if written.document.root else None
+    problems = unique([*written.document.problems, *report.problems])
+    return recipe, problems if isinstance(source, Mapping) else in_order(problems)
+
+
+def _upcycling(written: Written, report: Report) -> Upcycling | None:
+    root = written.document.root
+    assert root is not None
+    section = Walk(written.document, written.filename, report).section(root, UPCYCLING)
+    if section is None or not report.whole:
+        return None
+    values = section.values
+    return Upcycling(
+        base=values["base_model"],
+        experts=tuple(_expert(e) for e in values["experts"]),
+        shared_experts=tuple(_expert(e) for e in values.get("shared_experts", ())),
+        architecture=values.get("architecture", ""),
+        gate_mode=values.get("gate_mode", ""),
+        experts_per_token=values.get("experts_per_token", 2),
+        dtype=values.get("dtype"),
+        section=section,
+        text=written.text,
+        filename=written.filename,
+        findings=tuple(report.findings),
+    )
+
+
+def _expert(section: Section) -> Expert:
+    values = section.values
+    return Expert(
+        model=values["source_model"],
+        positive_prompts=values.get("positive_prompts", ()),
+        negative_prompts=values.get("negative_prompts", ()),
+        noise_scale=values.get("noise_scale", 0.0),
+        residual_scale=values.get("residual_scale", 1.0),
+        section=section,
+    )
