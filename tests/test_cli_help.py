@@ -14,7 +14,7 @@ from weightsmith.cli.exits import Exit
 
 __all__ = ["cli"]
 
-COMMANDS = ("merge", "plan", "verify", "methods", "schema")
+COMMANDS = ("merge", "moe", "plan", "verify", "methods", "schema")
 DOCS = Path(__file__).parents[1] / "docs" / "cli.md"
 HEAVY = ("torch", "transformers", "numba", "numpy", "ml_dtypes", "huggingface_hub", "yaml", "xxhash", "rich", "pydantic")
 

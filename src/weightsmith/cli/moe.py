@@ -30,7 +30,7 @@ def moe(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Make a mixture of experts of dense models as RECIPE says, in the new folder OUT.
+    """Make a mixture of experts as RECIPE says, in the new folder OUT.
 
     OUT appears when all of it is finished. Interrupted work is kept beside it, and the same command goes on with it.
     """
