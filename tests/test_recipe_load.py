@@ -115,12 +115,12 @@ def test_a_mapping_has_key_paths_for_positions_and_a_text_that_reads_back() -> N
 
 def test_problems_of_a_mapping_name_the_key_path() -> None:
     model = {"model": "a", "weight": 1, "parameters": {"t": object()}}
-    source: dict[Any, Any] = {"merge_method": "linear", "models": [model], 7: 1}
+    source: dict[Any, Any] = {"merge_method": "linear", "models": [model], 7.5: 1}
     recipe, problems = load(source, parameter_names=("weight", "t"))
     assert recipe is not None
     assert [str(p).split("\n")[0] for p in problems] == [
         "models[0].parameters.t: a recipe cannot hold a value of type object",
-        "7: a key must be text, not 7",
+        "7.5: a key must be text, not 7.5",
         "models[0].weight: the parameter 'weight' stands outside 'parameters' in an entry of 'models'; mergekit ignored"
         " it without a word",
         "models[0].parameters.t: the parameter 't' has no value",

@@ -110,7 +110,8 @@ def test_keys_and_values_have_positions_and_an_aliased_value_has_that_of_its_anc
             "  -> Keep one of the two.",
         ),
         ("a: 1\non: 3\n", "r.yml:2:1: a key must be text, but 'on' reads as true\n  -> Put it in quotes: \"on\"."),
-        ("7: a\n", "r.yml:1:1: a key must be text, but '7' reads as the number 7\n  -> Put it in quotes: \"7\"."),
+        ("7.5: a\n", "r.yml:1:1: a key must be text, but '7.5' reads as the number 7.5\n  -> Put it in quotes: \"7.5\"."),
+        ("07: a\n", "r.yml:1:1: a key must be text, but '07' reads as the number 7\n  -> Put it in quotes: \"07\"."),
         ("?\n: b\n", "r.yml:1:2: a key is empty\n  -> Write a name before the colon."),
         ("? [a]\n: b\n", "r.yml:1:3: a key must be text, not a list of 1"),
         (

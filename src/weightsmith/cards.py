@@ -9,9 +9,16 @@ import yaml
 from weightsmith import methods
 from weightsmith._version import __version__
 from weightsmith.distance import Moved, to_markdown
-from weightsmith.planner.steps import COMPUTED, MOE, Plan
+from weightsmith.planner.steps import COMPUTED, MERGED_EXPERTS, MOE, PRUNED, Plan
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
+
+
+_SURGERY = {
+    PRUNED: ("Mixture of experts from which experts were left out", "What is left is as it was; it was not trained since."),
+    MERGED_EXPERTS: ("Mixture of experts of which some were averaged into one", "The result was not trained since."),
+}
+"""Plan method → what was done, and what to know of it."""
 
 
 def model_card(plan: Plan, name: str, distance: tuple[Moved, ...] = ()) -> str:
@@ -20,7 +27,7 @@ def model_card(plan: Plan, name: str, distance: tuple[Moved, ...] = ()) -> str:
     name      of the model, as its title
     distance  the whole first, then layer by layer; () when it has no base
     """
-    hub_ids = [m.ref.split("@")[0] for m in plan.models if _is_hub_id(m.ref)]
+    hub_ids = [part.split("@")[0] for m in plan.models for part in m.ref.split("+") if _is_hub_id(part)]
     front: dict[str, object] = {"library_name": "transformers", "tags": ["merge", "weightsmith"]}
     if hub_ids:
         front = {"base_model": list(dict.fromkeys(hub_ids)), "base_model_relation": "merge", **front}
@@ -57,6 +64,9 @@ def _made(plan: Plan) -> tuple[str, str]:
         name = (plan.config or {}).get("model_type", "")
         what = f"Mixture of experts ({name}) made of dense models with weightsmith {__version__}."
         return what, "Its router was not trained: train it on text like that which the experts are for."
+    if plan.method in _SURGERY:
+        what, source = _SURGERY[plan.method]
+        return f"{what} with weightsmith {__version__}.", source
     method = methods.get(plan.method)
     return f"Merged with weightsmith {__version__}, method `{method.name}` ({method.title}).", method.source
 

@@ -20,50 +20,62 @@ from weightsmith.mixture.assembly import Assembly, Donor, take
 from weightsmith.mixture.choose import choose_layout
 from weightsmith.mixture.computed import Computed
 from weightsmith.mixture.dense import Dense, dense_parts
-from weightsmith.mixture.gates import NEEDS_PROMPTS, Gating, rows
-from weightsmith.mixture.layouts.base import ExpertLayout, Facts, semantics
+from weightsmith.mixture.gates import MODES, Gating
+from weightsmith.mixture.layouts.base import ExpertLayout, Facts
+from weightsmith.mixture.layouts.dense_config import semantics
+from weightsmith.mixture.prepared import PreparedMixture
+from weightsmith.mixture.prompts import Texts, read_texts
+from weightsmith.mixture.report import Report
+from weightsmith.mixture.routing import Progress, missing_packages, route
+from weightsmith.mixture.surgery import prepare_surgery
 from weightsmith.planner.build import Prepared, folder_of, parameter_names, prepare_recipe
 from weightsmith.planner.dtypes import main_dtype
 from weightsmith.planner.inputs import at, open_models
 from weightsmith.planner.steps import MOE, Dropped, Plan, Source, Step
 from weightsmith.planner.vocabulary import is_embedding
-from weightsmith.recipe import Expert, ModelRef, Upcycling
+from weightsmith.recipe import Expert, ModelRef, Surgery, Upcycling
 from weightsmith.tensors import DTYPES, DType, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedMoe:
+class PreparedMoe(PreparedMixture):
     """A plan whose router weights are not computed yet, and what they are computed from. Close it, or use `with`.
 
     layout   of the output
     mode     of the gates
     """
 
-    prepared: Prepared
     layout: ExpertLayout
     mode: str
     gating: Gating
     computed: Computed
 
-    def fill(self) -> None:
-        """Compute the router weights: the engine can run the plan then."""
-        made = rows(self.mode, self.gating)
+    def fill(self, *, report: bool = True, device: str = "cpu", progress: Progress | None = None) -> Report | None:
+        """Compute the router weights: the engine can run the plan then. The report is where they send the prompts' tokens.
+
+        report    False: none; it takes the hidden states of all prompts, in every gate mode
+        device    for the hidden states, as torch names it
+        progress  called with bytes of weights that the prompts have gone through, and of all
+
+        Raises PlanError for prompts, tokenizers and models that do not fit, and for router weights that cannot route.
+        """
+        routing = route(self.gating, self.mode, self._router_dtype, report=report, device=device, progress=progress)
+        made = routing.rows
         routed = len(self.gating.recipe.experts)
+        if self.layout.sigmoid:
+            # The norm of the hidden state is near √hidden: of rows that long too, as random ones are, the logits are so far
+            # below 0 that all sigmoids of a token may be 0.
+            made[:, :routed] /= max(1.0, float(np.linalg.norm(made[:, :routed], axis=-1).max()))
         for i in range(len(self.gating.base.layers)):
             layer = f"{self.gating.base.prefix}{i}."
             self.computed.fill(layer + self.layout.router, made[i, :routed])
             if self.layout.shared_router:
                 self.computed.fill(layer + self.layout.shared_router, made[i, routed:])
+        return routing.report
 
-    def close(self) -> None:
-        """Close the checkpoints."""
-        self.prepared.close()
-
-    def __enter__(self) -> PreparedMoe:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.close()
+    @property
+    def _router_dtype(self) -> DType:
+        return self.computed.tensors[f"{self.gating.base.prefix}0.{self.layout.router}"].spec.dtype
 
 
 def prepare_moe(
@@ -74,7 +86,7 @@ def prepare_moe(
     seed: int = 0,
     lenient: bool = False,
     allow_code: bool = False,
-) -> PreparedMoe:
+) -> PreparedMixture:
     """Read a recipe of `weightsmith moe` and its models' headers and plan the checkpoint.
 
     source      path of a YAML file, YAML text (with a newline), or a mapping
@@ -90,8 +102,12 @@ def prepare_moe(
     recipe, problems = recipes.load_moe(source, lenient=lenient, parameter_names=parameter_names())
     if recipe is None:
         raise PlanError(problems)
+    if isinstance(recipe, Surgery):
+        return prepare_surgery(
+            recipe, problems, out_dtype=out_dtype, max_shard_bytes=max_shard_bytes, folder=folder_of(source)
+        )
     with ExitStack() as stack:
-        builder = _Builder(recipe, problems, out_dtype or recipe.dtype, max_shard_bytes, seed)
+        builder = _Builder(recipe, problems, out_dtype or recipe.dtype, max_shard_bytes, seed, folder_of(source))
         prepared = builder.prepare(stack, lenient=lenient, allow_code=allow_code, folder=folder_of(source))
         stack.pop_all()
         return prepared
@@ -99,13 +115,15 @@ def prepare_moe(
 
 class _Builder:
     def __init__(
-        self, recipe: Upcycling, problems: Sequence[WeightsmithError], asked: DType | None, max_shard_bytes: int, seed: int
+        self, recipe: Upcycling, problems: Sequence[WeightsmithError], asked: DType | None, max_shard_bytes: int, seed: int,
+        folder: Path,
     ) -> None:
         self.recipe = recipe
         self.problems = list(problems)
         self.asked = asked
         self.max_shard_bytes = max_shard_bytes
         self.seed = seed
+        self.folder = folder
         self.assembly = Assembly()
         self.computed = Computed()
         self.warnings: list[Finding] = list(recipe.findings)
@@ -114,7 +132,9 @@ class _Builder:
         base = self._base(stack, lenient=lenient, allow_code=allow_code, folder=folder)
         experts = self._experts(stack)
         self._check_recipe()
-        mode = self._mode()
+        mode = self.recipe.gate_mode or recipes.GATE_MODES[0]
+        texts = self._texts()
+        self._check_prompts(mode, texts)
         if base is None or None in experts:
             raise PlanError(self.problems)
         donors = [expert for expert in experts if expert is not None]
@@ -128,20 +148,27 @@ class _Builder:
         self.warnings += found
         if self.problems:
             raise PlanError(self.problems)
+        if layout.shared_router and MODES[mode].needs != "nothing":
+            self._warn_of_silent(texts[len(self.recipe.experts) :])
         facts = Facts(
             config=semantics(base.donor.config),
+            present=frozenset(base.layers[0].rest),
             experts=len(self.recipe.experts),
             shared=len(self.recipe.shared_experts),
             per_token=self.recipe.experts_per_token,
             intermediate=donors[0].intermediate,
             hidden=base.hidden,
+            scales=(
+                tuple(expert.residual_scale for expert in self.recipe.experts),
+                tuple(expert.residual_scale for expert in self.recipe.shared_experts),
+            ),
         )
         self.warnings += [Finding(text, self.recipe.filename) for text in layout.warnings(facts)]
         steps = self._steps(layout, facts, base, donors)
         gated = listed if layout.shared_router else listed[: facts.experts]
         plan = self._plan(layout, facts, base, steps)
         prepared = Prepared(plan, tuple(self.assembly.inputs), base.donor.structure)
-        gating = Gating(self.recipe, base, self.assembly, gated, self.seed)
+        gating = Gating(self.recipe, base, self.assembly, gated, self.seed, texts[: len(gated)])
         return PreparedMoe(prepared, layout, mode, gating, self.computed)
 
     # --- models ------------------------------------------------------------------------------------------------------
@@ -193,27 +220,40 @@ class _Builder:
             what = f"experts_per_token is {recipe.experts_per_token}, and {there}"
             self.problems.append(ParameterError(what, where=recipe.section.at("experts_per_token"), fix=f"at most {n}"))
 
-    def _mode(self) -> str:
-        """The gate mode; prompts that it needs and that are missing, or say nothing, are problems."""
+    def _texts(self) -> list[Texts]:
+        """The prompts of every expert, shared ones last."""
+        texts = []
+        for expert in (*self.recipe.experts, *self.recipe.shared_experts):
+            own, problems = read_texts(expert, self.folder, self.recipe.prompt_tokens)
+            texts.append(own)
+            self.problems += problems
+        return texts
+
+    def _check_prompts(self, mode: str, texts: Sequence[Texts]) -> None:
+        """Prompts that the gate mode needs and that are missing, or say nothing, are problems."""
         recipe = self.recipe
-        mode = recipe.gate_mode or recipes.GATE_MODES[0]
-        if mode not in NEEDS_PROMPTS:
-            return mode
-        silent = [expert for expert in recipe.experts if not expert.positive_prompts]
-        for expert in silent:
-            what = f"gate_mode {mode} needs positive_prompts, and {expert.model} has none"
-            fix = "write some texts that the expert is for, or gate_mode: random"
-            self.problems.append(ParameterError(what, where=expert.section.where, fix=fix))
-        told = {(expert.positive_prompts, expert.negative_prompts) for expert in recipe.experts}
-        if not silent and len(told) == 1 and len(recipe.experts) > 1:
-            self.problems.append(
-                ParameterError(
-                    "all experts have the same prompts, so their router weights would be the same",
-                    where=recipe.section.at("experts"),
-                    fix="give each expert prompts of its own, or write gate_mode: random",
-                )
-            )
-        return mode
+        if MODES[mode].needs == "nothing":
+            return
+        self.problems += missing_packages()
+        experts = list(zip(recipe.experts, texts, strict=False))
+        for expert, own in experts:
+            if not own.told and not expert.prompts_file:  # a file that cannot be read is a problem of its own
+                what = f"gate_mode {mode} needs prompts, and {expert.model} has none"
+                fix = "write positive_prompts, texts that the expert is for; or gate_mode: random"
+                self.problems.append(ParameterError(what, where=expert.section.where, fix=fix))
+        seen: dict[object, int] = {}
+        for e, (expert, own) in enumerate(experts):
+            if own.told and (first := seen.setdefault(own.said, e)) != e:
+                what = f"experts {first} and {e} have the same prompts, so their router weights would be the same"
+                fix = "give each expert prompts of its own, or write gate_mode: random"
+                self.problems.append(ParameterError(what, where=expert.section.where, fix=fix))
+
+    def _warn_of_silent(self, texts: Sequence[Texts]) -> None:
+        """Shared experts that have a gate and no prompts to make it of."""
+        for expert, own in zip(self.recipe.shared_experts, texts, strict=True):
+            if not own.told:
+                what = f"the shared expert {expert.model} has no prompts: its gate is one half, for every token"
+                self.warnings.append(Finding(what, expert.section.where, fix="give it positive_prompts"))
 
     def _check_shapes(self, base: Dense, donor: Dense, expert: Expert) -> None:
         where, label = expert.section.at("source_model"), base.donor.label
@@ -252,11 +292,11 @@ class _Builder:
                 step = base.donor.steps[block.tensor]
                 steps.append(take(step, TensorSpec(prefix + suffix, self._dtype(step.out.dtype), block.shape), block.window))
             steps += self._expert_steps(layout.tensors, prefix, i, base, donors[: facts.experts], self.recipe.experts)
-            steps += self._expert_steps(layout.shared, prefix, i, base, donors[facts.experts :], self.recipe.shared_experts)
+            steps += self._expert_steps(layout.shared, prefix, i, base, donors[facts.experts :], self.recipe.shared_experts, alone=True)
             made = [TensorSpec(prefix + layout.router, dtype, (facts.experts, facts.hidden))]
             if layout.shared_router:
                 made.append(TensorSpec(prefix + layout.shared_router, dtype, (facts.shared, facts.hidden)))
-            constants = {prefix + fixed.suffix: fixed for fixed in layout.fixed(facts, frozenset(layer.rest))}
+            constants = {prefix + fixed.suffix: fixed for fixed in layout.fixed(facts)}
             for name, fixed in constants.items():
                 made.append(TensorSpec(name, dtype if fixed.dtype is None else DTYPES[fixed.dtype], fixed.shape))
             for spec in made:
@@ -274,8 +314,9 @@ class _Builder:
         base: Dense,
         donors: Sequence[Dense],
         experts: Sequence[Expert],
+        alone: bool = False,
     ) -> list[Step]:
-        """The tensors of all experts of layer i."""
+        """The tensors of all experts of layer i. alone: there is one at most, and its tensors are matrices."""
         steps: list[Step] = []
         for template, parts in tensors if donors else ():
             name = prefix + template
@@ -283,7 +324,7 @@ class _Builder:
                 [self._part_step(f"{name.format(e=e)}[{part}]", part, i, base, donor, experts[e]) for part in parts]
                 for e, donor in enumerate(donors)
             ]
-            if "{e}" in template:
+            if alone or "{e}" in template:
                 steps += [_joined(name.format(e=e), own) for e, own in enumerate(pieces)]
             else:
                 steps.append(_joined(name, [piece for own in pieces for piece in own], len(donors)))
@@ -322,10 +363,13 @@ class _Builder:
         """Every tensor of every model that no step reads, and why."""
         used = {(i.model, i.tensor) for step in steps for leaf in step.leaves for i in leaf.inputs}
         of_base = {(i.model, i.tensor) for step in base.donor.steps.values() for leaf in step.leaves for i in leaf.inputs}
+        buffers = {(i.model, i.tensor) for name in base.dropped for i in base.donor.steps[name].inputs}
         dropped = []
         for number, checkpoint in enumerate(self.assembly.inputs):
             for tensor in checkpoint.tensors:
-                if (number, tensor) not in used:
+                if (number, tensor) in buffers:
+                    dropped.append(Dropped(number, tensor, "models compute it for themselves"))
+                elif (number, tensor) not in used:
                     own = (number, tensor) in of_base
                     reason = "its place is taken by the experts" if own else "only the MLPs of this model are used"
                     dropped.append(Dropped(number, tensor, reason))

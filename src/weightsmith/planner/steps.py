@@ -22,6 +22,12 @@ from weightsmith.tensors import DTYPES, TensorSpec
 MOE = "moe"
 """`Plan.method` of a mixture of experts."""
 
+PRUNED = "prune_experts"
+"""`Plan.method` of a mixture of experts that loses some."""
+
+MERGED_EXPERTS = "merge_experts"
+"""`Plan.method` of a mixture of experts of which some become one."""
+
 COMPUTED = "(computed)"
 """`ModelInput.ref` of tensors that no checkpoint has."""
 
@@ -39,6 +45,15 @@ class Window:
     def whole_rows(self) -> bool:
         """The block is one run of elements."""
         return self.cols == self.stride or self.rows == 1
+
+    def flat(self, index: int) -> int:
+        """The tensor's flat index of the block's element `index`.
+
+        >>> Window(offset=5, rows=3, cols=2, stride=10).flat(3)
+        16
+        """
+        row, col = divmod(index, self.cols)
+        return self.offset + row * self.stride + col
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +87,6 @@ class Step:
     inputs    in the recipe's order; with a base, the base first
     base      True when inputs[0] is the base of the merge
     settings  index into `plan.settings`
-    matrices  number of logical matrices along the first dimension (experts of a fused tensor); statistics are per matrix
     pieces    of a `join`: steps that each make a run of the tensor's elements, as if it were a tensor of its own
     """
 
@@ -81,7 +95,6 @@ class Step:
     inputs: tuple[Source, ...]
     base: bool = False
     settings: int = 0
-    matrices: int = 1
     pieces: tuple[Step, ...] = ()
 
     @property
@@ -94,6 +107,12 @@ class Step:
         """A merge method makes the tensor; of a `join`, ask its leaves."""
         return self.op != JOIN and self.op not in OPERATIONS
 
+    @property
+    def made_by(self) -> str:
+        """The op of the leaves where all have the same, else `join`."""
+        ops = {leaf.op for leaf in self.leaves}
+        return ops.pop() if len(ops) == 1 else self.op
+
     def to_json(self) -> dict[str, Any]:
         """The step as JSON values."""
         data: dict[str, Any] = {
@@ -104,7 +123,6 @@ class Step:
             "inputs": [[i.model, i.tensor, *(astuple(i.window) if i.window else ())] for i in self.inputs],
             "base": self.base,
             "settings": self.settings,
-            "matrices": self.matrices,
         }
         return data | ({"pieces": [p.to_json() for p in self.pieces]} if self.pieces else {})
 
@@ -117,7 +135,6 @@ class Step:
             inputs=tuple(Source(m, t, Window(*w) if w else None) for m, t, *w in data["inputs"]),
             base=data["base"],
             settings=data["settings"],
-            matrices=data["matrices"],
             pieces=tuple(cls.from_json(p) for p in data.get("pieces", ())),
         )
 

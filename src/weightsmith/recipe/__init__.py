@@ -19,6 +19,7 @@ from weightsmith.recipe.records import Parameters as Parameters
 from weightsmith.recipe.records import Recipe as Recipe
 from weightsmith.recipe.records import Section as Section
 from weightsmith.recipe.records import Slice as Slice
+from weightsmith.recipe.records import Surgery as Surgery
 from weightsmith.recipe.records import Upcycling as Upcycling
 from weightsmith.recipe.schedules import SCHEDULED as SCHEDULED
 from weightsmith.recipe.schedules import Schedule as Schedule

@@ -24,6 +24,14 @@ Kind = Literal[
     "texts",  # a list of texts, or one text
     "number",  # a finite number
     "source",  # a model reference, or a whole recipe of a merge
+    "flag",  # true or false
+    "experts",  # a list of expert numbers
+    "experts_by_layer",  # layer -> such a list
+    "groups",  # a list of lists of expert numbers
+    "groups_by_layer",  # layer -> such a list
+    "weights",  # a list of lists of numbers
+    "weights_by_layer",  # layer -> such a list
+    "section",  # a mapping of the level `of`
     "list",  # a list of mappings of the level `of`
     "named",  # a mapping of names to mappings of the level `of`
     "refused",  # mergekit has it, weightsmith does not yet: an error, never ignored
@@ -35,7 +43,7 @@ Kind = Literal[
 class Key:
     """One key of a mapping.
 
-    of                the level of the mappings inside a `list` or `named` value
+    of                the level of a `section`, and of the mappings inside a `list` or `named` value
     choices           of a `choice`
     minimum, maximum  inclusive bounds of a `number`
     """
@@ -91,7 +99,7 @@ REFERENCE = Level(
     "A model, written as a mapping: for paths that hold `+` or `@`.",
     (
         Key("model", "path", "`path[@revision]`, or a mapping with `path` and `revision`.", required=True),
-        Key("lora", "refused", "A LoRA adapter to apply first. Not supported yet."),
+        Key("lora", "path", "A LoRA adapter that is applied to the model: `path[@revision]`, or a mapping as for `model`."),
         Key("override_architecture", "unused", "Not needed: structure comes from tensor names."),
     ),
 )

@@ -9,14 +9,18 @@ from typing import Any
 from weightsmith.errors import WeightsmithError
 from weightsmith.recipe.load import Written, read
 from weightsmith.recipe.moe_grammar import UPCYCLING
-from weightsmith.recipe.records import Expert, Section, Upcycling
+from weightsmith.recipe.records import Expert, Section, Surgery, Upcycling
 from weightsmith.recipe.report import Report
+from weightsmith.recipe.surgery_grammar import SURGERY
 from weightsmith.recipe.walk import Walk, in_order, unique
+
+SURGERY_KEYS = frozenset(SURGERY.one_of)
+"""A recipe with one of these at the top level is about a mixture of experts that is there."""
 
 
 def load_moe(
     source: str | Path | Mapping[str, Any], *, lenient: bool = False, parameter_names: Collection[str] = ()
-) -> tuple[Upcycling | None, list[WeightsmithError]]:
+) -> tuple[Upcycling | Surgery | None, list[WeightsmithError]]:
     """The recipe in `source` (a path, YAML text, or a mapping), and all its problems. Never raises.
 
     parameter_names  of all merge methods, for a merge that stands in the place of a model
@@ -29,9 +33,34 @@ def load_moe(
     if isinstance(written, WeightsmithError):
         return None, [written]
     report = Report(lenient, parameter_names, written.document.findings)
-    recipe = _upcycling(written, report) if written.document.root else None
+    recipe = _recipe(written, report) if written.document.root else None
     problems = unique([*written.document.problems, *report.problems])
     return recipe, problems if isinstance(source, Mapping) else in_order(problems)
+
+
+def _recipe(written: Written, report: Report) -> Upcycling | Surgery | None:
+    """The top-level keys say which kind it is."""
+    root = written.document.root
+    keys = root.value if root is not None and isinstance(root.value, dict) else {}
+    return _surgery(written, report) if not SURGERY_KEYS.isdisjoint(keys) else _upcycling(written, report)
+
+
+def _surgery(written: Written, report: Report) -> Surgery | None:
+    root = written.document.root
+    assert root is not None
+    section = Walk(written.document, written.filename, report).section(root, SURGERY)
+    if section is None or not report.whole:
+        return None
+    return Surgery(
+        model=section.values["model"],
+        prune=section.values.get("prune_experts"),
+        merge=section.values.get("merge_experts"),
+        dtype=section.values.get("dtype"),
+        section=section,
+        text=written.text,
+        filename=written.filename,
+        findings=tuple(report.findings),
+    )
 
 
 def _upcycling(written: Written, report: Report) -> Upcycling | None:
@@ -53,6 +82,8 @@ def _upcycling(written: Written, report: Report) -> Upcycling | None:
         text=written.text,
         filename=written.filename,
         findings=tuple(report.findings),
+        prompt_tokens=values.get("prompt_tokens"),
+        router_scale=values.get("router_scale", 1.0),
     )
 
 
@@ -65,4 +96,6 @@ def _expert(section: Section) -> Expert:
         noise_scale=values.get("noise_scale", 0.0),
         residual_scale=values.get("residual_scale", 1.0),
         section=section,
+        prompts_file=values.get("prompts_file", ""),
+        held_out_file=values.get("held_out_file", ""),
     )

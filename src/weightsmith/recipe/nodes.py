@@ -135,8 +135,8 @@ class _PythonReader:
             pairs: dict[str, Pair] = {}
             for key, item in value.items():
                 inner = f"{where}.{key}" if where else str(key)
-                if isinstance(key, str):
-                    pairs[key] = Pair(inner, self.node(item, inner, depth + 1))
+                if isinstance(key, str) or (isinstance(key, int) and not isinstance(key, bool) and key >= 0):
+                    pairs[str(key)] = Pair(inner, self.node(item, inner, depth + 1))
                 else:
                     self.problems.append(SyntaxProblem(f"a key must be text, not {key!r}", where=inner))
             return Node(pairs, where)

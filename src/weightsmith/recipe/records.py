@@ -7,7 +7,7 @@ everywhere so that it can say where.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weightsmith.errors import Finding
@@ -19,21 +19,27 @@ Parameters = Mapping[str, Setting]
 
 @dataclass(frozen=True, slots=True)
 class ModelRef:
-    """A model as named in the recipe. Equal when path and revision are, wherever they were written.
+    """A model as named in the recipe. Equal when paths and revisions are, wherever they were written.
 
     path      folder, file or hub id
     revision  branch, tag or commit; "" when none is named
-    text      `path@revision`, for messages
+    text      `path@revision`, or `base+adapter`, for messages
     where     position
+    lora      an adapter that is applied to it
     """
 
     path: str
     revision: str = ""
     text: str = field(default="", compare=False)
     where: str = field(default="", compare=False)
+    lora: ModelRef | None = None
 
     def __str__(self) -> str:
         return self.text
+
+    def with_lora(self, lora: ModelRef) -> ModelRef:
+        """This model with an adapter."""
+        return replace(self, text=f"{self}+{lora}", lora=lora)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +128,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Expert:
-    """An entry of `experts` or `shared_experts`; see the grammar for what each key means."""
+    """An entry of `experts` or `shared_experts`; see the grammar for what each key means. Files: "" when none is named."""
 
     model: ModelRef
     positive_prompts: tuple[str, ...]
@@ -130,6 +136,25 @@ class Expert:
     noise_scale: float
     residual_scale: float
     section: Section
+    prompts_file: str = ""
+    held_out_file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Surgery:
+    """A recipe of `weightsmith moe` that leaves experts of a mixture of experts out, or merges them.
+
+    prune, merge  exactly one is there; see the grammar for their keys
+    """
+
+    model: ModelRef
+    prune: Section | None
+    merge: Section | None
+    dtype: DType | None
+    section: Section
+    text: str
+    filename: str
+    findings: tuple[Finding, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +163,7 @@ class Upcycling:
 
     base      a model, or the recipe of a merge that is made on the way
     gate_mode "" when the recipe names none
+    prompt_tokens  None: a paragraph of a text file is a prompt
     """
 
     base: ModelRef | Recipe
@@ -151,3 +177,5 @@ class Upcycling:
     text: str
     filename: str
     findings: tuple[Finding, ...] = ()
+    prompt_tokens: int | None = None
+    router_scale: float = 1.0

@@ -16,6 +16,7 @@ import yaml
 from weightsmith.errors import ParameterError, Unsupported, WeightsmithError
 from weightsmith.recipe.grammar import CONDITION, LEVELS, PATH, RECIPE, REFERENCE, SCHEDULE, Key, Level
 from weightsmith.recipe.misuse import HARMLESS, REFUSED, RETIRED, UNUSED, Misuse, elsewhere, explain
+from weightsmith.recipe.nested import NESTED, read_flag
 from weightsmith.recipe.nodes import Document, Node, Pair, describe, plain, short
 from weightsmith.recipe.records import Input, ModelRef, Module, Recipe, Section, Slice
 from weightsmith.recipe.references import parse_path, parse_reference
@@ -38,7 +39,8 @@ from weightsmith.recipe.yaml import read_yaml
 
 # Misspelling one of these, or a fault inside, leaves a hole that the plan must not take for the user's intention.
 _SKELETON = {"merge_method", "base_model", "models", "slices", "modules", "sources", "model", "layer_range", "path"}
-_SKELETON |= {"experts", "source_model"}
+_SKELETON |= {"experts", "source_model", "lora"}
+_SKELETON |= {"prune_experts", "merge_experts", "keep", "keep_by_layer", "saliency", "groups", "groups_by_layer"}
 
 
 def parse(
@@ -110,10 +112,13 @@ class Walk:
             "texts": partial(read_texts, report=report),
             "number": partial(read_number, report=report),
             "source": self.source,
+            "flag": partial(read_flag, report=report),
+            "section": self.inner,
             "list": self.listed,
             "named": self.named,
             "refused": self.refused,
             "unused": self.unused,
+            **{kind: partial(reader, report=report) for kind, reader in NESTED.items()},
         }
 
     # --- mappings ----------------------------------------------------------------------------------------------------
@@ -239,6 +244,11 @@ class Walk:
         assert isinstance(node.value, dict)
         return Section(found, self.start(node), {name: pair.value.where for name, pair in node.value.items()})
 
+    def inner(self, pair: Pair, key: Key) -> Section | None:
+        """The value of a `section` key."""
+        assert key.of is not None
+        return self.section(pair.value, key.of)
+
     def entry(self, node: Node, level: Level) -> Input | Slice | Section | None:
         if level not in LEVELS:
             return self.section(node, level)
@@ -275,8 +285,6 @@ class Walk:
 
     def refused(self, pair: Pair, key: Key) -> None:
         what, fix = REFUSED[key.name]
-        if key.name == "lora":
-            self.report.whole = False
         self.report.problem(what, pair.where, fix, Unsupported)
 
     def unused(self, pair: Pair, key: Key) -> None:
@@ -289,8 +297,9 @@ class Walk:
         if isinstance(value, str):
             return self.referenced(parse_reference(value, where))
         if isinstance(value, dict):
-            found = self.level(pair.value, REFERENCE)
-            return (found or {}).get("model")
+            found = self.level(pair.value, REFERENCE) or {}
+            model, lora = found.get("model"), found.get("lora")
+            return model.with_lora(lora) if model is not None and lora is not None else model
         self.not_a_model(pair, key)
         return None
 

@@ -7,6 +7,7 @@ of two equal keys without a word, and expands `&a [*b, *b, *b]` chains until mem
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
@@ -17,6 +18,7 @@ from weightsmith.recipe.nodes import MAX_DEPTH, MAX_NODES, Document, Node, Pair,
 MAX_BYTES = 2_000_000  # 50 times the largest recipes published; PyYAML reads 0.1 MB in a second
 
 _TAG = "tag:yaml.org,2002:"
+_WHOLE = re.compile(r"0|[1-9][0-9]{0,8}")  # a layer's number, as the only key that need not be text
 # A recipe has no use for dates, and `=` or `<<` as a value are plain text: these stay as they were written.
 _AS_TEXT = {_TAG + "str", _TAG + "timestamp", _TAG + "value", _TAG + "merge"}
 _CONVERTED = {_TAG + "null": "null", _TAG + "bool": "bool", _TAG + "int": "int", _TAG + "float": "float"}
@@ -227,8 +229,8 @@ class _Reader:
         if isinstance(event, yaml.ScalarEvent) and not event.anchor:
             self.loader.get_event()
             value = self.scalar(event, where)
-            if isinstance(value, str):
-                return value
+            if isinstance(value, str) or _WHOLE.fullmatch(event.value):
+                return str(value)
             if event.value:
                 fix = f'Put it in quotes: "{short(event.value)}".'
                 self.problem(f"a key must be text, but {short(event.value)!r} reads as {describe(value)}", where, fix)

@@ -1,0 +1,138 @@
+"""Where the neurons of an expert are in its tensors: the rows of gate and up, and the columns of down.
+
+An MLP computes the same when its neurons change places in all its tensors at once. What a tensor's name says of its axes is
+checked with its shape; where that is not enough (gate and up side by side, or taking turns) the model type must be known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith.errors import Unsupported
+from weightsmith.mixture.experts import Block
+from weightsmith.tensors import TensorSpec
+
+Pattern = Literal["plain", "halves", "pairs"]
+
+_ROWS = re.compile(r"(w1|w3|gate_proj|up_proj)\.(weight|bias)")
+_COLUMNS = re.compile(r"(w2|down_proj)\.weight")
+_FIXED = re.compile(r"(w2|down_proj)\.bias|down_proj_bias")  # added to the output: no neuron's
+
+PAIRED = ("gpt_oss",)
+"""Model types whose `gate_up_proj` [E, H, 2I] holds a neuron's gate and up in neighbouring columns."""
+
+HALVED = ("aria", "aria_text", "llama4", "llama4_text", "openai_privacy_filter", "qwen3_vl_moe", "qwen3_vl_moe_text")
+"""Model types whose `gate_up_proj` [E, H, 2I] holds all gates, and then all ups."""
+
+
+@dataclass(frozen=True, slots=True)
+class Carrier:
+    """A tensor, or an expert's run of one, that has something of each neuron.
+
+    spec     of the stored tensor
+    offset   first element of the expert
+    shape    [rows, cols] of the expert; a vector is one row
+    axis     0 when neurons are rows, 1 when they are columns
+    pattern  `halves`: neuron i is at i and I + i; `pairs`: at 2i and 2i + 1
+    neurons  I
+    """
+
+    spec: TensorSpec
+    offset: int
+    shape: tuple[int, int]
+    axis: int
+    pattern: Pattern
+    neurons: int
+
+    def places(self, order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Along the axis: which place's content each place gets, when neuron i becomes what order[i] was."""
+        if self.pattern == "halves":
+            return np.concatenate([order, order + self.neurons])
+        return np.stack([2 * order, 2 * order + 1], 1).reshape(-1) if self.pattern == "pairs" else order
+
+    def each(self) -> tuple[slice, ...]:
+        """The places of gate, and those of up, neuron after neuron; or of the one thing that is there."""
+        if self.pattern == "halves":
+            return slice(self.neurons), slice(self.neurons, None)
+        return (slice(0, None, 2), slice(1, None, 2)) if self.pattern == "pairs" else (slice(None),)
+
+
+def carriers(block: Block, expert: int, config: Mapping[str, Any]) -> dict[str, Carrier]:
+    """What carries the neurons of one expert, by the key that the same thing has in every expert: a part, or a tensor's name.
+
+    config  config.json. Raises Unsupported where it is not known how neurons lie.
+    """
+    found: dict[str, Carrier] = {}
+    for part, spec in block.own[expert].items() if block.own else ():
+        if _FIXED.fullmatch(part):
+            continue
+        if not (len(spec.shape) in (1, 2) and (_ROWS.fullmatch(part) or _COLUMNS.fullmatch(part))):
+            raise _unknown(spec)
+        shape = (1, spec.shape[0]) if len(spec.shape) == 1 else (spec.shape[0], spec.shape[1])
+        axis = 0 if len(spec.shape) == 2 and _ROWS.fullmatch(part) else 1
+        found[part] = Carrier(spec, 0, shape, axis, "plain", shape[axis])
+    found |= _fused(block, expert, config)
+    if len({carrier.neurons for carrier in found.values()}) != 1:
+        said = [f"{c.spec}: {c.neurons}" for c in found.values()]
+        raise Unsupported("an expert's tensors have different numbers of neurons", where=f"{block.prefix}experts", details=said)
+    return found
+
+
+def _fused(block: Block, expert: int, config: Mapping[str, Any]) -> dict[str, Carrier]:
+    """The same for tensors of all experts: both matrices, and their biases."""
+    found: dict[str, Carrier] = {}
+    tensors = {slab.spec.name.removeprefix(block.prefix).removeprefix("experts."): slab for slab in block.fused}
+    named = {name.removesuffix(".weight"): slab for name, slab in tensors.items()}
+    up = named.pop("gate_up_proj", None) or named.pop("input_linear", None)
+    down = named.pop("down_proj", None) or named.pop("output_linear", None)
+    if up is None or down is None or len(up.spec.shape) != 3 or len(down.spec.shape) != 3:
+        if block.fused:
+            raise _unknown(block.fused[0].spec)
+        return {}
+    a, b = up.spec.shape[1:]
+    c, d = down.spec.shape[1:]
+    if (a, b) == (2 * d, c):  # [2I, H] and [H, I]
+        pattern: Pattern = "halves"
+        found[up.spec.name] = Carrier(up.spec, expert * a * b, (a, b), 0, pattern, d)
+        found[down.spec.name] = Carrier(down.spec, expert * c * d, (c, d), 1, "plain", d)
+    elif (a, b) == (d, 2 * c):  # [H, 2I] and [I, H]
+        pattern = _transposed_pattern(up.spec, config)
+        found[up.spec.name] = Carrier(up.spec, expert * a * b, (a, b), 1, pattern, c)
+        found[down.spec.name] = Carrier(down.spec, expert * c * d, (c, d), 0, "plain", c)
+    else:
+        raise Unsupported("gate_up and down do not fit together", where=up.spec.name, details=[str(up.spec), str(down.spec)])
+    for name, slab in named.items():
+        if name == "gate_up_proj_bias" and slab.spec.shape[1:] == (2 * found[up.spec.name].neurons,):
+            n = slab.spec.shape[1]
+            found[slab.spec.name] = Carrier(slab.spec, expert * n, (1, n), 1, pattern, n // 2)
+        elif not _FIXED.fullmatch(name):
+            raise _unknown(slab.spec)
+    return found
+
+
+def _transposed_pattern(spec: TensorSpec, config: Mapping[str, Any]) -> Pattern:
+    text = config.get("text_config")
+    types = [config.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None]
+    if any(t in PAIRED for t in types):
+        return "pairs"
+    if any(t in HALVED for t in types):
+        return "halves"
+    raise Unsupported(
+        f"whether gate and up are side by side or take turns in this tensor is not known for {_first(types)} models",
+        where=spec.name,
+        fix="write match: false",
+    )
+
+
+def _first(types: Sequence[object]) -> str:
+    return str(next((t for t in types if t), "these"))
+
+
+def _unknown(spec: TensorSpec) -> Unsupported:
+    return Unsupported("where the neurons are in this tensor is not known", where=spec.name, fix="write match: false")

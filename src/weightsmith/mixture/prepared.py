@@ -1,0 +1,39 @@
+"""What a recipe of `weightsmith moe` becomes before the engine runs it, whatever its kind."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from weightsmith.planner.build import Prepared
+
+if TYPE_CHECKING:
+    from weightsmith.mixture.report import Report
+    from weightsmith.mixture.routing import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedMixture(ABC):
+    """A plan, and what must be computed from the models' data before the engine can run it. Close it, or use `with`."""
+
+    prepared: Prepared
+
+    @abstractmethod
+    def fill(self, *, report: bool = True, device: str = "cpu", progress: Progress | None = None) -> Report | None:
+        """Compute it: the engine can run the plan then.
+
+        report    make a report of the routing, where there is one to make
+        device    for what is computed with torch, as torch names it
+        progress  called with bytes of weights that are done, and all of them
+        """
+
+    def close(self) -> None:
+        """Close the checkpoints."""
+        self.prepared.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()

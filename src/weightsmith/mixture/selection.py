@@ -1,0 +1,235 @@
+"""What a recipe says of experts, as groups for every block: pruning is a merge whose groups are of one expert."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weightsmith.errors import LayerError, NotFound, ParameterError, WeightsmithError
+from weightsmith.formats.files import read_bounded
+from weightsmith.formats.strict_json import parse_object
+from weightsmith.mixture.experts import Block
+from weightsmith.recipe import Surgery
+
+MAX_SALIENCY_BYTES = 64 << 20  # a million experts' numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The experts that one new expert is made of, and the share of each; one expert: a copy."""
+
+    experts: tuple[int, ...]
+    shares: tuple[float, ...] = (1.0,)
+
+
+Groups = tuple[Group, ...]
+
+
+class Selection:
+    """The groups of each block, and every problem on the way.
+
+    folder  where a relative path to a saliency file starts
+    """
+
+    def __init__(self, recipe: Surgery, blocks: Sequence[Block], folder: Path) -> None:
+        self.blocks = blocks
+        self.folder = folder
+        self.problems: list[WeightsmithError] = []
+        section = recipe.prune or recipe.merge
+        assert section is not None
+        self.section = section
+        self.groups: dict[str, Groups] = self._pruned() if recipe.prune is not None else self._merged()
+        self._check_counts()
+
+    # --- prune_experts -----------------------------------------------------------------------------------------------
+
+    def _pruned(self) -> dict[str, Groups]:
+        values = self.section.values
+        if "saliency" not in values and "experts" in values:
+            self._problem("'experts' says how many stay by saliency, and there is no saliency", "experts", "Remove it.")
+        kept = self._most_salient() if "saliency" in values else self._by_layer("keep", "keep_by_layer")
+        for layer, experts in self._once(kept, "keep").items():
+            where = self._in_layer(layer, "keep")
+            self._check_numbers(experts, self._key("keep"), where)
+            twice = [e for k, e in enumerate(experts) if e in experts[:k]]
+            if twice:
+                fix = "Write each expert once."
+                self._problem(f"expert {twice[0]} is kept twice{where}", self._key("keep"), fix)
+        return {layer: tuple(Group((e,)) for e in experts) for layer, experts in kept.items()}
+
+    def _most_salient(self) -> dict[str, tuple[int, ...]]:
+        wanted = self.section.values.get("experts")
+        n = self.blocks[0].experts
+        if wanted is None:
+            self._problem("'saliency' needs 'experts': how many stay in each layer", "saliency", "Write experts: 32.")
+            return {}
+        if wanted > n:
+            fix = f"at most {n}"
+            self._problem(f"experts: {wanted} are to stay in each layer, and there are {n}", "experts", fix)
+            return {}
+        kept = {}
+        for layer, numbers in self._saliency().items():
+            ranked = sorted(range(n), key=lambda e: (-numbers[e], e))
+            kept[layer] = tuple(sorted(ranked[:wanted]))
+        return kept
+
+    def _saliency(self) -> dict[str, tuple[float, ...]]:
+        """Layer → one number an expert, from the file; {} with problems."""
+        path = self.folder / Path(self.section.values["saliency"]).expanduser()
+        where = self.section.at("saliency")
+        if not path.is_file():
+            self.problems.append(NotFound("no such saliency file", where=f"{where}: {path}"))
+            return {}
+        fix = 'write {"0": [one number for each expert of layer 0], "1": ...}'
+        try:
+            told = parse_object(read_bounded(path, MAX_SALIENCY_BYTES), "a saliency file", str(path), fix, unique=True)
+        except WeightsmithError as error:
+            self.problems.append(error)
+            return {}
+        n, before = self.blocks[0].experts, len(self.problems)
+        for layer, numbers in told.items():
+            if not isinstance(numbers, list) or len(numbers) != n or not all(_is_number(x) for x in numbers):
+                found = f"{len(numbers)} values" if isinstance(numbers, list) else type(numbers).__name__
+                bad = next((k for k, x in enumerate(numbers) if not _is_number(x)), 0) if isinstance(numbers, list) else 0
+                if isinstance(numbers, list) and len(numbers) == n:
+                    found = f"{json.dumps(numbers[bad])} for expert {bad}"
+                what = f"layer {layer} needs one finite number for each of its {n} experts, not {found}"
+                self.problems.append(ParameterError(what, where=str(path), fix=fix))
+        known = self._known(told, "saliency", str(path))
+        return {layer: tuple(map(float, numbers)) for layer, numbers in known.items()} if len(self.problems) == before else {}
+
+    # --- merge_experts -----------------------------------------------------------------------------------------------
+
+    def _merged(self) -> dict[str, Groups]:
+        groups = self._by_layer("groups", "groups_by_layer")
+        weights = self._weights(groups)
+        n = self.blocks[0].experts
+        for layer, listed in self._once(groups, "groups").items():
+            where, key = self._in_layer(layer, "groups"), self._key("groups")
+            experts = [e for group in listed for e in group]
+            if not self._check_numbers(experts, key, where):
+                continue
+            twice = [e for k, e in enumerate(experts) if e in experts[:k]]
+            if twice:
+                self._problem(f"expert {twice[0]} is in two groups, or twice in one{where}", key, "Write each expert once.")
+            elif len(experts) < n:
+                missing = next(e for e in range(n) if e not in experts)
+                fix = f"Write [{missing}] to keep it as it is; prune_experts leaves experts out."
+                self._problem(f"expert {missing} is in no group{where}", key, fix)
+        found: dict[str, Groups] = {}
+        for layer, listed in groups.items():
+            shares = weights.get(layer) or tuple((1.0,) * len(group) for group in listed)
+            found[layer] = tuple(Group(group, own) for group, own in zip(listed, shares, strict=False))
+        return found
+
+    def _weights(self, groups: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The weights of each layer that has some, checked with its groups."""
+        values = self.section.values
+        given = [key for key in ("weights", "weights_by_layer") if key in values]
+        fits = "weights" if "groups" in values else "weights_by_layer"
+        if not given:
+            return {}
+        if given != [fits]:
+            wrong = next(key for key in given if key != fits)
+            self._problem(f"'{wrong}' does not go with '{self._key('groups')}'", wrong, f"Write {fits}.")
+            return {}
+        weights = self._by_layer("weights", "weights_by_layer")
+        for layer, listed in self._once(weights, "weights").items():
+            where, wanted = self._in_layer(layer, "weights"), [len(group) for group in groups.get(layer, ())]
+            if [len(own) for own in listed] != wanted and layer in groups:
+                found = f"{[len(own) for own in listed]} weights are given for groups of {wanted} experts"
+                self._problem(f"{found}{where}", fits, "Write one weight for each expert of each group.")
+            for own in listed:
+                if min(own) < 0 or sum(own) <= 0:
+                    what = f"the weights {list(own)}{where} are no shares: they must not be negative, nor all 0"
+                    self._problem(what, fits)
+        return weights
+
+    # --- both --------------------------------------------------------------------------------------------------------
+
+    def _key(self, name: str) -> str:
+        """The key that the recipe has: `keep`, or `keep_by_layer`."""
+        values = self.section.values
+        return next((key for key in (name, f"{name}_by_layer", "saliency") if key in values), name)
+
+    def _by_layer(self, name: str, layered: str) -> dict[str, Any]:
+        """What the recipe says of each layer."""
+        values = self.section.values
+        if name in values:
+            return {block.layer: values[name] for block in self.blocks}
+        return self._known(values[layered], layered, "")
+
+    def _known(self, told: Mapping[str, Any], key: str, file: str) -> dict[str, Any]:
+        """What is told of the layers that have experts, in their order; others, and missing ones, are problems."""
+        layers = [block.layer for block in self.blocks]
+        where = file or self.section.at(key)
+        strange = [layer for layer in told if layer not in layers]
+        missing = [layer for layer in layers if layer not in told]
+        if strange:
+            what = f"layer {strange[0]} has no experts, or is not there"
+            self.problems.append(LayerError(what, where=where, fix=f"layers with experts: {_runs(layers)}"))
+        if missing:
+            one = len(missing) == 1
+            what = f"layer{'' if one else 's'} {_runs(missing)} {'has' if one else 'have'} experts and {'is' if one else 'are'}"
+            self.problems.append(
+                LayerError(f"{what} not in '{key}'", where=where, fix="say it of every layer that has experts")
+            )
+        return {layer: told[layer] for layer in layers if layer in told}
+
+    def _once(self, by_layer: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        """What needs to be checked: one layer stands for all where they are told the same."""
+        return dict(list(by_layer.items())[:1]) if name in self.section.values else by_layer
+
+    def _in_layer(self, layer: str, name: str) -> str:
+        return "" if name in self.section.values else f" in layer {layer}"
+
+    def _check_numbers(self, experts: Sequence[int], key: str, where: str) -> bool:
+        n = self.blocks[0].experts
+        beyond = [e for e in experts if e >= n]
+        if beyond:
+            there = "there is 1 expert" if n == 1 else f"there are {n} experts, 0 to {n - 1}"
+            self._problem(f"there is no expert {beyond[0]}{where}: {there}", key)
+        return not beyond
+
+    def _check_counts(self) -> None:
+        """config.json has one number of experts for all layers."""
+        counts = {layer: len(groups) for layer, groups in self.groups.items()}
+        if len(set(counts.values())) > 1:
+            first, n = next(iter(counts.items()))
+            other, m = next((layer, k) for layer, k in counts.items() if k != n)
+            what = f"layer {first} would have {n} experts, and layer {other} {m}"
+            fix = "config.json has one number for all layers: leave as many in each"
+            self.problems.append(LayerError(what, where=self._where(), fix=fix))
+
+    def _where(self) -> str:
+        return self.section.at(self._key("keep" if self._is_pruning else "groups"))
+
+    @property
+    def _is_pruning(self) -> bool:
+        return not any(key.startswith("groups") for key in self.section.values)
+
+    @property
+    def where(self) -> str:
+        """The place in the recipe that says how many experts are left."""
+        return self._where()
+
+    @property
+    def experts(self) -> int:
+        """Experts of each layer when all is done; 0 when that is not known."""
+        return len(next(iter(self.groups.values()), ()))
+
+    def _problem(self, what: str, key: str, fix: str = "") -> None:
+        self.problems.append(ParameterError(what, where=self.section.at(key), fix=fix))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _runs(layers: Sequence[str]) -> str:
+    """Names of layers, cut where they are many."""
+    return ", ".join(layers[:8]) + (f" and {len(layers) - 8} more" if len(layers) > 8 else "")

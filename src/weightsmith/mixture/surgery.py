@@ -1,0 +1,300 @@
+"""A recipe that leaves experts out or merges them, and the headers of its model in; a Plan out, or every problem at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weightsmith.checkpoint import Checkpoint, open_checkpoint
+from weightsmith.errors import Finding, PlanError, Unsupported, WeightsmithError
+from weightsmith.formats.hf_folder import natural_key
+from weightsmith.jobs.operations import COPY, JOIN
+from weightsmith.mixture.assembly import Assembly
+from weightsmith.mixture.counts import groups as router_groups
+from weightsmith.mixture.counts import with_experts
+from weightsmith.mixture.experts import Block, Slab, find_blocks
+from weightsmith.mixture.matching import match
+from weightsmith.mixture.neurons import Carrier, carriers
+from weightsmith.mixture.permuted import Permuted
+from weightsmith.mixture.prepared import PreparedMixture
+from weightsmith.mixture.selection import Group, Groups, Selection
+from weightsmith.planner.build import Prepared
+from weightsmith.planner.config import output_config
+from weightsmith.planner.dtypes import DTypes, kept_specs
+from weightsmith.planner.inputs import at, open_models
+from weightsmith.planner.steps import MERGED_EXPERTS, PRUNED, Dropped, Plan, Settings, Source, Step, Window
+from weightsmith.recipe import Surgery
+from weightsmith.structure import analyse
+from weightsmith.tensors import DType, TensorSpec
+
+if TYPE_CHECKING:
+    from weightsmith.mixture.routing import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """An expert whose neurons are to match those of another: what carries them in both, and its name in `Permuted`."""
+
+    owner: str
+    first: Mapping[str, Carrier]
+    other: Mapping[str, Carrier]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the expert that is matched."""
+        return sum(c.shape[0] * c.shape[1] * c.spec.dtype.itemsize for c in self.other.values())
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSurgery(PreparedMixture):
+    """A plan whose neurons are not matched yet."""
+
+    permuted: Permuted
+    pairs: tuple[Pair, ...]
+
+    def fill(self, *, report: bool = True, device: str = "cpu", progress: Progress | None = None) -> None:
+        """Match the neurons, one pair of experts after the other. There is no routing to report."""
+        total = sum(pair.nbytes for pair in self.pairs)
+        done = 0
+        for pair in self.pairs:
+            self.permuted.order(pair.owner, match(self.permuted.source, pair.first, pair.other, pair.owner))
+            done += pair.nbytes
+            if progress is not None:
+                progress(done, total)
+
+
+def prepare_surgery(
+    recipe: Surgery,
+    problems: Sequence[WeightsmithError] = (),
+    *,
+    out_dtype: DType | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    folder: Path = Path(),
+) -> PreparedSurgery:
+    """Plan a recipe that has been read.
+
+    problems   found while it was read
+    out_dtype  overrides the recipe's
+    folder     where the path of a saliency file starts
+
+    Raises PlanError with all problems. No tensor data is read.
+    """
+    with ExitStack() as stack:
+        asked = out_dtype or recipe.dtype
+        checkpoint, found = _open(recipe, asked, stack)
+        if checkpoint is None:
+            raise PlanError([*problems, *found])
+        specs = {name: tensor.spec for name, tensor in checkpoint.tensors.items()}
+        blocks, found = find_blocks(specs.values(), str(recipe.model))
+        if found:
+            raise PlanError([*problems, *(at(problem, recipe.model.where) for problem in found)])
+        selection = Selection(recipe, blocks, folder)
+        surgeon = _Surgeon(recipe, checkpoint, blocks, selection, asked)
+        config = surgeon.config()
+        if problems or selection.problems or surgeon.problems:
+            raise PlanError([*problems, *selection.problems, *surgeon.problems])
+        prepared = surgeon.prepare(config, max_shard_bytes)
+        stack.pop_all()
+        return prepared
+
+
+def _open(recipe: Surgery, asked: DType | None, stack: ExitStack) -> tuple[Checkpoint | None, list[WeightsmithError]]:
+    """The model. Experts that only move may be quantised: their codes and scales move with them."""
+    ref = recipe.model
+    if recipe.prune is None or asked is not None or ref.lora is not None:
+        opened, problems = open_models([ref], stack)
+        return opened[0], problems
+    try:
+        checkpoint = open_checkpoint(ref.path, revision=ref.revision or None)
+    except WeightsmithError as error:
+        return None, [at(error, ref.where)]
+    stack.callback(checkpoint.close)
+    return checkpoint, []
+
+
+class _Surgeon:
+    def __init__(
+        self, recipe: Surgery, checkpoint: Checkpoint, blocks: Sequence[Block], selection: Selection, asked: DType | None
+    ) -> None:
+        self.recipe = recipe
+        self.checkpoint = checkpoint
+        self.blocks = blocks
+        self.selection = selection
+        self.asked = asked
+        self.problems: list[WeightsmithError] = []
+        self.warnings: list[Finding] = list(recipe.findings)
+        self.specs = {name: tensor.spec for name, tensor in checkpoint.tensors.items()}
+        self.dtypes = DTypes(asked, [kept_specs(checkpoint)])
+        self.settings: dict[tuple[float, ...], int] = {}
+        self.permuted = Permuted(checkpoint)
+        self.pairs: list[Pair] = []
+        merge = recipe.merge.values if recipe.merge is not None else {}
+        self.matched: bool = merge.get("match", False)
+        self.mean_router = merge.get("router") == "mean"
+
+    def config(self) -> dict[str, Any]:
+        """config.json with the new number of experts; what it cannot say, and what cannot be merged, are problems."""
+        old, new = self.blocks[0].experts, self.selection.experts
+        config = self.checkpoint.config
+        if config is None:
+            fix = "put its config.json beside the weights, and name the folder"
+            self.problems.append(Unsupported("there is no config.json", where=str(self.recipe.model), fix=fix))
+            return {}
+        if self.recipe.merge is not None:
+            self._check_merge()
+        if not new:
+            return {}
+        changed, problems = with_experts(config, old, new, self.selection.where)
+        self.problems += problems
+        self._note_router_groups(router_groups(config, old), old, new)
+        return changed
+
+    def _check_merge(self) -> None:
+        """Experts can be averaged, and matched where that is asked for."""
+        block = self.blocks[0]
+        tensors = [*(spec for parts in block.own for spec in parts.values()), *(slab.spec for slab in block.fused)]
+        codes = next((spec for spec in tensors if not spec.dtype.floating), None)
+        if codes is not None:
+            self.problems.append(Unsupported(f"{codes.dtype} cannot be averaged", where=codes.name))
+        if block.scaled:
+            what = "each expert has a factor of its own here, and a merged one would need theirs multiplied in"
+            self.problems.append(Unsupported(what, where=block.scaled, fix="use prune_experts"))
+        if self.matched:
+            try:
+                carriers(block, 0, self.checkpoint.config or {})
+            except WeightsmithError as error:
+                section = self.selection.section
+                self.problems.append(at(error, section.at("match")))
+
+    def _note_router_groups(self, n: int, old: int, new: int) -> None:
+        """Warn where a router that first chooses among groups of experts sees other groups."""
+        if n == 1 or new % n or old % n:
+            return
+        for layer, groups in self.selection.groups.items():
+            if any(i // (new // n) != group.experts[0] // (old // n) for i, group in enumerate(groups)):
+                what = f"the router of layer {layer} first chooses among {n} groups of experts, and experts change their group"
+                fix = f"leave as many of each {old // n} experts, in their order, to keep the groups (n_group in config.json)"
+                self.warnings.append(Finding(what, self.selection.where, fix=fix))
+                return
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def prepare(self, config: dict[str, Any], max_shard_bytes: int) -> PreparedSurgery:
+        steps: list[Step] = []
+        moved: set[str] = set()
+        for block in self.blocks:
+            groups = self.selection.groups[block.layer]
+            keep = groups if self.mean_router else tuple(Group(group.experts[:1]) for group in groups)
+            sources = self._sources(block, groups)
+            steps += [step for i, group in enumerate(groups) for step in self._own(block, i, group, sources)]
+            steps += [self._slab(block, slab, groups, sources) for slab in block.fused]
+            steps += [self._slab(block, slab, keep, {}) for slab in block.router]
+            moved |= {spec.name for parts in block.own for spec in parts.values()}
+            moved |= {slab.spec.name for slab in (*block.fused, *block.router)}
+        for name, spec in self.specs.items():
+            if name not in moved:
+                steps.append(self._step(name, spec.shape, spec, [Source(0, name)]))
+        steps.sort(key=lambda step: natural_key(step.out.name))
+        return PreparedSurgery(self._prepared(steps, config, max_shard_bytes), self.permuted, tuple(self.pairs))
+
+    def _sources(self, block: Block, groups: Groups) -> dict[tuple[int, str], Source]:
+        """Where to read, instead of the model, what belongs to an expert whose neurons are matched: by expert and key."""
+        found: dict[tuple[int, str], Source] = {}
+        for group in groups if self.matched else ():
+            first = carriers(block, group.experts[0], self.checkpoint.config or {})
+            for e in group.experts[1:]:
+                owner = f"{block.prefix}experts.{e}"
+                other = carriers(block, e, self.checkpoint.config or {})
+                self.pairs.append(Pair(owner, first, other))
+                for key, carrier in other.items():
+                    name = carrier.spec.name if block.own else f"{key}[{e}]"
+                    self.permuted.add(name, carrier, owner)
+                    found[e, key] = Source(1, name)
+        return found
+
+    def _own(self, block: Block, new: int, group: Group, sources: Mapping[tuple[int, str], Source]) -> list[Step]:
+        """The tensors of new expert `new`, where experts have their own."""
+        steps = []
+        for part, spec in block.own[group.experts[0]].items() if block.own else ():
+            inputs = [sources.get((e, part)) or Source(0, block.name(e, part)) for e in group.experts]
+            steps.append(self._step(block.name(new, part), spec.shape, spec, inputs, group.shares))
+        return steps
+
+    def _slab(self, block: Block, slab: Slab, groups: Groups, sources: Mapping[tuple[int, str], Source]) -> Step:
+        """A tensor of all experts: runs of experts that stay side by side are one piece."""
+        spec, run = slab.spec, slab.run(block.experts)
+        dtype = self._dtype(spec)
+        pieces: list[Step] = []
+        for first, group, n in _runs(groups):
+            window = [Window(e * run, 1, n * run, n * run) for e in group.experts]
+            inputs = [
+                sources.get((e, spec.name)) or Source(0, spec.name, w) for e, w in zip(group.experts, window, strict=True)
+            ]
+            pieces.append(self._step(f"{spec.name}[{first}]", slab.shape(n), spec, inputs, group.shares, dtype))
+        out = TensorSpec(spec.name, dtype, slab.shape(len(groups)))
+        return Step(out, JOIN, (), pieces=tuple(pieces))
+
+    def _step(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        stored: TensorSpec,
+        inputs: Sequence[Source],
+        shares: tuple[float, ...] = (),
+        dtype: DType | None = None,
+    ) -> Step:
+        """A copy of one input, or the mean of several. stored: what the inputs are in the model."""
+        out = TensorSpec(name, dtype or self._dtype(stored), shape)
+        if len(inputs) == 1:
+            return Step(out, COPY if out.dtype is stored.dtype else "cast", tuple(inputs))
+        return Step(out, "linear", tuple(inputs), settings=self.settings.setdefault(shares, len(self.settings) + 1))
+
+    def _dtype(self, spec: TensorSpec) -> DType:
+        return self.dtypes.of([Source(0, spec.name)]) if spec.dtype.floating else spec.dtype
+
+    # --- the rest of the plan ----------------------------------------------------------------------------------------
+
+    def _prepared(self, steps: Sequence[Step], config: dict[str, Any], max_shard_bytes: int) -> Prepared:
+        assembly = Assembly()
+        assembly.add(self.checkpoint)
+        if self.pairs:
+            assembly.add(self.permuted)
+        structure = analyse(self.specs.values(), self.checkpoint.config)
+        if self.checkpoint.quantised is None:
+            written = [step.out for step in steps]
+            config, _ = output_config(config, structure, {}, written, stored=self.specs, asked=self.asked, untie=False)
+        means = [Settings({"normalize": True}, tuple({"weight": share} for share in shares)) for shares in self.settings]
+        plan = Plan(
+            method=PRUNED if self.recipe.prune is not None else MERGED_EXPERTS,
+            models=tuple(assembly.models),
+            steps=tuple(steps),
+            settings=(*assembly.settings, *means),
+            dropped=self._dropped(steps),
+            config=config,
+            carried=tuple(file for file in self.checkpoint.files if file != "config.json"),
+            max_shard_bytes=max_shard_bytes,
+            warnings=tuple(dict.fromkeys([*self.warnings, *self.dtypes.findings()])),
+            recipe=self.recipe.text,
+        )
+        return Prepared(plan, tuple(assembly.inputs), structure)
+
+    def _dropped(self, steps: Sequence[Step]) -> tuple[Dropped, ...]:
+        """Tensors of experts that are left out. Those of matched experts are read by way of `permuted`."""
+        used = {source.tensor for step in steps for leaf in step.leaves for source in leaf.inputs}
+        return tuple(Dropped(0, name, "its expert is left out") for name in self.specs if name not in used and not self.pairs)
+
+
+def _runs(groups: Groups) -> list[tuple[int, Group, int]]:
+    """New number, group, and how many: experts that are alone in their groups, and stay side by side, are one run."""
+    found: list[tuple[int, Group, int]] = []
+    for new, group in enumerate(groups):
+        if found and len(group.experts) == 1:
+            first, before, n = found[-1]
+            if len(before.experts) == 1 and before.experts[0] + n == group.experts[0]:
+                found[-1] = first, before, n + 1
+                continue
+        found.append((new, group, 1))
+    return found
