@@ -14,8 +14,10 @@ import numpy as np
 from weightsmith.checkpoint import open_checkpoint
 from weightsmith.engine.local import run
 from weightsmith.engine.tiles import TILE_BYTES
+from weightsmith.planner.logical import apart
 from weightsmith.planner.steps import ModelInput, Plan, Settings, Source, Step
 from weightsmith.store.layout import make_layout
+from weightsmith.structure.fused import Part
 from weightsmith.tensors import DTYPES, DType, TensorSpec
 
 NUMPY = {d.numpy: d for d in DTYPES.values()}
@@ -90,9 +92,11 @@ def run_method(
     """Merge one tensor through the engine; `shared` and `models` are fully resolved parameters."""
     for i, array in enumerate(inputs):
         write_checkpoint(folder / f"m{i}", {name: array})
-    step = Step(
-        TensorSpec(name, out, inputs[0].shape), method, tuple(Source(i, name) for i in range(len(inputs))), base, 0, matrices
-    )
+    spec = TensorSpec(name, out, inputs[0].shape)
+    step = Step(spec, method, tuple(Source(i, name) for i in range(len(inputs))), base)
+    if matrices > 1:
+        shape, size = spec.shape[1:], spec.size // matrices
+        step = apart(step, [Part(f"{name}[{k}]", k * size, shape) for k in range(matrices)])
     refs = tuple(ModelInput(f"m{i}", "", "") for i in range(len(inputs)))
     plan = Plan(method, refs, (step,), (Settings(dict(shared), tuple(models)),), seed=seed)
     with ExitStack() as stack:

@@ -298,9 +298,9 @@ def run_hoards(sizes: list[int], allowed: int) -> tuple[int, int]:
 
     def parts() -> Iterator[Part]:
         for size in sizes:
-            work = Work(step, 2, 2)
-            work.parts = 1
-            yield Part(work, Hoard(size), 0, [Cut(0, 2), Cut(2, 2)])
+            work = Work(step)
+            work.left = 1
+            yield Part(work, step, Hoard(size), 0, [Cut(0, 2), Cut(2, 2)])
 
     scheduler = Scheduler(parts(), finished.append, allowed)
 
@@ -339,9 +339,9 @@ def test_a_job_larger_than_the_bound_is_run_alone() -> None:
 
 def test_a_finished_part_lets_go_of_its_job() -> None:
     step = Step(TensorSpec("w", DTYPES["F32"], (2,)), "x", ())
-    work = Work(step, 2, 1)
-    work.parts = 1
-    part = Part(work, Hoard(10), 0, [Cut(0, 2)])
+    work = Work(step)
+    work.left = 1
+    part = Part(work, step, Hoard(10), 0, [Cut(0, 2)])
     scheduler = Scheduler(iter([part]), lambda _: None, 100)
     for _ in range(2):
         task = scheduler.next()

@@ -209,6 +209,68 @@ def test_a_method_of_an_installed_package_needs_no_leave(package: Any, work: Pat
     assert "did you mean 'halves'" in str(only(RECIPE.replace("./half.py:half", "halve")))
 
 
+def test_installed_methods_are_listed_and_shown(package: Any, cli: Cli) -> None:
+    ran = cli("methods")
+    lines = {line.split()[0]: line for line in ran.out.splitlines()[1:]}
+    assert "share" in lines["halves"]
+    assert set(lines) == {*methods.NAMES, "halves"}
+    assert "nothing is a function, not a merge method" in ran.err
+    assert "the merge method lost of the package halves 1.0 cannot be loaded" in ran.err
+    shown = cli("methods", "halves").out
+    assert shown.startswith("halves: ")
+    assert "half(models, out, share: float = 0.5)" in shown
+    assert "example" not in shown
+
+
+def test_the_schema_knows_installed_methods_and_their_parameters(package: Any, cli: Cli) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    validator = jsonschema.Draft202012Validator(json.loads(cli("schema").out))
+    recipe = {"merge_method": "halves", "models": [{"model": "a"}, {"model": "b"}], "parameters": {"share": 0.25}}
+    assert validator.is_valid(recipe)
+    assert not validator.is_valid(recipe | {"parameters": {"shore": 0.25}})
+    assert not validator.is_valid(recipe | {"merge_method": "halve"})
+
+
+# ---- steps after an own method
+
+
+@pytest.mark.parametrize("form", ["block", "tensor"])
+@pytest.mark.parametrize(
+    "steps", [{"delta_scale": 0.5}, {"norm_match": "mean"}, {"spectrum": "flatten", "spectrum_strength": 0.5}], ids=str
+)
+def test_the_steps_after_a_merge_follow_own_methods_that_need_a_base(form: str, steps: dict[str, Any], tmp_path: Path) -> None:
+    """The same function as task_arithmetic's, and so the same result after the same step."""
+
+    def summed(models: Any, base: Any, weight: PerModel[float] = 1.0) -> Any:
+        return base + sum(w * (m.astype(np.float64) - base) for w, m in zip(weight, models, strict=True))
+
+    def filled(models: Any, base: Any, out: Any, weight: PerModel[float] = 1.0) -> None:
+        out[:] = summed(models, base, weight)
+
+    filled.__annotations__["weight"] = summed.__annotations__["weight"] = PerModel[float]
+    own = block_method(filled) if form == "block" else tensor_method(summed)
+    base, *tuned = fine_tunes((40, 30), 2)
+    held = [{"mlp.up_proj.weight": a} for a in tuned]
+    first = {"mlp.up_proj.weight": base}
+    how: dict[str, Any] = {"base": first, "weight": [0.3, 0.9], "out_dtype": "float32", **steps}
+    got = weightsmith.merge_state_dicts(own, held, **how)["mlp.up_proj.weight"]
+    expected = weightsmith.merge_state_dicts("task_arithmetic", held, **how)["mlp.up_proj.weight"]
+    plain = weightsmith.merge_state_dicts(own, held, base=first, weight=[0.3, 0.9], out_dtype="float32")["mlp.up_proj.weight"]
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-9)
+    assert np.abs(got - plain).max() > 1e-5, "the step changed nothing"
+
+
+def test_a_parameter_by_the_name_of_a_step_is_the_methods_own(tmp_path: Path) -> None:
+    @block_method
+    def f(models: Any, base: Any, out: Any, delta_scale: float = 1.0) -> None:
+        out[:] = base + 10 * delta_scale * (models[0] - base)
+
+    with at_hand(f) as method:
+        assert [p.name for p in method.parameters] == ["delta_scale"]
+    got = weightsmith.merge_state_dicts(f, [{"w": np.float32([3])}], base={"w": np.float32([1])}, delta_scale=2.0)
+    assert got["w"][0] == 41
+
+
 def test_methods_of_packages_that_do_not_work(package: Any, work: Path) -> None:
     assert "1:1: nothing is a function, not a merge method" in str(only(RECIPE.replace("./half.py:half", "nothing")))
     lost = str(only(RECIPE.replace("./half.py:half", "lost")))

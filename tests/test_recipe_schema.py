@@ -124,11 +124,11 @@ REFUSED = [
     "merge_method: linear\nmodels: [{modle: a}]\n",
     "merge_method: linear\nmodels: [{model: a, revision: v}]\n",
     "merge_method: linear\nmodels: [{model: a, layer_range: [0, 8]}]\n",
-    "merge_method: linear\nmodels: [{model: a+b}]\n",
+    "merge_method: linear\nmodels: [{model: a+b+c}]\n",
     "merge_method: linear\nmodels: [{model: a@b@c}]\n",
     "merge_method: linear\nmodels: [{model: 7}]\n",
     "merge_method: linear\nmodels: [{model: {path: a}}]\n",
-    "merge_method: linear\nmodels: [{model: {model: a, lora: b}}]\n",
+    "merge_method: linear\nmodels: [{model: {model: a, lora: [b]}}]\n",
     "merge_method: linear\nmodels: [{model: a, parameters: {weight: [[1]]}}]\n",
     "merge_method: linear\nmodels: [{model: a, parameters: {weight: {mlp: 1}}}]\n",
     "merge_method: linear\nmodels: [{model: a, parameters: {weight: [1, {value: 1}]}}]\n",
@@ -180,10 +180,11 @@ def test_the_schema_also_knows_the_methods_and_their_parameters(validator: Any, 
 
 def test_every_key_has_a_description_and_every_mapping_refuses_strangers() -> None:
     made = schema(METHODS)
-    levels = [made, *(d for name, d in made["$defs"].items() if not name.startswith("setting_"))]
+    levels = [made, *(d for name, d in made["$defs"].items() if not name.startswith(("setting_", "names_of_")))]
     assert len(levels) == 10
     for level in levels:
-        assert level["additionalProperties"] is False
+        named = level in (made["$defs"]["parameters"], made["$defs"]["model_parameters"])  # by `names_of_parameters`
+        assert level["additionalProperties"] is False or named
         assert all(p["description"] for p in level["properties"].values())
 
 
@@ -197,3 +198,37 @@ def test_kinds_that_methods_disagree_on_are_both_valid(validator: Any) -> None:
     for value in (True, 3):
         data = {"merge_method": "ties", "models": [{"model": "a"}], "parameters": {"normalize": value}}
         assert validator.is_valid(data)
+
+
+OWN = """\
+merge_method: {method}
+models:
+  - model: a
+    parameters: {{{own}: 0.5}}
+modules:
+  text:
+    slices:
+      - sources: [{{model: a, layer_range: [0, 2], parameters: {{{own}: [0, 1]}}}}]
+        parameters: {{{shared}: [{{filter: mlp, value: yes}}, {{value: 1}}]}}
+"""
+
+
+@pytest.mark.parametrize("part", ["models", "modules"])
+def test_the_parameters_of_an_own_method_are_its_own_affair(validator: Any, part: str) -> None:
+    def valid(method: str, own: str, shared: str) -> bool:
+        data = yaml.safe_load(OWN.format(method=method, own=own, shared=shared))
+        del data["modules" if part == "models" else "models"]
+        return bool(validator.is_valid(data))
+
+    assert valid("./my.py:blend", "share", "power")
+    assert valid("../code/my.py:blend", "weight", "power")
+    assert valid("ties", "weight", "lambda") == (part == "models"), "lambda is a number"
+    assert not valid("ties", "share", "lambda")
+    assert not valid("./my.py", "share", "power"), "no function"
+    assert not valid("tise", "weight", "lambda")
+
+
+def test_what_no_parameter_can_be_is_refused_of_own_methods_too(validator: Any) -> None:
+    for value, good in (({"filter": "x"}, False), ({"value": [1, "a"]}, True), ([[1]], False), (None, False)):
+        data = {"merge_method": "m.py:f", "models": [{"model": "a"}], "parameters": {"power": value}}
+        assert validator.is_valid(data) == good

@@ -402,8 +402,17 @@ def test_a_file_that_appears_meanwhile_is_kept_on_request(tmp_path: Path, monkey
 def test_a_path_that_cannot_be_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutputExists, match="folder has this name"):
         save_file({}, tmp_path)
-    with pytest.raises(StoreError, match="mkdir -p"):
-        save_file({}, tmp_path / "no" / "x")
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "x", tmp_path / "file" / "folder" / "x"):
+        with pytest.raises(StoreError, match="its folder cannot be made: "):
+            save_file({}, path)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_missing_folders_are_made_as_a_merge_makes_them(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "x.safetensors"
+    save_file({"w": np.ones(2)}, path)
+    assert set(read(path)) == {"w"}
 
 
 def test_metadata_is_written_as_given(tmp_path: Path) -> None:

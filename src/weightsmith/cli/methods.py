@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weightsmith.cli.failures import failures
-from weightsmith.cli.text import heading, result, show_table
+from weightsmith.cli.text import heading, result, show_table, warn
 
 if TYPE_CHECKING:
     from weightsmith.methods.base import Method, Parameter
@@ -22,18 +23,22 @@ _BASE = {
 def methods(
     name: Annotated[str, typer.Argument(metavar="NAME", help="One method, in full.", show_default=False)] = "",
 ) -> None:
-    """List the merge methods, or show one.
+    """List the merge methods, weightsmith's and those of installed packages, or show one.
 
     One method is shown with its parameters and their defaults, its formula, its source, and an example.
     """
     with failures():
-        from weightsmith.methods import all_methods, get
+        from weightsmith.methods import all_methods, get, installed_methods
 
         if name:
-            _show(get(name))
+            _show(replace(get(name), name=name))
             return
-        rows = [(m.name, m.title, _models(m), m.base, ", ".join(p.name for p in m.parameters)) for m in all_methods()]
+        installed, broken = installed_methods()
+        found = (*all_methods(), *installed)
+        rows = [(m.name, m.title, _models(m), m.base, ", ".join(p.name for p in m.parameters)) for m in found]
         show_table(("method", "", "models", "base", "parameters"), rows)
+        for error in broken:
+            warn(error.finding)
 
 
 def _models(method: Method) -> str:
@@ -54,16 +59,18 @@ def _show(method: Method) -> None:
         ("source", method.source),
         ("models", f"{models}; {_BASE[method.base]}"),
     ):
-        result(f"{heading(f'{label:<8}')} {text}")
+        if text:
+            result(f"{heading(f'{label:<8}')} {text}")
     if method.parameters:
         result()
         show_table(
             ("parameter", "value", "default", "given for", "what it does"),
             [(p.name, _values(p), _default(p), _SCOPES[p.scope], _doc(p)) for p in method.parameters],
         )
-    result()
-    result(heading("example"))
-    result(method.example.rstrip())
+    if method.example:
+        result()
+        result(heading("example"))
+        result(method.example.rstrip())
 
 
 _SCOPES = {"model": "each model", "tensor": "the merge"}

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from weightsmith.planner import Plan, Prepared
 
 
+_PIECES_SHOWN = 12
+
+
 def plan(
     recipe: options.Recipe,
     explain: Annotated[
@@ -176,14 +179,16 @@ def _explain(prepared: Prepared, tensor: str, *, as_json: bool) -> None:
     plan = prepared.plan
     origins = prepared.explain(tensor)
     step = next(s for s in plan.steps if s.out.name == tensor)
+    inputs = list(dict.fromkeys((i.model, i.tensor) for leaf in step.leaves for i in leaf.inputs))
     refs = [m.ref for m in plan.models]
     if as_json:
         data = {
             "tensor": tensor,
-            "op": step.op,
+            "op": step.made_by,
             "dtype": step.out.dtype.name,
             "shape": list(step.out.shape),
-            "inputs": [{"model": refs[i.model], "tensor": i.tensor} for i in step.inputs],
+            "inputs": [{"model": refs[model], "tensor": name} for model, name in inputs],
+            "pieces": [{"name": p.out.name, "shape": list(p.out.shape), "op": p.op} for p in step.pieces],
             "parameters": [
                 {
                     "parameter": o.parameter,
@@ -196,9 +201,16 @@ def _explain(prepared: Prepared, tensor: str, *, as_json: bool) -> None:
         }
         result(json.dumps(data, ensure_ascii=False))
         return
-    result(f"{heading(printable(tensor))} {list(step.out.shape)} {step.out.dtype}, made by {step.op}")
+    result(f"{heading(printable(tensor))} {list(step.out.shape)} {step.out.dtype}, made by {step.made_by}")
     result()
-    show_table(("from model", "tensor"), [(refs[i.model], i.tensor) for i in step.inputs])
+    show_table(("from model", "tensor"), [(refs[model], name) for model, name in inputs])
+    if step.pieces:
+        result()
+        result(f"{count(len(step.pieces), 'piece')}, each merged as a tensor of its own:")
+        listed = [(p.out.name, str(list(p.out.shape)), p.op) for p in step.pieces]
+        show_table(("piece", "shape", "made by"), listed[:_PIECES_SHOWN])
+        if len(listed) > _PIECES_SHOWN:
+            result(f"and {len(listed) - _PIECES_SHOWN:,} more")
     if origins:
         result()
         rows = [(o.parameter, "" if o.model is None else refs[o.model], _value(o.value), o.where) for o in origins]

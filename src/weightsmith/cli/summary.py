@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightsmith import methods
-from weightsmith.engine.matrices import matrices
+from weightsmith.engine.matrix import matrix_of
 from weightsmith.engine.schedule import RESIDENT_BYTES
 from weightsmith.engine.tiles import fit_resident_bytes, fit_tile_bytes, peak_memory_bytes
 from weightsmith.jobs.linears import is_linear
@@ -106,8 +106,8 @@ def summarise(prepared: Prepared, *, threads: int | None = None, max_memory_byte
     leaves = [leaf for step in plan.steps for leaf in step.leaves]
     for step in plan.steps:
         nbytes = step.out.nbytes
-        tensors, total = ops.get(step.op, (0, 0))
-        ops[step.op] = tensors + 1, total + nbytes
+        tensors, total = ops.get(step.made_by, (0, 0))
+        ops[step.made_by] = tensors + 1, total + nbytes
         for leaf in step.leaves:
             leaf_bytes = sum(
                 leaf.out.size * prepared.inputs[i.model].tensors[i.tensor].spec.dtype.itemsize for i in leaf.inputs
@@ -170,7 +170,7 @@ class _Passes:
         key = step.op, step.settings, step.base, shape, is_linear(step.out.name, shape)
         if key not in self._known:
             make = methods.get(step.op).job if step.merges else OPERATIONS[step.op]
-            job = make(matrices(self._prepared.plan, step, self._prepared.inputs, self._surveys.get(step.op))[0])
+            job = make(matrix_of(self._prepared.plan, step, self._prepared.inputs, self._surveys.get(step.op)))
             self._known[key] = job.passes(), job.resident_bytes
         return self._known[key]
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from weightsmith import methods
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.engine.buffers import Buffers
-from weightsmith.engine.matrices import matrices
+from weightsmith.engine.matrix import matrix_of
 from weightsmith.engine.schedule import APPLY, RESIDENT_BYTES, Part, Scheduler, Task, Work
 from weightsmith.engine.survey import conduct
 from weightsmith.engine.tiles import TILE_BYTES, Cut, cut, tile_grains
@@ -115,31 +115,26 @@ class Run:
         work = Work(step)
         origin = 0
         for leaf in step.leaves:
-            if leaf.out.size and leaf.op == COPY:
-                work.parts.append(Part(work, leaf, None, 0, origin, self.cuts(leaf, leaf.out.size)))
-            elif leaf.out.size:
-                work.parts += [
-                    Part(work, leaf, self._job(leaf, matrix), matrix.index, origin, self.cuts(leaf, matrix.size))
-                    for matrix in self.matrices(leaf)
-                ]
+            if leaf.out.size:
+                work.parts.append(Part(work, leaf, None if leaf.op == COPY else self._job(leaf), origin, self.cuts(leaf)))
             origin += leaf.out.size
         work.left = len(work.parts)
         if not work.parts:
             self._finished(work)
         return work.parts
 
-    def cuts(self, step: Step, size: int) -> list[Cut]:
-        """The tiles of `size` elements of a step's tensor."""
+    def cuts(self, step: Step) -> list[Cut]:
+        """The tiles of a step's tensor."""
         grain = grain_elements(step.out.shape)
         sources = [self.inputs[i.model].tensors[i.tensor].spec.dtype for i in step.inputs]
-        return cut(size, grain, tile_grains(grain, [*sources, step.out.dtype], self.tile_bytes))
+        return cut(step.out.size, grain, tile_grains(grain, [*sources, step.out.dtype], self.tile_bytes))
 
-    def matrices(self, step: Step) -> list[Matrix]:
-        """The logical matrices of a step that merges."""
-        return matrices(self.plan, step, self.inputs, self.surveys.get(step.op))
+    def matrix(self, step: Step) -> Matrix:
+        """What the job of a step is made for."""
+        return matrix_of(self.plan, step, self.inputs, self.surveys.get(step.op))
 
-    def _job(self, step: Step, matrix: Matrix) -> Job:
-        return (methods.get(step.op).job if step.merges else OPERATIONS[step.op])(matrix)
+    def _job(self, step: Step) -> Job:
+        return (methods.get(step.op).job if step.merges else OPERATIONS[step.op])(self.matrix(step))
 
     def _finished(self, work: Work) -> None:
         self.output.finish(work.step.out.name, combine(bytes(work.digests)))
@@ -167,7 +162,7 @@ class Run:
         part = task.part
         step = part.step
         place = part.cuts[task.tile]
-        first = part.index + place.start
+        first = place.start
         if part.job is None:
             self._do_copy(part, first, place.size, buffers)
             return None
@@ -258,7 +253,7 @@ class Run:
         squares = np.zeros((-(-leaf.out.size // grain), 2))
         base = replace(leaf, inputs=leaf.inputs[:1])
         fd, offset = self.output.location(step.out.name)
-        for place in self.cuts(leaf, leaf.out.size):
+        for place in self.cuts(leaf):
             raw, read = self.read(base, place.start, place.size, buffers)
             self.count(read, 0)
             out = buffers.out(place.size * width, 0)
@@ -275,8 +270,9 @@ class Run:
             at = first_nonfinite(raw[i], dtype.code, size)
             if at >= 0:
                 value = raw[i, at * dtype.itemsize : (at + 1) * dtype.itemsize].view(dtype.numpy)[0]
+                flat = first + at if source.window is None else source.window.flat(first + at)
                 raise NonFinite(
-                    f"element {_place(first + at, step.out.shape)} is {float(value)}",
+                    f"element {_place(flat, self.inputs[source.model].tensors[source.tensor].spec.shape)} is {float(value)}",
                     where=f"{self.plan.models[source.model].ref}, tensor {source.tensor}",
                     fix="repair the model, leave it out, or merge all the same with --allow-nonfinite (allow_nonfinite=True)",
                     state=_UNPUBLISHED,
@@ -373,6 +369,7 @@ def run(
     skip: Collection[str] = frozenset(),
     progress: Callable[[Progress], None] | None = None,
     allow_nonfinite: bool = False,
+    surveys: Mapping[str, Survey] | None = None,
 ) -> Outcome:
     """Make every output tensor of `plan` and write it to `output`.
 
@@ -381,6 +378,7 @@ def run(
     skip        tensors that are finished already
     progress    called from the calling thread: at the start, about ten times a second, and at the end
     allow_nonfinite  merge NaN and infinities as any number; False raises NonFinite
+    surveys     that were conducted for a larger plan of which this is a part; None: they are conducted first
 
     Raises what the first failing tile raised. KeyboardInterrupt stops the threads at their next tile and is raised again.
     """
@@ -400,7 +398,7 @@ def run(
             progress(task.progress(began))
 
     report()
-    task.surveys = conduct(task, threads, report)
+    task.surveys = conduct(task, threads, report) if surveys is None else surveys
     task.measure_finished(skip, report)
     pool = [threading.Thread(target=task.work, name=f"weightsmith-{i}", daemon=True) for i in range(threads)]
     for thread in pool:

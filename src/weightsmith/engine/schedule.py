@@ -1,6 +1,6 @@
 """What to do next: tiles of all tensors feed one pool of threads.
 
-A step becomes one part per logical matrix. A part goes through its job's statistics passes and then its apply pass; each
+A step becomes one part, or one for each of its pieces. A part goes through its job's statistics passes and then its apply pass; each
 pass is a set of tiles that any thread may take. Parts begun are preferred to new ones, so few are in flight; a new one is
 begun only when no tile of those in flight is free. Nothing here touches bytes.
 """
@@ -75,19 +75,17 @@ class Work:
 
 
 class Part:
-    """One logical matrix of a tensor: its job (None: copy bytes), tiles and progress through them.
+    """A tensor, or a piece of one: its job (None: copy bytes), tiles and progress through them.
 
     step       that makes it: the tensor's, or a piece of it
-    index      flat index of the first element, counted in the step's output
     origin     where the step's output begins in the tensor
     distances  of its grains: squared norms of out - base and of the base, float64 [grains, 2]; only if it has a base
     """
 
-    def __init__(self, work: Work, step: Step, job: Job | None, index: int, origin: int, cuts: list[Cut]) -> None:
+    def __init__(self, work: Work, step: Step, job: Job | None, origin: int, cuts: list[Cut]) -> None:
         self.work = work
         self.step = step
         self.job = job
-        self.index = index
         self.origin = origin
         self.cuts = cuts
         self.grain = grain_elements(step.out.shape)

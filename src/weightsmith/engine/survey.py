@@ -42,7 +42,7 @@ def _conduct(run: Run, survey: Survey, merged: Sequence[Step], threads: int, rep
         if not hasattr(own, "buffers"):
             own.buffers = Buffers()
         size = min(place.size, matrix.grain) if survey.sampled(number) else place.size
-        raw, read = run.read(step, matrix.index + place.start, size, own.buffers)
+        raw, read = run.read(step, place.start, size, own.buffers)
         run.count(read, 0)
         return survey.statistics(number, matrix, Tile(place.start, size, raw, own.buffers.scratch))
 
@@ -50,11 +50,11 @@ def _conduct(run: Run, survey: Survey, merged: Sequence[Step], threads: int, rep
         """In plan order, and few at a time."""
         waiting: deque[Future[Any]] = deque()
         for step in merged:
-            for matrix in run.matrices(step):
-                for place in run.cuts(step, matrix.size):
-                    waiting.append(pool.submit(look, step, matrix, place))
-                    if len(waiting) > 4 * threads:
-                        yield waiting.popleft().result()
+            matrix = run.matrix(step)
+            for place in run.cuts(step):
+                waiting.append(pool.submit(look, step, matrix, place))
+                if len(waiting) > 4 * threads:
+                    yield waiting.popleft().result()
             report()
         while waiting:
             yield waiting.popleft().result()

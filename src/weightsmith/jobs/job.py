@@ -24,10 +24,9 @@ Parameters = Mapping[str, Value | None]
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One logical matrix of one output tensor, and all that is known before its bytes are read.
+    """One logical matrix, an output tensor or a piece of one, and all that is known before its bytes are read.
 
-    name          of the output tensor
-    index         flat index of its first element in the tensor
+    name          of the tensor; a piece has the name that it would have as a tensor of its own
     size, cols    elements, and elements in a row
     grain         elements in a grain
     codes         int64 [inputs]: `DType.code` of each input
@@ -38,11 +37,10 @@ class Matrix:
     seed          of the random masks
     inputs        for each input its model's number in the plan
     survey        what the method asked to know of the whole model (`Method.survey`), or None
-    shape         of the matrix: the tensor's, without the first dimension for one matrix of several
+    shape         of the matrix
     """
 
     name: str
-    index: int
     size: int
     cols: int
     grain: int

@@ -1,7 +1,7 @@
 """Which tensors are the weights of linear layers inside blocks, for what works on whole matrices.
 
-The names say which is which; what no name gives away counts as linear when it is a matrix. Experts are matrices of their own.
-Fused matrices (qkv, gate and up) are decomposed as one: `row_blocks` is where they would be taken apart.
+The names say which is which; what no name gives away counts as linear when it is a matrix. Experts, and the
+parts of fused matrices, come one at a time: a plan makes pieces of them (`planner/logical.py`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,6 @@ def is_linear(name: str, shape: tuple[int, ...]) -> bool:
     if len(shape) != 2 or min(shape) < 2 or name in NAMES:
         return False
     return not any(part in name for part in PARTS) and COMPONENTS.isdisjoint(name.split("."))
-
-
-def row_blocks(rows: int) -> tuple[slice, ...]:
-    """The logical matrices of one matrix, as runs of its rows. All of it for now: fused qkv is not taken apart."""
-    return (slice(0, rows),)
 
 
 def needs_torch(shared: Parameters, models: Sequence[Parameters]) -> str:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from weightsmith.errors import ParameterError
 from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
-from weightsmith.jobs.linears import needs_torch, row_blocks
+from weightsmith.jobs.linears import needs_torch
 from weightsmith.kernels.matrix import combine_with, copy_rows
 
 Tensor = Any  # torch is optional: without it mypy could not name its type
@@ -157,11 +157,9 @@ class MatrixJob(Job):
         self._held = None
         update = self._empty(self.rows, self.matrix.cols)
         with one_thread():
-            for block in row_blocks(self.rows):
-                rows = held[:, block]
-                deltas = Deltas(rows, self.weights, from_mean=self.from_mean)
-                merge = self.merge if bool(rows.isfinite().all()) else mean
-                update[block] = (merge(deltas) * self.factor).to("cpu", update.dtype)
+            deltas = Deltas(held, self.weights, from_mean=self.from_mean)
+            merge = self.merge if bool(held.isfinite().all()) else mean
+            update[:] = (merge(deltas) * self.factor).to("cpu", update.dtype)
         self._update = update.view(-1).numpy()
 
     def update(self, tile: Tile) -> npt.NDArray[Any]:

@@ -138,16 +138,16 @@ class Selection:
         return self.searches[key].found
 
     def cut(self, key: Key, tile: Tile) -> int:
-        """The flat index in the tensor below which, in this tile, elements equal to the threshold are among the k."""
+        """The flat index below which, in this tile, elements equal to the threshold are among the k."""
         m = self.matrix
         start, quota = self._ties[key]
         if tile.start < start:
-            return m.index + m.size
+            return m.size
         if tile.start > start:
             return 0
         rows = tile.scratch.rows(2, m.codes, m.out_code)
         where = (tile.raw, m.codes, key[0], tile.size, self.searches[key].found, quota)
-        return m.index + start + int(index_of_tie(*where, self._row_factors(tile), m.row, rows, tile.scratch.bits))
+        return start + int(index_of_tie(*where, self._row_factors(tile), m.row, rows, tile.scratch.bits))
 
     def _row_factors(self, tile: Tile) -> npt.NDArray[np.float64]:
         return _NONE if self._factors is None else self._factors(tile)

@@ -9,12 +9,12 @@ import numpy.typing as npt
 
 from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
 from weightsmith.jobs.selection import Selection
+from weightsmith.kernels.divergence import row_divergence
 from weightsmith.kernels.elementwise import (
     count_varying,
     energies,
     merge_elected,
     merge_fused,
-    row_divergence,
     select_above,
 )
 from weightsmith.kernels.select import IMPORTANCE, VARIANCE, score_bits
@@ -85,7 +85,7 @@ class SceJob(Job):
         selected = np.zeros(tile.size, np.uint8)
         if self._nothing:
             return selected
-        limit, cut = self._selection.threshold(_KEY), self._selection.cut(_KEY, tile) - m.index - tile.start
+        limit, cut = self._selection.threshold(_KEY), self._selection.cut(_KEY, tile) - tile.start
         rows = scratch.rows(2, m.codes, m.out_code)
         for start in range(0, tile.size, len(scratch.bits)):
             n = min(len(scratch.bits), tile.size - start)
@@ -136,7 +136,7 @@ class FusionJob(Job):
         m = self.matrix
         rows = self._divergence[tile.start // m.row : -(-(tile.start + tile.size) // m.row)]
         if len(rows) and np.isnan(rows[0]):
-            scratch, sums = tile.scratch.rows(2, m.codes, m.out_code), tile.scratch.sums(2, m.row)
+            scratch, sums = tile.scratch.rows(2, m.codes, m.out_code), tile.scratch.sums(4, m.row)
             row_divergence(tile.raw, m.codes, tile.size, m.row, self._epsilon, rows, scratch, sums)
         return rows
 

@@ -134,7 +134,7 @@ class TaskVectorJob(Job):
             assert isinstance(m.survey, Thresholds)
             # All that are as large as the lower threshold stay, and none as large as the upper one.
             self.limits[i] = m.survey.of(m.inputs[1 + i], density, gamma)
-            self._own_cuts[i] = m.index + m.size
+            self._own_cuts[i] = m.size
             return
         self.limits[i, 1] = _NOTHING_LARGER
         first, end = kept_ranks(m.size, density, gamma)
@@ -142,13 +142,13 @@ class TaskVectorJob(Job):
             ranks[i + 1, 0] = end
             self._selected.append((i, 0, (i + 1, 0)))
         else:
-            self._own_cuts[i, 0] = m.index + m.size  # the smallest stay too
+            self._own_cuts[i, 0] = m.size  # the smallest stay too
         if first > 0:
             ranks[i + 1, 1] = first
             self._selected.append((i, 1, (i + 1, 1)))
 
     def _cuts(self, tile: Tile) -> npt.NDArray[np.int64]:
-        """Per model: the flat indices in the tensor below which elements equal to its thresholds are among the largest."""
+        """Per model: the flat indices below which elements equal to its thresholds are among the largest."""
         cuts = self._own_cuts.copy()
         for i, which, key in self._selected:
             cuts[i, which] = self._selection.cut(key, tile)
@@ -186,7 +186,7 @@ class TaskVectorJob(Job):
             m.codes,
             tile.size,
             m.grain,
-            m.index + tile.start,
+            tile.start,
             self.block,
             *self._masks(tile),
             out,
@@ -227,7 +227,7 @@ class TaskVectorJob(Job):
             tile.raw,
             m.codes,
             tile.size,
-            m.index + tile.start,
+            tile.start,
             self.block,
             self.weights,
             self.scales,

@@ -7,11 +7,12 @@ is in `jobs`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from weightsmith.errors import UnknownName, nearest
+from weightsmith.errors import MethodError, UnknownName, nearest
 from weightsmith.methods.base import Method
 from weightsmith.methods.steps import with_steps
 
@@ -91,9 +92,24 @@ def _from_elsewhere(name: str) -> Method:
 @cache
 def _built_in(name: str) -> Method:
     method: Method = import_module(f"weightsmith.methods.{name}").METHOD
-    return with_steps(method) if method.base == "required" else method
+    return with_steps(method)
 
 
 def all_methods() -> tuple[Method, ...]:
-    """Every method, in the order of the docs."""
+    """Every method of weightsmith's, in the order of the docs."""
     return tuple(get(name) for name in NAMES)
+
+
+def installed_methods() -> tuple[tuple[Method, ...], tuple[MethodError, ...]]:
+    """The methods that installed packages bring, under the names that recipes give them; and why others do not work."""
+    from weightsmith.methods import user_files
+
+    found, errors = [], []
+    for name in user_files.installed_names():
+        if name in NAMES:
+            continue  # weightsmith's own come first
+        try:
+            found.append(replace(user_files.load_installed(name), name=name))
+        except MethodError as error:
+            errors.append(error)
+    return tuple(found), tuple(errors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.methods.base import Method, Parameter
+from weightsmith.methods.base import Method, Parameter, always
 from weightsmith.methods.family import LAMBDA
 
 
@@ -52,4 +52,5 @@ parameters: {k: 2, lambda: 0.7}
 dtype: bfloat16
 """,
     job=_job,
+    elementwise=always,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.methods.base import Method, Parameter
+from weightsmith.methods.base import Method, Parameter, always
 from weightsmith.methods.family import check_normalize
 
 WEIGHT = Parameter("weight", "float", "Share of this model in the sum.", scope="model")
@@ -41,4 +41,5 @@ dtype: bfloat16
 """,
     job=_job,
     check=check_normalize,
+    elementwise=always,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightsmith.methods.base import Method
+from weightsmith.methods.base import Method, always
 from weightsmith.methods.consensus_ta import WEIGHT
 from weightsmith.methods.family import LAMBDA, task_vector_job
 
@@ -29,4 +29,5 @@ parameters: {lambda: 0.5}
 dtype: bfloat16
 """,
     job=lambda matrix: task_vector_job(matrix, "none", combine="absmax"),
+    elementwise=always,
 )

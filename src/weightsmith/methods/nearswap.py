@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.methods.base import Method, Parameter
+from weightsmith.methods.base import Method, Parameter, always
 
 
 def _job(matrix: Matrix) -> Job:
@@ -36,4 +36,5 @@ parameters: {t: 0.0001}
 dtype: bfloat16
 """,
     job=_job,
+    elementwise=always,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.methods.base import Method, Parameter
+from weightsmith.methods.base import Method, Parameter, always
 
 
 def _job(matrix: Matrix) -> Job:
@@ -37,4 +37,5 @@ dtype: bfloat16
 """,
     job=_job,
     copies=lambda models: models[0].get("scale") in (None, 1.0),
+    elementwise=always,
 )

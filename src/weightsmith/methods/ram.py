@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.methods.base import Method, Parameter
+from weightsmith.methods.base import Method, Parameter, always
 
 EPSILON = Parameter("epsilon", "float", "A delta is active where it is larger than this.", default=1e-5, minimum=0.0)
 
@@ -38,4 +38,5 @@ models:
 dtype: bfloat16
 """,
     job=_job,
+    elementwise=always,
 )

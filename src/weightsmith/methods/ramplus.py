@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.methods.base import Method, Parameter
+from weightsmith.methods.base import Method, Parameter, always
 from weightsmith.methods.family import LAMBDA
 from weightsmith.methods.ram import EPSILON
 
@@ -71,4 +71,5 @@ dtype: bfloat16
 """,
     job=_job,
     survey=_survey,
+    elementwise=always,
 )

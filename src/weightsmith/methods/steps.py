@@ -52,13 +52,21 @@ PARAMETERS = (
 
 
 def with_steps(method: Method) -> Method:
-    """The method with the steps' parameters, and a job that carries them out where they ask for something."""
+    """The method with the steps' parameters, and a job that carries them out where they ask for something.
+
+    As it is when it needs no base, or has a parameter by the name of one of the steps': that is then its own.
+    """
+    if method.base != "required" or not {p.name for p in PARAMETERS}.isdisjoint(p.name for p in method.parameters):
+        return method
     return replace(
         method,
         parameters=method.parameters + PARAMETERS,
         job=lambda matrix: _scaled(matrix, lambda inner: _spectrum(inner, method.job)),
         check=lambda shared, models: (
             method.check(shared, models) or (needs_torch(shared, models) if shared.get("spectrum", "none") != "none" else "")
+        ),
+        elementwise=lambda shared: (
+            method.elementwise(shared) and {shared.get("spectrum", "none"), shared.get("norm_match", "none")} == {"none"}
         ),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.methods.base import Method, Parameter
+from weightsmith.methods.base import Method, Parameter, always
 from weightsmith.methods.family import INT8_MASK, LAMBDA, check_normalize, normalize
 from weightsmith.methods.linear import WEIGHT
 
@@ -56,4 +56,5 @@ dtype: bfloat16
 """,
     job=_job,
     check=check_normalize,
+    elementwise=always,
 )

@@ -116,4 +116,5 @@ dtype: bfloat16
     job=_job,
     check=_check,
     survey=_survey,
+    elementwise=lambda shared: shared["sparsify"] == "none",
 )

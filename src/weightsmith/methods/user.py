@@ -154,7 +154,7 @@ def method_of(own: OwnMethod, name: str, source: str) -> Method:
         min_models=own.min_models,
         max_models=own.max_models,
         example="",
-        job=lambda matrix: _job(own, called, "base" in given, matrix),
+        job=lambda matrix: _job(own, called, frozenset(given), matrix),
     )
 
 
@@ -162,10 +162,10 @@ def _wanted(form: Form) -> str:
     return "models, out and perhaps base" if form == "block" else "models and perhaps base"
 
 
-def _job(own: OwnMethod, called: str, takes_base: bool, matrix: Matrix) -> Job:
+def _job(own: OwnMethod, called: str, arguments: frozenset[str], matrix: Matrix) -> Job:
     from weightsmith.methods.user_jobs import BlockJob, TensorJob
 
-    return (BlockJob if own.form == "block" else TensorJob)(matrix, own, called, takes_base)
+    return (BlockJob if own.form == "block" else TensorJob)(matrix, own, called, arguments)
 
 
 def _callable_by_name(given: inspect.Parameter, called: str) -> None:

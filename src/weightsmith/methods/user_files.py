@@ -19,6 +19,7 @@ from typing import Any
 
 from weightsmith.errors import MethodError, nearest
 from weightsmith.methods.base import Method
+from weightsmith.methods.steps import with_steps
 from weightsmith.methods.user import OwnMethod, method_of
 
 GROUP = "weightsmith.methods"
@@ -133,9 +134,9 @@ def _enter(found: object, name: str, digest: str, source: str) -> Method:
 
 def _record(found: object, name: str, planned: str, source: str) -> Method:
     if isinstance(found, Method):
-        return replace(found, name=planned)
+        return with_steps(replace(found, name=planned))
     if isinstance(found, OwnMethod):
-        return method_of(found, planned, source)
+        return with_steps(method_of(found, planned, source))
     raise MethodError(
         f"{name} is a {type(found).__name__}, not a merge method",
         fix="write @weightsmith.block_method or @weightsmith.tensor_method above the function",

@@ -20,13 +20,15 @@ _ARRAY_TYPES = {float: np.float64, int: np.int64, bool: np.bool_}
 class OwnJob(Job):
     """What both forms share: the arguments, the call, and what is said when it fails."""
 
-    def __init__(self, matrix: Matrix, own: OwnMethod, called: str, takes_base: bool) -> None:
+    def __init__(self, matrix: Matrix, own: OwnMethod, called: str, arguments: frozenset[str]) -> None:
         super().__init__(matrix)
         self.own = own
         self.called = called
-        self.takes_base = takes_base
+        self.takes_base = "base" in arguments
         first = 1 if matrix.base else 0
-        self.parameters: dict[str, Any] = {argument(name): value for name, value in matrix.shared.items()}
+        shared = {argument(name): value for name, value in matrix.shared.items()}
+        # What else is shared are the parameters of the steps after the merge.
+        self.parameters: dict[str, Any] = {name: value for name, value in shared.items() if name in arguments}
         for name in matrix.models[first] if len(matrix.models) > first else ():
             self.parameters[argument(name)] = _gathered([models[name] for models in matrix.models[first:]])
 
@@ -80,8 +82,8 @@ class BlockJob(OwnJob):
 class TensorJob(OwnJob):
     """Gathers the whole matrix in a pass, calls the function once, and writes what it returned."""
 
-    def __init__(self, matrix: Matrix, own: OwnMethod, called: str, takes_base: bool) -> None:
-        super().__init__(matrix, own, called, takes_base)
+    def __init__(self, matrix: Matrix, own: OwnMethod, called: str, arguments: frozenset[str]) -> None:
+        super().__init__(matrix, own, called, arguments)
         self._kind = np.dtype(np.float64 if matrix.wide else np.float32)
         self.resident_bytes = (len(matrix.codes) + 2) * matrix.size * self._kind.itemsize  # its result, and a copy on the way
         self._lock = threading.Lock()

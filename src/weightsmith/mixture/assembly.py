@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from weightsmith.checkpoint import Checkpoint
@@ -11,9 +12,10 @@ from weightsmith.errors import Unsupported
 from weightsmith.jobs.job import Value
 from weightsmith.jobs.operations import COPY
 from weightsmith.planner.build import Prepared
+from weightsmith.planner.dtypes import kept_specs
 from weightsmith.planner.steps import ModelInput, Settings, Source, Step, Window
 from weightsmith.structure import Structure, analyse
-from weightsmith.tensors import TensorSpec
+from weightsmith.tensors import DType, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,11 @@ class Assembly:
         self.inputs: list[Checkpoint] = []
         self.models: list[ModelInput] = []
         self.settings: list[Settings] = [Settings({}, ({},))]
-        self._numbers: dict[tuple[str, str, str], int] = {}
+        self._numbers: dict[tuple[tuple[str, ...], str, str], int] = {}
 
     def add(self, checkpoint: Checkpoint) -> int:
         """The number of a model in the plan; the same for the same files."""
-        key = str(checkpoint.folder), checkpoint.revision, checkpoint.header_hash
+        key = tuple(map(str, checkpoint.folders)), checkpoint.revision, checkpoint.header_hash
         if key not in self._numbers:
             self._numbers[key] = len(self.inputs)
             self.inputs.append(checkpoint)
@@ -64,7 +66,10 @@ class Assembly:
     def checkpoint(self, checkpoint: Checkpoint, label: str) -> Donor:
         """A donor that is a checkpoint."""
         number = self.add(checkpoint)
-        steps = {name: Step(t.spec, COPY, (Source(number, name),)) for name, t in checkpoint.tensors.items()}
+        steps = {}
+        for name, kept in kept_specs(checkpoint).items():
+            op = COPY if kept.dtype is checkpoint.tensors[name].spec.dtype else "cast"
+            steps[name] = Step(kept, op, (Source(number, name),))
         structure = analyse([step.out for step in steps.values()], checkpoint.config)
         return Donor(label, checkpoint, checkpoint.config or {}, steps, structure)
 
@@ -94,10 +99,18 @@ def take(step: Step, out: TensorSpec, window: Window | None = None) -> Step:
         plain = step.op == COPY and step.out.dtype is out.dtype
         source = step.inputs[0]
         return Step(out, COPY if plain else "cast", (Source(source.model, source.tensor, window),))
+    if step.pieces and window is not None:
+        for piece, start in zip(step.pieces, accumulate((p.out.size for p in step.pieces), initial=0), strict=False):
+            if window.whole_rows and (start, piece.out.size) == (window.offset, window.rows * window.cols):
+                return replace(piece, out=out)
     if window is not None:
         raise Unsupported(
             "a fused tensor that is merged on the way cannot be taken apart",
             where=step.out.name,
             fix="make that merge first, and name its folder here",
         )
-    return replace(step, out=out)
+    return replace(step, out=out, pieces=tuple(_with_dtype(piece, out.dtype) for piece in step.pieces))
+
+
+def _with_dtype(step: Step, dtype: DType) -> Step:
+    return replace(step, out=TensorSpec(step.out.name, dtype, step.out.shape))

@@ -15,13 +15,15 @@ from weightsmith.planner.account import Account
 from weightsmith.planner.blocks import Block, Feed
 from weightsmith.planner.depth import Counterparts
 from weightsmith.planner.dtypes import DTypes
+from weightsmith.planner.logical import apart
 from weightsmith.planner.match import ModelNames, comes_first, home_module, is_buffer
 from weightsmith.planner.mismatch import Mismatches
 from weightsmith.planner.parameters import Resolver
 from weightsmith.planner.placement import Placement
 from weightsmith.planner.steps import Source, Step
 from weightsmith.structure import Structure
-from weightsmith.tensors import MAX_STACKED, TensorSpec
+from weightsmith.structure.fused import fused_parts
+from weightsmith.tensors import TensorSpec
 
 Specs = Mapping[str, TensorSpec]
 Origins = dict[str, tuple[Block, tuple[str, ...], float]]
@@ -342,14 +344,16 @@ class Outputs:
             return
         settings = self.resolver.index(block, name, sources, t)
         self.origins[name] = (block, tuple(sources), t)
-        dtype = self.dtypes.of(inputs, specs)
+        dtype = self.dtypes.of(inputs)
         op = self.method.name
         if len(specs) == 1 and self.method.copies(self.resolver.settings[settings].models):
             op = "copy" if dtype == first.dtype else "cast"
-        matrices = self.models.structures[feeds[0].model].experts(first) if len(first.shape) == 3 else 1
-        matrices = matrices if matrices <= MAX_STACKED else 1
         out = first if first.name == name and first.dtype is dtype else TensorSpec(name, dtype, first.shape)
-        self.steps.append(Step(out, op, tuple(inputs), block.base, settings, matrices))
+        step = Step(out, op, tuple(inputs), block.base, settings)
+        if step.merges and not self.method.elementwise(self.resolver.settings[settings].shared):
+            models, k = self.models, feeds[0].model
+            step = apart(step, fused_parts(first, all_specs[k], models.structures[k], models.configs[k], name))
+        self.steps.append(step)
 
     def _integers(self, name: str, inputs: Sequence[Source], specs: Sequence[TensorSpec]) -> None:
         """Integers and booleans are not merged: the base's (else the first model's) are copied, and compared on the way."""
@@ -380,7 +384,7 @@ class Outputs:
         """One output tensor that is another's bytes, or a cast of it."""
         spec = self.models.specs[model][source]
         inputs = (Source(model, source),)
-        dtype = self.dtypes.of(inputs, [spec]) if spec.dtype.floating else spec.dtype
+        dtype = self.dtypes.of(inputs) if spec.dtype.floating else spec.dtype
         self.account.use(inputs[0])
         op = "copy" if dtype == spec.dtype else "cast"
         self.steps.append(Step(TensorSpec(name, dtype, spec.shape), op, inputs))

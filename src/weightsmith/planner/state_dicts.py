@@ -23,12 +23,14 @@ from weightsmith.errors import (
 from weightsmith.jobs.job import Value
 from weightsmith.methods.base import Method, Parameter
 from weightsmith.planner.dtypes import DTypes
+from weightsmith.planner.logical import apart
 from weightsmith.planner.parameters import coerce
 from weightsmith.planner.steps import ModelInput, Plan, Settings, Source, Step
 from weightsmith.recipe.single import DTYPE_NAMES
 from weightsmith.store.views import View, view_of
 from weightsmith.structure import analyse
-from weightsmith.tensors import BY_TORCH_NAME, MAX_STACKED, DType, TensorSpec
+from weightsmith.structure.fused import fused_parts
+from weightsmith.tensors import BY_TORCH_NAME, DType, TensorSpec
 
 StateDict = Mapping[str, Any]
 
@@ -237,21 +239,23 @@ class _Call:
                 continue
             own = [s[name] for s in specs]
             if all(s.dtype.floating for s in own):
-                steps.append(self._merged(name, own, dtypes, structure.experts(spec), settings))
+                step = self._merged(name, own, dtypes, settings)
+                if step.merges and not self.method.elementwise(settings.shared):
+                    step = apart(step, fused_parts(spec, specs[self.donor], structure, None))
+                steps.append(step)
             else:
                 steps.append(self._copied(name, own, found))
         warned = (*found, *dtypes.findings())
         inputs = tuple(ModelInput(label, "", "") for label in self.labels)
         return Plan(self.method.name, inputs, tuple(steps), (settings,), seed=seed, warnings=warned), same
 
-    def _merged(self, name: str, own: Sequence[TensorSpec], dtypes: DTypes, experts: int, settings: Settings) -> Step:
+    def _merged(self, name: str, own: Sequence[TensorSpec], dtypes: DTypes, settings: Settings) -> Step:
         sources = tuple(Source(k, name) for k in range(len(own)))
-        dtype = dtypes.of(sources, own)
+        dtype = dtypes.of(sources)
         op = self.method.name
         if len(own) == 1 and self.method.copies(settings.models):
             op = "copy" if dtype == own[0].dtype else "cast"
-        matrices = experts if experts <= MAX_STACKED else 1
-        return Step(TensorSpec(name, dtype, own[0].shape), op, sources, self.has_base, 0, matrices)
+        return Step(TensorSpec(name, dtype, own[0].shape), op, sources, self.has_base)
 
     def _copied(self, name: str, own: Sequence[TensorSpec], found: list[Finding]) -> Step:
         """Integers and booleans: the donor's, compared with the others' while they are copied."""

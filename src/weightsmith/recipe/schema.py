@@ -13,8 +13,10 @@ from weightsmith.recipe.grammar import CONDITION, INPUT, LEVELS, PATH, RECIPE, R
 from weightsmith.recipe.schedules import DECAYS, SCHEDULED
 from weightsmith.recipe.single import DTYPE_NAMES
 
-_REFERENCE_PATTERN = r"^[^+@]+(@[^+@]+)?$"
+_PATH_PATTERN = r"^[^+@]+(@[^+@]+)?$"
+_REFERENCE_PATTERN = r"^[^+@]+(@[^+@]+)?([+][^+@]+(@[^+@]+)?)?$"
 _NUMBER_PATTERN = r"^[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?$"
+_OWN_METHOD_PATTERN = r"\.py:[A-Za-z_]\w*$"
 _OWN_KEYS: dict[str, Any] = {"^(x-|_)": {}}
 
 
@@ -68,9 +70,23 @@ def schema(methods: Sequence[MethodFacts]) -> dict[str, Any]:
             **{level.name: _level(level, methods) for level in LEVELS if level not in (RECIPE, CONDITION)},
             "parameters": _parameters(uses),
             "model_parameters": _parameters(of_models),
+            "names_of_parameters": {"propertyNames": {"enum": list(uses)}},
+            "names_of_model_parameters": {"propertyNames": {"enum": list(of_models)}},
+            "setting_of_own_method": _setting("", []),
             **{f"setting_{name}": _setting(name, [p for _, p in found]) for name, found in uses.items()},
         },
     }
+
+
+def _known_names(level: Level) -> dict[str, Any]:
+    """Parameters anywhere in a mapping have names that some method knows."""
+    inner: dict[str, Any] = {}
+    for key in level.keys:
+        if key.kind == "parameters":
+            inner[key.name] = {"$ref": f"#/$defs/names_of_{'model_' if level in (INPUT, SOURCE) else ''}parameters"}
+        elif key.of is not None and (found := _known_names(key.of)):
+            inner[key.name] = {"list": {"items": found}, "named": {"additionalProperties": found}}.get(key.kind, found)
+    return {"properties": inner} if inner else {}
 
 
 def _level(level: Level, methods: Sequence[MethodFacts]) -> dict[str, Any]:
@@ -86,6 +102,9 @@ def _level(level: Level, methods: Sequence[MethodFacts]) -> dict[str, Any]:
         result["required"] = required
     if level.one_of:  # a key without a value counts as absent
         result["oneOf"] = [{"required": [n], "properties": {n: {"not": {"type": "null"}}}} for n in level.one_of]
+    if level is RECIPE:  # only the code of an own method knows its parameters
+        own = {"required": ["merge_method"], "properties": {"merge_method": {"type": "string", "pattern": _OWN_METHOD_PATTERN}}}
+        result |= {"if": own, "else": _known_names(level)}
     return result
 
 
@@ -98,14 +117,16 @@ def _property(key: Key, level: Level, methods: Sequence[MethodFacts]) -> dict[st
 
 def _value(key: Key, level: Level, methods: Sequence[MethodFacts]) -> dict[str, Any]:
     if key.name == "merge_method":
-        return {"enum": [method.name for method in methods]}
+        own = {"type": "string", "pattern": _OWN_METHOD_PATTERN, "description": "A function in a Python file: `./my.py:blend`."}
+        return {"anyOf": [{"enum": [method.name for method in methods]}, own]}
     if key.kind == "text":
         return {"type": "string", "minLength": 1}
     if key.kind == "dtype":
         return {"enum": [name for dtype in DTYPE_NAMES for name in (dtype, f"torch.{dtype}")]}
     if key.kind in ("model", "path"):
         mapping = REFERENCE if key.kind == "model" else PATH
-        return {"anyOf": [{"type": "string", "pattern": _REFERENCE_PATTERN}, {"$ref": f"#/$defs/{mapping.name}"}]}
+        pattern = _REFERENCE_PATTERN if key.kind == "model" else _PATH_PATTERN
+        return {"anyOf": [{"type": "string", "pattern": pattern}, {"$ref": f"#/$defs/{mapping.name}"}]}
     if key.kind == "layer_range":
         return {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 2, "maxItems": 2}
     if key.kind == "parameters":
@@ -135,15 +156,19 @@ def _parameters(uses: dict[str, list[tuple[str, ParameterFacts]]]) -> dict[str, 
             docs.setdefault(parameter.doc, []).append(method_name)
         description = " ".join(f"{', '.join(names)}: {doc}" for doc, names in docs.items())
         properties[name] = {"$ref": f"#/$defs/setting_{name}", "description": description}
-    return {"type": "object", "properties": properties, "additionalProperties": False}
+    own = {"$ref": "#/$defs/setting_of_own_method"}
+    return {"type": "object", "properties": properties, "additionalProperties": own}
 
 
 def _setting(name: str, parameters: Sequence[ParameterFacts]) -> dict[str, Any]:
-    """All the forms of one parameter: a scalar, a gradient, a schedule, a value with a filter, a list of those."""
+    """All the forms of one parameter: a scalar, a gradient, a schedule, a value with a filter, a list of those.
+
+    parameters  of this name, one for each method that has it; none for one that only its own method's code knows
+    """
     scalars: list[dict[str, Any]] = []
     for parameter in parameters:
         scalars += [s for s in _scalars(parameter) if s not in scalars]
-    scalar = scalars[0] if len(scalars) == 1 else {"anyOf": scalars}
+    scalar = scalars[0] if len(scalars) == 1 else {"anyOf": scalars} if scalars else {"type": ["number", "string", "boolean"]}
     scheduled = name == SCHEDULED and any(p.scope == "model" for p in parameters)
     schedules = [{"$ref": f"#/$defs/{SCHEDULE.name}"}] if scheduled else []
     docs = {key.name: key.doc for key in CONDITION.keys}

@@ -61,8 +61,8 @@ def save_file(
     overwrite  False raises OutputExists when there is such a file
     fsync      False leaves it to the system when the bytes reach the disk
 
-    A file of that name stays as it was until the new one is whole. Raises StoreError for what cannot be stored,
-    NoSpace.
+    A file of that name stays as it was until the new one is whole; folders on the way that are missing are made. Raises
+    StoreError for what cannot be stored, NoSpace.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -76,6 +76,7 @@ def save_file(
     layout = make_layout([view.spec for view in views], sys.maxsize, _with_aliases(metadata, aliases))
     (shard,) = layout.shards
     _check_file(target, overwrite)
+    _make_folder(target)
     temporary = target.parent / f".weightsmith-{os.getpid()}-{secrets.token_hex(4)}.tmp"
     tile = np.empty(TILE_BYTES, np.uint8)
     try:
@@ -207,19 +208,21 @@ def _with_aliases(metadata: Mapping[str, str] | None, aliases: Mapping[str, str]
 
 
 def _check_file(target: Path, overwrite: bool) -> None:
-    if not target.parent.is_dir():
-        raise StoreError(
-            f"its folder {target.parent} does not exist",
-            where=str(target),
-            fix=f"mkdir -p {target.parent}",
-            state=NOTHING_WRITTEN,
-        )
     if target.is_dir():
         raise OutputExists(
             "a folder has this name", where=str(target), fix="name a file, or use save_model", state=NOTHING_WRITTEN
         )
     if target.exists() and not overwrite:
         raise _exists(target)
+
+
+def _make_folder(target: Path) -> None:
+    """The folder of a file, and those on the way to it."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = "a file has the name of a folder on the way" if isinstance(error, FileExistsError) else error.strerror
+        raise StoreError(f"its folder cannot be made: {reason}", where=str(target), state=NOTHING_WRITTEN) from error
 
 
 def _exists(target: Path) -> OutputExists:

@@ -1,0 +1,26 @@
+"""A merged tensor that holds several matrices is made of pieces: each is merged as if it were a tensor of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from weightsmith.jobs.operations import JOIN
+from weightsmith.planner.steps import Step, Window
+from weightsmith.structure.fused import Part
+from weightsmith.tensors import TensorSpec
+
+
+def apart(step: Step, parts: Sequence[Part]) -> Step:
+    """The step as a join of one piece for each part; as it is when there are none.
+
+    A piece has the name that its matrix has in an unfused model, so that it gets the random masks of that model too.
+    """
+    if not parts:
+        return step
+    pieces = []
+    for part in parts:
+        out = TensorSpec(part.name, step.out.dtype, part.shape)
+        inputs = tuple(replace(source, window=Window(part.offset, 1, out.size, out.size)) for source in step.inputs)
+        pieces.append(replace(step, out=out, inputs=inputs))
+    return Step(step.out, JOIN, (), settings=step.settings, pieces=tuple(pieces))

@@ -1,0 +1,156 @@
+"""Tensors that hold several matrices one after another, and where each begins: fused projections and stacked experts.
+
+    qkv_proj, qkv, Wqkv                        [(heads + 2 kv_heads) · head_dim, H]   q, k, v
+    query_key_value with one kv head           the same
+    gate_up_proj, input_linear, Wi, dense_h_to_4h   [2I, H]                           gate, up
+    experts [E, rows, cols]                    one after another, each of them fused or not
+
+A name says what may be in a tensor, its shape whether it is: the rows of q, k and v must be those that config.json gives,
+gate and up must each fit the matrix that follows them (`down_proj` [H, I]). What does not fit is one matrix. So is what is
+no run of elements, or cannot be told to be: `query_key_value` with several kv heads (GPT-NeoX and Bloom interleave the
+heads of q, k and v, Falcon groups of heads, ChatGLM neither), and what is fused along the columns (GPT-2's `c_attn`
+[H, 3H]; experts [E, H, 2I] of Llama 4 and gpt-oss, which are one matrix for each expert).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weightsmith.structure.model import Structure
+from weightsmith.tensors import MAX_STACKED, TensorSpec
+
+Specs = Mapping[str, TensorSpec]
+Rows = tuple[tuple[str, int], ...]
+"""For each matrix the component that names it, and its rows."""
+
+ATTENTION = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "qkv": ("q", "k", "v"),
+    "Wqkv": ("Wq", "Wk", "Wv"),
+    "query_key_value": ("query", "key", "value"),
+}
+"""Fused projections of attention, by the last component but `weight`, and the names of their matrices."""
+
+INTERLEAVED = frozenset({"query_key_value"})
+"""Those whose heads are interleaved in some models: with one kv head there is nothing to interleave."""
+
+GATED = {
+    "gate_up_proj": ("gate_proj", "up_proj", "down_proj"),
+    "input_linear": ("gate_linear", "up_linear", "output_linear"),
+    "Wi": ("Wgate", "Wup", "Wo"),
+    "dense_h_to_4h": ("gate_proj", "up_proj", "dense_4h_to_h"),
+}
+"""Fused projections of a gated MLP: the names of their halves, and the matrix that follows them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A matrix (or a vector) in a tensor: the name that it has in an unfused model, its first element, its shape."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+
+
+def fused_parts(
+    spec: TensorSpec, specs: Specs, structure: Structure, config: Mapping[str, Any] | None, name: str = ""
+) -> tuple[Part, ...]:
+    """The matrices of a tensor, in the order of their elements; () when it is one.
+
+    specs   of all the tensors of its model; structure and config are the model's
+    name    of the tensor in the output, where it has another number or prefix there: the parts are named after it
+
+    >>> from weightsmith.structure import analyse
+    >>> from weightsmith.tensors import DTYPES
+    >>> shapes = {"gate_up_proj": (2, 6, 4), "down_proj": (2, 4, 3)}
+    >>> found = [TensorSpec(f"layers.{i}.mlp.experts.{n}", DTYPES["BF16"], s) for i in (0, 1) for n, s in shapes.items()]
+    >>> for part in fused_parts(found[0], {s.name: s for s in found}, analyse(found, None), None):
+    ...     print(part.offset, part.shape, part.name)
+    0 (3, 4) layers.0.mlp.experts.0.gate_proj.weight
+    12 (3, 4) layers.0.mlp.experts.0.up_proj.weight
+    24 (3, 4) layers.0.mlp.experts.1.gate_proj.weight
+    36 (3, 4) layers.0.mlp.experts.1.up_proj.weight
+    """
+    dims = len(spec.shape)
+    experts = structure.experts(spec) if dims == 3 else 1
+    experts = experts if experts <= MAX_STACKED else 1
+    if not spec.size or dims not in (1, 2, 3) or (dims == 3 and experts == 1):
+        return ()
+    _, leaf, kind = _components(spec.name)
+    if experts == 1 and leaf not in ATTENTION and leaf not in GATED:
+        return ()
+    rows = _rows(spec, specs, structure, config or {})
+    if experts == 1 and not rows:
+        return ()
+    rows = rows or ((leaf, spec.shape[1]),)
+    cols = spec.shape[-1:] if dims > 1 else ()
+    head, _, _ = _components(name or spec.name)
+    found, offset = [], 0
+    for e in range(experts):
+        place = f"{head}{e}." if experts > 1 else head
+        for part, height in rows:
+            found.append(Part(f"{place}{part}.{kind}", offset, (height, *cols)))
+            offset += height * math.prod(cols)
+    assert offset == spec.size
+    return tuple(found)
+
+
+def _components(name: str) -> tuple[str, str, str]:
+    """What comes before the component that names the matrix, that component, and whether it is a weight or a bias.
+
+    >>> _components("layers.0.mlp.gate_up_proj.bias"), _components("layers.0.mlp.experts.down_proj")
+    (('layers.0.mlp.', 'gate_up_proj', 'bias'), ('layers.0.mlp.experts.', 'down_proj', 'weight'))
+    """
+    rest, _, last = name.rpartition(".")
+    if last not in ("weight", "bias"):
+        return f"{rest}." if rest else "", last, "weight"
+    head, dot, leaf = rest.rpartition(".")
+    return head + dot, leaf, last
+
+
+def _rows(spec: TensorSpec, specs: Specs, structure: Structure, config: Mapping[str, Any]) -> Rows:
+    """The rows of each matrix in a fused projection (of one expert), or () when it is none. A bias is as its weight."""
+    head, leaf, kind = _components(spec.name)
+    if kind == "bias":
+        weight = specs.get(f"{head}{leaf}.weight")
+        if weight is None or len(weight.shape) != 2 or spec.shape != weight.shape[:1]:
+            return ()
+        return _rows(weight, specs, structure, config)
+    if len(spec.shape) == 2 and leaf in ATTENTION:
+        return _attention(leaf, spec.shape, _section(spec.name, structure, config))
+    if len(spec.shape) > 1 and leaf in GATED:
+        *halves, after = GATED[leaf]
+        following = specs.get(head + after + spec.name[len(head) + len(leaf) :])
+        *stack, height, width = spec.shape
+        if height % 2 == 0 and following is not None and following.shape == (*stack, width, height // 2):
+            return tuple((half, height // 2) for half in halves)
+    return ()
+
+
+def _attention(leaf: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Rows:
+    """The rows of q, k and v by the numbers of heads in config.json; () where these do not add up to the tensor's."""
+    heads = _count(config, "num_attention_heads") or _count(config, "num_heads")
+    if not heads:
+        return ()
+    kv_heads = 1 if leaf in INTERLEAVED else _count(config, "num_key_value_heads") or heads
+    head_dim = _count(config, "head_dim") or (shape[1] // heads if shape[1] % heads == 0 else 0)
+    if not head_dim or shape[0] != (heads + 2 * kv_heads) * head_dim:
+        return ()
+    return tuple(zip(ATTENTION[leaf], (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim), strict=True))
+
+
+def _section(name: str, structure: Structure, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of config.json that the tensor's stack is described in: where its number of layers is."""
+    found = structure.locate(name) or structure.extra(name)
+    path = found[0].config_path if found is not None else None
+    for key in path[:-1] if path is not None else ():
+        config = config[key]
+    return config if path is not None else {}
+
+
+def _count(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
