@@ -7,7 +7,8 @@ import re
 from weightsmith.errors import Finding, UnknownName, Unsupported, WeightsmithError, nearest
 from weightsmith.mixture.dense import Dense
 from weightsmith.mixture.layouts import all_layouts
-from weightsmith.mixture.layouts.base import ExpertLayout, semantics
+from weightsmith.mixture.layouts.base import ExpertLayout
+from weightsmith.mixture.limits import why_not
 from weightsmith.recipe import Upcycling
 
 
@@ -17,25 +18,26 @@ def choose_layout(recipe: Upcycling, base: Dense) -> tuple[ExpertLayout, list[Fi
     where = recipe.section.at("architecture")
     named = recipe.architecture
     if named:
-        layouts = tuple(layout for layout in layouts if _is_called(layout, named))
+        layouts = _called(named)
         if not layouts:
             names = [layout.name for layout in all_layouts()]
             what = f"no architecture is called '{named}'{nearest(named, names)}"
             return UnknownName(what, where=where, fix=f"architectures: {', '.join(names)}")
     model_type = str(base.donor.config.get("model_type", ""))
-    reasons = {layout.name: why_not(layout, recipe, base) for layout in layouts}
+    counts = len(recipe.experts), len(recipe.shared_experts)
+    reasons = {layout.name: why_not(layout, base, *counts) for layout in layouts}
     for layout in layouts:
         if reasons[layout.name] or not (named or model_type in layout.dense):
             continue
         if model_type in layout.dense:
             return layout, []
-        known = ", ".join(layout.dense)
-        what = f"{layout.title} computes what {known} models do; whether it does for {model_type} is not known"
+        known = f"computes what {', '.join(layout.dense)} models do" if layout.dense else "is made for no dense model"
+        what = f"{layout.title} {known}; whether it computes what a {model_type} model does is not known"
         return layout, [Finding(what, where, fix="compare the output with the base before you use it")]
     tried = [
         f"{layout.name}: {reasons[layout.name] or f'not known to compute what a {model_type} model does'}" for layout in layouts
     ]
-    fits = [o.name for o in all_layouts() if o not in layouts and model_type in o.dense and not why_not(o, recipe, base)]
+    fits = [o.name for o in all_layouts() if o not in layouts and model_type in o.dense and not why_not(o, base, *counts)]
     whose = f"experts of {base.donor.label} ({model_type or 'no model type'})"
     return Unsupported(
         f"{named} cannot hold {whose}" if named else f"no architecture can hold {whose}",
@@ -45,27 +47,12 @@ def choose_layout(recipe: Upcycling, base: Dense) -> tuple[ExpertLayout, list[Fi
     )
 
 
-def why_not(layout: ExpertLayout, recipe: Upcycling, base: Dense) -> str:
-    """Why a layout cannot hold what a recipe asks for; "" when it can."""
-    problems = list(layout.check(semantics(base.donor.config)))
-    for names in (set(layer.rest) for layer in base.layers):
-        if more := sorted(names - layout.layer - layout.optional):
-            problems.append(f"it has no place for {more[0]}")
-        if missing := sorted(layout.layer - names - layout.fillable):
-            problems.append(f"it needs {missing[0]}, which the base has not")
-    low, high = layout.shared_experts
-    n = len(recipe.shared_experts)
-    if not low <= n <= high:
-        wanted = f"{low}" if low == high else f"{low} to {high}"
-        problems.append(f"it takes {wanted} shared experts, not {n}")
-    if layout.max_experts is not None and len(recipe.experts) > layout.max_experts:
-        problems.append(f"it takes at most {layout.max_experts} experts, not {len(recipe.experts)}")
-    return next(iter(problems), "")
-
-
-def _is_called(layout: ExpertLayout, name: str) -> bool:
+def _called(name: str) -> tuple[ExpertLayout, ...]:
+    """Layouts of this name; where none has exactly this one, those of a name that begins so, as in mergekit."""
     wanted = _plain(name)
-    return any(_plain(n).startswith(wanted) for n in (layout.name, layout.title, layout.architecture, layout.model_type))
+    names = {o.name: {_plain(n) for n in (o.name, o.title, o.architecture, o.model_type, *o.aliases)} for o in all_layouts()}
+    exact = tuple(o for o in all_layouts() if wanted in names[o.name])
+    return exact or tuple(o for o in all_layouts() if any(n.startswith(wanted) for n in names[o.name]))
 
 
 def _plain(name: str) -> str:

@@ -10,7 +10,19 @@ from importlib import import_module
 
 from weightsmith.mixture.layouts.base import ExpertLayout
 
-NAMES = ("mixtral",)
+NAMES = (
+    "mixtral",
+    "qwen3_moe",
+    "granitemoe",
+    "flex_olmo",
+    "qwen2_moe",
+    "glm4_moe",
+    "dots1",
+    "deepseek_v3",
+    "deepseek_v2",
+    "deepseek",
+    "olmoe",
+)
 """In the order of preference, where a recipe names no architecture."""
 
 

@@ -2,34 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+from weightsmith.mixture.layouts.dense_config import KNOWN, ROPE
 
 ATTENTION = frozenset(f"self_attn.{part}_proj.weight" for part in "qkvo")
 NORMS = frozenset({"input_layernorm.weight", "post_attention_layernorm.weight"})
+POST_NORMS = frozenset({"post_attention_layernorm.weight", "post_feedforward_layernorm.weight"})
 QKV_BIASES = frozenset(f"self_attn.{part}_proj.bias" for part in "qkv")
-HEAD_NORMS = frozenset({"self_attn.q_norm.weight", "self_attn.k_norm.weight"})
+ATTENTION_BIASES = frozenset(f"self_attn.{part}_proj.bias" for part in "qkvo")
+QK_NORMS = frozenset({"self_attn.q_norm.weight", "self_attn.k_norm.weight"})
+
+PER_EXPERT = tuple((f"mlp.experts.{{e}}.{part}_proj.weight", (part,)) for part in ("gate", "up", "down"))
+"""One tensor for each matrix of each expert, under the names of Qwen, OLMo and DeepSeek."""
+
+_TAKEN = ROPE | {
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "use_cache",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "attention_dropout",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What config.json must say.
 
-    config        of the base, its model type's defaults filled in (see `semantics`)
+    config        of the base, in full (see `dense_config.semantics`)
+    present       names inside a layer of the base, without its MLP's
     experts       routed experts
     shared        shared experts
     per_token     experts that each token is sent to
     intermediate  rows of an expert's gate
     hidden        hidden size
+    scales        factor on the output of each routed expert, and of each shared one
     """
 
     config: Mapping[str, Any]
+    present: frozenset[str]
     experts: int
     shared: int
     per_token: int
     intermediate: int
     hidden: int
+    scales: tuple[tuple[float, ...], tuple[float, ...]]
+
+    @property
+    def biased(self) -> bool:
+        """Queries, keys and values have biases."""
+        return QKV_BIASES <= self.present
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +84,29 @@ class ExpertLayout:
     architecture  class in config.json
     model_type    in config.json
     title         a few words
+    aliases       further names in recipes
     dense         model types that it computes the same as, but for the experts
     layer         names inside a layer that are no expert's and that it has
-    optional      names inside a layer that it may have
+    optional      groups of names inside a layer of which it may have all or none
+    norms         what `q_norm` and `k_norm` norm where there are any: each head, or all heads together
+    windows       which layers may have a sliding window: none, all of them, or any
+    partial       part of a head may be rotated
+    multipliers   it has Granite's factors on embeddings, residuals, attention and logits
     router        name inside a layer of the router's rows [experts, hidden]
+    routing       how scores become the experts' weights, in words
+    sigmoid       scores are sigmoids, so rows must be short: of logits far below 0 the weights no longer sum to 1
     tensors       expert tensors: (name inside a layer, parts). `{e}` in the name is the expert; without it all experts are one
                   tensor [experts, rows, cols]. Several parts are joined along the rows, in this order
     shared        the same for the shared expert; () when it has none
     shared_router name of the row [1, hidden] that the shared expert is multiplied with; "" when it has none
     shared_experts  least and most shared experts
-    max_experts   None: any number
+    min_experts   least routed experts
     config        config.json of the output
-    fixed         further tensors of a layer, given the names inside it that the base has
+    fixed         further tensors of a layer
     fillable      names of `layer` that `fixed` gives where the base has them not
     check         what in the base's config it cannot express, one sentence each
     warnings      what a user of this layout should know, given the facts
+    note          what the table of layouts says besides
     """
 
     name: str
@@ -74,54 +116,36 @@ class ExpertLayout:
     dense: tuple[str, ...]
     layer: frozenset[str]
     router: str
+    routing: str
     tensors: tuple[tuple[str, tuple[str, ...]], ...]
     config: Callable[[Facts], dict[str, Any]]
-    optional: frozenset[str] = field(default=frozenset())
+    aliases: tuple[str, ...] = ()
+    optional: tuple[frozenset[str], ...] = ()
+    norms: Literal["head", "all heads"] = "head"
+    windows: Literal["none", "all", "any"] = "none"
+    partial: bool = False
+    multipliers: bool = False
+    sigmoid: bool = False
     shared: tuple[tuple[str, tuple[str, ...]], ...] = ()
     shared_router: str = ""
     shared_experts: tuple[int, int] = (0, 0)
-    max_experts: int | None = None
-    fixed: Callable[[Facts, frozenset[str]], Sequence[Fixed]] = lambda facts, present: ()
+    min_experts: int = 1
+    fixed: Callable[[Facts], Sequence[Fixed]] = lambda facts: ()
     fillable: frozenset[str] = field(default=frozenset())
-    check: Callable[[Mapping[str, Any]], list[str]] = lambda config: []
-    warnings: Callable[[Facts], Sequence[str]] = lambda facts: ()
+    check: Callable[[Mapping[str, Any]], Iterable[str]] = lambda config: ()
+    warnings: Callable[[Facts], Iterable[str]] = lambda facts: ()
+    note: str = ""
 
 
-# What a key means when config.json does not have it: another class has other defaults.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "max_position_embeddings": 2048},
-    "mistral": {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "num_key_value_heads": 32, "max_position_embeddings": 32768},
-    "qwen3": {
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 32768,
-        "head_dim": 128,
-    },
-}
+def moe_config(facts: Facts, layout: tuple[str, str], take: Iterable[str] = (), **new: Any) -> dict[str, Any]:
+    """The base's config as the config of `layout` (architecture, model type).
 
+    take  keys of the base beyond those that every architecture has
+    new   keys of the mixture
 
-def semantics(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A dense config in which everything that decides what the model computes is written out.
-
-    >>> semantics({"model_type": "llama", "num_attention_heads": 4, "hidden_size": 64})["head_dim"]
-    16
+    Keys that only the dense model's class reads are left out; those that no class reads stay.
     """
-    full = {**_DEFAULTS.get(str(config.get("model_type")), {}), **config}
-    if "rope_parameters" in config:
-        full.pop("rope_theta", None)
-    heads = int(full.get("num_attention_heads") or 0)
-    if not full.get("num_key_value_heads"):
-        full["num_key_value_heads"] = heads
-    if not full.get("head_dim") and heads:
-        full["head_dim"] = int(full["hidden_size"]) // heads
-    full.setdefault("tie_word_embeddings", False)
-    full.setdefault("hidden_act", "silu")
-    return full
-
-
-def moe_config(facts: Facts, layout: tuple[str, str], drop: Sequence[str] = (), **new: Any) -> dict[str, Any]:
-    """The base's config as the config of `layout` (architecture, model type): without `drop`, with `new`."""
-    kept = {key: value for key, value in facts.config.items() if key not in (*drop, "auto_map", "quantization_config")}
+    known = facts.config.keys() & KNOWN
+    left_out = known - _TAKEN - set(take) | {"auto_map", "quantization_config"}
+    kept = {key: value for key, value in facts.config.items() if key not in left_out}
     return {**kept, "architectures": [layout[0]], "model_type": layout[1], **new}

@@ -1,4 +1,4 @@
-"""Mixtral: `block_sparse_moe.experts.{e}.w1/w3/w2`, softmax over the chosen experts' logits."""
+"""Mixtral: `block_sparse_moe.experts.{e}.w1/w3/w2`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def _config(facts: Facts) -> dict[str, Any]:
     return moe_config(
         facts,
         ("MixtralForCausalLM", "mixtral"),
-        ("attention_bias", "mlp_bias", "pretraining_tp"),
+        ("head_dim", "sliding_window"),
         num_local_experts=facts.experts,
         num_experts_per_tok=facts.per_token,
         intermediate_size=facts.intermediate,
@@ -26,9 +26,11 @@ LAYOUT = ExpertLayout(
     architecture="MixtralForCausalLM",
     model_type="mixtral",
     title="Mixtral",
-    dense=("llama", "mistral"),
+    dense=("llama", "mistral", "ministral", "phi3", "smollm3"),
     layer=ATTENTION | NORMS,
+    windows="all",
     router="block_sparse_moe.gate.weight",
+    routing="softmax; the chosen experts' weights are divided by their sum, always",
     tensors=tuple((f"block_sparse_moe.experts.{{e}}.{name}.weight", (part,)) for part, name in _NAMES.items()),
     config=_config,
 )

@@ -1,0 +1,74 @@
+"""DeepSeek-MoE, the first: a Llama with experts. Its classes are the Python files of deepseek-ai/deepseek-moe-16b-base."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from weightsmith.mixture.layouts.base import ATTENTION, NORMS, PER_EXPERT, ExpertLayout, Facts, moe_config
+from weightsmith.mixture.layouts.deepseek_family import SHARED, keys, warn_shared
+from weightsmith.mixture.layouts.dense_config import rope_scaling, rope_type
+
+_CODE = "deepseek-ai/deepseek-moe-16b-base"
+
+
+def _config(facts: Facts) -> dict[str, Any]:
+    config = moe_config(
+        facts,
+        ("DeepseekForCausalLM", "deepseek"),
+        **keys(facts) | {"n_shared_experts": facts.shared or None},
+        moe_layer_freq=1,
+        scoring_func="softmax",
+        attention_bias=False,
+        auto_map={
+            "AutoConfig": f"{_CODE}--configuration_deepseek.DeepseekConfig",
+            "AutoModel": f"{_CODE}--modeling_deepseek.DeepseekModel",
+            "AutoModelForCausalLM": f"{_CODE}--modeling_deepseek.DeepseekForCausalLM",
+        },
+    )
+    # The files are older than `rope_parameters`.
+    rope = dict(rope_scaling(facts.config))
+    theta = rope.pop("rope_theta", facts.config.get("rope_theta", 10_000.0))
+    config.pop("rope_parameters", None)
+    kind = rope_type(facts.config)
+    return config | {
+        "rope_theta": theta,
+        "rope_scaling": None if kind == "default" else {"type": kind, "factor": rope["factor"]},
+    }
+
+
+def _check(config: Mapping[str, Any]) -> Iterable[str]:
+    heads, size = int(config.get("num_attention_heads") or 0), int(config.get("head_dim") or 0)
+    if heads * size != config.get("hidden_size"):
+        yield f"its heads are as wide as the hidden state, and the base's {heads} heads of {size} are not"
+    if rope_type(config) not in ("default", "linear", "dynamic"):
+        yield f"its rotary embeddings are stretched linearly or dynamically, and the base's by {rope_type(config)}"
+
+
+def _warnings(facts: Facts) -> Iterable[str]:
+    yield f"a program needs the Python files of {_CODE} to load this: transformers has no class for it"
+    if facts.per_token == 1 and facts.experts > 1:
+        yield (
+            "the weight of a single expert is its softmax and not 1, so the output is smaller than the base's:"
+            " write experts_per_token: 2"
+        )
+    yield from warn_shared(facts)
+
+
+LAYOUT = ExpertLayout(
+    name="deepseek",
+    architecture="DeepseekForCausalLM",
+    model_type="deepseek",
+    title="DeepSeek MoE",
+    dense=("llama", "mistral", "ministral", "phi3", "smollm3"),
+    layer=ATTENTION | NORMS,
+    router="mlp.gate.weight",
+    routing="softmax; of two or more chosen experts the weights are divided by their sum (`norm_topk_prob: true`)",
+    tensors=PER_EXPERT,
+    shared=SHARED,
+    shared_experts=(0, 1),
+    config=_config,
+    check=_check,
+    warnings=_warnings,
+    note=f"transformers has no class for it; `auto_map` names the files of {_CODE}",
+)

@@ -1,0 +1,76 @@
+"""Qwen2-MoE: a shared expert beside the routed ones, times a sigmoid of the hidden state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from weightsmith.mixture.layouts.base import (
+    ATTENTION,
+    NORMS,
+    PER_EXPERT,
+    QKV_BIASES,
+    ExpertLayout,
+    Facts,
+    Fixed,
+    moe_config,
+)
+
+
+def _config(facts: Facts) -> dict[str, Any]:
+    return moe_config(
+        facts,
+        ("Qwen2MoeForCausalLM", "qwen2_moe"),
+        ("head_dim", "sliding_window", "layer_types"),
+        use_sliding_window=facts.config["sliding_window"] is not None,
+        num_experts=facts.experts,
+        num_experts_per_tok=facts.per_token,
+        norm_topk_prob=True,
+        intermediate_size=facts.intermediate,
+        moe_intermediate_size=facts.intermediate,
+        shared_expert_intermediate_size=facts.intermediate,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        qkv_bias=True,
+        output_router_logits=False,
+    )
+
+
+def _fixed(facts: Facts) -> list[Fixed]:
+    """Biases of zero: the models that the architecture is made for have them, so programs expect them."""
+    if facts.biased:
+        return []
+    size = int(facts.config["head_dim"])
+    heads = {"q": "num_attention_heads", "k": "num_key_value_heads", "v": "num_key_value_heads"}
+    return [Fixed(f"self_attn.{part}_proj.bias", (int(facts.config[key]) * size,), 0.0) for part, key in heads.items()]
+
+
+def _warnings(facts: Facts) -> Iterable[str]:
+    if any(facts.scales[1]):
+        yield (
+            "the shared expert's output, times a sigmoid, is added to that of the routed experts, so layers put out up to twice"
+            " what the base's do: write residual_scale: 0 for the shared expert to begin where the base is, and train from there"
+        )
+
+
+LAYOUT = ExpertLayout(
+    name="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    model_type="qwen2_moe",
+    title="Qwen2-MoE",
+    aliases=("Qwen MoE",),
+    dense=("qwen2", "llama", "mistral", "ministral", "phi3", "smollm3", "seed_oss"),
+    layer=ATTENTION | NORMS | QKV_BIASES,
+    fillable=QKV_BIASES,
+    fixed=_fixed,
+    windows="any",
+    router="mlp.gate.weight",
+    routing="softmax; the chosen experts' weights are divided by their sum (`norm_topk_prob: true`)",
+    tensors=PER_EXPERT,
+    shared=tuple((f"mlp.shared_expert.{part}_proj.weight", (part,)) for part in ("gate", "up", "down")),
+    shared_router="mlp.shared_expert_gate.weight",
+    shared_experts=(1, 1),
+    config=_config,
+    warnings=_warnings,
+    note="biases of queries, keys and values that the base has not are zero",
+)
