@@ -157,7 +157,7 @@ def test_without_an_index_missing_shards_are_noticed(names: list[str], words: li
     ("names", "error", "words"),
     [
         (["adapter_model.safetensors", "adapter_config.json"], Unsupported, ["adapter (LoRA), not a model"]),
-        (["adapter_model.safetensors"], Unsupported, ["adapter (LoRA)", "merge_and_unload"]),
+        (["adapter_model.safetensors"], Unsupported, ["adapter (LoRA)", "base_model_folder_or_hub_id+"]),
         (["adapter_config.json", "lora.safetensors"], Unsupported, ["adapter (LoRA)"]),
         (["pytorch_model.bin", "config.json"], Unsupported, ["pickles", "'pytorch_model.bin'", "save_pretrained"]),
         (["consolidated.00.pth"], Unsupported, ["pickles", "never loads them"]),

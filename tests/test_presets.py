@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import load_file, save_file
 
 import weightsmith
 from tests import plan_help
@@ -18,12 +19,14 @@ from tests.plan_help import plan, warnings
 
 PRESETS = sorted((Path(__file__).parents[1] / "examples" / "recipes" / "presets").glob("*.yml"))
 LAYERS = 32
+ADAPTED = "model.layers.3.mlp.up_proj"
 Tensors = dict[str, np.ndarray]
 
 
 def paths(file: Path) -> list[str]:
     """The models that a recipe names."""
-    return list(dict.fromkeys(re.findall(r"(?:model|base_model): (\./[^\s,}]+)", file.read_text())))
+    named = re.findall(r"(?:model|base_model): (\./[^\s,}]+)", file.read_text())
+    return list(dict.fromkeys(path for name in named for path in name.split("+")))
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +34,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with every model that a preset names, 32 small layers each; 12 for a pattern."""
     folder = tmp_path_factory.mktemp("presets")
     for path in dict.fromkeys(path for file in PRESETS for path in paths(file)):
+        if path.startswith("./adapters/"):
+            adapter(folder / path)
+            continue
         for name in [path.replace("*", str(i)) for i in range(1, 13)] if "*" in path else [path]:
             plan_help.model(folder / name, LAYERS, seed=sum(name.encode()))
     return folder
 
 
+def adapter(folder: Path) -> None:
+    """A LoRA adapter of rank 2 for one of the layers."""
+    rng = np.random.default_rng(0)
+    factors = {f"{ADAPTED}.lora_A.weight": rng.standard_normal((2, 4)), f"{ADAPTED}.lora_B.weight": rng.standard_normal((6, 2))}
+    folder.mkdir(parents=True)
+    save_file({f"base_model.model.{n}": a.astype(np.float32) for n, a in factors.items()}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 3}')
+
+
 def test_there_are_presets() -> None:
-    assert len(PRESETS) == 20
+    assert len(PRESETS) == 21
 
 
 @pytest.mark.parametrize("file", PRESETS, ids=lambda file: file.stem)
@@ -121,6 +136,16 @@ def test_a_preset_means_what_it_says(name: str, folder: Path, tmp_path: Path, mo
         exact = FORMULAS[name](lambda path: read(folder / path), tensor)
         expected = exact.astype(ml_dtypes.bfloat16).astype(np.float64)
         np.testing.assert_allclose(got, expected, rtol=2**-7, atol=1e-6, err_msg=tensor)
+
+
+def test_an_adapter_is_baked_in(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    weightsmith.merge(PRESETS[0].parent / "bake_in_lora.yml", tmp_path / "out", fsync=False)
+    a, b = load_file("adapters/fr/adapter_model.safetensors").values()
+    base = read(folder / "models/base")
+    for tensor, got in read(tmp_path / "out").items():
+        exact = base[tensor] + (1.5 * (b @ a) if tensor == f"{ADAPTED}.weight" else 0)
+        np.testing.assert_allclose(got, exact.astype(ml_dtypes.bfloat16).astype(np.float64), rtol=2**-7, atol=1e-6)
 
 
 def test_warp_s_slerp_is_of_task_vectors(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

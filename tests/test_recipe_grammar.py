@@ -362,17 +362,13 @@ def test_a_broken_skeleton_is_reported_and_gives_no_recipe(text: str, messages: 
             "  -> A folder whose name holds '+' or '@' is written model: {model: {path: ...}}.",
         ),
         (
-            "org/a@v1+org/lora",
-            "Unsupported: r.yml:2:18: LoRA inputs are not supported yet\n"
-            "  model org/a@v1\n  adapter org/lora\n"
-            "  -> Merge the adapter into its model first (peft: merge_and_unload), save that, and name its"
-            " folder here. A folder whose name holds '+' or '@' is written model: {model: {path: ...}}.",
+            "org/a@v1+",
+            "SyntaxProblem: r.yml:2:18: cannot read the model '': no path or hub id\n"
+            "  -> Write path_or_hub_id or path_or_hub_id@revision.",
         ),
         (
-            "{model: a, lora: b}",
-            "Unsupported: r.yml:2:29: LoRA inputs are not supported yet\n"
-            "  -> Merge the adapter into its model first (peft: merge_and_unload), save that, and name its"
-            " folder here.",
+            "{model: a, lora: [b]}",
+            "SyntaxProblem: r.yml:2:35: 'lora' takes a model, not a list of 1\n  -> Write path_or_hub_id[@revision].",
         ),
         (
             "{path: a}",

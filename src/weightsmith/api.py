@@ -290,7 +290,7 @@ def measure_distance(
 def _check_not_input(out: Path, inputs: Sequence[Checkpoint]) -> None:
     """A merge never replaces what it reads from."""
     for checkpoint in inputs:
-        if out.resolve() == checkpoint.folder.resolve():
+        if any(out.resolve() == folder.resolve() for folder in checkpoint.folders):
             raise StoreError(
                 f"the output folder is the input {checkpoint.ref}",
                 where=str(out),

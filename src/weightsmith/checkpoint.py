@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from weightsmith.errors import CheckpointError, FormatError, NotFound, ParameterError, Unsupported, nearest
+from weightsmith.errors import CheckpointError, Finding, FormatError, NotFound, ParameterError, Unsupported, nearest
 from weightsmith.formats.files import read_bounded, show
 from weightsmith.formats.hf_folder import carried_files, choose_weights, natural_key, read_index
 from weightsmith.formats.quantised import describe_quantisation
 from weightsmith.formats.safetensors import Header, StoredTensor, read_header
 from weightsmith.formats.strict_json import parse_object
+from weightsmith.tensors import DType
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,7 +58,10 @@ class Checkpoint:
     nbytes       bytes of all tensors
     header_hash  xxh3_128 of the weight files' names, sizes and headers: another checkpoint has another hash
     state_hash   the same and their modification times: unequal when the files may have changed since
+    notes        what the user should know of the model
     """
+
+    notes: tuple[Finding, ...] = ()
 
     def __init__(
         self,
@@ -91,6 +95,15 @@ class Checkpoint:
         # Opened at first use and kept: `location` hands descriptors out, so none may be closed under its user.
         self._fds: dict[Path, int] = {}
         self._finalizer = weakref.finalize(self, _close_all, self._fds)
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Every folder that tensors come from."""
+        return (self.folder,)
+
+    def kept_as(self, name: str) -> DType:
+        """The dtype that the model keeps a tensor in: what it is written as where nobody asks for another."""
+        return self._tensor(name).spec.dtype
 
     def location(self, name: str) -> tuple[int, int]:
         """(file descriptor, offset of the tensor's first byte in that file), for `os.copy_file_range` and the like.
@@ -233,28 +246,40 @@ def open_checkpoint(
     weightsmith.errors.NotFound: ./no/such/folder: no such folder or file
     """
     name = os.fspath(ref)
+    place = locate(ref, revision)
+    if isinstance(place, Path):
+        return _open_folder(name, place, _local_names(place)) if place.is_dir() else _open_file(name, place)
+
+    from weightsmith import hub
+
+    try:
+        snapshot = hub.fetch(*place, cache_dir, token)
+    except NotFound as error:
+        if hint := _nearest_sibling(_expand(name)):  # `models/lama` is spelled like a hub id
+            found = error.finding
+            raise NotFound(found.what + hint, where=found.where, details=found.details, fix=found.fix) from error
+        raise
+    return _open_folder(name, snapshot.folder, snapshot.names, snapshot.commit)
+
+
+def locate(ref: str | Path, revision: str | None = None) -> Path | tuple[str, str | None]:
+    """The local path that a name stands for, or else the hub id and revision.
+
+    Raises NotFound for a name that can be neither, ParameterError for a revision of a local path and for two revisions.
+    """
+    name = os.fspath(ref)
     path = _expand(name)
     if name and _exists(path):
         if revision is not None:
             raise ParameterError(f"revision {show(revision)} is given for a local path, which has no revisions", where=name)
-        return _open_folder(name, path, _local_names(path)) if path.is_dir() else _open_file(name, path)
+        return path
     match = _HUB_ID.fullmatch(name) if isinstance(ref, str) and not name.lower().endswith(_FILE_SUFFIXES) else None
     if match is None:
         raise _not_found(name, path)
     repo, in_name = match[1], match[2]
     if revision is not None and in_name is not None and revision != in_name:
         raise ParameterError(f"two revisions: {show(in_name)} in the name, {show(revision)} beside it", where=name)
-
-    from weightsmith import hub
-
-    try:
-        snapshot = hub.fetch(repo, in_name or revision, cache_dir, token)
-    except NotFound as error:
-        if hint := _nearest_sibling(path):  # `models/lama` is spelled like a hub id
-            found = error.finding
-            raise NotFound(found.what + hint, where=found.where, details=found.details, fix=found.fix) from error
-        raise
-    return _open_folder(name, snapshot.folder, snapshot.names, snapshot.commit)
+    return repo, in_name or revision
 
 
 def _open_folder(ref: str, folder: Path, names: Sequence[str], commit: str = "") -> Checkpoint:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,17 @@ def fetch(repo: str, revision: str | None, cache_dir: str | Path | None, token: 
         except Exception as error:
             raise _explain(error, where) from error
     return Snapshot(folder, commit, names)
+
+
+def fetch_files(repo: str, revision: str | None, names: Sequence[str]) -> tuple[Path, str]:
+    """Bring some files of a hub repository into the cache, those of `names` that it has; their folder and the commit."""
+    import huggingface_hub
+
+    try:
+        folder = huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=[glob.escape(n) for n in names])
+    except Exception as error:
+        raise _explain(error, f"{repo}@{revision}" if revision else repo) from error
+    return Path(folder), Path(folder).name
 
 
 def _explain(error: Exception, where: str) -> CheckpointError:

@@ -219,7 +219,7 @@ def _no_weights(everything: list[str], top: list[str], where: str) -> Unsupporte
             "an adapter (LoRA), not a model",
             where=where,
             details=some([n for n in top if n.startswith("adapter")]),
-            fix="Merge the adapter into its base model first (peft: merge_and_unload, then save_pretrained).",
+            fix=f"Write its base model in front of it: base_model_folder_or_hub_id+{where}",
         )
     if pickles := [n for n in top if n.lower().endswith(_PICKLES) and not _TRAINING.fullmatch(n.lower())]:
         return Unsupported(

@@ -23,7 +23,7 @@ from weightsmith.planner.audit import Audit
 from weightsmith.planner.blocks import BlockMaker, Part
 from weightsmith.planner.config import output_config
 from weightsmith.planner.donor import choose_donor
-from weightsmith.planner.dtypes import DTypes
+from weightsmith.planner.dtypes import DTypes, kept_specs
 from weightsmith.planner.inputs import analyse_all, at, number_models, open_models
 from weightsmith.planner.match import ModelNames
 from weightsmith.planner.outputs import Models, Origins, Outputs
@@ -222,6 +222,7 @@ class _Planner:
         placements = placer.place(parts)
         self.problems += placer.problems
         inputs = [c for c in opened if c is not None]
+        self.warnings += [note for checkpoint in inputs for note in checkpoint.notes]
         names = [n for n in matched if n is not None]
         if len(inputs) < len(opened) or not placements:
             raise self._refusal()
@@ -235,7 +236,7 @@ class _Planner:
             donor=donor,
             base=self.models[self.recipe.base_model] if self.recipe.base_model is not None else None,
         )
-        account, dtypes = Account(self.labels, names), DTypes(self.asked, specs)
+        account, dtypes = Account(self.labels, names), DTypes(self.asked, [kept_specs(c) for c in inputs])
         resolver = Resolver(method, self.labels, audit.wrong)
         outputs = Outputs(facts, method, resolver, account, dtypes)
         outputs.make(placements)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
+from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import Finding
 from weightsmith.planner.steps import Source
 from weightsmith.tensors import DType, TensorSpec, promote
@@ -21,10 +23,18 @@ def main_dtype(specs: Iterable[TensorSpec]) -> DType | None:
     return max(found.values(), key=lambda d: nbytes[d.name]) if found else None
 
 
+def kept_specs(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
+    """The tensors of a model, by name, in the dtypes that it keeps them in."""
+    specs = {name: t.spec for name, t in checkpoint.tensors.items()}
+    wide = {name: checkpoint.kept_as(name) for name, spec in specs.items() if checkpoint.kept_as(name) is not spec.dtype}
+    return {**specs, **{name: replace(specs[name], dtype=dtype) for name, dtype in wide.items()}}
+
+
 class DTypes:
     """The asked dtype, else the smallest that holds all inputs. Counts the tensors that stay wider than asked.
 
-    asked  of the recipe or the caller; None: none
+    asked   of the recipe or the caller; None: none
+    models  the tensors of each, in the dtypes that it keeps them in: not those of what an adapter adds to them
     """
 
     def __init__(self, asked: DType | None, models: Sequence[Mapping[str, TensorSpec]]) -> None:
@@ -33,8 +43,9 @@ class DTypes:
         self._main: dict[int, DType | None] = {}
         self._wide: list[str] = []
 
-    def of(self, inputs: Sequence[Source], specs: Sequence[TensorSpec]) -> DType:
+    def of(self, inputs: Sequence[Source]) -> DType:
         """The dtype of the tensor made of these."""
+        specs = [self._models[i.model][i.tensor] for i in inputs]
         dtype = specs[0].dtype
         for spec in specs:
             if spec.dtype is not dtype:

@@ -9,6 +9,7 @@ from typing import Any
 
 from weightsmith.checkpoint import Checkpoint, open_checkpoint
 from weightsmith.errors import Unsupported, WeightsmithError
+from weightsmith.lora import Applied, open_adapter
 from weightsmith.recipe import ModelRef, Module, Recipe
 from weightsmith.structure import Structure, analyse
 
@@ -20,7 +21,7 @@ def number_models(recipe: Recipe) -> tuple[dict[ModelRef, int], list[ModelRef]]:
     """
     models: dict[ModelRef, int] = {}
     firsts: list[ModelRef] = []
-    places: dict[tuple[str, str], int] = {}
+    places: dict[tuple[str, ...], int] = {}
     for ref in _references(recipe):
         if ref not in models:
             models[ref] = places.setdefault(_place(ref), len(firsts))
@@ -36,11 +37,10 @@ def open_models(refs: Sequence[ModelRef], stack: ExitStack) -> tuple[list[Checkp
     for ref in refs:
         opened.append(None)
         try:
-            checkpoint = open_checkpoint(ref.path, revision=ref.revision or None)
+            checkpoint = _open(ref, stack)
         except WeightsmithError as error:
             problems.append(at(error, ref.where))
             continue
-        stack.callback(checkpoint.close)
         if checkpoint.quantised is None:
             opened[-1] = checkpoint
             continue
@@ -52,6 +52,17 @@ def open_models(refs: Sequence[ModelRef], stack: ExitStack) -> tuple[list[Checkp
             )
         )
     return opened, problems
+
+
+def _open(ref: ModelRef, stack: ExitStack) -> Checkpoint:
+    """A model, its adapter applied to it; `stack` closes what was opened, also when the rest fails."""
+    checkpoint = open_checkpoint(ref.path, revision=ref.revision or None)
+    stack.callback(checkpoint.close)
+    if ref.lora is None or checkpoint.quantised is not None:
+        return checkpoint
+    adapter = open_adapter(ref.lora.path, revision=ref.lora.revision or None)
+    stack.callback(adapter.checkpoint.close)
+    return Applied(checkpoint, adapter, str(ref))
 
 
 def analyse_all(opened: Sequence[Checkpoint | None]) -> list[Structure | None]:
@@ -99,11 +110,12 @@ def _references(recipe: Recipe) -> Iterator[ModelRef]:
         yield from (s.base_model for s in part.slices if s.base_model is not None)
 
 
-def _place(ref: ModelRef) -> tuple[str, str]:
+def _place(ref: ModelRef) -> tuple[str, ...]:
+    adapter = () if ref.lora is None else _place(ref.lora)
     try:
         path = Path(ref.path).expanduser()
         if path.exists():
-            return str(path.resolve()), ref.revision
+            return str(path.resolve()), ref.revision, *adapter
     except (OSError, ValueError, RuntimeError):  # no possible path, or no such user's home: opening it says so
         pass
-    return ref.path, ref.revision
+    return ref.path, ref.revision, *adapter

@@ -28,10 +28,6 @@ REFUSED = {
         "chat_template is not supported yet",
         "Remove this line: the chat template of the base (else first) model is then copied.",
     ),
-    "lora": (
-        "LoRA inputs are not supported yet",
-        "Merge the adapter into its model first (peft: merge_and_unload), save that, and name its folder here.",
-    ),
 }
 """Keys of kind `refused`: the error and the next step."""
 

@@ -1,9 +1,8 @@
-"""How a model is named in one string: `path_or_hub_id[@revision][+lora[@revision]]`."""
+"""How a model is named in one string: `path_or_hub_id[@revision][+adapter[@revision]]`."""
 
 from __future__ import annotations
 
-from weightsmith.errors import SyntaxProblem, Unsupported, WeightsmithError
-from weightsmith.recipe.misuse import REFUSED
+from weightsmith.errors import SyntaxProblem, WeightsmithError
 from weightsmith.recipe.nodes import short
 from weightsmith.recipe.records import ModelRef
 
@@ -15,15 +14,18 @@ def parse_reference(text: str, where: str) -> ModelRef | WeightsmithError:
 
     >>> parse_reference("org/name@v2", "r.yml:1:1").revision
     'v2'
+    >>> str(parse_reference("org/name+org/adapter", "r.yml:1:1").lora)
+    'org/adapter'
     """
     if "+" in text:
         if text.count("+") > 1:
             what = f"cannot read the model {short(text)!r}: more than one '+'"
             return SyntaxProblem(what, where=where, fix=_MAPPING_FORM)
-        what, fix = REFUSED["lora"]
-        base, _, lora = text.partition("+")
-        details = (f"model {short(base)}", f"adapter {short(lora)}")
-        return Unsupported(what, where=where, details=details, fix=f"{fix} {_MAPPING_FORM}")
+        parts = [parse_path(part, where) for part in text.split("+")]
+        base, lora = parts
+        if isinstance(base, ModelRef) and isinstance(lora, ModelRef):
+            return base.with_lora(lora)
+        return next(part for part in parts if not isinstance(part, ModelRef))
     return parse_path(text, where)
 
 

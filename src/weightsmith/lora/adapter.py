@@ -1,0 +1,233 @@
+"""A LoRA adapter as PEFT saves it: adapter_config.json and adapter_model.safetensors, checked before anything is believed.
+
+LoRA (Hu et al. 2021, arXiv 2106.09685) adds scaling · B @ A to a matrix, with scaling = alpha / r; rsLoRA (Kalajdzievski 2023,
+arXiv 2312.03732) has alpha / √r.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weightsmith.checkpoint import Checkpoint, locate
+from weightsmith.errors import FormatError, NotFound, Unsupported
+from weightsmith.formats.files import read_bounded, show
+from weightsmith.formats.safetensors import read_header
+from weightsmith.formats.strict_json import parse_object
+
+CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 16 << 20
+
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(r"(.+)\.(?:lora_([AB])\.weight|lora_embedding_([AB]))")
+_MERGE_WITH_PEFT = "Merge it with peft (merge_and_unload, then save_pretrained), and name that folder."
+
+# Settings under which B @ A is not all that the adapter does; each must be false, none or empty.
+_NOT_APPLIED = {
+    "use_dora": "DoRA, which also scales the columns of the merged weight",
+    "lora_bias": "a bias of B, which is added to the layer's own",
+    "use_qalora": "QA-LoRA, which pools the inputs of A",
+    "use_bdlora": "block-diagonal factors",
+    "layer_replication": "layers that are repeated before the adapter is applied",
+    "target_parameters": "factors of parameters that are no module's weight (fused experts)",
+    "trainable_token_indices": "single rows of the embedding, trained apart",
+    "alora_invocation_tokens": "an activated LoRA, which is on for some tokens only and so cannot be merged",
+    "arrow_config": "Arrow routing between several adapters",
+    "kasa_config": "KaSA, which changes the base weights",
+    "monteclora_config": "MonteCLoRA's sampled factors",
+    "megatron_config": "layers of Megatron, which are split between devices",
+    "ensure_weight_tying": "factors that embedding and head share",
+}
+# Initialisations that leave the base weights alone. The others (PiSSA, OLoRA, LoftQ, CorDA, LoRA-GA) subtract their first B @ A
+# from them, and the adapter is to that residual, which is not in any file.
+_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """The update of one module's weight: scaling · B @ A, of an embedding its transpose.
+
+    a, b       names in the adapter's file of A [rank, inputs] and B [outputs, rank]
+    embedding  of an embedding: A is [rank, tokens], B [hidden, rank]
+    scaling    alpha / rank, or as rsLoRA has it
+    """
+
+    a: str
+    b: str
+    embedding: bool
+    scaling: float
+
+
+class Adapter:
+    """An adapter's tensors, and what each is for. Made by `open_adapter`.
+
+    checkpoint    of adapter_model.safetensors
+    updates       module → its factors; modules are named as PEFT names them, without `base_model.model.`
+    replacements  tensor of the model → tensor of the file that takes its place (modules_to_save)
+    transposed    `fan_in_fan_out`: weights are stored [inputs, outputs], as GPT-2's are
+    tokenizer     the tokenizer files that lie beside the adapter
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        updates: Mapping[str, Factors],
+        replacements: Mapping[str, str],
+        *,
+        transposed: bool,
+        tokenizer: tuple[str, ...],
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.updates = updates
+        self.replacements = replacements
+        self.transposed = transposed
+        self.tokenizer = tokenizer
+
+
+def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
+    """Open an adapter: a local folder, or a hub id `org/name[@revision]`. Reads its config and header, no tensor data.
+
+    Raises NotFound, FormatError (bytes or settings that break the format), Unsupported (what is more than LoRA), and what
+    `open_checkpoint` raises for a name. All problems of one file are in one error.
+    """
+    folder, names, commit = _files(ref, revision)
+    if missing := [name for name in (CONFIG_NAME, WEIGHTS_NAME) if name not in names]:
+        pickled = "adapter_model.bin" in names and WEIGHTS_NAME in missing
+        fix = "Load it with peft where you trust it, and save it with save_pretrained() as safetensors." if pickled else ""
+        what = f"no adapter of PEFT: there is no {' and no '.join(missing)}"
+        raise NotFound(what, where=ref, details=(f"it holds {', '.join(sorted(names)[:8])}",) if names else (), fix=fix)
+    config_path, path = folder / CONFIG_NAME, folder / WEIGHTS_NAME
+    data = read_bounded(config_path, MAX_CONFIG_BYTES)
+    config = parse_object(data, CONFIG_NAME, str(config_path), "Repair it, or download the adapter again.")
+    _check_kind(config, str(config_path))
+    checkpoint = Checkpoint(ref, folder, {path: read_header(path)}, revision=commit, config=config)
+    updates, replacements = _sort(checkpoint, config)
+    tokenizer = tuple(sorted(n for n in names if n.startswith(("tokenizer", "chat_template", "vocab", "merges"))))
+    transposed = config.get("fan_in_fan_out") is True
+    return Adapter(checkpoint, updates, replacements, transposed=transposed, tokenizer=tokenizer)
+
+
+def _files(ref: str, revision: str | None) -> tuple[Path, list[str], str]:
+    """The adapter's folder, names in it, and the commit of one from the hub."""
+    place = locate(ref, revision)
+    if isinstance(place, Path):
+        if not place.is_dir():
+            raise Unsupported("an adapter is a folder", where=ref, fix=f"Name the folder that holds {CONFIG_NAME}.")
+        return place, [p.name for p in place.iterdir() if p.is_file()], ""
+    from weightsmith import hub
+
+    folder, commit = hub.fetch_files(*place, (CONFIG_NAME, WEIGHTS_NAME))
+    return folder, [name for name in (CONFIG_NAME, WEIGHTS_NAME) if (folder / name).is_file()], commit
+
+
+def _check_kind(config: Mapping[str, Any], where: str) -> None:
+    """Raise Unsupported for an adapter that is not plain LoRA, with every reason."""
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise Unsupported(f"an adapter of peft_type {show(kind)}, not LORA", where=where, fix=_MERGE_WITH_PEFT)
+    reasons = [f"{key}: {why}" for key, why in _NOT_APPLIED.items() if config.get(key)]
+    if config.get("bias", "none") != "none":
+        reasons.append(f"bias: {show(config['bias'])}: biases are trained too")
+    init = config.get("init_lora_weights", True)
+    if init not in _PLAIN_INITS:
+        reasons.append(f"init_lora_weights: {show(init)}: the base weights were changed before training")
+    if reasons:
+        raise Unsupported(
+            "the adapter does more than LoRA, and would be applied wrongly", where=where, details=reasons, fix=_MERGE_WITH_PEFT
+        )
+
+
+def _sort(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[dict[str, Factors], dict[str, str]]:
+    """The updates and replacements in a file. Raises FormatError with everything that cannot be."""
+    problems: list[str] = []
+    found: dict[str, dict[str, str]] = {}
+    embeddings: set[str] = set()
+    replacements: dict[str, str] = {}
+    for name, tensor in checkpoint.tensors.items():
+        inner = name.removeprefix(_PREFIX)
+        match = _FACTOR.fullmatch(inner)
+        if match is None and any(part.startswith("lora_") for part in inner.split(".")):
+            problems.append(f"{show(name)} is no A or B of a LoRA")
+        elif match is None:
+            replacements[inner.replace(".base_layer.", ".")] = name
+        elif not tensor.spec.dtype.floating or len(tensor.spec.shape) != 2 or 0 in tensor.spec.shape:
+            problems.append(f"{tensor.spec} is no matrix of floating numbers: only linear and embedding layers are applied")
+        else:
+            found.setdefault(match[1], {})[match[2] or match[3]] = name
+            if match[3]:
+                embeddings.add(match[1])
+    scalings = _Scalings(config, checkpoint.ref)
+    updates = {}
+    for module, pair in found.items():
+        if len(pair) < 2:
+            problems.append(f"{module} has an {next(iter(pair))} and no {'B' if 'A' in pair else 'A'}")
+            continue
+        a, b = (checkpoint.tensors[pair[part]].spec.shape for part in "AB")
+        rank = scalings.rank(module)
+        if a[0] != rank or b[1] != rank:
+            problems.append(f"{module} has rank {rank} by the config, and A {list(a)} and B {list(b)}")
+            continue
+        updates[module] = Factors(pair["A"], pair["B"], module in embeddings, scalings.of(module))
+    if problems:
+        where, n = f"{checkpoint.folder / WEIGHTS_NAME}", len(problems)
+        shown = [*problems[:8], *([f"and {n - 8} more"] if n > 8 else [])]
+        fix = "The config and the weights are of different adapters, or this is not one of PEFT's: save it again with peft."
+        raise FormatError(f"{n} problem(s) with the adapter's tensors", where=where, details=shown, fix=fix)
+    return updates, replacements
+
+
+class _Scalings:
+    """Rank and scaling of each module: `r` and `lora_alpha`, but for the modules that a pattern names."""
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self._where = f"{where}, {CONFIG_NAME}"
+        self._root = config.get("use_rslora") is True
+        self._rank = self._number(config, "r")
+        self._alpha = self._number(config, "lora_alpha")
+        self._ranks = self._patterns(config, "rank_pattern")
+        self._alphas = self._patterns(config, "alpha_pattern")
+
+    def rank(self, module: str) -> int:
+        """r of one module."""
+        return int(_first(self._ranks, module, self._rank))
+
+    def of(self, module: str) -> float:
+        """What B @ A of one module is multiplied with."""
+        rank = self.rank(module)
+        return float(_first(self._alphas, module, self._alpha) / (math.sqrt(rank) if self._root else rank))
+
+    def _number(self, config: Mapping[str, Any], key: str) -> float:
+        value = config.get(key)
+        whole = key in ("r", "rank_pattern")
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not math.isfinite(value):
+            raise FormatError(f"{key} is {show(value)}, which is no {'whole ' if whole else ''}number", where=self._where)
+        if whole and not 0 < value < 2**31:
+            raise FormatError(f"{key} is {show(value)}, and a rank is 1 or more", where=self._where)
+        return value
+
+    def _patterns(self, config: Mapping[str, Any], key: str) -> list[tuple[re.Pattern[str], float]]:
+        value = config.get(key) or {}
+        if not isinstance(value, dict):
+            raise FormatError(f"{key} is {show(value)}, which is no object", where=self._where)
+        single = "r" if key == "rank_pattern" else "lora_alpha"
+        return [(self._pattern(text, key), self._number({single: number}, single)) for text, number in value.items()]
+
+    def _pattern(self, text: str, key: str) -> re.Pattern[str]:
+        """A pattern of PEFT: a regular expression for the end of a module's name.
+
+        Repeated groups are refused: in an expression that a stranger wrote they may take for ever.
+        """
+        try:
+            if len(text) > 1000 or re.search(r"\)[*+?{]|\(\?|\\[1-9]", text) or len(re.findall(r"[*+{]", text)) > 4:
+                raise FormatError(f"{key} has a pattern that is not a plain one: {show(text)}", where=self._where)
+            return re.compile(rf"(?:.*\.)?(?:{text})")
+        except (re.error, RecursionError, OverflowError) as error:
+            raise FormatError(f"{key} has no regular expression: {show(text)}: {error}", where=self._where) from error
+
+
+def _first(patterns: Iterable[tuple[re.Pattern[str], float]], module: str, otherwise: float) -> float:
+    return next((number for pattern, number in patterns if pattern.fullmatch(module)), otherwise)
