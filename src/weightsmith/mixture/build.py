@@ -130,7 +130,7 @@ class _Builder:
 
     def prepare(self, stack: ExitStack, *, lenient: bool, allow_code: bool, folder: Path) -> PreparedMoe:
         base = self._base(stack, lenient=lenient, allow_code=allow_code, folder=folder)
-        experts = self._experts(stack)
+        experts = self._experts(base, stack)
         self._check_recipe()
         mode = self.recipe.gate_mode or recipes.GATE_MODES[0]
         texts = self._texts()
@@ -139,8 +139,11 @@ class _Builder:
             raise PlanError(self.problems)
         donors = [expert for expert in experts if expert is not None]
         listed = [*self.recipe.experts, *self.recipe.shared_experts]
+        seen: set[ModelRef] = set()
         for donor, expert in zip(donors, listed, strict=True):
-            self._check_shapes(base, donor, expert)
+            if expert.model not in seen:
+                self._check_shapes(base, donor, expert, lenient=lenient)
+            seen.add(expert.model)
         chosen = choose_layout(self.recipe, base)
         if isinstance(chosen, WeightsmithError):
             raise PlanError([*self.problems, chosen])
@@ -188,13 +191,13 @@ class _Builder:
         self.warnings += prepared.plan.warnings
         return self._parts(self.assembly.merge(prepared), self.recipe.section.at("base_model"))
 
-    def _experts(self, stack: ExitStack) -> list[Dense | None]:
-        """The model of every expert, shared ones last; one that is named often is opened once."""
+    def _experts(self, base: Dense | None, stack: ExitStack) -> list[Dense | None]:
+        """The model of every expert, shared ones last; one that is named often, or is the base, is opened once."""
         listed = [*self.recipe.experts, *self.recipe.shared_experts]
-        refs = list(dict.fromkeys(expert.model for expert in listed))
+        refs = [ref for ref in dict.fromkeys(expert.model for expert in listed) if ref != self.recipe.base]
         opened = dict(zip(refs, self._open(refs, stack), strict=True))
         parts = {ref: self._dense(opened[ref], str(ref), ref.where) for ref in refs}
-        return [parts[expert.model] for expert in listed]
+        return [parts.get(expert.model, base) for expert in listed]
 
     def _open(self, refs: Sequence[ModelRef], stack: ExitStack) -> list[Checkpoint | None]:
         opened, problems = open_models(refs, stack)
@@ -255,7 +258,7 @@ class _Builder:
                 what = f"the shared expert {expert.model} has no prompts: its gate is one half, for every token"
                 self.warnings.append(Finding(what, expert.section.where, fix="give it positive_prompts"))
 
-    def _check_shapes(self, base: Dense, donor: Dense, expert: Expert) -> None:
+    def _check_shapes(self, base: Dense, donor: Dense, expert: Expert, *, lenient: bool) -> None:
         where, label = expert.section.at("source_model"), base.donor.label
         if len(donor.layers) != len(base.layers):
             what = f"{expert.model} has {len(donor.layers)} layers, and {label} has {len(base.layers)}"
@@ -270,8 +273,12 @@ class _Builder:
                     return
         ours, theirs = _vocabulary(base), _vocabulary(donor)
         if ours != theirs:
-            what = f"{expert.model} has {theirs} tokens, and {label} has {ours}: they do not mean the same"
-            self.problems.append(ShapeError(what, where=where, fix="give it the tokenizer of the base first"))
+            what = f"{expert.model} has {theirs} tokens, and {label} has {ours}, which are the mixture's"
+            fix = "an expert of use reads the base's tokens"
+            if lenient:
+                self.warnings.append(Finding(what, where, fix=fix))
+            else:
+                self.problems.append(ShapeError(what, where=where, fix=f"{fix}; --mergekit-lenient makes this a warning"))
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -291,8 +298,9 @@ class _Builder:
             for suffix, block in layer.rest.items():
                 step = base.donor.steps[block.tensor]
                 steps.append(take(step, TensorSpec(prefix + suffix, self._dtype(step.out.dtype), block.shape), block.window))
-            steps += self._expert_steps(layout.tensors, prefix, i, base, donors[: facts.experts], self.recipe.experts)
-            steps += self._expert_steps(layout.shared, prefix, i, base, donors[facts.experts :], self.recipe.shared_experts, alone=True)
+            routed, shared = donors[: facts.experts], donors[facts.experts :]
+            steps += self._expert_steps(layout.tensors, prefix, i, base, routed, self.recipe.experts)
+            steps += self._expert_steps(layout.shared, prefix, i, base, shared, self.recipe.shared_experts, alone=True)
             made = [TensorSpec(prefix + layout.router, dtype, (facts.experts, facts.hidden))]
             if layout.shared_router:
                 made.append(TensorSpec(prefix + layout.shared_router, dtype, (facts.shared, facts.hidden)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,22 @@ def dense_parts(donor: Donor) -> Dense | WeightsmithError:
         layers.append(Layer(whole, blocks))
     if not layers:
         return ShapeError("it has no decoder layers", where=donor.label)
-    return Dense(donor, stack.prefix, tuple(layers), tuple(outside), tuple(dropped))
+    return _uneven(donor, layers) or Dense(donor, stack.prefix, tuple(layers), tuple(outside), tuple(dropped))
+
+
+def _uneven(donor: Donor, layers: Sequence[Layer]) -> ShapeError | None:
+    """MLPs that are not all of one width: config.json has one number for all experts of all layers."""
+    shape = layers[0].mlp["gate"].shape
+    if len(shape) != 2:
+        what = f"{layers[0].mlp['gate'].tensor} is {list(shape)} and no matrix"
+        return ShapeError(what, where=donor.label, fix="an expert needs its weights as they are before they are quantised")
+    wanted = {"gate": shape, "up": shape, "down": shape[::-1]}
+    for i, layer in enumerate(layers):
+        for part, block in layer.mlp.items():
+            if block.shape != wanted[part]:
+                what = f"{block.tensor} of layer {i} has the {part} projection {list(block.shape)}, not {list(wanted[part])}"
+                return ShapeError(what, where=donor.label, fix="an expert needs MLPs of one width in all layers")
+    return None
 
 
 def _blocks(suffix: str, name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> list[tuple[str, Block]]:

@@ -27,8 +27,8 @@ def _config(facts: Facts) -> dict[str, Any]:
 def _warnings(facts: Facts) -> Iterable[str]:
     if facts.per_token < facts.experts:
         yield (
-            "norm_topk_prob is true, and transformers does not read it: there the weights of the chosen experts sum to less than"
-            " 1, and so the output is smaller than the base's; experts_per_token equal to the number of experts makes it equal"
+            "norm_topk_prob is true, and transformers does not read it: there the weights of the chosen experts sum to less"
+            " than 1, so the output is smaller than the base's; experts_per_token equal to the number of experts makes it equal"
         )
     yield from warn_shared(facts)
     yield from warn_none_shared(facts)

@@ -48,8 +48,8 @@ def _fixed(facts: Facts) -> list[Fixed]:
 def _warnings(facts: Facts) -> Iterable[str]:
     if any(facts.scales[1]):
         yield (
-            "the shared expert's output, times a sigmoid, is added to that of the routed experts, so layers put out up to twice"
-            " what the base's do: write residual_scale: 0 for the shared expert to begin where the base is, and train from there"
+            "the shared expert's output, times a sigmoid, is added to that of the routed experts, so layers put out up to"
+            " twice what the base's do: write residual_scale: 0 for the shared expert to begin where the base is"
         )
 
 
