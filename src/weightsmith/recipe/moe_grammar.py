@@ -15,6 +15,13 @@ EXPERT = Level(
         Key("source_model", "model", "The model whose MLP becomes the expert: `path_or_hub_id[@revision]`.", required=True),
         Key("positive_prompts", "texts", "What the expert is for: its router weights come from these."),
         Key("negative_prompts", "texts", "What it is not for."),
+        Key(
+            "prompts_file",
+            "text",
+            "Text file of further positive prompts: one a paragraph, or cut by `prompt_tokens`. A relative path starts at the "
+            "recipe's folder.",
+        ),
+        Key("held_out_file", "text", "Text file like it, for the routing report alone: nothing is made of it."),
         Key("noise_scale", "number", "Standard deviation of normal noise added to its weights.", minimum=0.0),
         Key("residual_scale", "number", "Factor on its down projection, after the noise."),
     ),
@@ -35,6 +42,8 @@ UPCYCLING = Level(
         Key("shared_experts", "list", "Experts that every token goes through, where the architecture has them.", of=EXPERT),
         Key("architecture", "text", "Of the output; by default the first that can hold these models."),
         Key("gate_mode", "choice", "How router weights are made; router_input by default.", choices=GATE_MODES),
+        Key("prompt_tokens", "count", "Cut the text files of prompts into rows of so many tokens, and not into paragraphs."),
+        Key("router_scale", "number", "Factor on all router weights; 1 by default.", minimum=0.0),
         Key("experts_per_token", "count", "Experts that each token is sent to; 2 by default."),
         Key("dtype", "dtype", "Dtype of the output; the base's by default."),
         Key("name", "text", "A label; without effect."),

@@ -1,17 +1,25 @@
-"""Router weights. Each way to make them is one file with a function that fills `Rows`; `MODES` names them."""
+"""Router weights. Each way to make them is one file with a function that makes rows; `MODES` names them.
+
+Statistics are of real tokens alone: padding is never counted, whatever prompts share a batch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsmith.mixture.assembly import Assembly
 from weightsmith.mixture.dense import Dense
+from weightsmith.mixture.prompts import Texts
 from weightsmith.recipe import Expert, Upcycling
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Rows = npt.NDArray[np.float32]
 """float32 [layers, experts, hidden]: the routed experts' rows, then those of shared experts that have one."""
@@ -23,6 +31,7 @@ class Gating:
 
     experts  that get a row, shared ones last
     seed     of what is random
+    texts    of each of `experts`
     """
 
     recipe: Upcycling
@@ -30,22 +39,56 @@ class Gating:
     assembly: Assembly
     experts: Sequence[Expert]
     seed: int
+    texts: Sequence[Texts]
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Layers, experts, hidden."""
         return len(self.base.layers), len(self.experts), self.base.hidden
 
-
-MODES: Mapping[str, str] = {"random": "random:normal", "uniform_random": "random:uniform"}
-"""Gate mode → file and function in it."""
-
-NEEDS_PROMPTS = frozenset({"router_input", "hidden", "hidden_avg", "hidden_last", "cheap_embed"})
-"""Modes that take each expert's prompts."""
+    @property
+    def routed(self) -> int:
+        """Experts that tokens are routed to; those after them are shared."""
+        return len(self.recipe.experts)
 
 
-def rows(mode: str, gating: Gating) -> Rows:
-    """The rows of a gate mode."""
-    file, _, function = MODES[mode].partition(":")
-    make: Callable[[Gating], Rows] = getattr(import_module(f"weightsmith.mixture.gates.{file}"), function)
-    return make(gating)
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one layer sees of the prompts of one expert: float32 [tokens, hidden], one for each prompt."""
+
+    positive: Sequence[Tensor]
+    negative: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One way to make router weights.
+
+    make   file:function. Without prompts (`needs` is "nothing"): Gating → Rows. With: the samples of all experts, and how many
+           of them are routed → float32 [experts, hidden] of one layer
+    needs  what the samples are: the rows of the embedding, the residual stream that enters the layer, or the input of its MLP
+    plain  prompts are tokenised as mergekit does: the bos token's text and the prompt, and it counts as a token
+    """
+
+    make: str
+    needs: Literal["nothing", "embedding", "entering", "mlp_input"] = "nothing"
+    plain: bool = False
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The function that makes rows."""
+        file, _, name = self.make.partition(":")
+        function: Callable[..., Any] = getattr(import_module(f"weightsmith.mixture.gates.{file}"), name)
+        return function
+
+
+MODES: Mapping[str, Mode] = {
+    "router_input": Mode("router_input:discriminant", "mlp_input"),
+    "hidden": Mode("hidden:last", "entering", plain=True),
+    "hidden_last": Mode("hidden:last", "entering", plain=True),
+    "hidden_avg": Mode("hidden:average", "entering", plain=True),
+    "cheap_embed": Mode("cheap_embed:summed", "embedding", plain=True),
+    "random": Mode("random:normal"),
+    "uniform_random": Mode("random:uniform"),
+}
+"""Every gate mode of the grammar."""

@@ -1,0 +1,30 @@
+"""mergekit's `cheap_embed`: router weights from the embedding alone, the same in all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from weightsmith.mixture.gates import Sample
+
+
+def summed(samples: Sequence[Sample], routed: int) -> Tensor:
+    """The sum of the embedding's rows over all tokens of an expert's prompts, norm 1; negative ones' subtracted; norm 1 again.
+
+    No model is run. What a router receives after the first layers is no longer in the directions of the embedding.
+    """
+    width = next(s.positive[0].shape[1] for s in samples if s.positive)
+    rows = torch.zeros(len(samples), width, dtype=torch.float64)
+    for row, sample in zip(rows, samples, strict=True):
+        if sample.positive:
+            row += _direction(sample.positive)
+        if sample.negative:
+            row -= _direction(sample.negative)
+    return normalize(rows, dim=1, eps=1e-8)
+
+
+def _direction(prompts: Sequence[Tensor]) -> Tensor:
+    return normalize(torch.cat(list(prompts)).double().sum(0), dim=0, eps=1e-8).cpu()

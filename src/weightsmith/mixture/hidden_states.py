@@ -1,0 +1,281 @@
+"""The hidden states of a decoder, layer by layer: the weights of one layer are in memory at a time.
+
+transformers builds the module from config.json without memory for its weights, and its own forward says with which arguments
+(masks, positions) it calls each layer. Then each layer gets its weights, all prompts go through it, and the weights are freed.
+Arithmetic is float32 whatever the weights are stored as, on the CPU as on a GPU: few CPUs have fast 16-bit arithmetic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from weightsmith.errors import ShapeError, Unsupported, WeightsmithError
+from weightsmith.mixture.dense import Dense
+from weightsmith.mixture.materialise import Materialiser
+from weightsmith.tensors import TensorSpec
+
+BATCH_TOKENS = 2048
+"""Of one batch, padding included: enough to keep a processor busy, and attention masks stay small."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """What one layer sees of each prompt: float32 [tokens, hidden], prompts in the caller's order, no padding.
+
+    index      of the layer
+    entering   the residual stream before the layer: what transformers calls hidden_states[index]
+    mlp_input  what the layer's MLP receives, after attention and its norm: what a router in its place receives
+    """
+
+    index: int
+    entering: Sequence[Tensor]
+    mlp_input: Sequence[Tensor]
+
+
+class Decoder:
+    """A module of transformers without weights, and the donor that has them. Made by `build`."""
+
+    def __init__(self, dense: Dense, body: Any, layers: nn.ModuleList, embedding: str) -> None:
+        """Use `build`."""
+        self._dense = dense
+        self._body = body
+        self._layers = layers
+        self._embedding = embedding
+        self._owner, self._stack = _place(dense)
+
+    @property
+    def max_tokens(self) -> int:
+        """Positions that the model was made for."""
+        return int(getattr(self._body.config, "max_position_embeddings", None) or 1 << 30)
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding."""
+        return self._dense.donor.steps[self._name(self._embedding)].out.shape[0]
+
+    @property
+    def layer_bytes(self) -> list[int]:
+        """Of the weights of each layer, as they are stored."""
+        steps = self._dense.donor.steps
+        names = [[f"{self._dense.prefix}{i}.{n}" for n, _ in layer.named_parameters()] for i, layer in enumerate(self._layers)]
+        return [sum(steps[name].out.nbytes for name in own) for own in names]
+
+    def embeddings(self, source: Materialiser, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """The embedding's rows of the tokens of each prompt, as they are stored: float32 [tokens, hidden]."""
+        name = self._name(self._embedding)
+        table = _tensor(*source.tensors([name])[name])
+        return [table[torch.tensor(list(ids), dtype=torch.long)].float() for ids in prompts]
+
+    def states(
+        self, source: Materialiser, prompts: Sequence[Sequence[int]], *, device: str = "cpu", batch_tokens: int = BATCH_TOKENS
+    ) -> Iterator[LayerStates]:
+        """What each layer sees of each prompt, layer after layer.
+
+        source   gives the weights
+        prompts  token ids; none of them empty
+        device   as torch names it
+        batch_tokens  of a batch, padding included; the states depend on it by float rounding only
+
+        Memory: a layer in float32 (or the embedding as stored, if that is more), and four times [all tokens, hidden] float32.
+        """
+        with torch.inference_mode():
+            batches = [_Batch(prompts, chosen, device) for chosen in _batches(prompts, batch_tokens)]
+            self._begin(source, batches, prompts, device)
+            for i, layer in enumerate(self._layers):
+                weights = {name: f"{self._dense.prefix}{i}.{name}" for name, _ in layer.named_parameters()}
+                with _loaded(layer, weights, source, device):
+                    yield self._run(i, layer, batches, len(prompts))
+
+    def _name(self, parameter: str) -> str:
+        """The donor's name of a parameter of the body."""
+        return f"{self._owner}.{parameter}" if self._owner else parameter
+
+    def _begin(self, source: Materialiser, batches: Sequence[_Batch], prompts: Sequence[Sequence[int]], device: str) -> None:
+        """Embed every batch and note the arguments of every layer, by running the body without its layers."""
+        used = sorted({token for ids in prompts for token in ids})
+        place = {token: i for i, token in enumerate(used)}
+        name = self._name(self._embedding)
+        table = _tensor(*source.tensors([name])[name])
+        module = self._body.get_submodule(self._embedding.removesuffix(".weight"))
+        module.padding_idx = None  # the rows are numbered anew
+        module.weight = nn.Parameter(table[torch.tensor(used)].to(device, torch.float32), requires_grad=False)
+        del table
+        rest = {n: self._name(n) for n, p in self._body.named_parameters() if p.is_meta and not n.startswith(f"{self._stack}.")}
+        _assign(self._body, rest, source, device)
+        for name, buffer in self._body.named_buffers():
+            owner, _, leaf = name.rpartition(".")
+            self._body.get_submodule(owner)._buffers[leaf] = buffer.to(device)
+        for batch in batches:
+            batch.record(self._body, self._layers, place)
+
+    def _run(self, i: int, layer: nn.Module, batches: Sequence[_Batch], count: int) -> LayerStates:
+        entering: list[Any] = [None] * count
+        mlp_input: list[Any] = [None] * count
+        seen: list[Tensor] = []
+        mlp: Any = layer.mlp
+        hook = mlp.register_forward_pre_hook(lambda _module, args, kwargs: seen.append(_first(args, kwargs)), with_kwargs=True)
+        try:
+            for batch in batches:
+                before, after = batch.through(i, layer)
+                for row, (prompt, tokens) in enumerate(zip(batch.chosen, batch.lengths, strict=True)):
+                    entering[prompt] = before[row, :tokens]
+                    mlp_input[prompt] = seen[-1].view(after.shape)[row, :tokens].clone()
+                seen.clear()
+        finally:
+            hook.remove()
+        return LayerStates(i, entering, mlp_input)
+
+
+def build(dense: Dense) -> Decoder | WeightsmithError:
+    """The module of a dense model, without weights; or why transformers cannot build it, or its tensors do not fit.
+
+    Any class of transformers that calls its layers one after another will do; none is named here.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    donor = dense.donor
+    settings = dict(donor.config)
+    model_type = settings.pop("model_type", "")
+    known = "; gate_mode: random needs no hidden states"
+    try:
+        config = AutoConfig.for_model(model_type, **settings)
+        with _Weightless():
+            whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        owner, stack = _place(dense)
+        body = whole.get_submodule(owner)
+        layers = body.get_submodule(stack)
+        table = body.get_input_embeddings().weight
+    except Exception as error:  # whatever a config can make of transformers
+        what = f"transformers cannot build a model of type '{model_type}': {str(error).strip().splitlines()[0][:200]}"
+        return Unsupported(what, where=donor.label, fix=f"check its config.json{known}")
+    embedding = next(name for name, parameter in body.named_parameters() if parameter is table)
+    wanted = {f"{owner}.{name}" if owner else name: tuple(p.shape) for name, p in body.named_parameters()}
+    stored = {name: step.out.shape for name, step in donor.steps.items()}
+    wrong = [
+        f"{name}: {list(shape)} by its config.json, {list(stored[name]) if name in stored else 'not there'}"
+        for name, shape in wanted.items()
+        if stored.get(name) != shape
+    ]
+    if wrong or not isinstance(layers, nn.ModuleList) or len(layers) != len(dense.layers):
+        what = "the tensors are not those of the model that transformers builds from config.json"
+        return ShapeError(what, where=donor.label, details=wrong[:5], fix=f"check its config.json{known}")
+    return Decoder(dense, body, layers, embedding)
+
+
+def _place(dense: Dense) -> tuple[str, str]:
+    """The module that has the layers, and its name for them: `model` and `layers`."""
+    owner, _, stack = dense.prefix.removesuffix(".").rpartition(".")
+    return owner, stack
+
+
+class _Weightless(TorchFunctionMode):  # type: ignore[misc,unused-ignore]  # torch has no types for it
+    """Inside, `torch.empty` (which the layers of torch make their weights with) takes no memory; buffers are made as ever."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        more = {"device": "meta"} if func is torch.empty else {}
+        return func(*args, **{**(kwargs or {}), **more})
+
+
+class _Recorded(Exception):
+    """The last layer has been called: nothing after it is of interest."""
+
+
+class _Batch:
+    """Some prompts, padded on the right; between layers it holds their hidden states [prompts, tokens, hidden]."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], chosen: Sequence[int], device: str) -> None:
+        self.chosen = chosen
+        self.lengths = [len(prompts[k]) for k in chosen]
+        self._ids = [list(prompts[k]) for k in chosen]
+        self._device = device
+        self._hidden: Tensor = torch.empty(0)
+        self._calls: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
+
+    def record(self, body: Any, layers: nn.ModuleList, place: Mapping[int, int]) -> None:
+        """Run the body with layers that note how they are called. place: token → row of the embedding."""
+        width = max(self.lengths)
+        ids = torch.zeros(len(self._ids), width, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, own in enumerate(self._ids):
+            ids[row, : len(own)] = torch.tensor([place[token] for token in own])
+            mask[row, : len(own)] = 1
+
+        def note(*args: Any, **kwargs: Any) -> Tensor:
+            hidden = _first(args, kwargs)
+            if not self._calls:
+                self._hidden = hidden
+            self._calls.append((args[1:], {key: value for key, value in kwargs.items() if key != "hidden_states"}))
+            if len(self._calls) == len(layers):
+                raise _Recorded
+            return hidden
+
+        for layer in layers:
+            layer.forward = note
+        try:
+            with contextlib.suppress(_Recorded):
+                body(input_ids=ids.to(self._device), attention_mask=mask.to(self._device), use_cache=False)
+        finally:
+            for layer in layers:
+                del layer.forward
+        assert len(self._calls) == len(layers)
+
+    def through(self, i: int, layer: nn.Module) -> tuple[Tensor, Tensor]:
+        """Take the batch through layer i: hidden states before and after it."""
+        before = self._hidden
+        args, kwargs = self._calls[i]
+        after = layer(before, *args, **kwargs)
+        self._hidden = after if isinstance(after, Tensor) else after[0]
+        return before, self._hidden
+
+
+def _first(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    hidden = args[0] if args else kwargs["hidden_states"]
+    assert isinstance(hidden, Tensor)
+    return hidden
+
+
+def _batches(prompts: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[list[int]]:
+    """Prompts of like length together, as many as fit: their numbers."""
+    batch: list[int] = []
+    for k in sorted(range(len(prompts)), key=lambda k: (len(prompts[k]), k)):
+        if batch and (len(batch) + 1) * len(prompts[k]) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(k)
+    if batch:
+        yield batch
+
+
+@contextmanager
+def _loaded(layer: nn.Module, names: Mapping[str, str], source: Materialiser, device: str) -> Iterator[None]:
+    """The layer with its weights; without them afterwards."""
+    try:
+        _assign(layer, names, source, device)
+        yield
+    finally:
+        for module in layer.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                module.register_parameter(name, nn.Parameter(parameter.to("meta"), requires_grad=False))
+
+
+def _assign(module: nn.Module, names: Mapping[str, str], source: Materialiser, device: str) -> None:
+    """Give parameters their weights in float32. names: of the module's parameters, and of the donor's tensors."""
+    made = source.tensors(list(names.values()))
+    for name, stored in names.items():
+        owner, _, leaf = name.rpartition(".")
+        values = _tensor(*made.pop(stored)).to(device).float()
+        module.get_submodule(owner).register_parameter(leaf, nn.Parameter(values, requires_grad=False))
+
+
+def _tensor(spec: TensorSpec, data: np.ndarray) -> Tensor:
+    """Bytes as a tensor of their dtype and shape."""
+    return torch.from_numpy(data).view(getattr(torch, spec.dtype.torch)).view(spec.shape)

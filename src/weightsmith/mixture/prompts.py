@@ -1,0 +1,161 @@
+"""What each expert is for: its prompts as the recipe and its text files have them, and as rows of tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weightsmith.errors import NotFound, ParameterError, SyntaxProblem, WeightsmithError
+from weightsmith.recipe import Expert
+
+MAX_BYTES = 4 << 20
+"""Of a text file of prompts: a million tokens, which take a 7B model hours on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """The texts of one expert. whole: text files that are still to be cut into rows, by what they are."""
+
+    positive: tuple[str, ...] = ()
+    negative: tuple[str, ...] = ()
+    held_out: tuple[str, ...] = ()
+    whole: Mapping[str, str] | None = None
+
+    @property
+    def told(self) -> bool:
+        """There is something that the expert is for."""
+        return bool(self.positive or (self.whole or {}).get("positive"))
+
+    @property
+    def said(self) -> tuple[object, ...]:
+        """What router weights are made of: experts of which this is equal get equal ones."""
+        return self.positive, self.negative, (self.whole or {}).get("positive")
+
+
+def read_texts(expert: Expert, folder: Path, prompt_tokens: int | None) -> tuple[Texts, list[WeightsmithError]]:
+    """The texts of an expert, and what is wrong with its files.
+
+    folder         that relative paths start from
+    prompt_tokens  None: a paragraph of a file is a prompt
+
+    >>> read_texts(expert, Path("recipes"), None)[1]                                                     # doctest: +SKIP
+    [NotFound('the text file recipes/fr.txt cannot be read: No such file or directory')]
+    """
+    problems: list[WeightsmithError] = []
+    read: dict[str, str] = {}
+    for key, what in (("prompts_file", "positive"), ("held_out_file", "held_out")):
+        if name := getattr(expert, key):
+            text = _read(folder / Path(name).expanduser(), expert.section.at(key))
+            if isinstance(text, WeightsmithError):
+                problems.append(text)
+            else:
+                read[what] = text
+    if prompt_tokens is not None:
+        return Texts(expert.positive_prompts, expert.negative_prompts, whole=read), problems
+    cut = {what: tuple(paragraphs(text)) for what, text in read.items()}
+    positive = expert.positive_prompts + cut.get("positive", ())
+    return Texts(positive, expert.negative_prompts, cut.get("held_out", ())), problems
+
+
+def paragraphs(text: str) -> list[str]:
+    r"""The runs of lines between blank lines.
+
+    >>> paragraphs("a\nb\n \n\nc\n")
+    ['a\nb', 'c']
+    """
+    return [part.strip("\n") for part in re.split(r"\n(?:[^\S\n]*\n)+", text) if part.strip()]
+
+
+def _read(path: Path, where: str) -> str | WeightsmithError:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
+        reason = error.strerror if isinstance(error, OSError) else error
+        fix = "a relative path starts at the recipe's folder"
+        return NotFound(f"the text file {path} cannot be read: {reason}", where=where, fix=fix)
+    if len(data) > MAX_BYTES:
+        what = f"the text file {path} is larger than {MAX_BYTES:,} bytes"
+        return ParameterError(what, where=where, fix="name a part of it: some ten thousand tokens are plenty")
+    try:
+        text = data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        what = f"the text file {path} is not UTF-8: byte 0x{data[error.start]:02x} at {error.start:,}"
+        return SyntaxProblem(what, where=where, fix="save it as UTF-8")
+    if not text.strip():
+        return ParameterError(f"the text file {path} is empty", where=where, fix="write texts that the expert is for")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One prompt as tokens. start: how many at its beginning every prompt has, and no count includes."""
+
+    ids: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The prompts of one expert as tokens."""
+
+    positive: tuple[Row, ...]
+    negative: tuple[Row, ...]
+    held_out: tuple[Row, ...]
+
+
+class Tokens:
+    """Makes rows of texts.
+
+    plain  as mergekit has them: the text of the bos token and the prompt, whatever the tokenizer itself puts before a text.
+           Otherwise what the tokenizer puts before every text stands before each row
+    """
+
+    def __init__(self, tokenizer: Any, *, plain: bool) -> None:
+        self._tokenizer = tokenizer
+        bos = tokenizer.bos_token_id
+        self._bos_text = (tokenizer.bos_token or "") if plain else ""
+        self._prefix: list[int] = [bos] if bos is not None else []
+        if not plain:
+            special = set(tokenizer.all_special_ids)
+            ids = list(tokenizer("a")["input_ids"])
+            self._prefix = ids[: next((i for i, token in enumerate(ids) if token not in special), 0)]
+
+    def rows(self, texts: Texts, prompt_tokens: int | None) -> Rows:
+        """The rows of all texts of an expert; a text without a token has none."""
+        whole = texts.whole or {}
+        positive = [*map(self._row, texts.positive), *self._cut(whole.get("positive", ""), prompt_tokens)]
+        held_out = [*map(self._row, texts.held_out), *self._cut(whole.get("held_out", ""), prompt_tokens)]
+        return Rows(_full(positive), _full(map(self._row, texts.negative)), _full(held_out))
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _row(self, text: str) -> Row:
+        if self._bos_text:
+            return Row(tuple(self._ids(self._bos_text + text)), 1)
+        return Row((*self._prefix, *self._ids(text)), len(self._prefix))
+
+    def _cut(self, text: str, size: int | None) -> list[Row]:
+        ids = self._ids(text) if text and size else []
+        step = size or 1
+        return [Row((*self._prefix, *ids[k : k + step]), len(self._prefix)) for k in range(0, len(ids), step)]
+
+
+def _full(rows: Any) -> tuple[Row, ...]:
+    return tuple(row for row in rows if len(row.ids) > row.start)
+
+
+def too_long(rows: Sequence[Rows], experts: Sequence[Expert], limit: int) -> list[WeightsmithError]:
+    """An error for each expert with a prompt longer than the model's positions. limit: tokens."""
+    problems: list[WeightsmithError] = []
+    for own, expert in zip(rows, experts, strict=True):
+        longest = max((len(r.ids) for r in (*own.positive, *own.negative, *own.held_out)), default=0)
+        if longest > limit:
+            what = f"a prompt of {expert.model} has {longest:,} tokens, and the base takes at most {limit:,}"
+            fix = "shorten it; a text file is cut into rows with prompt_tokens: 512"
+            problems.append(ParameterError(what, where=expert.section.where, fix=fix))
+    return problems

@@ -1,0 +1,183 @@
+"""Where a router would send the tokens of each expert's prompts and held-out texts.
+
+The states are the base's. In the mixture the stream is the same until the first router has sent a token to an expert that
+differs from the base's MLP, so from the second layer on the shares are an estimate: nothing was run through the mixture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith.errors import Finding
+
+ALONE = 0.9
+"""Share of all tokens from which on an expert has "nearly all"."""
+
+NOTHING = 0.01
+"""Share of its own tokens below which an expert gets "nothing"."""
+
+Shares = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Texts of one expert.
+
+    expert    its number
+    held_out  its held-out file, and not its prompts
+    tokens    of the texts, without padding and without what stands before every text
+    """
+
+    expert: int
+    held_out: bool
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Shares of tokens, float64 [layers, groups, experts].
+
+    experts    as the recipe names them, in the order of the router's rows
+    per_token  experts that each token is sent to
+    first      of which the expert's logit is the largest: a group's shares sum to 1
+    sent       of which it is among the `per_token` largest: they sum to `per_token`
+    """
+
+    experts: tuple[str, ...]
+    per_token: int
+    groups: tuple[Group, ...]
+    first: Shares
+    sent: Shares
+
+    def own(self, shares: Shares) -> Shares:
+        """What each group's own expert gets: [layers, groups]."""
+        return np.stack([shares[:, g, group.expert] for g, group in enumerate(self.groups)], axis=1)
+
+    def label(self, expert: int) -> str:
+        """An expert's number and name."""
+        return f"{expert} {self.experts[expert]}"
+
+    def title(self, group: Group) -> str:
+        """Which texts these are.
+
+        >>> Report(("fr", "de"), 2, (), np.zeros(0), np.zeros(0)).title(Group(1, True, 9))
+        'held-out texts of 1 de'
+        """
+        return f"{'held-out texts' if group.held_out else 'prompts'} of {self.label(group.expert)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values; shares are rounded to four places."""
+        return {
+            "states": "of the base; in the mixture they differ after the first layer",
+            "experts": list(self.experts),
+            "experts_per_token": self.per_token,
+            "texts": [
+                {
+                    "expert": group.expert,
+                    "held_out": group.held_out,
+                    "tokens": group.tokens,
+                    "first_by_layer": self.first[:, g].round(4).tolist(),
+                    "sent_by_layer": self.sent[:, g].round(4).tolist(),
+                }
+                for g, group in enumerate(self.groups)
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Report:
+        """A report from what `to_json` gave."""
+        texts = data["texts"]
+        groups = tuple(Group(t["expert"], t["held_out"], t["tokens"]) for t in texts)
+        first, sent = (
+            np.array([t[key] for t in texts], np.float64).swapaxes(0, 1) for key in ("first_by_layer", "sent_by_layer")
+        )
+        return cls(tuple(data["experts"]), data["experts_per_token"], groups, first, sent)
+
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Head and rows: for each group, what each expert gets first (mean over layers), and what its own gets."""
+        own_first, own_sent = self.own(self.first), self.own(self.sent)
+        head = (
+            "tokens of",
+            *(f"to {self.label(e)}" for e in range(len(self.experts))),
+            f"own in top {self.per_token}",
+            "least, in layer",
+        )
+        rows = []
+        for g, group in enumerate(self.groups):
+            worst = int(own_first[:, g].argmin())
+            means = (f"{share:.0%}" for share in self.first[:, g].mean(0))
+            rows.append((self.title(group), *means, f"{own_sent[:, g].mean():.0%}", f"{own_first[worst, g]:.0%}, {worst}"))
+        return head, rows
+
+    def by_layer(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Head and rows: for each layer, the share of each group that its own expert gets first."""
+        own = self.own(self.first)
+        head = ("layer", *(self.title(group) for group in self.groups))
+        return head, [(str(i), *(f"{share:.0%}" for share in row)) for i, row in enumerate(own)]
+
+    def markdown(self) -> str:
+        """The table for the model card."""
+        head, rows = self.table()
+        lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
+        return "\n".join(lines)
+
+    def warnings(self, where: str) -> list[Finding]:
+        """What makes a router useless: one expert that gets nearly all, or one that gets nothing of its own texts."""
+        found = []
+        prompts = [g for g, group in enumerate(self.groups) if not group.held_out]
+        overall = self.first[:, prompts].mean(1)
+        for e in range(len(self.experts)):
+            if len(self.experts) > 1 and (layers := np.flatnonzero(overall[:, e] >= ALONE)).size:
+                what = f"expert {self.label(e)} is first for nearly all tokens of all prompts in {runs(layers)}"
+                found.append(Finding(what, where, fix="give prompts that differ more, or another gate_mode"))
+        own = self.own(self.sent)
+        for g, group in enumerate(self.groups):
+            if (layers := np.flatnonzero(own[:, g] < NOTHING)).size:
+                what = f"expert {self.label(group.expert)} gets nothing of its own "
+                what += f"{'held-out texts' if group.held_out else 'prompts'} in {runs(layers)}"
+                found.append(Finding(what, where, fix="give prompts that differ more, or another gate_mode"))
+        return found
+
+
+class Counter:
+    """Counts, layer by layer, where tokens go; `report` is the sum."""
+
+    def __init__(self, experts: Sequence[str], per_token: int, groups: Sequence[Group], layers: int) -> None:
+        shape = layers, len(groups), len(experts)
+        self._report = Report(tuple(experts), per_token, tuple(groups), np.zeros(shape), np.zeros(shape))
+
+    def add(self, layer: int, group: int, logits: npt.NDArray[np.float64]) -> None:
+        """Count the tokens of a group. logits: [tokens, experts]; of equal ones the first expert's counts as larger."""
+        order = np.argsort(-logits, axis=1, kind="stable")
+        n = logits.shape[1]
+        first = np.bincount(order[:, 0], minlength=n)
+        sent = np.bincount(order[:, : self._report.per_token].reshape(-1), minlength=n)
+        self._report.first[layer, group] = first / len(logits)
+        self._report.sent[layer, group] = sent / len(logits)
+
+    @property
+    def report(self) -> Report:
+        """What was counted so far."""
+        return self._report
+
+
+def runs(layers: Sequence[int] | npt.NDArray[np.intp]) -> str:
+    """Layer numbers in few words.
+
+    >>> runs([3]), runs([0, 1, 2, 5])
+    ('layer 3', 'layers 0 to 2, 5')
+    """
+    numbers = [int(i) for i in layers]
+    parts: list[list[int]] = []
+    for i in numbers:
+        if parts and parts[-1][-1] == i - 1:
+            parts[-1].append(i)
+        else:
+            parts.append([i])
+    text = ", ".join(f"{p[0]} to {p[-1]}" if len(p) > 2 else ", ".join(map(str, p)) for p in parts)
+    return f"layer{'s' if len(numbers) > 1 else ''} {text}"
