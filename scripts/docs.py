@@ -6,6 +6,7 @@ python scripts/docs.py --check   # status 1 if one is out of date
 docs/recipe.md            scripts/recipe.md with the tables of `weightsmith.recipe.grammar` and the methods' parameters
 docs/recipe.schema.json   what `weightsmith schema` prints
 docs/methods/NAME.md      one page a method, from its `METHOD`; README.md lists them
+docs/moe-layouts.md       every `LAYOUT` of a mixture of experts
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pathlib import Path
 
 from weightsmith.methods import all_methods
 from weightsmith.methods.base import Method, Parameter
+from weightsmith.mixture.layouts import all_layouts
+from weightsmith.mixture.layouts.base import ATTENTION_BIASES, QK_NORMS, QKV_BIASES, ExpertLayout
 from weightsmith.recipe import HARMLESS, RETIRED, schema
 from weightsmith.recipe.grammar import LEVELS, Key, Level
 from weightsmith.recipe.misuse import REFUSED, UNUSED
@@ -40,6 +43,7 @@ def pages() -> dict[Path, str]:
         DOCS / "recipe.md": recipe_page(TEMPLATE.read_text(encoding="utf-8"), methods),
         DOCS / "recipe.schema.json": json.dumps(schema(methods), indent=2, ensure_ascii=False) + "\n",
         DOCS / "methods" / "README.md": methods_page(methods),
+        DOCS / "moe-layouts.md": layouts_page(all_layouts()),
     }
     return found | {DOCS / "methods" / f"{method.name}.md": method_page(method) for method in methods}
 
@@ -226,6 +230,104 @@ def default(p: Parameter) -> str:
 def doc(p: Parameter) -> str:
     """What a parameter does, and why it may do nothing."""
     return f"{p.doc} No effect: {p.ignored}." if p.ignored else p.doc
+
+
+# ---- layouts of mixtures of experts
+
+
+def layouts_page(layouts: Sequence[ExpertLayout]) -> str:
+    """Every architecture that a mixture of experts can have."""
+    return MADE + "\n".join(
+        [
+            "# Architectures of mixtures of experts",
+            "",
+            "What `architecture` in a recipe of `weightsmith moe` may be. Where a recipe names none, it is the first in this "
+            "list that can hold the models. Upper and lower case, spaces and hyphens do not count, nor does the end of a name: "
+            "the names that mergekit-moe takes mean what they mean there.",
+            "",
+            table(
+                ("architecture", "", "from dense", "experts' weights"),
+                [(f"`{o.name}`", _titled(o), _dense(o), o.routing) for o in layouts],
+            ),
+            "",
+            "With experts that are all the base, a checkpoint of any of these computes what the base does, whatever the router "
+            "says: config.json tells the program to make the weights of the chosen experts sum to 1. The tests hold every pair "
+            "of this table to it in transformers (`deepseek`, for which it has no class, in arithmetic of their own). Where "
+            "that cannot be, the plan warns and says what would make it so.",
+            "",
+            "## What they can hold",
+            "",
+            table(
+                ("architecture", "shared experts", "sliding window", "attention's biases and norms", "besides"),
+                [(f"`{o.name}`", _shared(o), WINDOWS[o.windows], _attention(o), _besides(o)) for o in layouts],
+            ),
+            "",
+            "What does not fit is refused before tensor data is read, with the architectures that would do. No architecture "
+            "here has biases in its MLPs, layers without rotary embeddings (SmolLM3's), or other embeddings in some layers.",
+            "",
+            "A shared expert is one that every token goes through. Its output is *added* to that of the routed ones, so with "
+            "experts like the base, and a shared one, layers put out more than the base's. `residual_scale: 0.5` for every "
+            "expert begins where the base is; in `qwen2_moe`, where the shared expert has a sigmoid of the hidden state for a "
+            "factor, `residual_scale: 0` for that one does. The plan warns where neither is written.",
+            "",
+            "## Names on disk",
+            "",
+            "As `save_pretrained` of transformers writes them, and as programs that read the hub's models expect them. Inside "
+            "a layer (`model.layers.0.`), with `{e}` for the expert; several parts of one tensor are joined along the rows; "
+            "without `{e}` the tensor is [experts, rows, columns].",
+            "",
+            table(
+                ("architecture", "experts", "router", "shared expert"),
+                [(f"`{o.name}`", _names(o.tensors), f"`{o.router}`", _shared_names(o)) for o in layouts],
+            ),
+            "",
+            "Everything else keeps its name. `e_score_correction_bias` is float32 and zero.",
+            "",
+        ]
+    )
+
+
+WINDOWS: Mapping[str, str] = {"none": "none", "all": "of all layers, or of none", "any": "of any layers"}
+
+
+def _titled(layout: ExpertLayout) -> str:
+    return f"{layout.title} ({', '.join(layout.aliases)})" if layout.aliases else layout.title
+
+
+def _dense(layout: ExpertLayout) -> str:
+    return ", ".join(f"`{name}`" for name in layout.dense) or "none that transformers has"
+
+
+def _shared(layout: ExpertLayout) -> str:
+    low, high = layout.shared_experts
+    return "none" if high == 0 else f"{low}" if low == high else f"{low} or {high}"
+
+
+def _attention(layout: ExpertLayout) -> str:
+    """Its biases and norms, in words."""
+    if "self_attn.k_proj.weight" not in layout.layer:
+        return "latent, with biases or without"
+    norms = f"queries and keys normed ({layout.norms})"
+    words = [norms] * (layout.layer >= QK_NORMS) + [f"{norms} or not"] * (QK_NORMS in layout.optional)
+    words += ["biases of q, k, v, o or none"] * (ATTENTION_BIASES in layout.optional)
+    words += ["biases of q, k, v or none"] * (QKV_BIASES in layout.optional)
+    words += ["biases of q, k, v"] * (layout.layer >= QKV_BIASES)
+    return "; ".join(words) or "neither"
+
+
+def _besides(layout: ExpertLayout) -> str:
+    more = [f"at least {layout.min_experts} experts"] * (layout.min_experts > 1)
+    more += ["part of a head may be rotated (Phi-3, GLM)"] * layout.partial
+    more += ["Granite's multipliers"] * layout.multipliers
+    return "; ".join([*more, layout.note] if layout.note else more)
+
+
+def _names(tensors: Sequence[tuple[str, Sequence[str]]]) -> str:
+    return ", ".join(f"`{name}`" + (f" ({' and '.join(parts)})" if len(parts) > 1 else "") for name, parts in tensors)
+
+
+def _shared_names(layout: ExpertLayout) -> str:
+    return ", ".join(filter(None, (_names(layout.shared), layout.shared_router and f"`{layout.shared_router}`"))) or "none"
 
 
 # ---- Markdown

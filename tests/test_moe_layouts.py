@@ -33,8 +33,11 @@ SPECIAL = {
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory.mktemp("dense"))
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # matrices this small take longer on several
+    yield Models(tmp_path_factory.mktemp("dense"))
+    torch.set_num_threads(threads)
 
 
 def source_of(layout: ExpertLayout, models: Models, name: str, *, tied: bool = False) -> dict[str, Any]:

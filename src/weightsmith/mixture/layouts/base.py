@@ -121,7 +121,7 @@ class ExpertLayout:
     config: Callable[[Facts], dict[str, Any]]
     aliases: tuple[str, ...] = ()
     optional: tuple[frozenset[str], ...] = ()
-    norms: Literal["head", "all heads"] = "head"
+    norms: Literal["each head", "all heads"] = "each head"
     windows: Literal["none", "all", "any"] = "none"
     partial: bool = False
     multipliers: bool = False
