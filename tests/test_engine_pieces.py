@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from tests.mini import Memory, as_bytes, write_checkpoint
 from weightsmith.checkpoint import open_checkpoint
-from weightsmith.engine.local import Outcome, run
+from weightsmith.engine.local import Outcome, Run, run
 from weightsmith.planner.steps import ModelInput, Plan, Settings, Source, Step, Window
 from weightsmith.store.checksum import combine, grain_bytes, hash_grains
 from weightsmith.tensors import DTYPES, TensorSpec
@@ -122,3 +123,29 @@ def test_a_piece_is_merged_as_a_tensor_of_its_own(tmp_path: Path) -> None:
     whole = Step(spec("fused", (900, 128)), "ties", tuple(Source(i, "fused") for i in range(3)), base=True)
     together, _, _ = made(tmp_path / "whole", [{"fused": m} for m in models], whole, settings)
     assert as_bytes(together) != as_bytes(found), "one threshold for both halves would have given the same"
+
+
+def test_finished_tensors_are_measured_on_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two threads waits in its tensor until the other is in one."""
+    names = ["a", "b"]
+    models = [{name: normal((50, 8), seed + k) for k, name in enumerate(names)} for seed in (0, 5)]
+    paths = [write_checkpoint(tmp_path / f"m{i}", tensors) for i, tensors in enumerate(models)]
+    settings = Settings({"t": 0.5}, ({}, {}))
+    steps = tuple(Step(spec(n, (50, 8)), "nearswap", (Source(0, n), Source(1, n)), base=True) for n in names)
+    plan = Plan("test", tuple(ModelInput(p.name, "", "") for p in paths), steps, (settings,))
+    with ExitStack() as stack:
+        memory = Memory(plan, tmp_path)
+        stack.callback(memory.file.close)
+        inputs = [stack.enter_context(open_checkpoint(p)) for p in paths]
+        first = run(plan, inputs, memory, threads=2)
+        together = threading.Barrier(2, timeout=30)
+        measure = Run._measure_leaf
+
+        def measured(self: Run, *args: Any) -> np.ndarray:
+            together.wait()
+            return measure(self, *args)
+
+        monkeypatch.setattr(Run, "_measure_leaf", measured)
+        again = run(plan, inputs, memory, threads=2, skip=names)
+    assert again.distances == first.distances
+    assert set(again.distances) == set(names)

@@ -144,3 +144,60 @@ def test_thirty_models_are_planned_at_once(tmp_path: Path) -> None:
     seconds = time.perf_counter() - began
     assert (len(p.steps), len(p.models)) == (24 * 24 + 3, MANY)
     assert seconds < 3, seconds  # 0.3 here, for 17,000 inputs
+
+
+# ---- models that count for nothing
+
+
+def runs(folder: Path, count: int) -> list[str]:
+    return [str(plan_help.model(folder / f"checkpoint-{i}", 2, seed=i)) for i in range(count)]
+
+
+def test_models_that_a_schedule_leaves_out_are_not_read(tmp_path: Path) -> None:
+    names = runs(tmp_path, 5)
+    listed = [{"model": name} for name in names]
+    recipe = {"merge_method": "linear", "models": listed, "parameters": {"weight": {"lawa": 2}}}
+    p = plan(recipe)
+    assert {i.model for step in p.steps for i in step.inputs} == {3, 4}
+    assert {(d.model, d.reason) for d in p.dropped} == {(k, "its weight is 0") for k in range(3)}
+    (note,) = [w for w in p.warnings if "not read" in w.what]
+    assert note.what == "3 models are not read: their weights are 0 for every tensor"
+    assert note.details == tuple(names[:3])
+    weightsmith.merge(recipe, tmp_path / "a", fsync=False)
+    two = {"merge_method": "linear", "models": listed[3:], "parameters": {"weight": 0.5}}
+    weightsmith.merge(two, tmp_path / "b", fsync=False)
+    held = [(tmp_path / out / "model.safetensors").read_bytes() for out in "ab"]
+    assert held[0] == held[1]
+
+
+def test_a_model_that_counts_for_some_tensors_is_read_for_those(tmp_path: Path) -> None:
+    names = runs(tmp_path, 2)
+    some = {"weight": [{"filter": "mlp", "value": 1}, {"value": 0}]}
+    recipe = {
+        "merge_method": "linear",
+        "models": [{"model": n, "parameters": w} for n, w in zip(names, ({"weight": 1}, some), strict=True)],
+    }
+    p = plan(recipe)
+    for step in p.steps:
+        assert [i.model for i in step.inputs] == ([0, 1] if "mlp" in step.out.name else [0])
+    assert not [w for w in p.warnings if "not read" in w.what]
+    held = [weightsmith.open_checkpoint(n) for n in names]
+    tensors = [{name: m.read(name) for name in m.tensors} for m in held]
+    for m in held:
+        m.close()
+    zero = weightsmith.merge_state_dicts("linear", [t | {} for t in tensors], weight=[1, 0])
+    assert {n: a.tobytes() for n, a in zero.items()} == {n: a.tobytes() for n, a in tensors[0].items()}
+
+
+def test_where_all_weights_are_zero_all_models_are_read(tmp_path: Path) -> None:
+    listed = [{"model": n} for n in runs(tmp_path, 2)]
+    p = plan({"merge_method": "linear", "models": listed, "parameters": {"weight": 0, "normalize": False}})
+    assert all(len(step.inputs) == 2 for step in p.steps)
+
+
+def test_methods_that_listen_to_every_model_read_every_model(tmp_path: Path) -> None:
+    base, *names = runs(tmp_path, 3)
+    listed = [{"model": n, "parameters": {"weight": k}} for k, n in enumerate(names)]
+    shared = {"norm_match": "mean"}
+    p = plan({"merge_method": "task_arithmetic", "base_model": base, "models": listed, "parameters": shared})
+    assert all(len(step.inputs or step.pieces[0].inputs) == 3 for step in p.steps)

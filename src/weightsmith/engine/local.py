@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -233,21 +234,31 @@ class Run:
         source = step.inputs[i]
         return self.inputs[source.model].tensors[source.tensor].spec.dtype.code
 
-    def measure_finished(self, names: Collection[str], report: Callable[[], None]) -> None:
+    def measure_finished(self, names: Collection[str], threads: int, report: Callable[[], None]) -> None:
         """Distances of tensors that an earlier run has finished, from what it wrote."""
-        buffers = Buffers()
-        for step in self.plan.steps:
-            squares = []
-            origin = 0
-            for leaf in step.leaves if step.out.name in names else ():
-                if leaf.base and leaf.out.size:
-                    squares.append(self._measure_leaf(step, leaf, origin, buffers, report))
-                origin += leaf.out.size
-            self._note_distance(step, squares)
+        own = threading.local()
 
-    def _measure_leaf(
-        self, step: Step, leaf: Step, origin: int, buffers: Buffers, report: Callable[[], None]
-    ) -> npt.NDArray[np.float64]:
+        def measure(step: Step) -> list[npt.NDArray[np.float64]]:
+            if not hasattr(own, "buffers"):
+                own.buffers = Buffers()
+            squares, origin = [], 0
+            for leaf in step.leaves:
+                if leaf.base and leaf.out.size:
+                    squares.append(self._measure_leaf(step, leaf, origin, own.buffers))
+                origin += leaf.out.size
+            return squares
+
+        steps = [s for s in self.plan.steps if s.out.name in names and any(leaf.base for leaf in s.leaves)]
+        with ThreadPoolExecutor(threads, thread_name_prefix="weightsmith-measure") as pool:
+            try:
+                for step, squares in zip(steps, pool.map(measure, steps), strict=True):
+                    self._note_distance(step, squares)
+                    report()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _measure_leaf(self, step: Step, leaf: Step, origin: int, buffers: Buffers) -> npt.NDArray[np.float64]:
         """The distances of one finished leaf, whose output begins at element `origin` of the tensor, by grain."""
         grain, width = grain_elements(leaf.out.shape), leaf.out.dtype.itemsize
         squares = np.zeros((-(-leaf.out.size // grain), 2))
@@ -260,7 +271,6 @@ class Run:
             if read_into(fd, byte_view(out), offset + (origin + place.start) * width) < out.size:
                 raise StoreError("a finished tensor was cut short by someone else", where=f"output tensor {step.out.name}")
             self._measure(leaf, squares[place.start // grain :], place.size, raw, out, buffers)
-            report()
         return squares
 
     def _check_inputs(self, step: Step, first: int, size: int, raw: Bytes) -> None:
@@ -399,7 +409,7 @@ def run(
 
     report()
     task.surveys = conduct(task, threads, report) if surveys is None else surveys
-    task.measure_finished(skip, report)
+    task.measure_finished(skip, threads, report)
     pool = [threading.Thread(target=task.work, name=f"weightsmith-{i}", daemon=True) for i in range(threads)]
     for thread in pool:
         thread.start()

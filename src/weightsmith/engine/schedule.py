@@ -1,8 +1,8 @@
 """What to do next: tiles of all tensors feed one pool of threads.
 
-A step becomes one part, or one for each of its pieces. A part goes through its job's statistics passes and then its apply pass; each
-pass is a set of tiles that any thread may take. Parts begun are preferred to new ones, so few are in flight; a new one is
-begun only when no tile of those in flight is free. Nothing here touches bytes.
+A step becomes one part, or one for each of its pieces. A part goes through its job's statistics passes and then its apply
+pass; each pass is a set of tiles that any thread may take. Parts begun are preferred to new ones, so few are in flight; a
+new one is begun only when no tile of those in flight is free. Nothing here touches bytes.
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@
 One pass as a rule: whichever tile comes first guesses a window of bit patterns around each k-th from itself, and all tiles
 count what is in and above the windows. Where a guess was wrong two more passes find the k-th for certain (see
 `kernels/select.py`).
+
+The counts of each tile are held until the pass ends, for they also say in which tile the last of equal magnitudes lies. A
+large float32 tensor has too many patterns for that: beyond a bound they are added up in one array for the whole window, and if
+that would be too long as well, the window counts as missed. Should the last of equal magnitudes then lie among several, one
+more pass looks for its tile. None of it changes the result.
 """
 
 from __future__ import annotations
@@ -31,6 +36,13 @@ Key = tuple[int, int]
 """What is scored (the number of an input: its delta's magnitude; or a score of `kernels.select`), and which rank of it."""
 
 
+MAX_HELD = 1 << 20
+"""Patterns of single tiles that one search holds: 8 MB. Those of 10 GB of bf16 are fewer."""
+
+MAX_WINDOW = 1 << 21
+"""Patterns of a window whose counts are added up in one array: 8 MB."""
+
+
 @dataclass(slots=True)
 class Search:
     """The search for one k-th largest.
@@ -40,6 +52,8 @@ class Search:
     end     one past its last
     missed  the guess was wrong: `high`, int64 [HIGH_BINS], is counted next, and then a window that is sure
     found   the bits of the k-th; -1 until known
+    quota   of the elements equal to the k-th, the first so many are among the k
+    untold  it is not known in which tile the last of these lies
     """
 
     rank: int
@@ -47,6 +61,8 @@ class Search:
     end: int = -1
     missed: bool = False
     found: int = -1
+    quota: int = 0
+    untold: bool = False
     high: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
@@ -93,6 +109,65 @@ def kept_ranks(size: int, density: float, gamma: float) -> tuple[int, int]:
     return first, first + kept
 
 
+class Counted:
+    """The counts of all tiles in one window, as they come.
+
+    first, end  the window: its first bit pattern, and one past the last
+    size        elements of the matrix
+    above       elements beyond the window so far
+    whole       False when a tile, or the window, had too many patterns to count
+    tiles       by tile; empty once they are added up in `total`, unsigned [end - first]
+    """
+
+    def __init__(self, first: int, end: int, size: int) -> None:
+        self.first = first
+        self.end = end
+        self.above = 0
+        self.whole = True
+        self.tiles: list[Counts] = []
+        self.total: npt.NDArray[np.uint32 | np.uint64] | None = None
+        self._kind = np.uint32 if size < 1 << 32 else np.uint64
+        self._held = 0
+
+    def add(self, counts: Counts) -> None:
+        """Take in one tile, in any order."""
+        self.above += counts.above
+        self.whole &= counts.complete
+        if not self.whole:
+            self.tiles.clear()
+            self.total = None
+        elif self.total is not None:
+            self._add_up(counts)
+        else:
+            self.tiles.append(counts)
+            self._held += len(counts.patterns)
+            if self._held > MAX_HELD:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        """Hold the sum of the counts, and not those of each tile."""
+        self.whole = self.end - self.first <= MAX_WINDOW
+        if self.whole:
+            self.total = np.zeros(self.end - self.first, self._kind)
+            for counts in self.tiles:
+                self._add_up(counts)
+        self.tiles.clear()
+
+    def _add_up(self, counts: Counts) -> None:
+        assert self.total is not None
+        self.total[counts.patterns - np.uint32(self.first)] += counts.numbers  # a pattern is in a tile's list once
+
+    def patterns(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+        """The patterns found, ascending, and how often each occurs."""
+        if self.total is not None:
+            used = np.flatnonzero(self.total)
+            return (used + self.first).astype(np.uint32), self.total[used].astype(np.int64)
+        none = np.zeros(0, np.uint32)
+        patterns, where = np.unique(np.concatenate([none, *(t.patterns for t in self.tiles)]), return_inverse=True)
+        numbers = np.bincount(where, np.concatenate([none, *(t.numbers for t in self.tiles)]), len(patterns))
+        return patterns, numbers.astype(np.int64)
+
+
 class Selection:
     """Finds the k-th largest of several scores at once. Thread-safe as a job's statistics are.
 
@@ -111,27 +186,38 @@ class Selection:
         self.searches = {key: Search(rank) for key, rank in ranks.items()}
         self._factors = factors
         self._lock = threading.Lock()
+        self._counted: dict[Key, Counted] = {}  # in the pass that is on
         self._ties: dict[Key, tuple[int, int]] = {}  # the tile that holds the last tie among the k, and how many are in it
 
     def plan(self) -> list[str]:
         """The passes, each to be given to `statistics` and `fold`; known for certain once the first is folded in."""
-        if not self.searches:
+        searches = self.searches.values()
+        if not searches:
             return []
-        return ["window", "high", "sure"] if any(s.missed for s in self.searches.values()) else ["window"]
+        missed = ["high", "sure"] if any(s.missed for s in searches) else []
+        return ["window", *missed, *(["ties"] if any(s.untold for s in searches) else [])]
 
-    def statistics(self, kind: str, tile: Tile) -> Any:
-        """Counts of one tile."""
-        return self._count_high(tile) if kind == "high" else self._count_window(tile, sure=kind == "sure")
+    def statistics(self, kind: str, tile: Tile) -> None:
+        """Count one tile. What is counted stays here: the pass that is on needs no results."""
+        if kind == "high":
+            self._count_high(tile)
+        else:
+            self._count_window(kind, tile)
 
-    def fold(self, kind: str, results: list[Any]) -> None:
-        """Take in the counts of all tiles, in order."""
+    def fold(self, kind: str) -> None:
+        """All tiles are counted."""
         if kind == "high":
             for search in self.searches.values():
                 if search.missed:
                     search.first = int(find_bin(search.high, search.rank)[0]) << 16
                     search.end = search.first + (1 << 16)
+        elif kind == "ties":
+            for key, counted in self._counted.items():
+                self._find_tie(key, self.searches[key], counted)
         else:
-            self._fold_window(results, sure=kind == "sure")
+            for key, counted in self._counted.items():
+                self._find(key, self.searches[key], counted)
+        self._counted = {}
 
     def threshold(self, key: Key) -> int:
         """Bits of the k-th largest, once all passes are folded in."""
@@ -152,18 +238,18 @@ class Selection:
     def _row_factors(self, tile: Tile) -> npt.NDArray[np.float64]:
         return _NONE if self._factors is None else self._factors(tile)
 
-    def _count_window(self, tile: Tile, *, sure: bool) -> dict[Key, Counts]:
+    def _count_window(self, kind: str, tile: Tile) -> None:
         m, scratch = self.matrix, tile.scratch
         rows = scratch.rows(2, m.codes, m.out_code)
         factors = self._row_factors(tile)
-        found = {}
         for key, search in self.searches.items():
-            if sure and not search.missed:
+            if (kind == "sure" and not search.missed) or (kind == "ties" and not search.untold):
                 continue
-            if not sure:
+            if kind == "window":
                 self._guess(key, search, tile, factors)
-            found[key] = count_patterns(m, tile, key[0], search, factors, rows)
-        return found
+            counts = count_patterns(m, tile, key[0], search, factors, rows)
+            with self._lock:
+                self._counted.setdefault(key, Counted(search.first, search.end, m.size)).add(counts)
 
     def _guess(self, key: Key, search: Search, tile: Tile, factors: npt.NDArray[np.float64]) -> None:
         """Whichever tile comes first guesses, from itself alone, where the k-th will be."""
@@ -191,34 +277,36 @@ class Selection:
                 with self._lock:
                     np.add(search.high, counts, out=search.high)
 
-    def _fold_window(self, results: list[dict[Key, Counts]], *, sure: bool) -> None:
-        for key, search in self.searches.items():
-            if sure and not search.missed:
-                continue
-            tiles = [tile[key] for tile in results]
-            above = sum(tile.above for tile in tiles)
-            inside = sum(int(tile.numbers.sum()) for tile in tiles)
-            if all(tile.complete for tile in tiles) and above < search.rank <= above + inside:
-                self._set_threshold(key, search, search.rank - above, tiles)
-            else:
-                search.missed = True
-                search.high = np.zeros(HIGH_BINS, np.int64)
-
-    def _set_threshold(self, key: Key, search: Search, rank: int, tiles: list[Counts]) -> None:
-        """The threshold is the `rank`-th largest of the patterns counted."""
-        patterns, where = np.unique(np.concatenate([tile.patterns for tile in tiles]), return_inverse=True)
-        numbers = np.bincount(where, np.concatenate([tile.numbers for tile in tiles])).astype(np.int64)
+    def _find(self, key: Key, search: Search, counted: Counted) -> None:
+        """The k-th among the patterns of a window, if it is there."""
+        patterns, numbers = counted.patterns()
+        rank = search.rank - counted.above  # among the patterns
+        if not counted.whole or not 0 < rank <= int(numbers.sum()):
+            search.missed = True
+            search.high = np.zeros(HIGH_BINS, np.int64)
+            return
         at_least = np.cumsum(numbers[::-1])
         place = int(np.searchsorted(at_least, rank))  # counted from the largest
-        search.found = int(patterns[len(patterns) - 1 - place])
-        # Of the elements equal to the threshold the first `quota` are among the k: find the tile in which the last one lies.
-        quota = rank - (int(at_least[place - 1]) if place else 0)
-        for tile in tiles:
+        at = len(patterns) - 1 - place
+        search.found = int(patterns[at])
+        search.quota = rank - (int(at_least[place - 1]) if place else 0)
+        if counted.total is None:
+            self._find_tie(key, search, counted)
+        elif search.quota == int(numbers[at]):
+            self._ties[key] = self.matrix.size, 0  # all of them: none lies beyond the cut of any tile
+        else:
+            search.untold = True
+            search.first, search.end = search.found, search.found + 1
+
+    def _find_tie(self, key: Key, search: Search, counted: Counted) -> None:
+        """The tile in which the last of the first `quota` elements equal to the threshold lies."""
+        left = search.quota
+        for tile in sorted(counted.tiles, key=lambda counts: counts.start):
             ties = int(tile.numbers[tile.patterns == search.found].sum())
-            if quota <= ties:
-                self._ties[key] = (tile.start, quota)
+            if left <= ties:
+                self._ties[key] = tile.start, left
                 return
-            quota -= ties
+            left -= ties
 
 
 _NONE = np.zeros(0)

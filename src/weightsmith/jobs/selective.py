@@ -73,7 +73,7 @@ class SceJob(Job):
             with np.errstate(invalid="ignore"):  # infinities, where they were allowed
                 self.shares = total / whole if whole > 0 else np.full(len(total), 1 / len(total))
         else:
-            self._selection.fold(kind, results)
+            self._selection.fold(kind)
 
     def _selected(self, tile: Tile) -> npt.NDArray[np.uint8]:
         """uint8 [tile.size]: 1 where a position is selected; empty for all."""
@@ -126,7 +126,7 @@ class FusionJob(Job):
         return self._selection.statistics(self._selection.plan()[number], tile)
 
     def fold(self, number: int, results: list[Any]) -> None:
-        self._selection.fold(self._selection.plan()[number], results)
+        self._selection.fold(self._selection.plan()[number])
         bits = np.array([max(self._selection.threshold(key), 0) for key in self._keys], np.uint32)
         low, median, high = bits.view(np.float32).astype(np.float64)
         self.limit = median + 1.5 * (high - low)

@@ -172,7 +172,7 @@ class TaskVectorJob(Job):
         if kind == "norms":
             self._fold_norms(results)
             return
-        self._selection.fold(kind, results)
+        self._selection.fold(kind)
         for i, which, key in self._selected:
             self.limits[i, which] = self._selection.threshold(key)
 

@@ -74,6 +74,7 @@ class Method:
     check       looks at the resolved parameters (shared, one mapping per input) and says what is wrong with them, or ""
     copies      says whether these parameters leave the single input as it is, so that its bytes are copied
     survey      what must be known of all the tensors it merges (their steps and settings) before the first is, or None
+    silent      says whether the result depends on nothing of a model with these parameters of its own, so that it is not read
     elementwise says whether, with these parameters (of the tensor), an element depends on its own position in the inputs and
                 perhaps on the whole model, but not on the matrix it is in: fused matrices then need not be taken apart
     """
@@ -94,6 +95,7 @@ class Method:
     check: Callable[[Parameters, Sequence[Parameters]], str] = lambda shared, models: ""
     copies: Callable[[Sequence[Parameters]], bool] = lambda models: False
     survey: Callable[[Sequence[tuple[Step, Settings]]], Survey | None] = lambda merged: None
+    silent: Callable[[Parameters], bool] = lambda own: False
     elementwise: Callable[[Parameters], bool] = lambda shared: False
 
 

@@ -41,5 +41,6 @@ dtype: bfloat16
 """,
     job=_job,
     check=check_normalize,
+    silent=lambda own: own["weight"] == 0,
     elementwise=always,
 )

@@ -43,6 +43,9 @@ class Models:
     base: int | None
 
 
+_SILENT = "its weight is 0"
+
+
 class Outputs:
     """Makes the steps, module by module.
 
@@ -85,6 +88,7 @@ class Outputs:
                 for name in self.donor.modules[placement.module]:
                     self._copy(name, self.models.donor, name)
         self._strangers(placements)
+        self._note_unread()
 
     # ---- modules ---------------------------------------------------------------------------------------------------------
 
@@ -324,16 +328,25 @@ class Outputs:
                 )
             )
 
+    def _note_unread(self) -> None:
+        """Say which models' weights are 0 throughout: nothing of them is read."""
+        account, labels = self.account, self.models.labels
+        unread = [labels[m] for m in range(len(labels)) if not account.used[m] and _SILENT in account.reasons[m].values()]
+        if unread:
+            what = f"{unread[0]} is not read: its weight is 0 for every tensor"
+            if len(unread) > 1:
+                what = f"{len(unread)} models are not read: their weights are 0 for every tensor"
+            self.warnings.append(Finding(what, details=tuple(unread) if len(unread) > 1 else ()))
+
     # ---- steps -------------------------------------------------------------------------------------------------------------
 
     def _merge(self, name: str, block: Block, sources: Sequence[str], t: float) -> None:
         """One merged output tensor."""
-        feeds, all_specs, used = block.feeds, self.models.specs, self.account.used
+        feeds, all_specs = block.feeds, self.models.specs
         inputs, specs = [], []
         for feed, source in zip(feeds, sources, strict=True):
             inputs.append(Source(feed.model, source))
             specs.append(all_specs[feed.model][source])
-            used[feed.model].add(source)
         first = specs[0]
         self._merged.add(id(block))
         if any(spec.shape != first.shape for spec in specs):
@@ -349,7 +362,13 @@ class Outputs:
         if len(specs) == 1 and self.method.copies(self.resolver.settings[settings].models):
             op = "copy" if dtype == first.dtype else "cast"
         out = first if first.name == name and first.dtype is dtype else TensorSpec(name, dtype, first.shape)
-        step = Step(out, op, tuple(inputs), block.base, settings)
+        settings, heard = self.resolver.heard(settings)
+        for k, used in enumerate(inputs):
+            if k in heard:
+                self.account.use(used)
+            else:
+                self.account.drop(used.model, used.tensor, _SILENT)
+        step = Step(out, op, tuple(inputs[k] for k in heard), block.base, settings)
         if step.merges and not self.method.elementwise(self.resolver.settings[settings].shared):
             models, k = self.models, feeds[0].model
             step = apart(step, fused_parts(first, all_specs[k], models.structures[k], models.configs[k], name))
@@ -357,6 +376,8 @@ class Outputs:
 
     def _integers(self, name: str, inputs: Sequence[Source], specs: Sequence[TensorSpec]) -> None:
         """Integers and booleans are not merged: the base's (else the first model's) are copied, and compared on the way."""
+        for source in inputs:
+            self.account.use(source)
         k = next((k for k, i in enumerate(inputs) if i.model == self.models.base), 0)
         order = [k, *(i for i in range(len(inputs)) if i != k)]
         inputs, specs = tuple(inputs[i] for i in order), [specs[i] for i in order]

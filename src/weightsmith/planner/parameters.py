@@ -123,6 +123,7 @@ class Resolver:
         self._interned: dict[object, int] = {}
         self._lookups: dict[int, tuple[list[Lookup], list[list[Lookup]]]] = {}
         self._constants: dict[int, int] = {}
+        self._heard: dict[int, int] = {}
         self._used: set[int] = set()
         self._values: dict[tuple[str, object, type, int], Value | None] = {}
         self._missing: dict[tuple[str, int | None], tuple[Lookup, str]] = {}
@@ -201,6 +202,20 @@ class Resolver:
                     self.wrong.add(id(entry))
                     self.problems.append(ParameterError(f"{parameter.name} {error}, not {value!r}", where=entry.where))
         return self._values[key]
+
+    def heard(self, index: int) -> tuple[int, list[int]]:
+        """The settings without the models that the method does not listen to, and the places of the others.
+
+        All are heard where none would be.
+        """
+        settings = self.settings[index]
+        places = [k for k, own in enumerate(settings.models) if not self.method.silent(own)]
+        if not places or len(places) == len(settings.models):
+            return index, list(range(len(settings.models)))
+        if index not in self._heard:
+            self.settings.append(Settings(settings.shared, tuple(settings.models[k] for k in places)))
+            self._heard[index] = len(self.settings) - 1
+        return self._heard[index], places
 
     def explain(self, block: Block, out_name: str, names: Sequence[str], t: float) -> list[Origin]:
         """Every parameter's value for one tensor, with its origin."""

@@ -231,6 +231,7 @@ class _Call:
         specs = [{name: view.spec for name, view in views.items()} for views in held]
         dtypes, structure = DTypes(asked, specs), analyse(specs[self.donor].values(), None)
         steps, same, found = [], dict[str, str](), self.findings
+        heard = [k for k, own in enumerate(settings.models) if not self.method.silent(own)] or [*range(len(held))]
         first_with: dict[tuple[Any, ...], str] = {}
         for name, spec in specs[self.donor].items():
             identity = tuple(views[name].identity for views in held)
@@ -239,7 +240,7 @@ class _Call:
                 continue
             own = [s[name] for s in specs]
             if all(s.dtype.floating for s in own):
-                step = self._merged(name, own, dtypes, settings)
+                step = self._merged(name, own, heard, dtypes, settings)
                 if step.merges and not self.method.elementwise(settings.shared):
                     step = apart(step, fused_parts(spec, specs[self.donor], structure, None))
                 steps.append(step)
@@ -247,11 +248,15 @@ class _Call:
                 steps.append(self._copied(name, own, found))
         warned = (*found, *dtypes.findings())
         inputs = tuple(ModelInput(label, "", "") for label in self.labels)
+        settings = Settings(settings.shared, tuple(settings.models[k] for k in heard))
         return Plan(self.method.name, inputs, tuple(steps), (settings,), seed=seed, warnings=warned), same
 
-    def _merged(self, name: str, own: Sequence[TensorSpec], dtypes: DTypes, settings: Settings) -> Step:
-        sources = tuple(Source(k, name) for k in range(len(own)))
-        dtype = dtypes.of(sources)
+    def _merged(
+        self, name: str, own: Sequence[TensorSpec], heard: Sequence[int], dtypes: DTypes, settings: Settings
+    ) -> Step:
+        """The step of one merged tensor. heard: the inputs that the result depends on."""
+        dtype = dtypes.of([Source(k, name) for k in range(len(own))])
+        sources = tuple(Source(k, name) for k in heard)
         op = self.method.name
         if len(own) == 1 and self.method.copies(settings.models):
             op = "copy" if dtype == own[0].dtype else "cast"
