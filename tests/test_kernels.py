@@ -12,10 +12,10 @@ from hypothesis.extra import numpy as hnp
 from weightsmith.kernels import reference
 from weightsmith.kernels.codecs import BLOCK
 from weightsmith.kernels.combine import LANES, combine, gram
-from weightsmith.kernels.elementwise import exponentials, weigh_logs
+from weightsmith.kernels.divergence import NEAR, exponentials, logarithms, row_divergence
 from weightsmith.kernels.finite import first_nonfinite
 from weightsmith.kernels.philox import random_words
-from weightsmith.kernels.rows import descending, keep_by_rank, keep_in_groups, keep_ranks
+from weightsmith.kernels.rows import SHORT, descending, keep_by_rank, keep_in_groups, keep_ranks, ranks
 from weightsmith.kernels.select import HIGH_BINS, MAX_PATTERNS, TABLE, count_high, count_window, find_bin, index_of_tie
 from weightsmith.kernels.task_vector import (
     BY_COUNT,
@@ -235,6 +235,29 @@ def test_ranks_of_a_row(stack: np.ndarray, data: st.DataObject) -> None:
     order = np.zeros((4, n), np.uint32)
     descending(row, n, order)
     np.testing.assert_array_equal(order[0], by_magnitude(row))
+    ranks(row, n, np.zeros(n, np.uint32), order)
+    np.testing.assert_array_equal(order[0][by_magnitude(row)], np.arange(n))
+
+
+@pytest.mark.parametrize("n", [SHORT, SHORT + 1, 2048])
+@pytest.mark.parametrize("kind", ["16 bits", "some longer", "one far off", "many octaves", "zero", "longer"])
+def test_ranks_by_counting(kind: str, n: int) -> None:
+    """Rows that are counted, whose bins are partly sorted, and those that are given up."""
+    rng = np.random.default_rng(0)
+    row = rng.integers(-40, 40, n).astype(np.float32) * np.float32(2.0**-14)
+    if kind == "some longer":
+        row[::9] += rng.integers(0, 3, row[::9].size).astype(np.float32) * np.float32(2.0**-22)
+    elif kind == "one far off":
+        row[n // 2] = 1e9
+    elif kind == "many octaves":
+        row *= (2.0 ** rng.integers(-100, 100, n)).astype(np.float32)
+    elif kind == "zero":
+        row[:] = 0
+    elif kind == "longer":
+        row += rng.normal(0, 1e-4, n).astype(np.float32)
+    order = np.zeros((4, n), np.uint32)
+    ranks(row, n, np.zeros(n, np.uint32), order)
+    np.testing.assert_array_equal(order[0][by_magnitude(row)], np.arange(n))
 
 
 @given(stacks(1, 1), st.sampled_from([(0.5, 0.2, False), (0.7, 0.29, True), (0.3, 0.0, True)]))
@@ -244,7 +267,7 @@ def test_probability_by_rank(stack: np.ndarray, how: tuple[float, float, bool]) 
     row, n = stack[0].astype(np.float64), stack.shape[1]
     words = np.random.default_rng(0).integers(0, 2**32, n, np.uint32)
     got = row.copy()
-    keep_by_rank(got, n, density, epsilon, unbiased, words, np.zeros((4, n), np.uint32))
+    keep_by_rank(got, n, density, epsilon, unbiased, words, np.zeros(n, np.uint32), np.zeros((4, n), np.uint32))
     rank = np.empty(n)
     rank[by_magnitude(row)] = np.arange(n)[::-1]
     p = density - epsilon + 2 * epsilon * (rank / (n - 1) if n > 1 else 0.5)
@@ -320,10 +343,25 @@ def test_exponentials_and_logarithms_of_our_own_are_the_libraries() -> None:
     x = -np.abs(rng.normal(0, 20, 5000))
     x[:4] = [0.0, -1e-300, -700.0, -1e-9]
     out = np.empty_like(x)
-    total = exponentials(x, x.size, 0.0, out)
+    exponentials(x, x.size, 0.0, out)
     np.testing.assert_array_max_ulp(out, np.exp(x), 2)
-    np.testing.assert_allclose(total, np.exp(x).sum(), rtol=1e-12)
-    for spread in (1e-3, 0.5):
-        p = rng.uniform(1, 2, 5000)
-        q = p * (1 + rng.uniform(-spread, spread, 5000))
-        np.testing.assert_allclose(weigh_logs(p, q.copy(), p.size), (p * np.log(p / q)).sum(), rtol=1e-9, atol=1e-12)
+    x = np.concatenate([10.0 ** rng.uniform(-300, 300, 5000), 1 + rng.normal(0, 1e-3, 5000), [1.0, 0.5, 2.0]])
+    out = x.copy()
+    logarithms(out, out.size)
+    np.testing.assert_allclose(out, np.log(x), rtol=5e-16, atol=2e-16)
+
+
+@pytest.mark.parametrize("spread", [1e-5, 3e-3, 0.99 * NEAR, 1.01 * NEAR, 0.3, 5.0])
+@pytest.mark.parametrize("cols", [1, 70, 2 * BLOCK + 17])
+def test_divergence_of_rows_to_the_last_digits(spread: float, cols: int) -> None:
+    """Against long doubles; Σ p log(p / q) in float64 has 8 digits at 1e-3 and none at 1e-8."""
+    rng = np.random.default_rng(1)
+    base = rng.normal(0, 0.5, (2, cols)).astype(np.float32)
+    model = (base + rng.uniform(-spread, spread, base.shape)).astype(np.float32)
+    out, sums = np.zeros(2), np.full((4, max(BLOCK, cols)), np.nan)
+    stack = np.stack([base.ravel(), model.ravel()])
+    row_divergence(*raw(stack), base.size, cols, 1e-8, out, np.full((2, BLOCK), np.nan, np.float32), sums)
+    soft = [np.exp(x.astype(np.longdouble)) for x in (base, model)]
+    q, p = (s / s.sum(1, keepdims=True) + np.longdouble(1e-8) for s in soft)
+    exact = (q * ((p / q) * np.log(p / q) - (p / q - 1))).sum(1).astype(np.float64)
+    np.testing.assert_allclose(out, exact, rtol=1e-12 + 1e-17 / spread**2, atol=1e-18 if cols == 1 else 0)

@@ -104,7 +104,8 @@ def merge_active(
                 single[j] += scale * x
                 active[j] += 1.0 if x != 0 else 0.0
         for j in range(m):
-            total[j] = single[j] if active[j] < 1.5 else total[j] / active[j]
+            one, several = single[j], total[j] / active[j]
+            total[j] = one if active[j] < 1.5 else several
         add_delta(total, factor, m, rows[0])
         encode(rows[0], m, out_code, start, out)
 
@@ -141,7 +142,8 @@ def merge_consensus(
                 x = w * np.float64(d[j])
                 count[j] += 1.0 if abs(x) > bound * abs(total[j] - x) else 0.0
         for j in range(m):
-            total[j] = total[j] if count[j] >= votes else 0.0
+            agreed = total[j]
+            total[j] = agreed if count[j] >= votes else 0.0
         add_delta(total, factor, m, rows[0])
         encode(rows[0], m, out_code, start, out)
 
@@ -171,96 +173,6 @@ def merge_fused(
             total[j] = delta if np.float64(np.float32(abs(delta) * factors[(start + j) // cols])) >= limit else 0.0
         add_delta(total, 1.0, m, x)
         encode(x, m, out_code, start, out)
-
-
-# exp(x) for x <= 0: 2^k · e^r with |r| <= ln 2 / 2, and e^r by its series to r¹³/13!. A loop of it vectorises, np.exp does not.
-_LOG2_E, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 0.693145751953125, 1.4286068203094173e-06
-_ROUND = 1.5 * 2.0**52  # added to a small number it leaves its nearest integer in the last bits
-
-
-@kernel
-def exponentials(row: np.ndarray, n: int, shift: float, out: np.ndarray) -> float:
-    """out[:n] = exp(row[:n] - shift) (float64, to 2 ulp; 0 below e^-700), where row <= shift; their sum."""
-    x, y = row[:n], out[:n]
-    for j in range(n):
-        v = max(np.float64(x[j]) - shift, -700.0)
-        t = v * _LOG2_E + _ROUND
-        k = t - _ROUND
-        r = (v - k * _LN2_HIGH) - k * _LN2_LOW
-        e = 1.0 + r * (1.0 / 13)
-        e = 1.0 + r * e * (1.0 / 12)
-        e = 1.0 + r * e * (1.0 / 11)
-        e = 1.0 + r * e * (1.0 / 10)
-        e = 1.0 + r * e * (1.0 / 9)
-        e = 1.0 + r * e * (1.0 / 8)
-        e = 1.0 + r * e * (1.0 / 7)
-        e = 1.0 + r * e * (1.0 / 6)
-        e = 1.0 + r * e * 0.2
-        e = 1.0 + r * e * 0.25
-        e = 1.0 + r * e * (1.0 / 3)
-        e = 1.0 + r * e * 0.5
-        e = 1.0 + r * e
-        scale = np.uint64((np.float64(t).view(np.uint64) + np.uint64(1023)) << np.uint64(52)).view(np.float64)
-        y[j] = e * scale
-    total = 0.0
-    for j in range(n):
-        total += y[j]
-    return total
-
-
-@kernel
-def weigh_logs(p: np.ndarray, q: np.ndarray, n: int) -> float:
-    """Σ p log(p / q) over the first n elements. Where the two hardly differ, by the series of log(1 + z), which vectorises."""
-    ratio = 0.0
-    for j in range(n):
-        ratio = max(ratio, abs(p[j] - q[j]) / q[j])
-    total = 0.0
-    if ratio > 0.015625:
-        for j in range(n):
-            total += p[j] * np.log(p[j] / q[j])
-        return total
-    for j in range(n):
-        z = (p[j] - q[j]) / q[j]
-        series = 0.125 - z * (1.0 / 9)
-        series = 1.0 / 7 - z * series
-        series = 1.0 / 6 - z * series
-        series = 0.2 - z * series
-        series = 0.25 - z * series
-        series = 1.0 / 3 - z * series
-        series = 0.5 - z * series
-        q[j] = p[j] * (z * (1.0 - z * series))
-    for j in range(n):
-        total += q[j]
-    return total
-
-
-@kernel
-def row_divergence(
-    raw: np.ndarray, codes: np.ndarray, n: int, cols: int, epsilon: float, out: np.ndarray, rows: np.ndarray, sums: np.ndarray
-) -> None:
-    """out[r] (float64) = KL(softmax(raw[1] row) + ε ‖ softmax(raw[0] row) + ε), for rows of `cols` elements.
-
-    rows scratch [2, BLOCK]; sums float64 [2, >= cols] scratch
-    """
-    for r in range(out.size):
-        begin = r * cols
-        m = min(n - begin, cols)
-        for i in range(2):
-            top = -np.inf
-            for start in range(0, m, BLOCK):
-                part = min(BLOCK, m - start)
-                decode(raw[i], codes[i], begin + start, part, rows[0])
-                x = rows[0]
-                for j in range(part):
-                    top = max(top, np.float64(x[j]))
-            total, soft = 0.0, sums[i]
-            for start in range(0, m, BLOCK):
-                part = min(BLOCK, m - start)
-                decode(raw[i], codes[i], begin + start, part, rows[0])
-                total += exponentials(rows[0], part, top, soft[start:])
-            for j in range(m):
-                soft[j] = soft[j] / total + epsilon
-        out[r] = max(weigh_logs(sums[1], sums[0], m), 0.0)
 
 
 # ---- SCE
@@ -312,7 +224,8 @@ def energies(
                 if selected.size:
                     chosen = selected[start : start + m]
                     for j in range(m):
-                        d[j] = d[j] if chosen[j] else 0.0
+                        value = d[j]
+                        d[j] = value if chosen[j] != np.uint8(0) else np.float32(0)
                 add_squares(d, m, sums[i])
         for i in range(models):
             out[g, i] = sum_lanes(sums[i])
@@ -349,14 +262,19 @@ def merge_elected(
         for i in range(1, raw.shape[0]):
             d, share = rows[i], shares[i - 1]
             for j in range(m):
-                agrees = np.float64(d[j]) * sign[j] > 0
-                mixed[j] += share * np.float64(d[j]) if agrees else 0.0
+                value = np.float64(d[j])
+                agrees = value * sign[j] > 0
+                mixed[j] += share * value if agrees else 0.0
                 divisor[j] += share if agrees else 0.0
         for j in range(m):
-            delta = mixed[j] / divisor[j] if divisor[j] > 0 else 0.0
-            if selected.size and not selected[start + j]:
-                delta = 0.0
-            x[j] = np.float64(x[j]) + delta
+            mean = mixed[j] / divisor[j]
+            mixed[j] = mean if divisor[j] > 0 else 0.0
+        if selected.size:
+            chosen = selected[start : start + m]
+            for j in range(m):
+                mean = mixed[j]
+                mixed[j] = mean if chosen[j] != np.uint8(0) else 0.0
+        add_delta(mixed, 1.0, m, x)
         encode(x, m, out_code, start, out)
 
 

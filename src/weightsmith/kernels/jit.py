@@ -37,12 +37,16 @@ def cache_folder() -> str:
 
 
 def kernel(function: F) -> F:
-    """Compile at the first call, for the types of its arguments; releases the GIL; no fastmath."""
+    """Compile at the first call, for the types of its arguments; releases the GIL; no fastmath.
+
+    A division by zero gives an infinity or NaN, as in numpy: Python's test for it before each division keeps loops from
+    vectorising.
+    """
     folder = cache_folder()
     before = config.CACHE_DIR
     config.CACHE_DIR = folder
     try:
-        compile_: Any = numba.njit(nogil=True, cache=bool(folder))
+        compile_: Any = numba.njit(nogil=True, cache=bool(folder), error_model="numpy")
         return compile_(function)  # type: ignore[no-any-return]
     finally:
         config.CACHE_DIR = before

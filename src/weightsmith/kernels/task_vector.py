@@ -79,7 +79,17 @@ def keep_random(delta: np.ndarray, n: int, words: np.ndarray, limit: int) -> Non
     d, w = delta[:n], words[:n]
     bound = np.uint64(limit)
     for j in range(n):
-        d[j] = d[j] if np.uint64(w[j]) < bound else np.float32(0)
+        value = d[j]
+        d[j] = value if np.uint64(w[j]) < bound else np.float32(0)
+
+
+@kernel
+def keep_given(delta: np.ndarray, n: int, given: np.ndarray) -> None:
+    """Zero delta[:n] but where given[j] is 1."""
+    d, g = delta[:n], given[:n]
+    for j in range(n):
+        value = d[j]
+        d[j] = value if g[j] != np.uint8(0) else np.float32(0)
 
 
 @kernel
@@ -115,7 +125,7 @@ def sparsify(
         keep_ranks(delta, n, limits[0], limits[1], bits)
     elif mode == KEEP_BY_RANK:
         offset = random_words(key, index, n, words)
-        keep_by_rank(delta, n, shares[0], shares[1], unbiased, words[offset:], order)
+        keep_by_rank(delta, n, shares[0], shares[1], unbiased, words[offset:], bits, order)
     elif mode == KEEP_GROUPS:
         keep_in_groups(delta, n, limits[0], limits[1], taken, bits)
     elif mode == KEEP_NONE:
@@ -262,9 +272,7 @@ def merge_task_vectors(
                 decode_large(raw[i + 1], codes[i + 1], start, m, base, limits[i, 0], cuts[i, 0] - index - start, delta)
             elif modes[i] == KEEP_GIVEN:
                 decode_delta(raw[i + 1], codes[i + 1], start, m, base, delta)
-                kept = given[i, start : start + m]
-                for j in range(m):
-                    delta[j] = delta[j] if kept[j] else np.float32(0)
+                keep_given(delta, m, given[i, start:])
             else:
                 decode_delta(raw[i + 1], codes[i + 1], start, m, base, delta)
                 sparsify(
