@@ -165,6 +165,8 @@ class _Finder:
         n = len(own) or next(spec.shape[0] for spec in fused if len(spec.shape) == 3)
         experts = tuple(own[e] for e in sorted(own))
         self._check_own(prefix, own)
+        if self.found > before:
+            return None
         slabs: list[Slab] = []
         router: list[Slab] = []
         for spec in beside:

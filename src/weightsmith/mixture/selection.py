@@ -42,6 +42,8 @@ class Selection:
         section = recipe.prune or recipe.merge
         assert section is not None
         self.section = section
+        told = "keep" if recipe.prune is not None else "groups"
+        self.where = section.at(self._key(told))  # what says how many experts are left
         self.groups: dict[str, Groups] = self._pruned() if recipe.prune is not None else self._merged()
         self._check_counts()
 
@@ -203,19 +205,7 @@ class Selection:
             other, m = next((layer, k) for layer, k in counts.items() if k != n)
             what = f"layer {first} would have {n} experts, and layer {other} {m}"
             fix = "config.json has one number for all layers: leave as many in each"
-            self.problems.append(LayerError(what, where=self._where(), fix=fix))
-
-    def _where(self) -> str:
-        return self.section.at(self._key("keep" if self._is_pruning else "groups"))
-
-    @property
-    def _is_pruning(self) -> bool:
-        return not any(key.startswith("groups") for key in self.section.values)
-
-    @property
-    def where(self) -> str:
-        """The place in the recipe that says how many experts are left."""
-        return self._where()
+            self.problems.append(LayerError(what, where=self.where, fix=fix))
 
     @property
     def experts(self) -> int:

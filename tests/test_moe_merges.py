@@ -1,0 +1,114 @@
+"""Merge methods on mixtures of experts, in every way of storing experts: names, dtypes, and statistics for each expert."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import weightsmith
+from tests import moe_zoo
+from tests.moe_zoo import CORRECTED, MODELS, E
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of tiny models is not our concern
+
+LINEAR: dict[str, Any] = {"merge_method": "linear", "parameters": {"weight": 1}}
+TIES: dict[str, Any] = {"merge_method": "ties", "parameters": {"weight": 1, "density": 0.5}}
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Two models of each kind, saved once."""
+    transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    folder = tmp_path_factory.mktemp("moe")
+    return {name: (moe_zoo.save(name, folder / name, 1), moe_zoo.save(name, folder / f"{name}-2", 2)) for name in MODELS}
+
+
+def merge(recipe: dict[str, Any], base: Path, *models: Path, out: Path, **more: Any) -> weightsmith.Merged:
+    listed = [{"model": str(model)} for model in models]
+    if recipe["merge_method"] == "linear":
+        listed.insert(0, {"model": str(base)})
+    else:
+        recipe = {**recipe, "base_model": str(base)}
+    return weightsmith.merge({**recipe, "models": listed, **more}, out, fsync=False)
+
+
+@pytest.mark.parametrize("recipe", [LINEAR, TIES], ids=lambda recipe: recipe["merge_method"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_merge_keeps_names_and_dtypes_and_loads(
+    name: str, recipe: dict[str, Any], pairs: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    a, b = pairs[name]
+    done = merge(recipe, a, b, out=tmp_path / "out", dtype="bfloat16")
+    before, after = moe_zoo.read(a), moe_zoo.read(tmp_path / "out")
+    assert {k: (v.dtype, v.shape) for k, v in after.items()} == {k: (v.dtype, v.shape) for k, v in before.items()}
+    kept = {k: v.dtype for k, v in after.items() if "e_score_correction_bias" in k}
+    assert bool(kept) == (name in CORRECTED)
+    assert set(kept.values()) <= {np.dtype(np.float32)}
+    assert [("stay" in w.what and "F32" in w.what) for w in done.warnings] == [True] * bool(kept)
+    other = moe_zoo.read(b)
+    changed = [k for k in before if not np.array_equal(after[k], before[k])]
+    assert changed == [k for k in before if not np.array_equal(other[k], before[k])]
+    moe_zoo.load(name, tmp_path / "out")
+
+
+@pytest.mark.parametrize("method", ["ties", "dare_linear", "slerp", "model_stock", "breadcrumbs"])
+@pytest.mark.parametrize("how", ["fused", "transposed", "paired"])
+def test_each_expert_of_a_fused_tensor_is_merged_as_if_alone(how: str, method: str, tmp_path: Path) -> None:
+    random = np.random.default_rng(1)
+    models, apart = [], []
+    base = moe_zoo.experts(seed=0, dtype=np.float32)
+    for seed in range(3):
+        # Deltas of very different sizes: one threshold, or one angle, over all experts would be another than each expert's own.
+        listed = [
+            {
+                part: (value + seed * 10.0**e * random.standard_normal(value.shape)).astype(np.float32)
+                for part, value in x.items()
+            }
+            for e, x in enumerate(base)
+        ]
+        models.append(moe_zoo.store(tmp_path / f"{how}{seed}", how, listed))
+        downs = [moe_zoo.store(tmp_path / f"{e}-{seed}", how, [expert]) for e, expert in enumerate(listed)]
+        apart.append(downs)
+    recipe: dict[str, Any] = {"merge_method": method}
+    if method == "slerp":
+        recipe["parameters"] = {"t": 0.3}
+        models, apart = models[:2], apart[:2]
+    elif method != "model_stock":
+        recipe["parameters"] = {"weight": 1, "density": 0.5}
+    merged = merge(recipe, *models, out=tmp_path / "out")
+    assert merged.plan.method == method
+    together = moe_zoo.read(tmp_path / "out")
+    fused = [name for name in together if "experts" in name and together[name].ndim == 3]
+    assert len(fused) == 2
+    for e in range(E):
+        merge(recipe, *(folders[e] for folders in apart), out=tmp_path / f"out{e}")
+        alone = moe_zoo.read(tmp_path / f"out{e}")
+        for name in fused:
+            if method != "dare_linear":  # whose masks are numbered by the element of the tensor
+                assert np.array_equal(together[name][e], alone[name][0]), (name, e)
+            else:
+                changed = (together[name][e] != moe_zoo.read(models[0])[name][e]).mean()
+                assert 0.25 < changed < 0.75
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "granitemoe", "llama4", "glm4-moe"])
+def test_a_stack_of_two_mixtures_loads(name: str, pairs: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    a, b = pairs[name]
+    runs = [(a, 0, 2), (b, 1, 2), (a, 1, 2)]
+    slices = [{"sources": [{"model": str(m), "layer_range": [first, end]}]} for m, first, end in runs]
+    weightsmith.merge({"merge_method": "passthrough", "slices": slices}, tmp_path / "out", fsync=False)
+    model = moe_zoo.load(name, tmp_path / "out")
+    assert len(model.model.layers) == 4
+    first, second, out = moe_zoo.read(a), moe_zoo.read(b), moe_zoo.read(tmp_path / "out")
+    sources = [(first, 0), (first, 1), (second, 1), (first, 1)]
+    for i, (source, layer) in enumerate(sources):
+        prefix, own = f"model.layers.{i}.", f"model.layers.{layer}."
+        made = {n.removeprefix(prefix): v for n, v in out.items() if n.startswith(prefix)}
+        wanted = {n.removeprefix(own): v for n, v in source.items() if n.startswith(own)}
+        assert made.keys() == wanted.keys()
+        assert all(np.array_equal(made[n], wanted[n]) for n in made)
