@@ -15,10 +15,20 @@ JOIN = "join"
 """The pieces of a step, one after another."""
 
 
+PERTURB = "perturb"
+"""Numbers of an expert with noise, some of them drawn anew, times a factor."""
+
+
 def _cast(matrix: Matrix) -> Job:
     from weightsmith.jobs.combination import CombinationJob
 
     return CombinationJob(matrix, np.ones(1))
+
+
+def _perturbed(matrix: Matrix) -> Job:
+    from weightsmith.jobs.perturbed import PerturbedJob
+
+    return PerturbedJob(matrix)
 
 
 def _no_job(matrix: Matrix) -> Job:
@@ -28,5 +38,6 @@ def _no_job(matrix: Matrix) -> Job:
 OPERATIONS: Mapping[str, Callable[[Matrix], Job]] = {
     COPY: _no_job,
     "cast": _cast,  # the same numbers in another dtype
+    PERTURB: _perturbed,
 }
 """Name of the op → the job of one logical matrix."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from weightsmith.mixture.prompts import Texts, read_texts
 from weightsmith.mixture.report import Report
 from weightsmith.mixture.routing import Progress, missing_packages, route
 from weightsmith.mixture.surgery import prepare_surgery
+from weightsmith.mixture.transforms import Transforms, check_transforms, sharded, spread
 from weightsmith.planner.build import Prepared, folder_of, parameter_names, prepare_recipe
 from weightsmith.planner.dtypes import main_dtype
 from weightsmith.planner.inputs import at, open_models
@@ -68,7 +69,8 @@ class PreparedMoe(PreparedMixture):
             made[:, :routed] /= max(1.0, float(np.linalg.norm(made[:, :routed], axis=-1).max()))
         for i in range(len(self.gating.base.layers)):
             layer = f"{self.gating.base.prefix}{i}."
-            self.computed.fill(layer + self.layout.router, made[i, :routed])
+            groups = self.gating.recipe.virtual_groups
+            self.computed.fill(layer + self.layout.router, np.repeat(made[i, :routed], groups, axis=0))
             if self.layout.shared_router:
                 self.computed.fill(layer + self.layout.shared_router, made[i, routed:])
         return routing.report
@@ -126,6 +128,7 @@ class _Builder:
         self.folder = folder
         self.assembly = Assembly()
         self.computed = Computed()
+        self.transforms = Transforms(self.assembly, recipe.virtual_groups)
         self.warnings: list[Finding] = list(recipe.findings)
 
     def prepare(self, stack: ExitStack, *, lenient: bool, allow_code: bool, folder: Path) -> PreparedMoe:
@@ -144,6 +147,7 @@ class _Builder:
             if expert.model not in seen:
                 self._check_shapes(base, donor, expert, lenient=lenient)
             seen.add(expert.model)
+        self.problems += check_transforms(self.recipe, donors[0].intermediate)
         chosen = choose_layout(self.recipe, base)
         if isinstance(chosen, WeightsmithError):
             raise PlanError([*self.problems, chosen])
@@ -153,16 +157,18 @@ class _Builder:
             raise PlanError(self.problems)
         if layout.shared_router and MODES[mode].needs != "nothing":
             self._warn_of_silent(texts[len(self.recipe.experts) :])
+        n, groups = len(self.recipe.experts), self.recipe.virtual_groups
+        donors = [*(shard for donor in donors[:n] for shard in sharded(donor, groups)), *donors[n:]]
         facts = Facts(
             config=semantics(base.donor.config),
             present=frozenset(base.layers[0].rest),
-            experts=len(self.recipe.experts),
+            experts=n * groups,
             shared=len(self.recipe.shared_experts),
             per_token=self.recipe.experts_per_token,
             intermediate=donors[0].intermediate,
             hidden=base.hidden,
             scales=(
-                tuple(expert.residual_scale for expert in self.recipe.experts),
+                tuple(expert.residual_scale for expert in spread(self.recipe.experts, groups)),
                 tuple(expert.residual_scale for expert in self.recipe.shared_experts),
             ),
         )
@@ -217,7 +223,7 @@ class _Builder:
     # --- checks ------------------------------------------------------------------------------------------------------
 
     def _check_recipe(self) -> None:
-        recipe, n = self.recipe, len(self.recipe.experts)
+        recipe, n = self.recipe, len(self.recipe.experts) * self.recipe.virtual_groups
         if recipe.experts_per_token > n:
             there = "there is 1 expert" if n == 1 else f"there are {n} experts"
             what = f"experts_per_token is {recipe.experts_per_token}, and {there}"
@@ -299,7 +305,8 @@ class _Builder:
                 step = base.donor.steps[block.tensor]
                 steps.append(take(step, TensorSpec(prefix + suffix, self._dtype(step.out.dtype), block.shape), block.window))
             routed, shared = donors[: facts.experts], donors[facts.experts :]
-            steps += self._expert_steps(layout.tensors, prefix, i, base, routed, self.recipe.experts)
+            experts = spread(self.recipe.experts, self.recipe.virtual_groups)
+            steps += self._expert_steps(layout.tensors, prefix, i, base, routed, experts)
             steps += self._expert_steps(layout.shared, prefix, i, base, shared, self.recipe.shared_experts, alone=True)
             made = [TensorSpec(prefix + layout.router, dtype, (facts.experts, facts.hidden))]
             if layout.shared_router:
@@ -326,11 +333,15 @@ class _Builder:
     ) -> list[Step]:
         """The tensors of all experts of layer i. alone: there is one at most, and its tensors are matrices."""
         steps: list[Step] = []
+        label = "shared {e}" if alone else "{e}"
         for template, parts in tensors if donors else ():
             name = prefix + template
             pieces = [
-                [self._part_step(f"{name.format(e=e)}[{part}]", part, i, base, donor, experts[e]) for part in parts]
-                for e, donor in enumerate(donors)
+                [
+                    self._part_step(f"{name.format(e=e)}[{part}]", part, i, base, donor, expert, label.format(e=e))
+                    for part in parts
+                ]
+                for e, (donor, expert) in enumerate(zip(donors, experts, strict=True))
             ]
             if alone or "{e}" in template:
                 steps += [_joined(name.format(e=e), own) for e, own in enumerate(pieces)]
@@ -338,11 +349,12 @@ class _Builder:
                 steps.append(_joined(name, [piece for own in pieces for piece in own], len(donors)))
         return steps
 
-    def _part_step(self, name: str, part: str, i: int, base: Dense, donor: Dense, expert: Expert) -> Step:
-        """One part of one expert: the donor's bytes, in the dtype that the base has there."""
+    def _part_step(self, name: str, part: str, i: int, base: Dense, donor: Dense, expert: Expert, label: str) -> Step:
+        """One part of one expert: the donor's bytes, in the dtype that the base has there, or what the recipe makes of them."""
         block = donor.layers[i].mlp[part]
         stored = base.donor.steps[base.layers[i].mlp[part].tensor].out.dtype
-        return take(donor.donor.steps[block.tensor], TensorSpec(name, self._dtype(stored), block.shape), block.window)
+        plain = take(donor.donor.steps[block.tensor], TensorSpec(name, self._dtype(stored), block.shape), block.window)
+        return self.transforms.step(plain, expert, label, part)
 
     # --- the rest of the plan ----------------------------------------------------------------------------------------
 
@@ -395,7 +407,7 @@ def _joined(name: str, pieces: Sequence[Step], experts: int = 0) -> Step:
 
 
 def _named(step: Step, name: str) -> Step:
-    return take(step, TensorSpec(name, step.out.dtype, step.out.shape), step.inputs[0].window)
+    return replace(step, out=TensorSpec(name, step.out.dtype, step.out.shape))
 
 
 def _vocabulary(dense: Dense) -> int:

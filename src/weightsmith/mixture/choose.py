@@ -24,7 +24,7 @@ def choose_layout(recipe: Upcycling, base: Dense) -> tuple[ExpertLayout, list[Fi
             what = f"no architecture is called '{named}'{nearest(named, names)}"
             return UnknownName(what, where=where, fix=f"architectures: {', '.join(names)}")
     model_type = str(base.donor.config.get("model_type", ""))
-    counts = len(recipe.experts), len(recipe.shared_experts)
+    counts = len(recipe.experts) * recipe.virtual_groups, len(recipe.shared_experts)
     reasons = {layout.name: why_not(layout, base, *counts) for layout in layouts}
     for layout in layouts:
         if reasons[layout.name] or not (named or model_type in layout.dense):

@@ -45,7 +45,7 @@ class Key:
 
     of                the level of a `section`, and of the mappings inside a `list` or `named` value
     choices           of a `choice`
-    minimum, maximum  inclusive bounds of a `number`
+    minimum, maximum  inclusive bounds of a `number`; the largest `count`
     """
 
     name: str

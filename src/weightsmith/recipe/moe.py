@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,18 @@ from weightsmith.recipe.walk import Walk, in_order, unique
 
 SURGERY_KEYS = frozenset(SURGERY.one_of)
 """A recipe with one of these at the top level is about a mixture of experts that is there."""
+
+
+def is_moe(source: str | Path | Mapping[str, Any]) -> bool:
+    """A recipe of `weightsmith moe`, by its top-level keys; False for one that cannot be read.
+
+    >>> is_moe({"base_model": "a", "experts": []}), is_moe({"merge_method": "linear", "models": []})
+    (True, False)
+    """
+    written = read(source, lenient=True)
+    root = None if isinstance(written, WeightsmithError) else written.document.root
+    keys = root.value if root is not None and isinstance(root.value, dict) else {}
+    return "merge_method" not in keys and not ({"experts"} | SURGERY_KEYS).isdisjoint(keys)
 
 
 def load_moe(
@@ -72,8 +84,8 @@ def _upcycling(written: Written, report: Report) -> Upcycling | None:
     values = section.values
     return Upcycling(
         base=values["base_model"],
-        experts=tuple(_expert(e) for e in values["experts"]),
-        shared_experts=tuple(_expert(e) for e in values.get("shared_experts", ())),
+        experts=_experts(values["experts"]),
+        shared_experts=_experts(values.get("shared_experts", ())),
         architecture=values.get("architecture", ""),
         gate_mode=values.get("gate_mode", ""),
         experts_per_token=values.get("experts_per_token", 2),
@@ -84,7 +96,12 @@ def _upcycling(written: Written, report: Report) -> Upcycling | None:
         findings=tuple(report.findings),
         prompt_tokens=values.get("prompt_tokens"),
         router_scale=values.get("router_scale", 1.0),
+        virtual_groups=values.get("virtual_groups", 1),
     )
+
+
+def _experts(sections: Sequence[Section]) -> tuple[Expert, ...]:
+    return tuple(_expert(section) for section in sections for _ in range(section.values.get("copies", 1)))
 
 
 def _expert(section: Section) -> Expert:
@@ -98,4 +115,6 @@ def _expert(section: Section) -> Expert:
         section=section,
         prompts_file=values.get("prompts_file", ""),
         held_out_file=values.get("held_out_file", ""),
+        noise_fraction=values.get("noise_fraction", 1.0),
+        drop_fraction=values.get("drop_fraction", 0.0),
     )

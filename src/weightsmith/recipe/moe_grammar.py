@@ -23,7 +23,16 @@ EXPERT = Level(
         ),
         Key("held_out_file", "text", "Text file like it, for the routing report alone: nothing is made of it."),
         Key("noise_scale", "number", "Standard deviation of normal noise added to its weights.", minimum=0.0),
+        Key("noise_fraction", "number", "Share of its weights, at random, that get noise; 1 by default.", minimum=0, maximum=1),
+        Key(
+            "drop_fraction",
+            "number",
+            "Drop-Upcycling: share of its neurons, at random, that are drawn anew from a normal distribution like theirs.",
+            minimum=0.0,
+            maximum=1.0,
+        ),
         Key("residual_scale", "number", "Factor on its down projection, after the noise."),
+        Key("copies", "count", "The entry stands for so many experts, each with noise of its own; 1 by default.", maximum=1024),
     ),
 )
 
@@ -44,6 +53,11 @@ UPCYCLING = Level(
         Key("gate_mode", "choice", "How router weights are made; router_input by default.", choices=GATE_MODES),
         Key("prompt_tokens", "count", "Cut the text files of prompts into rows of so many tokens, and not into paragraphs."),
         Key("router_scale", "number", "Factor on all router weights; 1 by default.", minimum=0.0),
+        Key(
+            "virtual_groups",
+            "count",
+            "Cut each MLP into so many experts, which the router chooses together; `experts_per_token` is a multiple of it.",
+        ),
         Key("experts_per_token", "count", "Experts that each token is sent to; 2 by default."),
         Key("dtype", "dtype", "Dtype of the output; the base's by default."),
         Key("name", "text", "A label; without effect."),

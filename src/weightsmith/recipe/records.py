@@ -138,6 +138,8 @@ class Expert:
     section: Section
     prompts_file: str = ""
     held_out_file: str = ""
+    noise_fraction: float = 1.0
+    drop_fraction: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,3 +181,4 @@ class Upcycling:
     findings: tuple[Finding, ...] = ()
     prompt_tokens: int | None = None
     router_scale: float = 1.0
+    virtual_groups: int = 1

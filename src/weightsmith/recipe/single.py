@@ -118,10 +118,11 @@ def read_share(pair: Pair, key: Key, report: Report) -> float | None:
 def read_count(pair: Pair, key: Key, report: Report) -> int | None:
     """A whole number from 1 on."""
     value = _number(pair)
-    if value is not None and value >= 1 and value == int(value):
+    if value is not None and 1 <= value <= (key.maximum or math.inf) and value == int(value):
         return int(value)
-    what = f"{key.name!r} takes a whole number from 1 on, not {describe(pair.value)}"
-    report.problem(what, pair.value.where, "It is how many of the last checkpoints are averaged.", ParameterError)
+    bounds = f"from 1 to {key.maximum:g}" if key.maximum else "from 1 on"
+    what = f"{key.name!r} takes a whole number {bounds}, not {describe(pair.value)}"
+    report.problem(what, pair.value.where, key.doc, ParameterError)
     return None
 
 

@@ -39,7 +39,7 @@ from weightsmith.recipe.yaml import read_yaml
 
 # Misspelling one of these, or a fault inside, leaves a hole that the plan must not take for the user's intention.
 _SKELETON = {"merge_method", "base_model", "models", "slices", "modules", "sources", "model", "layer_range", "path"}
-_SKELETON |= {"experts", "source_model", "lora"}
+_SKELETON |= {"experts", "source_model", "copies", "lora"}
 _SKELETON |= {"prune_experts", "merge_experts", "keep", "keep_by_layer", "saliency", "groups", "groups_by_layer"}
 
 

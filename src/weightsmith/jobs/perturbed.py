@@ -1,0 +1,105 @@
+"""One matrix of an expert made unlike its donor's: noise, neurons drawn anew, a factor. For upcycling.
+
+The neurons that are drawn anew are the same in an expert's gate, up and down: rows of the first two, columns of the last. Which
+they are, and all random numbers, follow from the seed, the layer and the expert's number alone.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
+
+
+class PerturbedJob(Job):
+    """factor · (W + noise), with a share of the neurons drawn anew from a normal distribution like theirs.
+
+    The matrix's shared parameters:
+
+    expert          its number; of shared experts "shared" and the number
+    part            gate, up or down
+    noise_scale     standard deviation of the noise
+    noise_fraction  of the elements, taken at random, that get noise
+    drop_fraction   of the neurons that are drawn anew, rounded to whole ones: from N(μ, σ²) with mean and standard deviation of
+                    the elements they replace (Drop-Upcycling: Nakamura et al. 2025, arXiv 2502.19261)
+    factor          on all of it, at last
+
+    The name of the matrix begins with that of its layer: `model.layers.3.`.
+    """
+
+    def __init__(self, matrix: Matrix) -> None:
+        super().__init__(matrix)
+        p = matrix.shared
+        layer = re.match(r"(?:.*?\.)?\d+\.", matrix.name)
+        self._expert = f"{layer[0] if layer else ''}expert {p['expert']}"
+        self._by_rows = p["part"] != "down"
+        limit = round(float(p["noise_fraction"]) * 2.0**32)  # type: ignore[arg-type]
+        self._noise = (self._key("noise"), self._key("noisy"), limit, float(p["noise_scale"]))  # type: ignore[arg-type]
+        self._factor = float(p["factor"])  # type: ignore[arg-type]
+        self._chosen = self._choose(float(p["drop_fraction"]))  # type: ignore[arg-type]
+        self._mean = self._deviation = 0.0
+
+    def _key(self, what: str, part: str | None = None) -> Any:
+        """uint64: the key of one kind of random number of this expert's part; part "" for all its parts."""
+        part = str(self.matrix.shared["part"]) if part is None else part
+        return np.uint64(xxhash.xxh3_64_intdigest(f"{self._expert}\0{part}\0{what}".encode(), self.matrix.seed & (2**64 - 1)))
+
+    def _choose(self, fraction: float) -> npt.NDArray[np.uint8]:
+        """1 for each neuron that is drawn anew; [0] when none is."""
+        from weightsmith.kernels.philox import random_words
+
+        m = self.matrix
+        neurons = m.size // m.cols if self._by_rows else m.cols
+        count = round(fraction * neurons)
+        if not count:
+            return np.empty(0, np.uint8)
+        words = np.empty(neurons + 512, np.uint32)
+        begin = random_words(self._key("neurons", ""), 0, neurons, words)
+        chosen = np.zeros(neurons, np.uint8)
+        chosen[np.argsort(words[begin : begin + neurons], kind="stable")[:count]] = 1
+        return chosen
+
+    def passes(self) -> int:
+        return 1 if self._chosen.size else 0
+
+    def statistics(self, number: int, tile: Tile) -> npt.NDArray[np.float64]:
+        from weightsmith.kernels.perturb import chosen_sums
+
+        m, row = self.matrix, tile.scratch.sums(1)[0]
+        out = np.empty((tile.grains(m.grain), 2))
+        code = int(m.codes[0])
+        chosen_sums(tile.raw[0], code, tile.start, tile.size, m.grain, self._chosen, self._by_rows, m.cols, out, row)
+        return out
+
+    def fold(self, number: int, results: list[Any]) -> None:
+        m = self.matrix
+        count = int(self._chosen.sum()) * (m.cols if self._by_rows else m.size // m.cols)
+        total, squares = np.cumsum(np.concatenate(results), axis=0)[-1]  # grain after grain, in order
+        self._mean = float(total / count)
+        self._deviation = float(np.sqrt(max(squares / count - self._mean**2, 0.0)))
+
+    def apply(self, tile: Tile, out: Bytes) -> None:
+        from weightsmith.kernels.codecs import BLOCK
+        from weightsmith.kernels.perturb import perturb
+
+        m = self.matrix
+        redraw = (self._key("redrawn"), self._chosen, self._by_rows, m.cols, self._mean, self._deviation)
+        row, words = tile.scratch.sums(1)[0], np.empty((2, BLOCK + 512), np.uint32)
+        perturb(
+            tile.raw[0],
+            int(m.codes[0]),
+            tile.start,
+            tile.size,
+            self._noise,
+            redraw,
+            self._factor,
+            out,
+            m.out_code,
+            row,
+            words,
+        )
