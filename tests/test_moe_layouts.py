@@ -137,6 +137,18 @@ def test_a_shared_expert_is_added(layout: ExpertLayout, models: Models, tmp_path
     assert_equal(logits(tmp_path / "out"), models.logits(name))
 
 
+@pytest.mark.parametrize("layout", [*ADDED, get("qwen2_moe")], ids=lambda layout: layout.name)
+def test_what_the_warning_says_begins_where_the_base_is(layout: ExpertLayout, models: Models, tmp_path: Path) -> None:
+    name = layout.dense[0]
+    base = str(models.dense(name))
+    routed, shared = (1.0, 0.0) if layout.name == "qwen2_moe" else (0.5, 0.5)
+    source = recipe(models.dense(name), architecture=layout.name)
+    source["experts"] = [{"source_model": base, "residual_scale": routed}] * 2
+    source["shared_experts"] = [{"source_model": base, "residual_scale": shared}]
+    assert not any("residual_scale" in warning for warning in made(source, tmp_path / "out"))
+    assert_equal(logits(tmp_path / "out"), models.logits(name))
+
+
 def test_no_shared_expert_is_told(models: Models, tmp_path: Path) -> None:
     warnings = made(recipe(models.dense("llama"), architecture="glm4_moe"), tmp_path / "out")
     assert any("n_shared_experts: 0" in warning for warning in warnings)
@@ -290,12 +302,18 @@ OTHER_CONFIGS = [
 ]
 
 
+def without_theta(config: dict[str, Any]) -> None:
+    """The base of the rotary embeddings is the default of the class."""
+    del config["rope_parameters"]["rope_theta"]
+
+
 NO_SHORTER = ("phi3-long", "phi3-partial", "llama-linear")
 
 
 @pytest.mark.parametrize(
     ("layout", "name", "edit"),
-    [(o, n, edit) for o, n in OTHER_CONFIGS for edit in (old_style, shortest) if edit is old_style or n not in NO_SHORTER],
+    [(o, n, edit) for o, n in OTHER_CONFIGS for edit in (old_style, shortest) if edit is old_style or n not in NO_SHORTER]
+    + [("mixtral", "llama", without_theta), ("flex_olmo", "olmo2", without_theta)],
 )
 def test_other_config_of_the_same_model(layout: str, name: str, edit: Any, models: Models, tmp_path: Path) -> None:
     base = edit_config(models.dense(name), tmp_path / "base", edit)

@@ -16,7 +16,7 @@ def _config(facts: Facts) -> dict[str, Any]:
     config = moe_config(
         facts,
         ("DeepseekForCausalLM", "deepseek"),
-        **keys(facts) | {"n_shared_experts": facts.shared or None},
+        **keys(facts) | ({} if facts.shared else {"n_shared_experts": None}),
         moe_layer_freq=1,
         scoring_func="softmax",
         attention_bias=False,
