@@ -39,6 +39,15 @@ REPOS = {
     ("org/good", OLD): {"model.safetensors": save({"old": A})},
     ("org/pickles", COMMIT): {"pytorch_model.bin": b"a pickle", "config.json": b"{}", "tokenizer.json": b"[]"},
     ("org/gguf", COMMIT): {"x.Q4_K_M.gguf": b"GGUF"},
+    ("org/adapter", COMMIT): {
+        "adapter_config.json": b'{"peft_type": "LORA", "r": 1, "lora_alpha": 2}',
+        "adapter_model.safetensors": save(
+            {f"base_model.model.w.lora_{part}.weight": A[:2].reshape(shape) for part, shape in (("A", (1, 2)), ("B", (2, 1)))}
+        ),
+        "tokenizer.json": b"{}",
+        "README.md": b"# card",
+    },
+    ("org/matrix", COMMIT): {"model.safetensors": save({"w.weight": A[:4].reshape(2, 2)})},
     ("org/escape", COMMIT): GOOD | {INDEX: json.dumps({"weight_map": {"a": "../../x.safetensors"}}).encode()},
 }
 
@@ -121,7 +130,21 @@ except WeightsmithError as error:
 """
 
 
-def run(hub: ThreadingHTTPServer | None, home: Path, ref: str, *, cwd: Path | None = None, **kwargs: Any) -> dict[str, Any]:
+APPLIED = """
+import json, sys
+from contextlib import ExitStack
+from weightsmith.planner.inputs import open_models
+from weightsmith.recipe.references import parse_reference
+with ExitStack() as stack:
+    (model,), problems = open_models([parse_reference(sys.argv[1], "")], stack)
+    found = {"error": [str(p) for p in problems]} if model is None else {n: model.read(n).tolist() for n in model.tensors}
+    print(json.dumps(found | ({} if model is None else {"revision": model.revision})))
+"""
+
+
+def run(
+    hub: ThreadingHTTPServer | None, home: Path, ref: str, *, cwd: Path | None = None, script: str = SCRIPT, **kwargs: Any
+) -> dict[str, Any]:
     """Open `ref` in a fresh process (huggingface_hub reads its environment once) and tell what came of it."""
     if hub is not None:
         hub.seen.clear()  # type: ignore[attr-defined]
@@ -129,7 +152,7 @@ def run(hub: ThreadingHTTPServer | None, home: Path, ref: str, *, cwd: Path | No
     env |= {"HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
     env |= {"PYTHONPATH": os.pathsep.join(sys.path), "no_proxy": "127.0.0.1"}
     env |= {"HF_HUB_OFFLINE": "1"} if hub is None else {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}"}
-    command = [sys.executable, "-c", SCRIPT, ref, json.dumps(kwargs)]
+    command = [sys.executable, "-c", script, ref, json.dumps(kwargs)]
     done = subprocess.run(command, env=env, cwd=cwd or home, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
@@ -159,6 +182,17 @@ def test_a_hub_model_is_downloaded_once_and_then_found_offline(hub: ThreadingHTT
     offline = run(None, tmp_path, "org/good")
     assert offline == got | {"ignored": []}  # it is not in the cache
     assert run(None, tmp_path, f"org/good@{COMMIT}") == offline
+
+
+def test_an_adapter_s_two_files_are_downloaded(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+    expected = {"w.weight": [[0.0, 1.0], [2.0, 5.0]], "revision": f"{COMMIT}+{COMMIT}"}
+    assert run(hub, tmp_path, f"org/matrix+org/adapter@{COMMIT}", script=APPLIED) == expected
+    assert downloads(hub) == {"model.safetensors", "adapter_config.json", "adapter_model.safetensors"}
+    assert run(None, tmp_path, f"org/matrix+org/adapter@{COMMIT}", script=APPLIED) == expected
+    (no_adapter,) = run(hub, tmp_path, "org/matrix+org/good", script=APPLIED)["error"]
+    assert "org/good: no adapter of PEFT: there is no adapter_config.json and no adapter_model.safetensors" in no_adapter
+    (gone,) = run(hub, tmp_path, "org/matrix+org/none", script=APPLIED)["error"]
+    assert "org/none: neither a local path nor a model on the hub" in gone
 
 
 def test_revisions(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
