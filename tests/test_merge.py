@@ -185,6 +185,16 @@ def test_bytes_do_not_depend_on_hash_seed_threads_or_memory(here: Path) -> None:
     assert outputs[0] == outputs[1]
 
 
+def test_what_a_merge_made_can_be_merged_again(here: Path) -> None:
+    first = weightsmith.merge("ties.yml", "first", fsync=False)
+    listed = [{"model": "first", "parameters": {"weight": 1}}, {"model": "a", "parameters": {"weight": 1}}]
+    second = weightsmith.merge({"merge_method": "linear", "models": listed}, "second", fsync=False)
+    assert "tokenizer.json" in second.plan.carried
+    own = [(here / done.out / "weightsmith.json").read_text() for done in (first, second)]
+    assert own[0] != own[1], "the manifest is the second merge's own"
+    assert (here / "second" / "recipe.yml").read_text() != (here / "first" / "recipe.yml").read_text()
+
+
 def test_seed_changes_the_random_masks_and_nothing_else(here: Path) -> None:
     weightsmith.merge("dare_ties.yml", "one", seed=1)
     weightsmith.merge("dare_ties.yml", "two", seed=2)

@@ -26,6 +26,8 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _WEIGHTS = (_SUFFIX, *_PICKLES, *".gguf .onnx .onnx_data .h5 .msgpack .npz .npy .tflite .mlmodel".split())
 _MEDIA = tuple(".png .jpg .jpeg .gif .webp .svg .mp4 .mp3 .wav .pdf .zip .gz .tar .csv .parquet .arrow .lock .log".split())
 _TRAINING = re.compile(r"readme\.md|(optimizer|scheduler|rng_state|trainer_state|training_args|events\.out).*")
+_OURS = frozenset({"weightsmith.json", "recipe.yml", "routing.json"})
+"""What we write about a model that we made: it says how that one was made, and not the next."""
 _NUMBERED = re.compile(r"(.*?)-?([0-9]+)-of-([0-9]+)\.safetensors")
 _DIGITS = re.compile(r"[0-9]+")
 
@@ -111,8 +113,8 @@ def choose_weights(names: Iterable[str], where: str) -> Weights:
 def carried_files(names: Iterable[str]) -> tuple[str, ...]:
     """The files that go with the weights into a new model, sorted: config, tokenizer, chat template, code, licence.
 
-    Top level only. Left behind: weights of any format and their indexes, README.md, hidden files, media and data, and
-    what a training run leaves (optimizer, scheduler, rng_state, trainer_state, training_args).
+    Top level only. Left behind: weights of any format and their indexes, README.md, hidden files, media and data, what a
+    training run leaves (optimizer, scheduler, rng_state, trainer_state, training_args), and what weightsmith says of a model.
 
     >>> carried_files(["config.json", "model.safetensors", "README.md", "tokenizer.model", "original/params.json"])
     ('config.json', 'tokenizer.model')
@@ -124,6 +126,7 @@ def carried_files(names: Iterable[str]) -> tuple[str, ...]:
             for n in names
             if "/" not in n
             and not n.startswith(".")
+            and n not in _OURS
             and not n.lower().endswith(left_behind)
             and not _TRAINING.fullmatch(n.lower())
         )
