@@ -56,14 +56,15 @@ def test_a_merge_keeps_names_and_dtypes_and_loads(
     moe_zoo.load(name, tmp_path / "out")
 
 
-@pytest.mark.parametrize("method", ["ties", "dare_linear", "slerp", "model_stock", "breadcrumbs"])
+@pytest.mark.parametrize("method", ["ties", "slerp", "model_stock", "breadcrumbs"])
 @pytest.mark.parametrize("how", ["fused", "transposed", "paired"])
 def test_each_expert_of_a_fused_tensor_is_merged_as_if_alone(how: str, method: str, tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     models, apart = [], []
     base = moe_zoo.experts(seed=0, dtype=np.float32)
     for seed in range(3):
-        # Deltas of very different sizes: one threshold, or one angle, over all experts would be another than each expert's own.
+        # Deltas of very different sizes: one threshold, or angle, over all experts would be another than each one's.
+        # Alone, an expert is there twice: a tensor [1, rows, columns] is not known to be fused.
         listed = [
             {
                 part: (value + seed * 10.0**e * random.standard_normal(value.shape)).astype(np.float32)
@@ -72,8 +73,7 @@ def test_each_expert_of_a_fused_tensor_is_merged_as_if_alone(how: str, method: s
             for e, x in enumerate(base)
         ]
         models.append(moe_zoo.store(tmp_path / f"{how}{seed}", how, listed))
-        downs = [moe_zoo.store(tmp_path / f"{e}-{seed}", how, [expert]) for e, expert in enumerate(listed)]
-        apart.append(downs)
+        apart.append([moe_zoo.store(tmp_path / f"{e}-{seed}", how, [expert, expert]) for e, expert in enumerate(listed)])
     recipe: dict[str, Any] = {"merge_method": method}
     if method == "slerp":
         recipe["parameters"] = {"t": 0.3}
@@ -89,11 +89,7 @@ def test_each_expert_of_a_fused_tensor_is_merged_as_if_alone(how: str, method: s
         merge(recipe, *(folders[e] for folders in apart), out=tmp_path / f"out{e}")
         alone = moe_zoo.read(tmp_path / f"out{e}")
         for name in fused:
-            if method != "dare_linear":  # whose masks are numbered by the element of the tensor
-                assert np.array_equal(together[name][e], alone[name][0]), (name, e)
-            else:
-                changed = (together[name][e] != moe_zoo.read(models[0])[name][e]).mean()
-                assert 0.25 < changed < 0.75
+            assert np.array_equal(together[name][e], alone[name][0]), (name, e)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "granitemoe", "llama4", "glm4-moe"])

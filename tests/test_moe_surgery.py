@@ -13,11 +13,13 @@ import pytest
 
 import weightsmith
 from tests import moe_zoo
+from tests.cli_help import Cli
 from tests.mini import write_checkpoint
 from tests.moe_zoo import BF16, BLOCK, HIDDEN, MODELS, STORED, E
 from weightsmith.errors import PlanError, WeightsmithError
 from weightsmith.kernels import reference
 from weightsmith.kernels.assignment import assign
+from weightsmith.mixture import prepare_moe
 from weightsmith.mixture.counts import with_experts
 from weightsmith.mixture.experts import find_blocks
 from weightsmith.tensors import DTYPES, TensorSpec
@@ -512,3 +514,54 @@ def test_experts_with_factors_are_pruned_and_not_merged(tmp_path: Path) -> None:
     }
     with pytest.raises(PlanError, match="each expert has a factor of its own"):
         surgery(folder, tmp_path / "no", "merge_experts", {"groups": [[0, 1], [2, 3]]})
+
+
+# ---- what the docs say
+
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted((ROOT / "examples" / "recipes" / "moe_surgery").glob("*.yml"))
+
+
+def eight(folder: Path) -> Path:
+    """Two layers of eight experts."""
+    model = moe_zoo.store(folder, "own", moe_zoo.experts(8))
+    first = moe_zoo.read(model)
+    second = {name.replace("layers.0.", "layers.1."): value for name, value in first.items()}
+    return write_checkpoint(model, {**first, **second}, {**moe_zoo.config(8), "num_hidden_layers": 2})
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_the_examples_run(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    eight(tmp_path / "moe")
+    monkeypatch.chdir(tmp_path)
+    done = weightsmith.moe(recipe, "out", fsync=False)
+    assert (done.warnings, (done.plan.config or {})["num_experts"]) == ((), 4)
+    assert len(RECIPES) == 3
+
+
+def test_the_recipes_in_the_docs_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    eight(tmp_path / "moe")
+    monkeypatch.chdir(tmp_path)
+    Path("saliency.json").write_text((ROOT / "examples" / "recipes" / "moe_surgery" / "saliency.json").read_text())
+    page = (ROOT / "docs" / "moe-surgery.md").read_text()
+    blocks = re.findall(r"^```text\n(model:.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 3
+    for block in blocks:
+        with prepare_moe(block) as prepared:
+            assert prepared.prepared.plan.warnings == ()
+
+
+def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Cli(monkeypatch, capsys)
+    model = moe_zoo.store(tmp_path / "model", "paired", moe_zoo.experts())
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text(f"model: {model}\nmerge_experts:\n  groups: [[0, 3], [1, 2]]\n  match: true\n")
+    done = run("moe", str(recipe), str(tmp_path / "out"), "--no-fsync")
+    assert done.code == 0, done.err
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Mixture of experts of which some were averaged into one" in card
+    recipe.write_text(f"model: {model}\nprune_experts:\n  keep: [0, 3, 9]\n")
+    done = run("moe", str(recipe), str(tmp_path / "no"))
+    assert done.code != 0
+    assert "there is no expert 9" in done.err
