@@ -121,6 +121,18 @@ def test_a_mixture_as_an_expert(tmp_path: Path) -> None:
     assert "has no mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight" in refused(base, experts=[base, other])
 
 
+def test_an_expert_with_biases(tmp_path: Path) -> None:
+    base, other = model(tmp_path / "a"), model(tmp_path / "b", more={"mlp.down_proj.bias": (8,)})
+    assert f"{other} has mlp.down_proj.bias in its layers, for which an expert has no place" in refused(
+        base, experts=[other, base]
+    )
+
+
+def test_another_activation(tmp_path: Path) -> None:
+    base, other = model(tmp_path / "a"), model(tmp_path / "b", hidden_act="gelu")
+    assert f"{other} has the activation gelu, and {base} has silu" in refused(base, experts=[base, other])
+
+
 # ---- counts
 
 

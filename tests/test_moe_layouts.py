@@ -14,6 +14,7 @@ import transformers
 from safetensors import safe_open
 
 from tests.moe_help import DENSE, TOKENS, Models, config_of, edit_config, edit_tensors, load, logits, made, recipe
+from weightsmith.errors import PlanError
 from weightsmith.mixture import prepare_moe
 from weightsmith.mixture.layouts import all_layouts, get
 from weightsmith.mixture.layouts.base import ExpertLayout
@@ -430,6 +431,11 @@ def test_names_of_mergekit(written: str, expected: str, models: Models) -> None:
     assert planned(recipe(models.dense("llama"), architecture=written)) == expected
 
 
+def test_deepseek_alone_is_the_first_of_them(models: Models) -> None:
+    with pytest.raises(PlanError, match=r"deepseek: .*\n.*write architecture: deepseek_v3"):
+        planned(recipe(models.dense("youtu"), architecture="deepseek"))
+
+
 @pytest.mark.parametrize("written", ["qwen", "qwen moe", "Qwen MoE", "qwen2_moe", "Qwen2-MoE", "Qwen2MoeForCausalLM"])
 def test_names_of_qwen(written: str, models: Models) -> None:
     base = models.dense("qwen2")
@@ -448,9 +454,11 @@ def test_a_router_of_sigmoids_has_short_rows(models: Models, tmp_path: Path) -> 
     assert 0.98 < float(lengths.max()) < 1.02
 
 
-def test_what_is_left_out_is_listed(models: Models) -> None:
+def test_what_is_left_out_is_listed(models: Models, tmp_path: Path) -> None:
     other = models.dense("llama", seed=1)
-    source = recipe(models.dense("llama"))
+    buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    base = edit_tensors(models.dense("llama"), tmp_path / "base", lambda tensors: tensors.update({buffer: torch.ones(4)}))
+    source = recipe(base)
     source["experts"] = [{"source_model": str(other)}] * 2
     with prepare_moe(source) as prepared:
         plan = prepared.prepared.plan
@@ -459,6 +467,6 @@ def test_what_is_left_out_is_listed(models: Models) -> None:
         everything = {(c.ref, tensor) for c in prepared.prepared.inputs for tensor in c.tensors}
     assert reasons.keys() | inputs == everything
     assert not reasons.keys() & inputs
-    base_down = (str(models.dense("llama")), "model.layers.0.mlp.down_proj.weight")
-    assert reasons[base_down] == "its place is taken by the experts"
+    assert reasons[str(base), "model.layers.0.mlp.down_proj.weight"] == "its place is taken by the experts"
+    assert reasons[str(base), buffer] == "models compute it for themselves"
     assert reasons[str(other), "lm_head.weight"] == "only the MLPs of this model are used"

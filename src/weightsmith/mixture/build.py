@@ -277,6 +277,13 @@ class _Builder:
                     what += f" {list(wanted.mlp[part].shape)}"
                     self.problems.append(ShapeError(what, where=where, fix="experts need the depth and widths of the base"))
                     return
+        if donor is not base and (more := sorted({n for layer in donor.layers for n in layer.rest if n.startswith("mlp.")})):
+            what = f"{expert.model} has {more[0]} in its layers, for which an expert has no place"
+            self.problems.append(ShapeError(what, where=where, fix="an expert is gate, up and down projections alone"))
+        acts = [str(semantics(each.donor.config)["hidden_act"]).replace("swish", "silu") for each in (donor, base)]
+        if acts[0] != acts[1]:
+            what = f"{expert.model} has the activation {acts[0]}, and {label} has {acts[1]}: the experts of a mixture have one"
+            self.problems.append(ShapeError(what, where=where, fix="take experts with the base's activation"))
         ours, theirs = _vocabulary(base), _vocabulary(donor)
         if ours != theirs:
             what = f"{expert.model} has {theirs} tokens, and {label} has {ours}, which are the mixture's"
