@@ -288,6 +288,14 @@ def test_a_tied_head_that_is_trained_starts_from_the_embedding(tmp_path: Path) -
     assert {s.out.dtype.name for s in plan.steps} == {"BF16"}
 
 
+def test_a_tied_head_that_is_saved_whole_has_the_base_s_dtype(tmp_path: Path) -> None:
+    head = normal(TOKENS, H, seed=3)
+    model, lora = base(tmp_path / "base", tie=True), adapter(tmp_path / "a", {f"{P}lm_head.weight": head})
+    found = baked(model, lora, tmp_path / "out")
+    assert as_bytes(found["lm_head.weight"]) == as_bytes(head.astype(BF16))
+    assert as_bytes(found["model.embed_tokens.weight"]) == as_bytes(base_tensors()["model.embed_tokens.weight"].astype(BF16))
+
+
 def test_tokens_that_the_adapter_adds_are_in_the_output_and_its_config(tmp_path: Path) -> None:
     new = {f"{P}{name}.weight": normal(TOKENS + 3, H) for name in ("lm_head", "model.embed_tokens")}
     model, lora = base(tmp_path / "base", np.float32), adapter(tmp_path / "a", factors(Q, H, H) | new)

@@ -50,7 +50,7 @@ class Applied(Checkpoint):
         self.config: dict[str, Any] | None = base.config
         self.files, self.ignored, self.weights, self.metadata = base.files, base.ignored, base.weights, base.metadata
         self.quantised = base.quantised
-        self._origin = dict.fromkeys(base.tensors, "")  # tensor → the base's whose numbers it starts from, "": its own
+        self._origin = dict.fromkeys(base.tensors, "")  # tensor → the base's that it stands for, "": its own
         self._updates: dict[str, Factors] = {}
         self._replaced: dict[str, str] = {}
         self._factors: dict[str, tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]] = {}
@@ -119,7 +119,7 @@ class Applied(Checkpoint):
         for stored_name, source in adapter.replacements.items():
             name = rename(stored_name)
             if name in self._origin or (tied and _module(name) in _HEADS):
-                self._origin[name] = ""
+                self._origin[name] = "" if name in self._origin else tied
                 self._replaced[name] = source
                 problem = self._replacement_problem(name)
             else:
