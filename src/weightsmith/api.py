@@ -142,19 +142,30 @@ def moe(
     allow_nonfinite: bool = False,
     allow_code: bool = False,
     progress: Callable[[Progress], None] | None = None,
+    report: bool = True,
+    device: str = "cpu",
 ) -> Merged:
     """Make a mixture-of-experts checkpoint as a recipe says, into a new folder.
 
-    The recipe is one of mergekit-moe's, or has weightsmith's own keys; see docs/moe.md. All else is as for `merge`.
+    The recipe is one of mergekit-moe's, or has weightsmith's own keys; see docs/moe.md. All else is as for `merge`, but for
+
+    report  where the router sends the prompts' tokens, in OUT/routing.json and OUT/routing.svg; False saves the hidden states
+            where the router weights do not need them
+    device  for the hidden states, as torch names it
     """
-    from weightsmith.mixture import prepare_moe
+    from weightsmith.mixture import PreparedMoe, prepare_moe
+    from weightsmith.mixture.report_files import report_files, report_section
 
     began = time.monotonic()
     with prepare_moe(
         recipe, out_dtype=out_dtype, max_shard_bytes=max_shard_bytes, seed=seed, lenient=lenient, allow_code=allow_code
     ) as prepared:
-        prepared.fill()
-        return execute(
+        told = None
+        if isinstance(prepared, PreparedMoe):
+            told = prepared.fill(out, report=report, device=device)
+        else:
+            prepared.fill()
+        merged = execute(
             prepared.prepared,
             out,
             threads=threads,
@@ -166,7 +177,12 @@ def moe(
             allow_nonfinite=allow_nonfinite,
             progress=progress,
             began=began,
+            files=report_files(told),
+            section=report_section(told),
         )
+        if isinstance(prepared, PreparedMoe):
+            prepared.forget(out)
+        return merged
 
 
 def execute(
@@ -183,8 +199,14 @@ def execute(
     progress: Callable[[Progress], None] | None = None,
     rechecking: Callable[[int, int], None] | None = None,
     began: float | None = None,
+    files: Mapping[str, bytes] | None = None,
+    section: str = "",
 ) -> Merged:
-    """Run a prepared plan; see `merge`."""
+    """Run a prepared plan; see `merge`.
+
+    files    more files of the output, by name
+    section  more of the model card, in Markdown
+    """
     from weightsmith.engine.local import run
     from weightsmith.store.staging import Staging
 
@@ -212,7 +234,11 @@ def execute(
             allow_nonfinite=allow_nonfinite,
         )
         distance = distance_by_layer(plan, outcome.distances)
-        for name, data in _files(plan, inputs, Path(out).name, distance, card=card):
+        more = files or {}
+        for name, data in _files(plan, inputs, Path(out).name, distance, card=card, section=section):
+            if name not in more:
+                staging.add_file(name, data)
+        for name, data in more.items():
             staging.add_file(name, data)
         folder = staging.publish(_provenance(plan, distance), fsync=fsync)
     found = tuple(_disagreement(plan, step) for step in plan.steps if step.out.name in outcome.differing)
@@ -310,7 +336,7 @@ def _work_hash(plan: Plan, inputs: Sequence[Checkpoint]) -> str:
 
 
 def _files(
-    plan: Plan, inputs: Sequence[Checkpoint], name: str, distance: tuple[Moved, ...], *, card: bool
+    plan: Plan, inputs: Sequence[Checkpoint], name: str, distance: tuple[Moved, ...], *, card: bool, section: str = ""
 ) -> list[tuple[str, bytes | Path]]:
     """Everything that is not a weight."""
     donor = inputs[plan.donor]
@@ -321,7 +347,7 @@ def _files(
     if card:
         from weightsmith.cards import model_card
 
-        files.append((CARD_NAME, model_card(plan, name, distance).encode()))
+        files.append((CARD_NAME, model_card(plan, name, distance, section).encode()))
     return files
 
 

@@ -21,11 +21,12 @@ _SURGERY = {
 """Plan method → what was done, and what to know of it."""
 
 
-def model_card(plan: Plan, name: str, distance: tuple[Moved, ...] = ()) -> str:
+def model_card(plan: Plan, name: str, distance: tuple[Moved, ...] = (), section: str = "") -> str:
     """The card of a merged model: tags, inputs, method, the recipe word for word, and how far it is from its base.
 
     name      of the model, as its title
     distance  the whole first, then layer by layer; () when it has no base
+    section   more, in Markdown; "" for nothing
     """
     hub_ids = [part.split("@")[0] for m in plan.models for part in m.ref.split("+") if _is_hub_id(part)]
     front: dict[str, object] = {"library_name": "transformers", "tags": ["merge", "weightsmith"]}
@@ -55,7 +56,7 @@ def model_card(plan: Plan, name: str, distance: tuple[Moved, ...] = ()) -> str:
 {fence}yaml
 {plan.recipe.strip()}
 {fence}
-{_moved(distance)}"""
+{_moved(distance)}{section}"""
 
 
 def _made(plan: Plan) -> tuple[str, str]:

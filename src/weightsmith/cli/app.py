@@ -9,7 +9,7 @@ import typer
 from weightsmith._version import __version__
 from weightsmith.cli import exits
 from weightsmith.cli.merge import merge
-from weightsmith.cli.mergekit_flags import MergeCommand
+from weightsmith.cli.mergekit_flags import MergeCommand, MoeCommand
 from weightsmith.cli.methods import methods
 from weightsmith.cli.moe import moe
 from weightsmith.cli.plan import plan
@@ -46,7 +46,7 @@ def _options(
 
 _MERGEKIT = "mergekit-yaml's other flags are accepted and answered, or refused with the next step."
 app.command(cls=MergeCommand, epilog=_MERGEKIT)(merge)
-app.command()(moe)
+app.command(cls=MoeCommand, epilog=_MERGEKIT.replace("-yaml", "-moe"))(moe)
 app.command()(plan)
 app.command()(verify)
 app.command()(methods)

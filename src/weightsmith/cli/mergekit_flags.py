@@ -96,7 +96,22 @@ FLAGS = (
     ),
 )
 
-_BY_NAME = {name: flag for flag in FLAGS for name in flag.names}
+_OURS_IN_MOE = {"--device"}
+_GPU_IN_MOE = {"--cuda", "--read-to-gpu", "--multi-gpu", "--gpu-rich"}
+_BY_LAYER = "hidden states take the memory of one layer, in float32, whatever the size of the model"
+
+MOE_FLAGS = (
+    *(flag for flag in FLAGS if not {*flag.names} & {*_OURS_IN_MOE, *_GPU_IN_MOE}),
+    *(
+        _switch(name.removeprefix("--"), "copying waits for the disk; --device says where hidden states are computed")
+        for name in sorted(_GPU_IN_MOE)
+    ),
+    _switch("load-in-4bit", _BY_LAYER),
+    _switch("load-in-8bit", _BY_LAYER),
+    _switch("i-understand-this-is-not-useful-without-training", "experts that are all the same are not refused"),
+)
+"""Those of mergekit-moe; `--device` is ours too and means the same."""
+
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 _SIZE = re.compile(r"([+-]?\d+)([kmb]?)", re.IGNORECASE | re.ASCII)
 _ONE_SHARD = 1 << 62
@@ -116,8 +131,8 @@ class Translated:
     hub_cache: str = ""
 
 
-def translate(args: Sequence[str]) -> Translated:
-    """Take mergekit's flags out of the arguments of `merge`. Raises typer.BadParameter for those that are refused.
+def translate(args: Sequence[str], flags: Sequence[Flag] = FLAGS) -> Translated:
+    """Take mergekit's flags out of the arguments of a command. Raises typer.BadParameter for those that are refused.
 
     >>> found = translate(["r.yml", "out", "--cuda", "--out-shard-size", "2B", "-j4"])
     >>> found.args
@@ -125,6 +140,7 @@ def translate(args: Sequence[str]) -> Translated:
     >>> found.answers[0][:24]
     '--cuda is not needed: me'
     """
+    by_name = {name: flag for flag in flags for name in flag.names}
     left: list[str] = []
     answers: dict[str, None] = {}
     cache = ""
@@ -135,7 +151,7 @@ def translate(args: Sequence[str]) -> Translated:
             left += [arg, *queue]
             break
         name, equals, value = _split(arg)
-        flag = _BY_NAME.get(name)
+        flag = by_name.get(name)
         if flag is None:
             left.append(arg)
             continue
@@ -184,14 +200,22 @@ ANSWERS = "weightsmith.mergekit_flags"
 class MergeCommand(TyperCommand):
     """`merge`, with mergekit's flags taken out before typer looks; they are in no help text."""
 
+    flags: Sequence[Flag] = FLAGS
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Typer's hook for reading the arguments of a command."""
         try:
-            found = translate(args)
+            found = translate(args, self.flags)
         except typer.BadParameter as error:
             ctx.fail(error.message)
         ctx.meta[ANSWERS] = found
         return super().parse_args(ctx, found.args)
+
+
+class MoeCommand(MergeCommand):
+    """`moe`, with mergekit-moe's flags taken out."""
+
+    flags = MOE_FLAGS
 
 
 def markdown() -> str:

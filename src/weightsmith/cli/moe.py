@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures
 from weightsmith.cli.merge import interrupted, report, show_progress
-from weightsmith.cli.progress import Reading, meter, no_bars_in_logs
-from weightsmith.cli.text import warn
+from weightsmith.cli.mergekit_flags import ANSWERS, Translated
+from weightsmith.cli.progress import Meter, Reading, meter, no_bars_in_logs
+from weightsmith.cli.text import note, result, show_table, warn
+
+if TYPE_CHECKING:
+    from weightsmith.mixture import PreparedMixture
+    from weightsmith.mixture.report import Report
 
 
 def moe(
+    context: typer.Context,
     recipe: options.Recipe,
-    out: options.Out,
+    out: Annotated[
+        str, typer.Argument(metavar="OUT", help="The folder to make; not with --plan and --routing.", show_default=False)
+    ] = "",
+    plan_only: Annotated[
+        bool, typer.Option("--plan", help="Show what would be made, as `weightsmith plan` does; compute and write nothing.")
+    ] = False,
+    routing_only: Annotated[
+        bool, typer.Option("--routing", help="Compute the router weights and show where they send the prompts; write nothing.")
+    ] = False,
+    routing_report: Annotated[
+        bool, typer.Option("--report/--no-report", help="Write where the router sends the prompts, or skip that.")
+    ] = True,
+    device: Annotated[
+        str, typer.Option("--device", metavar="DEVICE", help="Where hidden states are computed: cpu, cuda, cuda:1 or auto.")
+    ] = "cpu",
     threads: options.Threads = None,
     max_memory: options.MaxMemory = None,
     max_shard_size: options.MaxShardSize = options.DEFAULT_MAX_SHARD_BYTES,
@@ -35,10 +60,20 @@ def moe(
     OUT appears when all of it is finished. Interrupted work is kept beside it, and the same command goes on with it.
     """
     began = time.monotonic()
+    if bool(out) == (plan_only or routing_only):
+        raise typer.BadParameter(
+            "with --plan or --routing nothing is written." if out else "name the folder to make.", param_hint="OUT"
+        )
     with failures(interrupted=lambda: interrupted(out)), ExitStack() as stack:
+        flags: Translated = context.meta[ANSWERS]
+        if flags.hub_cache:  # huggingface_hub reads this when it is imported, which has not happened yet
+            os.environ["HF_HUB_CACHE"] = flags.hub_cache
         no_bars_in_logs(quiet=quiet)
+        for answer in () if quiet else flags.answers:
+            note(answer)
         from weightsmith.api import execute
-        from weightsmith.mixture import prepare_moe
+        from weightsmith.mixture import PreparedMoe, prepare_moe
+        from weightsmith.mixture.report_files import report_files, report_section
 
         prepared = stack.enter_context(
             prepare_moe(
@@ -52,9 +87,18 @@ def moe(
         )
         for finding in prepared.prepared.plan.warnings:
             warn(finding)
-        stack.enter_context(failures(merging=True, interrupted=lambda: interrupted(out)))
-        prepared.fill()
+        if plan_only:
+            from weightsmith.cli.plan import show_plan
+
+            show_plan(prepared.prepared, threads=threads, max_memory=max_memory, as_json=as_json)
+            return
         shown = stack.enter_context(meter(quiet=quiet))
+        told = _fill(prepared, out, recipe, shown, wanted=routing_report or routing_only, device=device)
+        if routing_only:
+            shown.close()
+            _show_routing(told, as_json=as_json)
+            return
+        stack.enter_context(failures(merging=True, interrupted=lambda: interrupted(out)))
         merged = execute(
             prepared.prepared,
             out,
@@ -68,6 +112,41 @@ def moe(
             progress=lambda p: show_progress(shown, p, "copying"),
             rechecking=lambda done, total: shown.show(Reading("checking what is there", done, total, done)),
             began=began,
+            files=report_files(told),
+            section=report_section(told),
         )
+        if isinstance(prepared, PreparedMoe):
+            prepared.forget(out)
         shown.close()
         report(merged, quiet=quiet, as_json=as_json)
+        if told is not None and not quiet and not as_json:
+            show_table(*told.table(), right=set(range(1, len(told.experts) + 3)))
+
+
+def _fill(prepared: PreparedMixture, out: str, recipe: str, shown: Meter, *, wanted: bool, device: str) -> Report | None:
+    """Compute what the plan's computed tensors hold, and warn of routers that do not route."""
+    from weightsmith.mixture import PreparedMoe
+
+    if not isinstance(prepared, PreparedMoe):
+        prepared.fill()
+        return None
+    told = prepared.fill(
+        out or None,
+        report=wanted,
+        device=device,
+        progress=lambda done, total: shown.show(Reading("hidden states", done, total, done)),
+    )
+    for finding in () if told is None else told.warnings(recipe):
+        warn(finding)
+    return told
+
+
+def _show_routing(told: Report | None, *, as_json: bool) -> None:
+    if as_json:
+        result(json.dumps(None if told is None else told.to_json(), ensure_ascii=False))
+    elif told is None:
+        result("the recipe has no prompts, so there is nothing to route")
+    else:
+        show_table(*told.table(), right=set(range(1, len(told.experts) + 3)))
+        result()
+        show_table(*told.by_layer(), right=set(range(len(told.groups) + 1)))

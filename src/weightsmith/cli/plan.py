@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -50,9 +52,7 @@ def plan(
     """
     with failures():
         no_bars_in_logs(quiet=False)
-        from weightsmith.planner import prepare
-
-        with prepare(
+        with _prepared(
             recipe,
             out_dtype=out_dtype,
             max_shard_bytes=max_shard_size,
@@ -68,13 +68,35 @@ def plan(
             if distance:
                 _distance(prepared, threads, max_memory, as_json=as_json)
                 return
-            from weightsmith.cli.summary import summarise
+            show_plan(prepared, threads=threads, max_memory=max_memory, as_json=as_json)
 
-            summary = summarise(prepared, threads=threads, max_memory_bytes=max_memory)
-            if as_json:
-                result(json.dumps(_to_json(prepared.plan, summary), ensure_ascii=False))
-            else:
-                _show(prepared.plan, summary, max_memory)
+
+@contextmanager
+def _prepared(recipe: str, **planning: Any) -> Iterator[Prepared]:
+    """The plan of a recipe of `merge` or of `moe`."""
+    from weightsmith.recipe import is_moe
+
+    if is_moe(recipe):
+        from weightsmith.mixture import prepare_moe
+
+        with prepare_moe(recipe, **planning) as made:
+            yield made.prepared
+    else:
+        from weightsmith.planner import prepare
+
+        with prepare(recipe, **planning) as prepared:
+            yield prepared
+
+
+def show_plan(prepared: Prepared, *, threads: int | None, max_memory: int | None, as_json: bool) -> None:
+    """What a plan would do."""
+    from weightsmith.cli.summary import summarise
+
+    summary = summarise(prepared, threads=threads, max_memory_bytes=max_memory)
+    if as_json:
+        result(json.dumps(_to_json(prepared.plan, summary), ensure_ascii=False))
+    else:
+        _show(prepared.plan, summary, max_memory)
 
 
 def _distance(prepared: Prepared, threads: int | None, max_memory: int | None, *, as_json: bool) -> None:

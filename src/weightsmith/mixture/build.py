@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import Finding, ParameterError, PlanError, ShapeError, WeightsmithError
 from weightsmith.formats.hf_folder import natural_key
 from weightsmith.jobs.operations import COPY, JOIN
+from weightsmith.mixture import kept
 from weightsmith.mixture.assembly import Assembly, Donor, take
 from weightsmith.mixture.choose import choose_layout
 from weightsmith.mixture.computed import Computed
@@ -26,7 +28,7 @@ from weightsmith.mixture.layouts.dense_config import semantics
 from weightsmith.mixture.prepared import PreparedMixture
 from weightsmith.mixture.prompts import Texts, read_texts
 from weightsmith.mixture.report import Report
-from weightsmith.mixture.routing import Progress, missing_packages, route
+from weightsmith.mixture.routing import Progress, Routing, missing_packages, needs_states, route
 from weightsmith.mixture.surgery import prepare_surgery
 from weightsmith.mixture.transforms import Transforms, check_transforms, sharded, spread
 from weightsmith.planner.build import Prepared, folder_of, parameter_names, prepare_recipe
@@ -34,7 +36,7 @@ from weightsmith.planner.dtypes import main_dtype
 from weightsmith.planner.inputs import at, open_models
 from weightsmith.planner.steps import MOE, Dropped, Plan, Source, Step
 from weightsmith.planner.vocabulary import is_embedding
-from weightsmith.recipe import Expert, ModelRef, Surgery, Upcycling
+from weightsmith.recipe import Expert, ModelRef, Recipe, Surgery, Upcycling
 from weightsmith.tensors import DTYPES, DType, TensorSpec
 
 
@@ -51,16 +53,24 @@ class PreparedMoe(PreparedMixture):
     gating: Gating
     computed: Computed
 
-    def fill(self, *, report: bool = True, device: str = "cpu", progress: Progress | None = None) -> Report | None:
+    def fill(
+        self,
+        out: str | os.PathLike[str] | None = None,
+        *,
+        report: bool = True,
+        device: str = "cpu",
+        progress: Progress | None = None,
+    ) -> Report | None:
         """Compute the router weights: the engine can run the plan then. The report is where they send the prompts' tokens.
 
+        out       the folder that will be made: what needed hidden states is kept beside it until `forget`
         report    False: none; it takes the hidden states of all prompts, in every gate mode
         device    for the hidden states, as torch names it
         progress  called with bytes of weights that the prompts have gone through, and of all
 
         Raises PlanError for prompts, tokenizers and models that do not fit, and for router weights that cannot route.
         """
-        routing = route(self.gating, self.mode, self._router_dtype, report=report, device=device, progress=progress)
+        routing = self._route(out, report=report, device=device, progress=progress)
         made = routing.rows
         routed = len(self.gating.recipe.experts)
         if self.layout.sigmoid:
@@ -75,9 +85,20 @@ class PreparedMoe(PreparedMixture):
                 self.computed.fill(layer + self.layout.shared_router, made[i, routed:])
         return routing.report
 
-    @property
-    def _router_dtype(self) -> DType:
-        return self.computed.tensors[f"{self.gating.base.prefix}0.{self.layout.router}"].spec.dtype
+    def forget(self, out: str | os.PathLike[str]) -> None:
+        """Remove what `fill` kept beside the output."""
+        kept.kept_file(out).unlink(missing_ok=True)
+
+    def _route(self, out: str | os.PathLike[str] | None, *, report: bool, device: str, progress: Progress | None) -> Routing:
+        dtype = self.computed.tensors[f"{self.gating.base.prefix}0.{self.layout.router}"].spec.dtype
+        if out is None or not needs_states(self.gating, self.mode, report=report):
+            return route(self.gating, self.mode, dtype, report=report, device=device, progress=progress)
+        path, key = kept.kept_file(out), kept.key_of(self.gating, self.mode, dtype, report=report)
+        found = kept.load(path, key)
+        if found is None:
+            found = route(self.gating, self.mode, dtype, report=report, device=device, progress=progress)
+            kept.save(path, key, found)
+        return found
 
 
 def prepare_moe(
@@ -105,9 +126,7 @@ def prepare_moe(
     if recipe is None:
         raise PlanError(problems)
     if isinstance(recipe, Surgery):
-        return prepare_surgery(
-            recipe, problems, out_dtype=out_dtype, max_shard_bytes=max_shard_bytes, folder=folder_of(source)
-        )
+        return prepare_surgery(recipe, problems, out_dtype=out_dtype, max_shard_bytes=max_shard_bytes, folder=folder_of(source))
     with ExitStack() as stack:
         builder = _Builder(recipe, problems, out_dtype or recipe.dtype, max_shard_bytes, seed, folder_of(source))
         prepared = builder.prepare(stack, lenient=lenient, allow_code=allow_code, folder=folder_of(source))
@@ -117,7 +136,12 @@ def prepare_moe(
 
 class _Builder:
     def __init__(
-        self, recipe: Upcycling, problems: Sequence[WeightsmithError], asked: DType | None, max_shard_bytes: int, seed: int,
+        self,
+        recipe: Upcycling,
+        problems: Sequence[WeightsmithError],
+        asked: DType | None,
+        max_shard_bytes: int,
+        seed: int,
         folder: Path,
     ) -> None:
         self.recipe = recipe
@@ -132,8 +156,11 @@ class _Builder:
         self.warnings: list[Finding] = list(recipe.findings)
 
     def prepare(self, stack: ExitStack, *, lenient: bool, allow_code: bool, folder: Path) -> PreparedMoe:
-        base = self._base(stack, lenient=lenient, allow_code=allow_code, folder=folder)
-        experts = self._experts(base, stack)
+        merge = partial(
+            prepare_recipe, out_dtype=self.asked, seed=self.seed, lenient=lenient, allow_code=allow_code, folder=folder
+        )
+        base = self._base(stack, merge)
+        experts = self._experts(base, stack, merge)
         self._check_recipe()
         mode = self.recipe.gate_mode or recipes.GATE_MODES[0]
         texts = self._texts()
@@ -142,11 +169,11 @@ class _Builder:
             raise PlanError(self.problems)
         donors = [expert for expert in experts if expert is not None]
         listed = [*self.recipe.experts, *self.recipe.shared_experts]
-        seen: set[ModelRef] = set()
+        seen: set[int] = set()
         for donor, expert in zip(donors, listed, strict=True):
-            if expert.model not in seen:
+            if id(donor) not in seen:
                 self._check_shapes(base, donor, expert, lenient=lenient)
-            seen.add(expert.model)
+            seen.add(id(donor))
         self.problems += check_transforms(self.recipe, donors[0].intermediate)
         chosen = choose_layout(self.recipe, base)
         if isinstance(chosen, WeightsmithError):
@@ -182,28 +209,42 @@ class _Builder:
 
     # --- models ------------------------------------------------------------------------------------------------------
 
-    def _base(self, stack: ExitStack, *, lenient: bool, allow_code: bool, folder: Path) -> Dense | None:
+    def _base(self, stack: ExitStack, merge: Callable[[Recipe], Prepared]) -> Dense | None:
         base = self.recipe.base
         if isinstance(base, ModelRef):
             return self._dense(self._open([base], stack)[0], str(base), base.where)
+        return self._merged(base, self.recipe.section.at("base_model"), stack, merge)
+
+    def _merged(self, recipe: Recipe, where: str, stack: ExitStack, merge: Callable[[Recipe], Prepared]) -> Dense | None:
+        """A merge that is made on the way."""
         try:
-            prepared = prepare_recipe(
-                base, out_dtype=self.asked, seed=self.seed, lenient=lenient, allow_code=allow_code, folder=folder
-            )
+            prepared = merge(recipe)
         except PlanError as error:
             self.problems += error.problems
             return None
         stack.callback(prepared.close)
         self.warnings += prepared.plan.warnings
-        return self._parts(self.assembly.merge(prepared), self.recipe.section.at("base_model"))
+        return self._parts(self.assembly.merge(prepared), where)
 
-    def _experts(self, base: Dense | None, stack: ExitStack) -> list[Dense | None]:
+    def _experts(self, base: Dense | None, stack: ExitStack, merge: Callable[[Recipe], Prepared]) -> list[Dense | None]:
         """The model of every expert, shared ones last; one that is named often, or is the base, is opened once."""
         listed = [*self.recipe.experts, *self.recipe.shared_experts]
-        refs = [ref for ref in dict.fromkeys(expert.model for expert in listed) if ref != self.recipe.base]
-        opened = dict(zip(refs, self._open(refs, stack), strict=True))
+        refs = dict.fromkeys(e.model for e in listed if isinstance(e.model, ModelRef) and e.model != self.recipe.base)
+        opened = dict(zip(refs, self._open(list(refs), stack), strict=True))
         parts = {ref: self._dense(opened[ref], str(ref), ref.where) for ref in refs}
-        return [parts.get(expert.model, base) for expert in listed]
+        merged: dict[str, Dense | None] = {}
+        found = []
+        for expert in listed:
+            if isinstance(expert.model, ModelRef):
+                found.append(parts.get(expert.model, base))
+            elif expert.model == self.recipe.base:
+                found.append(base)
+            else:
+                where = expert.section.at("source_model")
+                if where not in merged:
+                    merged[where] = self._merged(expert.model, where, stack, merge)
+                found.append(merged[where])
+        return found
 
     def _open(self, refs: Sequence[ModelRef], stack: ExitStack) -> list[Checkpoint | None]:
         opened, problems = open_models(refs, stack)
@@ -252,7 +293,8 @@ class _Builder:
                 self.problems.append(ParameterError(what, where=expert.section.where, fix=fix))
         seen: dict[object, int] = {}
         for e, (expert, own) in enumerate(experts):
-            if own.told and (first := seen.setdefault(own.said, e)) != e:
+            first = seen.setdefault(own.said, e)
+            if own.told and recipe.experts[first].section is not expert.section:  # else: copies, which are meant
                 what = f"experts {first} and {e} have the same prompts, so their router weights would be the same"
                 fix = "give each expert prompts of its own, or write gate_mode: random"
                 self.problems.append(ParameterError(what, where=expert.section.where, fix=fix))
@@ -409,8 +451,9 @@ def _joined(name: str, pieces: Sequence[Step], experts: int = 0) -> Step:
     if len(pieces) == 1 and not experts:
         return _named(pieces[0], name)
     rows = sum(piece.out.shape[0] for piece in pieces)
+    leaves = tuple(leaf for piece in pieces for leaf in piece.leaves)
     shape = (experts, rows // experts, first.shape[1]) if experts else (rows, first.shape[1])
-    return Step(TensorSpec(name, first.dtype, shape), JOIN, (), pieces=tuple(pieces))
+    return Step(TensorSpec(name, first.dtype, shape), JOIN, (), pieces=leaves)
 
 
 def _named(step: Step, name: str) -> Step:

@@ -33,7 +33,8 @@ class Materialiser:
         output = _Memory(steps)
         threads = len(os.sched_getaffinity(0))
         run(self._plan(steps), self._assembly.inputs, output, threads=threads, surveys=self._surveys)
-        return {step.out.name: (step.out, output.data[step.out.name]) for step in steps}
+        data, output.data = output.data, {}  # the run and its output refer to each other, and are only collected later
+        return {step.out.name: (step.out, data[step.out.name]) for step in steps}
 
     def _plan(self, steps: tuple[Step, ...]) -> Plan:
         return Plan(MOE, tuple(self._assembly.models), steps, tuple(self._assembly.settings), seed=self._seed)

@@ -65,10 +65,19 @@ def route(
     Raises PlanError for prompts and models that do not go together, and for rows that cannot route. Nothing is written.
     """
     way = MODES[mode]
-    told = report and any(text.told or text.held_out or text.whole for text in gating.texts[: gating.routed])
+    told = report and _told(gating)
     if way.needs == "nothing" and not told:
         return Routing(_scaled(way.function(gating), gating), None)
     return _Route(gating, way, dtype, device, progress or (lambda done, total: None)).run(report=told)
+
+
+def needs_states(gating: Gating, mode: str, *, report: bool) -> bool:
+    """The base is run on the prompts: for the rows, or for the report."""
+    return MODES[mode].needs in ("entering", "mlp_input") or (report and _told(gating))
+
+
+def _told(gating: Gating) -> bool:
+    return any(text.told or text.held_out or text.whole for text in gating.texts[: gating.routed])
 
 
 class _Route:
@@ -102,6 +111,7 @@ class _Route:
         ]
         names = [str(expert.model) for expert in gating.experts[: gating.routed]]
         per_token = max(1, gating.recipe.experts_per_token // gating.recipe.virtual_groups)
+        per_token = gating.recipe.experts_per_token // gating.recipe.virtual_groups
         counter = Counter(names, per_token, [group for group, _ in groups], len(rows))
         if per_layer or report:
             for states in self._states():
@@ -122,14 +132,15 @@ class _Route:
         from weightsmith.mixture.hidden_states import build
 
         gating = self.gating
+        problems = self._check_device()
         decoder = build(gating.base)
         tokenizer = _tokenizer(gating)
-        problems = [found for found in (decoder, tokenizer) if isinstance(found, WeightsmithError)]
+        problems += [found for found in (decoder, tokenizer) if isinstance(found, WeightsmithError)]
         if isinstance(decoder, WeightsmithError) or isinstance(tokenizer, WeightsmithError):
             raise PlanError(problems)
         tokens = Tokens(tokenizer, plain=self.way.plain)
         prompts = [tokens.rows(texts, gating.recipe.prompt_tokens) for texts in gating.texts]
-        problems = too_long(prompts, gating.experts, decoder.max_tokens)
+        problems += too_long(prompts, gating.experts, decoder.max_tokens)
         vocabulary = decoder.vocabulary
         for expert, own, texts in zip(gating.experts, prompts, gating.texts, strict=True):
             ids = [token for row in (*own.positive, *own.negative, *own.held_out) for token in row.ids]
@@ -143,6 +154,18 @@ class _Route:
         if problems:
             raise PlanError(problems)
         return decoder, prompts
+
+    def _check_device(self) -> list[WeightsmithError]:
+        import torch
+
+        if self.device == "auto":
+            self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            torch.empty(1, device=self.device)
+        except Exception as error:  # what torch raises for a name, and for a device that is not there, differs by build
+            what = f"the device '{self.device}' cannot be used: {str(error).strip().splitlines()[0][:200]}"
+            return [ParameterError(what, where="--device", fix="write cpu, or a device that torch has")]
+        return []
 
     def _numbered(self, what: str) -> list[list[int]]:
         """The prompts of this kind of each expert, added to those that the model is shown, as numbers of them."""

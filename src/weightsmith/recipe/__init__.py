@@ -8,6 +8,7 @@ A value that is wrong never stops the reading: all problems come back at once, e
 from weightsmith.recipe.load import load as load
 from weightsmith.recipe.misuse import HARMLESS as HARMLESS
 from weightsmith.recipe.misuse import RETIRED as RETIRED
+from weightsmith.recipe.moe import is_moe as is_moe
 from weightsmith.recipe.moe import load_moe as load_moe
 from weightsmith.recipe.moe_grammar import GATE_MODES as GATE_MODES
 from weightsmith.recipe.nodes import Scalar as Scalar

@@ -1,0 +1,84 @@
+"""Router weights kept beside the output until it is published: an interrupted run does not compute hidden states twice.
+
+The file `.OUT.weightsmith-router` is a zip archive, whose parts have checksums, with the key of what the weights were made
+from. One that is damaged, or has another key, is as good as none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import zipfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+
+from weightsmith._version import __version__
+from weightsmith.mixture.gates import Gating
+from weightsmith.mixture.report import Report
+from weightsmith.mixture.routing import Routing
+from weightsmith.tensors import DType
+
+
+def kept_file(out: str | os.PathLike[str]) -> Path:
+    """Where the router weights of an output folder are kept."""
+    folder = Path(os.path.abspath(out))  # noqa: PTH100  as the store does: links are not followed
+    return folder.parent / f".{folder.name}.weightsmith-router"
+
+
+def key_of(gating: Gating, mode: str, dtype: DType, *, report: bool) -> str:
+    """Identity of router weights and report: of recipe, prompts, seed, base, tokenizer and programs (sha256, hex)."""
+    donor, recipe = gating.base.donor, gating.recipe
+    models = sorted({i.model for step in donor.steps.values() for leaf in step.leaves for i in leaf.inputs})
+    inputs = gating.assembly.inputs
+    files = [donor.checkpoint.folder / name for name in donor.checkpoint.files]
+    facts = [
+        __version__,
+        [_version(name) for name in ("torch", "transformers", "tokenizers")],
+        [mode, dtype.name, report, gating.seed],
+        [recipe.router_scale, recipe.prompt_tokens, recipe.experts_per_token, len(recipe.experts)],
+        [str(expert.model) for expert in gating.experts],
+        [[t.positive, t.negative, t.held_out, sorted((t.whole or {}).items())] for t in gating.texts],
+        dict(donor.config),
+        [step.to_json() for step in donor.steps.values()],
+        [[dict(s.shared), [dict(m) for m in s.models]] for s in gating.assembly.settings],
+        [inputs[model].state_hash for model in models],
+        [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()],
+    ]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def load(path: Path, key: str) -> Routing | None:
+    """What was kept under this key, or None."""
+    try:
+        with np.load(path, allow_pickle=False) as parts:
+            if str(parts["key"]) != key:
+                return None
+            told = json.loads(str(parts["report"]))
+            return Routing(parts["rows"], None if told is None else Report.from_json(told))
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+
+
+def save(path: Path, key: str, routing: Routing) -> None:
+    """Keep router weights; on a disk that cannot take them nothing is kept."""
+    told = None if routing.report is None else routing.report.to_json()
+    part = path.with_name(f"{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as file:
+            np.savez(file, key=np.array(key), rows=routing.rows, report=np.array(json.dumps(told)))
+        part.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
