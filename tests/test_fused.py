@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import weightsmith
+import weightsmith.api
 from tests.cases import CASES
 from tests.cases.case import Case
 from tests.mini import as_bytes, write_checkpoint
@@ -334,3 +335,25 @@ def test_what_is_no_number_in_a_piece_is_named_by_its_place_in_the_tensor(models
     with pytest.raises(NonFinite) as caught:
         weightsmith.merge(ties(tmp_path, "fused"), tmp_path / "out", fsync=False)
     assert f"fused2, tensor {name}: element [1, {INNER + 3}, 7] is nan" in str(caught.value)
+
+
+def test_experts_are_taken_out_of_fused_tensors_that_are_merged_on_the_way(tmp_path: Path) -> None:
+    """A mixture on an inline merge of models like Phi-3 is the mixture on that merge's folder."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+    names = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**sizes, **heads))
+        names.append(str(tmp_path / f"dense{seed}"))
+        model.to(torch.bfloat16).save_pretrained(names[-1])
+    own = {"model": names[1], "parameters": {"weight": 1, "density": 0.5}}
+    inline = {"merge_method": "ties", "base_model": names[0], "models": [own]}
+    weightsmith.merge(inline, tmp_path / "merged", fsync=False)
+    experts = [{"source_model": name} for name in names]
+    for out, base in (("one", str(tmp_path / "merged")), ("two", inline)):
+        weightsmith.api.moe({"base_model": base, "experts": experts, "gate_mode": "random"}, tmp_path / out, fsync=False)
+    one, two = read(tmp_path / "one"), read(tmp_path / "two")
+    assert {n: as_bytes(a) for n, a in one.items()} == {n: as_bytes(a) for n, a in two.items()}
+    assert "model.layers.1.self_attn.k_proj.weight" in one
