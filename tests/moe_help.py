@@ -66,6 +66,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2-biased": ("Olmo2", BIASED),
     "deepseek_v2": ("DeepseekV2", {**LATENT, "first_k_dense_replace": 2}),
     "deepseek_v3": ("DeepseekV3", {**LATENT, "first_k_dense_replace": 2, "num_mtp_layers": 0}),
+    "deepseek_v3-halves": ("DeepseekV3", {**LATENT, "first_k_dense_replace": 2, "rope_interleave": False}),
     "youtu": (
         "Youtu",
         {**LATENT, "pad_token_id": None},

@@ -29,7 +29,7 @@ SPECIAL = {
     "glm4_moe": ["phi3-partial", "llama-scaled", "llama-wide"],
     "dots1": ["qwen3-biased", "qwen3-window", "qwen3-mixed"],
     "flex_olmo": ["olmo2-biased"],
-    "deepseek_v3": ["youtu-biased"],
+    "deepseek_v3": ["youtu-biased", "deepseek_v3-halves"],
 }
 
 
@@ -388,8 +388,25 @@ def test_semantics_of_windows() -> None:
     assert semantics(off)["layer_types"] == ["full_attention"] * 2
     on = {**off, "use_sliding_window": True, "max_window_layers": 1}
     assert semantics(on)["layer_types"] == ["full_attention", "sliding_attention"]
+    unread = {"model_type": "mistral", "num_hidden_layers": 1, "sliding_window": 8, "layer_types": ["full_attention"]}
+    assert semantics(unread)["layer_types"] == ["sliding_attention"]
     smollm3 = {"model_type": "smollm3", "num_hidden_layers": 1, "sliding_window": 8, "use_sliding_window": True}
     assert semantics(smollm3)["layer_types"] == ["full_attention"]
+
+
+def test_semantics_of_long_phi3() -> None:
+    rope = {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}
+    for key in ("rope_scaling", "rope_parameters"):
+        full = semantics({"model_type": "phi3", "original_max_position_embeddings": 8, key: rope})
+        assert full[key]["rope_type"] == "longrope"
+        assert full[key]["original_max_position_embeddings"] == 8
+
+
+@pytest.mark.parametrize(("layout", "name"), [("glm4_moe", "llama"), ("deepseek_v3", "deepseek_v3")])
+def test_there_are_no_layers_that_predict_further_tokens(layout: str, name: str, models: Models) -> None:
+    """The default is one: a program would look for it."""
+    with prepare_moe(recipe(models.dense(name), architecture=layout)) as prepared:
+        assert (prepared.prepared.plan.config or {})["num_nextn_predict_layers"] == 0
 
 
 # ---- which one
@@ -452,6 +469,13 @@ def test_a_router_of_sigmoids_has_short_rows(models: Models, tmp_path: Path) -> 
     tensors = load_tensors(tmp_path / "out")
     lengths = torch.stack([t.norm(dim=-1) for name, t in tensors.items() if name.endswith("mlp.gate.weight")])
     assert 0.98 < float(lengths.max()) < 1.02
+
+
+def test_the_correction_of_scores_is_float32(models: Models, tmp_path: Path) -> None:
+    made(recipe(models.dense("llama"), architecture="glm4_moe", dtype="float16"), tmp_path / "out")
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.get_slice("model.layers.1.mlp.gate.e_score_correction_bias").get_dtype() == "F32"
+        assert file.get_slice("model.layers.1.mlp.gate.weight").get_dtype() == "F16"
 
 
 def test_what_is_left_out_is_listed(models: Models, tmp_path: Path) -> None:
