@@ -251,9 +251,7 @@ class _Call:
         settings = Settings(settings.shared, tuple(settings.models[k] for k in heard))
         return Plan(self.method.name, inputs, tuple(steps), (settings,), seed=seed, warnings=warned), same
 
-    def _merged(
-        self, name: str, own: Sequence[TensorSpec], heard: Sequence[int], dtypes: DTypes, settings: Settings
-    ) -> Step:
+    def _merged(self, name: str, own: Sequence[TensorSpec], heard: Sequence[int], dtypes: DTypes, settings: Settings) -> Step:
         """The step of one merged tensor. heard: the inputs that the result depends on."""
         dtype = dtypes.of([Source(k, name) for k in range(len(own))])
         sources = tuple(Source(k, name) for k in heard)
