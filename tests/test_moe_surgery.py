@@ -16,12 +16,15 @@ from tests import moe_zoo
 from tests.cli_help import Cli
 from tests.mini import write_checkpoint
 from tests.moe_zoo import BF16, BLOCK, HIDDEN, MODELS, STORED, E
+from weightsmith.checkpoint import open_checkpoint
 from weightsmith.errors import PlanError, WeightsmithError
 from weightsmith.kernels import reference
 from weightsmith.kernels.assignment import assign
 from weightsmith.mixture import prepare_moe
 from weightsmith.mixture.counts import with_experts
 from weightsmith.mixture.experts import find_blocks
+from weightsmith.mixture.neurons import Carrier
+from weightsmith.mixture.permuted import Permuted
 from weightsmith.tensors import DTYPES, TensorSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of tiny models is not our concern
@@ -147,10 +150,10 @@ def test_an_expert_merged_with_itself_in_another_order_is_itself(how: str, tmp_p
 
 @pytest.mark.parametrize("match", [True, False])
 def test_every_way_of_storing_experts_gives_the_same_numbers(match: bool, tmp_path: Path) -> None:
-    groups = {"groups": [[2, 0], [3], [1]], "weights": [[3, 1], [1], [1]], "match": match}
+    groups = {"groups": [[2, 0], [3], [1, 4]], "weights": [[3, 1], [1], [1, 7]], "match": match}
     found = {}
     for how in STORED:
-        listed = moe_zoo.experts(dtype=np.float32)
+        listed = moe_zoo.experts(5, dtype=np.float32)
         for expert in (
             listed if how == "paired" else ()
         ):  # the others store no biases, and biases count when neurons are matched
@@ -160,14 +163,14 @@ def test_every_way_of_storing_experts_gives_the_same_numbers(match: bool, tmp_pa
         found[how] = moe_zoo.stored(tmp_path / f"{how}-out", how)
     for how in STORED:
         assert all(moe_zoo.same(a, b) for a, b in zip(found[how], found["own"], strict=True))
-    source = moe_zoo.experts(dtype=np.float32)
+    source = moe_zoo.experts(5, dtype=np.float32)
     assert moe_zoo.same(found["own"][1], source[3])
-    a, b = source[2], source[0]
-    order = best_order(a, b) if match else np.arange(moe_zoo.NEURONS)
-    for part, columns in (("gate", False), ("up", False), ("down", True)):
-        other = b[part][:, order] if columns else b[part][order]
-        exact = 0.75 * a[part].astype(np.float64) + 0.25 * other.astype(np.float64)
-        assert np.array_equal(found["own"][0][part], exact.astype(np.float32))
+    for new, a, b, share in ((0, source[2], source[0], 0.25), (2, source[1], source[4], 0.875)):
+        order = best_order(a, b) if match else np.arange(moe_zoo.NEURONS)
+        for part, columns in (("gate", False), ("up", False), ("down", True)):
+            other = b[part][:, order] if columns else b[part][order]
+            exact = (1 - share) * a[part].astype(np.float64) + share * other.astype(np.float64)
+            assert np.array_equal(found["own"][new][part], exact.astype(np.float32))
 
 
 def best_order(a: moe_zoo.Expert, b: moe_zoo.Expert) -> np.ndarray:
@@ -193,6 +196,38 @@ def test_the_assignment_is_the_best_one(n: int, whole: bool) -> None:
         assert gain[np.arange(n), chosen].sum(dtype=np.float64) == pytest.approx(gain[np.arange(n), best].sum(dtype=np.float64))
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("pattern", ["plain", "halves", "pairs"])
+def test_any_part_of_a_reordered_tensor_can_be_read(pattern: Any, axis: int, tmp_path: Path) -> None:
+    random = np.random.default_rng(3)
+    neurons, across = 7, 5
+    along = neurons * (1 if pattern == "plain" else 2)
+    shape = (along, across) if axis == 0 else (across, along)
+    stored = random.standard_normal((3, *shape)).astype(np.float32)
+    order = random.permutation(neurons)
+    both = stored[2].reshape(2, neurons, across) if pattern == "halves" and axis == 0 else None
+    with open_checkpoint(write_checkpoint(tmp_path / "model", {"w": stored})) as source:
+        carrier = Carrier(source.tensors["w"].spec, 2 * along * across, shape, axis, pattern, neurons)
+        permuted = Permuted(source)
+        permuted.add("w[2]", carrier, "expert")
+        permuted.order("expert", order)
+        places = {
+            "plain": order,
+            "halves": np.array([*order, *(order + neurons)]),
+            "pairs": np.array([k for i in order for k in (2 * i, 2 * i + 1)]),
+        }[pattern]
+        wanted = np.take(stored[2], places, axis)
+        if both is not None:
+            assert np.array_equal(wanted.reshape(both.shape), both[:, order])
+        assert np.array_equal(permuted.read("w[2]"), wanted)
+        flat = wanted.reshape(-1)
+        for first in range(0, flat.size, 3):
+            for n in (1, 4, 11, flat.size - first):
+                part = np.empty(min(n, flat.size - first), np.float32)
+                permuted.read_into("w[2]", first * 4, part.view(np.uint8))
+                assert np.array_equal(part, flat[first : first + n])
+
+
 @pytest.mark.parametrize(("router", "row"), [("first", [1.0, 0.0]), ("mean", [0.75, 0.25]), (None, [1.0, 0.0])])
 def test_the_router_row_of_a_merged_expert(router: str | None, row: list[float], tmp_path: Path) -> None:
     bias = {f"{BLOCK}gate.e_score_correction_bias": np.float32([1, 2, 3, 5])}
@@ -216,7 +251,8 @@ def test_layers_of_their_own_and_saliency(how: str, tmp_path: Path) -> None:
     saliency = {"saliency": str(tmp_path / "saliency.json"), "experts": 2}
     surgery(model, tmp_path / "b", "prune_experts", saliency)
     surgery(model, tmp_path / "c", "prune_experts", {**saliency, "experts": 3})
-    for out, kept in (("a", [3, 1]), ("b", [1, 3]), ("c", [0, 1, 3])):
+    surgery(model, tmp_path / "d", "prune_experts", {**saliency, "experts": 1})
+    for out, kept in (("a", [3, 1]), ("b", [1, 3]), ("c", [0, 1, 3]), ("d", [1])):
         found = moe_zoo.stored(tmp_path / out, how)
         assert len(found) == len(kept)
         assert all(moe_zoo.same(expert, listed[e]) for expert, e in zip(found, kept, strict=True))

@@ -50,6 +50,3 @@ SURGERY = Level(
     ),
     one_of=("prune_experts", "merge_experts"),
 )
-
-SURGERY_LEVELS = (SURGERY, PRUNE, MERGE)
-"""Every kind of mapping that only these recipes have."""
