@@ -226,7 +226,7 @@ def _windows(full: Mapping[str, Any], model_type: str) -> list[str]:
     given = full.get("layer_types")
     if not window or full.get("use_sliding_window") is False:
         return ["full_attention"] * layers
-    if given and model_type not in ("mistral", "phi3"):
+    if given:
         return [str(kind) for kind in given]
     first = {"qwen2": full.get("max_window_layers"), "qwen3": full.get("max_window_layers"), "smollm3": layers}.get(model_type)
     return ["sliding_attention" if i >= int(first or 0) else "full_attention" for i in range(layers)]
