@@ -16,7 +16,7 @@ from weightsmith.kernels.divergence import NEAR, exponentials, logarithms, row_d
 from weightsmith.kernels.finite import first_nonfinite
 from weightsmith.kernels.philox import random_words
 from weightsmith.kernels.rows import SHORT, descending, keep_by_rank, keep_in_groups, keep_ranks, ranks
-from weightsmith.kernels.select import HIGH_BINS, MAX_PATTERNS, TABLE, count_high, count_window, find_bin, index_of_tie
+from weightsmith.kernels.select import HIGH_BINS, MAX_PATTERNS, TABLE, count_high, count_windows, find_bin, index_of_tie
 from weightsmith.kernels.task_vector import (
     BY_COUNT,
     BY_WEIGHT,
@@ -121,14 +121,16 @@ def test_radix_selection_is_sorting(stack: np.ndarray, data: st.DataObject) -> N
     count_high(*raw(stack), 1, n, high, *plain, rows, bits)
     bin_, _ = find_bin(high, k)
     patterns, numbers, slots = np.zeros(TABLE, np.uint32), np.zeros(TABLE, np.uint32), np.zeros(MAX_PATTERNS, np.uint32)
-    window = (bin_ << 16, (bin_ + 1) << 16)
-    above, found = count_window(*raw(stack), 1, n, *window, patterns, numbers, slots, *plain, rows, bits)
+    other = data.draw(st.integers(0, HIGH_BINS - 1))  # another window, which may be the same, takes nothing from the first
+    firsts, aboves = np.array([bin_, other]) << 16, np.full(2, -1)
+    ends = firsts + (1 << 16)
+    found = count_windows(*raw(stack), 1, n, firsts, ends, aboves, patterns, numbers, slots, *plain, rows, bits)
     used = slots[:found]
     counted = dict(zip(patterns[used].tolist(), numbers[used].tolist(), strict=True))
     magnitudes = np.abs(delta).view(np.uint32)
-    inside = magnitudes[magnitudes >> 16 == bin_]
+    inside = magnitudes[(magnitudes >> 16 == bin_) | (magnitudes >> 16 == other)]
     assert counted == {int(v): int(c) for v, c in zip(*np.unique(inside, return_counts=True), strict=True)}
-    assert above == (magnitudes >> 16 > bin_).sum()
+    assert aboves.tolist() == [(magnitudes >> 16 > high_).sum() for high_ in (bin_, other)]
     threshold = np.sort(magnitudes)[::-1][k - 1]
     quota = k - int((magnitudes > threshold).sum())
     cut = index_of_tie(*raw(stack), 1, n, threshold, quota, *plain, rows, bits)
@@ -141,8 +143,9 @@ def test_too_many_patterns_are_reported_and_not_overrun() -> None:
     stack = np.stack([np.zeros(n, np.float32), (np.arange(n, dtype=np.uint32) + (1 << 29)).view(np.float32)])
     rows, _, _, bits = scratch(2)
     patterns, numbers, slots = np.zeros(TABLE, np.uint32), np.zeros(TABLE, np.uint32), np.zeros(MAX_PATTERNS, np.uint32)
-    found = count_window(*raw(stack), 1, n, 0, 1 << 31, patterns, numbers, slots, np.zeros(0), 1, rows, bits)
-    assert found == (0, -1)
+    window = np.array([0]), np.array([1 << 31]), np.zeros(1, np.int64)
+    found = count_windows(*raw(stack), 1, n, *window, patterns, numbers, slots, np.zeros(0), 1, rows, bits)
+    assert found == -1
     assert (numbers[slots] == 1).all()
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from weightsmith.kernels.select import (
     MAX_PATTERNS,
     TABLE,
     count_high,
-    count_window,
+    count_windows,
     find_bin,
     index_of_tie,
 )
@@ -81,19 +81,31 @@ class Counts:
 
 
 def count_patterns(
-    matrix: Matrix, tile: Tile, what: int, search: Search, factors: npt.NDArray[np.float64], rows: npt.NDArray[Any]
-) -> Counts:
-    """Count one tile's scores in the window of a search; what and factors as for `kernels.select.score_bits`."""
+    matrix: Matrix,
+    tile: Tile,
+    what: int,
+    searches: Sequence[Search],
+    factors: npt.NDArray[np.float64],
+    rows: npt.NDArray[Any],
+) -> list[Counts]:
+    """Count one tile's scores in the windows of searches, for each; what and factors as for `kernels.select.score_bits`."""
     scratch = tile.scratch
     patterns, numbers, slots = scratch.table(TABLE, MAX_PATTERNS)
-    above, n = count_window(
-        *(tile.raw, matrix.codes, what, tile.size, search.first, search.end, patterns, numbers, slots),
+    firsts, ends = np.array([s.first for s in searches]), np.array([s.end for s in searches])
+    above = np.zeros(len(searches), np.int64)
+    n = count_windows(
+        *(tile.raw, matrix.codes, what, tile.size, firsts, ends, above, patterns, numbers, slots),
         *(factors, matrix.row, rows, scratch.bits),
     )
     used = slots[: n if n >= 0 else MAX_PATTERNS]
-    counts = Counts(tile.start, above, patterns[used], numbers[used], n >= 0)
+    found, often = patterns[used], numbers[used]
     numbers[used] = 0  # the table is clean again
-    return counts
+    if n < 0 and len(searches) > 1:  # too many together may be few enough one by one
+        return [count_patterns(matrix, tile, what, [search], factors, rows)[0] for search in searches]
+    inside = [(found >= search.first) & (found < search.end) for search in searches]
+    return [
+        Counts(tile.start, int(higher), found[here], often[here], n >= 0) for higher, here in zip(above, inside, strict=True)
+    ]
 
 
 def kept_ranks(size: int, density: float, gamma: float) -> tuple[int, int]:
@@ -242,14 +254,18 @@ class Selection:
         m, scratch = self.matrix, tile.scratch
         rows = scratch.rows(2, m.codes, m.out_code)
         factors = self._row_factors(tile)
+        together: dict[int, list[tuple[Key, Search]]] = {}  # the searches in one score, which is then computed once
         for key, search in self.searches.items():
             if (kind == "sure" and not search.missed) or (kind == "ties" and not search.untold):
                 continue
             if kind == "window":
                 self._guess(key, search, tile, factors)
-            counts = count_patterns(m, tile, key[0], search, factors, rows)
+            together.setdefault(key[0], []).append((key, search))
+        for what, wanted in together.items():
+            found = count_patterns(m, tile, what, [search for _, search in wanted], factors, rows)
             with self._lock:
-                self._counted.setdefault(key, Counted(search.first, search.end, m.size)).add(counts)
+                for (key, search), counts in zip(wanted, found, strict=True):
+                    self._counted.setdefault(key, Counted(search.first, search.end, m.size)).add(counts)
 
     def _guess(self, key: Key, search: Search, tile: Tile, factors: npt.NDArray[np.float64]) -> None:
         """Whichever tile comes first guesses, from itself alone, where the k-th will be."""

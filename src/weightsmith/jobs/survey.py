@@ -128,7 +128,7 @@ class Thresholds(Survey):
             for key, search in self.searches.items():
                 if i == 0 or key[0] != model or (number == 3 and not search.missed):
                     continue
-                found.append((key, count_patterns(matrix, tile, i, search, NO_FACTORS, rows)))
+                found.append((key, count_patterns(matrix, tile, i, [search], NO_FACTORS, rows)[0]))
         return found
 
     def _fold_window(self, results: Iterable[list[tuple[tuple[int, int], Counts]]]) -> None:

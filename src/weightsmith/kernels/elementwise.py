@@ -167,12 +167,18 @@ def merge_fused(
         m = min(BLOCK, n - start)
         decode(raw[0], codes[0], start, m, rows[0])
         decode(raw[1], codes[1], start, m, rows[1])
-        x, y = rows[0], rows[1]
-        for j in range(m):
-            delta = np.float64(y[j]) - np.float64(x[j])
-            total[j] = delta if np.float64(np.float32(abs(delta) * factors[(start + j) // cols])) >= limit else 0.0
-        add_delta(total, 1.0, m, x)
-        encode(x, m, out_code, start, out)
+        begin = 0
+        while begin < m:  # row by row
+            row = (start + begin) // cols
+            end = min(m, (row + 1) * cols - start)
+            x, y, t = rows[0][begin:end], rows[1][begin:end], total[begin:end]
+            factor = factors[row]
+            for j in range(end - begin):
+                delta = np.float64(y[j]) - np.float64(x[j])
+                t[j] = delta if np.float64(np.float32(abs(delta) * factor)) >= limit else 0.0
+            begin = end
+        add_delta(total, 1.0, m, rows[0])
+        encode(rows[0], m, out_code, start, out)
 
 
 # ---- SCE

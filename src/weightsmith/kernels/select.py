@@ -62,10 +62,16 @@ def score_bits(
     else:
         decode(raw[0], codes[0], start, n, rows[0])
         decode(raw[1], codes[1], start, n, rows[1])
-        x, y = rows[0], rows[1]
-        for j in range(n):
-            score = abs(np.float64(y[j]) - np.float64(x[j])) * factors[(start + j) // cols]
-            bits[j] = as_bits(score) & np.uint32(0x7FFFFFFF)
+        begin = 0
+        while begin < n:  # row by row
+            row = (start + begin) // cols
+            end = min(n, (row + 1) * cols - start)
+            x, y, b = rows[0][begin:end], rows[1][begin:end], bits[begin:end]
+            factor = factors[row]
+            for j in range(end - begin):
+                score = abs(np.float64(y[j]) - np.float64(x[j])) * factor
+                b[j] = as_bits(score) & np.uint32(0x7FFFFFFF)
+            begin = end
 
 
 @kernel
@@ -129,13 +135,14 @@ def count_high(
 
 
 @kernel
-def count_window(
+def count_windows(
     raw: np.ndarray,
     codes: np.ndarray,
     what: int,
     n: int,
-    first: int,
-    end: int,
+    firsts: np.ndarray,
+    ends: np.ndarray,
+    aboves: np.ndarray,
     patterns: np.ndarray,
     numbers: np.ndarray,
     slots: np.ndarray,
@@ -143,31 +150,46 @@ def count_window(
     cols: int,
     rows: np.ndarray,
     bits: np.ndarray,
-) -> tuple[Any, Any]:
-    """Count the scores' bits in first … end - 1, by pattern; also how many are end or more. See `score_bits`.
+) -> int:
+    """Count the scores' bits that lie in any of the windows firsts[w] … ends[w] - 1, by pattern. See `score_bits`.
 
+    aboves             int64 [windows]: elements that are ends[w] or more
     patterns, numbers  uint32 [TABLE]: a hash table with linear probing; numbers must be all zero
     slots              uint32 [MAX_PATTERNS]: the slots in use, in the order of first occurrence
 
-    Returns (elements above, patterns found), or (0, -1) when there are more than MAX_PATTERNS.
+    Returns the number of patterns found, or -1 when there are more than MAX_PATTERNS.
     """
-    low = np.uint32(first)
-    span = np.uint32(end - first)
-    above = np.int64(0)
+    inside_of = np.empty(BLOCK, np.uint32)
+    aboves[:] = 0
     found = 0
     for start in range(0, n, BLOCK):
         m = min(BLOCK, n - start)
         score_bits(raw, codes, what, start, m, factors, cols, rows, bits)
-        b = bits[:m]
-        higher = np.uint32(0)
-        for j in range(m):
-            higher = np.uint32(higher + np.uint32(b[j] >= np.uint32(end)))
-        above += higher
+        b, marks = bits[:m], inside_of[:m]
         inside = 0
-        for j in range(m):  # no branch: a few per cent are inside, too many for the branch predictor
-            x = b[j]
-            b[inside] = x
-            inside += int(np.uint32(x - low) < span)  # wraps round below the window, to beyond its end
+        for w in range(firsts.size):
+            end = np.uint32(ends[w])
+            higher = np.uint32(0)
+            for j in range(m):
+                higher = np.uint32(higher + np.uint32(b[j] >= end))
+            aboves[w] += higher
+        # No branch: a few per cent are inside, too many for the branch predictor.
+        if firsts.size == 1:
+            low, span = np.uint32(firsts[0]), np.uint32(ends[0] - firsts[0])
+            for j in range(m):
+                x = b[j]
+                b[inside] = x
+                inside += int(np.uint32(x - low) < span)  # wraps round below the window, to beyond its end
+        else:
+            marks[:] = 0
+            for w in range(firsts.size):
+                low, span = np.uint32(firsts[w]), np.uint32(ends[w] - firsts[w])
+                for j in range(m):
+                    marks[j] |= np.uint32(np.uint32(b[j] - low) < span)
+            for j in range(m):
+                x = b[j]
+                b[inside] = x
+                inside += int(marks[j])
         for j in range(inside):
             x = b[j]
             slot = np.uint32(x * np.uint32(2654435761)) >> np.uint32(15)
@@ -175,12 +197,12 @@ def count_window(
                 slot = np.uint32(slot + np.uint32(1)) & np.uint32(TABLE - 1)
             if numbers[slot] == 0:
                 if found == MAX_PATTERNS:
-                    return 0, -1
+                    return -1
                 patterns[slot] = x
                 slots[found] = slot
                 found += 1
             numbers[slot] += np.uint32(1)
-    return above, found
+    return found
 
 
 @kernel
