@@ -160,11 +160,10 @@ def moe(
     with prepare_moe(
         recipe, out_dtype=out_dtype, max_shard_bytes=max_shard_bytes, seed=seed, lenient=lenient, allow_code=allow_code
     ) as prepared:
-        told = None
         if isinstance(prepared, PreparedMoe):
             told = prepared.fill(out, report=report, device=device)
         else:
-            prepared.fill()
+            told = prepared.fill(report=report, device=device)
         merged = execute(
             prepared.prepared,
             out,

@@ -127,15 +127,13 @@ def _fill(prepared: PreparedMixture, out: str, recipe: str, shown: Meter, *, wan
     """Compute what the plan's computed tensors hold, and warn of routers that do not route."""
     from weightsmith.mixture import PreparedMoe
 
-    if not isinstance(prepared, PreparedMoe):
-        prepared.fill()
-        return None
-    told = prepared.fill(
-        out or None,
-        report=wanted,
-        device=device,
-        progress=lambda done, total: shown.show(Reading("hidden states", done, total, done)),
-    )
+    def progress(done: int, total: int) -> None:
+        shown.show(Reading("computing router weights", done, total, done))
+
+    if isinstance(prepared, PreparedMoe):
+        told = prepared.fill(out or None, report=wanted, device=device, progress=progress)
+    else:
+        told = prepared.fill(report=wanted, device=device, progress=progress)
     for finding in () if told is None else told.warnings(recipe):
         warn(finding)
     return told

@@ -54,7 +54,7 @@ def key_of(gating: Gating, mode: str, dtype: DType, *, report: bool) -> str:
 def load(path: Path, key: str) -> Routing | None:
     """What was kept under this key, or None."""
     try:
-        with np.load(path, allow_pickle=False) as parts:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as parts:
             if str(parts["key"]) != key:
                 return None
             told = json.loads(str(parts["report"]))

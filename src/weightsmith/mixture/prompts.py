@@ -120,9 +120,8 @@ class Tokens:
         self._bos_text = (tokenizer.bos_token or "") if plain else ""
         self._prefix: list[int] = [bos] if bos is not None else []
         if not plain:
-            special = set(tokenizer.all_special_ids)
-            ids = list(tokenizer("a")["input_ids"])
-            self._prefix = ids[: next((i for i, token in enumerate(ids) if token not in special), 0)]
+            ids, bare = list(tokenizer("a")["input_ids"]), self._ids("a")
+            self._prefix = ids[: next((k for k in range(len(ids)) if ids[k : k + len(bare)] == bare), 0)]
 
     def rows(self, texts: Texts, prompt_tokens: int | None) -> Rows:
         """The rows of all texts of an expert; a text without a token has none."""

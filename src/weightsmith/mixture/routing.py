@@ -111,7 +111,6 @@ class _Route:
         ]
         names = [str(expert.model) for expert in gating.experts[: gating.routed]]
         per_token = max(1, gating.recipe.experts_per_token // gating.recipe.virtual_groups)
-        per_token = gating.recipe.experts_per_token // gating.recipe.virtual_groups
         counter = Counter(names, per_token, [group for group, _ in groups], len(rows))
         if per_layer or report:
             for states in self._states():
@@ -134,7 +133,7 @@ class _Route:
         gating = self.gating
         problems = self._check_device()
         decoder = build(gating.base)
-        tokenizer = _tokenizer(gating)
+        tokenizer = None if isinstance(decoder, WeightsmithError) else _tokenizer(gating)  # it reads config.json too
         problems += [found for found in (decoder, tokenizer) if isinstance(found, WeightsmithError)]
         if isinstance(decoder, WeightsmithError) or isinstance(tokenizer, WeightsmithError):
             raise PlanError(problems)
