@@ -63,7 +63,7 @@ def exponentials(row: np.ndarray, n: int, shift: float, out: np.ndarray) -> None
     x, y = row[:n], out[:n]
     for j in range(n):
         v = np.float64(x[j]) - shift
-        v = v if v > -700.0 else -700.0
+        v = v if v > -700.0 else np.float64(-700.0)
         t = v * _LOG2_E + _ROUND
         k = t - _ROUND
         r = (v - k * _LN2_HIGH) - k * _LN2_LOW

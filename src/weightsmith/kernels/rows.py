@@ -187,7 +187,7 @@ def sort_run(bits: np.ndarray, order: np.ndarray, begin: int, end: int) -> None:
 
 
 @kernel
-def fine_bins(row: np.ndarray, n: int, bits: np.ndarray, bins: np.ndarray) -> int:
+def fine_bins(row: np.ndarray, n: int, bits: np.ndarray, bins: np.ndarray) -> Any:
     """bits[:n] = magnitude bits of row[:n], bins[:n] = their bins (uint32), the largest in bin 0; returns the last bin.
 
     The last is zero's alone. The one before it also takes what would lie beyond. Returns 0 when more than a quarter of the
@@ -249,7 +249,7 @@ def ranks(row: np.ndarray, n: int, bits: np.ndarray, order: np.ndarray) -> None:
         ones = np.uint64(bits[j] & np.uint32(0xFFFF))
         zeros = ones ^ np.uint64(0xFFFF)
         counts[bins[j]] = (seen | (ones << np.uint64(48)) | (zeros << np.uint64(32))) + np.uint64(1)
-    at, found, cost = np.uint64(0), 0, 0
+    at, found, cost = np.uint64(0), 0, np.int64(0)
     for i in range(last + 1):
         seen = counts[i]
         size = seen & np.uint64(0xFFFFFFFF)
@@ -257,12 +257,12 @@ def ranks(row: np.ndarray, n: int, bits: np.ndarray, order: np.ndarray) -> None:
         counts[i] = at | (np.uint64(differ) << np.uint64(63))
         runs[0, found], runs[1, found] = np.int64(at), np.int64(at + size)
         found += int(differ)
-        cost += np.int64(size * size) if differ else 0
+        cost += np.int64(size * size) if differ else np.int64(0)
         at += size
     if cost > PATIENCE * n:
         rank_by_sorting(row, n, order)
         return
-    unsure = 0
+    unsure = np.int64(0)
     for j in range(n):
         begin = counts[bins[j]]
         rank[j] = np.uint32(np.uint32(begin) + rank[j])
