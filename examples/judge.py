@@ -59,11 +59,47 @@ def judge(folder: Path, texts: Path, prompt: str, rows: int | None = None, new_t
     return Verdict(model.config.num_hidden_layers, perplexity, continuation)
 
 
-def _perplexity(model: Any, tokenizer: Any, text: Path, max_rows: int | None) -> float:
-    """exp of the mean cross-entropy over rows of 384 tokens; what is left over at the end is dropped."""
+def routing(folder: Path, texts: Path, rows: int | None = None) -> dict[str, list[float]]:
+    """For each text the share of router weight that each expert gets, over all layers and tokens; the shares sum to 1.
+
+    Taken from the routers themselves while the mixture of experts in `folder` reads `texts`/{fr,de,py,en}.txt.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    routers = [module for name, module in model.named_modules() if type(module).__name__.endswith("Router")]
+    found: dict[str, list[float]] = {}
+    total = torch.zeros(0)
+
+    def note(module: Any, inputs: Any, output: Any) -> None:
+        nonlocal total
+        logits, weights, chosen = output
+        total = total if len(total) else torch.zeros(logits.shape[-1])
+        total.index_add_(0, chosen.reshape(-1), weights.reshape(-1).float())
+
+    for router in routers:
+        router.register_forward_hook(note)
+    with torch.inference_mode():
+        for domain in DOMAINS:
+            total = torch.zeros(0)
+            for row in _rows(tokenizer, texts / f"{domain}.txt", rows):
+                model(input_ids=row[None])
+            found[domain] = (total / total.sum()).tolist()
+    return found
+
+
+def _rows(tokenizer: Any, text: Path, max_rows: int | None) -> Any:
+    """The text as rows of 384 tokens; what is left over at the end is dropped."""
     import torch
 
     ids = tokenizer(text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
-    rows = torch.tensor(ids[: len(ids) // ROW_TOKENS * ROW_TOKENS]).view(-1, ROW_TOKENS)[:max_rows]
+    return torch.tensor(ids[: len(ids) // ROW_TOKENS * ROW_TOKENS]).view(-1, ROW_TOKENS)[:max_rows]
+
+
+def _perplexity(model: Any, tokenizer: Any, text: Path, max_rows: int | None) -> float:
+    """exp of the mean cross-entropy over the rows."""
+    rows = _rows(tokenizer, text, max_rows)
     losses = [model(input_ids=row[None], labels=row[None]).loss.item() for row in rows]
     return math.exp(sum(losses) / len(losses))

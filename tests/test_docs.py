@@ -35,6 +35,7 @@ from tests.cli_help import environment
 from weightsmith import recipe as recipes
 from weightsmith.errors import PlanError
 from weightsmith.methods import all_methods
+from weightsmith.mixture import prepare_moe
 from weightsmith.planner import prepare
 from weightsmith.store.layout import make_layout
 from weightsmith.tensors import DTYPES, TensorSpec
@@ -166,6 +167,10 @@ def test_a_recipe_in_the_docs_plans_unless_it_is_wrong_on_purpose(block: Block, 
     if block.wrong:
         with pytest.raises(PlanError):
             prepare(block.text)
+        return
+    if re.search(r"^experts:", block.text, re.M):
+        with prepare_moe(block.text) as mixture:
+            assert mixture.prepared.plan.steps
         return
     recipe, problems = recipes.parse(block.text, str(block), parameter_names=parameter_names())
     assert recipe is not None

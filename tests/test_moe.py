@@ -18,6 +18,7 @@ import pytest
 
 import weightsmith
 from tests.mini import as_bytes, write_checkpoint
+from weightsmith.errors import PlanError
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 HIDDEN, INTERMEDIATE, VOCAB, LAYERS = 16, 24, 32, 2
@@ -246,3 +247,31 @@ def test_the_command_makes_what_the_function_makes(models: dict[str, Path], tmp_
     card = (tmp_path / "cli" / "README.md").read_text()
     assert "Mixture of experts (mixtral)" in card
     assert "(computed)" not in card
+
+
+def test_a_merge_in_the_place_of_an_expert_is_that_merge(models: dict[str, Path], tmp_path: Path) -> None:
+    """Its MLPs are what the merge alone writes, random masks included, in unfused and in fused layouts."""
+    merge = {
+        "merge_method": "dare_ties",
+        "base_model": str(models["base"]),
+        "models": [{"model": str(models[n]), "parameters": {"weight": 0.5, "density": 0.5}} for n in ("a", "b")],
+    }
+    weightsmith.merge(merge, tmp_path / "merged", seed=3)
+    alone = tensors_of(tmp_path / "merged")
+    mixed = recipe(models, ["a", "b"])
+    mixed["experts"].append({"source_model": merge})
+    weightsmith.moe(mixed, tmp_path / "out", seed=3)
+    check_experts(tmp_path / "out", [llama(1), llama(2), alone])
+    weightsmith.moe(mixed | {"architecture": "granitemoe"}, tmp_path / "fused", seed=3)
+    fused = tensors_of(tmp_path / "fused")["model.layers.1.block_sparse_moe.input_linear.weight"]
+    expected = [alone[f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up")]
+    assert as_bytes(fused[2]) == as_bytes(np.concatenate(expected))
+
+
+def test_an_expert_that_is_merged_on_the_way_is_not_changed_besides(models: dict[str, Path]) -> None:
+    merge = {"merge_method": "linear", "models": [{"model": str(models["a"]), "parameters": {"weight": 1}}]}
+    mixed = recipe(models, ["a"], experts_per_token=1)
+    mixed["experts"].append({"source_model": merge, "noise_scale": 0.1})
+    with pytest.raises(PlanError, match="merged on the way") as caught:
+        weightsmith.moe(mixed, "never")
+    assert caught.value.problems[0].finding.where == "experts[1].source_model"

@@ -11,9 +11,6 @@ an interrupted run goes on; --again forgets it.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
-import math
 import os
 import shutil
 import sys
@@ -23,8 +20,9 @@ HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parent
 sys.path.insert(0, str(EXAMPLES))
 
-from judge import DOMAINS, judge  # noqa: E402
-from smollm2 import FINE_TUNES, build_models  # noqa: E402
+from judge import judge  # noqa: E402
+from measured import Measured, Row, Texts, line, table  # noqa: E402
+from smollm2 import BASE, FINE_TUNES, build_models  # noqa: E402
 
 import weightsmith  # noqa: E402
 
@@ -75,65 +73,41 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TQDM_DISABLE", "1")
     work: Path = args.work.resolve()
-    texts = EXAMPLES / "testbed" / ("tune" if args.tune else "eval")
+    texts = Texts(EXAMPLES / "testbed" / ("tune" if args.tune else "eval"), args.rows)
     parents = build_models(work / "models", EXAMPLES / "testbed")
     os.chdir(work)  # the recipes' paths begin here
 
-    kept = work / "quality.json"
-    results: dict[str, dict[str, float]] = {} if args.again or not kept.exists() else json.loads(kept.read_text())
-    rows = {folder.name: folder for folder in parents} | {r.stem: r for r in sorted((HERE / "recipes").glob("*.yml"))}
-    unknown = sorted(set(args.recipes) - set(rows))
+    kept = Measured(work / "quality.json", again=args.again)
+    sources = {folder.name: folder for folder in parents} | {r.stem: r for r in sorted((HERE / "recipes").glob("*.yml"))}
+    unknown = sorted(set(args.recipes) - set(sources))
     if unknown:
-        raise SystemExit(f"no row is called {', '.join(unknown)}; rows: {', '.join(rows)}")
-    measured = {}
-    for name, source in rows.items():
-        key = _key(source, texts, args.rows)
-        if key not in results and (not args.recipes or name in args.recipes):
-            results[key] = _measure(name, source, texts, args.rows, work)
-            kept.write_text(json.dumps(results, indent=1))
-        if key in results:
-            measured[name] = results[key]
-            print(_row(name, measured[name]), end="", flush=True)
-    if not args.tune and args.rows is None and len(measured) == len(rows):
-        PAGE.write_text(HEAD + _table(measured) + FOOT, encoding="utf-8")
+        raise SystemExit(f"no row is called {', '.join(unknown)}; rows: {', '.join(sources)}")
+    rows: dict[str, Row] = {}
+    for name, source in sources.items():
+        if not args.recipes or name in args.recipes:
+            rows[name] = kept.row(source, texts, lambda name=name, source=source: _measure(name, source, texts, work))
+        elif (known := kept.known(source, texts)) is not None:
+            rows[name] = known
+        if name in rows:
+            print(line(name, rows[name]), end="", flush=True)
+    if not args.tune and args.rows is None and len(rows) == len(sources):
+        PAGE.write_text(HEAD + table(rows, (BASE, *FINE_TUNES)) + FOOT, encoding="utf-8")
         print(f"written: {PAGE}")
 
 
-def _key(source: Path, texts: Path, rows: int | None) -> str:
-    """What a measurement depends on: the model's name or the recipe's text, and the texts."""
-    what = source.read_text() if source.is_file() else source.name
-    return hashlib.sha256(f"{what}\n{texts.name}\n{rows}".encode()).hexdigest()[:16]
-
-
-def _measure(name: str, source: Path, texts: Path, rows: int | None, work: Path) -> dict[str, float]:
+def _measure(name: str, source: Path, texts: Texts, work: Path) -> Row:
     if source.is_dir():
-        return _judge(source, texts, rows)
+        return _judge(source, texts)
     out = work / "merged" / f"quality-{name}"
     weightsmith.merge(source, out, overwrite=True)
     try:
-        return _judge(out, texts, rows)
+        return _judge(out, texts)
     finally:
         shutil.rmtree(out)
 
 
-def _judge(folder: Path, texts: Path, rows: int | None) -> dict[str, float]:
-    return judge(folder, texts, "La fonction renvoie", rows, new_tokens=1).perplexity
-
-
-def _mean(perplexity: dict[str, float]) -> float:
-    return math.exp(sum(math.log(perplexity[d]) for d in DOMAINS) / len(DOMAINS))
-
-
-def _row(name: str, perplexity: dict[str, float]) -> str:
-    return f"| {name} | {' | '.join(f'{perplexity[d]:.2f}' for d in DOMAINS)} | {_mean(perplexity):.2f} |\n"
-
-
-def _table(measured: dict[str, dict[str, float]]) -> str:
-    """The models first, then the merges, the best last."""
-    models = [name for name in measured if name == "base" or name in FINE_TUNES]
-    merges = sorted((name for name in measured if name not in models), key=lambda name: -_mean(measured[name]))
-    head = f"| | {' | '.join(DOMAINS)} | geometric mean |\n| --- |{' ---: |' * (len(DOMAINS) + 1)}\n"
-    return head + "".join(_row(name, measured[name]) for name in models + merges)
+def _judge(folder: Path, texts: Texts) -> Row:
+    return dict(judge(folder, texts.folder, "La fonction renvoie", texts.rows, new_tokens=1).perplexity)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import Unsupported
 from weightsmith.jobs.job import Value
-from weightsmith.jobs.operations import COPY
+from weightsmith.jobs.operations import COPY, JOIN
 from weightsmith.planner.build import Prepared
 from weightsmith.planner.dtypes import kept_specs
 from weightsmith.planner.steps import ModelInput, Settings, Source, Step, Window
@@ -109,6 +109,9 @@ def take(step: Step, out: TensorSpec, window: Window | None = None) -> Step:
             where=step.out.name,
             fix="make that merge first, and name its folder here",
         )
+    if step.out.name != out.name and not step.pieces:
+        # Random masks follow from a tensor's name: as a piece it keeps the one that it has in the merge.
+        return Step(out, JOIN, (), pieces=(_with_dtype(step, out.dtype),))
     return replace(step, out=out, pieces=tuple(_with_dtype(piece, out.dtype) for piece in step.pieces))
 
 

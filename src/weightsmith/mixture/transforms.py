@@ -10,7 +10,7 @@ from weightsmith.jobs.operations import PERTURB
 from weightsmith.mixture.assembly import Assembly
 from weightsmith.mixture.dense import Block, Dense
 from weightsmith.planner.steps import Step, Window
-from weightsmith.recipe import Expert, Upcycling
+from weightsmith.recipe import Expert, Recipe, Upcycling
 
 
 def sharded(donor: Dense, groups: int) -> list[Dense]:
@@ -81,6 +81,12 @@ def check_transforms(recipe: Upcycling, intermediate: int | None) -> list[Weight
             what = "noise_fraction has no effect without noise_scale"
             problems.append(ParameterError(what, where=expert.section.at("noise_fraction"), fix="write noise_scale: 0.02"))
     groups, where = recipe.virtual_groups, recipe.section.at("virtual_groups")
+    for expert in entries.values():
+        changed = expert.noise_scale or expert.drop_fraction or expert.residual_scale != 1 or groups > 1
+        if changed and isinstance(expert.model, Recipe):
+            what = "an expert that is merged on the way can have no noise, be scaled, redrawn or cut"
+            fix = "make that merge first, and name its folder here"
+            problems.append(ParameterError(what, where=expert.section.at("source_model"), fix=fix))
     if groups == 1:
         return problems
     if recipe.shared_experts:

@@ -12,7 +12,7 @@ EXPERT = Level(
     "in an entry of 'experts'",
     "One expert: a dense model whose MLP it gets, and the prompts it is for.",
     (
-        Key("source_model", "model", "The model whose MLP becomes the expert: `path_or_hub_id[@revision]`.", required=True),
+        Key("source_model", "source", "The model whose MLP becomes the expert, or a recipe of a merge.", required=True),
         Key("positive_prompts", "texts", "What the expert is for: its router weights come from these."),
         Key("negative_prompts", "texts", "What it is not for."),
         Key(

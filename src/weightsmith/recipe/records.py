@@ -103,6 +103,10 @@ class Recipe:
     findings: tuple[Finding, ...] = ()
     positions: Mapping[str, str] = field(default_factory=dict, compare=False)
 
+    def __str__(self) -> str:
+        """For messages, where it stands in the place of a model."""
+        return f"the merge by {self.merge_method} at {self.positions.get('merge_method', self.filename)}"
+
     def at(self, key: str) -> str:
         """Position of a top-level key, or the file's when the recipe has no such key."""
         return self.positions.get(key, self.filename)
@@ -130,7 +134,7 @@ class Section:
 class Expert:
     """An entry of `experts` or `shared_experts`; see the grammar for what each key means. Files: "" when none is named."""
 
-    model: ModelRef
+    model: ModelRef | Recipe
     positive_prompts: tuple[str, ...]
     negative_prompts: tuple[str, ...]
     noise_scale: float

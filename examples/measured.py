@@ -1,0 +1,71 @@
+"""Rows of a table of perplexities, each measured once: a model, or what a recipe makes. For quality/table.py and moe/table.py.
+
+What is measured is kept in a JSON file, by the recipe's text and the texts it was judged on: an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from judge import DOMAINS
+
+Row = dict[str, Any]
+"""Domain → perplexity, and whatever else was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """What models are judged on. rows: of 384 tokens read of each; None: all."""
+
+    folder: Path
+    rows: int | None
+
+
+class Measured:
+    """The rows that are known; `row` measures and keeps one that is not."""
+
+    def __init__(self, file: Path, *, again: bool) -> None:
+        self.file = file
+        self.rows: dict[str, Row] = {} if again or not file.exists() else json.loads(file.read_text())
+
+    def known(self, source: Path, texts: Texts) -> Row | None:
+        """The row of a model's folder or a recipe, if it is known."""
+        return self.rows.get(_key(source, texts))
+
+    def row(self, source: Path, texts: Texts, measure: Callable[[], Row]) -> Row:
+        """The row of a model's folder or a recipe."""
+        key = _key(source, texts)
+        if key not in self.rows:
+            self.rows[key] = measure()
+            self.file.write_text(json.dumps(self.rows, indent=1))
+        return self.rows[key]
+
+
+def _key(source: Path, texts: Texts) -> str:
+    """What a measurement depends on: the model's name or the recipe's text, and the texts."""
+    what = source.read_text() if source.is_file() else source.name
+    return hashlib.sha256(f"{what}\n{texts.folder.name}\n{texts.rows}".encode()).hexdigest()[:16]
+
+
+def mean(row: Mapping[str, float]) -> float:
+    """The geometric mean of the domains' perplexities."""
+    return math.exp(sum(math.log(row[d]) for d in DOMAINS) / len(DOMAINS))
+
+
+def line(name: str, row: Mapping[str, float]) -> str:
+    """A row of the table, in Markdown."""
+    return f"| {name} | {' | '.join(f'{row[d]:.2f}' for d in DOMAINS)} | {mean(row):.2f} |\n"
+
+
+def table(rows: Mapping[str, Mapping[str, float]], first: tuple[str, ...]) -> str:
+    """The rows as a Markdown table: `first` as they come, then the others, the best last."""
+    known = [name for name in rows if name in first]
+    others = sorted((name for name in rows if name not in known), key=lambda name: -mean(rows[name]))
+    head = f"| | {' | '.join(DOMAINS)} | geometric mean |\n| --- |{' ---: |' * (len(DOMAINS) + 1)}\n"
+    return head + "".join(line(name, rows[name]) for name in known + others)
