@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Collection, Mapping
 from functools import cached_property
@@ -59,7 +60,8 @@ class _Memory:
     """The engine's output: arrays of bytes."""
 
     def __init__(self, steps: Collection[Step]) -> None:
-        self.data = {step.out.name: np.empty(step.out.nbytes, np.uint8) for step in steps}
+        # Pages of their own: malloc would keep those of every layer, in pieces that the next layer does not fit in.
+        self.data = {s.out.name: np.frombuffer(mmap.mmap(-1, max(1, s.out.nbytes)), np.uint8, s.out.nbytes) for s in steps}
 
     def location(self, name: str) -> tuple[int, int]:
         return -1, 0  # no file: copy_file_range refuses it, and the engine then copies what it has read

@@ -17,6 +17,10 @@ on the other half, and those with the least cross-entropy of softmax(rows · x) 
 router is right, on text like the prompts. Half of one prompt is half of its tokens, which tells less than another prompt would:
 give several.
 
+Measured on SmolLM2-135M, four kinds of text (French, German, Python, English), 1,500 tokens of each for the rows, 1,000 others
+held out, mean of six layers: the right one of four experts came first for 77 % of the held-out tokens, for any λ from 0.001 to
+0.03; for 68 to 74 % with Σ about the means; for 63 % with S = 1, the plain difference of means.
+
 A shared expert's row (the gate that it is multiplied with, behind a sigmoid) is made in the same way, from its own prompts
 against the mean of the routed experts', and is zero, a gate of one half, when it has none.
 """
