@@ -18,8 +18,6 @@ from tests.mini import write_checkpoint
 from tests.moe_zoo import BF16, BLOCK, HIDDEN, MODELS, STORED, E
 from weightsmith.checkpoint import open_checkpoint
 from weightsmith.errors import PlanError, WeightsmithError
-from weightsmith.kernels import reference
-from weightsmith.kernels.assignment import assign
 from weightsmith.mixture import prepare_moe
 from weightsmith.mixture.counts import with_experts
 from weightsmith.mixture.experts import find_blocks
@@ -181,19 +179,6 @@ def best_order(a: moe_zoo.Expert, b: moe_zoo.Expert) -> np.ndarray:
         return sum(float(((a[part] - moved[part]) ** 2).sum()) for part in moved)
 
     return np.array(min(itertools.permutations(range(moe_zoo.NEURONS)), key=distance))
-
-
-@pytest.mark.parametrize("n", [1, 2, 5, 7])
-@pytest.mark.parametrize("whole", [False, True])
-def test_the_assignment_is_the_best_one(n: int, whole: bool) -> None:
-    random = np.random.default_rng(n)
-    for _ in range(20):
-        gain = (random.integers(0, 3, (n, n)) if whole else random.standard_normal((n, n))).astype(np.float32)
-        chosen = np.empty(n, np.int64)
-        assign(gain, chosen)
-        assert sorted(chosen) == list(range(n))
-        best = reference.assign(gain.astype(np.float64))
-        assert gain[np.arange(n), chosen].sum(dtype=np.float64) == pytest.approx(gain[np.arange(n), best].sum(dtype=np.float64))
 
 
 @pytest.mark.parametrize("axis", [0, 1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -93,9 +92,3 @@ def merge_task_vectors(
     if normalize:
         mixed /= np.where(divisor == 0, 1.0, divisor)
     return base + factor * mixed
-
-
-def assign(gain: Array) -> npt.NDArray[np.int64]:
-    """The permutation with the largest sum of gains: the first of all that are equally good."""
-    rows = np.arange(len(gain))
-    return np.array(max(itertools.permutations(rows), key=lambda order: float(gain[rows, list(order)].sum())), np.int64)

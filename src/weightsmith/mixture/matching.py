@@ -27,7 +27,7 @@ def match(
     Inner products are float32; where two orders are equal within their rounding, which one is taken depends on the
     machine's BLAS. Memory: I² and 2 I H float32, for I neurons of H numbers. Raises NonFinite.
     """
-    from weightsmith.kernels.assignment import assign
+    from scipy.optimize import linear_sum_assignment
 
     neurons = next(iter(first.values())).neurons
     gain = np.zeros((neurons, neurons), np.float32)
@@ -38,9 +38,8 @@ def match(
     if not np.isfinite(gain).all():
         what = "experts cannot be matched: there is a NaN or an infinity in their weights"
         raise NonFinite(what, where=f"{checkpoint.ref}, {owner}", fix="repair the model, or write match: false")
-    order = np.empty(neurons, np.int64)
-    assign(gain, order)
-    return order
+    _, order = linear_sum_assignment(gain, maximize=True)
+    return np.asarray(order, np.int64)
 
 
 def _read(checkpoint: Checkpoint, carrier: Carrier) -> npt.NDArray[np.float32]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from weightsmith.errors import NonFinite, NotFound, ParameterError, PlanError, Unsupported, WeightsmithError
 from weightsmith.mixture.gates import MODES, Gating, Mode, Rows, Sample
 from weightsmith.mixture.materialise import Materialiser
+from weightsmith.mixture.packages import missing
 from weightsmith.mixture.prompts import Row, Tokens, too_long
 from weightsmith.mixture.prompts import Rows as Prompts
 from weightsmith.mixture.report import Counter, Group, Report, runs
@@ -38,13 +38,8 @@ class Routing:
 
 
 def missing_packages() -> list[WeightsmithError]:
-    """An error when torch or transformers is not installed."""
-    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
-    if not missing:
-        return []
-    what = f"hidden states need {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed"
-    fix = "run pip install 'weightsmith[moe]'; gate_mode: random needs neither"
-    return [Unsupported(what, fix=fix)]
+    """An error when what hidden states need is not installed."""
+    return missing(("torch", "transformers"), "hidden states", "gate_mode: random needs neither")
 
 
 def route(

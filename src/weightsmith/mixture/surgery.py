@@ -18,6 +18,7 @@ from weightsmith.mixture.counts import with_experts
 from weightsmith.mixture.experts import Block, Slab, find_blocks
 from weightsmith.mixture.matching import match
 from weightsmith.mixture.neurons import Carrier, carriers
+from weightsmith.mixture.packages import missing
 from weightsmith.mixture.permuted import Permuted
 from weightsmith.mixture.prepared import PreparedMixture
 from weightsmith.mixture.selection import Group, Groups, Selection
@@ -163,10 +164,12 @@ class _Surgeon:
             what = "each expert has a factor of its own here, and a merged one would need theirs multiplied in"
             self.problems.append(Unsupported(what, where=block.scaled, fix="use prune_experts"))
         if self.matched:
+            section = self.selection.section
+            packages = missing(("scipy",), "experts that are matched", "match: false needs nothing")
+            self.problems += [at(problem, section.at("match")) for problem in packages]
             try:
                 carriers(block, 0, self.checkpoint.config or {})
             except WeightsmithError as error:
-                section = self.selection.section
                 self.problems.append(at(error, section.at("match")))
 
     def _note_router_groups(self, n: int, old: int, new: int) -> None:

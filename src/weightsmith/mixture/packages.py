@@ -1,0 +1,21 @@
+"""Packages that only some recipes need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from weightsmith.errors import Unsupported, WeightsmithError
+
+
+def missing(names: Sequence[str], whose: str, instead: str) -> list[WeightsmithError]:
+    """An error when one of the packages is not installed.
+
+    whose    what needs them, in the plural
+    instead  what does without
+    """
+    absent = [name for name in names if find_spec(name) is None]
+    if not absent:
+        return []
+    what = f"{whose} need {' and '.join(absent)}, which {'is' if len(absent) == 1 else 'are'} not installed"
+    return [Unsupported(what, fix=f"run pip install 'weightsmith[moe]'; {instead}")]
