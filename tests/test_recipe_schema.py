@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import yaml
 
-from weightsmith.recipe import parse, schema
+from weightsmith.methods import all_methods
+from weightsmith.recipe import load_moe, moe_schema, parse, schema
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -232,3 +235,49 @@ def test_what_no_parameter_can_be_is_refused_of_own_methods_too(validator: Any) 
     for value, good in (({"filter": "x"}, False), ({"value": [1, "a"]}, True), ([[1]], False), (None, False)):
         data = {"merge_method": "m.py:f", "models": [{"model": "a"}], "parameters": {"power": value}}
         assert validator.is_valid(data) == good
+
+
+# ---- recipes of weightsmith moe
+
+ROOT = Path(__file__).parents[1]
+MOE_RECIPES = sorted(
+    file
+    for folder in ("recipes/moe", "recipes/moe_surgery", "moe/recipes")
+    for file in (ROOT / "examples" / folder).glob("*.yml")
+)
+
+
+@pytest.mark.parametrize("file", MOE_RECIPES, ids=lambda file: file.name)
+def test_the_schema_takes_every_moe_recipe_that_is_shown(file: Path) -> None:
+    recipe = json.loads(json.dumps(yaml.safe_load(file.read_text())))  # keys of a JSON mapping are texts
+    jsonschema.Draft202012Validator(moe_schema(all_methods())).validate(recipe)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gate_mode": "hiden"},
+        {"experts": []},
+        {"experts_per_token": 0},
+        {"expert": [{"source_model": "a"}]},
+        {"experts": [{"source_model": "a", "positive_prompts": [3]}]},
+        {"experts": [{"source_model": "a", "noise_scale": -1}]},
+        {"base_model": {"merge_method": "linear", "modles": []}},
+        {"prune_experts": {"keep": [0]}},
+    ],
+    ids=str,
+)
+def test_the_schema_refuses_what_the_parser_refuses(change: dict[str, Any]) -> None:
+    fine = {"base_model": "a", "experts": [{"source_model": "a"}], "gate_mode": "random"}
+    validator = jsonschema.Draft202012Validator(moe_schema(METHODS))
+    validator.validate(fine)
+    assert load_moe(fine)[1] == []
+    assert load_moe(fine | change)[1] != []
+    assert not validator.is_valid(fine | change)
+
+
+@pytest.mark.parametrize("keep", [[], [-1], ["a"], {0: [1]}])
+def test_the_schema_refuses_experts_that_are_no_list_of_numbers(keep: Any) -> None:
+    validator = jsonschema.Draft202012Validator(moe_schema(METHODS))
+    validator.validate({"model": "a", "prune_experts": {"keep": [0, 2]}})
+    assert not validator.is_valid({"model": "a", "prune_experts": {"keep": keep}})

@@ -23,9 +23,10 @@ _BASE = {
 def methods(
     name: Annotated[str, typer.Argument(metavar="NAME", help="One method, in full.", show_default=False)] = "",
 ) -> None:
-    """List the merge methods, weightsmith's and those of installed packages, or show one.
+    """List the merge methods, or show one.
 
-    One method is shown with its parameters and their defaults, its formula, its source, and an example.
+    Those of installed packages are in the list. One method is shown with its parameters and their defaults, its formula, its
+    source, and an example.
     """
     with failures():
         from weightsmith.methods import all_methods, get, installed_methods

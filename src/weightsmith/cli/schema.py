@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+from typing import Annotated
+
+import typer
 
 from weightsmith.cli.failures import failures
 from weightsmith.cli.text import result, warn
 
 
-def schema() -> None:
-    """Print the JSON Schema of recipes, with the methods of installed packages.
+def schema(moe: Annotated[bool, typer.Option("--moe", help="Of recipes of `weightsmith moe`.")] = False) -> None:
+    """Print the JSON Schema of recipes.
 
+    The methods of installed packages are in it.
     Editors complete and check recipes with it: save it to a file, and begin a recipe with the comment
     `# yaml-language-server: $schema=FILE`.
     """
     with failures():
         from weightsmith.methods import all_methods, installed_methods
-        from weightsmith.recipe import schema as make
+        from weightsmith.recipe import moe_schema
+        from weightsmith.recipe import schema as merge_schema
 
         installed, broken = installed_methods()
         for error in broken:
             warn(error.finding)
+        make = moe_schema if moe else merge_schema
         result(json.dumps(make((*all_methods(), *installed)), indent=2, ensure_ascii=False))

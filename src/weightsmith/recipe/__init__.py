@@ -26,6 +26,7 @@ from weightsmith.recipe.schedules import SCHEDULED as SCHEDULED
 from weightsmith.recipe.schedules import Schedule as Schedule
 from weightsmith.recipe.schema import MethodFacts as MethodFacts
 from weightsmith.recipe.schema import ParameterFacts as ParameterFacts
+from weightsmith.recipe.schema import moe_schema as moe_schema
 from weightsmith.recipe.schema import schema as schema
 from weightsmith.recipe.values import Entry as Entry
 from weightsmith.recipe.values import Setting as Setting

@@ -10,14 +10,42 @@ from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 from weightsmith.recipe.grammar import CONDITION, INPUT, LEVELS, PATH, RECIPE, REFERENCE, SCHEDULE, SOURCE, Key, Level
+from weightsmith.recipe.moe_grammar import MOE_LEVELS, UPCYCLING
 from weightsmith.recipe.schedules import DECAYS, SCHEDULED
 from weightsmith.recipe.single import DTYPE_NAMES
+from weightsmith.recipe.surgery_grammar import SURGERY, SURGERY_LEVELS
 
 _PATH_PATTERN = r"^[^+@]+(@[^+@]+)?$"
 _REFERENCE_PATTERN = r"^[^+@]+(@[^+@]+)?([+][^+@]+(@[^+@]+)?)?$"
 _NUMBER_PATTERN = r"^[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?$"
 _OWN_METHOD_PATTERN = r"\.py:[A-Za-z_]\w*$"
 _OWN_KEYS: dict[str, Any] = {"^(x-|_)": {}}
+
+
+_DRAFT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def _list(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": 1}
+
+
+def _by_layer(value: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "patternProperties": {"^[0-9]+$": value}, "additionalProperties": False, "minProperties": 1}
+
+
+_TEXT = {"type": "string", "minLength": 1}
+_EXPERTS = _list({"type": "integer", "minimum": 0})
+_FORMS: dict[str, dict[str, Any]] = {
+    "flag": {"type": "boolean"},
+    "texts": {"anyOf": [_TEXT, _list(_TEXT)]},
+    "experts": _EXPERTS,
+    "experts_by_layer": _by_layer(_EXPERTS),
+    "groups": _list(_EXPERTS),
+    "groups_by_layer": _by_layer(_list(_EXPERTS)),
+    "weights": _list(_list({"type": "number"})),
+    "weights_by_layer": _by_layer(_list(_list({"type": "number"}))),
+}
+"""Kinds of values that need nothing of their key."""
 
 
 class ParameterFacts(Protocol):
@@ -56,6 +84,23 @@ def schema(methods: Sequence[MethodFacts]) -> dict[str, Any]:
     >>> schema([])["properties"]["dtype"]["anyOf"][0]["enum"][:2]
     ['bfloat16', 'torch.bfloat16']
     """
+    return {"$schema": _DRAFT, "title": "weightsmith recipe", **_level(RECIPE, methods), "$defs": _definitions(methods)}
+
+
+def moe_schema(methods: Sequence[MethodFacts]) -> dict[str, Any]:
+    """JSON Schema of a recipe of `weightsmith moe`; methods: for merges that are made on the way.
+
+    >>> moe_schema([])["$defs"]["upcycling"]["properties"]["gate_mode"]["anyOf"][0]["enum"][:2]
+    ['router_input', 'hidden']
+    """
+    own = {level.name: _level(level, methods) for level in (RECIPE, *MOE_LEVELS, *SURGERY_LEVELS)}
+    kinds = [{"$ref": f"#/$defs/{level.name}"} for level in (UPCYCLING, SURGERY)]
+    title = "weightsmith moe recipe"
+    return {"$schema": _DRAFT, "title": title, "anyOf": kinds, "$defs": {**own, **_definitions(methods)}}
+
+
+def _definitions(methods: Sequence[MethodFacts]) -> dict[str, Any]:
+    """Every mapping inside a recipe of a merge."""
     uses: dict[str, list[tuple[str, ParameterFacts]]] = {}
     for method in methods:
         for parameter in method.parameters:
@@ -63,18 +108,13 @@ def schema(methods: Sequence[MethodFacts]) -> dict[str, Any]:
     # One value for the output tensor means nothing under one of its models, so `parameters` there has fewer names.
     of_models = {name: found for name, found in uses.items() if any(p.scope == "model" for _, p in found)}
     return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "weightsmith recipe",
-        **_level(RECIPE, methods),
-        "$defs": {
-            **{level.name: _level(level, methods) for level in LEVELS if level not in (RECIPE, CONDITION)},
-            "parameters": _parameters(uses),
-            "model_parameters": _parameters(of_models),
-            "names_of_parameters": {"propertyNames": {"enum": list(uses)}},
-            "names_of_model_parameters": {"propertyNames": {"enum": list(of_models)}},
-            "setting_of_own_method": _setting("", []),
-            **{f"setting_{name}": _setting(name, [p for _, p in found]) for name, found in uses.items()},
-        },
+        **{level.name: _level(level, methods) for level in LEVELS if level not in (RECIPE, CONDITION)},
+        "parameters": _parameters(uses),
+        "model_parameters": _parameters(of_models),
+        "names_of_parameters": {"propertyNames": {"enum": list(uses)}},
+        "names_of_model_parameters": {"propertyNames": {"enum": list(of_models)}},
+        "setting_of_own_method": _setting("", []),
+        **{f"setting_{name}": _setting(name, [p for _, p in found]) for name, found in uses.items()},
     }
 
 
@@ -120,13 +160,21 @@ def _value(key: Key, level: Level, methods: Sequence[MethodFacts]) -> dict[str, 
         own = {"type": "string", "pattern": _OWN_METHOD_PATTERN, "description": "A function in a Python file: `./my.py:blend`."}
         return {"anyOf": [{"enum": [method.name for method in methods]}, own]}
     if key.kind == "text":
-        return {"type": "string", "minLength": 1}
+        return _TEXT
     if key.kind == "dtype":
         return {"enum": [name for dtype in DTYPE_NAMES for name in (dtype, f"torch.{dtype}")]}
-    if key.kind in ("model", "path"):
-        mapping = REFERENCE if key.kind == "model" else PATH
-        pattern = _REFERENCE_PATTERN if key.kind == "model" else _PATH_PATTERN
-        return {"anyOf": [{"type": "string", "pattern": pattern}, {"$ref": f"#/$defs/{mapping.name}"}]}
+    if key.kind in ("model", "path", "source"):
+        mapping = PATH if key.kind == "path" else REFERENCE
+        pattern = _PATH_PATTERN if key.kind == "path" else _REFERENCE_PATTERN
+        merge = [{"$ref": f"#/$defs/{RECIPE.name}"}] if key.kind == "source" else []
+        return {"anyOf": [{"type": "string", "pattern": pattern}, {"$ref": f"#/$defs/{mapping.name}"}, *merge]}
+    if key.kind == "number":
+        bounds = {"minimum": key.minimum, "maximum": key.maximum}
+        return {"type": "number", **{name: bound for name, bound in bounds.items() if bound is not None}}
+    if key.kind == "choice":
+        return {"enum": list(key.choices)}
+    if key.kind in _FORMS:
+        return _FORMS[key.kind]
     if key.kind == "layer_range":
         return {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 2, "maxItems": 2}
     if key.kind == "parameters":
@@ -143,8 +191,10 @@ def _value(key: Key, level: Level, methods: Sequence[MethodFacts]) -> dict[str, 
         return {"not": {}}
     assert key.of is not None, f"a {key.kind} has a level"
     inner = {"$ref": f"#/$defs/{key.of.name}"}
+    if key.kind == "section":
+        return inner
     if key.kind == "list":
-        return {"type": "array", "items": inner, "minItems": 1}
+        return _list(inner)
     return {"type": "object", "additionalProperties": inner, "minProperties": 1}
 
 

@@ -50,3 +50,6 @@ SURGERY = Level(
     ),
     one_of=("prune_experts", "merge_experts"),
 )
+
+SURGERY_LEVELS = (SURGERY, PRUNE, MERGE)
+"""Every kind of mapping of these recipes."""
