@@ -6,6 +6,7 @@
 #   make check     lint and types
 #   make bench     weightsmith, mergekit and the copy floor, side by side (about 15 GB of disk, an hour)
 #   make bench-methods   every method beside mergekit's: errors, times and memory (an hour and more; goes on where it stopped)
+#   make bench-moe       mixtures of experts beside mergekit-moe's (20 GB of disk, half an hour)
 #   make docs      the pages of docs/ that are generated from the code
 
 PYTHON ?= python3
@@ -21,7 +22,7 @@ MERGEKIT_VENV := benchmarks/.venv-mergekit
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test check lint types format docs bench bench-toy bench-methods mergekit clean help
+.PHONY: demo test check lint types format docs bench bench-toy bench-methods bench-moe mergekit clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -53,10 +54,14 @@ bench: $(VENV)/.core $(MERGEKIT_VENV)/.done
 bench-methods: $(VENV)/.core $(MERGEKIT_VENV)/.done
 	$(BIN)/python -m benchmarks.methods $(BENCH_OPTIONS)
 
+bench-moe: $(VENV)/.core $(MERGEKIT_VENV)/.done
+	$(BIN)/python -m benchmarks.moe $(BENCH_OPTIONS)
+
 # A few MB, one run: every output is checked, the times mean nothing.
 bench-toy: $(VENV)/.core
 	$(BIN)/python -m benchmarks.bench --scale toy --runs 1 --skip-mergekit
 	$(BIN)/python -m benchmarks.methods --skip-times --skip-mergekit --again
+	$(BIN)/python -m benchmarks.moe --scale toy --runs 1 --skip-mergekit --gates random
 
 mergekit: $(MERGEKIT_VENV)/.done
 
