@@ -54,7 +54,7 @@ bench: $(VENV)/.core $(MERGEKIT_VENV)/.done
 bench-methods: $(VENV)/.core $(MERGEKIT_VENV)/.done
 	$(BIN)/python -m benchmarks.methods $(BENCH_OPTIONS)
 
-bench-moe: $(VENV)/.core $(MERGEKIT_VENV)/.done
+bench-moe: $(VENV)/.test $(MERGEKIT_VENV)/.done
 	$(BIN)/python -m benchmarks.moe $(BENCH_OPTIONS)
 
 # A few MB, one run: every output is checked, the times mean nothing.
