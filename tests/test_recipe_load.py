@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from weightsmith.errors import NotFound, SyntaxProblem
-from weightsmith.recipe import load, parse
+from weightsmith.recipe import load, load_moe, parse
 from weightsmith.recipe.yaml import MAX_BYTES
 
 TEXT = "merge_method: linear\nmodels:\n- model: a\n  parameters: {weight: 0.5}\n"
@@ -153,3 +153,24 @@ def test_lenient_and_parameter_names_reach_the_parser() -> None:
     assert problems == []
     assert recipe is not None
     assert "the parameter 'weight' stands outside" in recipe.findings[0].what
+
+
+@pytest.mark.parametrize(
+    "keys", ["experts: [{source_model: a}]", "prune_experts: {keep: [0]}", "merge_experts: {groups: [[0, 1]]}"]
+)
+def test_a_recipe_of_the_other_command_is_one_error(keys: str) -> None:
+    """Not one for each key that is unknown here."""
+    recipe, (problem,) = load(f"base_model: a\n{keys}\n")
+    assert recipe is None
+    assert str(problem) == (
+        "<text>:1:1: this is a recipe of `weightsmith moe`, not of `weightsmith merge`\n"
+        "  -> Run `weightsmith moe` (in Python: weightsmith.moe)."
+    )
+    made, (other,) = load_moe(TEXT)
+    assert made is None
+    assert "this is a recipe of `weightsmith merge`, not of `weightsmith moe`" in str(other)
+
+
+def test_a_recipe_with_keys_of_both_commands_has_an_error_at_the_wrong_ones() -> None:
+    _, (problem,) = load(TEXT + "experts: 1\n")
+    assert "unknown key 'experts'" in str(problem)

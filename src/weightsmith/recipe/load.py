@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from weightsmith.errors import NotFound, SyntaxProblem, WeightsmithError, nearest
+from weightsmith.recipe.kind import for_other_command
 from weightsmith.recipe.nodes import Document, from_python, plain
 from weightsmith.recipe.records import Recipe
 from weightsmith.recipe.walk import build, in_order
@@ -30,6 +31,8 @@ def load(
     found = read(source, lenient=lenient)
     if isinstance(found, WeightsmithError):
         return None, [found]
+    if misplaced := for_other_command(found.document.root, "merge"):
+        return None, [misplaced]
     recipe, problems = build(found.document, found.text, found.filename, lenient=lenient, parameter_names=parameter_names)
     return recipe, problems if isinstance(source, Mapping) else in_order(problems)
 

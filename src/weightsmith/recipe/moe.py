@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsmith.errors import WeightsmithError
+from weightsmith.recipe.kind import for_other_command, kind_of
 from weightsmith.recipe.load import Written, read
 from weightsmith.recipe.moe_grammar import UPCYCLING
 from weightsmith.recipe.records import Expert, Section, Surgery, Upcycling
@@ -25,9 +26,7 @@ def is_moe(source: str | Path | Mapping[str, Any]) -> bool:
     (True, False)
     """
     written = read(source, lenient=True)
-    root = None if isinstance(written, WeightsmithError) else written.document.root
-    keys = root.value if root is not None and isinstance(root.value, dict) else {}
-    return "merge_method" not in keys and not ({"experts"} | SURGERY_KEYS).isdisjoint(keys)
+    return not isinstance(written, WeightsmithError) and kind_of(written.document.root) == "moe"
 
 
 def load_moe(
@@ -44,6 +43,8 @@ def load_moe(
     written = read(source, lenient=lenient)
     if isinstance(written, WeightsmithError):
         return None, [written]
+    if misplaced := for_other_command(written.document.root, "moe"):
+        return None, [misplaced]
     report = Report(lenient, parameter_names, written.document.findings)
     recipe = _recipe(written, report) if written.document.root else None
     problems = unique([*written.document.problems, *report.problems])
