@@ -155,6 +155,22 @@ def test_a_merge_in_the_place_of_the_base_is_that_merge(models: dict[str, Path],
     assert made.distance, "the part that is merged has moved from its base"
 
 
+def test_a_merge_of_another_depth_is_the_base_and_the_experts(models: dict[str, Path], tmp_path: Path) -> None:
+    """Slices make a model of more layers than any of its inputs has."""
+    runs = [("a", 0, 2), ("b", 0, 2)]
+    slices = [{"sources": [{"model": str(models[n]), "layer_range": [i, j]}]} for n, i, j in runs]
+    merge = {"merge_method": "passthrough", "slices": slices}
+    experts = [{"source_model": merge}] * 2
+    weightsmith.moe({"base_model": merge, "experts": experts, "gate_mode": "random"}, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_hidden_layers"] == 2 * LAYERS
+    found = tensors_of(tmp_path / "out")
+    for layer, (donor, own) in enumerate([(1, 0), (1, 1), (2, 0), (2, 1)]):
+        tensors = llama(donor)
+        for new, old in (("block_sparse_moe.experts.1.w2", "mlp.down_proj"), ("self_attn.q_proj", "self_attn.q_proj")):
+            made = found[f"model.layers.{layer}.{new}.weight"]
+            assert as_bytes(made) == as_bytes(tensors[f"model.layers.{own}.{old}.weight"])
+
+
 def test_a_merge_over_the_whole_model_counts_what_it_merges_here(models: dict[str, Path], tmp_path: Path) -> None:
     """`scope: model` needs a survey before the first tensor, also when the merge is made on the way."""
     merge = {

@@ -87,7 +87,9 @@ class Assembly:
 
         steps = {step.out.name: renumbered(step) for step in plan.steps}
         label = f"the merge of {' and '.join(m.ref for m in plan.models)} by {plan.method}"
-        return Donor(label, prepared.inputs[plan.donor], plan.config or {}, steps, prepared.structure, merged=True)
+        # Not `prepared.structure`, which is the donor's: slices change the depth.
+        structure = analyse([step.out for step in steps.values()], plan.config)
+        return Donor(label, prepared.inputs[plan.donor], plan.config or {}, steps, structure, merged=True)
 
 
 def take(step: Step, out: TensorSpec, window: Window | None = None) -> Step:
