@@ -18,7 +18,8 @@ import pytest
 
 import weightsmith
 from tests.mini import as_bytes, write_checkpoint
-from weightsmith.errors import PlanError
+from weightsmith.errors import PlanError, StoreError
+from weightsmith.mixture import PreparedMoe
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 HIDDEN, INTERMEDIATE, VOCAB, LAYERS = 16, 24, 32, 2
@@ -183,6 +184,20 @@ def test_a_merge_over_the_whole_model_counts_what_it_merges_here(models: dict[st
     found, base = tensors_of(tmp_path / "out"), llama(0)
     changed = [np.mean(found[n].astype(np.float32) != base[n].astype(np.float32)) for n in base if ".mlp." not in n]
     assert 0.0 < float(np.mean(changed)) < 0.6
+
+
+@pytest.mark.parametrize(("out", "overwrite"), [("made", False), ("a", True), ("file/out", False)])
+def test_an_output_that_cannot_be_is_refused_before_router_weights_are_computed(
+    out: str, overwrite: bool, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may take hours."""
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "notes.txt").write_text("mine")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(PreparedMoe, "fill", lambda *_, **__: pytest.fail("computed"))
+    with pytest.raises(StoreError):
+        weightsmith.moe(recipe(models, ["a", "b"]), tmp_path / out, overwrite=overwrite)
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_random_gates_follow_the_seed(models: dict[str, Path], tmp_path: Path) -> None:

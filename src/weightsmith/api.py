@@ -1,4 +1,4 @@
-"""The Python front door: `plan` and `merge`."""
+"""The Python front door: `plan`, `merge` and `moe`."""
 
 from __future__ import annotations
 
@@ -160,6 +160,7 @@ def moe(
     with prepare_moe(
         recipe, out_dtype=out_dtype, max_shard_bytes=max_shard_bytes, seed=seed, lenient=lenient, allow_code=allow_code
     ) as prepared:
+        check_output(prepared.prepared, out, overwrite=overwrite)
         if isinstance(prepared, PreparedMoe):
             told = prepared.fill(out, report=report, device=device)
         else:
@@ -182,6 +183,20 @@ def moe(
         if isinstance(prepared, PreparedMoe):
             prepared.forget(out)
         return merged
+
+
+def check_output(prepared: Prepared, out: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Raise the StoreError with which `execute` would refuse this folder, for those who compute for long before they call it.
+
+    A folder with interrupted work beside it is left to `execute`, which may have to finish or undo that first.
+    """
+    from weightsmith.store.staging import staging_folder
+    from weightsmith.store.target import check_out, check_vacant
+
+    folder = check_out(out)
+    _check_not_input(folder, prepared.inputs)
+    if not staging_folder(folder).exists():
+        check_vacant(folder, overwrite=overwrite)
 
 
 def execute(
