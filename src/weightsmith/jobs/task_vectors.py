@@ -28,10 +28,11 @@ Combine = Literal["sum", "mean", "disjoint_mean", "absmax"]
 _ELECT = {"none": kernel.ELECT_NONE, "sum": kernel.ELECT_SUM, "count": kernel.ELECT_COUNT}
 _MEAN = {"sum": kernel.SUM, "mean": kernel.BY_WEIGHT, "disjoint_mean": kernel.BY_COUNT, "absmax": kernel.LARGEST}
 _WHOLE_ROWS = (kernel.KEEP_ROW_RANKS, kernel.KEEP_BY_RANK, kernel.KEEP_GROUPS)
+_SLOW = (*_WHOLE_ROWS, kernel.KEEP_RANDOM)
 _NOTHING_LARGER = 0x7FFFFFFF
 
 REMEMBER_BYTES = 64 << 20
-"""Masks that are slow to make are remembered from the pass for norms, a bit an element, if they fit this."""
+"""Masks that are slow to make are remembered from the pass for norms, a bit an element, if a matrix has no more of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,8 @@ class TaskVectorJob(Job):
         self._norms_needed = axes.rescale == "l1" and bool(masked.any())
         self._in_rows = bool(np.isin(self.modes, _WHOLE_ROWS).any())
         mask_bytes = models * -(-matrix.size // 8)
-        self._remember = self._norms_needed and self._in_rows and mask_bytes <= REMEMBER_BYTES
+        slow = bool(np.isin(self.modes, _SLOW).any())
+        self._remember = self._norms_needed and slow and mask_bytes <= REMEMBER_BYTES
         self.resident_bytes = mask_bytes if self._remember else 0
         self._masks_of: dict[int, npt.NDArray[np.uint8]] = {}  # by tile: its mask's bits, [models, bytes]
         self.block = matrix.row if self._in_rows else BLOCK
@@ -206,7 +208,7 @@ class TaskVectorJob(Job):
             if self.modes[i] != kernel.KEEP_ALL and before >= 1e-7 and after >= 1e-7:
                 self.scales[i] = before / after
         if self._remember:
-            self.modes[np.isin(self.modes, _WHOLE_ROWS)] = kernel.KEEP_GIVEN
+            self.modes[np.isin(self.modes, _SLOW)] = kernel.KEEP_GIVEN
             self.block = BLOCK
             self._in_rows = False
 
