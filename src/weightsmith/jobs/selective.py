@@ -15,9 +15,8 @@ from weightsmith.kernels.elementwise import (
     energies,
     merge_elected,
     merge_fused,
-    select_above,
 )
-from weightsmith.kernels.select import IMPORTANCE, VARIANCE, score_bits
+from weightsmith.kernels.select import IMPORTANCE, VARIANCE, select_scores
 
 _ALL = np.zeros(0, np.uint8)
 _NO_FACTORS = np.zeros(0)
@@ -82,15 +81,13 @@ class SceJob(Job):
         m, scratch = self.matrix, tile.scratch
         if tile.start in self._selected_bits:
             return np.unpackbits(self._selected_bits[tile.start], count=tile.size)
-        selected = np.zeros(tile.size, np.uint8)
         if self._nothing:
-            return selected
+            return np.zeros(tile.size, np.uint8)
+        selected = np.empty(tile.size, np.uint8)
         limit, cut = self._selection.threshold(_KEY), self._selection.cut(_KEY, tile) - tile.start
         rows = scratch.rows(2, m.codes, m.out_code)
-        for start in range(0, tile.size, len(scratch.bits)):
-            n = min(len(scratch.bits), tile.size - start)
-            score_bits(tile.raw, m.codes, VARIANCE, start, n, _NO_FACTORS, m.cols, rows, scratch.bits)
-            select_above(scratch.bits, n, limit, cut - start, selected[start:])
+        where = (tile.raw, m.codes, VARIANCE, tile.size, limit, cut)
+        select_scores(*where, selected, _NO_FACTORS, m.cols, rows, scratch.bits)
         if self._mask_update:
             self._selected_bits[tile.start] = np.packbits(selected)
         return selected
@@ -98,7 +95,7 @@ class SceJob(Job):
     def apply(self, tile: Tile, out: Bytes) -> None:
         m, scratch = self.matrix, tile.scratch
         selected = self._selected(tile) if self._mask_update else _ALL
-        rows, sums = scratch.rows(len(m.codes), m.codes, m.out_code), scratch.sums(2)
+        rows, sums = scratch.rows(len(m.codes), m.codes, m.out_code), scratch.sums(3)
         merge_elected(tile.raw, m.codes, tile.size, self.shares, selected, out, m.out_code, rows, sums)
 
 

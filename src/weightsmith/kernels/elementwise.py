@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from weightsmith.kernels.codecs import BLOCK, decode, encode
-from weightsmith.kernels.combine import LANES, add_scaled, fill, subtract, sum_lanes
+from weightsmith.kernels.codecs import BLOCK, decode, encode, or_zero
+from weightsmith.kernels.combine import LANES, add_scaled, fill, set_scaled, subtract, sum_lanes
 from weightsmith.kernels.delta import add_squares
 from weightsmith.kernels.jit import kernel
 
@@ -142,8 +142,7 @@ def merge_consensus(
                 x = w * np.float64(d[j])
                 count[j] += 1.0 if abs(x) > bound * abs(total[j] - x) else 0.0
         for j in range(m):
-            agreed = total[j]
-            total[j] = agreed if count[j] >= votes else 0.0
+            total[j] = or_zero(total[j], count[j] >= votes)
         add_delta(total, factor, m, rows[0])
         encode(rows[0], m, out_code, start, out)
 
@@ -230,8 +229,7 @@ def energies(
                 if selected.size:
                     chosen = selected[start : start + m]
                     for j in range(m):
-                        value = d[j]
-                        d[j] = value if chosen[j] != np.uint8(0) else np.float32(0)
+                        d[j] = or_zero(d[j], chosen[j] != np.uint8(0))
                 add_squares(d, m, sums[i])
         for i in range(models):
             out[g, i] = sum_lanes(sums[i])
@@ -251,42 +249,30 @@ def merge_elected(
 ) -> None:
     """SCE: base plus the mean, by `shares` (float64 [models]), of the deltas that have the sign of their plain sum.
 
-    selected  uint8 [n]: other positions keep the base; [0] for all. sums float64 [2, BLOCK] scratch.
+    selected  uint8 [n]: other positions keep the base; [0] for all. sums float64 [3, BLOCK] scratch.
     """
-    total, divisor = sums[0], sums[1]
+    total, mixed, divisor = sums[0], sums[1], sums[2]
     for start in range(0, n, BLOCK):
         m = min(BLOCK, n - start)
         read_deltas(raw, codes, start, m, rows)
-        fill(total, m, 0.0)
-        for i in range(1, raw.shape[0]):
+        set_scaled(1.0, rows[1], m, total)
+        for i in range(2, raw.shape[0]):
             add_scaled(1.0, rows[i], m, total)
-        sign = total
-        for j in range(m):
-            sign[j] = 1.0 if total[j] >= 0 else -1.0
-        mixed, x = np.zeros(m), rows[0]
+        fill(mixed, m, 0.0)
         fill(divisor, m, 0.0)
         for i in range(1, raw.shape[0]):
             d, share = rows[i], shares[i - 1]
             for j in range(m):
-                value = np.float64(d[j])
-                agrees = value * sign[j] > 0
+                value, up = np.float64(d[j]), total[j] >= 0
+                agrees = ((value > 0) & up) | ((value < 0) & (not up))
                 mixed[j] += share * value if agrees else 0.0
                 divisor[j] += share if agrees else 0.0
-        for j in range(m):
-            mean = mixed[j] / divisor[j]
-            mixed[j] = mean if divisor[j] > 0 else 0.0
         if selected.size:
             chosen = selected[start : start + m]
             for j in range(m):
-                mean = mixed[j]
-                mixed[j] = mean if chosen[j] != np.uint8(0) else 0.0
-        add_delta(mixed, 1.0, m, x)
-        encode(x, m, out_code, start, out)
-
-
-@kernel
-def select_above(bits: np.ndarray, n: int, limit: int, cut: int, selected: np.ndarray) -> None:
-    """selected[:n] (uint8) = 1 where bits[:n] are above `limit`, or equal it at an index below `cut`."""
-    bound = np.uint32(limit)
-    for j in range(n):
-        selected[j] = np.uint8((bits[j] > bound) | ((bits[j] == bound) & (j < cut)))
+                mixed[j] = or_zero(mixed[j] / divisor[j], (divisor[j] > 0) & (chosen[j] != np.uint8(0)))
+        else:
+            for j in range(m):
+                mixed[j] = or_zero(mixed[j] / divisor[j], divisor[j] > 0)
+        add_delta(mixed, 1.0, m, rows[0])
+        encode(rows[0], m, out_code, start, out)

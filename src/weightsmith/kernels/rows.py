@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from weightsmith.kernels.codecs import as_bits
+from weightsmith.kernels.codecs import as_bits, or_zero
 from weightsmith.kernels.jit import kernel
 
 DIGIT = 11  # bits of a radix pass: three of them sort 31-bit magnitudes
@@ -72,7 +72,7 @@ def keep_between(row: np.ndarray, begin: int, end: int, low: int, high: int) -> 
     least, span = np.uint32(low), np.uint32(max(high - low, 0))
     for j in range(x.size):
         b = np.uint32(np.uint32(as_bits(x[j]) & np.uint32(0x7FFFFFFF)) - least)  # below `low` it wraps round
-        x[j] = x[j] if b < span else np.float32(0)
+        x[j] = or_zero(x[j], b < span)
 
 
 @kernel
@@ -117,9 +117,8 @@ def keep_in_groups(row: np.ndarray, n: int, keep: int, group: int, taken: np.nda
     for start in range(0, n, group):
         m = min(group, n - start)
         x, t = row[start : start + m], taken[start : start + m]
-        for j in range(m):  # what is loaded in one arm of an `if` alone stays a branch, and is mispredicted
-            value, free = x[j], t[j] == np.uint8(0)
-            x[j] = value if free else np.float32(0)
+        for j in range(m):
+            x[j] = or_zero(x[j], t[j] == np.uint8(0))
         keep_ranks(x, m, 0, (keep * m + group - 1) // group, bits)
         for j in range(m):
             t[j] = np.uint8(t[j] | np.uint8(x[j] != 0))
@@ -307,5 +306,4 @@ def keep_by_rank(
     else:
         for j in range(n):
             p = highest - np.float64(r[j]) * step
-            value = x[j]
-            x[j] = value if np.float64(w[j]) < p * 4294967296.0 else np.float32(0)
+            x[j] = or_zero(x[j], np.float64(w[j]) < p * 4294967296.0)

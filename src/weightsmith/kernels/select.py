@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from weightsmith.kernels.codecs import BF16, BLOCK, as_bits, as_float, decode
-from weightsmith.kernels.combine import subtract
+from weightsmith.kernels.combine import fill, subtract
 from weightsmith.kernels.jit import kernel
 
 HIGH_BINS = 1 << 15  # the sign bit of a magnitude is 0
@@ -80,21 +80,32 @@ def variance(raw: np.ndarray, codes: np.ndarray, start: int, n: int, rows: np.nd
 
     The deltas' variance is the models': the base cancels. By updates of mean and sum of squares (Welford 1962), in float64.
     """
-    decode(raw[1], codes[1], start, n, rows[0])
-    mean, spread = np.empty(n), np.zeros(n)
-    x = rows[0]
+    models = raw.shape[0] - 1
+    first, x = rows[0][:n], rows[1][:n]
+    decode(raw[1], codes[1], start, n, first)
+    if models == 1:
+        fill(x, n, 0.0)
+        return
+    decode(raw[2], codes[2], start, n, x)
+    if models == 2:
+        for j in range(n):
+            off = np.float64(x[j]) - np.float64(first[j])
+            middle = np.float64(first[j]) + off / 2.0
+            x[j] = off * (np.float64(x[j]) - middle) / 2.0
+        return
+    mean, spread = np.empty(n), np.empty(n)
     for j in range(n):
-        mean[j] = x[j]
-    for i in range(2, raw.shape[0]):
+        off = np.float64(x[j]) - np.float64(first[j])
+        mean[j] = np.float64(first[j]) + off / 2.0
+        spread[j] = off * (np.float64(x[j]) - mean[j])
+    for i in range(3, models + 1):
         decode(raw[i], codes[i], start, n, x)
         for j in range(n):
             off = np.float64(x[j]) - mean[j]
             mean[j] += off / i
             spread[j] += off * (np.float64(x[j]) - mean[j])
-    models = raw.shape[0] - 1
-    out = rows[1]
     for j in range(n):
-        out[j] = spread[j] / models
+        x[j] = spread[j] / models
 
 
 @kernel
@@ -242,3 +253,31 @@ def index_of_tie(
                 if left == 0:
                     return start + j + 1
     return n
+
+
+@kernel
+def select_scores(
+    raw: np.ndarray,
+    codes: np.ndarray,
+    what: int,
+    n: int,
+    limit: int,
+    cut: int,
+    selected: np.ndarray,
+    factors: np.ndarray,
+    cols: int,
+    rows: np.ndarray,
+    bits: np.ndarray,
+) -> None:
+    """selected[:n] (uint8) = 1 where the score's bits exceed `limit`, or equal it at an index below `cut`. See `score_bits`."""
+    bound = np.uint32(limit)
+    for start in range(0, n, BLOCK):
+        m = min(BLOCK, n - start)
+        score_bits(raw, codes, what, start, m, factors, cols, rows, bits)
+        ties = min(max(cut - start, 0), m)
+        b, s = bits[:ties], selected[start : start + ties]
+        for j in range(ties):
+            s[j] = np.uint8(b[j] >= bound)
+        b, s = bits[ties:m], selected[start + ties : start + m]
+        for j in range(m - ties):
+            s[j] = np.uint8(b[j] > bound)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weightsmith.kernels.codecs import BF16, as_bits, as_float, decode, encode
+from weightsmith.kernels.codecs import BF16, as_bits, as_float, decode, encode, or_zero
 from weightsmith.kernels.combine import LANES, add_magnitudes, add_scaled, fill, set_scaled, subtract, sum_lanes
 from weightsmith.kernels.jit import kernel
 from weightsmith.kernels.philox import random_words
@@ -45,10 +45,10 @@ def keep_large(delta: np.ndarray, n: int, threshold: int, cut: int) -> None:
     head, tail = delta[:cut], delta[cut:n]  # two loops with one comparison each: 3 times faster than testing the index
     for j in range(head.size):
         bits = np.uint32(as_bits(head[j]) & np.uint32(0x7FFFFFFF))
-        head[j] = head[j] if bits >= limit else np.float32(0)
+        head[j] = or_zero(head[j], bits >= limit)
     for j in range(tail.size):
         bits = np.uint32(as_bits(tail[j]) & np.uint32(0x7FFFFFFF))
-        tail[j] = tail[j] if bits > limit else np.float32(0)
+        tail[j] = or_zero(tail[j], bits > limit)
 
 
 @kernel
@@ -76,11 +76,13 @@ def decode_large(
 @kernel
 def keep_random(delta: np.ndarray, n: int, words: np.ndarray, limit: int) -> None:
     """Zero delta[:n] but where words[j] < limit (a probability times 2^32)."""
+    if limit <= 0:
+        fill(delta, n, 0.0)
+        return
     d, w = delta[:n], words[:n]
-    bound = np.uint64(limit)
+    last = np.uint32(limit - 1)  # the limit itself may be 2^32
     for j in range(n):
-        value = d[j]
-        d[j] = value if np.uint64(w[j]) < bound else np.float32(0)
+        d[j] = or_zero(d[j], w[j] <= last)
 
 
 @kernel
@@ -88,8 +90,7 @@ def keep_given(delta: np.ndarray, n: int, given: np.ndarray) -> None:
     """Zero delta[:n] but where given[j] is 1."""
     d, g = delta[:n], given[:n]
     for j in range(n):
-        value = d[j]
-        d[j] = value if g[j] != np.uint8(0) else np.float32(0)
+        d[j] = or_zero(d[j], g[j] != np.uint8(0))
 
 
 @kernel
