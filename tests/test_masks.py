@@ -1,0 +1,100 @@
+"""What is kept of a row: zeroed in place, selected by a score, and remembered between passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.cases.task_vectors import GTA
+from tests.mini import run_method
+from weightsmith.jobs import task_vectors
+from weightsmith.jobs.task_vectors import TaskVectorJob
+from weightsmith.kernels.codecs import BLOCK
+from weightsmith.kernels.select import VARIANCE, select_scores
+from weightsmith.kernels.task_vector import KEEP_GIVEN, KEEP_RANDOM, keep_given, keep_large, keep_random
+from weightsmith.tensors import DTYPES
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("n", [1, 7, 64, 1001])
+def test_rows_are_zeroed_where_nothing_is_kept(dtype: Any, n: int) -> None:
+    rng = np.random.default_rng(n)
+    row = rng.normal(0, 1, n).astype(np.float32).astype(dtype)
+    row[:: max(1, n // 3)] = np.inf
+    words = rng.integers(0, 2**32, n, dtype=np.uint32)
+    words[n // 2] = 2**32 - 1
+    for limit in (0, 1, 1 << 31, int(words[0]), int(words[0]) + 1, (1 << 32) - 1, 1 << 32):
+        got = row.copy()
+        keep_random(got, n, words, limit)
+        np.testing.assert_array_equal(got, np.where(words.astype(np.int64) < limit, row, 0))
+    given, got = (words & 1).astype(np.uint8), row.copy()
+    keep_given(got, n, given)
+    np.testing.assert_array_equal(got, np.where(given == 1, row, 0))
+    bits, got = np.abs(row).astype(np.float32).view(np.uint32), row.copy()
+    limit, cut = int(np.sort(bits)[n // 2]), n // 2
+    keep_large(got, n, limit, cut)
+    np.testing.assert_array_equal(got, np.where((bits > limit) | ((bits == limit) & (np.arange(n) < cut)), row, 0))
+
+
+@pytest.mark.parametrize("models", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_selection_by_variance(models: int, kind: Any) -> None:
+    n = 2 * BLOCK + 17
+    stack = np.random.default_rng(models).integers(-3, 4, (1 + models, n)).astype(np.float32)  # exact, and full of ties
+    scores = stack[1:].astype(np.float64).var(axis=0).astype(np.float32).view(np.uint32)
+    close = np.sort(scores)[-n // 3]
+    codes, rows, bits = np.full(1 + models, DTYPES["F32"].code), np.empty((2, BLOCK), kind), np.empty(BLOCK, np.uint32)
+    found = np.full(n, 7, np.uint8)
+    for limit in (int(close) - 8, int(close) + 8):  # numpy's last digits are not those of updates
+        for cut in (0, n):
+            plain = (np.zeros(0), 1)
+            select_scores(stack.view(np.uint8), codes, VARIANCE, n, max(limit, 0), cut, found, *plain, rows, bits)
+            expected = (scores > max(limit, 0)) | ((scores == max(limit, 0)) & (np.arange(n) < cut))
+            np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("cut", [-5, 0, 1, BLOCK - 1, BLOCK, BLOCK + 9, 2 * BLOCK + 17, 10 * BLOCK])
+def test_equal_scores_are_selected_up_to_the_cut(cut: int) -> None:
+    n = 2 * BLOCK + 17
+    stack = np.zeros((3, n), np.float32)
+    stack[2] = 2.0  # the variance is 1 everywhere
+    stack[2, ::5], stack[2, 1::5] = 4.0, 1.0
+    limit = int(np.float32(1.0).view(np.uint32))
+    rows, bits, found = np.empty((2, BLOCK), np.float32), np.empty(BLOCK, np.uint32), np.full(n, 7, np.uint8)
+    where = (stack.view(np.uint8), np.full(3, DTYPES["F32"].code), VARIANCE, n, limit, cut)
+    select_scores(*where, found, np.zeros(0), 1, rows, bits)
+    expected = (stack[2] == 4) | ((stack[2] == 2) & (np.arange(n) < cut))
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("method", ["dare_linear", "dare_ties", "della"])
+def test_masks_made_again_are_the_masks_remembered(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(1)
+    base = rng.normal(0, 0.02, (300, 700))
+    arrays = [a.astype(BF16) for a in (base, *(base + rng.normal(0, 1e-3, base.shape) for _ in range(2)))]
+    own = [{}, {"weight": 0.6, "density": 0.35, "epsilon": 0.1}, {"weight": -0.4, "density": 0.8, "epsilon": 0.1}]
+    seen = list[TaskVectorJob]()
+    make = TaskVectorJob.__init__
+
+    def watched(self: TaskVectorJob, *given: Any) -> None:
+        make(self, *given)
+        seen.append(self)
+
+    monkeypatch.setattr(TaskVectorJob, "__init__", watched)
+    shared = GTA | {"rescale": "l1"}
+    remembered = run_method(tmp_path / "a", method, arrays, shared=shared, models=own, base=True, tile_bytes=1)
+    assert seen[-1].resident_bytes == 2 * base.size // 8
+    assert (seen[-1].modes == KEEP_GIVEN).all()
+    monkeypatch.setattr(task_vectors, "REMEMBER_BYTES", 2 * base.size // 8 - 1)
+    again = run_method(tmp_path / "b", method, arrays, shared=shared, models=own, base=True, tile_bytes=1)
+    assert seen[-1].resident_bytes == 0
+    assert not (seen[-1].modes == KEEP_GIVEN).any()
+    if method != "della":
+        assert (seen[-1].modes == KEEP_RANDOM).all()
+    assert remembered.tobytes() == again.tobytes()
