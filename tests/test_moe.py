@@ -154,6 +154,9 @@ def test_a_merge_in_the_place_of_the_base_is_that_merge(models: dict[str, Path],
     check_experts(tmp_path / "out", [llama(1), llama(2)])
     assert [m.ref for m in made.plan.models].count(str(models["a"])) == 1, "one model, however often it is named"
     assert made.distance, "the part that is merged has moved from its base"
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Frobenius norms of merged - base, over the tensors that a merge made on the way and that merge's base." in card
+    assert "Random numbers follow from seed 3." in card
 
 
 def test_a_merge_of_another_depth_is_the_base_and_the_experts(models: dict[str, Path], tmp_path: Path) -> None:
@@ -198,6 +201,11 @@ def test_an_output_that_cannot_be_is_refused_before_router_weights_are_computed(
     with pytest.raises(StoreError):
         weightsmith.moe(recipe(models, ["a", "b"]), tmp_path / out, overwrite=overwrite)
     assert not list(tmp_path.glob(".*"))
+
+
+def test_plan_takes_recipes_of_mixtures_too(models: dict[str, Path]) -> None:
+    planned = weightsmith.plan(recipe(models, ["a", "b"]), seed=5)
+    assert (planned.method, planned.seed) == ("moe", 5)
 
 
 def test_random_gates_follow_the_seed(models: dict[str, Path], tmp_path: Path) -> None:

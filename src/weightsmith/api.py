@@ -7,7 +7,8 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +20,7 @@ from weightsmith.errors import NOTHING_WRITTEN, Finding, StoreError
 from weightsmith.methods.user_files import loaded
 from weightsmith.planner.build import Prepared, prepare
 from weightsmith.planner.steps import Plan, Step
+from weightsmith.recipe import is_moe
 from weightsmith.tensors import DType
 
 if TYPE_CHECKING:
@@ -53,15 +55,31 @@ class Merged:
 
 
 def plan(recipe: str | os.PathLike[str] | Mapping[str, Any], **options: Any) -> Plan:
-    """What a merge would do: every output tensor, its op, inputs and parameters. Reads headers only, writes nothing.
+    """What a recipe of `merge` or `moe` would do: every output tensor, its op, inputs and parameters.
+
+    Reads headers only, writes nothing.
 
     recipe   path of a YAML file, YAML text, or a mapping
     options  out_dtype (DType), max_shard_bytes, seed, lenient, allow_code: as for `merge`
 
     Raises PlanError with every problem of the recipe and the models.
     """
-    with prepare(recipe, **options) as prepared:
+    with prepare_any(recipe, **options) as prepared:
         return prepared.plan
+
+
+@contextmanager
+def prepare_any(recipe: str | os.PathLike[str] | Mapping[str, Any], **options: Any) -> Iterator[Prepared]:
+    """The plan and open checkpoints of a recipe of `merge` or of `moe`, as its keys say; see `plan`."""
+    source = Path(recipe) if isinstance(recipe, os.PathLike) else recipe
+    if is_moe(source):
+        from weightsmith.mixture import prepare_moe
+
+        with prepare_moe(source, **options) as made:
+            yield made.prepared
+    else:
+        with prepare(source, **options) as prepared:
+            yield prepared
 
 
 def merge(

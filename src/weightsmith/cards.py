@@ -56,7 +56,7 @@ def model_card(plan: Plan, name: str, distance: tuple[Moved, ...] = (), section:
 {fence}yaml
 {plan.recipe.strip()}
 {fence}
-{_moved(distance)}{section}"""
+{_moved(plan, distance)}{section}"""
 
 
 def _made(plan: Plan) -> tuple[str, str]:
@@ -64,7 +64,8 @@ def _made(plan: Plan) -> tuple[str, str]:
     if plan.method == MOE:
         name = (plan.config or {}).get("model_type", "")
         what = f"Mixture of experts ({name}) made of dense models with weightsmith {__version__}."
-        return what, "Its router was not trained: train it on text like that which the experts are for."
+        seed = f"\n\nRandom numbers follow from seed {plan.seed}." if plan.seed else ""
+        return what, f"Its router was not trained: train it on text like that which the experts are for.{seed}"
     if plan.method in _SURGERY:
         what, source = _SURGERY[plan.method]
         return f"{what} with weightsmith {__version__}.", source
@@ -72,10 +73,11 @@ def _made(plan: Plan) -> tuple[str, str]:
     return f"Merged with weightsmith {__version__}, method `{method.name}` ({method.title}).", method.source
 
 
-def _moved(distance: tuple[Moved, ...]) -> str:
+def _moved(plan: Plan, distance: tuple[Moved, ...]) -> str:
     if not distance:
         return ""
-    return f"\n## Distance from the base\n\nFrobenius norms of merged - base.\n\n{to_markdown(distance)}\n"
+    of = ", over the tensors that a merge made on the way and that merge's base" if plan.method == MOE else ""
+    return f"\n## Distance from the base\n\nFrobenius norms of merged - base{of}.\n\n{to_markdown(distance)}\n"
 
 
 def _is_hub_id(ref: str) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,7 +15,6 @@ from weightsmith.cli.text import count, heading, printable, result, show_table, 
 if TYPE_CHECKING:
     from weightsmith.cli.summary import Summary
     from weightsmith.planner import Plan, Prepared
-
 
 _PIECES_SHOWN = 12
 
@@ -52,7 +49,9 @@ def plan(
     """
     with failures():
         no_bars_in_logs(quiet=False)
-        with _prepared(
+        from weightsmith.api import prepare_any
+
+        with prepare_any(
             recipe,
             out_dtype=out_dtype,
             max_shard_bytes=max_shard_size,
@@ -69,23 +68,6 @@ def plan(
                 _distance(prepared, threads, max_memory, as_json=as_json)
                 return
             show_plan(prepared, threads=threads, max_memory=max_memory, as_json=as_json)
-
-
-@contextmanager
-def _prepared(recipe: str, **planning: Any) -> Iterator[Prepared]:
-    """The plan of a recipe of `merge` or of `moe`."""
-    from weightsmith.recipe import is_moe
-
-    if is_moe(recipe):
-        from weightsmith.mixture import prepare_moe
-
-        with prepare_moe(recipe, **planning) as made:
-            yield made.prepared
-    else:
-        from weightsmith.planner import prepare
-
-        with prepare(recipe, **planning) as prepared:
-            yield prepared
 
 
 def show_plan(prepared: Prepared, *, threads: int | None, max_memory: int | None, as_json: bool) -> None:
