@@ -131,6 +131,14 @@ def test_router_input_turns_away_from_negative_prompts() -> None:
     assert unit(turned.numpy())[0] @ token.numpy() < unit(plain.numpy())[0] @ token.numpy()
 
 
+def test_router_input_rows_sum_to_zero_also_with_negative_prompts() -> None:
+    """What all experts' rows have in common adds the same to all logits, and routes nothing."""
+    samples = overlapping(2.5)
+    against = Sample(samples[0].positive, samples[1].positive)
+    rows = discriminant([against, *samples[1:]], 3)
+    assert float(rows.sum(0).abs().max()) < 1e-9 * float(rows.abs().max())
+
+
 def test_a_shared_expert_does_not_change_the_routed_ones_and_without_prompts_it_is_zero() -> None:
     samples = overlapping(2.5)
     rows = discriminant([*samples, Sample([], [])], 3)
