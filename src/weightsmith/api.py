@@ -19,13 +19,15 @@ from weightsmith.distance import Moved, distance_by_layer, to_json
 from weightsmith.errors import NOTHING_WRITTEN, Finding, StoreError
 from weightsmith.methods.user_files import loaded
 from weightsmith.planner.build import Prepared, prepare
-from weightsmith.planner.steps import Plan, Step
+from weightsmith.planner.steps import COMPUTED, Plan, Step
 from weightsmith.recipe import is_moe
 from weightsmith.tensors import DType
 
 if TYPE_CHECKING:
     from weightsmith.checkpoint import Checkpoint
     from weightsmith.engine.local import Progress
+    from weightsmith.mixture import PreparedMixture
+    from weightsmith.mixture.report import Report
 
 RECIPE_NAME = "recipe.yml"
 CARD_NAME = "README.md"
@@ -160,6 +162,7 @@ def moe(
     allow_nonfinite: bool = False,
     allow_code: bool = False,
     progress: Callable[[Progress], None] | None = None,
+    rechecking: Callable[[int, int], None] | None = None,
     report: bool = True,
     device: str = "cpu",
 ) -> Merged:
@@ -171,21 +174,17 @@ def moe(
             where the router weights do not need them
     device  for the hidden states, as torch names it
     """
-    from weightsmith.mixture import PreparedMoe, prepare_moe
-    from weightsmith.mixture.report_files import report_files, report_section
+    from weightsmith.mixture import prepare_moe
 
     began = time.monotonic()
     with prepare_moe(
         recipe, out_dtype=out_dtype, max_shard_bytes=max_shard_bytes, seed=seed, lenient=lenient, allow_code=allow_code
     ) as prepared:
-        check_output(prepared.prepared, out, overwrite=overwrite)
-        if isinstance(prepared, PreparedMoe):
-            told = prepared.fill(out, report=report, device=device)
-        else:
-            told = prepared.fill(report=report, device=device)
-        merged = execute(
-            prepared.prepared,
+        return execute_mixture(
+            prepared,
             out,
+            report=report,
+            device=device,
             threads=threads,
             max_memory_bytes=max_memory_bytes,
             overwrite=overwrite,
@@ -194,13 +193,38 @@ def moe(
             card=card,
             allow_nonfinite=allow_nonfinite,
             progress=progress,
+            rechecking=rechecking,
             began=began,
-            files=report_files(told),
-            section=report_section(told),
         )
-        if isinstance(prepared, PreparedMoe):
-            prepared.forget(out)
-        return merged
+
+
+def execute_mixture(
+    prepared: PreparedMixture,
+    out: str | os.PathLike[str],
+    *,
+    report: bool = True,
+    device: str = "cpu",
+    overwrite: bool = False,
+    filling: Callable[[int, int], None] | None = None,
+    filled: Callable[[Report | None], None] = lambda told: None,
+    **options: Any,
+) -> Merged:
+    """Compute what a prepared mixture needs, and run its plan; see `moe`.
+
+    filling  called with (bytes of weights done, bytes in all) meanwhile
+    filled   called with the report of the routing, if there is one, before anything is written
+    options  as for `execute`
+    """
+    from weightsmith.mixture.report_files import report_files, report_section
+
+    check_output(prepared.prepared, out, overwrite=overwrite)
+    told = prepared.fill(out, report=report, device=device, progress=filling)
+    filled(told)
+    merged = execute(
+        prepared.prepared, out, overwrite=overwrite, files=report_files(told), section=report_section(told), **options
+    )
+    prepared.forget(out)
+    return merged
 
 
 def check_output(prepared: Prepared, out: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -397,7 +421,9 @@ def _provenance(plan: Plan, distance: tuple[Moved, ...]) -> dict[str, Any]:
         "merge_method": plan.method,
         **code,
         "seed": plan.seed,
-        "inputs": [{"ref": m.ref, "revision": m.revision, "header_hash": m.header_hash} for m in plan.models],
+        "inputs": [
+            {"ref": m.ref, "revision": m.revision, "header_hash": m.header_hash} for m in plan.models if m.ref != COMPUTED
+        ],
         "dropped": [{"model": plan.models[d.model].ref, "tensor": d.tensor, "reason": d.reason} for d in plan.dropped],
         "distance_from_base": to_json(distance),
         "recipe": plan.recipe,

@@ -14,11 +14,10 @@ from weightsmith.cli import options
 from weightsmith.cli.failures import failures
 from weightsmith.cli.merge import interrupted, report, show_progress
 from weightsmith.cli.mergekit_flags import ANSWERS, Translated
-from weightsmith.cli.progress import Meter, Reading, meter, no_bars_in_logs
+from weightsmith.cli.progress import Reading, meter, no_bars_in_logs
 from weightsmith.cli.text import note, result, show_table, warn
 
 if TYPE_CHECKING:
-    from weightsmith.mixture import PreparedMixture
     from weightsmith.mixture.report import Report
 
 
@@ -71,9 +70,8 @@ def moe(
         no_bars_in_logs(quiet=quiet)
         for answer in () if quiet else flags.answers:
             note(answer)
-        from weightsmith.api import execute
+        from weightsmith.api import execute_mixture
         from weightsmith.mixture import PreparedMoe, prepare_moe
-        from weightsmith.mixture.report_files import report_files, report_section
 
         prepared = stack.enter_context(
             prepare_moe(
@@ -93,15 +91,32 @@ def moe(
             show_plan(prepared.prepared, threads=threads, max_memory=max_memory, as_json=as_json)
             return
         shown = stack.enter_context(meter(quiet=quiet))
-        told = _fill(prepared, out, recipe, shown, wanted=routing_report or routing_only, device=device)
+
+        def filling(done: int, total: int) -> None:
+            shown.show(Reading("computing what the plan needs", done, total, done))
+
         if routing_only:
+            if not isinstance(prepared, PreparedMoe):
+                raise typer.BadParameter("this recipe makes no router weights.", param_hint="--routing")
+            told = prepared.fill(report=True, device=device, progress=filling)
+            _warn(told, recipe)
             shown.close()
             _show_routing(told, as_json=as_json)
             return
+        reports: list[Report | None] = []
+
+        def filled(told: Report | None) -> None:
+            _warn(told, recipe)
+            reports.append(told)
+
         stack.enter_context(failures(merging=True, interrupted=lambda: interrupted(out)))
-        merged = execute(
-            prepared.prepared,
+        merged = execute_mixture(
+            prepared,
             out,
+            report=routing_report,
+            device=device,
+            filling=filling,
+            filled=filled,
             threads=threads,
             max_memory_bytes=max_memory,
             overwrite=overwrite,
@@ -112,31 +127,18 @@ def moe(
             progress=lambda p: show_progress(shown, p, "copying"),
             rechecking=lambda done, total: shown.show(Reading("checking what is there", done, total, done)),
             began=began,
-            files=report_files(told),
-            section=report_section(told),
         )
-        if isinstance(prepared, PreparedMoe):
-            prepared.forget(out)
         shown.close()
         report(merged, quiet=quiet, as_json=as_json)
+        (told,) = reports
         if told is not None and not quiet and not as_json:
             show_table(*told.table(), right=set(range(1, len(told.experts) + 3)))
 
 
-def _fill(prepared: PreparedMixture, out: str, recipe: str, shown: Meter, *, wanted: bool, device: str) -> Report | None:
-    """Compute what the plan's computed tensors hold, and warn of routers that do not route."""
-    from weightsmith.mixture import PreparedMoe
-
-    def progress(done: int, total: int) -> None:
-        shown.show(Reading("computing router weights", done, total, done))
-
-    if isinstance(prepared, PreparedMoe):
-        told = prepared.fill(out or None, report=wanted, device=device, progress=progress)
-    else:
-        told = prepared.fill(report=wanted, device=device, progress=progress)
+def _warn(told: Report | None, recipe: str) -> None:
+    """Warn of routers that do not route."""
     for finding in () if told is None else told.warnings(recipe):
         warn(finding)
-    return told
 
 
 def _show_routing(told: Report | None, *, as_json: bool) -> None:

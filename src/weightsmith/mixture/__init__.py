@@ -5,6 +5,8 @@ dense.py     the parts of a dense model: gate, up and down of each layer, and th
 layouts/     how each architecture stores experts: one file each
 gates/       router weights: one file for each way to make them
 computed.py  tensors that no checkpoint has: router weights, biases of zero
+checks.py    what is wrong with the recipe and the models
+steps.py     the steps of every output tensor
 build.py     recipe + headers → Plan, with every problem found before tensor data is read
 
 and of those that are there, with fewer experts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,10 @@ import numpy as np
 
 from weightsmith import recipe as recipes
 from weightsmith.checkpoint import Checkpoint
-from weightsmith.errors import Finding, ParameterError, PlanError, ShapeError, WeightsmithError
-from weightsmith.formats.hf_folder import natural_key
-from weightsmith.jobs.operations import COPY, JOIN
+from weightsmith.errors import Finding, PlanError, WeightsmithError
 from weightsmith.mixture import kept
-from weightsmith.mixture.assembly import Assembly, Donor, take
+from weightsmith.mixture.assembly import Assembly, Donor
+from weightsmith.mixture.checks import Checks
 from weightsmith.mixture.choose import choose_layout
 from weightsmith.mixture.computed import Computed
 from weightsmith.mixture.dense import Dense, dense_parts
@@ -26,18 +25,17 @@ from weightsmith.mixture.gates import MODES, Gating
 from weightsmith.mixture.layouts.base import ExpertLayout, Facts
 from weightsmith.mixture.layouts.dense_config import semantics
 from weightsmith.mixture.prepared import PreparedMixture
-from weightsmith.mixture.prompts import Texts, read_texts
 from weightsmith.mixture.report import Report
-from weightsmith.mixture.routing import Progress, Routing, missing_packages, needs_states, route
+from weightsmith.mixture.routing import Progress, Routing, needs_states, route
+from weightsmith.mixture.steps import Steps
 from weightsmith.mixture.surgery import prepare_surgery
 from weightsmith.mixture.transforms import Transforms, check_transforms, sharded, spread
 from weightsmith.planner.build import Prepared, folder_of, parameter_names, prepare_recipe
 from weightsmith.planner.dtypes import main_dtype
 from weightsmith.planner.inputs import at, open_models
-from weightsmith.planner.steps import MOE, Dropped, Plan, Source, Step
-from weightsmith.planner.vocabulary import is_embedding
-from weightsmith.recipe import Expert, ModelRef, Recipe, Surgery, Upcycling
-from weightsmith.tensors import DTYPES, DType, TensorSpec
+from weightsmith.planner.steps import MOE, Dropped, Plan, Step
+from weightsmith.recipe import ModelRef, Recipe, Surgery, Upcycling
+from weightsmith.tensors import DType
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +150,6 @@ class _Builder:
         self.folder = folder
         self.assembly = Assembly()
         self.computed = Computed()
-        self.transforms = Transforms(self.assembly, recipe.virtual_groups)
         self.warnings: list[Finding] = list(recipe.findings)
 
     def prepare(self, stack: ExitStack, *, lenient: bool, allow_code: bool, folder: Path) -> PreparedMoe:
@@ -161,19 +158,21 @@ class _Builder:
         )
         base = self._base(stack, merge)
         experts = self._experts(base, stack, merge)
-        self._check_recipe()
+        checks = Checks(self.recipe, self.folder, lenient=lenient)
+        checks.check_recipe()
         mode = self.recipe.gate_mode or recipes.GATE_MODES[0]
-        texts = self._texts()
-        self._check_prompts(mode, texts)
+        texts = checks.read_texts()
+        checks.check_prompts(mode, texts)
         if base is None or None in experts:
-            raise PlanError(self.problems)
+            raise PlanError([*self.problems, *checks.problems])
         donors = [expert for expert in experts if expert is not None]
         listed = [*self.recipe.experts, *self.recipe.shared_experts]
         seen: set[int] = set()
         for donor, expert in zip(donors, listed, strict=True):
             if id(donor) not in seen:
-                self._check_shapes(base, donor, expert, lenient=lenient)
+                checks.check_expert(base, donor, expert)
             seen.add(id(donor))
+        self.problems += checks.problems
         self.problems += check_transforms(self.recipe, donors[0].intermediate)
         chosen = choose_layout(self.recipe, base)
         if isinstance(chosen, WeightsmithError):
@@ -183,7 +182,8 @@ class _Builder:
         if self.problems:
             raise PlanError(self.problems)
         if layout.shared_router and MODES[mode].needs != "nothing":
-            self._warn_of_silent(texts[len(self.recipe.experts) :])
+            checks.warn_of_silent(texts[len(self.recipe.experts) :])
+        self.warnings += checks.warnings
         n, groups = len(self.recipe.experts), self.recipe.virtual_groups
         donors = [*(shard for donor in donors[:n] for shard in sharded(donor, groups)), *donors[n:]]
         facts = Facts(
@@ -200,7 +200,8 @@ class _Builder:
             ),
         )
         self.warnings += [Finding(text, self.recipe.filename) for text in layout.warnings(facts)]
-        steps = self._steps(layout, facts, base, donors)
+        transforms = Transforms(self.assembly, groups)
+        steps = Steps(self.recipe, base, layout, facts, self.assembly, self.computed, transforms, self.asked).make(donors)
         gated = listed if layout.shared_router else listed[: facts.experts]
         plan = self._plan(layout, facts, base, steps)
         prepared = Prepared(plan, tuple(self.assembly.inputs), base.donor.structure)
@@ -261,150 +262,6 @@ class _Builder:
         self.problems.append(at(parts, where))
         return None
 
-    # --- checks ------------------------------------------------------------------------------------------------------
-
-    def _check_recipe(self) -> None:
-        recipe, n = self.recipe, len(self.recipe.experts) * self.recipe.virtual_groups
-        if recipe.experts_per_token > n:
-            there = "there is 1 expert" if n == 1 else f"there are {n} experts"
-            what = f"experts_per_token is {recipe.experts_per_token}, and {there}"
-            self.problems.append(ParameterError(what, where=recipe.section.at("experts_per_token"), fix=f"at most {n}"))
-
-    def _texts(self) -> list[Texts]:
-        """The prompts of every expert, shared ones last."""
-        texts = []
-        for expert in (*self.recipe.experts, *self.recipe.shared_experts):
-            own, problems = read_texts(expert, self.folder, self.recipe.prompt_tokens)
-            texts.append(own)
-            self.problems += problems
-        return texts
-
-    def _check_prompts(self, mode: str, texts: Sequence[Texts]) -> None:
-        """Prompts that the gate mode needs and that are missing, or say nothing, are problems."""
-        recipe = self.recipe
-        if MODES[mode].needs == "nothing":
-            return
-        self.problems += missing_packages()
-        experts = list(zip(recipe.experts, texts, strict=False))
-        for expert, own in experts:
-            if not own.told and not expert.prompts_file:  # a file that cannot be read is a problem of its own
-                what = f"gate_mode {mode} needs prompts, and {expert.model} has none"
-                fix = "write positive_prompts, texts that the expert is for; or gate_mode: random"
-                self.problems.append(ParameterError(what, where=expert.section.where, fix=fix))
-        seen: dict[object, int] = {}
-        for e, (expert, own) in enumerate(experts):
-            first = seen.setdefault(own.said, e)
-            if own.told and recipe.experts[first].section is not expert.section:  # else: copies, which are meant
-                what = f"experts {first} and {e} have the same prompts, so their router weights would be the same"
-                fix = "give each expert prompts of its own, or write gate_mode: random"
-                self.problems.append(ParameterError(what, where=expert.section.where, fix=fix))
-
-    def _warn_of_silent(self, texts: Sequence[Texts]) -> None:
-        """Shared experts that have a gate and no prompts to make it of."""
-        for expert, own in zip(self.recipe.shared_experts, texts, strict=True):
-            if not own.told:
-                what = f"the shared expert {expert.model} has no prompts: its gate is one half, for every token"
-                self.warnings.append(Finding(what, expert.section.where, fix="give it positive_prompts"))
-
-    def _check_shapes(self, base: Dense, donor: Dense, expert: Expert, *, lenient: bool) -> None:
-        where, label = expert.section.at("source_model"), base.donor.label
-        if len(donor.layers) != len(base.layers):
-            what = f"{expert.model} has {len(donor.layers)} layers, and {label} has {len(base.layers)}"
-            self.problems.append(ShapeError(what, where=where, fix="experts need the depth and widths of the base"))
-            return
-        for i, (own, wanted) in enumerate(zip(donor.layers, base.layers, strict=True)):
-            for part, block in own.mlp.items():
-                if block.shape != wanted.mlp[part].shape:
-                    what = f"{block.tensor} of {expert.model} is {list(block.shape)}, and layer {i} of {label} has"
-                    what += f" {list(wanted.mlp[part].shape)}"
-                    self.problems.append(ShapeError(what, where=where, fix="experts need the depth and widths of the base"))
-                    return
-        if donor is not base and (more := sorted({n for layer in donor.layers for n in layer.rest if n.startswith("mlp.")})):
-            what = f"{expert.model} has {more[0]} in its layers, for which an expert has no place"
-            self.problems.append(ShapeError(what, where=where, fix="an expert is gate, up and down projections alone"))
-        acts = [str(semantics(each.donor.config)["hidden_act"]).replace("swish", "silu") for each in (donor, base)]
-        if acts[0] != acts[1]:
-            what = f"{expert.model} has the activation {acts[0]}, and {label} has {acts[1]}: the experts of a mixture have one"
-            self.problems.append(ShapeError(what, where=where, fix="take experts with the base's activation"))
-        ours, theirs = _vocabulary(base), _vocabulary(donor)
-        if ours != theirs:
-            what = f"{expert.model} has {theirs} tokens, and {label} has {ours}, which are the mixture's"
-            fix = "an expert of use reads the base's tokens"
-            if lenient:
-                self.warnings.append(Finding(what, where, fix=fix))
-            else:
-                self.problems.append(ShapeError(what, where=where, fix=f"{fix}; --mergekit-lenient makes this a warning"))
-
-    # --- steps -------------------------------------------------------------------------------------------------------
-
-    def _dtype(self, stored: DType) -> DType:
-        return self.asked if self.asked is not None and stored.floating else stored
-
-    def _steps(self, layout: ExpertLayout, facts: Facts, base: Dense, donors: Sequence[Dense]) -> list[Step]:
-        steps = []
-        for name in base.outside:
-            step = base.donor.steps[name]
-            steps.append(take(step, TensorSpec(name, self._dtype(step.out.dtype), step.out.shape)))
-        number = self.assembly.add(self.computed)
-        main = main_dtype(step.out for step in base.donor.steps.values()) or DTYPES["F32"]
-        dtype = self._dtype(main)
-        for i, layer in enumerate(base.layers):
-            prefix = f"{base.prefix}{i}."
-            for suffix, block in layer.rest.items():
-                step = base.donor.steps[block.tensor]
-                steps.append(take(step, TensorSpec(prefix + suffix, self._dtype(step.out.dtype), block.shape), block.window))
-            routed, shared = donors[: facts.experts], donors[facts.experts :]
-            experts = spread(self.recipe.experts, self.recipe.virtual_groups)
-            steps += self._expert_steps(layout.tensors, prefix, i, base, routed, experts)
-            steps += self._expert_steps(layout.shared, prefix, i, base, shared, self.recipe.shared_experts, alone=True)
-            made = [TensorSpec(prefix + layout.router, dtype, (facts.experts, facts.hidden))]
-            if layout.shared_router:
-                made.append(TensorSpec(prefix + layout.shared_router, dtype, (facts.shared, facts.hidden)))
-            constants = {prefix + fixed.suffix: fixed for fixed in layout.fixed(facts)}
-            for name, fixed in constants.items():
-                made.append(TensorSpec(name, dtype if fixed.dtype is None else DTYPES[fixed.dtype], fixed.shape))
-            for spec in made:
-                self.computed.add(spec)
-                steps.append(Step(spec, COPY, (Source(number, spec.name),)))
-            for name, fixed in constants.items():
-                self.computed.fill(name, np.full(fixed.shape, fixed.value, np.float32))
-        return sorted(steps, key=lambda step: natural_key(step.out.name))
-
-    def _expert_steps(
-        self,
-        tensors: Sequence[tuple[str, tuple[str, ...]]],
-        prefix: str,
-        i: int,
-        base: Dense,
-        donors: Sequence[Dense],
-        experts: Sequence[Expert],
-        alone: bool = False,
-    ) -> list[Step]:
-        """The tensors of all experts of layer i. alone: there is one at most, and its tensors are matrices."""
-        steps: list[Step] = []
-        label = "shared {e}" if alone else "{e}"
-        for template, parts in tensors if donors else ():
-            name = prefix + template
-            pieces = [
-                [
-                    self._part_step(f"{name.format(e=e)}[{part}]", part, i, base, donor, expert, label.format(e=e))
-                    for part in parts
-                ]
-                for e, (donor, expert) in enumerate(zip(donors, experts, strict=True))
-            ]
-            if alone or "{e}" in template:
-                steps += [_joined(name.format(e=e), own) for e, own in enumerate(pieces)]
-            else:
-                steps.append(_joined(name, [piece for own in pieces for piece in own], len(donors)))
-        return steps
-
-    def _part_step(self, name: str, part: str, i: int, base: Dense, donor: Dense, expert: Expert, label: str) -> Step:
-        """One part of one expert: the donor's bytes, in the dtype that the base has there, or what the recipe makes of them."""
-        block = donor.layers[i].mlp[part]
-        stored = base.donor.steps[base.layers[i].mlp[part].tensor].out.dtype
-        plain = take(donor.donor.steps[block.tensor], TensorSpec(name, self._dtype(stored), block.shape), block.window)
-        return self.transforms.step(plain, expert, label, part)
-
     # --- the rest of the plan ----------------------------------------------------------------------------------------
 
     def _plan(self, layout: ExpertLayout, facts: Facts, base: Dense, steps: Sequence[Step]) -> Plan:
@@ -443,24 +300,3 @@ class _Builder:
                     reason = "its place is taken by the experts" if own else "only the MLPs of this model are used"
                     dropped.append(Dropped(number, tensor, reason))
         return tuple(dropped)
-
-
-def _joined(name: str, pieces: Sequence[Step], experts: int = 0) -> Step:
-    """One matrix of several parts, one under the other; of several experts, [experts, rows, cols]."""
-    first = pieces[0].out
-    if len(pieces) == 1 and not experts:
-        return _named(pieces[0], name)
-    rows = sum(piece.out.shape[0] for piece in pieces)
-    leaves = tuple(leaf for piece in pieces for leaf in piece.leaves)
-    shape = (experts, rows // experts, first.shape[1]) if experts else (rows, first.shape[1])
-    return Step(TensorSpec(name, first.dtype, shape), JOIN, (), pieces=leaves)
-
-
-def _named(step: Step, name: str) -> Step:
-    return replace(step, out=TensorSpec(name, step.out.dtype, step.out.shape))
-
-
-def _vocabulary(dense: Dense) -> int:
-    """Rows of the embedding; 0 when it has none."""
-    specs = [dense.donor.steps[name].out for name in dense.outside]
-    return next((spec.shape[0] for spec in specs if is_embedding(spec)), 0)

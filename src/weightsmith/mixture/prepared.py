@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
@@ -20,13 +21,24 @@ class PreparedMixture(ABC):
     prepared: Prepared
 
     @abstractmethod
-    def fill(self, *, report: bool = True, device: str = "cpu", progress: Progress | None = None) -> Report | None:
+    def fill(
+        self,
+        out: str | os.PathLike[str] | None = None,
+        *,
+        report: bool = True,
+        device: str = "cpu",
+        progress: Progress | None = None,
+    ) -> Report | None:
         """Compute it: the engine can run the plan then.
 
+        out       the folder that will be made: what took long may be kept beside it until `forget`
         report    make a report of the routing, where there is one to make
         device    for what is computed with torch, as torch names it
         progress  called with bytes of weights that are done, and all of them
         """
+
+    def forget(self, out: str | os.PathLike[str]) -> None:  # noqa: B027  most keep nothing
+        """Remove what `fill` kept beside the output."""
 
     def close(self) -> None:
         """Close the checkpoints."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -56,7 +57,14 @@ class PreparedSurgery(PreparedMixture):
     permuted: Permuted
     pairs: tuple[Pair, ...]
 
-    def fill(self, *, report: bool = True, device: str = "cpu", progress: Progress | None = None) -> None:
+    def fill(
+        self,
+        out: str | os.PathLike[str] | None = None,
+        *,
+        report: bool = True,
+        device: str = "cpu",
+        progress: Progress | None = None,
+    ) -> None:
         """Match the neurons, one pair of experts after the other. There is no routing to report."""
         total = sum(pair.nbytes for pair in self.pairs)
         done = 0

@@ -83,13 +83,14 @@ def _upcycling(written: Written, report: Report) -> Upcycling | None:
     if section is None or not report.whole:
         return None
     values = section.values
+    experts = _experts(values["experts"])
     return Upcycling(
         base=values["base_model"],
-        experts=_experts(values["experts"]),
+        experts=experts,
         shared_experts=_experts(values.get("shared_experts", ())),
         architecture=values.get("architecture", ""),
         gate_mode=values.get("gate_mode", ""),
-        experts_per_token=values.get("experts_per_token", 2),
+        experts_per_token=values.get("experts_per_token", min(2, len(experts) * values.get("virtual_groups", 1))),
         dtype=values.get("dtype"),
         section=section,
         text=written.text,

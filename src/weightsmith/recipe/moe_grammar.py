@@ -58,7 +58,7 @@ UPCYCLING = Level(
             "count",
             "Cut each MLP into so many experts, which the router chooses together; `experts_per_token` is a multiple of it.",
         ),
-        Key("experts_per_token", "count", "Experts that each token is sent to; 2 by default."),
+        Key("experts_per_token", "count", "Experts that each token is sent to; 2 by default, 1 of one."),
         Key("dtype", "dtype", "Dtype of the output; the base's by default."),
         Key("name", "text", "A label; without effect."),
     ),

@@ -1,0 +1,110 @@
+"""What is wrong with a recipe of dense models, and with the models together, that needs no layout to be seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from weightsmith.errors import Finding, ParameterError, ShapeError, WeightsmithError
+from weightsmith.mixture.dense import Dense
+from weightsmith.mixture.gates import MODES
+from weightsmith.mixture.layouts.dense_config import semantics
+from weightsmith.mixture.prompts import Texts, read_texts
+from weightsmith.mixture.routing import missing_packages
+from weightsmith.planner.vocabulary import is_embedding
+from weightsmith.recipe import Expert, Upcycling
+
+
+class Checks:
+    """Collects problems and warnings.
+
+    folder   where the recipe's text files start
+    lenient  other vocabularies are a warning
+    """
+
+    def __init__(self, recipe: Upcycling, folder: Path, *, lenient: bool) -> None:
+        self.recipe = recipe
+        self.folder = folder
+        self.lenient = lenient
+        self.problems: list[WeightsmithError] = []
+        self.warnings: list[Finding] = []
+
+    def check_recipe(self) -> None:
+        """More experts a token than there are."""
+        recipe, n = self.recipe, len(self.recipe.experts) * self.recipe.virtual_groups
+        if recipe.experts_per_token > n:
+            there = "there is 1 expert" if n == 1 else f"there are {n} experts"
+            what = f"experts_per_token is {recipe.experts_per_token}, and {there}"
+            self.problems.append(ParameterError(what, where=recipe.section.at("experts_per_token"), fix=f"at most {n}"))
+
+    def read_texts(self) -> list[Texts]:
+        """The prompts of every expert, shared ones last."""
+        texts = []
+        for expert in (*self.recipe.experts, *self.recipe.shared_experts):
+            own, problems = read_texts(expert, self.folder, self.recipe.prompt_tokens)
+            texts.append(own)
+            self.problems += problems
+        return texts
+
+    def check_prompts(self, mode: str, texts: Sequence[Texts]) -> None:
+        """Prompts that the gate mode needs and that are missing, or say nothing, are problems."""
+        recipe = self.recipe
+        if MODES[mode].needs == "nothing":
+            return
+        self.problems += missing_packages()
+        experts = list(zip(recipe.experts, texts, strict=False))
+        for expert, own in experts:
+            if not own.told and not expert.prompts_file:  # a file that cannot be read is a problem of its own
+                what = f"gate_mode {mode} needs prompts, and {expert.model} has none"
+                fix = "write positive_prompts, texts that the expert is for; or gate_mode: random"
+                self.problems.append(ParameterError(what, where=expert.section.where, fix=fix))
+        seen: dict[object, int] = {}
+        for e, (expert, own) in enumerate(experts):
+            first = seen.setdefault(own.said, e)
+            if own.told and recipe.experts[first].section is not expert.section:  # else: copies, which are meant
+                what = f"experts {first} and {e} have the same prompts, so their router weights would be the same"
+                fix = "give each expert prompts of its own, or write gate_mode: random"
+                self.problems.append(ParameterError(what, where=expert.section.where, fix=fix))
+
+    def warn_of_silent(self, texts: Sequence[Texts]) -> None:
+        """Shared experts that have a gate and no prompts to make it of."""
+        for expert, own in zip(self.recipe.shared_experts, texts, strict=True):
+            if not own.told:
+                what = f"the shared expert {expert.model} has no prompts: its gate is one half, for every token"
+                self.warnings.append(Finding(what, expert.section.where, fix="give it positive_prompts"))
+
+    def check_expert(self, base: Dense, donor: Dense, expert: Expert) -> None:
+        """An expert that is no MLP of the base's sizes, activation and vocabulary."""
+        where, label = expert.section.at("source_model"), base.donor.label
+        if len(donor.layers) != len(base.layers):
+            what = f"{expert.model} has {len(donor.layers)} layers, and {label} has {len(base.layers)}"
+            self.problems.append(ShapeError(what, where=where, fix="experts need the depth and widths of the base"))
+            return
+        for i, (own, wanted) in enumerate(zip(donor.layers, base.layers, strict=True)):
+            for part, block in own.mlp.items():
+                if block.shape != wanted.mlp[part].shape:
+                    what = f"{block.tensor} of {expert.model} is {list(block.shape)}, and layer {i} of {label} has"
+                    what += f" {list(wanted.mlp[part].shape)}"
+                    self.problems.append(ShapeError(what, where=where, fix="experts need the depth and widths of the base"))
+                    return
+        if donor is not base and (more := sorted({n for layer in donor.layers for n in layer.rest if n.startswith("mlp.")})):
+            what = f"{expert.model} has {more[0]} in its layers, for which an expert has no place"
+            self.problems.append(ShapeError(what, where=where, fix="an expert is gate, up and down projections alone"))
+        acts = [str(semantics(each.donor.config)["hidden_act"]).replace("swish", "silu") for each in (donor, base)]
+        if acts[0] != acts[1]:
+            what = f"{expert.model} has the activation {acts[0]}, and {label} has {acts[1]}: the experts of a mixture have one"
+            self.problems.append(ShapeError(what, where=where, fix="take experts with the base's activation"))
+        ours, theirs = _vocabulary(base), _vocabulary(donor)
+        if ours != theirs:
+            what = f"{expert.model} has {theirs} tokens, and {label} has {ours}, which are the mixture's"
+            fix = "an expert of use reads the base's tokens"
+            if self.lenient:
+                self.warnings.append(Finding(what, where, fix=fix))
+            else:
+                self.problems.append(ShapeError(what, where=where, fix=f"{fix}; --mergekit-lenient makes this a warning"))
+
+
+def _vocabulary(dense: Dense) -> int:
+    """Rows of the embedding; 0 when it has none."""
+    specs = [dense.donor.steps[name].out for name in dense.outside]
+    return next((spec.shape[0] for spec in specs if is_embedding(spec)), 0)

@@ -1,0 +1,114 @@
+"""The steps of a mixture: what is no expert's from the base, experts from their donors, routers from what is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from weightsmith.formats.hf_folder import natural_key
+from weightsmith.jobs.operations import COPY, JOIN
+from weightsmith.mixture.assembly import Assembly, take
+from weightsmith.mixture.computed import Computed
+from weightsmith.mixture.dense import Dense
+from weightsmith.mixture.layouts.base import ExpertLayout, Facts
+from weightsmith.mixture.transforms import Transforms, spread
+from weightsmith.planner.dtypes import main_dtype
+from weightsmith.planner.steps import Source, Step
+from weightsmith.recipe import Expert, Upcycling
+from weightsmith.tensors import DTYPES, DType, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Makes them. asked: the dtype of the output; None: the base's."""
+
+    recipe: Upcycling
+    base: Dense
+    layout: ExpertLayout
+    facts: Facts
+    assembly: Assembly
+    computed: Computed
+    transforms: Transforms
+    asked: DType | None
+
+    def _dtype(self, stored: DType) -> DType:
+        return self.asked if self.asked is not None and stored.floating else stored
+
+    def make(self, donors: Sequence[Dense]) -> list[Step]:
+        """The steps, in model order. donors: of every expert, shared ones last."""
+        base, layout, facts = self.base, self.layout, self.facts
+        steps = []
+        for name in base.outside:
+            step = base.donor.steps[name]
+            steps.append(take(step, TensorSpec(name, self._dtype(step.out.dtype), step.out.shape)))
+        number = self.assembly.add(self.computed)
+        main = main_dtype(step.out for step in base.donor.steps.values()) or DTYPES["F32"]
+        dtype = self._dtype(main)
+        for i, layer in enumerate(base.layers):
+            prefix = f"{base.prefix}{i}."
+            for suffix, block in layer.rest.items():
+                step = base.donor.steps[block.tensor]
+                steps.append(take(step, TensorSpec(prefix + suffix, self._dtype(step.out.dtype), block.shape), block.window))
+            routed, shared = donors[: facts.experts], donors[facts.experts :]
+            experts = spread(self.recipe.experts, self.recipe.virtual_groups)
+            steps += self._expert_steps(layout.tensors, i, routed, experts)
+            steps += self._expert_steps(layout.shared, i, shared, self.recipe.shared_experts, alone=True)
+            made = [TensorSpec(prefix + layout.router, dtype, (facts.experts, facts.hidden))]
+            if layout.shared_router:
+                made.append(TensorSpec(prefix + layout.shared_router, dtype, (facts.shared, facts.hidden)))
+            constants = {prefix + fixed.suffix: fixed for fixed in layout.fixed(facts)}
+            for name, fixed in constants.items():
+                made.append(TensorSpec(name, dtype if fixed.dtype is None else DTYPES[fixed.dtype], fixed.shape))
+            for spec in made:
+                self.computed.add(spec)
+                steps.append(Step(spec, COPY, (Source(number, spec.name),)))
+            for name, fixed in constants.items():
+                self.computed.fill(name, np.full(fixed.shape, fixed.value, np.float32))
+        return sorted(steps, key=lambda step: natural_key(step.out.name))
+
+    def _expert_steps(
+        self,
+        tensors: Sequence[tuple[str, tuple[str, ...]]],
+        i: int,
+        donors: Sequence[Dense],
+        experts: Sequence[Expert],
+        alone: bool = False,
+    ) -> list[Step]:
+        """The tensors of all experts of layer i. alone: there is one at most, and its tensors are matrices."""
+        steps: list[Step] = []
+        label = "shared {e}" if alone else "{e}"
+        for template, parts in tensors if donors else ():
+            name = f"{self.base.prefix}{i}.{template}"
+            pieces = [
+                [self._part_step(f"{name.format(e=e)}[{part}]", part, i, donor, expert, label.format(e=e)) for part in parts]
+                for e, (donor, expert) in enumerate(zip(donors, experts, strict=True))
+            ]
+            if alone or "{e}" in template:
+                steps += [_joined(name.format(e=e), own) for e, own in enumerate(pieces)]
+            else:
+                steps.append(_joined(name, [piece for own in pieces for piece in own], len(donors)))
+        return steps
+
+    def _part_step(self, name: str, part: str, i: int, donor: Dense, expert: Expert, label: str) -> Step:
+        """One part of one expert: the donor's bytes, in the dtype that the base has there, or what the recipe makes of them."""
+        block = donor.layers[i].mlp[part]
+        stored = self.base.donor.steps[self.base.layers[i].mlp[part].tensor].out.dtype
+        plain = take(donor.donor.steps[block.tensor], TensorSpec(name, self._dtype(stored), block.shape), block.window)
+        return self.transforms.step(plain, expert, label, part)
+
+
+def _joined(name: str, pieces: Sequence[Step], experts: int = 0) -> Step:
+    """One matrix of several parts, one under the other; of several experts, [experts, rows, cols]."""
+    first = pieces[0].out
+    if len(pieces) == 1 and not experts:
+        return _named(pieces[0], name)
+    rows = sum(piece.out.shape[0] for piece in pieces)
+    leaves = tuple(leaf for piece in pieces for leaf in piece.leaves)
+    shape = (experts, rows // experts, first.shape[1]) if experts else (rows, first.shape[1])
+    return Step(TensorSpec(name, first.dtype, shape), JOIN, (), pieces=leaves)
+
+
+def _named(step: Step, name: str) -> Step:
+    return replace(step, out=TensorSpec(name, step.out.dtype, step.out.shape))
