@@ -18,12 +18,12 @@ from tests.zoo import SIZES
 from weightsmith.errors import PlanError
 from weightsmith.mixture import prepare_moe
 from weightsmith.mixture.build import PreparedMoe
-from weightsmith.mixture.gates import MODES, Sample
-from weightsmith.mixture.gates.cheap_embed import summed
-from weightsmith.mixture.gates.hidden import average, last
-from weightsmith.mixture.gates.router_input import discriminant
-from weightsmith.mixture.kept import kept_file
-from weightsmith.mixture.prompts import MAX_BYTES, Texts, Tokens, paragraphs
+from weightsmith.mixture.routing.gates import MODES, Sample
+from weightsmith.mixture.routing.gates.cheap_embed import summed
+from weightsmith.mixture.routing.gates.hidden import average, last
+from weightsmith.mixture.routing.gates.router_input import discriminant
+from weightsmith.mixture.routing.kept import kept_file
+from weightsmith.mixture.routing.prompts import MAX_BYTES, Texts, Tokens, paragraphs
 from weightsmith.recipe import GATE_MODES
 
 WORDS = [f"w{i}" for i in range(60)]

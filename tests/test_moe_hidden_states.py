@@ -21,8 +21,8 @@ from weightsmith.checkpoint import open_checkpoint
 from weightsmith.errors import WeightsmithError
 from weightsmith.mixture.assembly import Assembly, Donor
 from weightsmith.mixture.dense import Dense, dense_parts
-from weightsmith.mixture.hidden_states import Decoder, build
-from weightsmith.mixture.materialise import Materialiser
+from weightsmith.mixture.routing.hidden_states import Decoder, build
+from weightsmith.mixture.routing.materialise import Materialiser
 from weightsmith.planner import prepare
 
 SLIDING = {"sliding_window": 4}
@@ -141,8 +141,8 @@ from pathlib import Path
 from weightsmith.checkpoint import open_checkpoint
 from weightsmith.mixture.assembly import Assembly
 from weightsmith.mixture.dense import dense_parts
-from weightsmith.mixture.hidden_states import build
-from weightsmith.mixture.materialise import Materialiser
+from weightsmith.mixture.routing.hidden_states import build
+from weightsmith.mixture.routing.materialise import Materialiser
 import transformers.models.llama.modeling_llama
 
 def peak():

@@ -16,8 +16,8 @@ from tests.cli_help import Cli, cli
 from tests.test_moe_gates import models, recipe_of, told
 from weightsmith.api import moe
 from weightsmith.cli.mergekit_flags import MOE_FLAGS
-from weightsmith.mixture.heat_map import heat_map
-from weightsmith.mixture.report import Counter, Group, Report, runs
+from weightsmith.mixture.routing.heat_map import heat_map
+from weightsmith.mixture.routing.report import Counter, Group, Report, runs
 
 __all__ = ["cli", "models"]
 

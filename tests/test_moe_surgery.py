@@ -19,10 +19,10 @@ from tests.moe_zoo import BF16, BLOCK, HIDDEN, MODELS, STORED, E
 from weightsmith.checkpoint import open_checkpoint
 from weightsmith.errors import PlanError, WeightsmithError
 from weightsmith.mixture import prepare_moe
-from weightsmith.mixture.counts import with_experts
-from weightsmith.mixture.experts import find_blocks
-from weightsmith.mixture.neurons import Carrier
-from weightsmith.mixture.permuted import Permuted
+from weightsmith.mixture.surgery.counts import with_experts
+from weightsmith.mixture.surgery.experts import find_blocks
+from weightsmith.mixture.surgery.neurons import Carrier
+from weightsmith.mixture.surgery.permuted import Permuted
 from weightsmith.tensors import DTYPES, TensorSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of tiny models is not our concern

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from weightsmith.checkpoint import Checkpoint
     from weightsmith.engine.local import Progress
     from weightsmith.mixture import PreparedMixture
-    from weightsmith.mixture.report import Report
+    from weightsmith.mixture.routing.report import Report
 
 RECIPE_NAME = "recipe.yml"
 CARD_NAME = "README.md"
@@ -215,7 +215,7 @@ def execute_mixture(
     filled   called with the report of the routing, if there is one, before anything is written
     options  as for `execute`
     """
-    from weightsmith.mixture.report_files import report_files, report_section
+    from weightsmith.mixture.routing.report_files import report_files, report_section
 
     check_output(prepared.prepared, out, overwrite=overwrite)
     told = prepared.fill(out, report=report, device=device, progress=filling)

@@ -18,7 +18,7 @@ from weightsmith.cli.progress import Reading, meter, no_bars_in_logs
 from weightsmith.cli.text import note, result, show_table, warn
 
 if TYPE_CHECKING:
-    from weightsmith.mixture.report import Report
+    from weightsmith.mixture.routing.report import Report
 
 
 def moe(

@@ -15,20 +15,20 @@ import numpy as np
 from weightsmith import recipe as recipes
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import Finding, PlanError, WeightsmithError
-from weightsmith.mixture import kept
 from weightsmith.mixture.assembly import Assembly, Donor
 from weightsmith.mixture.checks import Checks
 from weightsmith.mixture.choose import choose_layout
 from weightsmith.mixture.computed import Computed
 from weightsmith.mixture.dense import Dense, dense_parts
-from weightsmith.mixture.gates import MODES, Gating
 from weightsmith.mixture.layouts.base import ExpertLayout, Facts
 from weightsmith.mixture.layouts.dense_config import semantics
 from weightsmith.mixture.prepared import PreparedMixture
-from weightsmith.mixture.report import Report
-from weightsmith.mixture.routing import Progress, Routing, needs_states, route
+from weightsmith.mixture.routing import kept
+from weightsmith.mixture.routing.gates import MODES, Gating
+from weightsmith.mixture.routing.report import Report
+from weightsmith.mixture.routing.route import Progress, Routing, needs_states, route
 from weightsmith.mixture.steps import Steps
-from weightsmith.mixture.surgery import prepare_surgery
+from weightsmith.mixture.surgery.build import prepare_surgery
 from weightsmith.mixture.transforms import Transforms, check_transforms, sharded, spread
 from weightsmith.planner.build import Prepared, folder_of, parameter_names, prepare_recipe
 from weightsmith.planner.dtypes import main_dtype

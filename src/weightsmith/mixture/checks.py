@@ -7,10 +7,10 @@ from pathlib import Path
 
 from weightsmith.errors import Finding, ParameterError, ShapeError, WeightsmithError
 from weightsmith.mixture.dense import Dense
-from weightsmith.mixture.gates import MODES
 from weightsmith.mixture.layouts.dense_config import semantics
-from weightsmith.mixture.prompts import Texts, read_texts
-from weightsmith.mixture.routing import missing_packages
+from weightsmith.mixture.routing.gates import MODES
+from weightsmith.mixture.routing.prompts import Texts, read_texts
+from weightsmith.mixture.routing.route import missing_packages
 from weightsmith.planner.vocabulary import is_embedding
 from weightsmith.recipe import Expert, Upcycling
 

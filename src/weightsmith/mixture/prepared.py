@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Self
 from weightsmith.planner.build import Prepared
 
 if TYPE_CHECKING:
-    from weightsmith.mixture.report import Report
-    from weightsmith.mixture.routing import Progress
+    from weightsmith.mixture.routing.report import Report
+    from weightsmith.mixture.routing.route import Progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weightsmith.errors import NonFinite, NotFound, ParameterError, PlanError, Unsupported, WeightsmithError
-from weightsmith.mixture.gates import MODES, Gating, Mode, Rows, Sample
-from weightsmith.mixture.materialise import Materialiser
 from weightsmith.mixture.packages import missing
-from weightsmith.mixture.prompts import Row, Tokens, too_long
-from weightsmith.mixture.prompts import Rows as Prompts
-from weightsmith.mixture.report import Counter, Group, Report, runs
+from weightsmith.mixture.routing.gates import MODES, Gating, Mode, Rows, Sample
+from weightsmith.mixture.routing.materialise import Materialiser
+from weightsmith.mixture.routing.prompts import Row, Tokens, too_long
+from weightsmith.mixture.routing.prompts import Rows as Prompts
+from weightsmith.mixture.routing.report import Counter, Group, Report, runs
 from weightsmith.tensors import DType
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from weightsmith.mixture.hidden_states import Decoder, LayerStates
+    from weightsmith.mixture.routing.hidden_states import Decoder, LayerStates
 
 Progress = Callable[[int, int], None]
 """Called with bytes of weights that the prompts have gone through, and of all that they will."""
@@ -123,7 +123,7 @@ class _Route:
         """The module and the prompts as tokens."""
         if problems := missing_packages():
             raise PlanError(problems)
-        from weightsmith.mixture.hidden_states import build
+        from weightsmith.mixture.routing.hidden_states import build
 
         gating = self.gating
         problems = self._check_device()

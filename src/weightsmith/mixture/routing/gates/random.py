@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from weightsmith.mixture.gates import Gating, Rows
+from weightsmith.mixture.routing.gates import Gating, Rows
 
 
 def normal(gating: Gating) -> Rows:

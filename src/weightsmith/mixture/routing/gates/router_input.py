@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weightsmith.mixture.gates import Sample
+from weightsmith.mixture.routing.gates import Sample
 
 SHRINKAGES = (0.001, 0.01, 0.1, 0.5)
 """Values of λ that are tried."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from weightsmith.mixture.assembly import Assembly
 from weightsmith.mixture.dense import Dense
-from weightsmith.mixture.prompts import Texts
+from weightsmith.mixture.routing.prompts import Texts
 from weightsmith.recipe import Expert, Upcycling
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Mode:
     def function(self) -> Callable[..., Any]:
         """The function that makes rows."""
         file, _, name = self.make.partition(":")
-        function: Callable[..., Any] = getattr(import_module(f"weightsmith.mixture.gates.{file}"), name)
+        function: Callable[..., Any] = getattr(import_module(f"weightsmith.mixture.routing.gates.{file}"), name)
         return function
 
 

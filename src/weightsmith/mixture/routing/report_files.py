@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from weightsmith.mixture.heat_map import heat_map
-from weightsmith.mixture.report import Report
+from weightsmith.mixture.routing.heat_map import heat_map
+from weightsmith.mixture.routing.report import Report
 
 JSON_NAME = "routing.json"
 PICTURE_NAME = "routing.svg"

@@ -12,7 +12,7 @@ from typing import Any
 from weightsmith.errors import LayerError, NotFound, ParameterError, WeightsmithError
 from weightsmith.formats.files import read_bounded
 from weightsmith.formats.strict_json import parse_object
-from weightsmith.mixture.experts import Block
+from weightsmith.mixture.surgery.experts import Block
 from weightsmith.recipe import Surgery
 
 MAX_SALIENCY_BYTES = 64 << 20  # a million experts' numbers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from weightsmith.mixture.report import Report
+from weightsmith.mixture.routing.report import Report
 
 CELL = 18  # pixels, of one layer and one expert
 LEFT, TOP, GAP = 230, 46, 34

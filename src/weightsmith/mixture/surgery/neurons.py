@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith.errors import Unsupported
-from weightsmith.mixture.experts import Block
+from weightsmith.mixture.surgery.experts import Block
 from weightsmith.tensors import TensorSpec
 
 Pattern = Literal["plain", "halves", "pairs"]

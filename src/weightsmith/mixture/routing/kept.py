@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from weightsmith._version import __version__
-from weightsmith.mixture.gates import Gating
-from weightsmith.mixture.report import Report
-from weightsmith.mixture.routing import Routing
+from weightsmith.mixture.routing.gates import Gating
+from weightsmith.mixture.routing.report import Report
+from weightsmith.mixture.routing.route import Routing
 from weightsmith.tensors import DType
 
 

@@ -14,15 +14,15 @@ from weightsmith.errors import Finding, PlanError, Unsupported, WeightsmithError
 from weightsmith.formats.hf_folder import natural_key
 from weightsmith.jobs.operations import COPY, JOIN
 from weightsmith.mixture.assembly import Assembly
-from weightsmith.mixture.counts import groups as router_groups
-from weightsmith.mixture.counts import with_experts
-from weightsmith.mixture.experts import Block, Slab, find_blocks
-from weightsmith.mixture.matching import match
-from weightsmith.mixture.neurons import Carrier, carriers
 from weightsmith.mixture.packages import missing
-from weightsmith.mixture.permuted import Permuted
 from weightsmith.mixture.prepared import PreparedMixture
-from weightsmith.mixture.selection import Group, Groups, Selection
+from weightsmith.mixture.surgery.counts import groups as router_groups
+from weightsmith.mixture.surgery.counts import with_experts
+from weightsmith.mixture.surgery.experts import Block, Slab, find_blocks
+from weightsmith.mixture.surgery.matching import match
+from weightsmith.mixture.surgery.neurons import Carrier, carriers
+from weightsmith.mixture.surgery.permuted import Permuted
+from weightsmith.mixture.surgery.selection import Group, Groups, Selection
 from weightsmith.planner.build import Prepared
 from weightsmith.planner.config import output_config
 from weightsmith.planner.dtypes import DTypes, kept_specs
@@ -33,7 +33,7 @@ from weightsmith.structure import analyse
 from weightsmith.tensors import DType, TensorSpec
 
 if TYPE_CHECKING:
-    from weightsmith.mixture.routing import Progress
+    from weightsmith.mixture.routing.route import Progress
 
 
 @dataclass(frozen=True, slots=True)

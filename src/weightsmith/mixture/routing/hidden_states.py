@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from weightsmith.errors import ShapeError, Unsupported, WeightsmithError
 from weightsmith.mixture.dense import Dense
-from weightsmith.mixture.materialise import Materialiser
+from weightsmith.mixture.routing.materialise import Materialiser
 from weightsmith.tensors import TensorSpec
 
 BATCH_TOKENS = 2048

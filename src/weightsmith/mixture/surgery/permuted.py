@@ -12,7 +12,7 @@ import xxhash
 
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.formats.safetensors import StoredTensor
-from weightsmith.mixture.neurons import Carrier
+from weightsmith.mixture.surgery.neurons import Carrier
 from weightsmith.planner.steps import COMPUTED
 from weightsmith.tensors import TensorSpec
 

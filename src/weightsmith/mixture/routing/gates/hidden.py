@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from weightsmith.mixture.gates import Sample
+from weightsmith.mixture.routing.gates import Sample
 
 
 def last(samples: Sequence[Sample], routed: int) -> Tensor:

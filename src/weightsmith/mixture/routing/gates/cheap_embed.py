@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from weightsmith.mixture.gates import Sample
+from weightsmith.mixture.routing.gates import Sample
 
 
 def summed(samples: Sequence[Sample], routed: int) -> Tensor:

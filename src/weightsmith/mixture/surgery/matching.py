@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import NonFinite
-from weightsmith.mixture.neurons import Carrier
+from weightsmith.mixture.surgery.neurons import Carrier
 
 
 def match(
