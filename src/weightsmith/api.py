@@ -163,15 +163,15 @@ def moe(
     allow_code: bool = False,
     progress: Callable[[Progress], None] | None = None,
     rechecking: Callable[[int, int], None] | None = None,
-    report: bool = True,
+    report: bool | None = None,
     device: str = "cpu",
 ) -> Merged:
     """Make a mixture-of-experts checkpoint as a recipe says, into a new folder.
 
     The recipe is one of mergekit-moe's, or has weightsmith's own keys; see docs/moe.md. All else is as for `merge`, but for
 
-    report  where the router sends the prompts' tokens, in OUT/routing.json and OUT/routing.svg; False saves the hidden states
-            where the router weights do not need them
+    report  where the router sends the prompts' tokens, in OUT/routing.json and OUT/routing.svg; True takes a pass of the base
+            over the prompts where the router weights need none, False skips it, None skips it there
     device  for the hidden states, as torch names it
     """
     from weightsmith.mixture import prepare_moe
@@ -202,7 +202,7 @@ def execute_mixture(
     prepared: PreparedMixture,
     out: str | os.PathLike[str],
     *,
-    report: bool = True,
+    report: bool | None = None,
     device: str = "cpu",
     overwrite: bool = False,
     filling: Callable[[int, int], None] | None = None,

@@ -34,8 +34,13 @@ def moe(
         bool, typer.Option("--routing", help="Compute the router weights and show where they send the prompts; write nothing.")
     ] = False,
     routing_report: Annotated[
-        bool, typer.Option("--report/--no-report", help="Write where the router sends the prompts, or skip that.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--report/--no-report",
+            show_default=False,
+            help="Write where the router sends the prompts, or not; by default if the gate mode runs the base on them anyway.",
+        ),
+    ] = None,
     device: Annotated[
         str, typer.Option("--device", metavar="DEVICE", help="Where hidden states are computed: cpu, cuda, cuda:1 or auto.")
     ] = "cpu",

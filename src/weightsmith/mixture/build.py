@@ -55,19 +55,21 @@ class PreparedMoe(PreparedMixture):
         self,
         out: str | os.PathLike[str] | None = None,
         *,
-        report: bool = True,
+        report: bool | None = None,
         device: str = "cpu",
         progress: Progress | None = None,
     ) -> Report | None:
         """Compute the router weights: the engine can run the plan then. The report is where they send the prompts' tokens.
 
         out       the folder that will be made: what needed hidden states is kept beside it until `forget`
-        report    False: none; it takes the hidden states of all prompts, in every gate mode
+        report    True: in every gate mode, which takes the hidden states of all prompts; False: none; None: where the gate mode
+                  needs these anyway
         device    for the hidden states, as torch names it
         progress  called with bytes of weights that the prompts have gone through, and of all
 
         Raises PlanError for prompts, tokenizers and models that do not fit, and for router weights that cannot route.
         """
+        report = needs_states(self.gating, self.mode, report=False) if report is None else report
         routing = self._route(out, report=report, device=device, progress=progress)
         made = routing.rows
         routed = len(self.gating.recipe.experts)

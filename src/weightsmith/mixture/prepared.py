@@ -25,14 +25,14 @@ class PreparedMixture(ABC):
         self,
         out: str | os.PathLike[str] | None = None,
         *,
-        report: bool = True,
+        report: bool | None = None,
         device: str = "cpu",
         progress: Progress | None = None,
     ) -> Report | None:
         """Compute it: the engine can run the plan then.
 
         out       the folder that will be made: what took long may be kept beside it until `forget`
-        report    make a report of the routing, where there is one to make
+        report    of the routing: True, False, or None for where it costs nothing more
         device    for what is computed with torch, as torch names it
         progress  called with bytes of weights that are done, and all of them
         """

@@ -61,7 +61,7 @@ class PreparedSurgery(PreparedMixture):
         self,
         out: str | os.PathLike[str] | None = None,
         *,
-        report: bool = True,
+        report: bool | None = None,
         device: str = "cpu",
         progress: Progress | None = None,
     ) -> None:
