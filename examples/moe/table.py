@@ -76,13 +76,17 @@ def _measure(name: str, source: Path, texts: Texts, work: Path) -> Row:
         shutil.rmtree(out, ignore_errors=True)
 
 
-def shares(rows: Mapping[str, Row]) -> str:
-    """For each mixture and text: the share of router weight that each expert gets, over all layers and tokens."""
+def shares(rows: Mapping[str, Row], experts: int = 0) -> str:
+    """For each mixture and text: the share of router weight that each expert gets, over all layers and tokens.
+
+    experts  columns at least
+    """
     lines = []
     for name, row in rows.items():
         for domain in DOMAINS if row["routing"] else ():
-            found = row["routing"][domain]
-            lines.append(f"| {name} | {domain} | {' | '.join(f'{share:.0%}' for share in found)} |")
+            found = [f"{share:.0%}" for share in row["routing"][domain]]
+            found += [""] * (experts - len(found))
+            lines.append(f"| {name} | {domain} | {' | '.join(found)} |")
     return "\n".join(lines)
 
 
@@ -92,7 +96,7 @@ def page(rows: Mapping[str, Row]) -> str:
     experts = max(len(share) for row in rows.values() for share in row["routing"].values())
     head = f"| | text | {' | '.join(f'expert {e}' for e in range(experts))} |\n| --- | --- |{' ---: |' * experts}\n"
     text = (HERE / "page.md").read_text(encoding="utf-8")
-    return text.replace("PERPLEXITIES\n", perplexity).replace("SHARES\n", head + shares(rows) + "\n")
+    return text.replace("PERPLEXITIES\n", perplexity).replace("SHARES\n", head + shares(rows, experts) + "\n")
 
 
 if __name__ == "__main__":
