@@ -5,6 +5,7 @@ python scripts/docs.py --check   # status 1 if one is out of date
 
 docs/recipe.md            scripts/recipe.md with the tables of `weightsmith.recipe.grammar` and the methods' parameters
 docs/recipe.schema.json   what `weightsmith schema` prints
+docs/moe.schema.json      what `weightsmith schema --moe` prints
 docs/methods/NAME.md      one page a method, from its `METHOD`; README.md lists them
 docs/moe-layouts.md       every `LAYOUT` of a mixture of experts
 """
@@ -22,7 +23,7 @@ from weightsmith.methods import all_methods
 from weightsmith.methods.base import Method, Parameter
 from weightsmith.mixture.layouts import all_layouts
 from weightsmith.mixture.layouts.base import ATTENTION_BIASES, QK_NORMS, QKV_BIASES, ExpertLayout
-from weightsmith.recipe import HARMLESS, RETIRED, schema
+from weightsmith.recipe import HARMLESS, RETIRED, moe_schema, schema
 from weightsmith.recipe.grammar import LEVELS, Key, Level
 from weightsmith.recipe.misuse import REFUSED, UNUSED
 from weightsmith.recipe.schedules import DECAYS
@@ -42,6 +43,7 @@ def pages() -> dict[Path, str]:
     found = {
         DOCS / "recipe.md": recipe_page(TEMPLATE.read_text(encoding="utf-8"), methods),
         DOCS / "recipe.schema.json": json.dumps(schema(methods), indent=2, ensure_ascii=False) + "\n",
+        DOCS / "moe.schema.json": json.dumps(moe_schema(methods), indent=2, ensure_ascii=False) + "\n",
         DOCS / "methods" / "README.md": methods_page(methods),
         DOCS / "moe-layouts.md": layouts_page(all_layouts()),
     }
