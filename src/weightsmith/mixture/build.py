@@ -129,7 +129,7 @@ def prepare_moe(
         return prepare_surgery(recipe, problems, out_dtype=out_dtype, max_shard_bytes=max_shard_bytes, folder=folder_of(source))
     with ExitStack() as stack:
         builder = _Builder(recipe, problems, out_dtype or recipe.dtype, max_shard_bytes, seed, folder_of(source))
-        prepared = builder.prepare(stack, lenient=lenient, allow_code=allow_code, folder=folder_of(source))
+        prepared = builder.prepare(stack, lenient=lenient, allow_code=allow_code)
         stack.pop_all()
         return prepared
 
@@ -154,9 +154,9 @@ class _Builder:
         self.computed = Computed()
         self.warnings: list[Finding] = list(recipe.findings)
 
-    def prepare(self, stack: ExitStack, *, lenient: bool, allow_code: bool, folder: Path) -> PreparedMoe:
+    def prepare(self, stack: ExitStack, *, lenient: bool, allow_code: bool) -> PreparedMoe:
         merge = partial(
-            prepare_recipe, out_dtype=self.asked, seed=self.seed, lenient=lenient, allow_code=allow_code, folder=folder
+            prepare_recipe, out_dtype=self.asked, seed=self.seed, lenient=lenient, allow_code=allow_code, folder=self.folder
         )
         base = self._base(stack, merge)
         experts = self._experts(base, stack, merge)

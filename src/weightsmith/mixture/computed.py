@@ -15,11 +15,8 @@ from weightsmith.planner.steps import COMPUTED
 from weightsmith.tensors import TensorSpec
 
 
-class Computed(Checkpoint):
-    """A model whose tensors are in memory, for steps that read what was computed and not stored.
-
-    `add` says what it will hold, which is all that a plan needs; `fill` gives the numbers.
-    """
+class Unstored(Checkpoint):
+    """A model that is in no file: those who inherit say what its tensors are, and give their bytes."""
 
     def __init__(self) -> None:
         self.ref = COMPUTED
@@ -30,22 +27,37 @@ class Computed(Checkpoint):
         self.metadata: dict[str, str] = {}
         self.quantised = None
         self.tensors: dict[str, StoredTensor] = {}
+
+    def _enter(self, spec: TensorSpec) -> None:
+        """A tensor that it has."""
+        self.tensors[spec.name] = StoredTensor(spec, self.folder, 0)
+
+    def location(self, name: str) -> tuple[int, int]:
+        return -1, 0
+
+    def close(self) -> None:
+        pass
+
+
+class Computed(Unstored):
+    """A model whose tensors are in memory, for steps that read what was computed and not stored.
+
+    `add` says what it will hold, which is all that a plan needs; `fill` gives the numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
         self._data: dict[str, np.ndarray] = {}
 
     def add(self, spec: TensorSpec) -> None:
         """A tensor that will be filled in."""
-        self.tensors[spec.name] = StoredTensor(spec, self.folder, 0)
+        self._enter(spec)
 
     def fill(self, name: str, values: np.ndarray) -> None:
         """Give a tensor its numbers, rounded once to its dtype. values: any float dtype, of the tensor's shape."""
         spec = self.tensors[name].spec
         assert values.shape == spec.shape, (name, values.shape, spec.shape)
         self._data[name] = np.ascontiguousarray(values.astype(spec.dtype.numpy)).reshape(-1).view(np.uint8)
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """Tensors that are not filled in."""
-        return tuple(name for name in self.tensors if name not in self._data)
 
     @property
     def header_hash(self) -> str:  # type: ignore[override]
@@ -60,12 +72,6 @@ class Computed(Checkpoint):
             hasher.update(self._data[name].data)
         return hasher.hexdigest()
 
-    def location(self, name: str) -> tuple[int, int]:
-        return -1, 0
-
     def read_into(self, name: str, start_byte: int, buffer: Any) -> None:
         out = np.frombuffer(buffer, np.uint8)
         out[:] = self._data[name][start_byte : start_byte + out.size]
-
-    def close(self) -> None:
-        pass

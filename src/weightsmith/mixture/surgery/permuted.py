@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,34 +9,26 @@ import numpy.typing as npt
 import xxhash
 
 from weightsmith.checkpoint import Checkpoint
-from weightsmith.formats.safetensors import StoredTensor
+from weightsmith.mixture.computed import Unstored
 from weightsmith.mixture.surgery.neurons import Carrier
-from weightsmith.planner.steps import COMPUTED
 from weightsmith.tensors import TensorSpec
 
 
-class Permuted(Checkpoint):
+class Permuted(Unstored):
     """A model whose tensors are those of another with rows or columns in another order. Nothing is held but the orders.
 
     `add` says which tensor and whose neurons, which is all that a plan needs; `order` gives the orders.
     """
 
     def __init__(self, source: Checkpoint) -> None:
+        super().__init__()
         self.source = source
-        self.ref = COMPUTED
-        self.folder = Path(os.devnull)
-        self.revision = ""
-        self.config: dict[str, Any] | None = None
-        self.files = self.ignored = self.weights = ()
-        self.metadata: dict[str, str] = {}
-        self.quantised = None
-        self.tensors: dict[str, StoredTensor] = {}
         self._carriers: dict[str, tuple[Carrier, str]] = {}
         self._orders: dict[str, npt.NDArray[np.int64]] = {}
 
     def add(self, name: str, carrier: Carrier, owner: str) -> None:
         """A tensor of this model: what `carrier` says, with the neurons in the order of `owner`."""
-        self.tensors[name] = StoredTensor(TensorSpec(name, carrier.spec.dtype, carrier.shape), self.folder, 0)
+        self._enter(TensorSpec(name, carrier.spec.dtype, carrier.shape))
         self._carriers[name] = carrier, owner
 
     def order(self, owner: str, order: npt.NDArray[np.int64]) -> None:
@@ -61,9 +51,6 @@ class Permuted(Checkpoint):
             hasher.update(order.tobytes())
         return hasher.hexdigest()
 
-    def location(self, name: str) -> tuple[int, int]:
-        return -1, 0
-
     def read_into(self, name: str, start_byte: int, buffer: Any) -> None:
         carrier, owner = self._carriers[name]
         places = carrier.places(self._orders[owner])
@@ -83,6 +70,3 @@ class Permuted(Checkpoint):
             start = carrier.offset + int(places[row]) * cols + col
             self.source.read_into(carrier.spec.name, start * width, out[done - first : done - first + n].reshape(-1))
             done += n
-
-    def close(self) -> None:
-        pass
