@@ -14,9 +14,9 @@ import typer
 
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures
-from weightsmith.cli.mergekit_flags import ANSWERS, Translated
+from weightsmith.cli.mergekit_flags import answer
 from weightsmith.cli.progress import Meter, Reading, meter, no_bars_in_logs
-from weightsmith.cli.text import count, duration, note, printable, result, size, warn
+from weightsmith.cli.text import count, duration, printable, result, size, warn
 
 if TYPE_CHECKING:
     from weightsmith.api import Merged
@@ -48,12 +48,8 @@ def merge(
     """
     began = time.monotonic()
     with failures(interrupted=lambda: interrupted(out)), ExitStack() as stack:
-        flags: Translated = context.meta[ANSWERS]
-        if flags.hub_cache:  # huggingface_hub reads this when it is imported, which has not happened yet
-            os.environ["HF_HUB_CACHE"] = flags.hub_cache
         no_bars_in_logs(quiet=quiet)
-        for answer in () if quiet else flags.answers:
-            note(answer)
+        answer(context, quiet=quiet)
         from weightsmith.api import execute
         from weightsmith.planner import prepare
 

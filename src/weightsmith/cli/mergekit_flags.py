@@ -7,6 +7,7 @@ says why not.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import Any, Literal
 
 import typer
 from typer.core import TyperCommand
+
+from weightsmith.cli.text import note
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +219,15 @@ class MoeCommand(MergeCommand):
     """`moe`, with mergekit-moe's flags taken out."""
 
     flags = MOE_FLAGS
+
+
+def answer(context: typer.Context, *, quiet: bool) -> None:
+    """Do and say what mergekit's flags of this command line ask for."""
+    flags: Translated = context.meta[ANSWERS]
+    if flags.hub_cache:  # huggingface_hub reads this when it is imported, which has not happened yet
+        os.environ["HF_HUB_CACHE"] = flags.hub_cache
+    for line in () if quiet else flags.answers:
+        note(line)
 
 
 def markdown() -> str:

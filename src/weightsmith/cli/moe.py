@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
@@ -13,9 +12,9 @@ import typer
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures
 from weightsmith.cli.merge import interrupted, report, show_progress
-from weightsmith.cli.mergekit_flags import ANSWERS, Translated
+from weightsmith.cli.mergekit_flags import answer
 from weightsmith.cli.progress import Reading, meter, no_bars_in_logs
-from weightsmith.cli.text import note, result, show_table, warn
+from weightsmith.cli.text import result, show_table, warn
 
 if TYPE_CHECKING:
     from weightsmith.mixture.routing.report import Report
@@ -69,12 +68,8 @@ def moe(
             "with --plan or --routing nothing is written." if out else "name the folder to make.", param_hint="OUT"
         )
     with failures(interrupted=lambda: interrupted(out)), ExitStack() as stack:
-        flags: Translated = context.meta[ANSWERS]
-        if flags.hub_cache:  # huggingface_hub reads this when it is imported, which has not happened yet
-            os.environ["HF_HUB_CACHE"] = flags.hub_cache
         no_bars_in_logs(quiet=quiet)
-        for answer in () if quiet else flags.answers:
-            note(answer)
+        answer(context, quiet=quiet)
         from weightsmith.api import execute_mixture
         from weightsmith.mixture import PreparedMoe, prepare_moe
 
