@@ -5,9 +5,11 @@ What is measured is kept in a JSON file, by the recipe's text and the texts it w
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,36 @@ class Texts:
 
     folder: Path
     rows: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The command line of a table. whole: of all of testbed/eval, so that the page may be written."""
+
+    recipes: tuple[str, ...]
+    work: Path
+    texts: Texts
+    again: bool
+
+    @property
+    def whole(self) -> bool:
+        return self.texts.folder.name == "eval" and self.texts.rows is None
+
+
+def ask(about: str, testbed: Path) -> Asked:
+    """Read the command line. about: what the program says of itself; testbed: the folder with the texts."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipes", nargs="*", help="names of rows (default: all)")
+    parser.add_argument("--work", type=Path, default=Path("build/demo"), help="folder with the demo's models")
+    parser.add_argument("--tune", action="store_true", help="measure on testbed/tune; writes no page")
+    parser.add_argument("--rows", type=int, help="rows of 384 tokens read of each text; writes no page")
+    parser.add_argument("--again", action="store_true", help="measure again what is measured")
+    args = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    texts = Texts(testbed / ("tune" if args.tune else "eval"), args.rows)
+    return Asked(tuple(args.recipes), args.work.resolve(), texts, args.again)
 
 
 class Measured:

@@ -9,7 +9,6 @@ former, --rows reads the beginning only; neither writes the page). What is measu
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -21,7 +20,7 @@ EXAMPLES = HERE.parent
 sys.path.insert(0, str(EXAMPLES))
 
 from judge import DOMAINS, judge, routing  # noqa: E402
-from measured import Measured, Row, Texts, line, table  # noqa: E402
+from measured import Measured, Row, Texts, ask, line, table  # noqa: E402
 from smollm2 import BASE, FINE_TUNES, build_models  # noqa: E402
 
 import weightsmith  # noqa: E402
@@ -33,30 +32,20 @@ PROMPT = "La fonction renvoie"
 
 def main() -> None:
     """Make, judge, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipes", nargs="*", help="names of rows (default: all)")
-    parser.add_argument("--work", type=Path, default=Path("build/demo"), help="folder with the demo's models")
-    parser.add_argument("--tune", action="store_true", help="measure on testbed/tune; writes no page")
-    parser.add_argument("--rows", type=int, help="rows of 384 tokens read of each text; writes no page")
-    parser.add_argument("--again", action="store_true", help="measure again what is measured")
-    args = parser.parse_args()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("TQDM_DISABLE", "1")
-    work: Path = args.work.resolve()
-    texts = Texts(EXAMPLES / "testbed" / ("tune" if args.tune else "eval"), args.rows)
+    asked = ask(__doc__ or "", EXAMPLES / "testbed")
+    work, texts = asked.work, asked.texts
     parents = build_models(work / "models", EXAMPLES / "testbed")
     os.chdir(work)  # the recipes' models begin here
 
-    kept = Measured(work / "moe.json", again=args.again)
+    kept = Measured(work / "moe.json", again=asked.again)
     sources = {folder.name: folder for folder in parents} | {r.stem: r for r in sorted((HERE / "recipes").glob("*.yml"))}
     rows: dict[str, Row] = {}
     for name, source in sources.items():
-        if not args.recipes or name in args.recipes:
+        if not asked.recipes or name in asked.recipes:
             rows[name] = kept.row(source, texts, lambda name=name, source=source: _measure(name, source, texts, work))
             print(line(name, rows[name]["perplexity"]), end="", flush=True)
             print(shares({name: rows[name]}), flush=True)
-    if not args.tune and args.rows is None and not args.recipes:
+    if asked.whole and not asked.recipes:
         PAGE.write_text(page(rows), encoding="utf-8")
         print(f"written: {PAGE}")
 

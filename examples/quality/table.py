@@ -10,7 +10,6 @@ an interrupted run goes on; --again forgets it.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -21,7 +20,7 @@ EXAMPLES = HERE.parent
 sys.path.insert(0, str(EXAMPLES))
 
 from judge import judge  # noqa: E402
-from measured import Measured, Row, Texts, line, table  # noqa: E402
+from measured import Measured, Row, Texts, ask, line, table  # noqa: E402
 from smollm2 import BASE, FINE_TUNES, build_models  # noqa: E402
 
 import weightsmith  # noqa: E402
@@ -62,35 +61,25 @@ make demo
 
 def main() -> None:
     """Merge, judge, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipes", nargs="*", help="names of rows (default: all)")
-    parser.add_argument("--work", type=Path, default=Path("build/demo"), help="folder with the demo's models")
-    parser.add_argument("--tune", action="store_true", help="measure on testbed/tune; writes no page")
-    parser.add_argument("--rows", type=int, help="rows of 384 tokens read of each text; writes no page")
-    parser.add_argument("--again", action="store_true", help="measure again what is measured")
-    args = parser.parse_args()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("TQDM_DISABLE", "1")
-    work: Path = args.work.resolve()
-    texts = Texts(EXAMPLES / "testbed" / ("tune" if args.tune else "eval"), args.rows)
+    asked = ask(__doc__ or "", EXAMPLES / "testbed")
+    work, texts = asked.work, asked.texts
     parents = build_models(work / "models", EXAMPLES / "testbed")
     os.chdir(work)  # the recipes' paths begin here
 
-    kept = Measured(work / "quality.json", again=args.again)
+    kept = Measured(work / "quality.json", again=asked.again)
     sources = {folder.name: folder for folder in parents} | {r.stem: r for r in sorted((HERE / "recipes").glob("*.yml"))}
-    unknown = sorted(set(args.recipes) - set(sources))
+    unknown = sorted(set(asked.recipes) - set(sources))
     if unknown:
         raise SystemExit(f"no row is called {', '.join(unknown)}; rows: {', '.join(sources)}")
     rows: dict[str, Row] = {}
     for name, source in sources.items():
-        if not args.recipes or name in args.recipes:
+        if not asked.recipes or name in asked.recipes:
             rows[name] = kept.row(source, texts, lambda name=name, source=source: _measure(name, source, texts, work))
         elif (known := kept.known(source, texts)) is not None:
             rows[name] = known
         if name in rows:
             print(line(name, rows[name]), end="", flush=True)
-    if not args.tune and args.rows is None and len(rows) == len(sources):
+    if asked.whole and len(rows) == len(sources):
         PAGE.write_text(HEAD + table(rows, (BASE, *FINE_TUNES)) + FOOT, encoding="utf-8")
         print(f"written: {PAGE}")
 
