@@ -18,11 +18,11 @@ from tests.zoo import SIZES
 from weightsmith.errors import PlanError
 from weightsmith.mixture import prepare_moe
 from weightsmith.mixture.build import PreparedMoe
+from weightsmith.mixture.routing import kept
 from weightsmith.mixture.routing.gates import MODES, Sample
 from weightsmith.mixture.routing.gates.cheap_embed import summed
 from weightsmith.mixture.routing.gates.hidden import average, last
 from weightsmith.mixture.routing.gates.router_input import discriminant
-from weightsmith.mixture.routing.kept import kept_file
 from weightsmith.mixture.routing.prompts import MAX_BYTES, Texts, Tokens, paragraphs
 from weightsmith.recipe import GATE_MODES
 
@@ -212,7 +212,7 @@ def test_rows_reach_the_plan_and_a_scale_scales_them(models: Path, tmp_path: Pat
     np.testing.assert_allclose(rows(router_scale=3), 3 * rows(), rtol=1e-6)
 
 
-def test_router_weights_are_kept_until_the_output_is_there(models: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_router_weights_are_kept_where_the_output_is_built(models: Path, tmp_path: Path, monkeypatch: Any) -> None:
     from weightsmith.mixture import build
 
     calls: list[str] = []
@@ -222,7 +222,7 @@ def test_router_weights_are_kept_until_the_output_is_there(models: Path, tmp_pat
     def fill(**more: Any) -> bytes:
         with prepare_moe(recipe_of(models, told(0, 1), **more)) as prepared:
             assert isinstance(prepared, PreparedMoe)
-            prepared.fill(tmp_path / "out")
+            prepared.fill(tmp_path)
             return b"".join(prepared.computed._data[name].tobytes() for name in prepared.computed.tensors)
 
     first = fill()
@@ -230,13 +230,11 @@ def test_router_weights_are_kept_until_the_output_is_there(models: Path, tmp_pat
     assert calls == ["made"]
     assert fill(router_scale=2) != first  # another key
     assert calls == ["made"] * 2
-    file = kept_file(tmp_path / "out")
+    file = tmp_path / kept.NAME
     file.write_bytes(file.read_bytes()[:-40])
     fill(router_scale=2)
     assert calls == ["made"] * 3
-    with prepare_moe(recipe_of(models, told(0, 1))) as prepared:
-        prepared.forget(tmp_path / "out")  # type: ignore[attr-defined]
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def problems_of(recipe: dict[str, Any], *, fill: bool = False) -> list[str]:

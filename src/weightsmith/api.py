@@ -8,15 +8,15 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypedDict
 
 from weightsmith._version import __version__
 from weightsmith.distance import Moved, distance_by_layer, to_json
-from weightsmith.errors import NOTHING_WRITTEN, Finding, StoreError
+from weightsmith.errors import NOTHING_WRITTEN, Finding, PlanError, StoreError
 from weightsmith.methods.user_files import loaded
 from weightsmith.planner.build import Prepared, prepare
 from weightsmith.planner.steps import COMPUTED, Plan, Step
@@ -204,41 +204,24 @@ def execute_mixture(
     *,
     report: bool | None = None,
     device: str = "cpu",
-    overwrite: bool = False,
     filling: Callable[[int, int], None] | None = None,
     filled: Callable[[Report | None], None] = lambda told: None,
     **options: Any,
 ) -> Merged:
-    """Compute what a prepared mixture needs, and run its plan; see `moe`.
+    """Run the plan of a prepared mixture, and meanwhile compute what it needs; see `moe`.
 
-    filling  called with (bytes of weights done, bytes in all) meanwhile
-    filled   called with the report of the routing, if there is one, before anything is written
+    filling  called from a thread of its own with (bytes of weights done, bytes in all) of what is computed
+    filled   called with the report of the routing, if there is one, before anything is published
     options  as for `execute`
     """
-    from weightsmith.mixture.routing.report_files import report_files, report_section
+    from weightsmith.mixture.filling import Filling
 
-    check_output(prepared.prepared, out, overwrite=overwrite)
-    told = prepared.fill(out, report=report, device=device, progress=filling)
-    filled(told)
-    merged = execute(
-        prepared.prepared, out, overwrite=overwrite, files=report_files(told), section=report_section(told), **options
+    return execute(
+        prepared.prepared,
+        out,
+        beside=lambda folder: Filling(prepared, folder, report=report, device=device, progress=filling, filled=filled),
+        **options,
     )
-    prepared.forget(out)
-    return merged
-
-
-def check_output(prepared: Prepared, out: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Raise the StoreError with which `execute` would refuse this folder, for those who compute for long before they call it.
-
-    A folder with interrupted work beside it is left to `execute`, which may have to finish or undo that first.
-    """
-    from weightsmith.store.staging import staging_folder
-    from weightsmith.store.target import check_out, check_vacant
-
-    folder = check_out(out)
-    _check_not_input(folder, prepared.inputs)
-    if not staging_folder(folder).exists():
-        check_vacant(folder, overwrite=overwrite)
 
 
 def execute(
@@ -255,13 +238,11 @@ def execute(
     progress: Callable[[Progress], None] | None = None,
     rechecking: Callable[[int, int], None] | None = None,
     began: float | None = None,
-    files: Mapping[str, bytes] | None = None,
-    section: str = "",
+    beside: Callable[[Path], Beside] | None = None,
 ) -> Merged:
     """Run a prepared plan; see `merge`.
 
-    files    more files of the output, by name
-    section  more of the model card, in Markdown
+    beside  makes what goes on meanwhile, from the folder in which the output is built
     """
     from weightsmith.engine.local import run
     from weightsmith.store.staging import Staging
@@ -270,27 +251,33 @@ def execute(
     plan, inputs = prepared.plan, prepared.inputs
     resources = _resources(plan, threads, max_memory_bytes)
     _check_not_input(Path(out), inputs)
-    with Staging.open(
-        out,
-        plan.layout,
-        _work_hash(plan, inputs),
-        resume=resume,
-        overwrite=overwrite,
-        threads=resources["threads"],
-        progress=rechecking,
-    ) as staging:
-        done = staging.finished
-        outcome = run(
-            plan,
-            inputs,
-            staging,
-            **resources,
-            skip=done,
-            progress=progress,
-            allow_nonfinite=allow_nonfinite,
+    with ExitStack() as stack:
+        staging = stack.enter_context(
+            Staging.open(
+                out,
+                plan.layout,
+                _work_hash(plan, inputs),
+                resume=resume,
+                overwrite=overwrite,
+                threads=resources["threads"],
+                progress=rechecking,
+            )
         )
+        done = staging.finished
+        other = stack.enter_context(_Nothing() if beside is None else beside(staging.folder))
+
+        def report(now: Progress) -> None:
+            other.check()
+            if progress is not None:
+                progress(now)
+
+        try:
+            outcome = run(plan, inputs, staging, **resources, skip=done, progress=report, allow_nonfinite=allow_nonfinite)
+            more, section = other.result()
+        except PlanError:  # of what is computed meanwhile: no run of this plan can end well
+            staging.discard()
+            raise
         distance = distance_by_layer(plan, outcome.distances)
-        more = files or {}
         for name, data in _files(plan, inputs, Path(out).name, distance, card=card, section=section):
             if name not in more:
                 staging.add_file(name, data)
@@ -308,6 +295,36 @@ def execute(
         distance=distance,
         warnings=plan.warnings + found,
     )
+
+
+class Beside(Protocol):
+    """What goes on in a thread of its own while the engine runs: begun and ended as a context manager."""
+
+    def check(self) -> None:
+        """Raise what has gone wrong so far. A PlanError means that no run of the plan can end well."""
+
+    def result(self) -> tuple[Mapping[str, bytes], str]:
+        """Wait for its end: more files of the output by name, and more of the model card in Markdown."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *args: object) -> None: ...
+
+
+class _Nothing:
+    """Nothing goes on meanwhile."""
+
+    def check(self) -> None:
+        pass
+
+    def result(self) -> tuple[Mapping[str, bytes], str]:
+        return {}, ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        pass
 
 
 class _Resources(TypedDict):

@@ -59,9 +59,11 @@ class Checkpoint:
     header_hash  xxh3_128 of the weight files' names, sizes and headers: another checkpoint has another hash
     state_hash   the same and their modification times: unequal when the files may have changed since
     notes        what the user should know of the model
+    ready        its tensors can be read: False while they are still being computed
     """
 
     notes: tuple[Finding, ...] = ()
+    ready: bool = True
 
     def __init__(
         self,

@@ -86,6 +86,8 @@ def merge_state_dicts(
 class _Input:
     """What the engine needs of a checkpoint."""
 
+    ready = True
+
     def __init__(self, views: Mapping[str, View]) -> None:
         self.tensors = views
 

@@ -17,7 +17,11 @@ from weightsmith.cli.progress import Reading, meter, no_bars_in_logs
 from weightsmith.cli.text import result, show_table, warn
 
 if TYPE_CHECKING:
+    from weightsmith.engine.local import Progress
     from weightsmith.mixture.routing.report import Report
+
+COMPUTING = "computing what the plan needs"
+"""Hidden states and router weights, or which neurons go together."""
 
 
 def moe(
@@ -92,18 +96,28 @@ def moe(
             return
         shown = stack.enter_context(meter(quiet=quiet))
 
-        def filling(done: int, total: int) -> None:
-            shown.show(Reading("computing what the plan needs", done, total, done))
-
         if routing_only:
             if not isinstance(prepared, PreparedMoe):
                 raise typer.BadParameter("this recipe makes no router weights.", param_hint="--routing")
-            told = prepared.fill(report=True, device=device, progress=filling)
+            told = prepared.fill(
+                report=True, device=device, progress=lambda done, total: shown.show(Reading(COMPUTING, done, total, done))
+            )
             _warn(told, recipe)
             shown.close()
             _show_routing(told, as_json=as_json)
             return
         reports: list[Report | None] = []
+        computing = Reading(COMPUTING, 0, 0, 0)
+
+        def filling(done: int, total: int) -> None:
+            nonlocal computing
+            computing = Reading(COMPUTING, done, total, done)
+
+        def progress(now: Progress) -> None:
+            if now.waiting:
+                shown.show(computing)
+            else:
+                show_progress(shown, now, "copying")
 
         def filled(told: Report | None) -> None:
             _warn(told, recipe)
@@ -124,7 +138,7 @@ def moe(
             fsync=fsync,
             card=card,
             allow_nonfinite=allow_nonfinite,
-            progress=lambda p: show_progress(shown, p, "copying"),
+            progress=progress,
             rechecking=lambda done, total: shown.show(Reading("checking what is there", done, total, done)),
             began=began,
         )

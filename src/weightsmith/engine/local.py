@@ -53,7 +53,10 @@ class Output(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is: bytes of output written and in all, bytes read so far, tensors, and seconds since it began."""
+    """How far a run is: bytes of output written and in all, bytes read so far, tensors, and seconds since it began.
+
+    waiting  what is left needs a model that is still being computed
+    """
 
     written_bytes: int
     total_bytes: int
@@ -61,6 +64,7 @@ class Progress:
     tensors: int
     total_tensors: int
     seconds: float
+    waiting: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,8 @@ class Run:
         self.output = output
         self.tile_bytes = tile_bytes
         self.steps = [s for s in plan.steps if s.out.name not in skip]
+        if not all(model.ready for model in inputs):
+            self.steps.sort(key=lambda step: not all(self._ready(leaf) for leaf in step.leaves))  # those that wait come last
         self.total_bytes = sum(s.out.nbytes for s in plan.steps)
         self.written_bytes = self.total_bytes - sum(s.out.nbytes for s in self.steps)
         self.read_bytes = 0
@@ -106,11 +112,15 @@ class Run:
         self.surveys: Mapping[str, Survey] = {}
         self.distances: dict[str, tuple[float, float]] = {}
         self._lock = threading.Lock()
-        self.scheduler = Scheduler(self._parts(), self._finished, resident_bytes)
+        self.scheduler = Scheduler(self._parts(), self._finished, resident_bytes, lambda part: self._ready(part.step))
 
     def _parts(self) -> Iterator[Part]:
         for step in self.steps:
             yield from self._step_parts(step)
+
+    def _ready(self, step: Step) -> bool:
+        """What the step reads is there."""
+        return all(self.inputs[i.model].ready for i in step.inputs)
 
     def _step_parts(self, step: Step) -> list[Part]:
         work = Work(step)
@@ -360,6 +370,7 @@ class Run:
                 self.tensors,
                 len(self.plan.steps),
                 time.monotonic() - began,
+                self.scheduler.waiting,
             )
 
 
@@ -390,6 +401,8 @@ def run(
     allow_nonfinite  merge NaN and infinities as any number; False raises NonFinite
     surveys     that were conducted for a larger plan of which this is a part; None: they are conducted first
 
+    Models that are not `ready` are waited for when all else is done.
+
     Raises what the first failing tile raised. KeyboardInterrupt stops the threads at their next tile and is raised again.
     """
     task = Run(
@@ -418,6 +431,8 @@ def run(
             while thread.is_alive():
                 thread.join(0.1)
                 report()
+                if task.scheduler.waiting:
+                    task.scheduler.wake()
     except BaseException as error:  # KeyboardInterrupt, or the caller's progress function
         task.scheduler.fail(error)
         for thread in pool:

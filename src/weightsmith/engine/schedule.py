@@ -138,16 +138,25 @@ class Task:
 class Scheduler:
     """Hands out tasks to threads until all parts are finished, or one fails."""
 
-    def __init__(self, parts: Iterator[Part], finished: Callable[[Work], None], resident_bytes: int = RESIDENT_BYTES) -> None:
+    def __init__(
+        self,
+        parts: Iterator[Part],
+        finished: Callable[[Work], None],
+        resident_bytes: int = RESIDENT_BYTES,
+        begins: Callable[[Part], bool] = lambda part: True,
+    ) -> None:
         """Parts are begun while the jobs in flight hold at most `resident_bytes`; one alone may hold more.
 
-        `parts` is advanced under the lock; `finished` is called once a tensor, from the thread that finished it.
+        `parts` is advanced under the lock; `finished` is called once a tensor, from the thread that finished it. A part for
+        which `begins` is False is held, and those after it, until `wake` finds that it can begin.
         """
         self._waiting = parts
         self._allowed_bytes = resident_bytes
         self._resident_bytes = 0
         self._held: Part | None = None  # the next part, while there is no memory for it
         self._finished = finished
+        self._begins = begins
+        self.waiting = False
         self._flight: deque[Part] = deque()
         self._condition = threading.Condition()
         self._exhausted = False
@@ -178,7 +187,8 @@ class Scheduler:
             self._exhausted = True
             self._condition.notify_all()
             return None
-        if new.resident_bytes and 0 < self._resident_bytes > self._allowed_bytes - new.resident_bytes:
+        self.waiting = not self._begins(new)
+        if self.waiting or (new.resident_bytes and 0 < self._resident_bytes > self._allowed_bytes - new.resident_bytes):
             self._held = new
             return None
         self._held = None
@@ -218,6 +228,11 @@ class Scheduler:
         self._finished(part.work)
         with self._condition:  # only now: while a part is in flight no thread ends, so an error here is still seen
             self._remove(part)
+
+    def wake(self) -> None:
+        """Look again whether the part that is held can begin."""
+        with self._condition:
+            self._condition.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Stop handing out tasks; `error` is the first one to be seen."""

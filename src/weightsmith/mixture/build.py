@@ -53,15 +53,15 @@ class PreparedMoe(PreparedMixture):
 
     def fill(
         self,
-        out: str | os.PathLike[str] | None = None,
+        folder: Path | None = None,
         *,
         report: bool | None = None,
         device: str = "cpu",
         progress: Progress | None = None,
     ) -> Report | None:
-        """Compute the router weights: the engine can run the plan then. The report is where they send the prompts' tokens.
+        """Compute the router weights. The report is where they send the prompts' tokens.
 
-        out       the folder that will be made: what needed hidden states is kept beside it until `forget`
+        folder    where router weights that needed hidden states are kept, and are found again
         report    True: in every gate mode, which takes the hidden states of all prompts; False: none; None: where the gate mode
                   needs these anyway
         device    for the hidden states, as torch names it
@@ -70,7 +70,7 @@ class PreparedMoe(PreparedMixture):
         Raises PlanError for prompts, tokenizers and models that do not fit, and for router weights that cannot route.
         """
         report = needs_states(self.gating, self.mode, report=False) if report is None else report
-        routing = self._route(out, report=report, device=device, progress=progress)
+        routing = self._route(folder, report=report, device=device, progress=progress)
         made = routing.rows
         routed = len(self.gating.recipe.experts)
         if self.layout.sigmoid:
@@ -85,18 +85,22 @@ class PreparedMoe(PreparedMixture):
                 self.computed.fill(layer + self.layout.shared_router, made[i, routed:])
         return routing.report
 
-    def forget(self, out: str | os.PathLike[str]) -> None:
-        """Remove what `fill` kept beside the output."""
-        kept.kept_file(out).unlink(missing_ok=True)
+    def identify(self, *, report: bool = False) -> str:
+        """Identity of the router weights, and of the report: of all that they follow from."""
+        return kept.key_of(self.gating, self.mode, self._dtype, report=report)
 
-    def _route(self, out: str | os.PathLike[str] | None, *, report: bool, device: str, progress: Progress | None) -> Routing:
-        dtype = self.computed.tensors[f"{self.gating.base.prefix}0.{self.layout.router}"].spec.dtype
-        if out is None or not needs_states(self.gating, self.mode, report=report):
-            return route(self.gating, self.mode, dtype, report=report, device=device, progress=progress)
-        path, key = kept.kept_file(out), kept.key_of(self.gating, self.mode, dtype, report=report)
+    @property
+    def _dtype(self) -> DType:
+        """Of the router weights."""
+        return self.computed.tensors[f"{self.gating.base.prefix}0.{self.layout.router}"].spec.dtype
+
+    def _route(self, folder: Path | None, *, report: bool, device: str, progress: Progress | None) -> Routing:
+        if folder is None or not needs_states(self.gating, self.mode, report=report):
+            return route(self.gating, self.mode, self._dtype, report=report, device=device, progress=progress)
+        path, key = folder / kept.NAME, self.identify(report=report)
         found = kept.load(path, key)
         if found is None:
-            found = route(self.gating, self.mode, dtype, report=report, device=device, progress=progress)
+            found = route(self.gating, self.mode, self._dtype, report=report, device=device, progress=progress)
             kept.save(path, key, found)
         return found
 
@@ -208,7 +212,9 @@ class _Builder:
         plan = self._plan(layout, facts, base, steps)
         prepared = Prepared(plan, tuple(self.assembly.inputs), base.donor.structure)
         gating = Gating(self.recipe, base, self.assembly, gated, self.seed, texts[: len(gated)])
-        return PreparedMoe(prepared, layout, mode, gating, self.computed)
+        made = PreparedMoe(prepared, layout, mode, gating, self.computed)
+        self.computed.identify = made.identify
+        return made
 
     # --- models ------------------------------------------------------------------------------------------------------
 

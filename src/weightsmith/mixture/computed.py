@@ -1,8 +1,9 @@
-"""Tensors that no checkpoint has: planned by name and shape, filled in before the engine runs."""
+"""Tensors that no checkpoint has: planned by name and shape, filled in while the engine does all else."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,13 @@ class Computed(Unstored):
     """A model whose tensors are in memory, for steps that read what was computed and not stored.
 
     `add` says what it will hold, which is all that a plan needs; `fill` gives the numbers.
+
+    identify  the identity of what the numbers follow from: known before they are
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.identify: Callable[[], str] = str
         self._data: dict[str, np.ndarray] = {}
 
     def add(self, spec: TensorSpec) -> None:
@@ -60,17 +64,19 @@ class Computed(Unstored):
         self._data[name] = np.ascontiguousarray(values.astype(spec.dtype.numpy)).reshape(-1).view(np.uint8)
 
     @property
+    def ready(self) -> bool:  # type: ignore[override]
+        """All of it is filled in."""
+        return len(self._data) == len(self.tensors)
+
+    @property
     def header_hash(self) -> str:  # type: ignore[override]
         """Of names, dtypes and shapes."""
         return xxhash.xxh3_128_hexdigest(repr([str(t.spec) for t in self.tensors.values()]).encode())
 
     @property
     def state_hash(self) -> str:  # type: ignore[override]
-        """Of the numbers too: work that was interrupted goes on only with the same ones."""
-        hasher = xxhash.xxh3_128(self.header_hash.encode())
-        for name in self.tensors:
-            hasher.update(self._data[name].data)
-        return hasher.hexdigest()
+        """Of what the numbers follow from too: work that was interrupted goes on only with the same ones."""
+        return xxhash.xxh3_128_hexdigest(f"{self.header_hash} {self.identify()}".encode())
 
     def read_into(self, name: str, start_byte: int, buffer: Any) -> None:
         out = np.frombuffer(buffer, np.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from weightsmith.errors import Unsupported, WeightsmithError
@@ -19,3 +20,11 @@ def missing(names: Sequence[str], whose: str, instead: str) -> list[WeightsmithE
         return []
     what = f"{whose} need {' and '.join(absent)}, which {'is' if len(absent) == 1 else 'are'} not installed"
     return [Unsupported(what, fix=f"run pip install 'weightsmith[moe]'; {instead}")]
+
+
+def package_version(name: str) -> str:
+    """The version of a package; "" if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from weightsmith.planner.build import Prepared
@@ -23,22 +23,19 @@ class PreparedMixture(ABC):
     @abstractmethod
     def fill(
         self,
-        out: str | os.PathLike[str] | None = None,
+        folder: Path | None = None,
         *,
         report: bool | None = None,
         device: str = "cpu",
         progress: Progress | None = None,
     ) -> Report | None:
-        """Compute it: the engine can run the plan then.
+        """Compute it: until then the steps that need it wait.
 
-        out       the folder that will be made: what took long may be kept beside it until `forget`
+        folder    where what took long may be kept, and is found again
         report    of the routing: True, False, or None for where it costs nothing more
         device    for what is computed with torch, as torch names it
         progress  called with bytes of weights that are done, and all of them
         """
-
-    def forget(self, out: str | os.PathLike[str]) -> None:  # noqa: B027  most keep nothing
-        """Remove what `fill` kept beside the output."""
 
     def close(self) -> None:
         """Close the checkpoints."""

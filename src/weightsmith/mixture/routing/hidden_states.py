@@ -8,12 +8,11 @@ Arithmetic is float32 whatever the weights are stored as, on the CPU as on a GPU
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -21,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from weightsmith.errors import ShapeError, Unsupported, WeightsmithError
 from weightsmith.mixture.dense import Dense
 from weightsmith.mixture.routing.materialise import Materialiser
-from weightsmith.tensors import TensorSpec
 
 BATCH_TOKENS = 2048
 """Of one batch, padding included: enough to keep a processor busy, and attention masks stay small."""
@@ -71,9 +69,8 @@ class Decoder:
 
     def embeddings(self, source: Materialiser, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
         """The embedding's rows of the tokens of each prompt, as they are stored: float32 [tokens, hidden]."""
-        name = self._name(self._embedding)
-        table = _tensor(*source.tensors([name])[name])
-        return [table[torch.tensor(list(ids), dtype=torch.long)].float() for ids in prompts]
+        table, place = self._rows(source, prompts)
+        return [table[[place[token] for token in ids]] for ids in prompts]
 
     def states(
         self, source: Materialiser, prompts: Sequence[Sequence[int]], *, device: str = "cpu", batch_tokens: int = BATCH_TOKENS
@@ -85,15 +82,23 @@ class Decoder:
         device   as torch names it
         batch_tokens  of a batch, padding included; the states depend on it by float rounding only
 
-        Memory: a layer in float32 (or the embedding as stored, if that is more), and four times [all tokens, hidden] float32.
+        Memory: a layer in float32 (on the CPU and on the device, if that is another), and five times [all tokens, hidden]
+        float32.
         """
         with torch.inference_mode():
             batches = [_Batch(prompts, chosen, device) for chosen in _batches(prompts, batch_tokens)]
             self._begin(source, batches, prompts, device)
+            room = _Room(source, device)
             for i, layer in enumerate(self._layers):
                 weights = {name: f"{self._dense.prefix}{i}.{name}" for name, _ in layer.named_parameters()}
-                with _loaded(layer, weights, source, device):
+                with _loaded(layer, weights, room):
                     yield self._run(i, layer, batches, len(prompts))
+
+    def _rows(self, source: Materialiser, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, dict[int, int]]:
+        """The embedding's rows of all tokens that the prompts have, and the place of each token in them."""
+        used = sorted({token for ids in prompts for token in ids})
+        rows = torch.from_numpy(source.rows(self._name(self._embedding), used))
+        return rows, {token: i for i, token in enumerate(used)}
 
     def _name(self, parameter: str) -> str:
         """The donor's name of a parameter of the body."""
@@ -101,16 +106,12 @@ class Decoder:
 
     def _begin(self, source: Materialiser, batches: Sequence[_Batch], prompts: Sequence[Sequence[int]], device: str) -> None:
         """Embed every batch and note the arguments of every layer, by running the body without its layers."""
-        used = sorted({token for ids in prompts for token in ids})
-        place = {token: i for i, token in enumerate(used)}
-        name = self._name(self._embedding)
-        table = _tensor(*source.tensors([name])[name])
+        table, place = self._rows(source, prompts)
         module = self._body.get_submodule(self._embedding.removesuffix(".weight"))
         module.padding_idx = None  # the rows are numbered anew
-        module.weight = nn.Parameter(table[torch.tensor(used)].to(device, torch.float32), requires_grad=False)
-        del table
+        module.weight = nn.Parameter(table.to(device), requires_grad=False)
         rest = {n: self._name(n) for n, p in self._body.named_parameters() if p.is_meta and not n.startswith(f"{self._stack}.")}
-        _assign(self._body, rest, source, device)
+        _assign(self._body, rest, _Room(source, device))
         for name, buffer in self._body.named_buffers():
             owner, _, leaf = name.rpartition(".")
             self._body.get_submodule(owner)._buffers[leaf] = buffer.to(device)
@@ -255,27 +256,52 @@ def _batches(prompts: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[li
         yield batch
 
 
+class _Room:
+    """Memory for weights, used again for the next layer: giving it back and asking anew takes longer than filling it."""
+
+    def __init__(self, source: Materialiser, device: str) -> None:
+        self._source = source
+        self._device = device
+        self._free: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
+
+    def filled(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        """Tensors of the donor in float32 on the device. shapes: by their names."""
+        staged = {name: self._take("cpu", shape) for name, shape in shapes.items()}
+        self._source.fill({name: tensor.numpy() for name, tensor in staged.items()})
+        if self._device == "cpu":
+            return staged
+        found = {name: self._take(self._device, shape).copy_(staged[name]) for name, shape in shapes.items()}
+        self.free(staged.values())
+        return found
+
+    def free(self, tensors: Iterable[Tensor]) -> None:
+        """These are no longer needed."""
+        for tensor in tensors:
+            where = "cpu" if tensor.device.type == "cpu" else self._device
+            self._free.setdefault((where, tuple(tensor.shape)), []).append(tensor)
+
+    def _take(self, device: str, shape: tuple[int, ...]) -> Tensor:
+        free = self._free.get((device, shape))
+        return free.pop() if free else torch.empty(shape, dtype=torch.float32, device=device)
+
+
 @contextmanager
-def _loaded(layer: nn.Module, names: Mapping[str, str], source: Materialiser, device: str) -> Iterator[None]:
+def _loaded(layer: nn.Module, names: Mapping[str, str], room: _Room) -> Iterator[None]:
     """The layer with its weights; without them afterwards."""
     try:
-        _assign(layer, names, source, device)
+        _assign(layer, names, room)
         yield
     finally:
         for module in layer.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                module.register_parameter(name, nn.Parameter(parameter.to("meta"), requires_grad=False))
+                if not parameter.is_meta:
+                    module.register_parameter(name, nn.Parameter(parameter.to("meta"), requires_grad=False))
+                    room.free([parameter.data])
 
 
-def _assign(module: nn.Module, names: Mapping[str, str], source: Materialiser, device: str) -> None:
+def _assign(module: nn.Module, names: Mapping[str, str], room: _Room) -> None:
     """Give parameters their weights in float32. names: of the module's parameters, and of the donor's tensors."""
-    made = source.tensors(list(names.values()))
+    made = room.filled({stored: tuple(module.get_parameter(name).shape) for name, stored in names.items()})
     for name, stored in names.items():
         owner, _, leaf = name.rpartition(".")
-        values = _tensor(*made.pop(stored)).to(device).float()
-        module.get_submodule(owner).register_parameter(leaf, nn.Parameter(values, requires_grad=False))
-
-
-def _tensor(spec: TensorSpec, data: np.ndarray) -> Tensor:
-    """Bytes as a tensor of their dtype and shape."""
-    return torch.from_numpy(data).view(getattr(torch, spec.dtype.torch)).view(spec.shape)
+        module.get_submodule(owner).register_parameter(leaf, nn.Parameter(made[stored], requires_grad=False))

@@ -1,7 +1,7 @@
-"""Router weights kept beside the output until it is published: an interrupted run does not compute hidden states twice.
+"""Router weights kept with the unfinished output: a run that goes on does not compute hidden states twice.
 
-The file `.OUT.weightsmith-router` is a zip archive, whose parts have checksums, with the key of what the weights were made
-from. One that is damaged, or has another key, is as good as none.
+The file is a zip archive, whose parts have checksums, with the key of what the weights were made from. One that is damaged,
+or has another key, is as good as none.
 """
 
 from __future__ import annotations
@@ -9,24 +9,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import zipfile
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
 
 from weightsmith._version import __version__
+from weightsmith.mixture.packages import package_version
 from weightsmith.mixture.routing.gates import Gating
 from weightsmith.mixture.routing.report import Report
 from weightsmith.mixture.routing.route import Routing
 from weightsmith.tensors import DType
 
-
-def kept_file(out: str | os.PathLike[str]) -> Path:
-    """Where the router weights of an output folder are kept."""
-    folder = Path(os.path.abspath(out))  # noqa: PTH100  as the store does: links are not followed
-    return folder.parent / f".{folder.name}.weightsmith-router"
+NAME = "router"
+"""The file in the folder where the output is built."""
 
 
 def key_of(gating: Gating, mode: str, dtype: DType, *, report: bool) -> str:
@@ -37,7 +33,7 @@ def key_of(gating: Gating, mode: str, dtype: DType, *, report: bool) -> str:
     files = [donor.checkpoint.folder / name for name in donor.checkpoint.files]
     facts = [
         __version__,
-        [_version(name) for name in ("torch", "transformers", "tokenizers")],
+        [package_version(name) for name in ("torch", "transformers", "tokenizers")],
         [mode, dtype.name, report, gating.seed],
         [recipe.router_scale, recipe.prompt_tokens, recipe.experts_per_token, len(recipe.experts)],
         [str(expert.model) for expert in gating.experts],
@@ -68,17 +64,9 @@ def save(path: Path, key: str, routing: Routing) -> None:
     told = None if routing.report is None else routing.report.to_json()
     part = path.with_name(f"{path.name}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with part.open("wb") as file:
             np.savez(file, key=np.array(key), rows=routing.rows, report=np.array(json.dumps(told)))
         part.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
             part.unlink()
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -59,7 +58,7 @@ class PreparedSurgery(PreparedMixture):
 
     def fill(
         self,
-        out: str | os.PathLike[str] | None = None,
+        folder: Path | None = None,
         *,
         report: bool | None = None,
         device: str = "cpu",

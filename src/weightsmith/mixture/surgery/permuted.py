@@ -10,6 +10,7 @@ import xxhash
 
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.mixture.computed import Unstored
+from weightsmith.mixture.packages import package_version
 from weightsmith.mixture.surgery.neurons import Carrier
 from weightsmith.tensors import TensorSpec
 
@@ -37,6 +38,11 @@ class Permuted(Unstored):
         self._orders[owner] = order
 
     @property
+    def ready(self) -> bool:  # type: ignore[override]
+        """All orders are known."""
+        return all(owner in self._orders for _, owner in self._carriers.values())
+
+    @property
     def header_hash(self) -> str:  # type: ignore[override]
         """Of what is reordered; in which order follows from the other model."""
         told = [(name, str(carrier), owner) for name, (carrier, owner) in self._carriers.items()]
@@ -44,12 +50,8 @@ class Permuted(Unstored):
 
     @property
     def state_hash(self) -> str:  # type: ignore[override]
-        """Of the orders too: work that was interrupted goes on only with the same ones."""
-        hasher = xxhash.xxh3_128(self.header_hash.encode())
-        for owner, order in self._orders.items():
-            hasher.update(owner.encode())
-            hasher.update(order.tobytes())
-        return hasher.hexdigest()
+        """Of what the orders follow from too: work that was interrupted goes on only with the same ones."""
+        return xxhash.xxh3_128_hexdigest(repr([self.header_hash, *map(package_version, ("numpy", "scipy"))]).encode())
 
     def read_into(self, name: str, start_byte: int, buffer: Any) -> None:
         carrier, owner = self._carriers[name]
