@@ -118,7 +118,13 @@ def test_a_mixture_as_an_expert(tmp_path: Path) -> None:
     there = {f"mlp.experts.0.{part}_proj.weight": (12, 8) for part in ("gate", "up", "down")}
     base = model(tmp_path / "a")
     other = model(tmp_path / "b", more={**gone, **there})
-    assert "has no mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight" in refused(base, experts=[base, other])
+    for found in (refused(base, experts=[base, other]), refused(other, experts=[base, base])):
+        assert "layer 0 has experts: it is a mixture already" in found
+        assert "prune_experts and merge_experts work on mixtures" in found
+
+
+def test_a_router_that_cannot_route(tmp_path: Path) -> None:
+    assert "router_scale is 0" in refused(model(tmp_path / "a"), router_scale=0)
 
 
 def test_an_expert_with_biases(tmp_path: Path) -> None:

@@ -30,12 +30,16 @@ class Checks:
         self.warnings: list[Finding] = []
 
     def check_recipe(self) -> None:
-        """More experts a token than there are."""
+        """More experts a token than there are, and a router that cannot route."""
         recipe, n = self.recipe, len(self.recipe.experts) * self.recipe.virtual_groups
         if recipe.experts_per_token > n:
             there = "there is 1 expert" if n == 1 else f"there are {n} experts"
             what = f"experts_per_token is {recipe.experts_per_token}, and {there}"
             self.problems.append(ParameterError(what, where=recipe.section.at("experts_per_token"), fix=f"at most {n}"))
+        if recipe.router_scale == 0:
+            what = "router_scale is 0: to such a router all experts are the same"
+            fix = "write a number above 0, or leave it out"
+            self.problems.append(ParameterError(what, where=recipe.section.at("router_scale"), fix=fix))
 
     def read_texts(self) -> list[Texts]:
         """The prompts of every expert, shared ones last."""

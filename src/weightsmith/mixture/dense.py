@@ -13,6 +13,9 @@ from weightsmith.planner.steps import Window
 
 PARTS = ("gate", "up", "down")
 
+MOST = 12
+"""Names that an error lists."""
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -90,8 +93,15 @@ def dense_parts(donor: Donor) -> Dense | WeightsmithError:
         whole = {part: block for part, block in mlp.items() if block is not None}
         if len(whole) < len(PARTS):
             missing = ", ".join(f"mlp.{part}_proj.weight" for part in PARTS if part not in whole)
+            if any("experts" in name.split(".") for name in blocks):
+                what = f"layer {i} has experts: it is a mixture already, and experts are made of dense models"
+                fix = "name a dense model; prune_experts and merge_experts work on mixtures, and so does weightsmith merge"
+                return ShapeError(what, where=donor.label, fix=fix)
             what = f"layer {i} has no {missing}: an expert is made of a dense MLP of gate, up and down"
-            return ShapeError(what, where=donor.label, details=[f"it has {', '.join(sorted(blocks)) or 'nothing'}"])
+            there = ", ".join(sorted(blocks)[:MOST]) or "nothing"
+            more = f" and {len(blocks) - MOST:,} more" if len(blocks) > MOST else ""
+            fix = "name a model whose MLPs have these three"
+            return ShapeError(what, where=donor.label, details=[f"it has {there}{more}"], fix=fix)
         layers.append(Layer(whole, blocks))
     if not layers:
         return ShapeError("it has no decoder layers", where=donor.label)
