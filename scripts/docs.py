@@ -272,6 +272,18 @@ def layouts_page(layouts: Sequence[ExpertLayout]) -> str:
             "expert begins where the base is; in `qwen2_moe`, where the shared expert has a sigmoid of the hidden state for a "
             "factor, `residual_scale: 0` for that one does. The plan warns where neither is written.",
             "",
+            "## In other programs",
+            "",
+            "Tiny models of these architectures, whose experts differ, were converted by llama.cpp (that of llama-cpp-python "
+            "0.3.36) and run by it, and their probabilities compared with those of transformers, and with the dense model's "
+            "where all experts are the base: `WEIGHTSMITH_LLAMA_CPP=CHECKOUT pytest tests/test_moe_llama_cpp.py`.",
+            "",
+            table(("architecture", "in llama.cpp"), [(f"`{o.name}`", o.llama_cpp) for o in layouts]),
+            "",
+            "vLLM was not run. By the source of 0.33.0 it divides the weights of the chosen experts as config.json says for "
+            "`qwen2_moe`, `qwen3_moe`, `glm4_moe`, `deepseek_v2` and `deepseek_v3`, always for `mixtral` and `granitemoe`, and "
+            "never for `olmoe`; it has `flex_olmo` by way of transformers, and no longer `dots1`.",
+            "",
             "## Names on disk",
             "",
             "As `save_pretrained` of transformers writes them, and as programs that read the hub's models expect them. Inside "

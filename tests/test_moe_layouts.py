@@ -160,7 +160,9 @@ def test_a_shared_qwen_expert_is_told(models: Models, tmp_path: Path) -> None:
     source = recipe(base, shared_experts=[{"source_model": str(base)}])
     assert any("residual_scale: 0 for the shared expert" in warning for warning in made(source, tmp_path / "out"))
     source["shared_experts"] = [{"source_model": str(base), "residual_scale": 0}]
-    assert not made(source, tmp_path / "silent")
+    (warning,) = made(source, tmp_path / "silent")
+    assert "llama.cpp does not read norm_topk_prob" in warning
+    assert not made(source | {"experts_per_token": 4}, tmp_path / "all")  # of all experts the weights sum to 1
 
 
 def test_deepseek_v2_says_what_transformers_does_not_read(models: Models, tmp_path: Path) -> None:

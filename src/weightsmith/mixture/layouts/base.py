@@ -106,6 +106,7 @@ class ExpertLayout:
     fillable      names of `layer` that `fixed` gives where the base has them not
     check         what in the base's config it cannot express, one sentence each
     warnings      what a user of this layout should know, given the facts
+    llama_cpp     what llama.cpp computes, beside transformers, and what it needs for that
     note          what the table of layouts says besides
     """
 
@@ -134,7 +135,21 @@ class ExpertLayout:
     fillable: frozenset[str] = field(default=frozenset())
     check: Callable[[Mapping[str, Any]], Iterable[str]] = lambda config: ()
     warnings: Callable[[Facts], Iterable[str]] = lambda facts: ()
+    llama_cpp: str = "the same"
     note: str = ""
+
+
+UNDIVIDED = "the chosen experts' weights are not divided by their sum"
+"""What llama.cpp does for architectures whose first models were so, whatever config.json says."""
+
+
+def warn_undivided(facts: Facts) -> Iterable[str]:
+    """That the weights of the experts sum to less than 1 in llama.cpp."""
+    if facts.per_token < facts.experts:
+        yield (
+            "llama.cpp does not read norm_topk_prob of this architecture: there the weights of the chosen experts sum to less"
+            " than 1, so the output is smaller than the base's; transformers does as it says"
+        )
 
 
 def moe_config(facts: Facts, layout: tuple[str, str], take: Iterable[str] = (), **new: Any) -> dict[str, Any]:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from weightsmith.mixture.layouts.base import ATTENTION, NORMS, PER_EXPERT, ExpertLayout, Facts, moe_config
+from weightsmith.mixture.layouts.base import (
+    ATTENTION,
+    NORMS,
+    PER_EXPERT,
+    UNDIVIDED,
+    ExpertLayout,
+    Facts,
+    moe_config,
+    warn_undivided,
+)
 from weightsmith.mixture.layouts.deepseek_family import SHARED, keys, warn_shared
 from weightsmith.mixture.layouts.dense_config import rope_scaling, rope_type
 
@@ -53,6 +62,7 @@ def _warnings(facts: Facts) -> Iterable[str]:
             " write experts_per_token: 2"
         )
     yield from warn_shared(facts)
+    yield from warn_undivided(facts)
 
 
 LAYOUT = ExpertLayout(
@@ -70,5 +80,6 @@ LAYOUT = ExpertLayout(
     config=_config,
     check=_check,
     warnings=_warnings,
+    llama_cpp=f"{UNDIVIDED}; it must have a shared expert",
     note=f"transformers has no class for it; `auto_map` names the files of {_CODE}",
 )

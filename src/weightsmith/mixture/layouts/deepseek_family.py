@@ -30,8 +30,11 @@ def keys(facts: Facts) -> dict[str, Any]:
 
 
 def one_group(facts: Facts) -> dict[str, Any]:
-    """Keys of those that route first to groups of experts: all experts are one group."""
-    return {**keys(facts), "n_group": 1, "topk_group": 1}
+    """Keys of those that choose by sigmoids, first groups of experts: all experts are one group.
+
+    transformers reads no `scoring_func`: its classes know. vLLM and llama.cpp do, as the configs on the hub have it.
+    """
+    return {**keys(facts), "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid"}
 
 
 def no_shared(facts: Facts) -> list[Fixed]:
@@ -61,5 +64,5 @@ def warn_none_shared(facts: Facts) -> Iterable[str]:
     if not facts.shared:
         yield (
             "there is no shared expert, so config.json says n_shared_experts: 0 and its tensors have no elements: transformers"
-            " reads that, other programs may not"
+            " reads that, llama.cpp does not; a shared expert with residual_scale: 0 puts out nothing, and all can read it"
         )

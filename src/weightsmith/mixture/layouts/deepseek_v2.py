@@ -51,5 +51,6 @@ LAYOUT = ExpertLayout(
     fixed=no_shared,
     check=attention.check,
     warnings=_warnings,
+    llama_cpp="the same as the base, where transformers is not; it must have a shared expert",
     note="only from dense models with latent attention",
 )

@@ -15,6 +15,7 @@ def _config(facts: Facts) -> dict[str, Any]:
         ("DeepseekV3ForCausalLM", "deepseek_v3"),
         (*attention.KEYS, "rope_interleave"),
         **one_group(facts),
+        topk_method="noaux_tc",
         num_nextn_predict_layers=0,
         output_router_logits=False,
     )
@@ -39,5 +40,6 @@ LAYOUT = ExpertLayout(
     fixed=correction,
     check=attention.check,
     warnings=lambda facts: (*warn_shared(facts), *warn_none_shared(facts)),
+    llama_cpp="the same; it must have a shared expert",
     note="only from dense models with latent attention; for grouped-query attention `glm4_moe` has the same experts",
 )

@@ -18,4 +18,5 @@ LAYOUT = ExpertLayout(
     routing=ROUTING,
     tensors=PER_EXPERT,
     config=lambda facts: config(facts, ("FlexOlmoForCausalLM", "flex_olmo")),
+    llama_cpp="it does not know this architecture",
 )

@@ -53,4 +53,5 @@ LAYOUT = ExpertLayout(
     config=_config,
     fixed=correction,
     warnings=lambda facts: (*warn_shared(facts), *warn_none_shared(facts)),
+    llama_cpp="the same; it must have a shared expert, and its tokenizer GLM's special tokens",
 )

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from weightsmith.mixture.layouts.base import ATTENTION, ATTENTION_BIASES, NORMS, PER_EXPERT, QK_NORMS, ExpertLayout
+from weightsmith.mixture.layouts.base import (
+    ATTENTION,
+    ATTENTION_BIASES,
+    NORMS,
+    PER_EXPERT,
+    QK_NORMS,
+    UNDIVIDED,
+    ExpertLayout,
+    warn_undivided,
+)
 from weightsmith.mixture.layouts.olmo_family import ROUTING, config
 
 
@@ -28,6 +37,8 @@ LAYOUT = ExpertLayout(
     routing=ROUTING,
     tensors=PER_EXPERT,
     config=lambda facts: config(facts, ("OlmoeForCausalLM", "olmoe"), clip_qkv=facts.config.get("clip_qkv")),
+    warnings=warn_undivided,
+    llama_cpp=f"{UNDIVIDED} (by its source)",
     check=_check,
     note="no dense model in transformers has its norms: OLMo 2 norms behind attention and MLP, and goes to FlexOlmo",
 )

@@ -10,10 +10,12 @@ from weightsmith.mixture.layouts.base import (
     NORMS,
     PER_EXPERT,
     QKV_BIASES,
+    UNDIVIDED,
     ExpertLayout,
     Facts,
     Fixed,
     moe_config,
+    warn_undivided,
 )
 
 
@@ -51,6 +53,7 @@ def _warnings(facts: Facts) -> Iterable[str]:
             "the shared expert's output, times a sigmoid, is added to that of the routed experts, so layers put out up to"
             " twice what the base's do: write residual_scale: 0 for the shared expert to begin where the base is"
         )
+    yield from warn_undivided(facts)
 
 
 LAYOUT = ExpertLayout(
@@ -72,5 +75,6 @@ LAYOUT = ExpertLayout(
     shared_experts=(1, 1),
     config=_config,
     warnings=_warnings,
+    llama_cpp=f"{UNDIVIDED}; a head tied to the embedding is not read",
     note="biases of queries, keys and values that the base has not are zero",
 )
