@@ -10,7 +10,9 @@ import pytest
 
 import weightsmith
 from tests import moe_zoo
+from tests.cases import CASES
 from tests.moe_zoo import CORRECTED, MODELS, E
+from weightsmith import methods
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of tiny models is not our concern
 
@@ -54,6 +56,37 @@ def test_a_merge_keeps_names_and_dtypes_and_loads(
     changed = [k for k in before if not np.array_equal(after[k], before[k])]
     assert changed == [k for k in before if not np.array_equal(other[k], before[k])]
     moe_zoo.load(name, tmp_path / "out")
+
+
+@pytest.fixture(scope="session")
+def triples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
+    """Three models of some kinds: an expert a tensor, fused, transposed and interleaved, with corrections."""
+    folder = tmp_path_factory.mktemp("triples")
+    kinds = ("mixtral", "granitemoe", "gpt-oss", "deepseek-v3")
+    return {name: [moe_zoo.save(name, folder / f"{name}-{seed}", seed) for seed in range(3)] for name in kinds}
+
+
+@pytest.mark.parametrize("method", methods.NAMES)
+def test_every_method_merges_mixtures(method: str, triples: dict[str, list[Path]], tmp_path: Path) -> None:
+    """Names, shapes and dtypes stay, every expert changes, and all numbers are finite."""
+    case = next(case for case in CASES.values() if case.method == method)
+    for name, folders in triples.items():
+        given = [{k: v for k, v in own.items() if v is not None} for own in case.models][case.base :]
+        used = folders[case.base :][: len(given)]
+        listed = [{"model": str(m), "parameters": own} for m, own in zip(used, given, strict=False)]
+        shared = {key: value for key, value in case.shared.items() if value not in (None, "none")}
+        recipe = {"merge_method": method, "models": listed, "parameters": shared, "dtype": "bfloat16"}
+        if case.base:
+            recipe["base_model"] = str(folders[0])
+        weightsmith.merge(recipe, tmp_path / name, fsync=False)
+        before, after = moe_zoo.read(folders[0]), moe_zoo.read(tmp_path / name)
+        assert {k: (v.dtype, v.shape) for k, v in after.items()} == {k: (v.dtype, v.shape) for k, v in before.items()}
+        assert all(np.isfinite(v.astype(np.float32)).all() for v in after.values())
+        experts = [k for k in after if "experts" in k and "shared" not in k and k.endswith("weight")]
+        experts = experts or [k for k in after if "input_linear" in k or "gate_up_proj" in k]
+        if method != "passthrough":
+            same = [k for k in experts for e in range(E) if after[k].ndim == 3 and np.array_equal(after[k][e], before[k][e])]
+            assert not [k for k in experts if np.array_equal(after[k], before[k])] + same
 
 
 @pytest.mark.parametrize("method", ["ties", "slerp", "model_stock", "breadcrumbs"])
