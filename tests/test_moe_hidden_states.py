@@ -22,8 +22,9 @@ from weightsmith.errors import WeightsmithError
 from weightsmith.mixture.assembly import Assembly, Donor
 from weightsmith.mixture.dense import Dense, dense_parts
 from weightsmith.mixture.routing.hidden_states import Decoder, build
-from weightsmith.mixture.routing.materialise import Materialiser
+from weightsmith.mixture.routing.materialise import Materialiser, _Rows
 from weightsmith.planner import prepare
+from weightsmith.tensors import DTYPES, TensorSpec
 
 SLIDING = {"sliding_window": 4}
 CONFIGS: dict[str, Any] = {
@@ -108,6 +109,18 @@ def test_embeddings_are_the_rows_of_the_table(tmp_path: Path) -> None:
         found = decoder_of(donor).embeddings(Materialiser(donor, assembly, 0), PROMPTS)
     for ids, own in zip(PROMPTS, found, strict=True):
         assert torch.equal(own, table[torch.tensor(ids)])
+
+
+@pytest.mark.parametrize("step", [1, 7, 40, 1000])
+def test_rows_are_found_however_their_bytes_come(step: int) -> None:
+    table = np.random.default_rng(0).standard_normal((20, 13)).astype(ml_dtypes.bfloat16)
+    numbers = [0, 3, 4, 11, 19]
+    found = np.full((len(numbers), 13), np.nan, np.float32)
+    rows = _Rows(TensorSpec("t", DTYPES["BF16"], table.shape), np.array(numbers), found)
+    data = table.reshape(-1).view(np.uint8)
+    for start in range(0, data.size, 2 * step):
+        rows.take(start, data[start : start + 2 * step])
+    np.testing.assert_array_equal(found, table[numbers].astype(np.float32))
 
 
 @pytest.mark.parametrize("merge", [{"density": 0.5}, {"density": 0.5, "scope": "model"}])

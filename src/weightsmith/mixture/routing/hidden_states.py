@@ -1,8 +1,8 @@
 """The hidden states of a decoder, layer by layer: the weights of one layer are in memory at a time.
 
 transformers builds the module from config.json without memory for its weights, and its own forward says with which arguments
-(masks, positions) it calls each layer. Then each layer gets its weights, all prompts go through it, and the weights are freed.
-Arithmetic is float32 whatever the weights are stored as, on the CPU as on a GPU: few CPUs have fast 16-bit arithmetic.
+(masks, positions) it calls each layer. Then each layer gets its weights, all prompts go through it, and the memory is the next
+one's. Arithmetic is float32 whatever the weights are stored as, on the CPU as on a GPU: few CPUs have fast 16-bit arithmetic.
 """
 
 from __future__ import annotations
