@@ -114,7 +114,7 @@ def moe(
             computing = Reading(COMPUTING, done, total, done)
 
         def progress(now: Progress) -> None:
-            if now.waiting:
+            if now.waiting and computing.total_bytes:  # else it has not begun: torch and transformers are being imported
                 shown.show(computing)
             else:
                 show_progress(shown, now, "copying")
