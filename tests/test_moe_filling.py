@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.test_moe_gates import models, recipe_of, told
-from weightsmith.api import execute_mixture, moe
+from weightsmith.api import execute, execute_mixture, moe
 from weightsmith.engine.local import Progress
-from weightsmith.errors import CannotResume, PlanError
+from weightsmith.errors import CannotResume, PlanError, WeightsmithError
 from weightsmith.mixture import PreparedMoe, build, prepare_moe
 from weightsmith.store.manifest import MANIFEST_NAME
 
@@ -37,6 +40,17 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return opened
 
 
+def interrupt_when_waiting(gate: threading.Event) -> Callable[[Progress], None]:
+    """Stops the engine when all else is done; the computation ends a little later, as a long one would."""
+
+    def interrupt(now: Progress) -> None:
+        if now.waiting:
+            threading.Timer(0.3, gate.set).start()
+            raise KeyboardInterrupt
+
+    return interrupt
+
+
 def test_all_else_is_done_before_router_weights_are_there(models: Path, tmp_path: Path, gate: threading.Event) -> None:
     recipe = recipe_of(models, told(0, 1))
     seen: list[Progress] = []
@@ -58,13 +72,8 @@ def test_all_else_is_done_before_router_weights_are_there(models: Path, tmp_path
 def test_ctrl_c_while_it_waits_keeps_what_is_copied(models: Path, tmp_path: Path, gate: threading.Event) -> None:
     recipe = recipe_of(models, told(0, 1))
 
-    def interrupt(now: Progress) -> None:
-        if now.waiting:
-            threading.Timer(0.3, gate.set).start()  # as a long computation: it ends after the engine has stopped
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        moe(recipe, tmp_path / "out", progress=interrupt)
+        moe(recipe, tmp_path / "out", progress=interrupt_when_waiting(gate))
     assert not any(thread.name == "weightsmith-fill" for thread in threading.enumerate())
     assert not (tmp_path / "out").exists()
     merged = moe(recipe, tmp_path / "out")
@@ -97,6 +106,32 @@ def test_an_error_of_the_prompts_leaves_nothing(models: Path, tmp_path: Path) ->
     with pytest.raises(PlanError, match="have the same router weights"):
         moe(recipe_of(models, experts, gate_mode="hidden"), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_base_that_is_not_finite_leaves_nothing(models: Path, tmp_path: Path) -> None:
+    shutil.copytree(models / "a", tmp_path / "a")
+    tensors = load_file(tmp_path / "a/model.safetensors")
+    tensors["model.layers.1.input_layernorm.weight"][0] = float("nan")
+    save_file(tensors, tmp_path / "a/model.safetensors", {"format": "pt"})
+    recipe = recipe_of(models, told(0, 1)) | {"base_model": str(tmp_path / "a")}
+    with pytest.raises(WeightsmithError, match="hidden states are not finite in layer 1") as caught:
+        moe(recipe, tmp_path / "out")
+    assert "Nothing was written." in str(caught.value)
+    assert {f.name for f in tmp_path.iterdir()} == {"a"}
+
+
+def test_an_error_of_a_later_run_keeps_what_an_earlier_one_copied(models: Path, tmp_path: Path, gate: threading.Event) -> None:
+    recipe = recipe_of(models, told(0, 1))
+    with pytest.raises(KeyboardInterrupt):
+        moe(recipe, tmp_path / "out", progress=interrupt_when_waiting(gate))
+    with pytest.raises(PlanError, match="the device 'warp'"):
+        moe(recipe, tmp_path / "out", device="warp")
+    assert moe(recipe, tmp_path / "out").resumed
+
+
+def test_a_plan_that_nobody_fills_is_an_error(models: Path, tmp_path: Path) -> None:
+    with prepare_moe(recipe_of(models, told(0, 1))) as prepared, pytest.raises(ValueError, match="not computed"):
+        execute(prepared.prepared, tmp_path / "out")
 
 
 def test_router_weights_are_not_computed_twice(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +173,14 @@ def test_identity_is_of_what_router_weights_follow_from(models: Path) -> None:
             assert isinstance(prepared, PreparedMoe)
             return prepared.computed.state_hash
 
-    found = [identity(), identity(gate_mode="hidden"), identity(router_scale=2), identity(experts_per_token=1)]
+    found = [identity(), identity(gate_mode="hidden"), identity(router_scale=2), identity(gate_mode="random")]
     assert len(set(found)) == len(found)
     assert identity() == found[0]
+    others = [told(0, 1), told(0, 2), [{}, {}]]
+    for mode, kinds in (("random", 1), ("cheap_embed", 2)):
+        told_apart = set()
+        for experts in others[: 3 if mode == "random" else 2]:
+            with prepare_moe(recipe_of(models, experts, gate_mode=mode)) as prepared:
+                assert isinstance(prepared, PreparedMoe)
+                told_apart.add(prepared.identify())
+        assert len(told_apart) == kinds  # prompts count where they are used

@@ -21,7 +21,7 @@ from weightsmith.checkpoint import open_checkpoint
 from weightsmith.errors import WeightsmithError
 from weightsmith.mixture.assembly import Assembly, Donor
 from weightsmith.mixture.dense import Dense, dense_parts
-from weightsmith.mixture.routing.hidden_states import Decoder, build
+from weightsmith.mixture.routing.hidden_states import Decoder, _Room, build
 from weightsmith.mixture.routing.materialise import Materialiser, _Rows
 from weightsmith.planner import prepare
 from weightsmith.tensors import DTYPES, TensorSpec
@@ -91,6 +91,20 @@ def test_states_are_those_of_the_whole_forward_however_prompts_are_batched(tmp_p
                     torch.testing.assert_close(states.entering[k], entering[states.index], rtol=1e-5, atol=5e-6)
                     torch.testing.assert_close(states.mlp_input[k], mlp_input[states.index], rtol=1e-5, atol=5e-6)
             assert layers == SIZES["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_all_layers_share_the_memory_of_one(tmp_path: Path, device: str) -> None:
+    save_model(tmp_path / "m", CONFIGS["llama"]())
+    with donor_of(tmp_path / "m") as (donor, assembly):
+        room = _Room(Materialiser(donor, assembly, 0), device)
+        found = set()
+        for i in range(2):
+            name = f"model.layers.{i}.mlp.up_proj.weight"
+            made = room.filled({name: donor.steps[name].out.shape})
+            found.add(made[name].data_ptr())
+            room.free(made.values())
+    assert len(found) == 1
 
 
 def test_one_decoder_can_be_run_twice(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.cli_help import Cli
 from tests.mini import write_checkpoint
 from tests.moe_zoo import BF16, BLOCK, HIDDEN, MODELS, STORED, E
 from weightsmith.checkpoint import open_checkpoint
-from weightsmith.errors import PlanError, WeightsmithError
+from weightsmith.errors import CannotResume, PlanError, WeightsmithError
 from weightsmith.mixture import prepare_moe
 from weightsmith.mixture.surgery.counts import with_experts
 from weightsmith.mixture.surgery.experts import find_blocks
@@ -508,6 +508,28 @@ def test_experts_with_a_nan_are_not_matched(tmp_path: Path) -> None:
     folder = moe_zoo.store(tmp_path / "model", "own", listed)
     with pytest.raises(WeightsmithError, match="cannot be matched: there is a NaN"):
         surgery(folder, tmp_path / "out", "merge_experts", {"groups": [[0, 1], [2, 3]], "match": True})
+    assert {f.name for f in tmp_path.iterdir()} == {"model"}
+
+
+def test_work_is_not_gone_on_with_in_another_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal neurons may be matched otherwise another time, and all tensors of an expert must have one order."""
+    from weightsmith.mixture.surgery import build
+
+    folder = moe_zoo.store(tmp_path / "model", "own", moe_zoo.experts())
+    recipe = {"model": str(folder), "merge_experts": {"groups": [[0, 1], [2, 3]], "match": True}}
+    plain = build.match
+
+    def interrupt(now: Any) -> None:
+        if now.tensors:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        weightsmith.moe(recipe, tmp_path / "out", progress=interrupt)
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "match", lambda *args: plain(*args)[::-1].copy())
+        with pytest.raises(CannotResume):
+            weightsmith.moe(recipe, tmp_path / "out")
+    assert weightsmith.moe(recipe, tmp_path / "out").resumed
 
 
 def test_experts_with_factors_are_pruned_and_not_merged(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypedDict
 
 from weightsmith._version import __version__
 from weightsmith.distance import Moved, distance_by_layer, to_json
-from weightsmith.errors import NOTHING_WRITTEN, Finding, PlanError, StoreError
+from weightsmith.errors import NOTHING_WRITTEN, Finding, StoreError, WeightsmithError
 from weightsmith.methods.user_files import loaded
 from weightsmith.planner.build import Prepared, prepare
 from weightsmith.planner.steps import COMPUTED, Plan, Step
@@ -173,6 +173,10 @@ def moe(
     report  where the router sends the prompts' tokens, in OUT/routing.json and OUT/routing.svg; True takes a pass of the base
             over the prompts where the router weights need none, False skips it, None skips it there
     device  for the hidden states, as torch names it
+
+    Hidden states are computed while the engine copies, with torch's threads, and a layer in float32 beside the engine's memory.
+    A PlanError of the prompts, or of what transformers makes of the base, comes then: nothing is left of this run; work of an
+    earlier one stays.
     """
     from weightsmith.mixture import prepare_moe
 
@@ -204,24 +208,41 @@ def execute_mixture(
     *,
     report: bool | None = None,
     device: str = "cpu",
+    overwrite: bool = False,
     filling: Callable[[int, int], None] | None = None,
     filled: Callable[[Report | None], None] = lambda told: None,
     **options: Any,
 ) -> Merged:
-    """Run the plan of a prepared mixture, and meanwhile compute what it needs; see `moe`.
+    """Run the plan of a prepared mixture, and compute what it needs: meanwhile, or first; see `moe`.
 
-    filling  called from a thread of its own with (bytes of weights done, bytes in all) of what is computed
+    filling  called with (bytes of weights done, bytes in all) of what is computed, from a thread of its own or from this one
     filled   called with the report of the routing, if there is one, before anything is published
     options  as for `execute`
     """
     from weightsmith.mixture.filling import Filling
 
-    return execute(
-        prepared.prepared,
-        out,
-        beside=lambda folder: Filling(prepared, folder, report=report, device=device, progress=filling, filled=filled),
-        **options,
-    )
+    def beside(folder: Path) -> Beside:
+        return Filling(prepared, folder, report=report, device=device, progress=filling, filled=filled)
+
+    if prepared.beside:
+        return execute(prepared.prepared, out, overwrite=overwrite, beside=beside, **options)
+    check_output(prepared.prepared, out, overwrite=overwrite)
+    filled(prepared.fill(report=report, device=device, progress=filling))
+    return execute(prepared.prepared, out, overwrite=overwrite, **options)
+
+
+def check_output(prepared: Prepared, out: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Raise the StoreError with which `execute` would refuse this folder, for those who compute for long before they call it.
+
+    A folder with interrupted work beside it is left to `execute`, which may have to finish or undo that first.
+    """
+    from weightsmith.store.staging import staging_folder
+    from weightsmith.store.target import check_out, check_vacant
+
+    folder = check_out(out)
+    _check_not_input(folder, prepared.inputs)
+    if not staging_folder(folder).exists():
+        check_vacant(folder, overwrite=overwrite)
 
 
 def execute(
@@ -249,6 +270,8 @@ def execute(
 
     began = time.monotonic() if began is None else began
     plan, inputs = prepared.plan, prepared.inputs
+    if beside is None and not all(model.ready for model in inputs):
+        raise ValueError("the plan needs what is not computed: use execute_mixture")
     resources = _resources(plan, threads, max_memory_bytes)
     _check_not_input(Path(out), inputs)
     with ExitStack() as stack:
@@ -274,8 +297,10 @@ def execute(
         try:
             outcome = run(plan, inputs, staging, **resources, skip=done, progress=report, allow_nonfinite=allow_nonfinite)
             more, section = other.result()
-        except PlanError:  # of what is computed meanwhile: no run of this plan can end well
-            staging.discard()
+        except WeightsmithError as error:
+            if error is other.error and not done:  # as if it had been computed first
+                staging.discard()
+                error.state = NOTHING_WRITTEN
             raise
         distance = distance_by_layer(plan, outcome.distances)
         for name, data in _files(plan, inputs, Path(out).name, distance, card=card, section=section):
@@ -298,10 +323,16 @@ def execute(
 
 
 class Beside(Protocol):
-    """What goes on in a thread of its own while the engine runs: begun and ended as a context manager."""
+    """What goes on in a thread of its own while the engine runs: begun and ended as a context manager.
+
+    error  what has gone wrong so far
+    """
+
+    @property
+    def error(self) -> BaseException | None: ...
 
     def check(self) -> None:
-        """Raise what has gone wrong so far. A PlanError means that no run of the plan can end well."""
+        """Raise the error, if there is one."""
 
     def result(self) -> tuple[Mapping[str, bytes], str]:
         """Wait for its end: more files of the output by name, and more of the model card in Markdown."""
@@ -313,6 +344,8 @@ class Beside(Protocol):
 
 class _Nothing:
     """Nothing goes on meanwhile."""
+
+    error = None
 
     def check(self) -> None:
         pass

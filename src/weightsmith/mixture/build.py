@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -50,6 +50,8 @@ class PreparedMoe(PreparedMixture):
     mode: str
     gating: Gating
     computed: Computed
+
+    beside: ClassVar[bool] = True
 
     def fill(
         self,

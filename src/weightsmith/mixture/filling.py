@@ -21,6 +21,7 @@ class Filling:
     folder    where the output is built
     report, device, progress  as for `fill`; `progress` is called from the thread
     filled    called with the report of the routing, if there is one, when the result is asked for
+    error     what went wrong in the thread
     """
 
     def __init__(
@@ -40,14 +41,14 @@ class Filling:
         self._progress = progress
         self._filled = filled
         self._stopped = False
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._told: Report | None = None
         self._thread = threading.Thread(target=self._fill, name="weightsmith-fill", daemon=True)
 
     def check(self) -> None:
         """Raise what went wrong, if anything has so far."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def result(self) -> tuple[Mapping[str, bytes], str]:
         """Wait until it is done: the report of the routing as files of the output, and as a section of its model card."""
@@ -65,8 +66,9 @@ class Filling:
 
         try:
             self._told = self._prepared.fill(self._folder, report=self._report, device=self._device, progress=progress)
+            assert all(model.ready for model in self._prepared.prepared.inputs)
         except BaseException as error:
-            self._error = error
+            self.error = error
 
     def __enter__(self) -> Self:
         self._thread.start()

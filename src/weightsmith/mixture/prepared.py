@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from weightsmith.planner.build import Prepared
 
@@ -20,6 +20,9 @@ class PreparedMixture(ABC):
 
     prepared: Prepared
 
+    beside: ClassVar[bool] = False
+    """It may be computed while the engine does what does not need it; else first."""
+
     @abstractmethod
     def fill(
         self,
@@ -29,7 +32,7 @@ class PreparedMixture(ABC):
         device: str = "cpu",
         progress: Progress | None = None,
     ) -> Report | None:
-        """Compute it: until then the steps that need it wait.
+        """Compute it. Where it may be done beside the engine, the steps that need it wait.
 
         folder    where what took long may be kept, and is found again
         report    of the routing: True, False, or None for where it costs nothing more

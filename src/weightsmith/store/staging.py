@@ -6,6 +6,7 @@
         lock                            held (flock) by the process at work; holds its id
         journal                         which tensors are finished, with checksums
         content/                        becomes out/
+        router                          router weights of a mixture, so that they are not computed again
         old/                            only where the file system cannot swap two names: the replaced checkpoint
 
 Nothing half-made ever stands under the final name. Work that is interrupted at any point, power loss included, goes

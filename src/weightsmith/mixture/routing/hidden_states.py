@@ -261,7 +261,7 @@ class _Room:
 
     def __init__(self, source: Materialiser, device: str) -> None:
         self._source = source
-        self._device = device
+        self._device = "cpu" if torch.device(device).type == "cpu" else device
         self._free: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
 
     def filled(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:

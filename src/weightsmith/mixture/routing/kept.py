@@ -16,7 +16,7 @@ import numpy as np
 
 from weightsmith._version import __version__
 from weightsmith.mixture.packages import package_version
-from weightsmith.mixture.routing.gates import Gating
+from weightsmith.mixture.routing.gates import MODES, Gating
 from weightsmith.mixture.routing.report import Report
 from weightsmith.mixture.routing.route import Routing
 from weightsmith.tensors import DType
@@ -26,25 +26,33 @@ NAME = "router"
 
 
 def key_of(gating: Gating, mode: str, dtype: DType, *, report: bool) -> str:
-    """Identity of router weights and report: of recipe, prompts, seed, base, tokenizer and programs (sha256, hex)."""
+    """Identity of router weights, and of the report if there is one (sha256, hex): of all that they follow from.
+
+    That is the recipe and the seed; and prompts, base, tokenizer and programs where these are used.
+    """
+    facts: list[object] = [__version__, [mode, dtype.name, report, gating.seed, gating.shape], gating.recipe.router_scale]
+    if report or MODES[mode].needs != "nothing":
+        facts += _seen(gating, report=report)
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _seen(gating: Gating, *, report: bool) -> list[object]:
+    """What the model is shown, and by what it is read."""
     donor, recipe = gating.base.donor, gating.recipe
     models = sorted({i.model for step in donor.steps.values() for leaf in step.leaves for i in leaf.inputs})
     inputs = gating.assembly.inputs
     files = [donor.checkpoint.folder / name for name in donor.checkpoint.files]
-    facts = [
-        __version__,
+    return [
         [package_version(name) for name in ("torch", "transformers", "tokenizers")],
-        [mode, dtype.name, report, gating.seed],
-        [recipe.router_scale, recipe.prompt_tokens, recipe.experts_per_token, len(recipe.experts)],
+        [recipe.prompt_tokens, recipe.experts_per_token, len(recipe.experts)],
         [str(expert.model) for expert in gating.experts],
-        [[t.positive, t.negative, t.held_out, sorted((t.whole or {}).items())] for t in gating.texts],
+        [[t.positive, t.negative, sorted((t.whole or {}).items()), t.held_out if report else ()] for t in gating.texts],
         dict(donor.config),
         [step.to_json() for step in donor.steps.values()],
         [[dict(s.shared), [dict(m) for m in s.models]] for s in gating.assembly.settings],
         [inputs[model].state_hash for model in models],
         [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()],
     ]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def load(path: Path, key: str) -> Routing | None:

@@ -175,6 +175,10 @@ class _Route:
         done = 0
         self.progress(0, sum(sizes))
         for states in self.decoder.states(self.source, [row.ids for row in self.all], device=self.device):
+            if not all(bool(seen.isfinite().all()) for seen in states.mlp_input):
+                what = f"the base's hidden states are not finite in layer {states.index}"
+                where = self.gating.recipe.section.at("gate_mode")
+                raise PlanError([NonFinite(what, where=where, fix="check the base model")])
             yield states
             done += sizes[states.index]
             self.progress(done, sum(sizes))

@@ -10,7 +10,6 @@ import xxhash
 
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.mixture.computed import Unstored
-from weightsmith.mixture.packages import package_version
 from weightsmith.mixture.surgery.neurons import Carrier
 from weightsmith.tensors import TensorSpec
 
@@ -38,11 +37,6 @@ class Permuted(Unstored):
         self._orders[owner] = order
 
     @property
-    def ready(self) -> bool:  # type: ignore[override]
-        """All orders are known."""
-        return all(owner in self._orders for _, owner in self._carriers.values())
-
-    @property
     def header_hash(self) -> str:  # type: ignore[override]
         """Of what is reordered; in which order follows from the other model."""
         told = [(name, str(carrier), owner) for name, (carrier, owner) in self._carriers.items()]
@@ -50,8 +44,15 @@ class Permuted(Unstored):
 
     @property
     def state_hash(self) -> str:  # type: ignore[override]
-        """Of what the orders follow from too: work that was interrupted goes on only with the same ones."""
-        return xxhash.xxh3_128_hexdigest(repr([self.header_hash, *map(package_version, ("numpy", "scipy"))]).encode())
+        """Of the orders too: work that was interrupted goes on only with the same ones, so they must be known by then.
+
+        What an expert has in one tensor must lie as in the others, and equal neurons may be matched otherwise another time.
+        """
+        hasher = xxhash.xxh3_128(self.header_hash.encode())
+        for owner, order in self._orders.items():
+            hasher.update(owner.encode())
+            hasher.update(order.tobytes())
+        return hasher.hexdigest()
 
     def read_into(self, name: str, start_byte: int, buffer: Any) -> None:
         carrier, owner = self._carriers[name]
