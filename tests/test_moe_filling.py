@@ -97,7 +97,7 @@ def test_a_computation_that_nobody_waits_for_ends_with_its_layer(models: Path, t
 
     with prepare_moe(recipe_of(models, told(0, 1))) as prepared, pytest.raises(KeyboardInterrupt):
         execute_mixture(prepared, tmp_path / "out", filling=filling, progress=interrupt)
-    assert layers == [0]
+    assert set(layers) == {0}
 
 
 def test_an_error_of_the_prompts_leaves_nothing(models: Path, tmp_path: Path) -> None:

@@ -157,6 +157,25 @@ def test_a_base_that_is_merged_on_the_way_has_the_states_of_the_merge(tmp_path: 
                 torch.testing.assert_close(states.mlp_input[k], mlp_input[states.index], rtol=1e-5, atol=5e-6)
 
 
+def test_a_merge_on_the_way_can_be_stopped(tmp_path: Path) -> None:
+    """Also while the whole model is looked at, for `scope: model`."""
+    for seed, name in enumerate("ab"):
+        save_model(tmp_path / name, CONFIGS["llama"](), seed=seed)
+    models = [{"model": str(tmp_path / "b"), "parameters": {"weight": 1, "density": 0.5}}]
+    recipe = {"merge_method": "ties", "base_model": str(tmp_path / "a"), "models": models, "parameters": {"scope": "model"}}
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with prepare(recipe) as prepared:
+        assembly = Assembly()
+        donor = assembly.merge(prepared)
+        with pytest.raises(KeyboardInterrupt):
+            assert Materialiser(donor, assembly, 0, stop)._surveys
+        with pytest.raises(KeyboardInterrupt):
+            Materialiser(donor, assembly, 0, stop).rows("model.embed_tokens.weight", [0])
+
+
 # ---- memory
 
 

@@ -99,9 +99,12 @@ def moe(
         if routing_only:
             if not isinstance(prepared, PreparedMoe):
                 raise typer.BadParameter("this recipe makes no router weights.", param_hint="--routing")
-            told = prepared.fill(
-                report=True, device=device, progress=lambda done, total: shown.show(Reading(COMPUTING, done, total, done))
-            )
+
+            def filled_so_far(done: int, total: int) -> None:
+                if total:
+                    shown.show(Reading(COMPUTING, done, total, done))
+
+            told = prepared.fill(report=True, device=device, progress=filled_so_far)
             _warn(told, recipe)
             shown.close()
             _show_routing(told, as_json=as_json)

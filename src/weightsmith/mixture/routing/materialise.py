@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.engine.local import Run, run
+from weightsmith.engine.local import Progress, Run, run
 from weightsmith.engine.schedule import RESIDENT_BYTES
 from weightsmith.engine.survey import conduct
 from weightsmith.engine.tiles import TILE_BYTES
@@ -29,9 +29,12 @@ class Materialiser:
 
     Numbers are those of the donor as it is, or would be, stored; they become float32 tile by tile, so that nothing but the
     arrays that they go into takes memory. Raises as the engine does.
+
+    report  called about ten times a second while the engine runs; what it raises stops that
     """
 
-    def __init__(self, donor: Donor, assembly: Assembly, seed: int) -> None:
+    def __init__(self, donor: Donor, assembly: Assembly, seed: int, report: Callable[[], None] = lambda: None) -> None:
+        self._report = report
         self._donor = donor
         self._assembly = assembly
         self._seed = seed
@@ -49,7 +52,7 @@ class Materialiser:
 
     def _run(self, targets: Mapping[str, _Target]) -> None:
         plan = self._plan(tuple(self._donor.steps[name] for name in targets))
-        run(plan, self._assembly.inputs, _Memory(targets), threads=_threads(), surveys=self._surveys)
+        run(plan, self._assembly.inputs, _Memory(targets), threads=_threads(), progress=self._progress, surveys=self._surveys)
 
     def _plan(self, steps: tuple[Step, ...]) -> Plan:
         return Plan(MOE, tuple(self._assembly.models), steps, tuple(self._assembly.settings), seed=self._seed)
@@ -66,7 +69,10 @@ class Materialiser:
             skip=(),
             allow_nonfinite=False,
         )
-        return conduct(whole, _threads(), lambda: None)
+        return conduct(whole, _threads(), self._report)
+
+    def _progress(self, now: Progress) -> None:
+        self._report()
 
 
 def _threads() -> int:

@@ -82,7 +82,8 @@ class _Route:
         self.dtype = dtype
         self.device = device
         self.progress = progress
-        self.source = Materialiser(gating.base.donor, gating.assembly, gating.seed)
+        self.done, self.total = 0, 0
+        self.source = Materialiser(gating.base.donor, gating.assembly, gating.seed, self._tell)
         decoder, self.prompts = self._begin()
         self.decoder = decoder
         self.all: list[Row] = []
@@ -170,18 +171,22 @@ class _Route:
             self.all += rows
         return numbers
 
+    def _tell(self) -> None:
+        """Say how far it is; in the middle of a layer too, so that it can be stopped there."""
+        self.progress(self.done, self.total)
+
     def _states(self) -> Any:
         sizes = self.decoder.layer_bytes
-        done = 0
-        self.progress(0, sum(sizes))
+        self.total = sum(sizes)
+        self._tell()
         for states in self.decoder.states(self.source, [row.ids for row in self.all], device=self.device):
             if not all(bool(seen.isfinite().all()) for seen in states.mlp_input):
                 what = f"the base's hidden states are not finite in layer {states.index}"
                 where = self.gating.recipe.section.at("gate_mode")
                 raise PlanError([NonFinite(what, where=where, fix="check the base model")])
             yield states
-            done += sizes[states.index]
-            self.progress(done, sum(sizes))
+            self.done += sizes[states.index]
+            self._tell()
 
     def _samples(self, seen: Sequence[Tensor], positive: Sequence[list[int]], negative: Sequence[list[int]]) -> list[Sample]:
         starts = [0 if self.way.plain else row.start for row in self.all]
