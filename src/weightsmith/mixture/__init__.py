@@ -9,6 +9,8 @@ transforms.py experts with noise, partly drawn anew, cut, scaled
 checks.py     what is wrong with the recipe and the models
 steps.py      the steps of every output tensor
 build.py      recipe + headers → Plan, with every problem found before tensor data is read
+prepared.py   what a recipe becomes; filling.py computes what its plan needs, in a thread beside the engine
+packages.py   what only some recipes need
 routing/      router weights, and where they send the prompts
 surgery/      mixtures that are there, with fewer experts
 """

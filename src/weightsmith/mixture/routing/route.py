@@ -181,9 +181,7 @@ class _Route:
         self._tell()
         for states in self.decoder.states(self.source, [row.ids for row in self.all], device=self.device):
             if not all(bool(seen.isfinite().all()) for seen in states.mlp_input):
-                what = f"the base's hidden states are not finite in layer {states.index}"
-                where = self.gating.recipe.section.at("gate_mode")
-                raise PlanError([NonFinite(what, where=where, fix="check the base model")])
+                raise self._not_finite(f"the base's hidden states are not finite in layer {states.index}")
             yield states
             self.done += sizes[states.index]
             self._tell()
@@ -201,14 +199,18 @@ class _Route:
             seen = [states.mlp_input[k][self.all[k].start :] for k in own]
             counter.add(states.index, g, np.concatenate([_numpy(x) @ stored for x in seen]).astype(np.float64))
 
+    def _not_finite(self, what: str) -> PlanError:
+        where = self.gating.recipe.section.at("gate_mode")
+        return PlanError([NonFinite(what, where=where, fix="check the base model")])
+
     def _check(self, rows: Rows) -> None:
         """Rows that cannot route are an error."""
         gating = self.gating
-        where = gating.recipe.section.at("gate_mode")
         if not np.isfinite(rows).all():
             i, e = np.argwhere(~np.isfinite(rows))[0, :2]
-            what = f"the router weights of expert {e} in layer {i} are not finite: the base's hidden states are not"
-            raise PlanError([NonFinite(what, where=where, fix="check the base model")])
+            raise self._not_finite(
+                f"the router weights of expert {e} in layer {i} are not finite: the base's hidden states are not"
+            )
         problems: list[WeightsmithError] = []
         routed = rows[:, : gating.routed].astype(np.float64)
         norms = np.linalg.norm(routed, axis=2)
