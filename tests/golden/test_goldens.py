@@ -1,0 +1,110 @@
+"""The bytes of a few dozen small outputs are those of the table; see `regold.py` for how it is changed on purpose.
+
+A refactoring must not change one of them. A case without a record and a record without a case are errors.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.golden import digests, inputs
+from tests.golden.cases import CASES, Golden
+from weightsmith import methods
+from weightsmith.mixture import layouts
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what torch and transformers say of tiny models is not our concern
+
+TABLE = digests.load()
+BY_NAME = {case.name: case for case in CASES}
+VARIED = (
+    "ties",
+    "ties_model_inv_density",
+    "dare_ties",
+    "sce",
+    "arcee_fusion",
+    "tsv_m",
+    "fused_ties",
+    "several_tiles_ties",
+    "several_tiles_sce",
+    "several_tiles_nuslerp_columns",
+    "several_tiles_dare",
+    "f32_dare_ties",
+    "lora_ties",
+    "own_tensor_method",
+    "infinite_resumed",
+    "moe_noise",
+    "moe_merged_base",
+    "merge_experts_fused_match",
+)
+"""Cases that are run in other ways too."""
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all inputs."""
+    folder = tmp_path_factory.mktemp("golden") / "inputs"
+    inputs.make(folder)
+    return folder
+
+
+def check(case: Golden, root: Path, **options: int) -> None:
+    """Run a case; its record must be in the table."""
+    for module in case.needs:
+        pytest.importorskip(module)
+    assert case.name in TABLE["cases"], f"{case.name} is not in digests.json: python -m tests.golden.regold --write"
+    found = digests.differences(TABLE["cases"][case.name], digests.record(case, root, **options))
+    assert not found, "the output has changed:\n" + "\n".join(found)
+
+
+def test_the_table_has_the_cases_and_no_others() -> None:
+    assert len(BY_NAME) == len(CASES), "two cases of one name"
+    assert sorted(TABLE["cases"]) == sorted(BY_NAME)
+    assert sorted(TABLE["inputs"]) == sorted(inputs.INPUTS)
+    for case in CASES:
+        assert ("platform" in TABLE["cases"][case.name]) == (not case.portable), case.name
+
+
+def test_inputs_are_those_of_the_table(root: Path) -> None:
+    """Else the cases fail for another reason than the code under test."""
+    assert {name: digests.tree_digest(root / name) for name in inputs.INPUTS} == TABLE["inputs"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_golden(case: Golden, root: Path) -> None:
+    check(case, root)
+
+
+@pytest.mark.parametrize("options", [{"threads": 1}, {"threads": 3}, {"threads": 2, "max_memory_bytes": 1}], ids=str)
+@pytest.mark.parametrize("name", VARIED)
+def test_threads_and_memory_do_not_matter(name: str, options: dict[str, int], root: Path) -> None:
+    check(BY_NAME[name], root, **options)
+
+
+def test_interrupted_work_has_the_bytes_of_uninterrupted() -> None:
+    assert TABLE["cases"]["infinite_resumed"] == TABLE["cases"]["infinite"]
+
+
+def test_a_summary_accepts_rounding_and_nothing_more() -> None:
+    name = "tsv_m"
+    old = {**TABLE["cases"][name], "platform": "another"}
+    assert digests.differences(old, TABLE["cases"][name]) == []
+    for k in (2, 3, 4, 7):
+        for tensor in list(old["summary"])[:3]:
+            changed = dict(old["summary"])
+            changed[tensor] = [x * (1 + 1e-4) if i == k else x for i, x in enumerate(changed[tensor])]
+            found = digests.differences({**old, "summary": changed}, TABLE["cases"][name])
+            assert len(found) == 1, (tensor, k, found)
+            assert tensor in found[0]
+
+
+def test_every_method_and_every_layout_has_a_case() -> None:
+    def used(recipe: object) -> set[str]:
+        if isinstance(recipe, dict):
+            own = {str(recipe[key]) for key in ("merge_method", "architecture") if key in recipe}
+            return own.union(*(used(value) for value in recipe.values()))
+        return set().union(*(used(value) for value in recipe)) if isinstance(recipe, list) else set()
+
+    found = set().union(*(used(case.recipe) for case in CASES))
+    assert found >= {*methods.NAMES, *layouts.NAMES}
