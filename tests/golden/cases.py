@@ -1,7 +1,7 @@
 """The golden cases: recipes, and what is called with them.
 
-Only the public API and recipes: nothing here may know how weightsmith is built. Models are folders of `inputs.INPUTS`; cases run
-in the folder that holds them, so recipes name them as they are.
+Only the public API and recipes: nothing here may know how weightsmith is built. Models are folders of `inputs.INPUTS`; cases
+run in the folder that holds them, so recipes name them as they are.
 """
 
 from __future__ import annotations

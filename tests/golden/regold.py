@@ -1,7 +1,8 @@
 """Make the golden digests again: `python -m tests.golden.regold [--write] [CASE ...]`.
 
 Prints what differs from the table, old -> new, and writes it only with --write. A change of a digest is a change of what users
-get: it belongs in the changelog. Cases are all of them unless named. Exit status: 0 when nothing differs or it was written, else 1.
+get: it belongs in the changelog. Runs all cases unless some are named. Exit status: 0 when nothing differs or the table was
+written, else 1.
 
 Where the bytes depend on the machine a record stays as it is while the result agrees with it within its tolerance.
 """
