@@ -274,25 +274,24 @@ OWN = (
 
 # ---- interrupted work
 
+SHARD_BYTES = 400_000
 INFINITE = recipe("ties", ("fr", "infinite"), each=D2)
 
 
-def _resumed(out: Path, **more: Any) -> None:
-    """Stopped by an infinity in the last tensor, then resumed with infinities allowed."""
-    options = {"fsync": False, "max_shard_bytes": 400_000, **more}
-    try:
-        weightsmith.merge(INFINITE, out, **options)
-    except weightsmith.WeightsmithError:
-        done = weightsmith.merge(INFINITE, out, allow_nonfinite=True, **options)
-        assert done.resumed > 5, f"only {done.resumed} tensors were finished before the interruption"
-    else:
-        raise AssertionError("the infinity was not found")
+def _resumed(function: Callable[..., Any], recipe: Recipe) -> Callable[..., None]:
+    """Stopped by an infinity in a tensor that comes late, then resumed with infinities allowed."""
 
+    def run(out: Path, **more: Any) -> None:
+        options = {"fsync": False, "max_shard_bytes": SHARD_BYTES, **more}
+        try:
+            function(recipe, out, **options)
+        except weightsmith.WeightsmithError:
+            done = function(recipe, out, allow_nonfinite=True, **options)
+            assert done.resumed > 5, f"only {done.resumed} tensors were finished before the interruption"
+        else:
+            raise AssertionError("the infinity was not found")
 
-RESUMED = (
-    merged("infinite", INFINITE, allow_nonfinite=True, max_shard_bytes=400_000),
-    Golden("infinite_resumed", _resumed),
-)
+    return run
 
 
 # ---- in memory
@@ -369,6 +368,15 @@ LAYOUTS = (
 
 MERGED_BASE = {"merge_method": "linear", "models": [{"model": "llama_1"}, {"model": "llama_2"}], "parameters": {"weight": 1}}
 TIES_EXPERT = recipe("ties", ("llama_1", "llama_2"), "llama_0", D2)
+
+INFINITE_BASE = {**MERGED_BASE, "models": [{"model": "llama_1"}, {"model": "llama_infinite"}]}
+INFINITE_MIXTURE = experts(("llama_0", "llama_1"), INFINITE_BASE, {"copies": 2, "noise_scale": 0.01})
+RESUMED = (
+    merged("infinite", INFINITE, allow_nonfinite=True, max_shard_bytes=SHARD_BYTES),
+    Golden("infinite_resumed", _resumed(weightsmith.merge, INFINITE)),
+    mixture("moe_infinite", INFINITE_MIXTURE, allow_nonfinite=True, max_shard_bytes=SHARD_BYTES),
+    Golden("moe_infinite_resumed", _resumed(weightsmith.moe, INFINITE_MIXTURE)),
+)
 
 UPCYCLING = (
     mixture("moe_noise", experts(("llama_0",), each={"copies": 4, "noise_scale": 0.02, "noise_fraction": 0.5}), seed=1),

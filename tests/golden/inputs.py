@@ -215,8 +215,8 @@ DENSE = (32, 48, 64)
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
 
 
-def _dense(kind: str, tuned: int, **changes: Any) -> Callable[[Path], None]:
-    """A decoder of this type with the tensors that transformers gives it."""
+def _dense(kind: str, tuned: int, *, infinite: bool = False) -> Callable[[Path], None]:
+    """A decoder of this type with the tensors that transformers gives it. infinite: one element of its final norm is."""
 
     def make(folder: Path) -> None:
         hidden, inner, vocab = DENSE
@@ -253,7 +253,10 @@ def _dense(kind: str, tuned: int, **changes: Any) -> Callable[[Path], None]:
             settings["attention_multiplier"] = 0.2
         if kind == "olmoe":  # a dense model of no known type, with OLMoE's norms
             settings |= {"model_type": "golden", "head_dim": 8, "clip_qkv": 0.5}
-        write(folder, values(shapes, tuned, BF16, scale=0.2), config(kind, hidden, inner, vocab, **{**settings, **changes}))
+        tensors = values(shapes, tuned, BF16, scale=0.2)
+        if infinite:
+            tensors["model.norm.weight"][-1] = np.inf
+        write(folder, tensors, config(kind, hidden, inner, vocab, **settings))
         if kind == "llama" and not tuned:
             tokenizer(folder, vocab)
 
@@ -442,6 +445,7 @@ INPUTS: dict[str, Callable[[Path], None]] = {
         for tuned in (0, 1)
     },
     "llama_2": _dense("llama", 2),
+    "llama_infinite": _dense("llama", 3, infinite=True),
     "saliency.json": _text(json.dumps(SALIENCY)),
     "prompts_1.txt": _text(_words(3)),
     "prompts_2.txt": _text(_words(35)),
