@@ -3,6 +3,9 @@
 #
 #   make demo      real fine-tunes of a real model, merged, loaded with transformers, measured
 #   make test      the tests
+#   make test-fast     those that take less than a second each: under a minute
+#   make test-python   the kernels as plain Python, not compiled
+#   make mutants   how many changes of one token the tests notice (hours for 200: MUTANTS_OPTIONS='--count 20 --rooms store')
 #   make check     lint and types
 #   make bench     weightsmith, mergekit and the copy floor, side by side (about 15 GB of disk, an hour)
 #   make bench-methods   every method beside mergekit's: errors, times and memory (an hour and more; goes on where it stopped)
@@ -18,11 +21,14 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # GPUs, several GB; for the small one:  make demo TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 TORCH  ?= torch==2.13.0
 
+# A worker for each core; each takes about 1 GB.
+WORKERS ?= -n auto --maxprocesses 8
+
 MERGEKIT_VENV := benchmarks/.venv-mergekit
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test check lint types format docs bench bench-toy bench-methods bench-moe mergekit clean help
+.PHONY: demo test test-fast test-python mutants check lint types format docs bench bench-toy bench-methods bench-moe mergekit clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -31,7 +37,17 @@ demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py $(DEMO_OPTIONS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(TEST_OPTIONS)
+	$(BIN)/python -m pytest $(WORKERS) $(TEST_OPTIONS)
+
+test-fast: $(VENV)/.test
+	$(BIN)/python -m pytest $(WORKERS) -m 'not slow' $(TEST_OPTIONS)
+
+# numpy warns where numbers overflow or are none, compiled code does not.
+test-python: $(VENV)/.test
+	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest $(WORKERS) -W ignore::RuntimeWarning $(TEST_OPTIONS) tests/kernels
+
+mutants: $(VENV)/.test
+	$(BIN)/python scripts/mutants.py $(MUTANTS_OPTIONS)
 
 check: lint types
 

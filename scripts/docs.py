@@ -1,101 +1,83 @@
-"""Writes the pages of docs/ that are made from the code.
+"""Writes what the code says into docs/.
 
-python scripts/docs.py           # write them
-python scripts/docs.py --check   # status 1 if one is out of date
+python scripts/docs.py           # write it
+python scripts/docs.py --check   # status 1 if something is out of date
 
-docs/recipe.md            scripts/recipe.md with the tables of `weightsmith.recipe.grammar` and the methods' parameters
-docs/recipe.schema.json   what `weightsmith schema` prints
-docs/moe.schema.json      what `weightsmith schema --moe` prints
-docs/methods/NAME.md      one page a method, from its `METHOD`; README.md lists them
-docs/moe-layouts.md       every `LAYOUT` of a mixture of experts
+Whole pages:
+    docs/methods/NAME.md      one page a method, from its record; README.md lists them
+    docs/moe-layouts.md       every `LAYOUT` of a mixture of experts
+
+Blocks of pages that are otherwise written by hand, between `<!-- NAME:begin -->` and `<!-- NAME:end -->`:
+    docs/recipe.md            the tables of `weightsmith.recipe.grammar` and the methods' parameters
+    docs/moe.md, docs/moe-surgery.md   the tables of `weightsmith.recipe.moe_grammar`
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from weightsmith.methods import all_methods
-from weightsmith.methods.base import Method, Parameter
+from weightsmith.methods.base import BaseRole, Method, Parameter
+from weightsmith.methods.describe import BASES, SCOPES, default, doc, models, values
 from weightsmith.mixture.layouts import all_layouts
 from weightsmith.mixture.layouts.base import ATTENTION_BIASES, QK_NORMS, QKV_BIASES, ExpertLayout
-from weightsmith.recipe import HARMLESS, RETIRED, moe_schema, schema
-from weightsmith.recipe.grammar import LEVELS, Key, Level
-from weightsmith.recipe.misuse import REFUSED, UNUSED
-from weightsmith.recipe.schedules import DECAYS
+from weightsmith.recipe import HARMLESS, RETIRED
+from weightsmith.recipe.grammar import LEVELS
+from weightsmith.recipe.kinds import NO_EFFECT, NOT_SUPPORTED, Key, Level
+from weightsmith.recipe.moe_grammar import MOE_LEVELS
 from weightsmith.recipe.single import DTYPE_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-TEMPLATE = ROOT / "scripts" / "recipe.md"
-
 MADE = "<!-- Made by scripts/docs.py from the code. Do not edit: run `make docs`. -->\n\n"
-MADE_RECIPE = "<!-- Made by scripts/docs.py from scripts/recipe.md and the code. Do not edit: run `make docs`. -->\n\n"
+BLOCK = re.compile(r"(<!-- ([^\n]+?):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
 
 
 def pages() -> dict[Path, str]:
-    """Every generated file and what it must hold."""
+    """Every page of which the code writes something, and what it must hold."""
     methods = all_methods()
     found = {
-        DOCS / "recipe.md": recipe_page(TEMPLATE.read_text(encoding="utf-8"), methods),
-        DOCS / "recipe.schema.json": json.dumps(schema(methods), indent=2, ensure_ascii=False) + "\n",
-        DOCS / "moe.schema.json": json.dumps(moe_schema(methods), indent=2, ensure_ascii=False) + "\n",
         DOCS / "methods" / "README.md": methods_page(methods),
         DOCS / "moe-layouts.md": layouts_page(all_layouts()),
     }
-    return found | {DOCS / "methods" / f"{method.name}.md": method_page(method) for method in methods}
+    found |= {DOCS / "methods" / f"{method.name}.md": method_page(method) for method in methods}
+    return found | filled({DOCS / name: (DOCS / name).read_text(encoding="utf-8") for name in WITH_BLOCKS}, methods)
 
 
 # ---- the recipe
 
+WITH_BLOCKS = ("recipe.md", "moe.md", "moe-surgery.md")
 
-def recipe_page(template: str, methods: Sequence[Method]) -> str:
-    """The template with each `<!-- insert: NAME -->` replaced by the table of that name."""
-    parts = {f"keys of {level.name}": _level(level) for level in LEVELS}
-    parts["parameters"] = _parameters(methods)
-    parts["dtypes"] = ", ".join(f"`{name}`" for name in DTYPE_NAMES)
-    parts["settings without effect"] = _misuse()
-    used = set()
 
-    def insert(match: re.Match[str]) -> str:
-        used.add(match[1])
-        return parts[match[1]]
+def filled(texts: Mapping[Path, str], methods: Sequence[Method]) -> dict[Path, str]:
+    """The pages with the contents of their blocks; each block is in one page."""
+    blocks = {f"keys of {level.name}": _level(level) for level in (*LEVELS, *MOE_LEVELS)}
+    blocks["parameters"] = _parameters(methods)
+    blocks["dtypes"] = ", ".join(f"`{name}`" for name in DTYPE_NAMES)
+    blocks["settings without effect"] = _misuse()
+    places = [match[2] for text in texts.values() for match in BLOCK.finditer(text)]
+    if sorted(places) != sorted(blocks):
+        wrong = {name for name in (*blocks, *places) if places.count(name) != 1 or name not in blocks}
+        raise SystemExit(f"each block must be in one of {', '.join(WITH_BLOCKS)}, once: {', '.join(sorted(wrong))}")
+    return {
+        path: BLOCK.sub(lambda match, text=text: f"{match[1]}{_linked_from(text, blocks[match[2]])}\n{match[3]}", text)
+        for path, text in texts.items()
+    }
 
-    text = re.sub(r"<!-- insert: (.+?) -->", insert, template)
-    unused = sorted(parts.keys() - used)
-    if unused:
-        raise SystemExit(f"{TEMPLATE} has no place for: {', '.join(unused)}")
-    return MADE_RECIPE + text
+
+def _linked_from(page: str, block: str) -> str:
+    """A block whose links to headings that the page does not have lead to docs/recipe.md."""
+    headings = {heading.lower() for heading in re.findall(r"^#+ (.+)$", page, re.MULTILINE)}
+    return re.sub(r"\(#([^)]+)\)", lambda link: link[0] if link[1] in headings else f"(recipe.md#{link[1]})", block)
 
 
 def _level(level: Level) -> str:
-    rows = [(f"`{key.name}`", _takes(key), _needed(key, level), key.doc) for key in level.keys]
+    rows = [(f"`{key.name}`", key.kind.words, _needed(key, level), key.doc) for key in level.keys]
     return table(("key", "takes", "", "meaning"), rows)
-
-
-def _takes(key: Key) -> str:
-    """What may stand behind a key; every kind of `grammar.Kind` has its words."""
-    inner = f"[{key.of.name}](#{key.of.name})" if key.of is not None else ""
-    return {
-        "text": "text",
-        "dtype": "a [dtype](#dtypes)",
-        "model": "a [model](#models)",
-        "path": "text, or a [path](#path)",
-        "layer_range": "`[first, end]`",
-        "parameters": "[parameters](#parameters)",
-        "value": "a number, `true`, `false` or text; a list of them; or a [schedule](#schedule)",
-        "share": "a number from 0 to below 1",
-        "count": "a whole number from 1 on",
-        "decay": ", ".join(f"`{name}`" for name in DECAYS),
-        "list": f"a list of {inner}",
-        "named": f"names, each with a {inner}",
-        "refused": "an error for now",
-        "unused": "anything; a warning",
-    }[key.kind]
 
 
 def _needed(key: Key, level: Level) -> str:
@@ -107,12 +89,12 @@ def _parameters(methods: Sequence[Method]) -> str:
     rows: dict[tuple[str, str, str, str], list[tuple[Method, Parameter]]] = {}
     for method in methods:
         for p in method.parameters:
-            rows.setdefault((p.name, values(p), p.scope, doc(p)), []).append((method, p))
+            rows.setdefault((p.name, values(p, markdown=True), p.scope, doc(p)), []).append((method, p))
     lines = []
     for (name, allowed, scope, text), uses in sorted(rows.items(), key=lambda row: row[0][0]):
         by_default: dict[str, list[str]] = {}
         for method, p in uses:
-            by_default.setdefault(default(p), []).append(_link(method, "methods/"))
+            by_default.setdefault(default(p, markdown=True), []).append(_link(method, "methods/"))
         shown = [value if len(by_default) == 1 else f"{value} in {', '.join(names)}" for value, names in by_default.items()]
         links = ", ".join(_link(method, "methods/") for method, _ in uses)
         lines.append((f"`{name}`", allowed, "; ".join(shown), SCOPES[scope], text, links))
@@ -120,25 +102,17 @@ def _parameters(methods: Sequence[Method]) -> str:
 
 
 def _misuse() -> str:
-    rows = [(f"`{key}`", "error", what, fix) for key, (what, fix) in {**REFUSED, **RETIRED}.items()]
-    rows += [(f"`{key}`", "warning", what, "Remove it.") for key, what in {**UNUSED, **HARMLESS}.items()]
+    rows = [(f"`{key}`", "error", what, fix) for key, (what, fix) in {**NOT_SUPPORTED, **RETIRED}.items()]
+    rows += [(f"`{key}`", "warning", what, "Remove it.") for key, what in {**NO_EFFECT, **HARMLESS}.items()]
     return table(("setting", "is", "because", "do"), rows)
 
 
 # ---- the methods
 
 
-SCOPES: Mapping[str, str] = {"model": "each model", "tensor": "the merge"}
-BASES: Mapping[str, str] = {
-    "required": "`base_model` is needed, and takes no parameters of its own",
-    "optional": "`base_model` may be given",
-    "input": "a `base_model` is an input like the others",
-}
-
-
 def method_page(method: Method) -> str:
     """The page of one method."""
-    beside = "" if method.base == "input" else " beside the base"
+    base = "" if method.base == "input" else " besides the base"
     return MADE + "\n".join(
         [
             f"# {method.name}: {method.title}",
@@ -153,13 +127,16 @@ def method_page(method: Method) -> str:
             "",
             f"**Passes over the inputs:** {method.passes.strip()}",
             "",
-            f"**Models:** {models(method)}{beside}; {BASES[method.base]}.",
+            f"**Models:** {models(method)}{base}; {_base(method.base)}.",
             "",
             "## Parameters",
             "",
             table(
                 ("parameter", "value", "default", "given for", "meaning"),
-                [(f"`{p.name}`", values(p), default(p), SCOPES[p.scope], doc(p)) for p in method.parameters],
+                [
+                    (f"`{p.name}`", values(p, markdown=True), default(p, markdown=True), SCOPES[p.scope], doc(p))
+                    for p in method.parameters
+                ],
             ),
             "",
             "Every value may be a gradient over the layers, and differ by tensor name: [parameters](../recipe.md#parameters).",
@@ -193,45 +170,19 @@ def methods_page(methods: Sequence[Method]) -> str:
             "",
             "**models** counts the inputs besides the base, or all inputs where the base is one of them. **base**:",
             "",
-            *(f"* `{role}`: {text}." for role, text in BASES.items()),
+            *(f"* `{role}`: {_base(role)}." for role in BASES),
             "",
             "Errors, times and memory of every method, beside mergekit's: [results](../../benchmarks/results/methods.md). "
             "What they do to a small language model: [quality](../quality.md).",
             "",
-            "What a method does to the bytes, and how one is added: [architecture](../architecture.md#adding-a-method).",
+            "What a method does to the bytes: [architecture](../architecture.md). [Adding a method](../adding-a-method.md).",
             "",
         ]
     )
 
 
-def models(method: Method) -> str:
-    """How many inputs, in words."""
-    low, high = method.min_models, method.max_models
-    return f"{low}" if low == high else f"{low} to {high}" if high is not None else f"{low} or more"
-
-
-def values(p: Parameter) -> str:
-    """What a parameter may be."""
-    if p.choices:
-        return ", ".join(f"`{choice}`" for choice in p.choices)
-    if p.kind == "bool":
-        return "`true`, `false`"
-    low, high = p.minimum, p.maximum
-    bounds = f" {low:g} to {high:g}" if low is not None and high is not None else ""
-    bounds = bounds or (f" ≥ {low:g}" if low is not None else f" ≤ {high:g}" if high is not None else "")
-    return {"float": "number", "int": "whole number", "str": "text"}[p.kind] + bounds
-
-
-def default(p: Parameter) -> str:
-    """The default as it is written in a recipe."""
-    if p.default is None:
-        return "required" if p.required else "none"
-    return f"`{str(p.default).lower() if isinstance(p.default, bool) else p.default}`"
-
-
-def doc(p: Parameter) -> str:
-    """What a parameter does, and why it may do nothing."""
-    return f"{p.doc} No effect: {p.ignored}." if p.ignored else p.doc
+def _base(role: BaseRole) -> str:
+    return BASES[role].replace("base_model", "`base_model`")
 
 
 # ---- layouts of mixtures of experts
@@ -276,7 +227,7 @@ def layouts_page(layouts: Sequence[ExpertLayout]) -> str:
             "",
             "Tiny models of these architectures, whose experts differ, were converted by llama.cpp (that of llama-cpp-python "
             "0.3.36) and run by it, and their probabilities compared with those of transformers, and with the dense model's "
-            "where all experts are the base: `WEIGHTSMITH_LLAMA_CPP=CHECKOUT pytest tests/test_moe_llama_cpp.py`.",
+            "where all experts are the base: `WEIGHTSMITH_LLAMA_CPP=CHECKOUT pytest tests/mixture/test_llama_cpp.py`.",
             "",
             table(("architecture", "in llama.cpp"), [(f"`{o.name}`", o.llama_cpp) for o in layouts]),
             "",
@@ -384,7 +335,7 @@ def main() -> None:
     found = pages()
     wrong = list(stale(found))
     for path, what in wrong:
-        print(f"{path.relative_to(ROOT)} {what}{'; run `make docs`' if args.check else ', now not'}")
+        print(f"{path.relative_to(ROOT)} {what}{'; run `make docs`' if args.check else ': fixed'}")
     if args.check:
         sys.exit(bool(wrong))
     for path, _ in wrong:

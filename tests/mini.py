@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from weightsmith import methods
 from weightsmith.checkpoint import open_checkpoint
-from weightsmith.engine.local import run
+from weightsmith.containers.safetensors import make_layout
+from weightsmith.engine.local import Resources, run
 from weightsmith.engine.tiles import TILE_BYTES
-from weightsmith.planner.logical import apart
-from weightsmith.planner.steps import ModelInput, Plan, Settings, Source, Step
-from weightsmith.store.layout import make_layout
-from weightsmith.structure.fused import Part
+from weightsmith.planner.decide import decide
+from weightsmith.planner.logical import split_fused
+from weightsmith.plans import Made, ModelInput, Plan, Read, Settings, Step
+from weightsmith.structure.fused import SubMatrix
 from weightsmith.tensors import DTYPES, DType, TensorSpec
 
 NUMPY = {d.numpy: d for d in DTYPES.values()}
@@ -56,6 +58,9 @@ class Memory:
             at += spec.nbytes
         self.checksums: dict[str, str] = {}
 
+    def keep(self, product: Any, arrays: Any) -> None:
+        pass
+
     def location(self, name: str) -> tuple[int, int]:
         return self.file.fileno(), self.offsets[name]
 
@@ -63,7 +68,7 @@ class Memory:
         assert start_byte + memoryview(buffer).nbytes <= self.specs[name].nbytes
         os.pwrite(self.file.fileno(), buffer, self.offsets[name] + start_byte)
 
-    def finish(self, name: str, checksum: str) -> None:
+    def finish(self, name: str, checksum: str, distance: tuple[float, float] | None) -> None:
         assert name not in self.checksums
         self.checksums[name] = checksum
 
@@ -93,15 +98,17 @@ def run_method(
     for i, array in enumerate(inputs):
         write_checkpoint(folder / f"m{i}", {name: array})
     spec = TensorSpec(name, out, inputs[0].shape)
-    step = Step(spec, method, tuple(Source(i, name) for i in range(len(inputs))), base)
+    step = Step(spec, method, tuple(Read(i, name) for i in range(len(inputs))), base)
     if matrices > 1:
         shape, size = spec.shape[1:], spec.size // matrices
-        step = apart(step, [Part(f"{name}[{k}]", k * size, shape) for k in range(matrices)])
+        step = split_fused(step, [SubMatrix(f"{name}[{k}]", k * size, shape) for k in range(matrices)])
     refs = tuple(ModelInput(f"m{i}", "", "") for i in range(len(inputs)))
-    plan = Plan(method, refs, (step,), (Settings(dict(shared), tuple(models)),), seed=seed)
+    settings = (Settings(dict(shared), tuple(models)),)
+    steps, products = decide((step,), settings, methods.get(method)) if step.leaves[0].merges else ((step,), ())
+    plan = Plan(Made(method), refs, tuple(steps), settings, products, seed=seed)
     with ExitStack() as stack:
         memory = Memory(plan, folder)
         stack.callback(memory.file.close)
         checkpoints = [stack.enter_context(open_checkpoint(folder / f"m{i}")) for i in range(len(inputs))]
-        run(plan, checkpoints, memory, threads=threads, tile_bytes=tile_bytes, allow_nonfinite=allow_nonfinite)
+        run(plan, checkpoints, memory, Resources(threads, tile_bytes), allow_nonfinite=allow_nonfinite)
         return memory.tensor(name)

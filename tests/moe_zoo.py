@@ -80,7 +80,7 @@ def load(name: str, folder: Path) -> Any:
 def read(folder: Path) -> dict[str, np.ndarray]:
     """All tensors of a checkpoint."""
     with open_checkpoint(folder) as checkpoint:
-        return {name: checkpoint.read(name) for name in checkpoint.tensors}
+        return {name: checkpoint.read(name) for name in checkpoint.specs}
 
 
 # ---- bare checkpoints of one layer of experts

@@ -12,6 +12,7 @@ import pytest
 
 from tests.mini import write_checkpoint
 from weightsmith.errors import PlanError, WeightsmithError
+from weightsmith.options import RecipeOptions
 from weightsmith.planner import Plan, prepare
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -73,8 +74,8 @@ def model(folder: Path, layers: int = 2, *, settings: Mapping[str, Any] | None =
 
 def plan(recipe: str | Mapping[str, Any], **options: Any) -> Plan:
     """The plan of a recipe."""
-    with prepare(recipe, **options) as prepared:
-        check_account(prepared.plan, [set(c.tensors) for c in prepared.inputs])
+    with prepare(recipe, RecipeOptions(**options)) as prepared:
+        check_account(prepared.plan, [set(c.specs) for c in prepared.inputs])
         return prepared.plan
 
 
@@ -96,7 +97,7 @@ def check_account(p: Plan, inputs: list[set[str]]) -> None:
 
 def problems(recipe: str | Mapping[str, Any], **options: Any) -> tuple[WeightsmithError, ...]:
     """The problems of a recipe that must be refused."""
-    with pytest.raises(PlanError) as caught, prepare(recipe, **options):
+    with pytest.raises(PlanError) as caught, prepare(recipe, RecipeOptions(**options)):
         pass
     return caught.value.problems
 

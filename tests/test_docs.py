@@ -4,7 +4,7 @@ Conventions of fenced blocks in README.md, CHANGELOG.md and docs/:
 
 * ```` ```console ````: each line that begins with `$ ` is run, the lines after it are all that it prints: warnings and errors,
   then its output; progress is left out. `...` stands for anything, on a line of its own for any number of lines.
-* ```` ```python ````: is run.
+* ```` ```python ````: is run. A first line `# NAME.py` puts it into the folder first, for the blocks after it.
 * ```` ```yaml ````: a whole recipe, which must plan. A first line `# NAME.yml` puts it into the folder for the commands;
   `# NAME.yml: wrong on purpose` says that it must not plan.
 * ```` ```bash ````: is not run (installation, make); the make targets in it must exist.
@@ -20,6 +20,7 @@ import ast
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -33,11 +34,11 @@ import pytest
 
 from tests.cli_help import environment
 from weightsmith import recipe as recipes
+from weightsmith.containers.safetensors import make_layout
 from weightsmith.errors import PlanError
 from weightsmith.methods import all_methods
 from weightsmith.mixture import prepare_moe
 from weightsmith.planner import prepare
-from weightsmith.store.layout import make_layout
 from weightsmith.tensors import DTYPES, TensorSpec
 
 ROOT = Path(__file__).parents[1]
@@ -60,7 +61,7 @@ class Block:
     @property
     def name(self) -> str:
         """File name in the first line, or an empty string."""
-        found = re.match(r"# ([\w-]+\.yml)\b", self.text)
+        found = re.match(r"# ([\w-]+\.(?:yml|py))\b", self.text)
         return found[1] if found else ""
 
     @property
@@ -170,7 +171,7 @@ def test_a_recipe_in_the_docs_plans_unless_it_is_wrong_on_purpose(block: Block, 
         return
     if re.search(r"^experts:", block.text, re.M):
         with prepare_moe(block.text) as mixture:
-            assert mixture.prepared.plan.steps
+            assert mixture.plan.steps
         return
     recipe, problems = recipes.parse(block.text, str(block), parameter_names=parameter_names())
     assert recipe is not None
@@ -193,9 +194,10 @@ def run(folder: Path, *command: str) -> str:
     # Whether bytes are on the disk is not what these tests are about; waiting for it is most of their time.
     (folder / ".bin").mkdir(exist_ok=True)
     (folder / ".bin" / "sitecustomize.py").write_text("import os\nos.fsync = os.fdatasync = lambda fd: None\n")
-    program = folder / ".bin" / "weightsmith"
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m weightsmith "$@"\n')
-    program.chmod(0o755)
+    for name, arguments in (("python", ""), ("weightsmith", "-m weightsmith ")):
+        program = folder / ".bin" / name
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments}"$@"\n')
+        program.chmod(0o755)
     env = environment(PATH=f"{program.parent}:{os.environ['PATH']}", LC_ALL="C", PYTHONWARNINGS="error")
     env["PYTHONPATH"] = f"{program.parent}:{env['PYTHONPATH']}"
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
@@ -218,6 +220,7 @@ def sessions(text: str) -> Iterator[tuple[str, str]]:
         yield command, expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [page for page in PAGES if any(block.page == page and block.language in ("console", "python") for block in BLOCKS)],
@@ -225,7 +228,7 @@ def sessions(text: str) -> Iterator[tuple[str, str]]:
 )
 def test_what_a_page_shows_is_what_the_commands_print(page: Path, folder: Path) -> None:
     for block in blocks_of(page):
-        if block.language == "yaml" and block.name:
+        if block.language in ("yaml", "python") and block.name:
             (folder / block.name).write_text(block.text)
         if block.language == "python":
             assert run(folder, sys.executable, "-c", block.text) == "", block
@@ -338,23 +341,68 @@ def test_generated_pages_are_up_to_date() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_a_generated_page_that_was_edited_missing_or_left_over_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the pages with generated blocks, in the place of docs/."""
     script = docs_script()
+    for name in script.WITH_BLOCKS:
+        shutil.copy(ROOT / "docs" / name, tmp_path / name)
     monkeypatch.setattr(script, "DOCS", tmp_path)
+    return tmp_path
+
+
+def edit(page: Path, old: str, new: str) -> None:
+    text = page.read_text()
+    assert text.count(old) == 1
+    page.write_text(text.replace(old, new))
+
+
+def test_a_generated_page_that_was_edited_missing_or_left_over_is_found(pages: Path) -> None:
+    script = docs_script()
     found = script.pages()
     assert {what for _, what in script.stale(found)} == {"is missing"}
     for path, text in found.items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     assert list(script.stale(found)) == []
-    (tmp_path / "recipe.md").write_text(found[tmp_path / "recipe.md"] + "\n")
-    (tmp_path / "methods" / "gone.md").write_text("")
-    assert [(path.name, what) for path, what in script.stale(found)] == [
+    edit(pages / "moe-layouts.md", "## Names on disk", "## Names")
+    edit(pages / "recipe.md", "One YAML file says", "A YAML file says")
+    edit(pages / "recipe.md", "<!-- keys of path:end -->", "| `more` | text | | More. |\n<!-- keys of path:end -->")
+    (pages / "methods" / "gone.md").write_text("")
+    assert [(path.name, what) for path, what in script.stale(script.pages())] == [
+        ("moe-layouts.md", "is out of date"),
         ("recipe.md", "is out of date"),
         ("gone.md", "describes no method"),
     ]
+    text = script.pages()[pages / "recipe.md"]
+    assert "A YAML file says" in text, "what is written by hand stays"
+    assert "`more`" not in text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [
+        ("<!-- dtypes:begin -->", "", "dtypes"),
+        ("<!-- keys of path:begin -->", "<!-- keys of expert:begin -->\n<!-- keys of expert:end -->\n\\g<0>", "keys of expert"),
+        ("<!-- keys of path:begin -->", "<!-- keys of module:begin -->\n<!-- keys of module:end -->\n\\g<0>", "keys of module"),
+        ("<!-- keys of path:begin -->", "<!-- what:begin -->\n<!-- what:end -->\n\\g<0>", "what"),
+    ],
+)
+def test_a_block_that_no_page_has_or_two_have_or_nothing_makes_is_an_error(pages: Path, old: str, new: str, name: str) -> None:
+    edit(pages / "recipe.md", old, new.replace("\\g<0>", old))
+    with pytest.raises(SystemExit, match=f"once: {name}$"):
+        docs_script().pages()
+
+
+def test_every_key_of_every_recipe_is_in_a_table_of_the_reference() -> None:
+    from weightsmith.recipe.grammar import LEVELS
+    from weightsmith.recipe.moe_grammar import MOE_LEVELS
+
+    text = "".join((ROOT / "docs" / name).read_text() for name in docs_script().WITH_BLOCKS)
+    for level in (*LEVELS, *MOE_LEVELS):
+        rows = text.partition(f"<!-- keys of {level.name}:begin -->")[2].partition(":end -->")[0].splitlines()
+        assert [row.split("`")[1] for row in rows if row.startswith("| `")] == list(level.names)
+        assert all(row.count("|") == 5 and "|  |  |  |" not in row and "| |" not in row for row in rows[1:-1])
 
 
 # ---- the architecture page
@@ -370,12 +418,13 @@ def first_column(heading: str) -> list[str]:
     return re.findall(r"^\| `?(\w+)`? \|", section, flags=re.MULTILINE)[1:]
 
 
-def imports(file: Path) -> Iterator[str]:
-    """The modules that a file imports, wherever in it, but for types alone."""
-    skipped = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+def imports(file: Path, *, types: bool = True) -> Iterator[str]:
+    """The modules that a file imports, wherever in it. types: those that it imports for types alone too."""
+    tree, skipped = ast.parse(file.read_text()), set()
+    for node in ast.walk(tree):
+        if not types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             skipped |= {id(inner) for inner in ast.walk(node)}
+    for node in ast.walk(tree):
         if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):
@@ -399,7 +448,7 @@ def test_each_room_imports_only_from_the_rooms_above_it() -> None:
 
 
 def test_the_dependencies_in_the_docs_are_those_that_the_code_imports() -> None:
-    used = {module.partition(".")[0] for file in SOURCES for module in imports(file)}
+    used = {module.partition(".")[0] for file in SOURCES for module in imports(file, types=False)}
     used -= set(sys.stdlib_module_names) | {"weightsmith"}
     documented = first_column("Dependencies")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -407,3 +456,22 @@ def test_the_dependencies_in_the_docs_are_those_that_the_code_imports() -> None:
     assert used == {{"PyYAML": "yaml"}.get(name, name) for name in documented} | extras
     declared = project["dependencies"]
     assert set(documented) <= {re.split(r"[<>=]", requirement)[0] for requirement in declared}
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    names = {".".join(f.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__"): f for f in SOURCES}
+    graph = {}
+    for name, file in names.items():
+        found = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:  # of a package, the modules that are taken from it
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= inner & names.keys() or {node.module}
+        # The package itself names its public functions, and loads them when they are first used.
+        graph[name] = (found & names.keys()) - {name, "weightsmith"}
+    # A circle has no module that imports none of the others, and none that no other imports.
+    while leaves := {name for name, found in graph.items() if not found & graph.keys()}:
+        graph = {name: found for name, found in graph.items() if name not in leaves}
+    while outer := graph.keys() - {m for found in graph.values() for m in found}:
+        graph = {name: found for name, found in graph.items() if name not in outer}
+    assert not graph, {name: sorted(found & graph.keys()) for name, found in graph.items()}

@@ -23,6 +23,7 @@ NAMES = [
     "moe",
     "open_checkpoint",
     "plan",
+    "run",
     "save_file",
     "save_model",
     "tensor_method",
@@ -62,6 +63,7 @@ sys.meta_path.insert(0, Blocker())
 """
 
 
+@pytest.mark.slow
 def test_merging_works_where_torch_transformers_and_safetensors_are_not_installed(tmp_path: Path) -> None:
     make_models(tmp_path)
     (tmp_path / "linear.yml").write_text(LINEAR)

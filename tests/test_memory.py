@@ -54,7 +54,7 @@ def from_files(folder: Path, case: Case, models: Models, **more: Any) -> dict[st
         recipe |= {"base_model": listed[0]["model"]}
     weightsmith.merge({k: v for k, v in recipe.items() if v}, folder / "out", fsync=False, card=False, **more)
     with weightsmith.open_checkpoint(folder / "out") as out:
-        return {name: out.read(name) for name in out.tensors}
+        return {name: out.read(name) for name in out.specs}
 
 
 def in_memory(case: Case, models: Models, **more: Any) -> dict[str, np.ndarray]:
@@ -72,6 +72,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> None:
         assert a[name].tobytes() == b[name].tobytes(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if set(case.dims) >= {0, 1, 2}])
 def test_the_bytes_are_those_of_a_merge_of_files(name: str, tmp_path: Path) -> None:
     case = CASES[name]
@@ -305,6 +306,7 @@ print(resident("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_it_takes_the_output_and_little_more_and_no_torch() -> None:
     code = MEASURE + "assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules)\n"

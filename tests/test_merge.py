@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,6 +118,7 @@ def test_an_input_is_never_overwritten(here: Path) -> None:
     assert weights(here / "a") == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ties", "dare_ties"])
 def test_killed_at_any_point_and_run_again_gives_the_same_bytes(here: Path, method: str) -> None:
     weightsmith.merge(f"{method}.yml", "whole")
@@ -140,7 +143,8 @@ def test_killed_at_any_point_and_run_again_gives_the_same_bytes(here: Path, meth
     assert not staging_folder(here / "out").exists()
 
 
-def test_an_input_that_changed_is_not_mixed_with_finished_work(here: Path) -> None:
+@pytest.mark.parametrize("how", ["touched", "replaced"])
+def test_an_input_that_changed_is_not_mixed_with_finished_work(how: str, here: Path) -> None:
     class Stop(Exception):
         pass
 
@@ -150,12 +154,22 @@ def test_an_input_that_changed_is_not_mixed_with_finished_work(here: Path) -> No
     with pytest.raises(Stop):
         weightsmith.merge("ties.yml", "out", progress=stop)
     shard = next((here / "a").glob("*.safetensors"))
-    os.utime(shard, ns=(1, 1))
+    if how == "touched":
+        os.utime(shard, ns=(1, 1))
+    else:  # by other numbers of equal size and modification time, as `rsync -t` does
+        other = Path(shutil.copy2(shard, here / "other"))
+        before, data = shard.stat(), bytearray(shard.read_bytes())
+        data[-1] ^= 1
+        other.write_bytes(data)
+        os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+        other.replace(shard)
+        assert (shard.stat().st_size, shard.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
     with pytest.raises(StoreError, match="another plan"):
         weightsmith.merge("ties.yml", "out")
     weightsmith.merge("ties.yml", "out", resume=False)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_found_before_the_work(here: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
@@ -175,6 +189,7 @@ except NoSpace as error:
     assert NoSpace.__mro__[1] is StoreError
 
 
+@pytest.mark.slow
 def test_bytes_do_not_depend_on_hash_seed_threads_or_memory(here: Path) -> None:
     outputs = []
     for i, (seed, options) in enumerate([("1", "threads=1"), ("2", "threads=4, max_memory_bytes=260_000_000")]):
@@ -231,6 +246,7 @@ def test_progress_is_told_and_ends_at_all(here: Path) -> None:
     assert [p.written_bytes for p in seen] == sorted(p.written_bytes for p in seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1, 4])
 def test_peak_memory_does_not_grow_with_the_model(tmp_path: Path, scale: int) -> None:
     models(tmp_path, rows=60_000 * scale, layers=2)  # 70 and 280 MB a model
@@ -244,3 +260,29 @@ def test_peak_memory_does_not_grow_with_the_model(tmp_path: Path, scale: int) ->
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert int(output) < 300  # MB; the three inputs of the larger model have 830
+
+
+@pytest.mark.parametrize("after", ["all", "some, then nothing", "some, then an error", "an error"])
+def test_a_copy_that_the_file_system_does_not_finish_is_finished_by_us(
+    tmp_path: Path, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """copy_file_range may copy less than it was asked for, or refuse at any call, as between two file systems."""
+    models(tmp_path, layers=2)
+    sources = [{"model": str(tmp_path / "a"), "layer_range": [first, first + 1]} for first in (1, 0, 1)]
+    recipe = {"merge_method": "passthrough", "slices": [{"sources": [s]} for s in sources]}
+    weightsmith.merge(recipe, tmp_path / "through memory")
+    copy, calls = os.copy_file_range, []
+
+    def copy_some(source: int, target: int, count: int, *offsets: int) -> int:
+        calls.append(count)
+        if after == "an error" or (after == "some, then an error" and len(calls) % 2 == 0):
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        if after == "some, then nothing" and len(calls) % 2 == 0:
+            return 0
+        return copy(source, target, count if after == "all" else min(1000, count), *offsets)
+
+    monkeypatch.setattr("weightsmith.engine.local.copies_by_reference", lambda fd: True)
+    monkeypatch.setattr(os, "copy_file_range", copy_some)
+    weightsmith.merge(recipe, tmp_path / "by the file system", threads=1)
+    assert calls
+    assert weights(tmp_path / "by the file system") == weights(tmp_path / "through memory")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from weightsmith.api import merge as merge
     from weightsmith.api import moe as moe
     from weightsmith.api import plan as plan
+    from weightsmith.api import run as run
     from weightsmith.checkpoint import Checkpoint as Checkpoint
     from weightsmith.checkpoint import open_checkpoint as open_checkpoint
     from weightsmith.engine.local import Progress as Progress
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from weightsmith.methods.user import PerModel as PerModel
     from weightsmith.methods.user import block_method as block_method
     from weightsmith.methods.user import tensor_method as tensor_method
-    from weightsmith.planner.steps import Plan as Plan
+    from weightsmith.plans import Plan as Plan
     from weightsmith.store.save import save_file as save_file
     from weightsmith.store.save import save_model as save_model
     from weightsmith.store.verify import verify as verify
@@ -35,7 +36,7 @@ _HOMES = {
     "Checkpoint": "checkpoint",
     "Merged": "api",
     "PerModel": "methods.user",
-    "Plan": "planner.steps",
+    "Plan": "plans",
     "Progress": "engine.local",
     "WeightsmithError": "errors",
     "block_method": "methods.user",
@@ -44,6 +45,7 @@ _HOMES = {
     "merge_state_dicts": "memory",
     "open_checkpoint": "checkpoint",
     "plan": "api",
+    "run": "api",
     "save_file": "store.save",
     "save_model": "store.save",
     "tensor_method": "methods.user",
@@ -64,6 +66,7 @@ __all__ = [
     "moe",
     "open_checkpoint",
     "plan",
+    "run",
     "save_file",
     "save_model",
     "tensor_method",

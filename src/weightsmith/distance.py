@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weightsmith.planner.steps import Plan
+from weightsmith.plans import Plan
 from weightsmith.structure import analyse
 
 

@@ -11,12 +11,14 @@
     │   ├── NotFound         no such folder, file, hub id or tensor
     │   ├── FormatError      bytes that break the file format (never trusted, never executed)
     │   └── Unsupported      a format, dtype or quantisation that this version does not read
+    ├── NonFinite            a NaN or an infinity among the inputs, or in the result
     ├── MismatchError        inputs that do not go together
     │   ├── ShapeError       unequal shapes
     │   ├── LayerError       layer ranges and stacks that cannot be made
     │   └── TensorLost       a tensor that would be lost without a word
     └── StoreError           what happens to the output
         ├── OutputExists     the target is there already
+        ├── Busy             another process is building the output
         ├── NoSpace          the file system cannot hold the output
         ├── CannotResume     a staging folder of another plan
         └── Corrupt          verify found bytes that differ from the manifest
@@ -68,6 +70,7 @@ class WeightsmithError(Exception):
     def __init__(self, what: str, *, where: str = "", details: Iterable[str] = (), fix: str = "", state: str = "") -> None:
         self.finding = Finding(what, where, tuple(details), fix)
         self.state = state
+        self.product = ""  # of a plan, when computing it raised this
         super().__init__(what)
 
     def __str__(self) -> str:
@@ -153,6 +156,10 @@ class OutputExists(StoreError):
 
 class NoSpace(StoreError):
     """The file system cannot hold the output."""
+
+
+class Busy(StoreError):
+    """Another process is building this output."""
 
 
 class CannotResume(StoreError):

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import glob
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from weightsmith.errors import CheckpointError, NotFound
+from weightsmith.formats.carried import carried_files
 from weightsmith.formats.files import show
-from weightsmith.formats.hf_folder import carried_files, choose_weights, read_index
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +34,22 @@ class Snapshot:
     names: tuple[str, ...]
 
 
-def fetch(repo: str, revision: str | None, cache_dir: str | Path | None, token: str | bool | None) -> Snapshot:
+def fetch(
+    repo: str,
+    revision: str | None,
+    cache_dir: str | Path | None,
+    token: str | bool | None,
+    *,
+    indexes: Sequence[str],
+    weights: Callable[[Path, Collection[str], str], Sequence[str]],
+) -> Snapshot:
     """Bring a hub model's weights and small files into the cache.
 
+    indexes  patterns of index files
+    weights  names of the weight files that are needed: (folder of the index files, names of all files, repository for messages)
+
     The revision is resolved once, everything is taken from that commit. A repository without usable weights is refused
-    before any are downloaded. Raises NotFound, CheckpointError, and what `choose_weights` and `read_index` raise.
+    before any are downloaded. Raises NotFound, CheckpointError, and what `weights` raises.
     """
     import huggingface_hub
     from huggingface_hub.utils.tqdm import tqdm
@@ -56,7 +67,7 @@ def fetch(repo: str, revision: str | None, cache_dir: str | Path | None, token: 
                 revision=revision,
                 cache_dir=cache_dir,
                 token=token,
-                allow_patterns=["config.json", "*.safetensors.index.json"],
+                allow_patterns=["config.json", *indexes],
                 tqdm_class=NoBar,
             )
         )
@@ -72,11 +83,7 @@ def fetch(repo: str, revision: str | None, cache_dir: str | Path | None, token: 
         log.info("%s: the hub was not asked (%s), using the cached %s", where, type(error).__name__, folder)
         return Snapshot(folder, commit, names)
 
-    weights = choose_weights(names, where)
-    files = weights.files
-    if weights.index is not None:
-        files = tuple(dict.fromkeys(read_index(folder / weights.index, names).values()))
-    wanted = [*files, *carried_files(names)]
+    wanted = [*weights(folder, names, where), *carried_files(names)]
     if any(not (folder / name).is_file() for name in wanted):
         try:
             huggingface_hub.snapshot_download(

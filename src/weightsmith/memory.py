@@ -1,33 +1,30 @@
 """Merging models that are in memory: state dicts in, a state dict out. Same plan, same engine, same kernels as for files.
 
-The tensors are read where they lie, tile by tile (`store.views`); the only memory of a model's size is the output's.
+The tensors are read where they lie, tile by tile (`sources.views`); the only memory of a model's size is the output's.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from weightsmith.engine.local import run
+from weightsmith.engine.local import Resources, run
 from weightsmith.errors import Finding, WeightsmithError
 from weightsmith.methods import get
 from weightsmith.methods.user import OwnMethod
 from weightsmith.methods.user_files import at_hand
 from weightsmith.planner.state_dicts import plan_state_dicts
-from weightsmith.planner.steps import Plan
-from weightsmith.store.views import Bytes, View, read_into
+from weightsmith.plans import Plan, Product
+from weightsmith.products.base import Arrays
+from weightsmith.sources.memory import StateDict
+from weightsmith.sources.views import Bytes
 from weightsmith.tensors import DType
-
-if TYPE_CHECKING:
-    from weightsmith.checkpoint import Checkpoint
-
-_NO_FILE = (-1, 0)  # copy_file_range refuses it, and the engine then copies what it has read
 
 
 def merge_state_dicts(
@@ -49,7 +46,7 @@ def merge_state_dicts(
     base        the model that the others were tuned from, for methods that have one
     out_dtype   of the floating tensors: `"bfloat16"`, a numpy or torch dtype; by default the smallest that holds all inputs
     threads     default: the processors this process may use; the result does not depend on it
-    seed        of random masks (DARE)
+    seed        of random masks (DARE, DELLA, `task_vectors`)
     allow_nonfinite   merge NaN and infinities as any number; else they are an error that names tensor and model
     parameters  the method's, as in a recipe: one value, or for what each model has of its own a sequence of one value for each
                 of `models`. A name that Python keeps for itself gets an underscore: `lambda_`
@@ -70,33 +67,18 @@ def merge_state_dicts(
         planned = plan_state_dicts(found, models, base, parameters, out_dtype, seed)
         plan, first = planned.plan, planned.donor
         output = _Output(plan, planned.models[first])
-        inputs = cast("Sequence[Checkpoint]", [_Input(views) for views in planned.views])
-        threads = threads or len(os.sched_getaffinity(0))
+        inputs = [StateDict(views, model.ref) for views, model in zip(planned.views, plan.models, strict=True)]
         try:
-            outcome = run(plan, inputs, output, threads=threads, allow_nonfinite=allow_nonfinite)
+            outcome = run(plan, inputs, output, Resources(threads or 0), allow_nonfinite=allow_nonfinite)
         except WeightsmithError as error:
             error.state = ""  # it speaks of files, and here are none
+            fix = error.finding.fix.replace("--allow-nonfinite (allow_nonfinite=True)", "allow_nonfinite=True")
+            error.finding = replace(error.finding, fix=fix)
             raise
     label = plan.models[first].ref
     for finding in (*plan.warnings, *(Finding(f"the models disagree; taken from {label}", n) for n in outcome.differing)):
         warnings.warn(str(finding), stacklevel=2)
     return {name: output.tensors[planned.same.get(name, name)] for name in planned.views[first]}
-
-
-class _Input:
-    """What the engine needs of a checkpoint."""
-
-    ready = True
-
-    def __init__(self, views: Mapping[str, View]) -> None:
-        self.tensors = views
-
-    def location(self, name: str) -> tuple[int, int]:
-        return _NO_FILE
-
-    def read_into(self, name: str, start_byte: int, buffer: Bytes) -> None:
-        view = self.tensors[name]
-        read_into(view, start_byte // view.spec.dtype.itemsize, buffer)
 
 
 class _Output:
@@ -116,12 +98,15 @@ class _Output:
                 self._bytes[name] = tensor.reshape(-1).view(np.uint8)
             self.tensors[name] = tensor
 
-    def location(self, name: str) -> tuple[int, int]:
-        return _NO_FILE
+    def location(self, name: str) -> None:
+        return None
 
     def write(self, name: str, start_byte: int, buffer: memoryview | Bytes) -> None:
         data = np.frombuffer(buffer, np.uint8)
         self._bytes[name][start_byte : start_byte + data.size] = data
 
-    def finish(self, name: str, checksum: str) -> None:
+    def finish(self, name: str, checksum: str, distance: tuple[float, float] | None) -> None:
+        pass
+
+    def keep(self, product: Product, arrays: Arrays) -> None:
         pass

@@ -79,6 +79,8 @@ DTYPES = {
 
 BY_TORCH_NAME = {d.torch: d for d in DTYPES.values()}
 
+BY_CODE = {d.code: d for d in DTYPES.values() if d.code >= 0}
+
 
 def promote(a: DType, b: DType) -> DType:
     """The smallest floating dtype that holds both: what a merge of the two is written as when no dtype is asked for.

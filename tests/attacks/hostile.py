@@ -49,7 +49,7 @@ CASES = (
     Case("header_length_all_ones", b"\xff" * 64, ("header length 18,446,744,073,709,551,615",)),
     Case("header_length_beyond_file", GOOD[:30], ("header length 54", "ends after 30 bytes", "32 bytes", "interrupted")),
     Case("git_lfs_pointer", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", ("git lfs pull",)),
-    Case("torch_zip", b"PK\x03\x04" + b"\x14\x00" * 40, ("PyTorch archive",)),
+    Case("torch_zip", b"PK\x03\x04" + b"\x14\x00" * 40, ("PyTorch checkpoint", "rename it to .bin")),
     Case("pickle", b"\x80\x02}q\x00(X\x05\x00\x00\x00" * 4, ("pickle",)),
     Case("gguf", b"GGUF\x03\x00\x00\x00" * 4, ("GGUF file",)),
     Case("web_page", b"<!DOCTYPE html><html>Not found</html>", ("web page",)),

@@ -1,4 +1,4 @@
-"""What the shared suite (`tests/test_methods.py`) runs every method on: `CASES` of every file here."""
+"""What the shared suite (`tests/methods/test_methods.py`) runs every method on: `CASES` of every file here."""
 
 from __future__ import annotations
 

@@ -77,6 +77,7 @@ def test_golden(case: Golden, root: Path) -> None:
     check(case, root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"threads": 1}, {"threads": 3}, {"threads": 2, "max_memory_bytes": LITTLE}], ids=str)
 @pytest.mark.parametrize("name", VARIED)
 def test_threads_and_memory_do_not_matter(name: str, options: dict[str, int], root: Path) -> None:

@@ -1,7 +1,7 @@
 """The command line: it parses, calls the Python API and draws what comes back. It decides nothing.
 
     app.py             the commands together
-    merge.py moe.py plan.py verify.py methods.py schema.py      one command each
+    merge.py moe.py plan.py run.py verify.py methods.py schema.py      one command each
     options.py         options that several commands have, and how sizes and dtypes are read
     mergekit_flags.py  mergekit's flags, and what becomes of each
     summary.py         a plan in sums

@@ -13,6 +13,7 @@ from weightsmith.cli.mergekit_flags import MergeCommand, MoeCommand
 from weightsmith.cli.methods import methods
 from weightsmith.cli.moe import moe
 from weightsmith.cli.plan import plan
+from weightsmith.cli.run import run
 from weightsmith.cli.schema import schema
 from weightsmith.cli.text import result
 from weightsmith.cli.verify import verify
@@ -48,6 +49,7 @@ _MERGEKIT = "mergekit-yaml's other flags are accepted and answered, or refused w
 app.command(cls=MergeCommand, epilog=_MERGEKIT)(merge)
 app.command(cls=MoeCommand, epilog=_MERGEKIT.replace("-yaml", "-moe"))(moe)
 app.command()(plan)
+app.command()(run)
 app.command()(verify)
 app.command()(methods)
 app.command()(schema)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -17,72 +16,62 @@ from weightsmith.cli.failures import failures
 from weightsmith.cli.mergekit_flags import answer
 from weightsmith.cli.progress import Meter, Reading, meter, no_bars_in_logs
 from weightsmith.cli.text import count, duration, printable, result, size, warn
+from weightsmith.options import RecipeOptions, RunOptions
 
 if TYPE_CHECKING:
     from weightsmith.api import Merged
     from weightsmith.engine.local import Progress
+    from weightsmith.planner import Prepared
 
 
+@options.expand("report", "device")
 def merge(
     context: typer.Context,
     recipe: options.Recipe,
     out: options.Out,
-    threads: options.Threads = None,
-    max_memory: options.MaxMemory = None,
-    max_shard_size: options.MaxShardSize = options.DEFAULT_MAX_SHARD_BYTES,
-    seed: options.Seed = 0,
-    out_dtype: options.OutDtype = None,
-    overwrite: options.Overwrite = False,
-    resume: options.Resume = True,
-    fsync: options.Fsync = True,
-    card: options.Card = True,
-    mergekit_lenient: options.Lenient = False,
-    allow_nonfinite: options.AllowNonfinite = False,
-    allow_code: options.AllowCode = False,
+    planning: RecipeOptions,
+    running: RunOptions,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
     """Merge checkpoints as RECIPE says, into the new folder OUT.
 
-    OUT appears when all of it is finished. Interrupted work is kept beside it, and the same command goes on with it.
+    OUT is created only when complete. Interrupted work is kept beside it, and the same command resumes it.
     """
     began = time.monotonic()
     with failures(interrupted=lambda: interrupted(out)), ExitStack() as stack:
         no_bars_in_logs(quiet=quiet)
         answer(context, quiet=quiet)
-        from weightsmith.api import execute
         from weightsmith.planner import prepare
 
-        prepared = stack.enter_context(
-            prepare(
-                recipe,
-                out_dtype=out_dtype,
-                max_shard_bytes=max_shard_size,
-                seed=seed,
-                lenient=mergekit_lenient,
-                allow_code=allow_code,
-            )
-        )
-        for finding in prepared.plan.warnings:
-            warn(finding)
-        stack.enter_context(failures(merging=True, interrupted=lambda: interrupted(out)))
-        shown = stack.enter_context(meter(quiet=quiet))
-        merged = execute(
-            prepared,
-            out,
-            threads=threads,
-            max_memory_bytes=max_memory,
-            overwrite=overwrite,
-            resume=resume,
-            fsync=fsync,
-            card=card,
-            allow_nonfinite=allow_nonfinite,
-            progress=lambda p: show_progress(shown, p, "merging"),
-            rechecking=lambda done, total: shown.show(Reading("checking what is there", done, total, done)),
-            began=began,
-        )
+        prepared = stack.enter_context(prepare(recipe, planning))
+        show_warnings(prepared)
+        make(prepared, out, running, "merging", quiet=quiet, as_json=as_json, began=began)
+
+
+def show_warnings(prepared: Prepared) -> None:
+    """What the user should know of a plan."""
+    for finding in prepared.plan.warnings:
+        warn(finding)
+
+
+def make(prepared: Prepared, out: str, running: RunOptions, doing: str, *, quiet: bool, as_json: bool, began: float) -> Merged:
+    """Run a plan with a meter, and report what it did. doing: what the tensors are made by."""
+    from weightsmith.api import Callbacks, execute
+
+    with failures(merging=True, interrupted=lambda: interrupted(out)), meter(quiet=quiet) as shown:
+        merged = execute(prepared, out, running, Callbacks(*callbacks(shown, doing)), began=began)
         shown.close()
         report(merged, quiet=quiet, as_json=as_json)
+        return merged
+
+
+def callbacks(shown: Meter, doing: str) -> tuple[Callable[[Progress], None], Callable[[int, int], None]]:
+    """What shows the progress of a run, and of checking what an earlier one has finished."""
+    return (
+        lambda progress: show_progress(shown, progress, doing),
+        lambda done, total: shown.show(Reading("checking finished tensors", done, total, done)),
+    )
 
 
 def report(merged: Merged, *, quiet: bool, as_json: bool) -> None:
@@ -97,6 +86,12 @@ def report(merged: Merged, *, quiet: bool, as_json: bool) -> None:
 
 def show_progress(shown: Meter, progress: Progress, doing: str) -> None:
     """One line of the meter. doing: what the tensors are made by."""
+    computation = progress.computation
+    if progress.waiting and computation is not None:
+        if computation.total_bytes:  # else it has not begun: torch and transformers are being imported
+            done, total = computation.done_bytes, computation.total_bytes
+            shown.show(Reading(computation.doing, done, total, done))
+        return
     done, total = progress.written_bytes, progress.total_bytes
     label = doing if progress.tensors < progress.total_tensors else "saving to disk"
     detail = f"{progress.tensors:,} of {count(progress.total_tensors, 'tensor')}"
@@ -105,7 +100,7 @@ def show_progress(shown: Meter, progress: Progress, doing: str) -> None:
 
 def _summary(merged: Merged) -> str:
     tensors = count(len(merged.plan.steps), "tensor")
-    nbytes = sum(s.out.nbytes for s in merged.plan.steps)
+    nbytes = sum(out.nbytes for step in merged.plan.steps for out in step.outs)
     moved = merged.read_bytes + merged.written_bytes
     resumed = f", {merged.resumed:,} of them by an earlier run" if merged.resumed else ""
     speed = f" ({size(moved / merged.seconds)}/s read and written)" if merged.seconds > 0 else ""
@@ -122,10 +117,10 @@ def _to_json(merged: Merged) -> dict[str, Any]:
     plan = merged.plan
     return {
         "out": str(merged.out),
-        "method": plan.method,
+        "method": plan.made.name,
         "tensors": len(plan.steps),
         "resumed": merged.resumed,
-        "bytes": sum(s.out.nbytes for s in plan.steps),
+        "bytes": sum(out.nbytes for step in plan.steps for out in step.outs),
         "files": [{"name": s.name, "bytes": s.nbytes} for s in plan.layout.shards],
         "read_bytes": merged.read_bytes,
         "written_bytes": merged.written_bytes,
@@ -141,10 +136,11 @@ def interrupted(out: str) -> str:
     import shlex
 
     from weightsmith.store.staging import staging_folder
+    from weightsmith.store.target import absolute
 
-    folder = staging_folder(Path(os.path.abspath(out)))  # noqa: PTH100  as the store does: links are not followed
+    folder = staging_folder(absolute(out))
     if not folder.exists():
         return "Interrupted. No unfinished work was left."
     # --no-resume on this run discarded an earlier one's work; on the next it would discard this one's.
     command = shlex.join(["weightsmith", *(a for a in sys.argv[1:] if a != "--no-resume")])
-    return f"Interrupted. Finished tensors are kept in {folder}\n  -> go on with the same command: {command}"
+    return f"Interrupted. Finished tensors are kept in {folder}\n  -> resume with the same command: {command}"

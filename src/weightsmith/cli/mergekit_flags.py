@@ -41,11 +41,11 @@ def _switch(name: str, answer: str) -> Flag:
     return Flag((f"--{name}", f"--no-{name}"), "accepted", answer)
 
 
-_CPU = "merging waits for the disk, not for arithmetic, and runs on the CPU; the bytes are the same on every machine"
+_CPU = "merging waits for the disk, not for arithmetic, and runs on the CPU"
 
 FLAGS = (
     _switch("clone-tensors", "shared and overlapping storage is always written right, without copies"),
-    _switch("lazy-unpickle", "pickles are never opened, and safetensors are always read piece by piece"),
+    _switch("lazy-unpickle", "weights are always read piece by piece; pickles are read as data, and never executed"),
     _switch("low-cpu-memory", "memory is bounded whatever the size of the model; --max-memory sets the bound"),
     _switch("async-write", "reading, merging and writing always overlap"),
     Flag(("--write-threads",), "accepted", "every thread writes; --threads sets their number", value=True),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import wraps
 from typing import Annotated, Any
 
 import typer
 
 from weightsmith.errors import nearest
+from weightsmith.options import RecipeOptions, RunOptions
 from weightsmith.tensors import BY_TORCH_NAME, DType
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?)?", re.IGNORECASE | re.ASCII)
@@ -51,6 +56,19 @@ def parse_dtype(text: str | DType) -> DType:
     return BY_TORCH_NAME[name]
 
 
+def parse_encoding(text: str) -> str:
+    """The name of an encoding.
+
+    >>> parse_encoding("fp8-dynamic")
+    'fp8-dynamic'
+    """
+    from weightsmith.encodings import ENCODINGS
+
+    if text not in ENCODINGS:
+        raise typer.BadParameter(f"{text!r} is none of {', '.join(ENCODINGS)}{nearest(text, ENCODINGS)}.")
+    return text
+
+
 def _size_option(name: str, help: str, **more: Any) -> Any:
     return typer.Option(name, metavar="SIZE", parser=parse_size, help=help, **more)
 
@@ -59,41 +77,100 @@ Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe, a YAM
 Out = Annotated[str, typer.Argument(metavar="OUT", help="The folder to make.")]
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", metavar="N", min=1, help="Threads; as many as this process has processors if not given."),
+    typer.Option("--threads", metavar="N", min=1, help="Number of threads; all cores that this process may use if not given."),
 ]
 MaxMemory = Annotated[
     int | None,
     _size_option("--max-memory", "Bound of resident memory, such as 500MB or 2GiB; the result does not depend on it."),
 ]
-MaxShardSize = Annotated[
-    int,
-    _size_option("--max-shard-size", "Bound of one weight file, such as 800MB; 5GB if not given.", show_default=False),
-]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of random masks (DARE).")]
-OutDtype = Annotated[
-    DType | None,
-    typer.Option(
-        "--out-dtype",
-        metavar="DTYPE",
-        parser=parse_dtype,
-        help="Dtype of the output, over the recipe's: bfloat16, float16, float32 or float64.",
-    ),
-]
-Lenient = Annotated[
-    bool,
-    typer.Option("--mergekit-lenient", help="Ignore, with a warning, the settings that mergekit ignores without one."),
-]
-AllowCode = Annotated[bool, typer.Option("--allow-code", help="Run the Python file that merge_method names, if it names one.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")]
-Resume = Annotated[
-    bool, typer.Option("--resume/--no-resume", help="Go on with interrupted work of the same merge, or discard it.")
-]
-Fsync = Annotated[bool, typer.Option("--fsync/--no-fsync", help="Wait until the bytes are on the disk before OUT appears.")]
-Card = Annotated[bool, typer.Option("--card/--no-card", help="Write README.md, a model card.")]
-AllowNonfinite = Annotated[
-    bool, typer.Option("--allow-nonfinite", help="Merge NaN and infinities as any number; else they are an error.")
-]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no summary; warnings and errors are still shown.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
-DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
+FLAGS: Mapping[str, Any] = {
+    "threads": Threads,
+    "max_memory_bytes": MaxMemory,
+    "max_shard_bytes": Annotated[
+        int, _size_option("--max-shard-size", "Bound of one weight file, such as 800MB; 5GB if not given.", show_default=False)
+    ],
+    "seed": Annotated[int, typer.Option("--seed", metavar="N", help="Seed of random masks, router weights and noise.")],
+    "out_dtype": Annotated[
+        DType | None,
+        typer.Option(
+            "--out-dtype",
+            metavar="DTYPE",
+            parser=parse_dtype,
+            help="Dtype of the output, over the recipe's: bfloat16, float16, float32 or float64.",
+        ),
+    ],
+    "lenient": Annotated[
+        bool, typer.Option("--mergekit-lenient", help="Ignore, with a warning, the settings that mergekit ignores silently.")
+    ],
+    "allow_code": Annotated[
+        bool, typer.Option("--allow-code", help="Run the Python file that merge_method names, if it names one.")
+    ],
+    "report": Annotated[
+        bool | None,
+        typer.Option(
+            "--report/--no-report",
+            show_default=False,
+            help="Write where the router sends the prompts, or not; by default if the gate mode runs the base on them anyway.",
+        ),
+    ],
+    "quantize": Annotated[
+        str | None,
+        typer.Option(
+            "--quantize",
+            metavar="ENCODING",
+            parser=parse_encoding,
+            help="Store the weights of linear layers as fp8-dynamic, which transformers and vLLM read; plain if not given.",
+        ),
+    ],
+    "overwrite": Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that already exists.")],
+    "resume": Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Resume interrupted work of the same plan, or discard it.")
+    ],
+    "fsync": Annotated[
+        bool, typer.Option("--fsync/--no-fsync", help="Wait until the bytes are on the disk before OUT is created.")
+    ],
+    "card": Annotated[bool, typer.Option("--card/--no-card", help="Write README.md, a model card.")],
+    "allow_nonfinite": Annotated[
+        bool, typer.Option("--allow-nonfinite", help="Merge NaN and infinities as any number; else they are an error.")
+    ],
+    "device": Annotated[
+        str, typer.Option("--device", metavar="DEVICE", help="Where hidden states are computed: cpu, cuda, cuda:1 or auto.")
+    ],
+}
+"""Field of `RecipeOptions` or `RunOptions` → its flag."""
+
+
+def expand(*skipped: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command of a function whose parameters are option records: each of their fields becomes a flag.
+
+    skipped  fields that the command has no flag for
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        parameters, records = [], {}
+        for parameter in inspect.signature(function, eval_str=True).parameters.values():
+            if parameter.annotation not in (RecipeOptions, RunOptions):
+                parameters.append(parameter)
+                continue
+            names = [field.name for field in fields(parameter.annotation) if field.name not in skipped]
+            records[parameter.name] = parameter.annotation, names
+            defaults = parameter.annotation()
+            parameters += [
+                inspect.Parameter(name, parameter.KEYWORD_ONLY, default=getattr(defaults, name), annotation=FLAGS[name])
+                for name in names
+            ]
+
+        @wraps(function)
+        def command(**given: Any) -> None:
+            made = {to: kind(**{name: given.pop(name) for name in names}) for to, (kind, names) in records.items()}
+            function(**given, **made)
+
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in parameters]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return command
+
+    return decorate

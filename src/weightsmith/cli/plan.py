@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures
+from weightsmith.cli.merge import show_warnings
 from weightsmith.cli.progress import no_bars_in_logs
-from weightsmith.cli.text import count, heading, printable, result, show_table, size, warn
+from weightsmith.cli.text import count, heading, printable, result, show_table, size
+from weightsmith.options import RecipeOptions, RunOptions
 
 if TYPE_CHECKING:
     from weightsmith.cli.summary import Summary
-    from weightsmith.planner import Plan, Prepared
+    from weightsmith.planner import Prepared
+    from weightsmith.plans import Plan, Step
 
 _PIECES_SHOWN = 12
+AS_IT_IS = "as it is"
 
 
+@options.expand("report", "device", "overwrite", "resume", "fsync", "card", "allow_nonfinite")
 def plan(
     recipe: options.Recipe,
+    planning: RecipeOptions,
+    running: RunOptions,
     explain: Annotated[
         str,
         typer.Option(
@@ -34,58 +42,43 @@ def plan(
         bool,
         typer.Option("--distance", help="Merge without writing, and show how far each layer moves from the base."),
     ] = False,
-    threads: options.Threads = None,
-    max_memory: options.MaxMemory = None,
-    max_shard_size: options.MaxShardSize = options.DEFAULT_MAX_SHARD_BYTES,
-    seed: options.Seed = 0,
-    out_dtype: options.OutDtype = None,
-    mergekit_lenient: options.Lenient = False,
-    allow_code: options.AllowCode = False,
     as_json: options.Json = False,
 ) -> None:
     """Show what merging RECIPE would do. Reads headers only (but for --distance), writes nothing.
 
-    Names the modules that `modules:` in a recipe takes. With --json: the whole plan, and where each tensor goes.
+    Names the modules that `modules:` in a recipe takes. With --json: the whole plan, which `weightsmith run` takes, and where
+    each tensor goes.
     """
     with failures():
         no_bars_in_logs(quiet=False)
         from weightsmith.api import prepare_any
 
-        with prepare_any(
-            recipe,
-            out_dtype=out_dtype,
-            max_shard_bytes=max_shard_size,
-            seed=seed,
-            lenient=mergekit_lenient,
-            allow_code=allow_code,
-        ) as prepared:
-            for finding in prepared.plan.warnings:
-                warn(finding)
+        with prepare_any(recipe, planning) as prepared:
+            show_warnings(prepared)
             if explain:
                 _explain(prepared, explain, as_json=as_json)
-                return
-            if distance:
-                _distance(prepared, threads, max_memory, as_json=as_json)
-                return
-            show_plan(prepared, threads=threads, max_memory=max_memory, as_json=as_json)
+            elif distance:
+                _distance(prepared, running, as_json=as_json)
+            else:
+                show_plan(prepared, running, as_json=as_json)
 
 
-def show_plan(prepared: Prepared, *, threads: int | None, max_memory: int | None, as_json: bool) -> None:
+def show_plan(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None:
     """What a plan would do."""
     from weightsmith.cli.summary import summarise
 
-    summary = summarise(prepared, threads=threads, max_memory_bytes=max_memory)
+    summary = summarise(prepared, running)
     if as_json:
         result(json.dumps(_to_json(prepared.plan, summary), ensure_ascii=False))
     else:
-        _show(prepared.plan, summary, max_memory)
+        _show(prepared.plan, summary, running.max_memory_bytes)
 
 
-def _distance(prepared: Prepared, threads: int | None, max_memory: int | None, *, as_json: bool) -> None:
+def _distance(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None:
     from weightsmith.api import measure_distance
     from weightsmith.distance import to_json
 
-    moved = measure_distance(prepared, threads=threads, max_memory_bytes=max_memory)
+    moved = measure_distance(prepared, running)
     if as_json:
         result(json.dumps(to_json(moved)))
     elif not moved:
@@ -97,7 +90,7 @@ def _distance(prepared: Prepared, threads: int | None, max_memory: int | None, *
 
 def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
     shards = plan.layout.shards
-    _fact("method", plan.method)
+    _fact("method", plan.made.name)
     for i, model in enumerate(plan.models):
         _fact("" if i else "models", f"{model.ref}{f' at {model.revision}' if model.revision else ''}")
     files = count(len(shards), "file") + (f" of at most {size(plan.max_shard_bytes)}" if len(shards) > 1 else "")
@@ -112,6 +105,13 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
     _fact("memory", f"{size(memory.peak_bytes)} at most, with {count(memory.threads, 'thread')}{over}")
     _section("output tensors by op")
     show_table(("op", "tensors", "bytes"), [(t.name, f"{t.tensors:,}", size(t.nbytes)) for t in summary.ops], right={1, 2})
+    if summary.stored:
+        _section("how tensors are stored")
+        show_table(
+            ("stored as", "tensors", "bytes", "why", "the first"),
+            [(AS_IT_IS if s.why else s.encoding, f"{s.tensors:,}", size(s.nbytes), s.why, s.first) for s in summary.stored],
+            right={1, 2},
+        )
     _section("modules")
     rows = [
         (m.name, f"{m.tensors:,}", ", ".join(f"{p}0 to {n - 1}" for p, n in m.stacks), ", ".join(m.aliases))
@@ -149,9 +149,10 @@ def _to_json(plan: Plan, summary: Summary) -> dict[str, Any]:
     """The plan's own JSON with each tensor's place, and the sums under `summary`."""
     data = plan.to_json()
     shards, places = plan.layout.shards, plan.layout.places
-    for step in data["steps"]:
-        place = places[step["name"]]
-        step |= {"file": shards[place.shard].name, "offset": place.offset, "bytes": place.nbytes}
+    data["places"] = {
+        name: {"file": shards[place.shard].name, "offset": place.offset, "bytes": place.nbytes}
+        for name, place in places.items()
+    }
     data["hash"] = plan.hash
     data["files"] = [{"name": s.name, "bytes": s.nbytes, "tensors": len(s.tensors)} for s in shards]
     data["summary"] = {
@@ -164,6 +165,10 @@ def _to_json(plan: Plan, summary: Summary) -> dict[str, Any]:
         "peak_memory_bytes": summary.memory.peak_bytes,
         "threads": summary.memory.threads,
         "ops": [{"op": t.name, "tensors": t.tensors, "bytes": t.nbytes} for t in summary.ops],
+        "stored": [
+            {"encoding": s.encoding, "why": s.why, "tensors": s.tensors, "bytes": s.nbytes, "first": s.first}
+            for s in summary.stored
+        ],
         "modules": [
             {
                 "name": m.name,
@@ -191,6 +196,8 @@ def _explain(prepared: Prepared, tensor: str, *, as_json: bool) -> None:
             "op": step.made_by,
             "dtype": step.out.dtype.name,
             "shape": list(step.out.shape),
+            "encoding": step.encoding,
+            "stored": [{"name": out.name, "dtype": out.dtype.name, "shape": list(out.shape)} for out in step.outs],
             "inputs": [{"model": refs[model], "tensor": name} for model, name in inputs],
             "pieces": [{"name": p.out.name, "shape": list(p.out.shape), "op": p.op} for p in step.pieces],
             "parameters": [
@@ -206,6 +213,8 @@ def _explain(prepared: Prepared, tensor: str, *, as_json: bool) -> None:
         result(json.dumps(data, ensure_ascii=False))
         return
     result(f"{heading(printable(tensor))} {list(step.out.shape)} {step.out.dtype}, made by {step.made_by}")
+    for line in _notes(plan, step):
+        result(printable(line))
     result()
     show_table(("from model", "tensor"), [(refs[model], name) for model, name in inputs])
     if step.pieces:
@@ -219,6 +228,22 @@ def _explain(prepared: Prepared, tensor: str, *, as_json: bool) -> None:
         result()
         rows = [(o.parameter, "" if o.model is None else refs[o.model], _value(o.value), o.where) for o in origins]
         show_table(("parameter", "model", "value", "where"), rows)
+
+
+def _notes(plan: Plan, step: Step) -> Iterator[str]:
+    """What else is known of a tensor: how it is stored, and that it is no linear weight to a method of such weights."""
+    from weightsmith import methods
+    from weightsmith.planner.encode import stored_plain
+    from weightsmith.plans import PLAIN
+
+    if step.encoding != PLAIN:
+        yield f"stored as {step.encoding}: {', '.join(f'{out.name} {out.dtype}' for out in step.outs)}"
+    elif plan.encodings:
+        yield f"stored as it is: {stored_plain(plan)[step.out.name]}"
+    merged = [leaf for leaf in step.leaves if leaf.merges]
+    otherwise = methods.get(merged[0].op).otherwise if merged else ""
+    if otherwise and all(leaf.role != "linear" for leaf in merged):
+        yield f"{otherwise}: not a linear weight"
 
 
 def _value(value: object) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -11,7 +11,13 @@ from weightsmith.cli.failures import failures
 from weightsmith.cli.text import result, warn
 
 
-def schema(moe: Annotated[bool, typer.Option("--moe", help="Of recipes of `weightsmith moe`.")] = False) -> None:
+def schema(
+    command: Annotated[
+        Literal["recipe", "moe"],
+        typer.Argument(metavar="recipe|moe", help="Of `weightsmith merge`, or of `weightsmith moe`."),
+    ] = "recipe",
+    moe: Annotated[bool, typer.Option("--moe", help="The same as `weightsmith schema moe`.")] = False,
+) -> None:
     """Print the JSON Schema of recipes.
 
     The methods of installed packages are in it.
@@ -26,5 +32,5 @@ def schema(moe: Annotated[bool, typer.Option("--moe", help="Of recipes of `weigh
         installed, broken = installed_methods()
         for error in broken:
             warn(error.finding)
-        make = moe_schema if moe else merge_schema
+        make = moe_schema if moe or command == "moe" else merge_schema
         result(json.dumps(make((*all_methods(), *installed)), indent=2, ensure_ascii=False))

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weightsmith import methods
-from weightsmith.engine.matrix import matrix_of
+from weightsmith.engine.local import Resources
+from weightsmith.engine.reader import Reader
+from weightsmith.engine.results import Results
 from weightsmith.engine.schedule import RESIDENT_BYTES
 from weightsmith.engine.tiles import fit_resident_bytes, fit_tile_bytes, peak_memory_bytes
-from weightsmith.jobs.linears import is_linear
-from weightsmith.jobs.operations import COPY, OPERATIONS
-from weightsmith.planner import Plan, Prepared
-from weightsmith.planner.steps import Step
+from weightsmith.options import RunOptions
+from weightsmith.planner import Prepared
+from weightsmith.planner.encode import stored_plain
+from weightsmith.plans import COPY, PLAIN, Plan, Step
+from weightsmith.products import Survey, find_kind
 
 TORCH_BYTES = 250 << 20
 """What torch takes by being imported, and working: as measured with the CPU build."""
@@ -28,6 +29,20 @@ class Tally:
     name: str
     tensors: int
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFacts:
+    """Output tensors that are stored in one way: in an encoding, or as they are (`plain`) for one reason.
+
+    nbytes  in the output
+    """
+
+    encoding: str
+    why: str
+    tensors: int
+    nbytes: int
+    first: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +93,7 @@ class Summary:
     """The sums of a plan.
 
     ops          output tensors by op, most bytes first
+    stored       output tensors by how they are stored, if some are encoded
     input_bytes  of the input tensors, each use counted once
     read_bytes   with the passes for statistics before the last one; an upper bound, as a pass may prove needless
     survey_bytes of them those that the method reads of the whole model before it merges the first tensor
@@ -85,6 +101,7 @@ class Summary:
     """
 
     ops: tuple[Tally, ...]
+    stored: tuple[StoredFacts, ...]
     out_bytes: int
     file_bytes: int
     input_bytes: int
@@ -97,21 +114,19 @@ class Summary:
     memory: Memory
 
 
-def summarise(prepared: Prepared, *, threads: int | None = None, max_memory_bytes: int | None = None) -> Summary:
+def summarise(prepared: Prepared, options: RunOptions) -> Summary:
     """The sums of a prepared plan; threads and memory as they would be given to `merge`."""
-    plan = prepared.plan
+    plan, reader = prepared.plan, Reader(prepared.plan, prepared.inputs, Results(prepared.plan))
     ops: dict[str, tuple[int, int]] = {}
     input_bytes = read_bytes = survey_bytes = most = 0
-    passes = _Passes(prepared)
+    passes = _Passes(plan, reader)
     leaves = [leaf for step in plan.steps for leaf in step.leaves]
     for step in plan.steps:
-        nbytes = step.out.nbytes
+        nbytes = sum(out.nbytes for out in step.outs)
         tensors, total = ops.get(step.made_by, (0, 0))
         ops[step.made_by] = tensors + 1, total + nbytes
         for leaf in step.leaves:
-            leaf_bytes = sum(
-                leaf.out.size * prepared.inputs[i.model].tensors[i.tensor].spec.dtype.itemsize for i in leaf.inputs
-            )
+            leaf_bytes = leaf.out.size * sum(reader.dtype(read).itemsize for read in leaf.inputs)
             times = passes.of(leaf)
             most = max(most, times)
             input_bytes += leaf_bytes
@@ -120,6 +135,7 @@ def summarise(prepared: Prepared, *, threads: int | None = None, max_memory_byte
     tallies = sorted((Tally(op, *sums) for op, sums in ops.items()), key=lambda t: -t.nbytes)
     return Summary(
         ops=tuple(tallies),
+        stored=_stored(plan),
         out_bytes=sum(t.nbytes for t in tallies),
         file_bytes=plan.layout.total_bytes,
         input_bytes=input_bytes,
@@ -129,33 +145,26 @@ def summarise(prepared: Prepared, *, threads: int | None = None, max_memory_byte
         modules=_modules(prepared),
         dropped=_dropped(plan),
         changes=tuple(changes(prepared.inputs[plan.donor].config or {}, plan.config or {})),
-        memory=_memory(plan, threads, max_memory_bytes, [passes.resident_bytes(leaf) for leaf in leaves]),
+        memory=_memory(plan, options.threads, options.max_memory_bytes, [passes.resident_bytes(leaf) for leaf in leaves]),
     )
 
 
 class _Passes:
     """How often each step reads its inputs: asked of the jobs themselves, once for each set of parameters and shape."""
 
-    def __init__(self, prepared: Prepared) -> None:
-        self._prepared = prepared
+    def __init__(self, plan: Plan, reader: Reader) -> None:
+        self._reader = reader
         self._known: dict[tuple[object, ...], tuple[int, int]] = {}
-        plan = prepared.plan
-        merged: dict[str, list[Step]] = {}
-        for leaf in (leaf for step in plan.steps for leaf in step.leaves if self._merges(leaf)):
-            merged.setdefault(leaf.op, []).append(leaf)
-        self._surveys = {
-            op: methods.get(op).survey([(leaf, plan.settings[leaf.settings]) for leaf in leaves])
-            for op, leaves in merged.items()
-        }
-
-    @staticmethod
-    def _merges(step: Step) -> bool:
-        return step.merges and step.out.size > 0
+        self._surveys: dict[str, Survey] = {}
+        for product in plan.products:
+            make = find_kind(product.op).survey
+            if make is not None:
+                self._surveys[product.name] = make(product)
 
     def before(self, step: Step) -> int:
-        """Whole passes over the inputs of a step before the merge of the first tensor."""
-        survey = self._surveys.get(step.op)
-        return 0 if survey is None else sum(not survey.sampled(number) for number in range(survey.passes()))
+        """Whole passes over the inputs of a step for products that it needs."""
+        surveys = [self._surveys[name] for name in step.needs if name in self._surveys]
+        return sum(not survey.sampled(number) for survey in surveys for number in range(survey.passes()))
 
     def of(self, step: Step) -> int:
         """Passes over the inputs of a step, the one that writes included."""
@@ -166,11 +175,9 @@ class _Passes:
         return 0 if step.op == COPY or not step.out.size else self._job(step)[1]
 
     def _job(self, step: Step) -> tuple[int, int]:
-        shape = step.out.shape
-        key = step.op, step.settings, step.base, shape, is_linear(step.out.name, shape)
+        key = step.op, step.settings, step.base, step.out.shape, step.role
         if key not in self._known:
-            make = methods.get(step.op).job if step.merges else OPERATIONS[step.op]
-            job = make(matrix_of(self._prepared.plan, step, self._prepared.inputs, self._surveys.get(step.op)))
+            job = self._reader.job(step)
             self._known[key] = job.passes(), job.resident_bytes
         return self._known[key]
 
@@ -186,6 +193,18 @@ def _modules(prepared: Prepared) -> tuple[ModuleFacts, ...]:
         )
         for name, tensors in structure.modules.items()
     )
+
+
+def _stored(plan: Plan) -> tuple[StoredFacts, ...]:
+    why = stored_plain(plan)
+    found: dict[tuple[str, str], list[Step]] = {}
+    for step in plan.steps if plan.encodings else ():
+        found.setdefault((step.encoding, why.get(step.out.name, "")), []).append(step)
+    facts = [
+        StoredFacts(*key, len(steps), sum(out.nbytes for step in steps for out in step.outs), steps[0].out.name)
+        for key, steps in found.items()
+    ]
+    return tuple(sorted(facts, key=lambda fact: (fact.encoding == PLAIN, -fact.nbytes)))
 
 
 def _dropped(plan: Plan) -> tuple[DroppedFacts, ...]:
@@ -210,7 +229,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> I
 
 
 def _memory(plan: Plan, threads: int | None, max_memory_bytes: int | None, resident: Sequence[int]) -> Memory:
-    threads = threads or len(os.sched_getaffinity(0))
+    threads = Resources(threads or 0).workers
     tile_bytes = fit_tile_bytes(max_memory_bytes, threads, plan.widest)
     peak = peak_memory_bytes(tile_bytes, threads, plan.widest)
     if largest := max(resident, default=0):

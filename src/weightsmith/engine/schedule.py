@@ -1,23 +1,26 @@
-"""What to do next: tiles of all tensors feed one pool of threads.
+"""What to do next: one pool of threads takes tiles of steps and of products.
 
 A step becomes one part, or one for each of its pieces. A part goes through its job's statistics passes and then its apply
-pass; each pass is a set of tiles that any thread may take. Parts begun are preferred to new ones, so few are in flight; a
-new one is begun only when no tile of those in flight is free. Nothing here touches bytes.
+pass; a survey (a product that streams) through its own passes over many steps. Each pass is a set of tiles that any thread may
+take. What is begun is preferred to what is not, so little is in flight; a new step is begun only when no tile of those in
+flight is free. A step that needs products waits until they are finished. Nothing here touches bytes.
 """
 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from weightsmith.engine.hashing import TensorHash
 from weightsmith.engine.tiles import Cut
-from weightsmith.jobs.job import Bytes, Job
-from weightsmith.planner.steps import Step
-from weightsmith.store.checksum import DIGEST_BYTES, hash_grains
+from weightsmith.jobs.job import Job, Matrix
+from weightsmith.plans import Product, Step
+from weightsmith.products import Survey
 from weightsmith.tensors import grain_elements
 
 APPLY = -1
@@ -25,56 +28,53 @@ APPLY = -1
 RESIDENT_BYTES = 1 << 30
 """What jobs may hold in memory between their passes, if nobody says otherwise. Most hold next to nothing."""
 
+SURVEY_WINDOW = 64
+"""Results of a survey that may wait for one that comes before them."""
+
+
+class Flight(ABC):
+    """Something with tiles, in flight. The scheduler calls all but `close_pass` under its lock."""
+
+    resident_bytes = 0
+
+    @property
+    @abstractmethod
+    def ready(self) -> bool:
+        """A tile can be taken now."""
+
+    @abstractmethod
+    def take(self) -> Task:
+        """The next tile."""
+
+    @abstractmethod
+    def enter(self, task: Task, result: Any) -> bool:
+        """A tile is done. True when it was the last of its pass."""
+
+    @abstractmethod
+    def close_pass(self) -> None:
+        """Take in what a pass has found; called once a pass, without the scheduler's lock."""
+
+    @abstractmethod
+    def advance(self) -> bool:
+        """Begin the next pass; False when this was the last."""
+
 
 class Work:
-    """One output tensor in flight.
+    """One step in flight.
 
-    digests    of its grains, 8 bytes each, filled in by the apply pass
-    parts      that make it, in the order of their elements
-    left       parts that are not yet finished
+    hashes  of the tensors that it writes
+    parts   that make it, in the order of their elements
+    left    parts that are not yet finished
     """
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        self.grain = grain_elements(step.out.shape)
-        self.digests = bytearray(-(-step.out.size // self.grain) * DIGEST_BYTES)
+        self.hashes = tuple(map(TensorHash, step.outs))
         self.parts: list[Part] = []
         self.left = 0
-        self._lock = threading.Lock()
-        self._shared: dict[int, tuple[bytearray, int]] = {}  # grains that several tiles fill, and the bytes still missing
-
-    def hash(self, first: int, out: Bytes) -> None:
-        """Enter the digests of elements first … of the tensor; a grain that other tiles share is hashed by its last one."""
-        width = self.step.out.dtype.itemsize
-        end = first + len(out) // width
-        head = min(-(-first // self.grain) * self.grain, end)
-        tail = end if end == self.step.out.size else max(head, end // self.grain * self.grain)
-        at = head // self.grain * DIGEST_BYTES
-        if head < tail:
-            digests = hash_grains(out[(head - first) * width : (tail - first) * width], self.grain * width)
-            self.digests[at : at + len(digests)] = digests
-        if first < head:
-            self._fill(first, out[: (head - first) * width])
-        if tail < end:
-            self._fill(tail, out[(tail - first) * width :])
-
-    def _fill(self, first: int, piece: Bytes) -> None:
-        """Some bytes of a grain that ends or begins in another tile."""
-        grain, width = first // self.grain, self.step.out.dtype.itemsize
-        nbytes = min(self.grain, self.step.out.size - grain * self.grain) * width
-        with self._lock:
-            held, missing = self._shared.pop(grain, (bytearray(), nbytes))
-            held = held or bytearray(nbytes)
-            at = (first - grain * self.grain) * width
-            held[at : at + len(piece)] = piece.tobytes()
-            missing -= len(piece)
-            if missing:
-                self._shared[grain] = held, missing
-            else:
-                self.digests[grain * DIGEST_BYTES : (grain + 1) * DIGEST_BYTES] = hash_grains(held, nbytes)
 
 
-class Part:
+class Part(Flight):
     """A tensor, or a piece of one: its job (None: copy bytes), tiles and progress through them.
 
     step       that makes it: the tensor's, or a piece of it
@@ -103,20 +103,30 @@ class Part:
 
     @property
     def ready(self) -> bool:
-        """A tile can be taken now."""
         if self.next_tile == len(self.cuts):
             return False
-        in_order = self.job is not None and self.job.sequential and self.phase != APPLY
-        return not in_order or self.left == len(self.cuts) - self.next_tile
+        return not self.in_order or self.left == len(self.cuts) - self.next_tile
 
-    def fold(self) -> None:
-        """Take in the results of a statistics pass."""
+    @property
+    def in_order(self) -> bool:
+        """The tiles of this pass come one after the other."""
+        return self.job is not None and self.job.sequential and self.phase != APPLY
+
+    def take(self) -> Task:
+        self.next_tile += 1
+        return Task(self, self.phase, self.next_tile - 1, self.step, self.cuts[self.next_tile - 1])
+
+    def enter(self, task: Task, result: Any) -> bool:
+        self.results[task.tile] = result
+        self.left -= 1
+        return self.left == 0
+
+    def close_pass(self) -> None:
         if self.phase != APPLY:
             assert self.job is not None
             self.job.fold(self.phase, self.results)
 
     def advance(self) -> bool:
-        """Begin the next pass; False when this was the last."""
         if self.phase == APPLY:
             return False
         self.number += 1
@@ -124,115 +134,209 @@ class Part:
         return True
 
 
+class SurveyFlight(Flight):
+    """A product that streams: the tiles of all the steps that it looks at, pass after pass, results taken in plan order."""
+
+    def __init__(self, product: Product, survey: Survey, tiles: Callable[[], Iterator[tuple[Step, Matrix, Cut]]]) -> None:
+        """tiles: begins anew for each pass."""
+        self.product = product
+        self.survey = survey
+        self._tiles = tiles
+        self._lock = threading.Lock()
+        self.number = -1
+        self._taken = 0
+        self.more = self.advance()
+
+    def advance(self) -> bool:
+        if self.number + 1 >= self.survey.passes():
+            return False
+        self.number += 1
+        self.survey.begin(self.number)
+        self._rest = self._tiles()
+        self._next = next(self._rest, None)
+        self._taken = self._entered = self._folded = 0
+        self._waiting: dict[int, Any] = {}
+        return True
+
+    @property
+    def ready(self) -> bool:
+        return self._next is not None and self._taken - self._folded < SURVEY_WINDOW
+
+    def take(self) -> Task:
+        assert self._next is not None
+        step, matrix, place = self._next
+        self._next = next(self._rest, None)
+        self._taken += 1
+        if self.survey.sampled(self.number):
+            place = Cut(place.start, min(place.size, matrix.grain))
+        return Task(self, self.number, self._taken - 1, step, place, matrix)
+
+    def enter(self, task: Task, result: Any) -> bool:
+        self._waiting[task.tile] = result
+        self._entered += 1
+        return self._next is None and self._entered == self._taken
+
+    @property
+    def empty(self) -> bool:
+        """It has no tile to look at, or no pass to make."""
+        return not self.more or (self._next is None and not self._taken)
+
+    def drain(self) -> None:
+        """Take in the results that are next, without the scheduler's lock. One thread at a time does it."""
+        while self._folded in self._waiting and self._lock.acquire(blocking=False):
+            try:
+                self._take_waiting()
+            finally:
+                self._lock.release()
+
+    def _take_waiting(self) -> None:
+        while self._folded in self._waiting:
+            self.survey.take(self.number, self._waiting.pop(self._folded))
+            self._folded += 1
+
+    def close_pass(self) -> None:
+        with self._lock:
+            self._take_waiting()
+            self.survey.end(self.number)
+
+
 class Task:
-    """One tile of one pass."""
+    """One tile of one pass. matrix: of a survey's tile."""
 
-    __slots__ = ("part", "phase", "tile")
+    __slots__ = ("flight", "matrix", "phase", "place", "step", "tile")
 
-    def __init__(self, part: Part, tile: int) -> None:
-        self.part = part
-        self.phase = part.phase
+    def __init__(self, flight: Flight, phase: int, tile: int, step: Step, place: Cut, matrix: Matrix | None = None) -> None:
+        self.flight = flight
+        self.phase = phase
         self.tile = tile
+        self.step = step
+        self.place = place
+        self.matrix = matrix
 
 
 class Scheduler:
-    """Hands out tasks to threads until all parts are finished, or one fails."""
+    """Hands out tasks to threads until all steps and products are finished, or something fails."""
 
     def __init__(
         self,
-        parts: Iterator[Part],
-        finished: Callable[[Work], None],
+        steps: Iterable[tuple[Step, frozenset[str]]],
+        products: Iterable[str],
+        begin: Callable[[Step], Sequence[Part]],
+        complete: Callable[[Flight], None],
         resident_bytes: int = RESIDENT_BYTES,
-        begins: Callable[[Part], bool] = lambda part: True,
     ) -> None:
-        """Parts are begun while the jobs in flight hold at most `resident_bytes`; one alone may hold more.
+        """Steps are begun while the jobs in flight hold at most `resident_bytes`; one alone may hold more.
 
-        `parts` is advanced under the lock; `finished` is called once a tensor, from the thread that finished it. A part for
-        which `begins` is False is held, and those after it, until `wake` finds that it can begin.
+        steps     in plan order, with the products that each needs
+        products  that are still to be made
+        begin     the parts of a step; called under the lock. A step without parts is finished by it
+        complete  called without the lock, from the thread that did the last tile: a step's last part is done, or a survey
         """
-        self._waiting = parts
+        self._products = set(products)
+        self._ready: deque[Step] = deque()
+        self._blocked: list[tuple[Step, frozenset[str]]] = []
+        for step, needs in steps:
+            if needs.isdisjoint(self._products):
+                self._ready.append(step)
+            else:
+                self._blocked.append((step, needs))
+        self._begin = begin
+        self._complete = complete
         self._allowed_bytes = resident_bytes
         self._resident_bytes = 0
-        self._held: Part | None = None  # the next part, while there is no memory for it
-        self._finished = finished
-        self._begins = begins
-        self.waiting = False
-        self._flight: deque[Part] = deque()
+        self._parts: deque[Flight] = deque()  # of what was begun last; the first may wait for memory
+        self._flight: deque[Flight] = deque()
         self._condition = threading.Condition()
-        self._exhausted = False
         self.error: BaseException | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """What is left waits for a product that is not made of tiles."""
+        return bool(self._products) and not (self._ready or self._parts or self._flight)
+
+    def product_finished(self, name: str) -> None:
+        """Steps that needed only this product can begin."""
+        with self._condition:
+            self._products.discard(name)
+            still = []
+            for step, needs in self._blocked:
+                if needs.isdisjoint(self._products):
+                    self._ready.append(step)
+                else:
+                    still.append((step, needs))
+            self._blocked = still
+            self._condition.notify_all()
+
+    def survey(self, flight: SurveyFlight) -> None:
+        """Begin a survey, before all else."""
+        with self._condition:
+            self._flight.appendleft(flight)
+            self._condition.notify_all()
 
     def next(self) -> Task | None:
         """The next task; waits for one; None when there is nothing left to do, or something failed."""
         with self._condition:
             while self.error is None:
-                part = self._ready_part()
-                if part is not None:
-                    task = Task(part, part.next_tile)
-                    part.next_tile += 1
-                    return task
-                if self._exhausted and not self._flight:
+                flight = self._next_flight()
+                if flight is not None:
+                    return flight.take()
+                if not (self._ready or self._products or self._parts or self._flight):
+                    self._condition.notify_all()
                     return None
                 self._condition.wait()
         return None
 
-    def _ready_part(self) -> Part | None:
-        for part in self._flight:
-            if part.ready:
-                return part
-        if self._exhausted:
+    def _next_flight(self) -> Flight | None:
+        for flight in self._flight:
+            if flight.ready:
+                return flight
+        while not self._parts and self._ready:
+            self._parts.extend(self._begin(self._ready.popleft()))
+        if not self._parts:
             return None
-        new = self._held or next(self._waiting, None)
-        if new is None:
-            self._exhausted = True
-            self._condition.notify_all()
+        new = self._parts[0]
+        if new.resident_bytes and 0 < self._resident_bytes > self._allowed_bytes - new.resident_bytes:
             return None
-        self.waiting = not self._begins(new)
-        if self.waiting or (new.resident_bytes and 0 < self._resident_bytes > self._allowed_bytes - new.resident_bytes):
-            self._held = new
-            return None
-        self._held = None
         self._resident_bytes += new.resident_bytes
-        self._flight.append(new)
+        self._flight.append(self._parts.popleft())
         return new
 
-    def _remove(self, part: Part) -> None:
-        """A part is finished: what its job held is free again, for threads that wait may still hold the part."""
-        self._flight.remove(part)
-        self._resident_bytes -= part.resident_bytes
-        part.job = None
+    def _remove(self, flight: Flight) -> None:
+        """It is finished: what its job held is free again, for threads that wait may still hold the part."""
+        self._flight.remove(flight)
+        self._resident_bytes -= flight.resident_bytes
+        if isinstance(flight, Part):
+            flight.job = None
         self._condition.notify_all()
 
     def done(self, task: Task, result: Any) -> None:
-        """A task is done; the last of a pass folds it, the last of a part takes the part away."""
-        part = task.part
+        """A task is done; the last of a pass closes it, the last of a part takes the part away."""
+        flight = task.flight
         with self._condition:
-            part.results[task.tile] = result
-            part.left -= 1
-            last = part.left == 0
-            if not last:
-                if part.job is not None and part.job.sequential:
+            last = flight.enter(task, result)
+            if not last and isinstance(flight, Part):
+                if flight.in_order:
                     self._condition.notify_all()
                 return
-        part.fold()
+        if not last:
+            assert isinstance(flight, SurveyFlight)
+            flight.drain()
+            with self._condition:  # there may be room for more results
+                self._condition.notify_all()
+            return
+        flight.close_pass()
         with self._condition:
-            complete = False
-            if not part.advance():
-                part.work.left -= 1
-                complete = part.work.left == 0
-            if not complete:
-                if part.phase == APPLY and part.left == 0:
-                    self._remove(part)
+            if flight.advance():
                 self._condition.notify_all()
                 return
-        self._finished(part.work)
-        with self._condition:  # only now: while a part is in flight no thread ends, so an error here is still seen
-            self._remove(part)
-
-    def wake(self) -> None:
-        """Look again whether the part that is held can begin."""
-        with self._condition:
-            self._condition.notify_all()
+            if isinstance(flight, Part):
+                flight.work.left -= 1
+                if flight.work.left:
+                    self._remove(flight)
+                    return
+        self._complete(flight)
+        with self._condition:  # only now: while it is in flight no thread ends, so an error here is still seen
+            self._remove(flight)
 
     def fail(self, error: BaseException) -> None:
         """Stop handing out tasks; `error` is the first one to be seen."""

@@ -11,6 +11,9 @@ from weightsmith.tensors import DType
 TILE_BYTES = 1 << 20
 """Of each input. Long enough that a call costs nothing beside its work, short enough to stay near the cache."""
 
+ALIGNED_BYTES = 4 << 20
+"""Of each input, in tiles with as many rows as an input prefers: each read of a transposed tensor may sweep its storage."""
+
 INPUTS_BYTES = 8 << 20
 """Of all inputs of a tile together: with more than eight of them each has less, and thirty take no more memory than eight."""
 
@@ -20,7 +23,7 @@ MIN_TILE_BYTES = 128 << 10
 KERNEL_BYTES = 8 << 20
 """A thread's scratch beside its tiles: rows, sums and two histograms."""
 
-RESIDENT_BYTES = 150 << 20
+PROCESS_BYTES = 150 << 20
 """The interpreter, numpy, numba and its compiled kernels, as measured after an empty merge."""
 
 
@@ -63,7 +66,7 @@ def fit_tile_bytes(max_memory_bytes: int | None, threads: int, inputs: int) -> i
     wanted = max(MIN_TILE_BYTES, min(TILE_BYTES, INPUTS_BYTES // max(1, inputs)))
     if max_memory_bytes is None:
         return wanted
-    left = max_memory_bytes - RESIDENT_BYTES - threads * KERNEL_BYTES
+    left = max_memory_bytes - PROCESS_BYTES - threads * KERNEL_BYTES
     tile_bytes = left // (threads * (inputs + 1))
     if tile_bytes < MIN_TILE_BYTES:
         needed = peak_memory_bytes(MIN_TILE_BYTES, threads, inputs)
@@ -85,4 +88,4 @@ def fit_resident_bytes(max_memory_bytes: int | None, threads: int, inputs: int, 
 
 def peak_memory_bytes(tile_bytes: int, threads: int, inputs: int) -> int:
     """What a run is expected to take at most, resident: a bound that does not know the model's size."""
-    return RESIDENT_BYTES + threads * (KERNEL_BYTES + (inputs + 1) * tile_bytes)
+    return PROCESS_BYTES + threads * (KERNEL_BYTES + (inputs + 1) * tile_bytes)

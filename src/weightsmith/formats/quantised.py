@@ -28,12 +28,10 @@ def describe_quantisation(config: Mapping[str, Any] | None, specs: Mapping[str, 
     >>> describe_quantisation({"quantization_config": {"quant_method": "gptq", "bits": 4}}, {})
     "'gptq', 4 bits (quantization_config in config.json)"
     """
-    for where, part in _parts(config or {}):
-        for key in _CONFIG_KEYS:
-            if isinstance(entry := part.get(key), Mapping) and entry:
-                method = entry.get("quant_method") or entry.get("mode") or "unnamed method"
-                bits = f", {show(entry['bits'])} bits" if "bits" in entry else ""
-                return f"{show(method)}{bits} ({where}{key} in config.json)"
+    for where, entry in config_entries(config or {}):
+        method = entry.get("quant_method") or entry.get("mode") or "unnamed method"
+        bits = f", {show(entry['bits'])} bits" if "bits" in entry else ""
+        return f"{show(method)}{bits} ({where} in config.json)"
     suffixes = tuple(_SUFFIXES)
     for name in specs:
         if name.endswith(suffixes):
@@ -48,5 +46,25 @@ def describe_quantisation(config: Mapping[str, Any] | None, specs: Mapping[str, 
     return None
 
 
-def _parts(config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    return [("", config), *((f"{key}.", value) for key, value in config.items() if isinstance(value, Mapping))]
+def config_entries(config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """What config.json says of quantisation, each with its place: at the top level, then in sub-configs.
+
+    >>> config_entries({"text_config": {"quantization_config": {"bits": 4}}})
+    [('text_config.quantization_config', {'bits': 4})]
+    """
+    parts = [("", config), *((f"{key}.", value) for key, value in config.items() if isinstance(value, Mapping))]
+    found = [(where + key, part.get(key)) for where, part in parts for key in _CONFIG_KEYS]
+    return [(where, entry) for where, entry in found if isinstance(entry, Mapping) and entry]
+
+
+def without_entries(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of the same model with plain weights.
+
+    >>> without_entries({"hidden_size": 8, "text_config": {"quantization_config": {"bits": 4}}})
+    {'hidden_size': 8, 'text_config': {}}
+    """
+    return {
+        key: {k: v for k, v in value.items() if k not in _CONFIG_KEYS} if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in _CONFIG_KEYS
+    }

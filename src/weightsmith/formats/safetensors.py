@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from weightsmith.errors import CheckpointError, FormatError, Unsupported
-from weightsmith.formats.files import open_regular, show
+from weightsmith.formats.files import DAMAGED, FileState, StoredTensor, lookalike, open_regular, show
 from weightsmith.formats.strict_json import parse_object
 from weightsmith.tensors import DTYPES, DType, TensorSpec
 
@@ -31,28 +31,6 @@ MAX_DIMENSIONS = 64  # numpy's bound; also keeps the product of the dimensions s
 MAX_BYTES = 2**63 - 1  # what a file offset can hold
 
 _KEYS = {"dtype", "shape", "data_offsets"}
-_DAMAGED = "The file is damaged, or was written by a faulty tool: download or export it again."
-_LOOKALIKES = (
-    (b"version ", "It is a git-lfs pointer, not the weights: run `git lfs pull` in its folder."),
-    (b"PK\x03\x04", "It is a PyTorch archive (.bin/.pt) under another name: convert it to safetensors."),
-    (b"\x80", "It is a pickle (.bin/.pt) under another name: convert it to safetensors."),
-    (b"GGUF", "It is a GGUF file under another name: get the original safetensors checkpoint."),
-    (b"<", "It is a web page, not the weights: the download went wrong."),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor and where its bytes are.
-
-    spec    name, dtype, shape
-    file    the file, as it was opened
-    offset  of the first byte, from the start of the file
-    """
-
-    spec: TensorSpec
-    file: Path
-    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +40,20 @@ class Header:
     tensors     in the order of their bytes in the file
     metadata    the `__metadata__` entry, {} when there is none
     data_start  offset of the first byte of tensor data
-    nbytes      size of the file
-    mtime_ns    when the file was last changed, taken before its header was read
+    state       of the file, taken before its header was read
     digest      xxh3_128 of the header's JSON bytes, hex
     """
 
     tensors: tuple[StoredTensor, ...]
     metadata: dict[str, str]
     data_start: int
-    nbytes: int
-    mtime_ns: int
+    state: FileState
     digest: str
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return self.state.nbytes
 
 
 def read_header(path: Path) -> Header:
@@ -95,9 +76,9 @@ def read_header(path: Path) -> Header:
 
 
 def _read_header(path: Path) -> Header:
-    nbytes, mtime_ns, text = _read_text(path)
+    state, text = _read_text(path)
     data_start = 8 + len(text)
-    entries = parse_object(text, "the header", str(path), _DAMAGED)
+    entries = parse_object(text, "the header", str(path), DAMAGED)
     metadata = _check_metadata(entries.pop("__metadata__", None), path)
 
     placed: list[tuple[int, int, int, str, DType, tuple[int, ...]]] = []
@@ -106,11 +87,11 @@ def _read_header(path: Path) -> Header:
             dtype, shape, start, end = _check_entry(entry)
         except CheckpointError as error:  # the inner message is short; name and file are added here, once
             raise type(error)(
-                f"tensor {show(name)}: {error.finding.what}", where=str(path), fix=error.finding.fix or _DAMAGED
+                f"tensor {show(name)}: {error.finding.what}", where=str(path), fix=error.finding.fix or DAMAGED
             ) from None
         placed.append((start, end, position, name, dtype, shape))
     placed.sort()  # `position` is unique, so names and dtypes are never compared
-    _check_cover(placed, nbytes - data_start, path)
+    _check_cover(placed, state.nbytes - data_start, path)
 
     return Header(
         tensors=tuple(
@@ -118,8 +99,7 @@ def _read_header(path: Path) -> Header:
         ),
         metadata=metadata,
         data_start=data_start,
-        nbytes=nbytes,
-        mtime_ns=mtime_ns,
+        state=state,
         digest=xxhash.xxh3_128_hexdigest(text),
     )
 
@@ -140,12 +120,12 @@ def _collector_paused() -> Iterator[None]:
         gc.enable()
 
 
-def _read_text(path: Path) -> tuple[int, int, bytes]:
-    """File size, modification time, and the bytes of the header's JSON."""
+def _read_text(path: Path) -> tuple[FileState, bytes]:
+    """The file's state, and the bytes of the header's JSON."""
     with open_regular(path) as file:
         try:
-            stat = os.fstat(file.fileno())
-            nbytes = stat.st_size
+            state = FileState.of(os.fstat(file.fileno()))
+            nbytes = state.nbytes
             prefix = file.read(8) or b""
             if len(prefix) < 8:
                 raise FormatError(
@@ -155,12 +135,11 @@ def _read_text(path: Path) -> tuple[int, int, bytes]:
                 )
             length = int.from_bytes(prefix, "little")
             if length > MAX_HEADER_BYTES:
-                hints = [hint for magic, hint in _LOOKALIKES if prefix.startswith(magic)]
                 raise FormatError(
                     f"not a safetensors file: header length {length:,} where at most {MAX_HEADER_BYTES:,} is allowed "
                     f"(first bytes {prefix!r})",
                     where=str(path),
-                    fix=hints[0] if hints else _DAMAGED,
+                    fix=lookalike(prefix),
                 )
             if 8 + length > nbytes:
                 raise FormatError(
@@ -180,20 +159,20 @@ def _read_text(path: Path) -> tuple[int, int, bytes]:
             where=str(path),
             fix="Another program is writing the file: wait for it, then try again.",
         )
-    return nbytes, stat.st_mtime_ns, bytes(text)
+    return state, bytes(text)
 
 
 def _check_metadata(metadata: Any, path: Path) -> dict[str, str]:
     if metadata is None:  # absent, or null: the reference reader takes both
         return {}
     if not isinstance(metadata, dict):
-        raise FormatError(f"__metadata__ is not a JSON object but {show(metadata)}", where=str(path), fix=_DAMAGED)
+        raise FormatError(f"__metadata__ is not a JSON object but {show(metadata)}", where=str(path), fix=DAMAGED)
     for key, value in metadata.items():
         if not isinstance(value, str):
             raise FormatError(
                 f"__metadata__: the value of {show(key)} is not a string but {show(value)}",
                 where=str(path),
-                fix=_DAMAGED,
+                fix=DAMAGED,
             )
     return metadata
 
@@ -259,7 +238,7 @@ def _check_cover(placed: list[tuple[int, int, int, str, DType, tuple[int, ...]]]
             else:
                 after = f"tensor {show(before)} ends" if before else "the data before it ends"
                 what = f"{here}, but {after} at {covered:,}: a hole of {start - covered:,} bytes"
-            raise FormatError(what, where=str(path), fix=_DAMAGED)
+            raise FormatError(what, where=str(path), fix=DAMAGED)
         covered, before = end, name
     if covered > data_bytes:
         raise FormatError(
@@ -271,5 +250,5 @@ def _check_cover(placed: list[tuple[int, int, int, str, DType, tuple[int, ...]]]
         raise FormatError(
             f"{data_bytes - covered:,} trailing bytes: the tensors end at {covered:,}, the data at {data_bytes:,}",
             where=str(path),
-            fix=_DAMAGED,
+            fix=DAMAGED,
         )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
-from weightsmith.jobs.survey import Survey
 from weightsmith.kernels.elementwise import count_active, merge_active
 
 Counts = npt.NDArray[np.int64]
@@ -40,16 +39,24 @@ def count_tile(matrix: Matrix, tile: Tile, epsilon: float) -> Counts:
 
 
 class ActiveJob(Job):
-    """RAM: the delta of the one model that is active, else the mean of the active ones.
+    """RAM: the delta of the one model that is active, |delta| > epsilon, else the mean of the active ones; factor · either.
 
-    alone  from the counts of the matrix to factors (float64 [models]) on deltas that are active alone; None: RAM, all 1
+    alone  factors (float64 [models]) on deltas that are active alone, or a function to them from the counts of the matrix;
+           None: RAM, all 1
     """
 
-    def __init__(self, matrix: Matrix, alone: Callable[[Counts], npt.NDArray[np.float64]] | None = None) -> None:
+    def __init__(
+        self,
+        matrix: Matrix,
+        epsilon: float,
+        alone: npt.NDArray[np.float64] | Callable[[Counts], npt.NDArray[np.float64]] | None = None,
+        factor: float = 1.0,
+    ) -> None:
         super().__init__(matrix)
-        self.epsilon = float(matrix.shared["epsilon"])  # type: ignore[arg-type]
-        self.factors = np.ones(len(matrix.codes) - 1)
-        self._alone = alone
+        self.epsilon = epsilon
+        self.factor = factor
+        self._alone = alone if callable(alone) else None
+        self.factors = np.ones(len(matrix.codes) - 1) if alone is None or callable(alone) else alone
 
     def passes(self) -> int:
         return 0 if self._alone is None else 1
@@ -63,28 +70,5 @@ class ActiveJob(Job):
 
     def apply(self, tile: Tile, out: Bytes) -> None:
         m, scratch = self.matrix, tile.scratch
-        factor = float(m.shared.get("lambda", 1.0))  # type: ignore[arg-type]
         rows, sums = scratch.rows(len(m.codes), m.codes, m.out_code), scratch.sums(3)
-        merge_active(tile.raw, m.codes, tile.size, self.epsilon, self.factors, factor, out, m.out_code, rows, sums)
-
-
-class ActiveSurvey(Survey):
-    """Where each model (by its number in the plan) is active, over all tensors of the merge, each with its own epsilon."""
-
-    def __init__(self) -> None:
-        self.counts: dict[int, Counts] = {}
-
-    def passes(self) -> int:
-        return 1
-
-    def statistics(self, number: int, matrix: Matrix, tile: Tile) -> tuple[tuple[int, ...], Counts]:
-        return matrix.inputs[1:], count_tile(matrix, tile, float(matrix.shared["epsilon"]))  # type: ignore[arg-type]
-
-    def fold(self, number: int, results: Iterable[tuple[tuple[int, ...], Counts]]) -> None:
-        for models, counts in results:
-            for model, count in zip(models, counts, strict=True):
-                self.counts[model] = self.counts.get(model, np.zeros(2, np.int64)) + count
-
-    def of(self, models: Sequence[int]) -> Counts:
-        """The counts of these models, [models, 2]; zeros before the pass."""
-        return np.stack([self.counts.get(model, np.zeros(2, np.int64)) for model in models])
+        merge_active(tile.raw, m.codes, tile.size, self.epsilon, self.factors, self.factor, out, m.out_code, rows, sums)

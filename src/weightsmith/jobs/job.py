@@ -17,9 +17,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith.plans import Parameters, Role
+
 Bytes = npt.NDArray[np.uint8]
-Value = bool | int | float | str
-Parameters = Mapping[str, Value | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a product has made: its settings, the numbers of the models that these speak of, and its arrays in order."""
+
+    settings: Mapping[str, Any]
+    models: tuple[int, ...]
+    arrays: tuple[npt.NDArray[Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +45,10 @@ class Matrix:
     models        parameters of each input (of the base too: usually none)
     seed          of the random masks
     inputs        for each input its model's number in the plan
-    survey        what the method asked to know of the whole model (`Method.survey`), or None
+    results       of the products that its step needs, in that order
     shape         of the matrix
+    role          what it is to a method
+    layer         prefix of the layer it belongs to, "" outside the layers
     """
 
     name: str
@@ -51,8 +62,10 @@ class Matrix:
     models: tuple[Parameters, ...]
     seed: int
     inputs: tuple[int, ...] = ()
-    survey: object = None
+    results: tuple[Result, ...] = ()
     shape: tuple[int, ...] = ()
+    role: Role = "other"
+    layer: str = ""
 
     @property
     def row(self) -> int:
@@ -64,9 +77,16 @@ class Matrix:
         """Rows are float64: the output is F32 or F64, or an input F64."""
         return needs_float64(self.codes, self.out_code)
 
-    def weights(self, name: str = "weight") -> npt.NDArray[np.float64]:
-        """float64: the parameter `name` of each input, the base left out."""
-        return np.array([m[name] for m in self.models[1 if self.base else 0 :]], np.float64)
+    @property
+    def own(self) -> tuple[Parameters, ...]:
+        """The parameters of each input but the base."""
+        return self.models[1 if self.base else 0 :]
+
+    def number(self, name: str) -> float:
+        """A parameter of the tensor that is a number."""
+        value = self.shared[name]
+        assert isinstance(value, float | int), f"{name} is {value!r}"
+        return float(value)
 
 
 def needs_float64(codes: npt.NDArray[np.int64], out_code: int) -> bool:

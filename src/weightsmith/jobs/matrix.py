@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from weightsmith.errors import ParameterError
 from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
-from weightsmith.jobs.linears import needs_torch
+from weightsmith.jobs.requires import needs_torch
 from weightsmith.kernels.matrix import combine_with, copy_rows
 
 Tensor = Any  # torch is optional: without it mypy could not name its type
@@ -120,7 +120,7 @@ class MatrixJob(Job):
         side: int | None = None,
     ) -> None:
         super().__init__(matrix)
-        if missing := needs_torch({}, ()):
+        if missing := needs_torch():
             raise ParameterError(missing)
         self.merge = merge
         self.coefficients = np.asarray(coefficients, np.float64)

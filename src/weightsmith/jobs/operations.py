@@ -7,16 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from weightsmith.jobs.job import Job, Matrix
-
-COPY = "copy"
-"""Bytes as they are."""
-
-JOIN = "join"
-"""The pieces of a step, one after another."""
-
-
-PERTURB = "perturb"
-"""Numbers of an expert with noise, some of them drawn anew, times a factor."""
+from weightsmith.plans import CAST, COPY, FILL, PERTURB
 
 
 def _cast(matrix: Matrix) -> Job:
@@ -31,13 +22,20 @@ def _perturbed(matrix: Matrix) -> Job:
     return PerturbedJob(matrix)
 
 
+def _fill(matrix: Matrix) -> Job:
+    from weightsmith.jobs.fill import FillJob
+
+    return FillJob(matrix)
+
+
 def _no_job(matrix: Matrix) -> Job:
     raise AssertionError(f"{matrix.name} is copied without a job")
 
 
 OPERATIONS: Mapping[str, Callable[[Matrix], Job]] = {
     COPY: _no_job,
-    "cast": _cast,  # the same numbers in another dtype
+    CAST: _cast,
+    FILL: _fill,
     PERTURB: _perturbed,
 }
 """Name of the op → the job of one logical matrix."""

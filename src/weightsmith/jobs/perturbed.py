@@ -6,7 +6,6 @@ they are, and all random numbers, follow from the seed, the layer and the expert
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
@@ -28,20 +27,17 @@ class PerturbedJob(Job):
     drop_fraction   of the neurons that are drawn anew, rounded to whole ones: from N(μ, σ²) with mean and standard deviation of
                     the elements they replace (Drop-Upcycling: Nakamura et al. 2025, arXiv 2502.19261)
     factor          on all of it, at last
-
-    The name of the matrix begins with that of its layer: `model.layers.3.`.
     """
 
     def __init__(self, matrix: Matrix) -> None:
         super().__init__(matrix)
         p = matrix.shared
-        layer = re.match(r"(?:.*?\.)?\d+\.", matrix.name)
-        self._expert = f"{layer[0] if layer else ''}expert {p['expert']}"
+        self._expert = f"{matrix.layer}expert {p['expert']}"
         self._by_rows = p["part"] != "down"
-        limit = round(float(p["noise_fraction"]) * 2.0**32)  # type: ignore[arg-type]
-        self._noise = (self._key("noise"), self._key("noisy"), limit, float(p["noise_scale"]))  # type: ignore[arg-type]
-        self._factor = float(p["factor"])  # type: ignore[arg-type]
-        self._chosen = self._choose(float(p["drop_fraction"]))  # type: ignore[arg-type]
+        limit = round(matrix.number("noise_fraction") * 2.0**32)
+        self._noise = (self._key("noise"), self._key("noisy"), limit, matrix.number("noise_scale"))
+        self._factor = matrix.number("factor")
+        self._chosen = self._choose(matrix.number("drop_fraction"))
         self._mean = self._deviation = 0.0
 
     def _key(self, what: str, part: str | None = None) -> Any:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.jobs.job import Matrix, Tile
+from weightsmith.jobs.job import Matrix, Result, Tile
 from weightsmith.kernels.select import (
     HIGH_BINS,
     MAX_PATTERNS,
@@ -53,7 +53,7 @@ class Search:
     missed  the guess was wrong: `high`, int64 [HIGH_BINS], is counted next, and then a window that is sure
     found   the bits of the k-th; -1 until known
     quota   of the elements equal to the k-th, the first so many are among the k
-    untold  it is not known in which tile the last of these lies
+    unknown  it is not known in which tile the last of these lies
     """
 
     rank: int
@@ -62,7 +62,7 @@ class Search:
     missed: bool = False
     found: int = -1
     quota: int = 0
-    untold: bool = False
+    unknown: bool = False
     high: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
@@ -207,7 +207,7 @@ class Selection:
         if not searches:
             return []
         missed = ["high", "sure"] if any(s.missed for s in searches) else []
-        return ["window", *missed, *(["ties"] if any(s.untold for s in searches) else [])]
+        return ["window", *missed, *(["ties"] if any(s.unknown for s in searches) else [])]
 
     def statistics(self, kind: str, tile: Tile) -> None:
         """Count one tile. What is counted stays here: the pass that is on needs no results."""
@@ -256,7 +256,7 @@ class Selection:
         factors = self._row_factors(tile)
         together: dict[int, list[tuple[Key, Search]]] = {}  # the searches in one score, which is then computed once
         for key, search in self.searches.items():
-            if (kind == "sure" and not search.missed) or (kind == "ties" and not search.untold):
+            if (kind == "sure" and not search.missed) or (kind == "ties" and not search.unknown):
                 continue
             if kind == "window":
                 self._guess(key, search, tile, factors)
@@ -311,7 +311,7 @@ class Selection:
         elif search.quota == int(numbers[at]):
             self._ties[key] = self.matrix.size, 0  # all of them: none lies beyond the cut of any tile
         else:
-            search.untold = True
+            search.unknown = True
             search.first, search.end = search.found, search.found + 1
 
     def _find_tie(self, key: Key, search: Search, counted: Counted) -> None:
@@ -326,3 +326,11 @@ class Selection:
 
 
 _NONE = np.zeros(0)
+
+
+def model_limits(result: Result, model: int, density: float, gamma: float) -> tuple[int, int]:
+    """What a model's magnitudes are compared with, from a `thresholds` product: bits of the smallest that is kept, and of the
+    smallest that is too large (2^31 - 1: none)."""
+    k = result.settings["wanted"].index([result.models.index(model), density, gamma])
+    low, high = result.arrays[0][k]
+    return int(low), int(high)

@@ -1,29 +1,22 @@
 """The job behind task arithmetic, TIES, DARE, DELLA, breadcrumbs and their kin: a few axes, one kernel.
 
 Passes over the inputs, each only if needed: one for exact thresholds (two more when its guess was wrong, see
-`selection.py`), one for L1 norms, one to apply. Thresholds over the whole model come from a survey (`survey.py`).
+`selection.py`), one for L1 norms, one to apply. Thresholds over the whole model are a product.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from weightsmith.jobs.axes import Axes
 from weightsmith.jobs.job import Bytes, Job, Matrix, Scratch, Tile
-from weightsmith.jobs.selection import Key, Selection, kept_ranks
-from weightsmith.jobs.survey import Thresholds
+from weightsmith.jobs.selection import Key, Selection, kept_ranks, model_limits
 from weightsmith.kernels import task_vector as kernel
 from weightsmith.kernels.codecs import BLOCK
-
-Sparsifier = Literal["none", "magnitude", "magnitude_outliers", "random", "row_rank", "groups"]
-Scope = Literal["tensor", "row", "model"]
-Rescale = Literal["none", "l1", "inv_density", "inv_probability"]
-Election = Literal["none", "sum", "count"]
-Combine = Literal["sum", "mean", "disjoint_mean", "absmax"]
 
 _ELECT = {"none": kernel.ELECT_NONE, "sum": kernel.ELECT_SUM, "count": kernel.ELECT_COUNT}
 _MEAN = {"sum": kernel.SUM, "mean": kernel.BY_WEIGHT, "disjoint_mean": kernel.BY_COUNT, "absmax": kernel.LARGEST}
@@ -33,30 +26,6 @@ _NOTHING_LARGER = 0x7FFFFFFF
 
 REMEMBER_BYTES = 64 << 20
 """Masks that are slow to make are remembered from the pass for norms, a bit an element, if a matrix has no more of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Axes:
-    """A method of the family.
-
-    sparsifier  `magnitude` keeps the largest deltas, `magnitude_outliers` the largest but for the very largest, `random` each
-                with probability density, `row_rank` each with a probability that grows with its rank in the row, `groups`
-                the largest of each group of neighbours that no earlier model has kept
-    scope       what magnitudes are ranked among: the tensor, each row, or all tensors of the model
-    rescale     what is left of a delta is multiplied by: `l1` what restores the tensor's L1 norm, `inv_density` 1/density,
-                `inv_probability` the inverse of each element's probability
-    elect       contributions against the elected sign are left out
-    combine     `sum`; `mean`, divided by the weights that contributed; `disjoint_mean`, divided by the number of models
-                that did; `absmax`, the largest alone
-    factor      lambda
-    """
-
-    sparsifier: Sparsifier
-    rescale: Rescale
-    elect: Election
-    combine: Combine
-    factor: float
-    scope: Scope = "tensor"
 
 
 def random_key(seed: int, model: int, tensor: str) -> int:
@@ -70,7 +39,7 @@ class TaskVectorJob(Job):
     def __init__(self, matrix: Matrix, axes: Axes) -> None:
         super().__init__(matrix)
         self.axes = axes
-        self.weights = matrix.weights()
+        self.weights = np.array(axes.weight, np.float64)
         models = len(self.weights)
         self.scales = np.ones(models)
         self.modes = np.full(models, kernel.KEEP_ALL, np.int64)
@@ -81,8 +50,8 @@ class TaskVectorJob(Job):
         self._selected: list[tuple[int, int, Key]] = []  # model, which of its two limits, and that limit's key
         ranks: dict[Key, int] = {}
         if axes.sparsifier != "none":
-            for i, own in enumerate(matrix.models[1:]):
-                self._set_mode(i, {name: float(v) for name, v in own.items() if isinstance(v, (int, float))}, ranks)
+            for i in range(models):
+                self._set_mode(i, ranks)
         self._selection = Selection(matrix, ranks)
         self._mean = _MEAN[axes.combine]
         self.factor = axes.factor
@@ -102,14 +71,15 @@ class TaskVectorJob(Job):
 
     # ---- masks
 
-    def _set_mode(self, i: int, own: dict[str, float], ranks: dict[Key, int]) -> None:
+    def _set_mode(self, i: int, ranks: dict[Key, int]) -> None:
         """The mask of model i from its parameters; `ranks` takes the order statistics it needs."""
-        density, sparsifier = own["density"], self.axes.sparsifier
-        gamma = own["gamma"] if sparsifier == "magnitude_outliers" else 0.0
+        axes, sparsifier = self.axes, self.axes.sparsifier
+        density = float(axes.density[i])
+        gamma = float(axes.gamma[i]) if sparsifier == "magnitude_outliers" else 0.0
         if density <= 0:
             self.modes[i] = kernel.KEEP_NONE
         elif sparsifier == "groups":
-            group = int(own["group"])
+            group = int(axes.group[i])
             self.modes[i] = kernel.KEEP_GROUPS
             self.limits[i] = max(1, round(density * group)), group
         elif density >= 1:
@@ -119,10 +89,10 @@ class TaskVectorJob(Job):
             self.limits[i, 0] = round(density * 2.0**32)
         elif sparsifier == "row_rank":
             self.modes[i] = kernel.KEEP_BY_RANK
-            self.shares[i] = density, own["epsilon"]
+            self.shares[i] = density, axes.epsilon[i]
         else:
             self._set_magnitudes(i, density, gamma, ranks)
-        if self.axes.rescale == "inv_density" and density > 0:
+        if axes.rescale == "inv_density" and density > 0:
             self.scales[i] = 1 / density
 
     def _set_magnitudes(self, i: int, density: float, gamma: float, ranks: dict[Key, int]) -> None:
@@ -133,9 +103,8 @@ class TaskVectorJob(Job):
             return
         self.modes[i] = kernel.KEEP_LARGE if gamma <= 0 else kernel.KEEP_BAND
         if scope == "model":
-            assert isinstance(m.survey, Thresholds)
             # All that are as large as the lower threshold stay, and none as large as the upper one.
-            self.limits[i] = m.survey.of(m.inputs[1 + i], density, gamma)
+            self.limits[i] = model_limits(m.results[0], m.inputs[1 + i], density, gamma)
             self._own_cuts[i] = m.size
             return
         self.limits[i, 1] = _NOTHING_LARGER

@@ -151,12 +151,3 @@ def encode(row: np.ndarray, n: int, code: int, start: int, raw: np.ndarray) -> N
             finite = min(_round_bits(min(magnitude, np.uint32(0x47800000)), 15, 2), np.uint32(0x7C))
             small = np.uint32(0x7E) if magnitude > np.uint32(0x7F800000) else finite
             raw[start + j] = np.uint8(small | ((u >> np.uint32(24)) & np.uint32(0x80)))
-
-
-@kernel
-def recode(source: np.ndarray, source_code: int, n: int, target: np.ndarray, target_code: int, row: np.ndarray) -> None:
-    """Cast n elements of one byte buffer into another; row is float32 or float64 [BLOCK] of scratch."""
-    for start in range(0, n, BLOCK):
-        m = min(BLOCK, n - start)
-        decode(source, source_code, start, m, row)
-        encode(row, m, target_code, start, target)

@@ -1,4 +1,7 @@
-"""The slow, obvious twin of every kernel, in numpy float64. Tests hold the kernels to these; nothing else uses them."""
+"""Slow, obvious twins of kernels, in numpy. Tests hold the kernels to these; nothing else uses them.
+
+Kernels whose reference is a formula of a method have theirs in `tests/cases`.
+"""
 
 from __future__ import annotations
 
@@ -92,3 +95,24 @@ def merge_task_vectors(
     if normalize:
         mixed /= np.where(divisor == 0, 1.0, divisor)
     return base + factor * mixed
+
+
+def quantise_fp8(rows: npt.NDArray[np.float32], scales: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """float8_e4m3fn codes [n, cols] of rows [n, cols] over scales [n]: divided in float32, held to ±448, to nearest even."""
+    import ml_dtypes
+
+    quotients = np.clip(rows / scales[:, None], np.float32(-448), np.float32(448))
+    codes: npt.NDArray[np.uint8] = quotients.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return codes
+
+
+def dequantise_fp8(
+    codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32], block: tuple[int, int]
+) -> npt.NDArray[np.float32]:
+    """float32 [rows, cols] of codes [rows, cols]: code · the scale of the block that it is in."""
+    import ml_dtypes
+
+    rows, cols = codes.shape
+    spread = scales.repeat(block[0], 0)[:rows].repeat(block[1], 1)[:, :cols]
+    values: npt.NDArray[np.float32] = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    return values * spread

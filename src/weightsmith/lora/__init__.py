@@ -1,6 +1,6 @@
-"""LoRA adapters: what PEFT's files say (`adapter`), and a model with one applied, computed as it is read (`applied`)."""
+"""LoRA adapters: what PEFT's files say (`adapter`), and which tensors of a base model they belong to (`apply`)."""
 
 from weightsmith.lora.adapter import Adapter, open_adapter
-from weightsmith.lora.applied import Applied
+from weightsmith.lora.apply import apply_adapter
 
-__all__ = ["Adapter", "Applied", "open_adapter"]
+__all__ = ["Adapter", "apply_adapter", "open_adapter"]

@@ -1,4 +1,4 @@
-"""A LoRA adapter as PEFT saves it: adapter_config.json and adapter_model.safetensors, checked before anything is believed.
+"""A LoRA adapter as PEFT saves it: adapter_config.json and adapter_model.safetensors or .bin, checked before it is believed.
 
 LoRA (Hu et al. 2021, arXiv 2106.09685) adds scaling · B @ A to a matrix, with scaling = alpha / r; rsLoRA (Kalajdzievski 2023,
 arXiv 2312.03732) has alpha / √r.
@@ -16,10 +16,11 @@ from typing import Any
 from weightsmith.checkpoint import Checkpoint, locate
 from weightsmith.errors import FormatError, NotFound, Unsupported
 from weightsmith.formats.files import read_bounded, show
-from weightsmith.formats.safetensors import read_header
 from weightsmith.formats.strict_json import parse_object
+from weightsmith.sources import open_file
 
-CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")  # the first that is there is read
 MAX_CONFIG_BYTES = 16 << 20
 
 _PREFIX = "base_model.model."
@@ -65,7 +66,7 @@ class Factors:
 class Adapter:
     """An adapter's tensors, and what each is for. Made by `open_adapter`.
 
-    checkpoint    of adapter_model.safetensors
+    checkpoint    of the adapter's weights
     updates       module → its factors; modules are named as PEFT names them, without `base_model.model.`
     replacements  tensor of the model → tensor of the file that takes its place (modules_to_save)
     transposed    `fan_in_fan_out`: weights are stored [inputs, outputs], as GPT-2's are
@@ -95,16 +96,19 @@ def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
     `open_checkpoint` raises for a name. All problems of one file are in one error.
     """
     folder, names, commit = _files(ref, revision)
-    if missing := [name for name in (CONFIG_NAME, WEIGHTS_NAME) if name not in names]:
-        pickled = "adapter_model.bin" in names and WEIGHTS_NAME in missing
-        fix = "Load it with peft where you trust it, and save it with save_pretrained() as safetensors." if pickled else ""
+    weights = next((name for name in WEIGHTS_NAMES if name in names), "")
+    if CONFIG_NAME not in names or not weights:
+        missing = [] if CONFIG_NAME in names else [CONFIG_NAME]
+        missing += [] if weights else [" or ".join(WEIGHTS_NAMES)]
         what = f"no adapter of PEFT: there is no {' and no '.join(missing)}"
-        raise NotFound(what, where=ref, details=(f"it holds {', '.join(sorted(names)[:8])}",) if names else (), fix=fix)
-    config_path, path = folder / CONFIG_NAME, folder / WEIGHTS_NAME
+        raise NotFound(what, where=ref, details=(f"it holds {', '.join(sorted(names)[:8])}",) if names else ())
+    config_path, path = folder / CONFIG_NAME, folder / weights
     data = read_bounded(config_path, MAX_CONFIG_BYTES)
     config = parse_object(data, CONFIG_NAME, str(config_path), "Repair it, or download the adapter again.")
     _check_kind(config, str(config_path))
-    checkpoint = Checkpoint(ref, folder, {path: read_header(path)}, revision=commit, config=config)
+    opened = open_file(path, ref)
+    metadata, notes = opened.metadata, opened.notes
+    checkpoint = Checkpoint(ref, folder, opened.source, revision=commit, config=config, metadata=metadata, notes=notes)
     updates, replacements = _sort(checkpoint, config)
     tokenizer = tuple(sorted(n for n in names if n.startswith(("tokenizer", "chat_template", "vocab", "merges"))))
     transposed = config.get("fan_in_fan_out") is True
@@ -120,8 +124,12 @@ def _files(ref: str, revision: str | None) -> tuple[Path, list[str], str]:
         return place, [p.name for p in place.iterdir() if p.is_file()], ""
     from weightsmith import hub
 
-    folder, commit = hub.fetch_files(*place, (CONFIG_NAME, WEIGHTS_NAME))
-    return folder, [name for name in (CONFIG_NAME, WEIGHTS_NAME) if (folder / name).is_file()], commit
+    commit = ""
+    for weights in WEIGHTS_NAMES:  # one of the two is downloaded, of one commit
+        folder, commit = hub.fetch_files(place[0], commit or place[1], (CONFIG_NAME, weights))
+        if (folder / weights).is_file():
+            break
+    return folder, [name for name in (CONFIG_NAME, *WEIGHTS_NAMES) if (folder / name).is_file()], commit
 
 
 def _check_kind(config: Mapping[str, Any], where: str) -> None:
@@ -147,15 +155,15 @@ def _sort(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[dict[str, 
     found: dict[str, dict[str, str]] = {}
     embeddings: set[str] = set()
     replacements: dict[str, str] = {}
-    for name, tensor in checkpoint.tensors.items():
+    for name, spec in checkpoint.specs.items():
         inner = name.removeprefix(_PREFIX)
         match = _FACTOR.fullmatch(inner)
         if match is None and any(part.startswith("lora_") for part in inner.split(".")):
             problems.append(f"{show(name)} is no A or B of a LoRA")
         elif match is None:
             replacements[inner.replace(".base_layer.", ".")] = name
-        elif not tensor.spec.dtype.floating or len(tensor.spec.shape) != 2 or 0 in tensor.spec.shape:
-            problems.append(f"{tensor.spec} is no matrix of floating numbers: only linear and embedding layers are applied")
+        elif not spec.dtype.floating or len(spec.shape) != 2 or 0 in spec.shape:
+            problems.append(f"{spec} is no matrix of floating numbers: only linear and embedding layers are applied")
         else:
             found.setdefault(match[1], {})[match[2] or match[3]] = name
             if match[3]:
@@ -166,14 +174,14 @@ def _sort(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[dict[str, 
         if len(pair) < 2:
             problems.append(f"{module} has an {next(iter(pair))} and no {'B' if 'A' in pair else 'A'}")
             continue
-        a, b = (checkpoint.tensors[pair[part]].spec.shape for part in "AB")
+        a, b = (checkpoint.specs[pair[part]].shape for part in "AB")
         rank = scalings.rank(module)
         if a[0] != rank or b[1] != rank:
             problems.append(f"{module} has rank {rank} by the config, and A {list(a)} and B {list(b)}")
             continue
         updates[module] = Factors(pair["A"], pair["B"], module in embeddings, scalings.of(module))
     if problems:
-        where, n = f"{checkpoint.folder / WEIGHTS_NAME}", len(problems)
+        where, n = str(checkpoint.paths[0]), len(problems)
         shown = [*problems[:8], *([f"and {n - 8} more"] if n > 8 else [])]
         fix = "The config and the weights are of different adapters, or this is not one of PEFT's: save it again with peft."
         raise FormatError(f"{n} problem(s) with the adapter's tensors", where=where, details=shown, fix=fix)

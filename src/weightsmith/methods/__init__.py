@@ -1,8 +1,8 @@
-"""The merge methods: one file each. Adding one is adding a file with a `METHOD` and its name to `NAMES`.
+"""The merge methods: one file each, with a function of its name. Adding one is adding the file, and its name to `NAMES`.
 
-`base.py` is the form a method fills in, `family.py` and `linears.py` are what the task-vector methods and those of whole
-matrices share, `steps.py` what may follow any method with a base, `user*.py` methods of the user's own. What the engine runs
-is in `jobs`.
+`base.py` is the record of a method, `signature.py` makes it of a function and its typed parameters, `family.py` and
+`linears.py` are what the task-vector methods and those of whole matrices share, `steps.py` what may follow any method with a
+base, `user*.py` methods of the user's own. What the engine runs is in `jobs`.
 """
 
 from __future__ import annotations
@@ -17,42 +17,13 @@ from weightsmith.methods.base import Method
 from weightsmith.methods.steps import with_steps
 
 NAMES = (
-    "linear",
-    "task_arithmetic",
-    "slerp",
-    "nuslerp",
-    "multislerp",
-    "karcher",
-    "model_stock",
-    "geometric_median",
-    "ties",
-    "dare_linear",
-    "dare_ties",
-    "della",
-    "della_linear",
-    "breadcrumbs",
-    "breadcrumbs_ties",
-    "task_vectors",
-    "localize_and_stitch",
-    "cabs",
-    "magmax",
-    "consensus_ta",
-    "sce",
-    "ram",
-    "ramplus_tl",
-    "ramplus",
-    "nearswap",
-    "arcee_fusion",
-    "tsv_m",
-    "svc",
-    "wudi",
-    "star",
-    "iso_c",
-    "iso_cts",
-    "resmerge",
-    "cart",
+    "linear", "task_arithmetic",
+    "slerp", "nuslerp", "multislerp", "karcher", "model_stock", "geometric_median",
+    "ties", "dare_linear", "dare_ties", "della", "della_linear", "breadcrumbs", "breadcrumbs_ties", "task_vectors",
+    "localize_and_stitch", "cabs", "magmax", "consensus_ta", "sce", "ram", "ramplus_tl", "ramplus", "nearswap", "arcee_fusion",
+    "tsv_m", "svc", "wudi", "star", "iso_c", "iso_cts", "resmerge", "cart",
     "passthrough",
-)
+)  # fmt: skip
 
 
 def get(name: str) -> Method:
@@ -91,7 +62,7 @@ def _from_elsewhere(name: str) -> Method:
 
 @cache
 def _built_in(name: str) -> Method:
-    method: Method = import_module(f"weightsmith.methods.{name}").METHOD
+    method: Method = getattr(import_module(f"weightsmith.methods.{name}"), name)
     return with_steps(method)
 
 

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.methods.base import Method
+from weightsmith.methods.signature import merge_method
 
 
-def _job(matrix: Matrix) -> Job:
-    from weightsmith.jobs.selective import FusionJob
-
-    return FusionJob(matrix, 1e-8)
-
-
-METHOD = Method(
-    name="arcee_fusion",
+@merge_method(
     title="take over only what changed most",
     summary="""Takes over from the other model only the weights whose change is important: the size of the change
 times the divergence of its row, each row seen as a distribution (softmax). Important is what lies above the median by
@@ -24,9 +17,6 @@ several models: chain recipes, one model each.""",
     passes="Two, up to four when the guess of a quartile fails; the rows' divergences are kept from the first.",
     source="Arcee AI, Arcee Fusion (MergeKit 0.1), https://www.arcee.ai; mergekit, arcee_fusion",
     formula="I = |W - base| · KL(softmax(W row) ‖ softmax(base row));  out = base + (W - base) where I ≥ Q₂ + 1.5 (Q₃ - Q₁)",
-    parameters=(),
-    base="required",
-    min_models=1,
     max_models=1,
     example="""merge_method: arcee_fusion
 base_model: ./base
@@ -34,5 +24,8 @@ models:
   - model: ./fr
 dtype: bfloat16
 """,
-    job=_job,
 )
+def arcee_fusion(matrix: Matrix) -> Job:
+    from weightsmith.jobs.selective import FusionJob
+
+    return FusionJob(matrix, 1e-8)

@@ -1,4 +1,4 @@
-"""What a merge method says of itself. The maths is in the method's own file; this is the form it fills in.
+"""What a merge method says of itself. The maths is in the method's own file, and `signature.py` makes the record of it.
 
 From these records come the registry, `weightsmith methods`, the docs pages, the JSON schema and the checks at plan time.
 """
@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from weightsmith.jobs.job import Parameters, Value
+from weightsmith.plans import Parameters, Product, Settings, Step, Value
 
 if TYPE_CHECKING:
     from weightsmith.jobs.job import Job, Matrix
-    from weightsmith.jobs.survey import Survey
-    from weightsmith.planner.steps import Settings, Step
 
+Kind = Literal["float", "int", "bool", "str"]
 Scope = Literal["model", "tensor"]
 BaseRole = Literal["required", "optional", "input"]
 
@@ -37,7 +36,7 @@ class Parameter:
     """
 
     name: str
-    kind: Literal["float", "int", "bool", "str"]
+    kind: Kind
     doc: str
     scope: Scope = "tensor"
     default: Value | None = None
@@ -73,10 +72,12 @@ class Method:
     job         makes the merge of one logical matrix
     check       looks at the resolved parameters (shared, one mapping per input) and says what is wrong with them, or ""
     copies      says whether these parameters leave the single input as it is, so that its bytes are copied
-    survey      what must be known of all the tensors it merges (their steps and settings) before the first is, or None
-    silent      says whether the result depends on nothing of a model with these parameters of its own, so that it is not read
+    needs       says whether tensors with these parameters wait for the method's product
+    product     what must be known of all those tensors before the first is merged, from their steps and settings; or None
+    ignored     says whether the result depends on nothing of a model with these parameters of its own, so that it is not read
     elementwise says whether, with these parameters (of the tensor), an element depends on its own position in the inputs and
                 perhaps on the whole model, but not on the matrix it is in: fused matrices then need not be taken apart
+    otherwise   of a method of linear layers' weights: what is done with all other tensors, `averaged`; "" for other methods
     """
 
     name: str
@@ -94,11 +95,8 @@ class Method:
     job: Callable[[Matrix], Job]
     check: Callable[[Parameters, Sequence[Parameters]], str] = lambda shared, models: ""
     copies: Callable[[Sequence[Parameters]], bool] = lambda models: False
-    survey: Callable[[Sequence[tuple[Step, Settings]]], Survey | None] = lambda merged: None
-    silent: Callable[[Parameters], bool] = lambda own: False
+    needs: Callable[[Parameters], bool] = lambda shared: False
+    product: Callable[[Sequence[tuple[Step, Settings]]], Product | None] = lambda merged: None
+    ignored: Callable[[Parameters], bool] = lambda own: False
     elementwise: Callable[[Parameters], bool] = lambda shared: False
-
-
-def always(shared: Parameters) -> bool:
-    """The `elementwise` of methods that look at one position at a time, whatever their parameters."""
-    return True
+    otherwise: str = ""

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from weightsmith.methods.base import Method
-from weightsmith.methods.family import (
-    DENSITY,
-    GAMMA,
-    INT8_MASK,
-    LAMBDA,
-    SCOPE,
-    check_normalize,
-    model_thresholds,
-    normalize,
-    rescale,
-    task_vector_job,
-)
-from weightsmith.methods.linear import WEIGHT
+from weightsmith.jobs.axes import Axes
+from weightsmith.jobs.job import Job, Matrix
+from weightsmith.methods import family
+from weightsmith.methods.family import Int8Mask, Lambda, Share, check_normalize
+from weightsmith.methods.signature import merge_method
 
-METHOD = Method(
-    name="breadcrumbs",
+
+@merge_method(
     title="drop the largest and the smallest deltas, then a sum",
     summary="""Drops the `gamma` largest elements of each delta, which often are outliers, keeps the next `density` of it,
 and zeroes the small rest. Exactly ⌊gamma · n⌋ elements are dropped and ⌊density · n⌋ kept (at least one; fewer are
@@ -30,10 +21,6 @@ strength is small (lambda 0.2 for eight models): tune `lambda`.""",
 over all tensors, before the merge, and with `scope: row` one.""",
     source="Davari and Belilovsky 2023, Model Breadcrumbs, section 3, https://arxiv.org/abs/2312.06795",
     formula="δᵢ = the gamma·n largest of (Wᵢ - base) dropped, the next density·n kept;  out = base + λ Σ wᵢδᵢ",
-    parameters=(WEIGHT, DENSITY, GAMMA, SCOPE, normalize(False), rescale("none", "inv_density"), LAMBDA, INT8_MASK),
-    base="required",
-    min_models=1,
-    max_models=None,
     example="""merge_method: breadcrumbs
 base_model: ./base
 models:
@@ -43,7 +30,21 @@ models:
     parameters: {weight: 0.6, density: 0.9, gamma: 0.01}
 dtype: bfloat16
 """,
-    job=lambda matrix: task_vector_job(matrix, "magnitude_outliers"),
     check=check_normalize,
-    survey=model_thresholds,
+    needs=family.of_the_model,
+    product=family.model_thresholds,
 )
+def breadcrumbs(
+    matrix: Matrix,
+    weight: Share,
+    density: family.Density = 1.0,
+    gamma: family.Gamma = 0.01,
+    scope: family.Scope = "tensor",
+    normalize: family.Normalize = False,
+    rescale: family.Rescale = "none",
+    lambda_: Lambda = 1.0,
+    int8_mask: Int8Mask = False,
+) -> Job:
+    combine = family.mean_or_sum(normalize)
+    axes = Axes("magnitude_outliers", weight, lambda_, density, gamma, scope=scope, rescale=rescale, combine=combine)
+    return family.task_vector_job(matrix, axes)

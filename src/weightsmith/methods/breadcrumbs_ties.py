@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from weightsmith.methods.base import Method
-from weightsmith.methods.family import (
-    DENSITY,
-    GAMMA,
-    INT8_MASK,
-    LAMBDA,
-    SCOPE,
-    model_thresholds,
-    normalize,
-    rescale,
-    task_vector_job,
-)
-from weightsmith.methods.linear import WEIGHT
+from weightsmith.jobs.axes import Axes
+from weightsmith.jobs.job import Job, Matrix
+from weightsmith.methods import family
+from weightsmith.methods.family import Int8Mask, Lambda, Share
+from weightsmith.methods.signature import merge_method
 
-METHOD = Method(
-    name="breadcrumbs_ties",
+
+@merge_method(
     title="drop the largest and the smallest deltas, then sign election",
     summary="""The deltas of breadcrumbs (see there), then the sign election of TIES. As in mergekit what agrees is
 summed; `normalize: true` averages it.""",
@@ -26,10 +18,6 @@ summed; `normalize: true` averages it.""",
 over all tensors, before the merge, and with `scope: row` one.""",
     source="Davari and Belilovsky 2023, Model Breadcrumbs, section 3, https://arxiv.org/abs/2312.06795",
     formula="δᵢ as breadcrumbs;  s = sign(Σ wᵢδᵢ);  out = base + λ Σ_{agree} wᵢδᵢ",
-    parameters=(WEIGHT, DENSITY, GAMMA, SCOPE, normalize(False), rescale("none", "inv_density"), LAMBDA, INT8_MASK),
-    base="required",
-    min_models=1,
-    max_models=None,
     example="""merge_method: breadcrumbs_ties
 base_model: ./base
 models:
@@ -39,6 +27,22 @@ models:
     parameters: {weight: 0.6, density: 0.9, gamma: 0.01}
 dtype: bfloat16
 """,
-    job=lambda matrix: task_vector_job(matrix, "magnitude_outliers", elect="sum"),
-    survey=model_thresholds,
+    needs=family.of_the_model,
+    product=family.model_thresholds,
 )
+def breadcrumbs_ties(
+    matrix: Matrix,
+    weight: Share,
+    density: family.Density = 1.0,
+    gamma: family.Gamma = 0.01,
+    scope: family.Scope = "tensor",
+    normalize: family.Normalize = False,
+    rescale: family.Rescale = "none",
+    lambda_: Lambda = 1.0,
+    int8_mask: Int8Mask = False,
+) -> Job:
+    combine = family.mean_or_sum(normalize)
+    axes = Axes(
+        "magnitude_outliers", weight, lambda_, density, gamma, scope=scope, rescale=rescale, elect="sum", combine=combine
+    )
+    return family.task_vector_job(matrix, axes)

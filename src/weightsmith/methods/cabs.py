@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.consensus_ta import WEIGHT
-from weightsmith.methods.family import DENSITY, LAMBDA, task_vector_job
-
-GROUP = Parameter(
-    "group", "int", "Neighbours in a row among which the share `density` is kept.", scope="model", default=256, minimum=1
-)
+from weightsmith.jobs.axes import Axes
+from weightsmith.jobs.job import Job, Matrix
+from weightsmith.methods import family
+from weightsmith.methods.family import Lambda, Weight
+from weightsmith.methods.signature import merge_method
 
 
-METHOD = Method(
-    name="cabs",
+@merge_method(
     title="n of every m neighbours, models in turn on what is still free",
     summary="""The models take turns, in the recipe's order: each keeps, of every `group` neighbours, the share
 `density` that it changed most, among the positions that no earlier model has kept. So masks are balanced over the
@@ -25,10 +20,6 @@ touch. With densities that sum to more than 1 the last models find little left."
     passes="One: the result is written as the inputs are read.",
     source="Yang et al. 2025, CABS: conflict-aware and balanced sparsification, section 3, https://arxiv.org/abs/2503.01874",
     formula="mᵢ = n:m largest of |δᵢ| where m₁ … mᵢ₋₁ are 0;  out = base + λ Σ wᵢ (mᵢ ∘ δᵢ)",
-    parameters=(WEIGHT, replace(DENSITY, default=0.25), GROUP, LAMBDA),
-    base="required",
-    min_models=1,
-    max_models=None,
     example="""merge_method: cabs
 base_model: ./base
 models:
@@ -38,5 +29,8 @@ models:
     parameters: {weight: 1.2}
 dtype: bfloat16
 """,
-    job=lambda matrix: task_vector_job(matrix, "groups", combine="sum"),
 )
+def cabs(
+    matrix: Matrix, weight: Weight = 1.0, density: family.Density = 0.25, group: family.Group = 256, lambda_: Lambda = 1.0
+) -> Job:
+    return family.task_vector_job(matrix, Axes("groups", weight, lambda_, density, group=group))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
+
+import numpy as np
 
 from weightsmith.jobs.decompose import thin_svd
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.jobs.linears import is_linear, needs_torch
-from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.family import LAMBDA
-from weightsmith.methods.linears import number
+from weightsmith.methods.family import Lambda
+from weightsmith.methods.linears import matrix_method
+from weightsmith.methods.signature import Bounds
 
 
 def merge(deltas: Sequence[Any], rank: float) -> Any:
@@ -26,22 +27,7 @@ def merge(deltas: Sequence[Any], rank: float) -> Any:
     return total
 
 
-def _job(matrix: Matrix) -> Job:
-    import numpy as np
-
-    from weightsmith.jobs.combination import CombinationJob
-    from weightsmith.jobs.matrix import MatrixJob
-
-    rank, models = number(matrix, "rank"), len(matrix.codes)
-    even = np.full(models, 1.0 / models)
-    if not is_linear(matrix.name, matrix.shape):
-        return CombinationJob(matrix, even)
-    factor = number(matrix, "lambda")
-    return MatrixJob(matrix, lambda deltas: merge(deltas, rank), even, np.ones(models), factor, from_mean=True)
-
-
-METHOD = Method(
-    name="cart",
+@matrix_method(
     title="centred task vectors of low rank",
     summary="""Takes each model's difference from the average of all, cuts it to its leading singular directions, and
 adds these to the average: `rank` is the share of the directions that is kept. With `rank: 1` the differences cancel and
@@ -50,18 +36,10 @@ averaged. Published for vision models and a few language tasks, with a rank of 0
 data; no evidence for large language models is known. Takes torch.""",
     use="""When there is no common base to subtract, or to pull a plain average towards each model's strongest
 directions. The evidence is for vision models.""",
-    passes="Two: every matrix is read whole, decomposed, then written.",
     source="Choi et al. 2024, Revisiting Weight Averaging for Model Merging (CART), https://arxiv.org/abs/2412.12153",
     formula="W̄ = Σ Wᵢ / N;  out = W̄ + λ Σ SVD_k(Wᵢ - W̄),  k = ⌊rank · min(rows, cols)⌋",
-    parameters=(
-        Parameter(
-            "rank", "float", "Share of the singular directions kept of each model.", default=0.04, minimum=0.0, maximum=1.0
-        ),
-        LAMBDA,
-    ),
     base="input",
     min_models=2,
-    max_models=None,
     example="""merge_method: cart
 models:
   - model: ./fr
@@ -69,6 +47,17 @@ models:
 parameters: {rank: 0.04, lambda: 1.0}
 dtype: bfloat16
 """,
-    job=_job,
-    check=needs_torch,
 )
+def cart(
+    matrix: Matrix,
+    rank: Annotated[float, "Share of the singular directions kept of each model.", Bounds(0.0, 1.0)] = 0.04,
+    lambda_: Lambda = 1.0,
+) -> Job:
+    from weightsmith.jobs.combination import CombinationJob
+    from weightsmith.jobs.matrix import MatrixJob
+
+    models = len(matrix.codes)
+    even = np.full(models, 1.0 / models)
+    if matrix.role != "linear":
+        return CombinationJob(matrix, even)
+    return MatrixJob(matrix, lambda deltas: merge(deltas, rank), even, np.ones(models), lambda_, from_mean=True)

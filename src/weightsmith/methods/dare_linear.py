@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from weightsmith.methods.base import Method
-from weightsmith.methods.family import (
-    DENSITY,
-    INT8_MASK,
-    LAMBDA,
-    check_normalize,
-    normalize,
-    rescale,
-    task_vector_job,
-)
-from weightsmith.methods.linear import WEIGHT
+from weightsmith.jobs.axes import Axes
+from weightsmith.jobs.job import Job, Matrix
+from weightsmith.methods import family
+from weightsmith.methods.family import Int8Mask, Lambda, Share, check_normalize
+from weightsmith.methods.signature import merge_method
 
-METHOD = Method(
-    name="dare_linear",
+
+@merge_method(
     title="random drop and rescale, then a sum",
     summary="""Keeps each element of a delta with probability `density` and rescales what is left. The mask is a
 function of the seed, the model's place in the recipe, the tensor's name and the element's index: the same on every
@@ -27,10 +21,6 @@ several.""",
     passes="One with `rescale: none` or `inv_density`; two with `l1`: norms, then the result.",
     source="Yu et al. 2023, Language models are super Mario, section 3.1, https://arxiv.org/abs/2311.03099",
     formula="out = base + λ Σ wᵢ rᵢ (mᵢ ∘ (Wᵢ - base)),  mᵢ ~ Bernoulli(density)",
-    parameters=(WEIGHT, DENSITY, normalize(False), rescale("l1", "inv_density"), LAMBDA, INT8_MASK),
-    base="required",
-    min_models=1,
-    max_models=None,
     example="""merge_method: dare_linear
 base_model: ./base
 models:
@@ -40,6 +30,17 @@ models:
     parameters: {weight: 0.6, density: 0.5}
 dtype: bfloat16
 """,
-    job=lambda matrix: task_vector_job(matrix, "random"),
     check=check_normalize,
 )
+def dare_linear(
+    matrix: Matrix,
+    weight: Share,
+    density: family.Density = 1.0,
+    normalize: family.Normalize = False,
+    rescale: family.Rescale = "l1",
+    lambda_: Lambda = 1.0,
+    int8_mask: Int8Mask = False,
+) -> Job:
+    combine = family.mean_or_sum(normalize)
+    axes = Axes("random", weight, lambda_, density, rescale=rescale, combine=combine)
+    return family.task_vector_job(matrix, axes)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from weightsmith.methods.base import Method
-from weightsmith.methods.family import DENSITY, INT8_MASK, LAMBDA, normalize, rescale, task_vector_job
-from weightsmith.methods.linear import WEIGHT
+from weightsmith.jobs.axes import Axes
+from weightsmith.jobs.job import Job, Matrix
+from weightsmith.methods import family
+from weightsmith.methods.family import Int8Mask, Lambda, Share
+from weightsmith.methods.signature import merge_method
 
-METHOD = Method(
-    name="dare_ties",
+
+@merge_method(
     title="random drop and rescale, then sign election",
     summary="""DARE's random mask and rescaling (see dare_linear), then the sign election of TIES. As in mergekit the
 elected deltas are summed, not averaged, and nothing is trimmed; `normalize: true` takes the disjoint mean of the TIES
@@ -16,10 +18,6 @@ paper.""",
     passes="One with `rescale: none` or `inv_density`; two with `l1`: norms, then the result.",
     source="Yu et al. 2023, https://arxiv.org/abs/2311.03099, with the election of https://arxiv.org/abs/2306.01708",
     formula="δᵢ = rᵢ (mᵢ ∘ (Wᵢ - base));  s = sign(Σ wᵢδᵢ);  out = base + λ Σ_{agree} wᵢδᵢ",
-    parameters=(WEIGHT, DENSITY, normalize(False), rescale("l1", "inv_density"), LAMBDA, INT8_MASK),
-    base="required",
-    min_models=1,
-    max_models=None,
     example="""merge_method: dare_ties
 base_model: ./base
 models:
@@ -29,5 +27,16 @@ models:
     parameters: {weight: 0.6, density: 0.5}
 dtype: bfloat16
 """,
-    job=lambda matrix: task_vector_job(matrix, "random", elect="sum"),
 )
+def dare_ties(
+    matrix: Matrix,
+    weight: Share,
+    density: family.Density = 1.0,
+    normalize: family.Normalize = False,
+    rescale: family.Rescale = "l1",
+    lambda_: Lambda = 1.0,
+    int8_mask: Int8Mask = False,
+) -> Job:
+    combine = family.mean_or_sum(normalize)
+    axes = Axes("random", weight, lambda_, density, rescale=rescale, elect="sum", combine=combine)
+    return family.task_vector_job(matrix, axes)

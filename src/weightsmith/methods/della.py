@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from weightsmith.methods.base import Method
-from weightsmith.methods.family import (
-    DENSITY,
-    EPSILON,
-    INT8_MASK,
-    LAMBDA,
-    check_probabilities,
-    normalize,
-    rescale,
-    task_vector_job,
-)
-from weightsmith.methods.linear import WEIGHT
+from weightsmith.jobs.axes import Axes
+from weightsmith.jobs.job import Job, Matrix
+from weightsmith.methods import family
+from weightsmith.methods.family import Int8Mask, Lambda, Share
+from weightsmith.methods.signature import merge_method
 
-METHOD = Method(
-    name="della",
+
+@merge_method(
     title="drop by magnitude rank, then sign election",
     summary="""Like DARE, but the larger an element of a delta is among those of its row, the likelier it is kept:
 with probability density - ε for the smallest, density + ε for the largest, in equal steps between. Equal magnitudes
@@ -29,12 +22,6 @@ over TIES with Llama-2-13B. Results depend on the seed.""",
 long as DARE.""",
     source="Deep et al. 2024, DELLA-Merging, section 3, https://arxiv.org/abs/2406.11617",
     formula="pᵢⱼ = density - ε + 2ε rank/(n - 1);  δᵢ = rᵢ (mᵢ ∘ (Wᵢ - base)), mᵢⱼ ~ Bernoulli(pᵢⱼ);  then as ties",
-    parameters=(
-        WEIGHT, DENSITY, EPSILON, normalize(True), rescale("l1", "inv_density", "inv_probability"), LAMBDA, INT8_MASK,
-    ),
-    base="required",
-    min_models=1,
-    max_models=None,
     example="""merge_method: della
 base_model: ./base
 models:
@@ -45,6 +32,18 @@ models:
 parameters: {rescale: inv_probability, lambda: 1.1}
 dtype: bfloat16
 """,
-    job=lambda matrix: task_vector_job(matrix, "row_rank", elect="sum"),
-    check=check_probabilities,
-)  # fmt: skip
+    check=family.check_probabilities,
+)
+def della(
+    matrix: Matrix,
+    weight: Share,
+    density: family.Density = 1.0,
+    epsilon: family.Epsilon = 0.15,
+    normalize: family.Normalize = True,
+    rescale: family.AnyRescale = "l1",
+    lambda_: Lambda = 1.0,
+    int8_mask: Int8Mask = False,
+) -> Job:
+    combine = family.mean_or_sum(normalize)
+    axes = Axes("row_rank", weight, lambda_, density, epsilon=epsilon, rescale=rescale, elect="sum", combine=combine)
+    return family.task_vector_job(matrix, axes)

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from weightsmith.methods.base import Method
-from weightsmith.methods.family import (
-    DENSITY,
-    EPSILON,
-    INT8_MASK,
-    LAMBDA,
-    check_normalize,
-    check_probabilities,
-    normalize,
-    rescale,
-    task_vector_job,
-)
-from weightsmith.methods.linear import WEIGHT
+from weightsmith.jobs.axes import Axes
+from weightsmith.jobs.job import Job, Matrix
+from weightsmith.methods import family
+from weightsmith.methods.family import Floats, Int8Mask, Lambda, Share, check_normalize
+from weightsmith.methods.signature import merge_method
 
-METHOD = Method(
-    name="della_linear",
+
+def _check(weight: Floats, normalize: bool, density: Floats, epsilon: Floats) -> str:
+    return check_normalize(weight, normalize) or family.check_probabilities(density, epsilon)
+
+
+@merge_method(
     title="drop by magnitude rank, then a sum",
     summary="""DELLA's mask and rescaling (see della), then a weighted sum of the deltas without an election.""",
     use="As della, for models that seldom contradict each other. Results depend on the seed.",
     passes="One, or two with `rescale: l1`: norms, then the result. Sorts every row.",
     source="Deep et al. 2024, DELLA-Merging, section 3.1, https://arxiv.org/abs/2406.11617",
     formula="out = base + λ Σ wᵢ rᵢ (mᵢ ∘ (Wᵢ - base)),  mᵢⱼ ~ Bernoulli(density - ε + 2ε rank/(n - 1))",
-    parameters=(
-        WEIGHT, DENSITY, EPSILON, normalize(False), rescale("l1", "inv_density", "inv_probability"), LAMBDA, INT8_MASK,
-    ),
-    base="required",
-    min_models=1,
-    max_models=None,
     example="""merge_method: della_linear
 base_model: ./base
 models:
@@ -39,6 +29,18 @@ models:
     parameters: {weight: 0.6, density: 0.5, epsilon: 0.1}
 dtype: bfloat16
 """,
-    job=lambda matrix: task_vector_job(matrix, "row_rank"),
-    check=lambda shared, models: check_normalize(shared, models) or check_probabilities(shared, models),
-)  # fmt: skip
+    check=_check,
+)
+def della_linear(
+    matrix: Matrix,
+    weight: Share,
+    density: family.Density = 1.0,
+    epsilon: family.Epsilon = 0.15,
+    normalize: family.Normalize = False,
+    rescale: family.AnyRescale = "l1",
+    lambda_: Lambda = 1.0,
+    int8_mask: Int8Mask = False,
+) -> Job:
+    combine = family.mean_or_sum(normalize)
+    axes = Axes("row_rank", weight, lambda_, density, epsilon=epsilon, rescale=rescale, combine=combine)
+    return family.task_vector_job(matrix, axes)

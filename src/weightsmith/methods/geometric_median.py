@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Annotated
 
 import numpy as np
 
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.methods.base import Method, Parameter
+from weightsmith.methods.signature import Bounds, merge_method
 
 SAME = 1e-14
 """Of the largest squared distance: what is nearer is one point. The rounding of inner products is a tenth of that."""
@@ -63,16 +64,7 @@ def _length(products: np.ndarray, coefficients: np.ndarray) -> float:
     return math.sqrt(max(0.0, float((coefficients * (products * coefficients).sum(axis=1)).sum())))
 
 
-def _job(matrix: Matrix) -> Job:
-    from weightsmith.jobs.combination import GramJob
-
-    max_iter, tol = int(matrix.shared["max_iter"]), float(matrix.shared["tol"])  # type: ignore[arg-type]
-    # Only differences count, and their products keep the digits that those of the models would lose.
-    return GramJob(matrix, partial(median_coefficients, max_iter=max_iter, tol=tol), deltas=True)
-
-
-METHOD = Method(
-    name="geometric_median",
+@merge_method(
     title="geometric median",
     summary="""The point from which the sum of the distances to all models is least, each tensor being one vector: an average
 that one broken or very different model cannot pull away, as long as more than half are sound. A model far from the
@@ -85,13 +77,8 @@ models it is their mean.""",
     "Vardi and Zhang 2000, The multivariate L1-median and associated data depth; "
     "for models Pillutla et al. 2019, Robust Aggregation, https://arxiv.org/abs/1912.13445",
     formula="out = argmin_m Σ |Wᵢ - m|, by m ← Σ Wᵢ/|Wᵢ - m| / Σ 1/|Wᵢ - m|",
-    parameters=(
-        Parameter("max_iter", "int", "Steps at most.", default=100, minimum=0),
-        Parameter("tol", "float", "A step shorter than this share of the distances is the last.", default=1e-6, minimum=0),
-    ),
     base="input",
     min_models=2,
-    max_models=None,
     example="""merge_method: geometric_median
 models:
   - model: ./fr
@@ -99,5 +86,13 @@ models:
   - model: ./py
 dtype: bfloat16
 """,
-    job=_job,
 )
+def geometric_median(
+    matrix: Matrix,
+    max_iter: Annotated[int, "Steps at most.", Bounds(0)] = 100,
+    tol: Annotated[float, "A step shorter than this share of the distances is the last.", Bounds(0)] = 1e-6,
+) -> Job:
+    from weightsmith.jobs.combination import GramJob
+
+    # Only differences count, and their products keep the digits that those of the models would lose.
+    return GramJob(matrix, partial(median_coefficients, max_iter=max_iter, tol=tol), deltas=True)

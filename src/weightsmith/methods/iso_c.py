@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.jobs.linears import needs_torch
 from weightsmith.jobs.spectra import flatten
-from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.family import LAMBDA
-from weightsmith.methods.linears import WEIGHT, linears_job, number
+from weightsmith.methods.family import Lambda, Weight
+from weightsmith.methods.linears import linears_job, matrix_method
+from weightsmith.methods.signature import Bounds
 
 
 def merge(deltas: Sequence[Any], beta: float) -> Any:
@@ -21,13 +20,7 @@ def merge(deltas: Sequence[Any], beta: float) -> Any:
     return flatten(total, beta)
 
 
-def _job(matrix: Matrix) -> Job:
-    beta = number(matrix, "beta")
-    return linears_job(matrix, lambda deltas: merge(deltas, beta))
-
-
-METHOD = Method(
-    name="iso_c",
+@matrix_method(
     title="isotropic merge",
     summary="""Adds the deltas up and makes the singular values of each weight's merged delta equal (`beta: 1`, the
 paper's method), or moves them towards their mean (a smaller `beta`; 0 is task arithmetic). That gives rare directions the
@@ -38,19 +31,8 @@ deltas suffer most: nearly all of their spectrum is rounding noise, which a larg
 with a `beta` of 0.1 or less. Takes torch.""",
     use="""The evidence is for vision models; on language models in the wild full flattening was the worst of eight
 methods (https://arxiv.org/abs/2511.21437). Use a small `beta` (0.1), and look at the distance from the base.""",
-    passes="Two: every matrix is read whole, decomposed, then written.",
     source="Marczak et al. 2025, No Task Left Behind, section 4.1 and its interpolation of spectra, https://arxiv.org/abs/2502.04959",
     formula="Σ wᵢδᵢ = U diag(S) Vᵀ;  out = base + λ · U diag((1 - β) S + β · mean S) Vᵀ",
-    parameters=(
-        WEIGHT,
-        Parameter(
-            "beta", "float", "How flat the spectrum is made: 0 not at all, 1 wholly.", default=1.0, minimum=0.0, maximum=1.0
-        ),
-        LAMBDA,
-    ),
-    base="required",
-    min_models=1,
-    max_models=None,
     example="""merge_method: iso_c
 base_model: ./base
 models:
@@ -59,6 +41,11 @@ models:
 parameters: {beta: 0.1, lambda: 0.5}
 dtype: bfloat16
 """,
-    job=_job,
-    check=needs_torch,
 )
+def iso_c(
+    matrix: Matrix,
+    weight: Weight = 1.0,
+    beta: Annotated[float, "How flat the spectrum is made: 0 not at all, 1 wholly.", Bounds(0.0, 1.0)] = 1.0,
+    lambda_: Lambda = 1.0,
+) -> Job:
+    return linears_job(matrix, weight, lambda_, lambda deltas: merge(deltas, beta))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from weightsmith.jobs.decompose import polar, thin_svd
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.jobs.linears import needs_torch
-from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.family import LAMBDA
-from weightsmith.methods.linears import WEIGHT, linears_job, number
+from weightsmith.methods.family import Lambda, Weight
+from weightsmith.methods.linears import linears_job, matrix_method
+from weightsmith.methods.signature import Bounds
 
 
 def shares(rank: int, models: int, common: float) -> tuple[int, int]:
@@ -44,13 +43,7 @@ def merge(deltas: Sequence[Any], common: float) -> Any:
     return strength * polar(torch.cat([p[0] for p in parts], 1)) @ polar(torch.cat([p[2] for p in parts], 0).T).T
 
 
-def _job(matrix: Matrix) -> Job:
-    common = number(matrix, "common")
-    return linears_job(matrix, lambda deltas: merge(deltas, common))
-
-
-METHOD = Method(
-    name="iso_cts",
+@matrix_method(
     title="isotropic merge with task-specific directions",
     summary="""As iso_c with `beta: 1`, but the weakest directions of the summed delta give way to the strongest
 that each model has outside of the common ones; all are made orthogonal and equally strong. Embeddings, norms, biases and
@@ -58,25 +51,9 @@ routers take the mean of the deltas. The best published row for many vision mode
 models, where its sibling iso_c did badly (2511.21437): try tsv_m, svc or ties first. Takes torch.""",
     use="""As iso_c, for many models that share little. The evidence is for vision models; full flattening hurts
 language models.""",
-    passes="Two: every matrix is read whole, decomposed, then written.",
     source="Marczak et al. 2025, No Task Left Behind, section 4.2 (Iso-CTS), https://arxiv.org/abs/2502.04959",
     formula="U_c, V_c = leading directions of Σ wᵢδᵢ;  Uᵢ, Vᵢ = those of wᵢδᵢ - U_c U_cᵀ wᵢδᵢ;  "
     "out = base + λ · mean S · polar([U_c U₁ … U_N]) polar([V_c V₁ … V_N])ᵀ",
-    parameters=(
-        WEIGHT,
-        Parameter(
-            "common",
-            "float",
-            "Share of the rank that goes to common directions; the models share the rest.",
-            default=0.8,
-            minimum=0.0,
-            maximum=1.0,
-        ),
-        LAMBDA,
-    ),
-    base="required",
-    min_models=1,
-    max_models=None,
     example="""merge_method: iso_cts
 base_model: ./base
 models:
@@ -85,6 +62,13 @@ models:
 parameters: {lambda: 0.5}
 dtype: bfloat16
 """,
-    job=_job,
-    check=needs_torch,
 )
+def iso_cts(
+    matrix: Matrix,
+    weight: Weight = 1.0,
+    common: Annotated[
+        float, "Share of the rank that goes to common directions; the models share the rest.", Bounds(0.0, 1.0)
+    ] = 0.8,
+    lambda_: Lambda = 1.0,
+) -> Job:
+    return linears_job(matrix, weight, lambda_, lambda deltas: merge(deltas, common))

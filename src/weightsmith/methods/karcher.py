@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Annotated
 
 import numpy as np
 
 from weightsmith.jobs.job import Job, Matrix
 from weightsmith.jobs.sphere import karcher_steps, mean_direction, unit_vectors
-from weightsmith.methods.base import Method, Parameter
+from weightsmith.methods.signature import Bounds, always, merge_method
 
 
 def karcher_coefficients(gram: np.ndarray, max_iter: int, tol: float) -> np.ndarray:
@@ -33,15 +34,7 @@ def karcher_coefficients(gram: np.ndarray, max_iter: int, tol: float) -> np.ndar
     return direction * float(norms.mean()) / np.where(present, norms, 1.0)
 
 
-def _job(matrix: Matrix) -> Job:
-    from weightsmith.jobs.combination import GramJob
-
-    max_iter, tol = int(matrix.shared["max_iter"]), float(matrix.shared["tol"])  # type: ignore[arg-type]
-    return GramJob(matrix, partial(karcher_coefficients, max_iter=max_iter, tol=tol))
-
-
-METHOD = Method(
-    name="karcher",
+@merge_method(
     title="mean on the sphere",
     summary="""The mean of any number of models in the geometry of the sphere: each tensor is one long vector, and the mean
 of their directions is the point from which the arcs to all of them cancel (slerp with t = 0.5, if there are two). All
@@ -52,13 +45,7 @@ nothing, however many steps it takes.""",
     passes="Two: inner products, then the result.",
     source="Karcher 1977, Riemannian center of mass and mollifier smoothing; mergekit, karcher",
     formula="u ← exp_u(Σ log_u(Wᵢ/|Wᵢ|) / n), from the normalised mean of the Wᵢ/|Wᵢ|;  out = u · Σ |Wᵢ| / n",
-    parameters=(
-        Parameter("max_iter", "int", "Steps at most.", default=10, minimum=0),
-        Parameter("tol", "float", "Stop before a step shorter than this (an angle).", default=1e-5, minimum=0.0),
-    ),
     base="input",
-    min_models=1,
-    max_models=None,
     example="""merge_method: karcher
 models:
   - model: ./fr
@@ -66,6 +53,13 @@ models:
   - model: ./py
 dtype: bfloat16
 """,
-    job=_job,
-    copies=lambda models: True,
+    copies=always,
 )
+def karcher(
+    matrix: Matrix,
+    max_iter: Annotated[int, "Steps at most.", Bounds(0)] = 10,
+    tol: Annotated[float, "Stop before a step shorter than this (an angle).", Bounds(0.0)] = 1e-5,
+) -> Job:
+    from weightsmith.jobs.combination import GramJob
+
+    return GramJob(matrix, partial(karcher_coefficients, max_iter=max_iter, tol=tol))

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import numpy as np
+
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.methods.base import Method, Parameter, always
-from weightsmith.methods.family import check_normalize
-
-WEIGHT = Parameter("weight", "float", "Share of this model in the sum.", scope="model")
+from weightsmith.methods.family import Share, check_normalize
+from weightsmith.methods.signature import always, merge_method
 
 
-def _job(matrix: Matrix) -> Job:
-    from weightsmith.jobs.combination import CombinationJob
-
-    weights = matrix.weights()
-    return CombinationJob(matrix, weights / weights.sum() if matrix.shared["normalize"] else weights)
-
-
-METHOD = Method(
-    name="linear",
+@merge_method(
     title="weighted average",
     summary="""The weighted average of two or more checkpoints: "model soups". Robust and cheap; use it for
 checkpoints of one training run, or for fine-tunes of one base that do not disagree. Weights may be negative or sum to
@@ -27,10 +21,7 @@ beat. Not for fine-tunes of different bases, and weak when each model knows some
     passes="One: the result is written as the inputs are read.",
     source="Wortsman et al. 2022, Model soups, https://arxiv.org/abs/2203.05482",
     formula="out = Σ wᵢ Wᵢ / Σ wᵢ   (without the division if normalize is false)",
-    parameters=(WEIGHT, Parameter("normalize", "bool", "Divide by the sum of the weights.", default=True)),
     base="input",
-    min_models=1,
-    max_models=None,
     example="""merge_method: linear
 models:
   - model: ./fr
@@ -39,8 +30,12 @@ models:
     parameters: {weight: 0.4}
 dtype: bfloat16
 """,
-    job=_job,
     check=check_normalize,
-    silent=lambda own: own["weight"] == 0,
+    ignored=lambda weight: weight[0] == 0,
     elementwise=always,
 )
+def linear(matrix: Matrix, weight: Share, normalize: Annotated[bool, "Divide by the sum of the weights."] = True) -> Job:
+    from weightsmith.jobs.combination import CombinationJob
+
+    weights = np.asarray(weight)
+    return CombinationJob(matrix, weights / weights.sum() if normalize else weights)

@@ -1,4 +1,4 @@
-"""What the methods that work on whole matrices share: parameters, and their job.
+"""The decorator and the job of the methods that work on whole matrices.
 
 They are for the weights of linear layers. All else (embeddings, heads, norms, biases, convolutions, routers) takes the mean of
 the weighted deltas, as in the methods' own code.
@@ -7,24 +7,28 @@ the weighted deltas, as in the methods' own code.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
-from weightsmith.jobs.linears import is_linear
-from weightsmith.methods.base import Parameter
+import numpy as np
 
-if TYPE_CHECKING:
-    from weightsmith.jobs.job import Job, Matrix
+from weightsmith.jobs.job import Job, Matrix
+from weightsmith.jobs.requires import needs_torch
+from weightsmith.methods.signature import merge_method
 
-WEIGHT = Parameter("weight", "float", "Factor on this model's delta.", scope="model", default=1.0)
-
-
-def number(matrix: Matrix, name: str) -> float:
-    """A parameter of the tensor."""
-    return float(matrix.shared[name])  # type: ignore[arg-type]  # checked when the recipe was read
+matrix_method = partial(
+    merge_method,
+    passes="Two: every matrix is read whole, decomposed, then written.",
+    otherwise="averaged",
+    check=needs_torch,
+)
+"""`merge_method` for those that take torch and whole matrices."""
 
 
 def linears_job(
     matrix: Matrix,
+    weight: Sequence[float],
+    factor: float,
     merge: Callable[[Sequence[Any]], Any],
     *,
     calibrates: bool = False,
@@ -33,15 +37,15 @@ def linears_job(
 ) -> Job:
     """base + λ · merge(weighted deltas) for a linear layer, base + λ · their mean for all else.
 
+    weight      of each model's delta
+    factor      λ
     merge       maps deltas (torch float64 [rows, cols] each, times their weights) to the merged delta
     calibrates  merge gets the deltas without their weights, and what is not a linear layer takes their weighted sum
     copies      matrices of float64 that it holds at most, beside square ones
     side        of the largest square matrix it makes; None: the shorter side of the matrix
     """
-    import numpy as np
-
-    factor, weights = number(matrix, "lambda"), matrix.weights()
-    if not is_linear(matrix.name, matrix.shape):
+    weights = np.asarray(weight)
+    if matrix.role != "linear":
         from weightsmith.jobs.combination import CombinationJob
 
         share = factor * weights if calibrates else factor * weights / len(weights)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from weightsmith.jobs.axes import Axes
+from weightsmith.jobs.job import Job, Matrix
+from weightsmith.methods import family
+from weightsmith.methods.family import Lambda, Weight
+from weightsmith.methods.signature import merge_method
 
-from weightsmith.methods.base import Method
-from weightsmith.methods.consensus_ta import WEIGHT
-from weightsmith.methods.family import DENSITY, LAMBDA, SCOPE, model_thresholds, task_vector_job
 
-METHOD = Method(
-    name="localize_and_stitch",
+@merge_method(
     title="each model's largest deltas of the whole model, averaged where they meet",
     summary="""Keeps the largest share `density` of each model's deltas, ranked over all its tensors, adds them to the
 base, and averages where those of several models meet: no election. This is the authors' method without data
@@ -20,10 +20,6 @@ one model alone: it only weakens it.""",
     passes="One over all tensors, and a sample of them, then the result.",
     source="He et al. 2024, Localize-and-Stitch, section 3, https://arxiv.org/abs/2408.13656",
     formula="δᵢ = the density · N largest of model i;  out = base + λ Σ wᵢδᵢ / (number of models with a δᵢ there)",
-    parameters=(WEIGHT, replace(DENSITY, default=0.1), replace(SCOPE, default="model"), LAMBDA),
-    base="required",
-    min_models=1,
-    max_models=None,
     example="""merge_method: localize_and_stitch
 base_model: ./base
 models:
@@ -33,6 +29,11 @@ models:
     parameters: {density: 0.1}
 dtype: bfloat16
 """,
-    job=lambda matrix: task_vector_job(matrix, "magnitude", combine="disjoint_mean"),
-    survey=model_thresholds,
+    needs=family.of_the_model,
+    product=family.model_thresholds,
 )
+def localize_and_stitch(
+    matrix: Matrix, weight: Weight = 1.0, density: family.Density = 0.1, scope: family.Scope = "model", lambda_: Lambda = 1.0
+) -> Job:
+    axes = Axes("magnitude", weight, lambda_, density, scope=scope, combine="disjoint_mean")
+    return family.task_vector_job(matrix, axes)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Annotated, Literal
 
 import numpy as np
 
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.methods.base import Method, Parameter
+from weightsmith.methods.signature import merge_method
 
 
 def stock_coefficients(gram: np.ndarray, *, pooled: bool) -> np.ndarray:
@@ -32,17 +33,7 @@ def stock_coefficients(gram: np.ndarray, *, pooled: bool) -> np.ndarray:
     return np.concatenate([1.0 - t, np.repeat(t / n, n, axis=-1)], axis=-1)
 
 
-def _job(matrix: Matrix) -> Job:
-    from weightsmith.jobs.combination import GramJob
-    from weightsmith.jobs.vectors import RowJob
-
-    solve = partial(stock_coefficients, pooled=matrix.shared["cosine"] == "pooled")
-    job = RowJob if matrix.shared["filter_wise"] and matrix.cols < matrix.size else GramJob
-    return job(matrix, solve, deltas=True)
-
-
-METHOD = Method(
-    name="model_stock",
+@merge_method(
     title="as far from the base as the fine-tunes agree",
     summary="""Between the base and the average of at least two fine-tunes of it, at a distance that their angle gives: deltas
 that point the same way are kept, deltas at right angles fall back to the base. It has no weight to choose, and works
@@ -55,20 +46,7 @@ result stays close to the base.""",
     passes="Two: inner products, then the result. One with `filter_wise: true`.",
     source="Jang et al. 2024, Model Stock, https://arxiv.org/abs/2403.19522",
     formula="cos θ = mean of δᵢ·δⱼ / (|δᵢ||δⱼ|), i < j;  t = n cos θ / (1 + (n-1) cos θ), at least 0;  out = base + t Σ δᵢ / n",
-    parameters=(
-        Parameter("filter_wise", "bool", "Each row of a matrix has its own angle; a vector is one row.", default=False),
-        Parameter(
-            "cosine",
-            "str",
-            "For three models and more: the `mean` of the cosines of the pairs, or `pooled`, Σ δᵢ·δⱼ / Σ |δᵢ||δⱼ|, in which "
-            "longer deltas count more.",
-            default="mean",
-            choices=("mean", "pooled"),
-        ),
-    ),
-    base="required",
     min_models=2,
-    max_models=None,
     example="""merge_method: model_stock
 base_model: ./base
 models:
@@ -76,5 +54,18 @@ models:
   - model: ./de
 dtype: bfloat16
 """,
-    job=_job,
 )
+def model_stock(
+    matrix: Matrix,
+    filter_wise: Annotated[bool, "Each row of a matrix has its own angle; a vector is one row."] = False,
+    cosine: Annotated[
+        Literal["mean", "pooled"],
+        "For three models and more: the `mean` of the cosines of the pairs, or `pooled`, Σ δᵢ·δⱼ / Σ |δᵢ||δⱼ|, in which "
+        "longer deltas count more.",
+    ] = "mean",
+) -> Job:
+    from weightsmith.jobs.combination import GramJob
+    from weightsmith.jobs.vectors import RowJob
+
+    solve = partial(stock_coefficients, pooled=cosine == "pooled")
+    return (RowJob if filter_wise and matrix.cols < matrix.size else GramJob)(matrix, solve, deltas=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 
-from weightsmith.jobs.job import Job, Matrix, Parameters
+from weightsmith.jobs.job import Job, Matrix
 from weightsmith.jobs.sphere import karcher_steps, mean_direction, unit_vectors
-from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.family import sums_to_zero
-from weightsmith.methods.linear import WEIGHT
+from weightsmith.methods.family import Share, sums_to_zero
+from weightsmith.methods.signature import Bounds, merge_method
 
 
 def multislerp_coefficients(gram: np.ndarray, weights: np.ndarray, *, eps: float, steps: int) -> np.ndarray:
@@ -32,32 +32,15 @@ def multislerp_coefficients(gram: np.ndarray, weights: np.ndarray, *, eps: float
     return direction * abs(float((weights * norms).sum())) / np.where(present, norms, 1.0)
 
 
-def _job(matrix: Matrix) -> Job:
-    from weightsmith.jobs.combination import GramJob
-
-    shared, weights = matrix.shared, matrix.weights()
-    if shared["normalize_weights"]:
-        weights = weights / weights.sum()
-    eps, steps = float(shared["eps"]), int(shared["karcher_steps"])  # type: ignore[arg-type]
-
-    def solve(gram: np.ndarray) -> np.ndarray:
-        found = multislerp_coefficients(gram, weights, eps=eps, steps=steps)
-        return np.concatenate([[1.0 - found.sum()], found]) if matrix.base else found
-
-    return GramJob(matrix, solve, deltas=matrix.base)
-
-
-def _check(shared: Parameters, models: Sequence[Parameters]) -> str:
-    weights = [float(m["weight"] or 0) for m in models if "weight" in m]
-    if shared["normalize_weights"] and (wrong := sums_to_zero(models)):
+def _check(weight: Sequence[float], normalize_weights: bool, karcher_steps: int) -> str:
+    if normalize_weights and (wrong := sums_to_zero(weight)):
         return wrong
-    if shared["karcher_steps"] and min(weights, default=0.0) < 0:
+    if karcher_steps and min(weight, default=0.0) < 0:
         return "karcher_steps walks to a mean, which negative weights do not have"
     return ""
 
 
-METHOD = Method(
-    name="multislerp",
+@merge_method(
     title="weighted mean of directions",
     summary="""Spherical interpolation of any number of models, each with a weight: of the models, or with a base_model of
 their task vectors. As in mergekit this is the normalised mean (nlerp): the tangent-space step that mergekit takes after
@@ -71,17 +54,7 @@ different directions. For models that lie close together it is linear.""",
     passes="Two: inner products, then the result.",
     source="mergekit, multislerp; Karcher 1977, Riemannian center of mass and mollifier smoothing, for the steps",
     formula="uᵢ = Wᵢ/|Wᵢ|;  out = |Σ wᵢ |Wᵢ|| · Σ wᵢuᵢ / |Σ wᵢuᵢ|;  with a base: base + the same of the Wᵢ - base",
-    parameters=(
-        WEIGHT,
-        Parameter("normalize_weights", "bool", "Divide the weights by their sum.", default=True),
-        Parameter("eps", "float", "Directions cancel when |Σ wᵢuᵢ| is not longer than this.", default=1e-8, minimum=0.0),
-        Parameter(
-            "karcher_steps", "int", "Steps from there to the true mean on the sphere; 0 is mergekit's.", default=0, minimum=0
-        ),
-    ),
     base="optional",
-    min_models=1,
-    max_models=None,
     example="""merge_method: multislerp
 base_model: ./base
 models:
@@ -93,6 +66,23 @@ models:
     parameters: {weight: 0.2}
 dtype: bfloat16
 """,
-    job=_job,
     check=_check,
 )
+def multislerp(
+    matrix: Matrix,
+    weight: Share,
+    normalize_weights: Annotated[bool, "Divide the weights by their sum."] = True,
+    eps: Annotated[float, "Directions cancel when |Σ wᵢuᵢ| is not longer than this.", Bounds(0.0)] = 1e-8,
+    karcher_steps: Annotated[int, "Steps from there to the true mean on the sphere; 0 is mergekit's.", Bounds(0)] = 0,
+) -> Job:
+    from weightsmith.jobs.combination import GramJob
+
+    weights = np.asarray(weight)
+    if normalize_weights:
+        weights = weights / weights.sum()
+
+    def solve(gram: np.ndarray) -> np.ndarray:
+        found = multislerp_coefficients(gram, weights, eps=eps, steps=karcher_steps)
+        return np.concatenate([[1.0 - found.sum()], found]) if matrix.base else found
+
+    return GramJob(matrix, solve, deltas=matrix.base)

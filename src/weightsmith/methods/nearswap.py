@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.methods.base import Method, Parameter, always
+from weightsmith.methods.signature import always, merge_method
 
 
-def _job(matrix: Matrix) -> Job:
-    from weightsmith.jobs.elementwise import ElementwiseJob
-    from weightsmith.kernels.elementwise import merge_clipped
-
-    return ElementwiseJob(matrix, merge_clipped, float(matrix.shared["t"]), sums=1)  # type: ignore[arg-type]
-
-
-METHOD = Method(
-    name="nearswap",
+@merge_method(
     title="move towards the other model where it is near",
     summary="""Where the two models differ by at most `t` the other model is taken; where they differ by more, the
 base moves towards it by `t`. In other words: the base plus the delta cut to ±t. Useful to add a trace of one model to
@@ -24,9 +18,6 @@ for all practical purposes, but for what was nearly equal anyway.""",
     passes="One: the result is written as the inputs are read.",
     source="alchemonaut, QuartetAnemoi-70B-t0.0001 (model card); mergekit, nearswap",
     formula="out = (1 - u) base + u W,  u = min(1, t / |W - base|);  the same as base + clip(W - base, -t, t)",
-    parameters=(Parameter("t", "float", "How far the base moves at most; 0 or less leaves it.", minimum=None),),
-    base="required",
-    min_models=1,
     max_models=1,
     example="""merge_method: nearswap
 base_model: ./base
@@ -35,6 +26,10 @@ models:
 parameters: {t: 0.0001}
 dtype: bfloat16
 """,
-    job=_job,
     elementwise=always,
 )
+def nearswap(matrix: Matrix, t: Annotated[float, "How far the base moves at most; 0 or less leaves it."]) -> Job:
+    from weightsmith.jobs.elementwise import ElementwiseJob
+    from weightsmith.kernels.elementwise import merge_clipped
+
+    return ElementwiseJob(matrix, merge_clipped, t, sums=1)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
+from typing import Annotated
 
 import numpy as np
 
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.linear import WEIGHT
+from weightsmith.methods.family import Share
+from weightsmith.methods.signature import merge_method
 
 
-def interpolation(weights: np.ndarray) -> float:
+def interpolation(weights: Sequence[float]) -> float:
     """t of the second vector: w₂ / (w₁ + w₂); 0.5 when the sum is below 1e-6, as in mergekit."""
     total = float(weights[0] + weights[1])
     return 0.5 if abs(total) < 1e-6 else float(weights[1]) / total
@@ -46,24 +48,7 @@ def each_nuslerp(gram: np.ndarray, t: float, *, deltas: bool) -> np.ndarray:
     return np.stack([1.0 - a - b, a, b] if deltas else [a, b], axis=1)
 
 
-def _job(matrix: Matrix) -> Job:
-    from weightsmith.jobs.combination import GramJob
-    from weightsmith.jobs.vectors import ColumnJob, RowJob
-
-    t = interpolation(matrix.weights())
-    if not matrix.shared["nuslerp_flatten"] and matrix.cols < matrix.size:
-        job = RowJob if matrix.shared["nuslerp_row_wise"] else ColumnJob
-        return job(matrix, partial(each_nuslerp, t=t, deltas=matrix.base), deltas=matrix.base)
-
-    def solve(gram: np.ndarray) -> np.ndarray:
-        a, b = nuslerp_coefficients(gram, t)
-        return np.array([1.0 - a - b, a, b]) if matrix.base else np.array([a, b])
-
-    return GramJob(matrix, solve, deltas=matrix.base)
-
-
-METHOD = Method(
-    name="nuslerp",
+@merge_method(
     title="spherical interpolation with weights",
     summary="""Spherical interpolation of two models where each has a weight (t = w₂ / (w₁ + w₂)). With a base_model,
 which must not be one of the two, the task vectors are interpolated and added to the base. `nuslerp_flatten: false`
@@ -74,11 +59,6 @@ their length. Two models only: for more use multislerp or karcher.""",
     passes="Two: inner products, then the result. One with `nuslerp_flatten: false` and `nuslerp_row_wise: true`.",
     source="mergekit, nuslerp; Shoemake 1985 for the interpolation",
     formula="out = sin((1-t)θ)/sin θ · A + sin(tθ)/sin θ · B;  with a base: base + the same of (A - base), (B - base)",
-    parameters=(
-        WEIGHT,
-        Parameter("nuslerp_flatten", "bool", "Each tensor is one vector.", default=True),
-        Parameter("nuslerp_row_wise", "bool", "With nuslerp_flatten false: rows, not columns.", default=False),
-    ),
     base="optional",
     min_models=2,
     max_models=2,
@@ -90,5 +70,23 @@ models:
     parameters: {weight: 0.5}
 dtype: bfloat16
 """,
-    job=_job,
 )
+def nuslerp(
+    matrix: Matrix,
+    weight: Share,
+    nuslerp_flatten: Annotated[bool, "Each tensor is one vector."] = True,
+    nuslerp_row_wise: Annotated[bool, "With nuslerp_flatten false: rows, not columns."] = False,
+) -> Job:
+    from weightsmith.jobs.combination import GramJob
+    from weightsmith.jobs.vectors import ColumnJob, RowJob
+
+    t = interpolation(weight)
+    if not nuslerp_flatten and matrix.cols < matrix.size:
+        job = RowJob if nuslerp_row_wise else ColumnJob
+        return job(matrix, partial(each_nuslerp, t=t, deltas=matrix.base), deltas=matrix.base)
+
+    def solve(gram: np.ndarray) -> np.ndarray:
+        a, b = nuslerp_coefficients(gram, t)
+        return np.array([1.0 - a - b, a, b]) if matrix.base else np.array([a, b])
+
+    return GramJob(matrix, solve, deltas=matrix.base)

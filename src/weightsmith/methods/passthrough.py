@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import numpy as np
+
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.methods.base import Method, Parameter, always
+from weightsmith.methods.signature import PerModel, always, merge_method
 
 
-def _job(matrix: Matrix) -> Job:
-    from weightsmith.jobs.combination import CombinationJob
-
-    scale = matrix.models[0].get("scale")
-    return CombinationJob(matrix, [1.0 if scale is None else float(scale)])  # type: ignore[arg-type]
-
-
-METHOD = Method(
-    name="passthrough",
+@merge_method(
     title="layers as they are",
     summary="""Takes each tensor from the one model that is listed for it. With `slices` it stacks layers of one or
 several models into a deeper one ("frankenmerge", depth up-scaling). Without `scale`, and where the dtype stays, bytes
@@ -25,9 +21,7 @@ A stack of repeated layers must be trained on before it is better than its sourc
     passes="One: the result is written as the inputs are read.",
     source="Kim et al. 2023, SOLAR 10.7B: depth up-scaling, section 3, https://arxiv.org/abs/2312.15166",
     formula="out = scale · W",
-    parameters=(Parameter("scale", "float", "Factor; left out, the bytes are copied.", scope="model", optional=True),),
     base="input",
-    min_models=1,
     max_models=1,
     example="""merge_method: passthrough
 slices:
@@ -35,7 +29,12 @@ slices:
   - sources: [{model: ./base, layer_range: [10, 30]}]
 dtype: bfloat16
 """,
-    job=_job,
-    copies=lambda models: models[0].get("scale") in (None, 1.0),
+    copies=lambda scale: scale[0] in (None, 1.0),
     elementwise=always,
 )
+def passthrough(
+    matrix: Matrix, scale: Annotated[PerModel[float | None], "Factor; left out, the bytes are copied."] = None
+) -> Job:
+    from weightsmith.jobs.combination import CombinationJob
+
+    return CombinationJob(matrix, np.array([1.0 if s is None else s for s in scale]))

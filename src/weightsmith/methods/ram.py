@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.methods.base import Method, Parameter, always
+from weightsmith.methods.signature import Bounds, always, merge_method
 
-EPSILON = Parameter("epsilon", "float", "A delta is active where it is larger than this.", default=1e-5, minimum=0.0)
-
-
-def _job(matrix: Matrix) -> Job:
-    from weightsmith.jobs.elementwise import ActiveJob
-
-    return ActiveJob(matrix)
+Epsilon = Annotated[float, "A delta is active where it is larger than this.", Bounds(0.0)]
 
 
-METHOD = Method(
-    name="ram",
+@merge_method(
     title="keep what one model alone changed, average what several did",
     summary="""For models trained by reinforcement learning, whose deltas are sparse: plain averaging dilutes what
 only one of them has changed. Where one model alone is active its delta is kept whole; where several are, their deltas
@@ -26,10 +21,6 @@ fine-tunes: nearly every weight is active in all of them, and ram is their avera
     passes="One: the result is written as the inputs are read.",
     source="Reinforced Agent Merging, 2026, https://arxiv.org/abs/2601.13572",
     formula="Aᵢ = |δᵢ| > ε, n = Σ Aᵢ;  out = base + δᵢ where n = 1;  base + Σ Aᵢδᵢ / n where n ≥ 2",
-    parameters=(EPSILON,),
-    base="required",
-    min_models=1,
-    max_models=None,
     example="""merge_method: ram
 base_model: ./base
 models:
@@ -37,6 +28,9 @@ models:
   - model: ./de
 dtype: bfloat16
 """,
-    job=_job,
     elementwise=always,
 )
+def ram(matrix: Matrix, epsilon: Epsilon = 1e-5) -> Job:
+    from weightsmith.jobs.elementwise import ActiveJob
+
+    return ActiveJob(matrix, epsilon)

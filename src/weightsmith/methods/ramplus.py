@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.methods.base import Method, Parameter, always
-from weightsmith.methods.family import LAMBDA
-from weightsmith.methods.ram import EPSILON
-
-if TYPE_CHECKING:
-    from weightsmith.jobs.survey import Survey
-    from weightsmith.planner.steps import Settings, Step
-
-
-def _job(matrix: Matrix) -> Job:
-    from weightsmith.jobs.elementwise import ActiveJob, ActiveSurvey
-
-    survey = matrix.survey
-    assert isinstance(survey, ActiveSurvey)
-    job = ActiveJob(matrix)
-    job.factors = strengthened(survey.of(matrix.inputs[1:]), float(matrix.shared["rescale"]))  # type: ignore[arg-type]
-    return job
+from weightsmith.methods.family import Lambda
+from weightsmith.methods.ram import Epsilon
+from weightsmith.methods.signature import Bounds, always, merge_method
+from weightsmith.plans import Product, Settings, Step
+from weightsmith.tensors import DTYPES, TensorSpec
 
 
 def strengthened(counts: npt.NDArray[np.int64], rescale: float) -> npt.NDArray[np.float64]:
@@ -38,14 +26,12 @@ def strengthened(counts: npt.NDArray[np.int64], rescale: float) -> npt.NDArray[n
     return np.asarray(1.0 + (rescale - 1.0) * np.minimum(1.0, ratio), np.float64)
 
 
-def _survey(merged: Sequence[tuple[Step, Settings]]) -> Survey | None:
-    from weightsmith.jobs.elementwise import ActiveSurvey
+def _activity(merged: Sequence[tuple[Step, Settings]]) -> Product:
+    models = tuple(dict.fromkeys(read.model for step, _ in merged for read in step.inputs[1:]))
+    return Product("activity", "activity", (TensorSpec("activity", DTYPES["I64"], (len(models), 2)),), {}, models=models)
 
-    return ActiveSurvey() if merged else None
 
-
-METHOD = Method(
-    name="ramplus",
+@merge_method(
     title="ram, with what is unique to a model strengthened, over the whole model",
     summary="""RAM+ as its authors have it: RAM, where the delta of a model that is active alone is multiplied by λᵢ,
 and the counts of unique and shared positions are those of the whole model. Takes a pass over all tensors before the
@@ -54,14 +40,6 @@ merge. `rescale` is 1.05 in the authors' code, 1.2 in their examples.""",
     passes="One over all tensors, before the merge, then the result.",
     source="Reinforced Agent Merging, 2026, section on RAM+, https://arxiv.org/abs/2601.13572",
     formula="λᵢ = 1 + (rescale - 1) · min(1, sharedᵢ / uniqueᵢ) over the model;  ram with λᵢδᵢ where only model i is active",
-    parameters=(
-        Parameter("rescale", "float", "The largest factor on what is unique to a model.", default=1.05, minimum=1.0),
-        EPSILON,
-        LAMBDA,
-    ),
-    base="required",
-    min_models=1,
-    max_models=None,
     example="""merge_method: ramplus
 base_model: ./base
 models:
@@ -69,7 +47,18 @@ models:
   - model: ./de
 dtype: bfloat16
 """,
-    job=_job,
-    survey=_survey,
+    needs=always,
+    product=_activity,
     elementwise=always,
 )
+def ramplus(
+    matrix: Matrix,
+    rescale: Annotated[float, "The largest factor on what is unique to a model.", Bounds(1.0)] = 1.05,
+    epsilon: Epsilon = 1e-5,
+    lambda_: Lambda = 1.0,
+) -> Job:
+    from weightsmith.jobs.elementwise import ActiveJob
+
+    activity = matrix.results[0]
+    counts = activity.arrays[0][[activity.models.index(model) for model in matrix.inputs[1:]]]
+    return ActiveJob(matrix, epsilon, strengthened(counts, rescale), lambda_)

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import numpy as np
 import numpy.typing as npt
 
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.ram import EPSILON
+from weightsmith.methods.ram import Epsilon
+from weightsmith.methods.signature import Bounds, merge_method
 
 
-def _job(matrix: Matrix) -> Job:
-    from weightsmith.jobs.elementwise import ActiveJob
-
-    r, alpha = float(matrix.shared["r"]), float(matrix.shared["alpha"])  # type: ignore[arg-type]
-    epsilon = float(matrix.shared["epsilon"])  # type: ignore[arg-type]
-
-    def alone(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        ratio = counts[:, 1] / np.maximum(counts[:, 0], max(epsilon, 1e-300))
-        return np.asarray(1.0 + r * np.clip(ratio, 0.0, alpha), np.float64)
-
-    return ActiveJob(matrix, alone)
-
-
-METHOD = Method(
-    name="ramplus_tl",
+@merge_method(
     title="ram, with what is unique to a model strengthened, tensor by tensor",
     summary="""RAM, but where a model is active alone its delta is multiplied by λᵢ: the more a model shares with
 others, and so loses by averaging, the more its own part is strengthened. Counted within each tensor, as mergekit
@@ -33,14 +21,6 @@ does; with the defaults λᵢ is at most 1.02. `ramplus` is the authors' form.""
     passes="Two: counts, then the result.",
     source="Reinforced Agent Merging, 2026, https://arxiv.org/abs/2601.13572; tensor by tensor as in mergekit",
     formula="λᵢ = 1 + r · clip(sharedᵢ / uniqueᵢ, 0, alpha);  ram with λᵢδᵢ where only model i is active",
-    parameters=(
-        Parameter("r", "float", "How much the ratio of shared to unique strengthens.", default=0.1),
-        Parameter("alpha", "float", "Bound of the ratio.", default=0.2, minimum=0.0),
-        EPSILON,
-    ),
-    base="required",
-    min_models=1,
-    max_models=None,
     example="""merge_method: ramplus_tl
 base_model: ./base
 models:
@@ -48,5 +28,17 @@ models:
   - model: ./de
 dtype: bfloat16
 """,
-    job=_job,
 )
+def ramplus_tl(
+    matrix: Matrix,
+    r: Annotated[float, "How much the ratio of shared to unique strengthens."] = 0.1,
+    alpha: Annotated[float, "Bound of the ratio.", Bounds(0.0)] = 0.2,
+    epsilon: Epsilon = 1e-5,
+) -> Job:
+    from weightsmith.jobs.elementwise import ActiveJob
+
+    def alone(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        ratio = counts[:, 1] / np.maximum(counts[:, 0], max(epsilon, 1e-300))
+        return np.asarray(1.0 + r * np.clip(ratio, 0.0, alpha), np.float64)
+
+    return ActiveJob(matrix, epsilon, alone)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from weightsmith.jobs.decompose import thin_svd
-from weightsmith.jobs.job import Job, Matrix, Parameters
-from weightsmith.jobs.linears import needs_torch
-from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.family import LAMBDA
-from weightsmith.methods.linears import WEIGHT, linears_job, number
+from weightsmith.jobs.job import Job, Matrix
+from weightsmith.jobs.requires import needs_torch
+from weightsmith.methods.family import Lambda, Weight
+from weightsmith.methods.linears import linears_job, matrix_method
+from weightsmith.methods.signature import Bounds
 
 
 def _norm(a: Any) -> float:
@@ -73,23 +73,11 @@ def merge(deltas: Sequence[Any], head_rank: int, head_share: float, beta_min: fl
     return merged + mean * (head_share * agreement * _norm(merged) / length) if length > 0 else merged
 
 
-def _job(matrix: Matrix) -> Job:
-    how = (
-        int(number(matrix, "head_rank")),
-        number(matrix, "head_share"),
-        number(matrix, "beta_min"),
-        number(matrix, "beta_max"),
-    )
-    return linears_job(matrix, lambda deltas: merge(deltas, *how), copies=4 * len(matrix.codes) + 4)
+def _check(beta_min: float, beta_max: float) -> str:
+    return f"beta_min {beta_min:g} is above beta_max {beta_max:g}" if beta_min > beta_max else needs_torch()
 
 
-def _check(shared: Parameters, models: Sequence[Parameters]) -> str:
-    low, high = float(shared["beta_min"] or 0), float(shared["beta_max"] or 0)
-    return f"beta_min {low:g} is above beta_max {high:g}" if low > high else needs_torch(shared, models)
-
-
-METHOD = Method(
-    name="resmerge",
+@matrix_method(
     title="residual merge for reinforcement-learned experts",
     summary="""Splits each delta into its leading singular directions (the head, of rank `head_rank`) and the rest. The
 rests are averaged as directions, so that the result is not shorter than they are because they differ; the heads are added
@@ -98,27 +86,9 @@ are spread out and nearly orthogonal, and published for such (Qwen2.5-7B, Qwen3-
 their deltas are mostly head, and little would be left. Embeddings, norms, biases and routers take the mean of the deltas.
 Takes torch.""",
     use="For models trained by reinforcement learning from one base, whose deltas have one strong common direction each.",
-    passes="Two: every matrix is read whole, decomposed, then written.",
     source="ResMerge 2026, https://arxiv.org/abs/2606.02252, and the authors' code for the exponent",
     formula="wᵢδᵢ = Hᵢ + Rᵢ;  q = Σ Rᵢ/‖Rᵢ‖ normalised;  c = mean cos(Rᵢ, q);  B = q · mean ‖Rᵢ‖ · c^β;  "
     "out = base + λ (B + head_share · mean cos⁺(Hᵢ, Hⱼ) · ‖B‖ · H̄/‖H̄‖)",
-    parameters=(
-        WEIGHT,
-        Parameter("head_rank", "int", "Leading singular directions that are the head.", default=1, minimum=1),
-        Parameter(
-            "head_share",
-            "float",
-            "Length of the heads' part over that of the rest, when all heads agree.",
-            default=0.2,
-            minimum=0.0,
-        ),
-        Parameter("beta_min", "float", "Exponent of the coherence when all residuals agree.", default=0.7, minimum=0.0),
-        Parameter("beta_max", "float", "Exponent of the coherence when they oppose each other.", default=1.0, minimum=0.0),
-        LAMBDA,
-    ),
-    base="required",
-    min_models=1,
-    max_models=None,
     example="""merge_method: resmerge
 base_model: ./base
 models:
@@ -126,6 +96,16 @@ models:
   - model: ./de
 dtype: bfloat16
 """,
-    job=_job,
     check=_check,
 )
+def resmerge(
+    matrix: Matrix,
+    weight: Weight = 1.0,
+    head_rank: Annotated[int, "Leading singular directions that are the head.", Bounds(1)] = 1,
+    head_share: Annotated[float, "Length of the heads' part over that of the rest, when all heads agree.", Bounds(0.0)] = 0.2,
+    beta_min: Annotated[float, "Exponent of the coherence when all residuals agree.", Bounds(0.0)] = 0.7,
+    beta_max: Annotated[float, "Exponent of the coherence when they oppose each other.", Bounds(0.0)] = 1.0,
+    lambda_: Lambda = 1.0,
+) -> Job:
+    how = head_rank, head_share, beta_min, beta_max
+    return linears_job(matrix, weight, lambda_, lambda deltas: merge(deltas, *how), copies=4 * len(matrix.codes) + 4)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import numpy as np
 
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.methods.base import Method, Parameter
+from weightsmith.methods.signature import merge_method
 
 
 def slerp_coefficients(gram: np.ndarray, t: float, *, lerp_above: float) -> np.ndarray:
@@ -28,15 +29,7 @@ def slerp_coefficients(gram: np.ndarray, t: float, *, lerp_above: float) -> np.n
     return np.array([math.sin((1.0 - t) * theta), math.sin(t * theta)]) / math.sin(theta)
 
 
-def _job(matrix: Matrix) -> Job:
-    from weightsmith.jobs.combination import GramJob
-
-    t = float(matrix.shared["t"])  # type: ignore[arg-type]
-    return GramJob(matrix, lambda gram: slerp_coefficients(gram, t, lerp_above=0.9995))
-
-
-METHOD = Method(
-    name="slerp",
+@merge_method(
     title="spherical interpolation of two models",
     summary="""Walks from the base (t = 0) to the other model (t = 1) along the arc between them, each tensor seen as
 one long vector. Fine-tunes of one base lie so close together (cos > 0.9995) that this is plain linear interpolation
@@ -46,9 +39,6 @@ interpolation in all but name; it differs for models that lie far apart.""",
     passes="Two: inner products, then the result.",
     source="Shoemake 1985, Animating rotation with quaternion curves, section 3.3",
     formula="out = sin((1-t)θ)/sin θ · A + sin(tθ)/sin θ · B,  cos θ = A·B/(|A||B|);  (1-t)A + tB when |cos θ| > 0.9995",
-    parameters=(Parameter("t", "float", "0 is the base, 1 the other model; not clamped."),),
-    base="required",
-    min_models=1,
     max_models=1,
     example="""merge_method: slerp
 base_model: ./fr
@@ -64,5 +54,8 @@ parameters:
     - value: 0.5
 dtype: bfloat16
 """,
-    job=_job,
 )
+def slerp(matrix: Matrix, t: Annotated[float, "0 is the base, 1 the other model; not clamped."]) -> Job:
+    from weightsmith.jobs.combination import GramJob
+
+    return GramJob(matrix, lambda gram: slerp_coefficients(gram, t, lerp_above=0.9995))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from weightsmith.jobs.decompose import thin_svd
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.jobs.linears import needs_torch
-from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.family import LAMBDA
-from weightsmith.methods.linears import WEIGHT, linears_job, number
+from weightsmith.methods.family import Lambda, Weight
+from weightsmith.methods.linears import linears_job, matrix_method
+from weightsmith.methods.signature import Bounds
 
 
 def truncate(delta: Any, eta: float) -> Any:
@@ -33,37 +32,15 @@ def merge(deltas: Sequence[Any], eta: float) -> Any:
     return total / len(deltas)
 
 
-def _job(matrix: Matrix) -> Job:
-    eta = number(matrix, "eta")
-    return linears_job(matrix, lambda deltas: merge(deltas, eta))
-
-
-METHOD = Method(
-    name="star",
+@matrix_method(
     title="spectral truncation and rescale",
     summary="""Of each delta's singular directions the leading ones are kept, as few as hold the share `eta` of the sum
 of its singular values, and are scaled up so that the sum is what it was; then the models are averaged. The spectral
 counterpart of ties' trimming, without an election. Embeddings, norms, biases and routers take the mean of the deltas. Published
 for Flan-T5, Mistral and Llama-3 fine-tunes, with modest gains over ties. Takes torch.""",
     use="For deltas with noise in their small singular values. Tested by its authors on Flan-T5, Mistral and Llama-3B.",
-    passes="Two: every matrix is read whole, decomposed, then written.",
     source="Lee et al. 2025, STAR: Spectral Truncation and Rescale for Model Merging, section 3, https://arxiv.org/abs/2502.10339",
     formula="out = base + λ/N Σ (sum Sᵢ / sum Kᵢ) Uᵢ diag(Kᵢ) Vᵢᵀ,  wᵢδᵢ = Uᵢ diag(Sᵢ) Vᵢᵀ, Kᵢ the leading part of Sᵢ",
-    parameters=(
-        WEIGHT,
-        Parameter(
-            "eta",
-            "float",
-            "Share of the sum of singular values that the kept directions must reach.",
-            default=0.4,
-            minimum=0.0,
-            maximum=1.0,
-        ),
-        LAMBDA,
-    ),
-    base="required",
-    min_models=1,
-    max_models=None,
     example="""merge_method: star
 base_model: ./base
 models:
@@ -72,6 +49,11 @@ models:
 parameters: {eta: 0.4, lambda: 1.5}
 dtype: bfloat16
 """,
-    job=_job,
-    check=needs_torch,
 )
+def star(
+    matrix: Matrix,
+    weight: Weight = 1.0,
+    eta: Annotated[float, "Share of the sum of singular values that the kept directions must reach.", Bounds(0.0, 1.0)] = 0.4,
+    lambda_: Lambda = 1.0,
+) -> Job:
+    return linears_job(matrix, weight, lambda_, lambda deltas: merge(deltas, eta))

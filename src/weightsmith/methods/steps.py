@@ -9,46 +9,56 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Annotated, Literal
 
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.jobs.linears import is_linear, needs_torch
-from weightsmith.methods.base import Method, Parameter
+from weightsmith.jobs.requires import needs_torch
+from weightsmith.methods.base import Method
+from weightsmith.methods.signature import Bounds, bound, parameters_of
 
-PARAMETERS = (
-    Parameter(
-        "spectrum",
-        "str",
+
+def _job(
+    matrix: Matrix,
+    make: Callable[[Matrix], Job],
+    spectrum: Annotated[
+        Literal["none", "flatten", "floor", "calibrate"],
         "What is done to the singular values S of each linear layer's merged delta: `flatten` moves them towards their mean "
         "(Iso-C, arXiv 2502.04959), `floor` raises those below the one at which S sums to the share `spectrum_strength` "
         "(subspace boosting, arXiv 2506.16506), `calibrate` divides by how often the models repeat a direction (SVC, arXiv "
         "2602.05536). Takes torch.",
-        default="none",
-        choices=("none", "flatten", "floor", "calibrate"),
-    ),
-    Parameter(
-        "spectrum_strength",
-        "float",
+    ] = "none",
+    spectrum_strength: Annotated[
+        float | None,
         "`flatten`: (1 - strength) S + strength · mean S, by default 0.1. `floor`: the share, by default 0.01. `calibrate`: "
         "the least repetition assumed, by default 1/K for K models; 1 only weakens.",
-        minimum=0.0,
-        maximum=1.0,
-        optional=True,
-    ),
-    Parameter(
-        "norm_match",
-        "str",
+        Bounds(0.0, 1.0),
+    ] = None,
+    norm_match: Annotated[
+        Literal["none", "mean", "max", "task_arithmetic"],
         "Give each tensor's merged delta the Frobenius norm of: the inputs' deltas, on average (`mean`) or at most (`max`), or "
         "of their plain weighted sum (`task_arithmetic`).",
-        default="none",
-        choices=("none", "mean", "max", "task_arithmetic"),
-    ),
-    Parameter(
-        "delta_scale",
-        "float",
-        "Factor on the merged delta, after all else. A gradient over the layers is LiNeS: shallow layers change less.",
-        default=1.0,
-    ),
-)
+    ] = "none",
+    delta_scale: Annotated[
+        float, "Factor on the merged delta, after all else. A gradient over the layers is LiNeS: shallow layers change less."
+    ] = 1.0,
+) -> Job:
+    """The job that `make` makes, with the steps after it that are asked for; `spectrum` only of a linear layer's weight."""
+
+    def changed(matrix: Matrix) -> Job:
+        if spectrum == "none" or matrix.role != "linear":
+            return make(matrix)
+        from weightsmith.jobs.spectrum import SpectrumJob
+
+        return SpectrumJob(matrix, make, spectrum, spectrum_strength)
+
+    if norm_match == "none" and delta_scale == 1.0:
+        return changed(matrix)
+    from weightsmith.jobs.scaled import ScaledJob
+
+    return ScaledJob(matrix, changed, norm_match, delta_scale)
+
+
+PARAMETERS = parameters_of(_job, beside=("matrix", "make"))
 
 
 def with_steps(method: Method) -> Method:
@@ -58,35 +68,13 @@ def with_steps(method: Method) -> Method:
     """
     if method.base != "required" or not {p.name for p in PARAMETERS}.isdisjoint(p.name for p in method.parameters):
         return method
+    job = bound(_job, PARAMETERS, beside=("matrix", "make"))
+    check = bound(lambda spectrum: needs_torch() if spectrum != "none" else "", PARAMETERS)
+    unchanged = bound(lambda spectrum, norm_match: spectrum == norm_match == "none", PARAMETERS)
     return replace(
         method,
         parameters=method.parameters + PARAMETERS,
-        job=lambda matrix: _scaled(matrix, lambda inner: _spectrum(inner, method.job)),
-        check=lambda shared, models: (
-            method.check(shared, models) or (needs_torch(shared, models) if shared.get("spectrum", "none") != "none" else "")
-        ),
-        elementwise=lambda shared: (
-            method.elementwise(shared) and {shared.get("spectrum", "none"), shared.get("norm_match", "none")} == {"none"}
-        ),
+        job=lambda matrix: job(matrix, method.job, shared=matrix.shared),
+        check=lambda shared, models: method.check(shared, models) or check(shared=shared),
+        elementwise=lambda shared: method.elementwise(shared) and unchanged(shared=shared),
     )
-
-
-def _scaled(matrix: Matrix, make: Callable[[Matrix], Job]) -> Job:
-    norm = matrix.shared.get("norm_match", "none")
-    scale = float(matrix.shared.get("delta_scale", 1.0) or 0.0)
-    if norm == "none" and scale == 1.0:
-        return make(matrix)
-    from weightsmith.jobs.scaled import ScaledJob
-
-    return ScaledJob(matrix, make, str(norm), scale)
-
-
-def _spectrum(matrix: Matrix, make: Callable[[Matrix], Job]) -> Job:
-    """The method's job, with the step after it where it is asked for and the tensor is a linear layer's weight."""
-    how = str(matrix.shared.get("spectrum", "none"))
-    if how == "none" or not is_linear(matrix.name, matrix.shape):
-        return make(matrix)
-    strength = matrix.shared.get("spectrum_strength")
-    from weightsmith.jobs.spectrum import SpectrumJob
-
-    return SpectrumJob(matrix, make, how, None if strength is None else float(strength))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.jobs.linears import needs_torch
 from weightsmith.jobs.spectra import calibrate
-from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.family import LAMBDA
-from weightsmith.methods.linears import WEIGHT, linears_job
+from weightsmith.methods.family import Lambda, Weight
+from weightsmith.methods.linears import linears_job, matrix_method
+from weightsmith.methods.signature import Bounds
 
 
 def merge(deltas: Sequence[Any], weights: Sequence[float], alpha: float) -> Any:
@@ -21,15 +20,7 @@ def merge(deltas: Sequence[Any], weights: Sequence[float], alpha: float) -> Any:
     return calibrate(total, deltas, alpha)
 
 
-def _job(matrix: Matrix) -> Job:
-    weights = [float(w) for w in matrix.weights()]
-    alpha = matrix.shared["alpha"]
-    floor = 1.0 / len(weights) if alpha is None else float(alpha)
-    return linears_job(matrix, lambda deltas: merge(deltas, weights, floor), calibrates=True)
-
-
-METHOD = Method(
-    name="svc",
+@matrix_method(
     title="task arithmetic, singular values calibrated",
     summary="""Adds the weighted deltas, and then corrects what the sum counts twice: along each left singular direction
 of the merged delta it measures how much of each model's own delta is repeated there, and divides by the mean of that.
@@ -39,24 +30,10 @@ and routers are task arithmetic's. Published for vision models and, with gains, 
 Takes torch.""",
     use="""After task arithmetic, when the sum is too long in the directions the models share. The evidence is for
 vision models, and some for a 7 B language model; with `alpha: 1` it only shrinks, which is safe.""",
-    passes="Two: every matrix is read whole, decomposed, then written.",
     source="Singular Value Calibration 2026, sections 3 and 4, https://arxiv.org/abs/2602.05536",
     formula="A = Σ wᵢδᵢ = U diag(S) Vᵀ;  cᵢᵣ = ⟨uᵣᵀA, uᵣᵀδᵢ⟩ / ‖uᵣᵀδᵢ‖²;  "
     "out = base + λ · U diag(Sᵣ · K / Σᵢ max(alpha, cᵢᵣ)) Vᵀ",
-    parameters=(
-        WEIGHT,
-        Parameter(
-            "alpha",
-            "float",
-            "Least repetition that is assumed. Not given: 1/K for K models; 1 only weakens directions.",
-            minimum=1e-6,
-            optional=True,
-        ),
-        LAMBDA,
-    ),
-    base="required",
-    min_models=1,
-    max_models=None,
+    otherwise="merged by task arithmetic",
     example="""merge_method: svc
 base_model: ./base
 models:
@@ -66,6 +43,14 @@ models:
     parameters: {weight: 0.6}
 dtype: bfloat16
 """,
-    job=_job,
-    check=needs_torch,
 )
+def svc(
+    matrix: Matrix,
+    weight: Weight = 1.0,
+    alpha: Annotated[
+        float | None, "Least repetition that is assumed. Not given: 1/K for K models; 1 only weakens directions.", Bounds(1e-6)
+    ] = None,
+    lambda_: Lambda = 1.0,
+) -> Job:
+    floor = 1.0 / len(weight) if alpha is None else alpha
+    return linears_job(matrix, weight, lambda_, lambda deltas: merge(deltas, weight, floor), calibrates=True)

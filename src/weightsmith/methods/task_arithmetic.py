@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import numpy as np
 
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.methods.base import Method, Parameter, always
-from weightsmith.methods.family import INT8_MASK, LAMBDA, check_normalize, normalize
-from weightsmith.methods.linear import WEIGHT
+from weightsmith.methods import family
+from weightsmith.methods.family import Int8Mask, Lambda, Share, check_normalize
+from weightsmith.methods.signature import Ignored, PerModel, always, merge_method
 
 
-def _job(matrix: Matrix) -> Job:
-    from weightsmith.jobs.combination import CombinationJob
-
-    weights = matrix.weights()
-    factor = float(matrix.shared["lambda"])  # type: ignore[arg-type]
-    if matrix.shared["normalize"]:
-        total = float(weights.sum())
-        factor /= total if abs(total) >= 1e-8 else 1.0
-    # base + λ Σ wᵢ (Wᵢ - base) is a linear combination of the inputs; float64 sums keep it exact enough.
-    return CombinationJob(matrix, np.concatenate([[1.0 - factor * weights.sum()], factor * weights]))
-
-
-METHOD = Method(
-    name="task_arithmetic",
+@merge_method(
     title="sum of task vectors",
     summary="""Adds the weighted task vectors (fine-tune minus base) of any number of fine-tunes to their base. A
 negative weight removes what a fine-tune learnt; a weight above 1 extrapolates. Of all methods it is the one that most
@@ -34,17 +23,6 @@ many language models in the wild (https://arxiv.org/abs/2511.21437). Start with 
     passes="One: the result is written as the inputs are read.",
     source="Ilharco et al. 2022, Editing models with task arithmetic, https://arxiv.org/abs/2212.04089",
     formula="out = base + λ Σ wᵢ (Wᵢ - base)   (divided by Σ wᵢ if normalize)",
-    parameters=(
-        WEIGHT,
-        Parameter("density", "float", "Not used.", scope="model", default=1.0, ignored="task_arithmetic has no sparsifier"),
-        normalize(False),
-        Parameter("rescale", "bool", "Not used.", default=False, ignored="there is no sparsifier to make up for"),
-        LAMBDA,
-        INT8_MASK,
-    ),
-    base="required",
-    min_models=1,
-    max_models=None,
     example="""merge_method: task_arithmetic
 base_model: ./base
 models:
@@ -54,7 +32,23 @@ models:
     parameters: {weight: 0.6}
 dtype: bfloat16
 """,
-    job=_job,
     check=check_normalize,
     elementwise=always,
 )
+def task_arithmetic(
+    matrix: Matrix,
+    weight: Share,
+    density: Annotated[PerModel[float], "Not used.", Ignored("task_arithmetic has no sparsifier")] = 1.0,
+    normalize: family.Normalize = False,
+    rescale: Annotated[bool, "Not used.", Ignored("there is no sparsifier to make up for")] = False,
+    lambda_: Lambda = 1.0,
+    int8_mask: Int8Mask = False,
+) -> Job:
+    from weightsmith.jobs.combination import CombinationJob
+
+    weights, factor = np.asarray(weight), lambda_
+    if normalize:
+        total = float(weights.sum())
+        factor /= total if abs(total) >= 1e-8 else 1.0
+    # base + λ Σ wᵢ (Wᵢ - base) is a linear combination of the inputs; float64 sums keep it exact enough.
+    return CombinationJob(matrix, np.concatenate([[1.0 - factor * weights.sum()], factor * weights]))

@@ -2,59 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Annotated
 
-from weightsmith.jobs.job import Job, Matrix, Parameters
-from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.cabs import GROUP
-from weightsmith.methods.consensus_ta import WEIGHT
-from weightsmith.methods.family import (
-    DENSITY,
-    EPSILON,
-    GAMMA,
-    LAMBDA,
-    SCOPE,
-    check_probabilities,
-    model_thresholds,
-    rescale,
-    sums_to_zero,
-    task_vector_job,
-)
-
-if TYPE_CHECKING:
-    from weightsmith.jobs.survey import Survey
-    from weightsmith.planner.steps import Settings, Step
+from weightsmith.jobs.axes import Axes, Combine, Election, Sparsifier
+from weightsmith.jobs.job import Job, Matrix
+from weightsmith.methods import family
+from weightsmith.methods.family import Floats, Lambda, Weight, sums_to_zero
+from weightsmith.methods.signature import merge_method
 
 _ROWS = ("magnitude", "magnitude_outliers")
 
 
-def _job(matrix: Matrix) -> Job:
-    shared = matrix.shared
-    return task_vector_job(
-        matrix,
-        shared["sparsify"],  # type: ignore[arg-type]  # one of the parameter's choices, as are the next two
-        elect=shared["elect"],  # type: ignore[arg-type]
-        combine=shared["combine"],  # type: ignore[arg-type]
-    )
-
-
-def _check(shared: Parameters, models: Sequence[Parameters]) -> str:
-    if shared["scope"] != "tensor" and shared["sparsify"] not in _ROWS:
-        return f"scope {shared['scope']} ranks magnitudes, and sparsify is {shared['sparsify']}; use one of {', '.join(_ROWS)}"
-    if shared["rescale"] == "inv_probability" and shared["sparsify"] != "row_rank":
+def _check(
+    scope: str, sparsify: str, rescale: str, combine: str, elect: str, weight: Floats, density: Floats, epsilon: Floats
+) -> str:
+    if scope != "tensor" and sparsify not in _ROWS:
+        return f"scope {scope} ranks magnitudes, and sparsify is {sparsify}; use one of {', '.join(_ROWS)}"
+    if rescale == "inv_probability" and sparsify != "row_rank":
         return "rescale inv_probability is for sparsify row_rank, where each element has a probability of its own"
-    if shared["combine"] == "mean" and shared["elect"] == "none" and (wrong := sums_to_zero(models)):
+    if combine == "mean" and elect == "none" and (wrong := sums_to_zero(weight)):
         return wrong
-    return check_probabilities(shared, models) if shared["sparsify"] == "row_rank" else ""
+    return family.check_probabilities(density, epsilon) if sparsify == "row_rank" else ""
 
 
-def _survey(merged: Sequence[tuple[Step, Settings]]) -> Survey | None:
-    return model_thresholds([(step, settings) for step, settings in merged if settings.shared["sparsify"] in _ROWS])
-
-
-METHOD = Method(
-    name="task_vectors",
+@merge_method(
     title="the task-vector kernel with all its axes open",
     summary="""Every method of the family is a point on these axes: which part of each delta stays (`sparsify`,
 `scope`, `density`), what makes up for the rest (`rescale`), who decides the sign (`elect`), and how the models are
@@ -66,43 +37,6 @@ that others should recognise, use the named method.""",
 `scope: model`.""",
     source="after Ilharco et al. 2022 (https://arxiv.org/abs/2212.04089) and the pages of the methods it covers",
     formula="out = base + λ combineᵢ( elect( wᵢ · rescale( sparsify(Wᵢ - base) ) ) )",
-    parameters=(
-        WEIGHT,
-        Parameter(
-            "sparsify",
-            "str",
-            "What is kept of a delta: all (`none`), the largest (`magnitude`), those but for the very largest "
-            "(`magnitude_outliers`), at random (`random`), at random by rank in the row (`row_rank`), or the largest of each "
-            "group of neighbours that no earlier model has kept (`groups`).",
-            default="none",
-            choices=("none", "magnitude", "magnitude_outliers", "random", "row_rank", "groups"),
-        ),
-        SCOPE,
-        DENSITY,
-        GAMMA,
-        EPSILON,
-        GROUP,
-        rescale("none", "inv_density", "inv_probability"),
-        Parameter(
-            "elect",
-            "str",
-            "Only deltas of the elected sign count: of the `sum` of all, or by `count` of models.",
-            default="none",
-            choices=("none", "sum", "count"),
-        ),
-        Parameter(
-            "combine",
-            "str",
-            "`sum`; `mean`, divided by the weights that contributed; `disjoint_mean`, divided by the number of models that "
-            "did; `absmax`, the largest alone.",
-            default="sum",
-            choices=("sum", "mean", "disjoint_mean", "absmax"),
-        ),
-        LAMBDA,
-    ),
-    base="required",
-    min_models=1,
-    max_models=None,
     example="""merge_method: task_vectors
 base_model: ./base
 models:
@@ -113,8 +47,33 @@ models:
 parameters: {sparsify: magnitude, scope: row, elect: count, combine: disjoint_mean}
 dtype: bfloat16
 """,
-    job=_job,
     check=_check,
-    survey=_survey,
-    elementwise=lambda shared: shared["sparsify"] == "none",
+    needs=lambda scope, sparsify: family.of_the_model(scope) and sparsify in _ROWS,
+    product=family.model_thresholds,
+    elementwise=lambda sparsify: sparsify == "none",
 )
+def task_vectors(
+    matrix: Matrix,
+    weight: Weight = 1.0,
+    sparsify: Annotated[
+        Sparsifier,
+        "What is kept of a delta: all (`none`), the largest (`magnitude`), those but for the very largest "
+        "(`magnitude_outliers`), at random (`random`), at random by rank in the row (`row_rank`), or the largest of each "
+        "group of neighbours that no earlier model has kept (`groups`).",
+    ] = "none",
+    scope: family.Scope = "tensor",
+    density: family.Density = 1.0,
+    gamma: family.Gamma = 0.01,
+    epsilon: family.Epsilon = 0.15,
+    group: family.Group = 256,
+    rescale: family.AnyRescale = "none",
+    elect: Annotated[Election, "Only deltas of the elected sign count: of the `sum` of all, or by `count` of models."] = "none",
+    combine: Annotated[
+        Combine,
+        "`sum`; `mean`, divided by the weights that contributed; `disjoint_mean`, divided by the number of models that "
+        "did; `absmax`, the largest alone.",
+    ] = "sum",
+    lambda_: Lambda = 1.0,
+) -> Job:
+    axes = Axes(sparsify, weight, lambda_, density, gamma, epsilon, group, scope, rescale, elect, combine)
+    return family.task_vector_job(matrix, axes)

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from weightsmith.methods.base import Method
-from weightsmith.methods.family import (
-    DENSITY,
-    INT8_MASK,
-    LAMBDA,
-    SCOPE,
-    model_thresholds,
-    normalize,
-    rescale,
-    task_vector_job,
-)
-from weightsmith.methods.linear import WEIGHT
+from weightsmith.jobs.axes import Axes
+from weightsmith.jobs.job import Job, Matrix
+from weightsmith.methods import family
+from weightsmith.methods.family import Int8Mask, Lambda, Share
+from weightsmith.methods.signature import merge_method
 
-METHOD = Method(
-    name="ties",
+
+@merge_method(
     title="trim, elect sign, disjoint mean",
     summary="""Keeps the largest deltas of each fine-tune, lets the models elect a sign for every element by the sum
 of their weighted deltas (zero elects +), and averages only those that agree. Exactly ⌊density · n⌋ elements of each
@@ -29,10 +22,6 @@ models trimming to a tenth or a fifth at full strength made merges worse than th
 over all tensors, before the merge, and with `scope: row` one.""",
     source="Yadav et al. 2023, TIES-Merging, section 3, https://arxiv.org/abs/2306.01708; the default scope is mergekit's",
     formula="δᵢ = trim(Wᵢ - base);  s = sign(Σ wᵢδᵢ);  out = base + λ Σ_{agree} wᵢδᵢ / Σ_{agree} wᵢ",
-    parameters=(WEIGHT, DENSITY, SCOPE, normalize(True), rescale("none", "inv_density"), LAMBDA, INT8_MASK),
-    base="required",
-    min_models=1,
-    max_models=None,
     example="""merge_method: ties
 base_model: ./base
 models:
@@ -42,6 +31,19 @@ models:
     parameters: {weight: 1.0, density: 0.5}
 dtype: bfloat16
 """,
-    job=lambda matrix: task_vector_job(matrix, "magnitude", elect="sum"),
-    survey=model_thresholds,
+    needs=family.of_the_model,
+    product=family.model_thresholds,
 )
+def ties(
+    matrix: Matrix,
+    weight: Share,
+    density: family.Density = 1.0,
+    scope: family.Scope = "tensor",
+    normalize: family.Normalize = True,
+    rescale: family.Rescale = "none",
+    lambda_: Lambda = 1.0,
+    int8_mask: Int8Mask = False,
+) -> Job:
+    combine = family.mean_or_sum(normalize)
+    axes = Axes("magnitude", weight, lambda_, density, scope=scope, rescale=rescale, elect="sum", combine=combine)
+    return family.task_vector_job(matrix, axes)

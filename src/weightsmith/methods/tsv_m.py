@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from weightsmith.jobs.decompose import polar, thin_svd
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.jobs.linears import needs_torch
-from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.family import LAMBDA
-from weightsmith.methods.linears import WEIGHT, linears_job, number
+from weightsmith.methods.family import Lambda, Weight
+from weightsmith.methods.linears import linears_job, matrix_method
+from weightsmith.methods.signature import Bounds
 
 
 def merge(deltas: Sequence[Any], directions: int | None, flatten: float = 0.0) -> Any:
@@ -33,15 +32,7 @@ def _flat(s: Any, flatten: float) -> Any:
     return ((1.0 - flatten) * s + flatten * s.mean()) * (s > 0)
 
 
-def _job(matrix: Matrix) -> Job:
-    directions = matrix.shared["directions"]
-    keep = None if directions is None else int(directions)
-    flatten = number(matrix, "flatten")
-    return linears_job(matrix, lambda deltas: merge(deltas, keep, flatten))
-
-
-METHOD = Method(
-    name="tsv_m",
+@matrix_method(
     title="task singular vectors",
     summary="""For each weight of a linear layer the leading singular directions of every delta are kept, `directions` of
 each; the left ones of all models are made orthogonal together, and so are the right ones, so that the models do not
@@ -53,31 +44,8 @@ the base (2511.21437), while task_arithmetic gained: compare the two on your own
     use="""Few directions of each model (8 to 32) and a lambda of 0.7 to 0.8 were the best on the testbed's small
 language model. The published evidence is for vision models; on language models in the wild, at full rank and lambda
 1, it was worse than the base (https://arxiv.org/abs/2511.21437).""",
-    passes="Two: every matrix is read whole, decomposed, then written.",
     source="Gargiulo et al. 2024, Task Singular Vectors, section 4 (TSV-Merge), https://arxiv.org/abs/2412.00081",
     formula="wᵢδᵢ ≈ Uᵢ Sᵢ Vᵢᵀ (leading);  out = base + λ · polar([U₁ … U_N]) diag(S₁ … S_N) polar([V₁ … V_N])ᵀ",
-    parameters=(
-        WEIGHT,
-        Parameter(
-            "directions",
-            "int",
-            "Singular directions kept of each model's delta. Not given: the rank of the matrix shared out among the models.",
-            minimum=1,
-            optional=True,
-        ),
-        Parameter(
-            "flatten",
-            "float",
-            "How far the singular values kept of one model are moved towards their mean: 0 not at all (the paper), 1 wholly.",
-            default=0.0,
-            minimum=0.0,
-            maximum=1.0,
-        ),
-        LAMBDA,
-    ),
-    base="required",
-    min_models=1,
-    max_models=None,
     example="""merge_method: tsv_m
 base_model: ./base
 models:
@@ -86,6 +54,20 @@ models:
 parameters: {directions: 8, lambda: 0.8}
 dtype: bfloat16
 """,
-    job=_job,
-    check=needs_torch,
 )
+def tsv_m(
+    matrix: Matrix,
+    weight: Weight = 1.0,
+    directions: Annotated[
+        int | None,
+        "Singular directions kept of each model's delta. Not given: the rank of the matrix shared out among the models.",
+        Bounds(1),
+    ] = None,
+    flatten: Annotated[
+        float,
+        "How far the singular values kept of one model are moved towards their mean: 0 not at all (the paper), 1 wholly.",
+        Bounds(0.0, 1.0),
+    ] = 0.0,
+    lambda_: Lambda = 1.0,
+) -> Job:
+    return linears_job(matrix, weight, lambda_, lambda deltas: merge(deltas, directions, flatten))

@@ -11,29 +11,20 @@ bounded, and the result is the same for any tiles and threads. `tensor_method` g
 from __future__ import annotations
 
 import inspect
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from keyword import iskeyword
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, overload
+from typing import Any, Literal, overload
 
 from weightsmith.errors import MethodError
-from weightsmith.methods.base import BaseRole, Method, Parameter
+from weightsmith.jobs.job import Job, Matrix
+from weightsmith.methods.base import BaseRole, Method
+from weightsmith.methods.signature import PerModel as PerModel
+from weightsmith.methods.signature import parameters_of, values
 
-if TYPE_CHECKING:
-    from weightsmith.jobs.job import Job, Matrix
-
-T = TypeVar("T")
 Function = Callable[..., Any]
 Form = Literal["block", "tensor"]
 
-_EACH = "one for each model"
-PerModel = Annotated[Sequence[T], _EACH]
-"""The type of a parameter that each model has a value of its own for: `weight: PerModel[float]`."""
-
-_KINDS: dict[object, Literal["float", "int", "bool", "str"]] = {float: "float", int: "int", bool: "bool", str: "str"}
 _ARRAYS = ("models", "base", "out")
-_TAKEN = ("method", "out_dtype", "threads", "seed", "allow_nonfinite")  # by merge_state_dicts
 
 
 @dataclass(frozen=True)
@@ -131,16 +122,20 @@ def method_of(own: OwnMethod, name: str, source: str) -> Method:
             )
     if own.form == "tensor" and "out" in given:
         raise MethodError(f"{called}{signature} has an argument 'out'", fix="a tensor_method returns its result")
-    own_names = [n for n in given if n not in _ARRAYS]
-    hints = _hints(plain, {n: given[n].annotation for n in own_names}, called)
-    parameters = tuple(_parameter(given[n], hints[n], called) for n in own_names)
-    for n in _ARRAYS:
-        if n in given:
-            _callable_by_name(given[n], called)
+    parameters = parameters_of(plain, beside=_ARRAYS, called=called)
     doc = inspect.getdoc(plain) or ""
     base: BaseRole = "input"
     if "base" in given:
         base = "required" if given["base"].default is inspect.Parameter.empty else "optional"
+
+    def job(matrix: Matrix) -> Job:
+        from weightsmith.methods.user_jobs import BlockJob, Call, TensorJob
+
+        # What else is shared are the parameters of the steps after the merge.
+        arguments = values(parameters, matrix.shared, matrix.own)
+        call = Call(own.function, called, plain, "base" in given, arguments, matrix.name)
+        return (BlockJob if own.form == "block" else TensorJob)(matrix, call)
+
     return Method(
         name=name,
         title=doc.partition("\n")[0].rstrip(".") or "a method of the user's own",
@@ -154,69 +149,9 @@ def method_of(own: OwnMethod, name: str, source: str) -> Method:
         min_models=own.min_models,
         max_models=own.max_models,
         example="",
-        job=lambda matrix: _job(own, called, frozenset(given), matrix),
+        job=job,
     )
 
 
 def _wanted(form: Form) -> str:
     return "models, out and perhaps base" if form == "block" else "models and perhaps base"
-
-
-def _job(own: OwnMethod, called: str, arguments: frozenset[str], matrix: Matrix) -> Job:
-    from weightsmith.methods.user_jobs import BlockJob, TensorJob
-
-    return (BlockJob if own.form == "block" else TensorJob)(matrix, own, called, arguments)
-
-
-def _callable_by_name(given: inspect.Parameter, called: str) -> None:
-    if given.kind not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
-        raise MethodError(f"the argument '{given}' of {called} cannot be given by name", fix="write it without * and /")
-
-
-def _hints(plain: Function, annotations: dict[str, Any], called: str) -> dict[str, Any]:
-    """The types that annotations mean; they may be text (`from __future__ import annotations`)."""
-    bare = [n for n, annotation in annotations.items() if annotation is inspect.Parameter.empty]
-    if bare:
-        raise MethodError(f"the parameter '{bare[0]}' of {called} has no type", fix=f"write {bare[0]}: float, or what it is")
-    holder = types.SimpleNamespace(__annotations__=annotations)
-    try:
-        return get_type_hints(holder, getattr(plain, "__globals__", {}), include_extras=True)
-    except Exception as error:  # whatever evaluating the user's text raises
-        raise MethodError(f"the types of {called}'s parameters cannot be read: {type(error).__name__}: {error}") from error
-
-
-def _parameter(given: inspect.Parameter, hint: Any, called: str) -> Parameter:
-    """The record of one parameter."""
-    _callable_by_name(given, called)
-    name = given.name
-    if name in _TAKEN:
-        raise MethodError(f"the parameter '{name}' of {called} has a name that merge_state_dicts takes", fix="give it another")
-    each = get_origin(hint) is Annotated and _EACH in hint.__metadata__
-    if each:
-        hint = get_args(get_args(hint)[0])[0]
-    inner = [a for a in get_args(hint) if a is not types.NoneType] if get_origin(hint) in (Union, types.UnionType) else [hint]
-    optional = hint is not inner[0]
-    if len(inner) != 1 or inner[0] not in _KINDS or (each and optional):
-        shown = given.annotation if isinstance(given.annotation, str) else inspect.formatannotation(given.annotation)
-        raise MethodError(
-            f"the parameter '{name}' of {called} has the type {shown}",
-            fix="a parameter is float, int, bool or str, or one of these or None, or PerModel[...] of one",
-        )
-    kind = _KINDS[inner[0]]
-    default = None if given.default is inspect.Parameter.empty else given.default
-    if default is not None:
-        allowed = (float, int) if kind == "float" else inner[0]
-        if not isinstance(default, allowed) or (isinstance(default, bool) and kind != "bool"):
-            raise MethodError(f"the default {default!r} of the parameter '{name}' of {called} is no {kind}")
-        default = float(default) if kind == "float" else default
-    elif given.default is None and not optional:
-        raise MethodError(
-            f"the default None of the parameter '{name}' of {called} is no {kind}", fix=f"write {name}: {kind} | None"
-        )
-    written = name[:-1] if name.endswith("_") and iskeyword(name[:-1]) else name
-    return Parameter(written, kind, "", "model" if each else "tensor", default, optional=optional and given.default is None)
-
-
-def argument(parameter: str) -> str:
-    """The argument that a parameter is given as."""
-    return f"{parameter}_" if iskeyword(parameter) else parameter

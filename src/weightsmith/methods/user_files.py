@@ -21,6 +21,7 @@ from weightsmith.errors import MethodError, nearest
 from weightsmith.methods.base import Method
 from weightsmith.methods.steps import with_steps
 from weightsmith.methods.user import OwnMethod, method_of
+from weightsmith.plans import OwnCode
 
 GROUP = "weightsmith.methods"
 """The entry points of packages that bring methods."""
@@ -28,11 +29,10 @@ GROUP = "weightsmith.methods"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A method that is not one of weightsmith's: its record, the name a recipe gives it, and the sha256 of its source."""
+    """A method that is not one of weightsmith's: its record, and where it comes from."""
 
     method: Method
-    name: str
-    sha256: str
+    code: OwnCode
 
 
 _loaded: dict[str, Loaded] = {}
@@ -82,7 +82,8 @@ def load_file(name: str, folder: Path, *, allow_code: bool) -> Method:
         known = [n for n, value in module.items() if isinstance(value, OwnMethod | Method)]
         listed = f"methods in it: {', '.join(known)}" if known else ""
         raise MethodError(f"{path} has no function '{function}'{nearest(function, known)}", fix=listed)
-    return _enter(module[function], name, digest, f"{name}, sha256 {digest}")
+    code = OwnCode(name, str(folder.resolve()), digest)
+    return _enter(module[function], code, f"{name}, sha256 {digest}")
 
 
 def _run(path: Path, source: bytes, digest: str) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def load_installed(name: str) -> Method:
         what = f"the merge method {name} of the package {package} cannot be loaded: {type(error).__name__}: {error}"
         raise MethodError(what) from error
     digest = hashlib.sha256(_source(point) + b"\0" + package.encode()).hexdigest()
-    return _enter(found, name, digest, f"package {package}")
+    return _enter(found, OwnCode(name, "", digest), f"package {package}")
 
 
 def _source(point: EntryPoint) -> bytes:
@@ -124,11 +125,11 @@ def _source(point: EntryPoint) -> bytes:
     return Path(file).read_bytes() if file else b""
 
 
-def _enter(found: object, name: str, digest: str, source: str) -> Method:
+def _enter(found: object, code: OwnCode, source: str) -> Method:
     """The record of what was found under a name, known to the registry from now on."""
-    planned = f"{name}@{digest[:16]}"
-    method = _record(found, name, planned, source)
-    _loaded[planned] = Loaded(method, name, digest)
+    planned = f"{code.name}@{code.sha256[:16]}"
+    method = _record(found, code.name, planned, source)
+    _loaded[planned] = Loaded(method, code)
     return method
 
 
@@ -149,7 +150,9 @@ def at_hand(own: object) -> Iterator[Method]:
     called = getattr(own.plain, "__name__", "own") if isinstance(own, OwnMethod) else str(own)
     number = 1
     name = called
-    while _loaded.setdefault(name, mine := Loaded(_record(own, called, name, "the caller"), called, "")) is not mine:
+    while (
+        _loaded.setdefault(name, mine := Loaded(_record(own, called, name, "the caller"), OwnCode(called, "", ""))) is not mine
+    ):
         number += 1
         name = f"{called}-{number}"
     try:

@@ -5,63 +5,63 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from weightsmith.errors import MethodError
-from weightsmith.jobs.job import Bytes, Job, Matrix, Tile, Value
+from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
 from weightsmith.kernels.codecs import decode, encode
-from weightsmith.methods.user import OwnMethod, argument
-
-_ARRAY_TYPES = {float: np.float64, int: np.int64, bool: np.bool_}
 
 
-class OwnJob(Job):
-    """What both forms share: the arguments, the call, and what is said when it fails."""
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A user's function with the parameters of one tensor.
 
-    def __init__(self, matrix: Matrix, own: OwnMethod, called: str, arguments: frozenset[str]) -> None:
-        super().__init__(matrix)
-        self.own = own
-        self.called = called
-        self.takes_base = "base" in arguments
-        first = 1 if matrix.base else 0
-        shared = {argument(name): value for name, value in matrix.shared.items()}
-        # What else is shared are the parameters of the steps after the merge.
-        self.parameters: dict[str, Any] = {name: value for name, value in shared.items() if name in arguments}
-        for name in matrix.models[first] if len(matrix.models) > first else ():
-            self.parameters[argument(name)] = _gathered([models[name] for models in matrix.models[first:]])
+    called      the function's name in messages
+    plain       the Python function, without what numba made of it
+    takes_base  it has an argument `base`
+    tensor      name of the output tensor
+    """
 
-    def call(self, models: Any, base: Any, **more: Any) -> Any:
-        """The function's result; `base` is passed when it takes one."""
+    function: Callable[..., Any]
+    called: str
+    plain: Callable[..., Any]
+    takes_base: bool
+    parameters: Mapping[str, Any]
+    tensor: str
+
+    def __call__(self, models: Any, base: Any, **more: Any) -> Any:
+        """The function's result; `base` is passed when it takes one. Raises MethodError for whatever it raises."""
         if self.takes_base:
             more["base"] = base
         try:
-            return self.own.function(models=models, **more, **self.parameters)
+            return self.function(models=models, **more, **self.parameters)
         except Exception as error:
             first, *rest = str(error).strip().splitlines() or [""]
             raise self.failed(
                 f"raised {type(error).__name__}{': ' if first else ''}{first}", [*rest[:8], *self._place(error)]
             ) from error
 
-    def failed(self, what: str, details: list[str] | tuple[str, ...] = ()) -> MethodError:
+    def failed(self, what: str, details: Sequence[str] = ()) -> MethodError:
         """The error that says so of this tensor."""
-        return MethodError(f"{self.called} {what}", where=f"output tensor {self.matrix.name}", details=details)
+        return MethodError(f"{self.called} {what}", where=f"output tensor {self.tensor}", details=details)
 
     def _place(self, error: Exception) -> list[str]:
         """The line of the user's file at which it happened, if it can be told."""
-        file = getattr(getattr(self.own.plain, "__code__", None), "co_filename", "")
+        file = getattr(getattr(self.plain, "__code__", None), "co_filename", "")
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
         return [f"{file}:{frames[-1].lineno} in {frames[-1].name}"] if frames else []
 
 
-def _gathered(values: list[Value | None]) -> Any:
-    """The values of all models: an array of numbers, a tuple of texts."""
-    return tuple(values) if isinstance(values[0], str) else np.array(values, _ARRAY_TYPES[type(values[0])])
-
-
-class BlockJob(OwnJob):
+class BlockJob(Job):
     """Calls the function grain by grain: what it is given then depends on the shape alone, whatever it makes of it."""
+
+    def __init__(self, matrix: Matrix, call: Call) -> None:
+        super().__init__(matrix)
+        self.call = call
 
     def apply(self, tile: Tile, out: Bytes) -> None:
         m, inputs = self.matrix, len(self.matrix.codes)
@@ -75,15 +75,16 @@ class BlockJob(OwnJob):
                 decode(tile.raw[i], m.codes[i], start, n, rows[i])
             made.fill(np.nan)
             if self.call(rows[first:], rows[0] if m.base else None, out=made) is not None:
-                raise self.failed("returned a value; a block_method fills out and returns nothing")
+                raise self.call.failed("returned a value; a block_method fills out and returns nothing")
             encode(made, n, m.out_code, start, out)
 
 
-class TensorJob(OwnJob):
+class TensorJob(Job):
     """Gathers the whole matrix in a pass, calls the function once, and writes what it returned."""
 
-    def __init__(self, matrix: Matrix, own: OwnMethod, called: str, arguments: frozenset[str]) -> None:
-        super().__init__(matrix, own, called, arguments)
+    def __init__(self, matrix: Matrix, call: Call) -> None:
+        super().__init__(matrix)
+        self.call = call
         self._kind = np.dtype(np.float64 if matrix.wide else np.float32)
         self.resident_bytes = (len(matrix.codes) + 2) * matrix.size * self._kind.itemsize  # its result, and a copy on the way
         self._lock = threading.Lock()
@@ -112,9 +113,9 @@ class TensorJob(OwnJob):
         if torch is not None and isinstance(made, torch.Tensor):
             made = made.detach().to("cpu", getattr(torch, kind.name)).numpy()
         if not isinstance(made, np.ndarray | np.generic) or (made.dtype.kind not in "fiub" and made.dtype.name != "bfloat16"):
-            raise self.failed(f"returned a {type(made).__qualname__}, not an array of numbers")
+            raise self.call.failed(f"returned a {type(made).__qualname__}, not an array of numbers")
         if made.shape != m.shape:
-            raise self.failed(f"returned an array of shape {list(made.shape)}, not {list(m.shape)}")
+            raise self.call.failed(f"returned an array of shape {list(made.shape)}, not {list(m.shape)}")
         self._made = np.ascontiguousarray(made, kind).reshape(-1)
 
     def apply(self, tile: Tile, out: Bytes) -> None:

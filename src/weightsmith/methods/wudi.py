@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from weightsmith.jobs.job import Job, Matrix
-from weightsmith.jobs.linears import needs_torch
-from weightsmith.methods.base import Method, Parameter
-from weightsmith.methods.family import LAMBDA
-from weightsmith.methods.linears import WEIGHT, linears_job, number
+from weightsmith.methods.family import Lambda, Weight
+from weightsmith.methods.linears import linears_job, matrix_method
+from weightsmith.methods.signature import Bounds
 
 
 def merge(deltas: Sequence[Any], ridge: float) -> Any:
@@ -44,14 +43,7 @@ def merge(deltas: Sequence[Any], ridge: float) -> Any:
     return left @ torch.cholesky_solve(stacked, torch.linalg.cholesky(kernel))
 
 
-def _job(matrix: Matrix) -> Job:
-    ridge = number(matrix, "ridge")
-    side = min(matrix.cols, (len(matrix.codes) - 1) * matrix.size // max(matrix.cols, 1))
-    return linears_job(matrix, lambda deltas: merge(deltas, ridge), side=side, copies=2 * len(matrix.codes) + 4)
-
-
-METHOD = Method(
-    name="wudi",
+@matrix_method(
     title="least interference with each delta's rows",
     summary="""Looks for the merged delta that does to the directions in which each model moved what that model's own
 delta does: the rows of a delta stand in for the inputs that its layer saw. This is the exact minimum of the paper's loss
@@ -61,20 +53,9 @@ sum; use a `lambda` below 1. Embeddings, norms, biases and routers take the mean
 language models are for Llama-2 and Qwen-14B, and are the iterate's. Takes torch.""",
     use="""For fine-tunes of one base with a lambda below 1. The authors' results, among the best without data on 13
 B models, are those of 300 Adam steps, not of this closed form; tune `ridge` and `lambda`.""",
-    passes="Two: every matrix is read whole, decomposed, then written.",
     source="Cheng et al. 2025, Whoever Started the Interference Should End It (WUDI-Merging), equation of the loss, "
     "https://arxiv.org/abs/2503.08099; solved as RegMean's, Jin et al. 2022, https://arxiv.org/abs/2212.09849",
     formula="Cᵢ = δᵢᵀδᵢ / ‖δᵢ‖²;  out = base + λ (Σ wᵢδᵢCᵢ)(Σ Cᵢ + ε I)⁻¹,  ε = ridge · mean diag(Σ Cᵢ)",
-    parameters=(
-        WEIGHT,
-        Parameter(
-            "ridge", "float", "Of the mean of the diagonal. Larger is nearer to a mean by energy.", default=0.1, minimum=1e-6
-        ),
-        LAMBDA,
-    ),
-    base="required",
-    min_models=1,
-    max_models=None,
     example="""merge_method: wudi
 base_model: ./base
 models:
@@ -83,6 +64,13 @@ models:
 parameters: {ridge: 0.1, lambda: 0.7}
 dtype: bfloat16
 """,
-    job=_job,
-    check=needs_torch,
 )
+def wudi(
+    matrix: Matrix,
+    weight: Weight = 1.0,
+    ridge: Annotated[float, "Of the mean of the diagonal. Larger is nearer to a mean by energy.", Bounds(1e-6)] = 0.1,
+    lambda_: Lambda = 1.0,
+) -> Job:
+    side = min(matrix.cols, (len(matrix.codes) - 1) * matrix.size // max(matrix.cols, 1))
+    copies = 2 * len(matrix.codes) + 4
+    return linears_job(matrix, weight, lambda_, lambda deltas: merge(deltas, ridge), side=side, copies=copies)

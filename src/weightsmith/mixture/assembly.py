@@ -9,11 +9,9 @@ from typing import Any
 
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import Unsupported
-from weightsmith.jobs.job import Value
-from weightsmith.jobs.operations import COPY, JOIN
 from weightsmith.planner.build import Prepared
 from weightsmith.planner.dtypes import kept_specs
-from weightsmith.planner.steps import ModelInput, Settings, Source, Step, Window
+from weightsmith.plans import CAST, COPY, JOIN, PRODUCTS, Block, Gather, ModelInput, Parameters, Product, Read, Settings, Step
 from weightsmith.structure import Structure, analyse
 from weightsmith.tensors import DType, TensorSpec
 
@@ -39,26 +37,28 @@ class Donor:
 
 
 class Assembly:
-    """Collects the models and settings that the steps of one plan point into."""
+    """Collects the models, settings and products that the steps of one plan point into."""
 
     def __init__(self) -> None:
         self.inputs: list[Checkpoint] = []
         self.models: list[ModelInput] = []
         self.settings: list[Settings] = [Settings({}, ({},))]
+        self.products: list[Product] = []
+        self._merges = 0
         self._numbers: dict[tuple[tuple[str, ...], str, str], int] = {}
 
     def add(self, checkpoint: Checkpoint) -> int:
         """The number of a model in the plan; the same for the same files."""
-        key = tuple(map(str, checkpoint.folders)), checkpoint.revision, checkpoint.header_hash
+        key = tuple(map(str, checkpoint.paths)), checkpoint.revision, checkpoint.identity
         if key not in self._numbers:
             self._numbers[key] = len(self.inputs)
             self.inputs.append(checkpoint)
-            self.models.append(ModelInput(checkpoint.ref, checkpoint.revision, checkpoint.header_hash))
+            self.models.append(ModelInput(checkpoint.ref, checkpoint.revision, checkpoint.identity))
         return self._numbers[key]
 
-    def setting(self, shared: Mapping[str, Value | None]) -> int:
-        """The index of settings for steps with one input."""
-        settings = Settings(shared, ({},))
+    def setting(self, shared: Parameters, inputs: int = 1) -> int:
+        """The index of settings for steps with so many inputs."""
+        settings = Settings(shared, ({},) * inputs)
         if settings not in self.settings:
             self.settings.append(settings)
         return self.settings.index(settings)
@@ -68,44 +68,72 @@ class Assembly:
         number = self.add(checkpoint)
         steps = {}
         for name, kept in kept_specs(checkpoint).items():
-            op = COPY if kept.dtype is checkpoint.tensors[name].spec.dtype else "cast"
-            steps[name] = Step(kept, op, (Source(number, name),))
+            op = COPY if kept.dtype is checkpoint.specs[name].dtype else CAST
+            steps[name] = Step(kept, op, (Read(number, name),))
         structure = analyse([step.out for step in steps.values()], checkpoint.config)
         return Donor(label, checkpoint, checkpoint.config or {}, steps, structure)
 
     def merge(self, prepared: Prepared) -> Donor:
-        """A donor that a merge makes: its models and settings become the plan's."""
+        """A donor that a merge makes: its models, settings and products become the plan's."""
         plan = prepared.plan
         numbers = [self.add(checkpoint) for checkpoint in prepared.inputs]
         first = len(self.settings)
         self.settings += plan.settings
+        self._merges += 1
+        names = {
+            name: f"merge {self._merges}, {name}" for p in plan.products for name in (p.name, *(out.name for out in p.outs))
+        }
 
-        def renumbered(step: Step) -> Step:
-            inputs = tuple(replace(i, model=numbers[i.model]) for i in step.inputs)
-            pieces = tuple(renumbered(p) for p in step.pieces)
-            return replace(step, inputs=inputs, settings=first + step.settings, pieces=pieces)
+        def renamed(read: Read) -> Read:
+            view = read.view
+            if isinstance(view, Gather) and isinstance(view.table, str):
+                view = replace(view, table=names[view.table])
+            if read.model == PRODUCTS:
+                return Read(PRODUCTS, names[read.tensor], view)
+            return Read(numbers[read.model], read.tensor, view)
 
-        steps = {step.out.name: renumbered(step) for step in plan.steps}
-        label = f"the merge of {' and '.join(m.ref for m in plan.models)} by {plan.method}"
+        def moved(step: Step) -> Step:
+            return replace(
+                step,
+                inputs=tuple(map(renamed, step.inputs)),
+                pieces=tuple(map(moved, step.pieces)),
+                settings=first + step.settings,
+                needs=tuple(names[name] for name in step.needs),
+            )
+
+        steps = {step.out.name: moved(step) for step in plan.steps}
+        for product in plan.products:
+            own = replace(
+                product,
+                name=names[product.name],
+                outs=tuple(replace(out, name=names[out.name]) for out in product.outs),
+                steps=tuple(map(moved, product.steps))
+                or tuple(leaf for step in steps.values() for leaf in step.leaves if names[product.name] in leaf.needs),
+                models=tuple(numbers[model] for model in product.models),
+                needs=tuple(names[name] for name in product.needs),
+                files=tuple(replace(file, model=numbers[file.model]) for file in product.files),
+            )
+            self.products.append(own)
+        label = f"the merge of {' and '.join(m.ref for m in plan.models)} by {plan.made.name}"
         # Not `prepared.structure`, which is the donor's: slices change the depth.
         structure = analyse([step.out for step in steps.values()], plan.config)
         return Donor(label, prepared.inputs[plan.donor], plan.config or {}, steps, structure, merged=True)
 
 
-def take(step: Step, out: TensorSpec, window: Window | None = None) -> Step:
-    """A donor's tensor, or a window of it, as another tensor: bytes as they are where the dtype stays.
+def take(step: Step, out: TensorSpec, block: Block | None = None) -> Step:
+    """A donor's tensor, or a block of it, as another tensor: bytes as they are where the dtype stays.
 
-    Raises Unsupported for a window of what is merged on the way.
+    Raises Unsupported for a block of what is merged on the way.
     """
-    if step.op in (COPY, "cast"):
+    if step.op in (COPY, CAST):
         plain = step.op == COPY and step.out.dtype is out.dtype
         source = step.inputs[0]
-        return Step(out, COPY if plain else "cast", (Source(source.model, source.tensor, window),))
-    if step.pieces and window is not None:
+        return Step(out, COPY if plain else CAST, (Read(source.model, source.tensor, block),))
+    if step.pieces and block is not None:
         for piece, start in zip(step.pieces, accumulate((p.out.size for p in step.pieces), initial=0), strict=False):
-            if window.whole_rows and (start, piece.out.size) == (window.offset, window.rows * window.cols):
+            if block.whole_rows and (start, piece.out.size) == (block.offset, block.rows * block.cols):
                 return replace(piece, out=out)
-    if window is not None:
+    if block is not None:
         raise Unsupported(
             "a fused tensor that is merged on the way cannot be taken apart",
             where=step.out.name,

@@ -2,140 +2,73 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
-
-import numpy as np
+from typing import Any
 
 from weightsmith import recipe as recipes
+from weightsmith._version import __version__
 from weightsmith.checkpoint import Checkpoint
-from weightsmith.errors import Finding, PlanError, WeightsmithError
+from weightsmith.errors import CheckpointError, Finding, PlanError, WeightsmithError
+from weightsmith.formats.carried import left_out_findings
+from weightsmith.formats.files import expand_user
 from weightsmith.mixture.assembly import Assembly, Donor
 from weightsmith.mixture.checks import Checks
 from weightsmith.mixture.choose import choose_layout
-from weightsmith.mixture.computed import Computed
 from weightsmith.mixture.dense import Dense, dense_parts
 from weightsmith.mixture.layouts.base import ExpertLayout, Facts
 from weightsmith.mixture.layouts.dense_config import semantics
-from weightsmith.mixture.prepared import PreparedMixture
-from weightsmith.mixture.routing import kept
-from weightsmith.mixture.routing.gates import MODES, Gating
-from weightsmith.mixture.routing.report import Report
-from weightsmith.mixture.routing.route import Progress, Routing, needs_states, route
+from weightsmith.mixture.packages import package_version
+from weightsmith.mixture.routing.gates import MODES
+from weightsmith.mixture.routing.gating import Base, GatedExpert, Gating, outs_of, uses_states
+from weightsmith.mixture.routing.prompts import Texts
 from weightsmith.mixture.steps import Steps
 from weightsmith.mixture.surgery.build import prepare_surgery
 from weightsmith.mixture.transforms import Transforms, check_transforms, sharded, spread
+from weightsmith.options import RecipeOptions
 from weightsmith.planner.build import Prepared, folder_of, parameter_names, prepare_recipe
 from weightsmith.planner.dtypes import main_dtype
+from weightsmith.planner.encode import check_name, quantise
 from weightsmith.planner.inputs import at, open_models
-from weightsmith.planner.steps import MOE, Dropped, Plan, Step
-from weightsmith.recipe import ModelRef, Recipe, Surgery, Upcycling
-from weightsmith.tensors import DType
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedMoe(PreparedMixture):
-    """A plan whose router weights are not computed yet, and what they are computed from. Close it, or use `with`.
-
-    layout   of the output
-    mode     of the gates
-    """
-
-    layout: ExpertLayout
-    mode: str
-    gating: Gating
-    computed: Computed
-
-    beside: ClassVar[bool] = True
-
-    def fill(
-        self,
-        folder: Path | None = None,
-        *,
-        report: bool | None = None,
-        device: str = "cpu",
-        progress: Progress | None = None,
-    ) -> Report | None:
-        """Compute the router weights. The report is where they send the prompts' tokens.
-
-        folder    where router weights that needed hidden states are kept, and are found again
-        report    True: in every gate mode, which takes the hidden states of all prompts; False: none; None: where the gate mode
-                  needs these anyway
-        device    for the hidden states, as torch names it
-        progress  called with bytes of weights that the prompts have gone through, and of all
-
-        Raises PlanError for prompts, tokenizers and models that do not fit, and for router weights that cannot route.
-        """
-        report = needs_states(self.gating, self.mode, report=False) if report is None else report
-        routing = self._route(folder, report=report, device=device, progress=progress)
-        made = routing.rows
-        routed = len(self.gating.recipe.experts)
-        if self.layout.sigmoid:
-            # The norm of the hidden state is near √hidden: of rows that long too, as random ones are, the logits are so far
-            # below 0 that all sigmoids of a token may be 0.
-            made[:, :routed] /= max(1.0, float(np.linalg.norm(made[:, :routed], axis=-1).max()))
-        for i in range(len(self.gating.base.layers)):
-            layer = f"{self.gating.base.prefix}{i}."
-            groups = self.gating.recipe.virtual_groups
-            self.computed.fill(layer + self.layout.router, np.repeat(made[i, :routed], groups, axis=0))
-            if self.layout.shared_router:
-                self.computed.fill(layer + self.layout.shared_router, made[i, routed:])
-        return routing.report
-
-    def identify(self, *, report: bool = False) -> str:
-        """Identity of the router weights, and of the report: of all that they follow from."""
-        return kept.key_of(self.gating, self.mode, self._dtype, report=report)
-
-    @property
-    def _dtype(self) -> DType:
-        """Of the router weights."""
-        return self.computed.tensors[f"{self.gating.base.prefix}0.{self.layout.router}"].spec.dtype
-
-    def _route(self, folder: Path | None, *, report: bool, device: str, progress: Progress | None) -> Routing:
-        if folder is None or not needs_states(self.gating, self.mode, report=report):
-            return route(self.gating, self.mode, self._dtype, report=report, device=device, progress=progress)
-        path, key = folder / kept.NAME, self.identify(report=report)
-        found = kept.load(path, key)
-        if found is None:
-            found = route(self.gating, self.mode, self._dtype, report=report, device=device, progress=progress)
-            kept.save(path, key, found)
-        return found
+from weightsmith.plans import Dropped, FileRead, Made, Plan, Product, Step
+from weightsmith.recipe import Expert, ModelRef, Recipe, Surgery, Upcycling
 
 
 def prepare_moe(
     source: str | os.PathLike[str] | Mapping[str, Any],
-    *,
-    out_dtype: DType | None = None,
-    max_shard_bytes: int = 5_000_000_000,
-    seed: int = 0,
-    lenient: bool = False,
-    allow_code: bool = False,
-) -> PreparedMixture:
+    options: RecipeOptions = RecipeOptions(),  # noqa: B008  frozen
+) -> Prepared:
     """Read a recipe of `weightsmith moe` and its models' headers and plan the checkpoint.
 
-    source      path of a YAML file, YAML text (with a newline), or a mapping
-    out_dtype   overrides the recipe's
-    seed        of random router weights, noise, and of masks in a merge that is made on the way
-    lenient     settings that mergekit ignores are warnings, not errors
-    allow_code  the Python file that a merge in the recipe may name is run
+    source  path of a YAML file, YAML text (with a newline), or a mapping
 
     Raises PlanError with all problems. No tensor data is read.
     """
     if isinstance(source, os.PathLike):
         source = Path(source)
-    recipe, problems = recipes.load_moe(source, lenient=lenient, parameter_names=parameter_names())
+    recipe, problems = recipes.load_moe(source, lenient=options.lenient, parameter_names=parameter_names())
     if recipe is None:
         raise PlanError(problems)
+    return prepare_mixture(recipe, options, problems, folder_of(source))
+
+
+def prepare_mixture(
+    recipe: Upcycling | Surgery, options: RecipeOptions, problems: Sequence[WeightsmithError], folder: Path
+) -> Prepared:
+    """Plan a recipe that has been read; see `prepare_moe`.
+
+    problems  found while it was read
+    folder    where relative paths of text files, saliency and own code start
+    """
     if isinstance(recipe, Surgery):
-        return prepare_surgery(recipe, problems, out_dtype=out_dtype, max_shard_bytes=max_shard_bytes, folder=folder_of(source))
+        return prepare_surgery(recipe, options, problems, folder=folder)
     with ExitStack() as stack:
-        builder = _Builder(recipe, problems, out_dtype or recipe.dtype, max_shard_bytes, seed, folder_of(source))
-        prepared = builder.prepare(stack, lenient=lenient, allow_code=allow_code)
+        prepared = _Builder(recipe, problems, options, folder).prepare(stack)
         stack.pop_all()
         return prepared
 
@@ -145,28 +78,23 @@ class _Builder:
         self,
         recipe: Upcycling,
         problems: Sequence[WeightsmithError],
-        asked: DType | None,
-        max_shard_bytes: int,
-        seed: int,
+        options: RecipeOptions,
         folder: Path,
     ) -> None:
         self.recipe = recipe
-        self.problems = list(problems)
-        self.asked = asked
-        self.max_shard_bytes = max_shard_bytes
-        self.seed = seed
+        self.problems = [*problems, *check_name(options.quantize)]
+        self.options = options
+        self.asked = options.out_dtype or recipe.dtype
         self.folder = folder
         self.assembly = Assembly()
-        self.computed = Computed()
         self.warnings: list[Finding] = list(recipe.findings)
+        self.named: list[Path] = []
 
-    def prepare(self, stack: ExitStack, *, lenient: bool, allow_code: bool) -> PreparedMoe:
-        merge = partial(
-            prepare_recipe, out_dtype=self.asked, seed=self.seed, lenient=lenient, allow_code=allow_code, folder=self.folder
-        )
+    def prepare(self, stack: ExitStack) -> Prepared:
+        merge = partial(prepare_recipe, options=replace(self.options, out_dtype=self.asked, quantize=None), folder=self.folder)
         base = self._base(stack, merge)
         experts = self._experts(base, stack, merge)
-        checks = Checks(self.recipe, self.folder, lenient=lenient)
+        checks = Checks(self.recipe, self.folder, lenient=self.options.lenient)
         checks.check_recipe()
         mode = self.recipe.gate_mode or recipes.GATE_MODES[0]
         texts = checks.read_texts()
@@ -209,14 +137,73 @@ class _Builder:
         )
         self.warnings += [Finding(text, self.recipe.filename) for text in layout.warnings(facts)]
         transforms = Transforms(self.assembly, groups)
-        steps = Steps(self.recipe, base, layout, facts, self.assembly, self.computed, transforms, self.asked).make(donors)
-        gated = listed if layout.shared_router else listed[: facts.experts]
-        plan = self._plan(layout, facts, base, steps)
-        prepared = Prepared(plan, tuple(self.assembly.inputs), base.donor.structure)
-        gating = Gating(self.recipe, base, self.assembly, gated, self.seed, texts[: len(gated)])
-        made = PreparedMoe(prepared, layout, mode, gating, self.computed)
-        self.computed.identify = made.identify
-        return made
+        makes = Steps(self.recipe, base, layout, facts, self.assembly, transforms, self.asked)
+        steps = makes.make(donors)
+        gated = listed if layout.shared_router else listed[: len(self.recipe.experts)]
+        gating = self._gating(mode, base, layout, gated, texts)
+        self.assembly.products.append(self._router(gating, base, makes))
+        if self.problems:
+            raise PlanError(self.problems)
+        plan = quantise(self._plan(layout, facts, base, steps), self.options.quantize)
+        self.named += [self.folder / expand_user(n) for e in listed for n in (e.prompts_file, e.held_out_file) if n]
+        return Prepared(plan, tuple(self.assembly.inputs), base.donor.structure, named=tuple(self.named))
+
+    def _gating(self, mode: str, base: Dense, layout: ExpertLayout, gated: Sequence[Expert], texts: Sequence[Texts]) -> Gating:
+        """What the router weights are made from."""
+        recipe, routed = self.recipe, len(self.recipe.experts)
+        report = uses_states(mode, report=False) if self.options.report is None else self.options.report
+        report = report and any(t.has_prompts or t.has_held_out for t in texts[:routed])
+        seen = report or MODES[mode].needs != "nothing"
+        if not seen:
+            texts = [Texts()] * len(texts)
+        return Gating(
+            mode=mode,
+            experts=tuple(GatedExpert(str(e.model), e.section.where, t) for e, t in zip(gated, texts, strict=False)),
+            routed=routed,
+            base=Base(
+                base.donor.label,
+                self.assembly.add(base.donor.checkpoint),
+                dict(base.donor.config) if seen else {},
+                base.prefix,
+                len(base.layers),
+                base.hidden,
+            ),
+            seed=self.options.seed,
+            scale=recipe.router_scale,
+            sigmoid=layout.sigmoid,
+            groups=recipe.virtual_groups,
+            per_token=recipe.experts_per_token,
+            prompt_tokens=recipe.prompt_tokens,
+            report=report,
+            where=recipe.section.at("gate_mode"),
+            packages={name: package_version(name) for name in ("torch", "transformers", "tokenizers")} if seen else {},
+        )
+
+    def _router(self, gating: Gating, base: Dense, steps: Steps) -> Product:
+        """The product that makes the router weights; the base's tensors are for what needs hidden states or its embedding."""
+        seen = gating.report or MODES[gating.mode].needs != "nothing"
+        shown = tuple(base.donor.steps.values()) if seen else ()
+        return Product(
+            name="router",
+            op="router",
+            outs=outs_of(gating, [steps.routers(i) for i in range(len(base.layers))]),
+            settings=gating.to_json(),
+            steps=shown,
+            needs=tuple(dict.fromkeys(name for step in shown for leaf in step.leaves for name in leaf.needs)),
+            files=self._tokenizer_files(base.donor.checkpoint) if seen else (),
+        )
+
+    def _tokenizer_files(self, checkpoint: Checkpoint) -> tuple[FileRead, ...]:
+        """The files that a tokenizer may be made of, with what is in them."""
+        number, found = self.assembly.add(checkpoint), []
+        for name in checkpoint.files:
+            try:
+                content = (checkpoint.folder / name).read_bytes()
+            except OSError as error:
+                self.problems.append(CheckpointError(f"cannot be read: {error.strerror}", where=str(checkpoint.folder / name)))
+                continue
+            found.append(FileRead(number, name, hashlib.sha256(content).hexdigest()))
+        return tuple(found)
 
     # --- models ------------------------------------------------------------------------------------------------------
 
@@ -235,6 +222,7 @@ class _Builder:
             return None
         stack.callback(prepared.close)
         self.warnings += prepared.plan.warnings
+        self.named += prepared.named
         return self._parts(self.assembly.merge(prepared), where)
 
     def _experts(self, base: Dense | None, stack: ExitStack, merge: Callable[[Recipe], Prepared]) -> list[Dense | None]:
@@ -281,19 +269,27 @@ class _Builder:
             config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype.torch}
         checkpoint = base.donor.checkpoint
         return Plan(
-            method=MOE,
+            made=self._made(config),
             models=tuple(self.assembly.models),
             steps=tuple(steps),
             settings=tuple(self.assembly.settings),
+            products=tuple(self.assembly.products),
             dropped=self._dropped(base, steps),
             config=config,
             donor=self.assembly.add(checkpoint),
             carried=tuple(f for f in checkpoint.files if f != "config.json"),
-            max_shard_bytes=self.max_shard_bytes,
-            seed=self.seed,
-            warnings=tuple(dict.fromkeys(self.warnings)),
+            max_shard_bytes=self.options.max_shard_bytes,
+            seed=self.options.seed,
+            warnings=tuple(dict.fromkeys([*self.warnings, *left_out_findings(checkpoint.left_out, checkpoint.ref)])),
             recipe=self.recipe.text,
         )
+
+    def _made(self, config: Mapping[str, Any]) -> Made:
+        """What the card says."""
+        title = f"Mixture of experts ({config.get('model_type', '')}) made of dense models with weightsmith {__version__}."
+        seed = f"\n\nRandom numbers follow from seed {self.options.seed}." if self.options.seed else ""
+        source = f"Its router was not trained: train it on text like that which the experts are for.{seed}"
+        return Made("moe", title, source, ", over the tensors that a merge made on the way and that merge's base")
 
     def _dropped(self, base: Dense, steps: Sequence[Step]) -> tuple[Dropped, ...]:
         """Every tensor of every model that no step reads, and why."""
@@ -302,7 +298,7 @@ class _Builder:
         buffers = {(i.model, i.tensor) for name in base.dropped for i in base.donor.steps[name].inputs}
         dropped = []
         for number, checkpoint in enumerate(self.assembly.inputs):
-            for tensor in checkpoint.tensors:
+            for tensor in checkpoint.specs:
                 if (number, tensor) in buffers:
                     dropped.append(Dropped(number, tensor, "models compute it for themselves"))
                 elif (number, tensor) not in used:

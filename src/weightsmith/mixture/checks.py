@@ -11,8 +11,8 @@ from weightsmith.mixture.layouts.dense_config import semantics
 from weightsmith.mixture.routing.gates import MODES
 from weightsmith.mixture.routing.prompts import Texts, read_texts
 from weightsmith.mixture.routing.route import missing_packages
-from weightsmith.planner.vocabulary import is_embedding
 from weightsmith.recipe import Expert, Upcycling
+from weightsmith.structure.vocabulary import is_embedding
 
 
 class Checks:
@@ -58,14 +58,14 @@ class Checks:
         self.problems += missing_packages()
         experts = list(zip(recipe.experts, texts, strict=False))
         for expert, own in experts:
-            if not own.told and not expert.prompts_file:  # a file that cannot be read is a problem of its own
+            if not own.has_prompts and not expert.prompts_file:  # a file that cannot be read is a problem of its own
                 what = f"gate_mode {mode} needs prompts, and {expert.model} has none"
                 fix = "write positive_prompts, texts that the expert is for; or gate_mode: random"
                 self.problems.append(ParameterError(what, where=expert.section.where, fix=fix))
         seen: dict[object, int] = {}
         for e, (expert, own) in enumerate(experts):
             first = seen.setdefault(own.said, e)
-            if own.told and recipe.experts[first].section is not expert.section:  # else: copies, which are meant
+            if own.has_prompts and recipe.experts[first].section is not expert.section:  # else: copies, which are meant
                 what = f"experts {first} and {e} have the same prompts, so their router weights would be the same"
                 fix = "give each expert prompts of its own, or write gate_mode: random"
                 self.problems.append(ParameterError(what, where=expert.section.where, fix=fix))
@@ -73,7 +73,7 @@ class Checks:
     def warn_of_silent(self, texts: Sequence[Texts]) -> None:
         """Shared experts that have a gate and no prompts to make it of."""
         for expert, own in zip(self.recipe.shared_experts, texts, strict=True):
-            if not own.told:
+            if not own.has_prompts:
                 what = f"the shared expert {expert.model} has no prompts: its gate is one half, for every token"
                 self.warnings.append(Finding(what, expert.section.where, fix="give it positive_prompts"))
 

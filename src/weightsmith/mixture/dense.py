@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from weightsmith.errors import ShapeError, WeightsmithError
 from weightsmith.mixture.assembly import Donor
 from weightsmith.planner.match import is_buffer
-from weightsmith.planner.steps import Window
+from weightsmith.plans import Block
+from weightsmith.structure.fused import fused_parts
 
 PARTS = ("gate", "up", "down")
 
@@ -18,12 +18,12 @@ MOST = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """A matrix or vector inside a tensor. window: None for the whole tensor."""
+class Place:
+    """Where a matrix or vector is: the tensor that has it, its shape, and which block of the tensor (None: the whole)."""
 
     tensor: str
     shape: tuple[int, ...]
-    window: Window | None = None
+    block: Block | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Layer:
     rest  everything else, by its name inside the layer in the unfused form
     """
 
-    mlp: Mapping[str, Block]
-    rest: Mapping[str, Block]
+    mlp: Mapping[str, Place]
+    rest: Mapping[str, Place]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ class Dense:
 
     def used(self, *, mlp: bool, rest: bool) -> set[str]:
         """Names of the tensors that the MLPs, or the rest, are made of."""
-        names = {b.tensor for layer in self.layers for b in layer.mlp.values()} if mlp else set()
+        names = {p.tensor for layer in self.layers for p in layer.mlp.values()} if mlp else set()
         if rest:
-            names |= {b.tensor for layer in self.layers for b in layer.rest.values()} | set(self.outside)
+            names |= {p.tensor for layer in self.layers for p in layer.rest.values()} | set(self.outside)
         return names
 
 
@@ -76,33 +76,36 @@ def dense_parts(donor: Donor) -> Dense | WeightsmithError:
     stack = donor.structure.main
     if stack is None:
         return ShapeError("it has no single stack of decoder layers", where=donor.label)
-    found: list[dict[str, Block]] = [{} for _ in range(stack.n_layers)]
+    found: list[dict[str, Place]] = [{} for _ in range(stack.n_layers)]
     outside, dropped = [], []
+    specs = {name: step.out for name, step in donor.steps.items()}
     for name, step in donor.steps.items():
         place = donor.structure.locate(name)
         if is_buffer(step.out):
             dropped.append(name)
         elif place is not None and place[0] == stack:
-            for suffix, block in _blocks(donor.structure.suffix(name) or "", name, step.out.shape, donor.config):
-                found[place[1]][suffix] = block
+            parts = fused_parts(step.out, specs, donor.structure, donor.config)
+            whole = {name: Place(name, step.out.shape)}
+            for inner, part in {p.name: Place(name, p.shape, p.block) for p in parts}.items() or whole.items():
+                found[place[1]][donor.structure.suffix(inner) or ""] = part
         else:
             outside.append(name)
     layers = []
-    for i, blocks in enumerate(found):
-        mlp = {part: blocks.pop(f"mlp.{part}_proj.weight", None) for part in PARTS}
-        whole = {part: block for part, block in mlp.items() if block is not None}
+    for i, places in enumerate(found):
+        mlp = {part: places.pop(f"mlp.{part}_proj.weight", None) for part in PARTS}
+        whole = {part: place for part, place in mlp.items() if place is not None}
         if len(whole) < len(PARTS):
             missing = ", ".join(f"mlp.{part}_proj.weight" for part in PARTS if part not in whole)
-            if any("experts" in name.split(".") for name in blocks):
+            if any("experts" in name.split(".") for name in places):
                 what = f"layer {i} has experts: it is a mixture already, and experts are made of dense models"
                 fix = "name a dense model; prune_experts and merge_experts work on mixtures, and so does weightsmith merge"
                 return ShapeError(what, where=donor.label, fix=fix)
             what = f"layer {i} has no {missing}: an expert is made of a dense MLP of gate, up and down"
-            there = ", ".join(sorted(blocks)[:MOST]) or "nothing"
-            more = f" and {len(blocks) - MOST:,} more" if len(blocks) > MOST else ""
+            there = ", ".join(sorted(places)[:MOST]) or "nothing"
+            more = f" and {len(places) - MOST:,} more" if len(places) > MOST else ""
             fix = "name a model whose MLPs have these three"
             return ShapeError(what, where=donor.label, details=[f"it has {there}{more}"], fix=fix)
-        layers.append(Layer(whole, blocks))
+        layers.append(Layer(whole, places))
     if not layers:
         return ShapeError("it has no decoder layers", where=donor.label)
     return _uneven(donor, layers) or Dense(donor, stack.prefix, tuple(layers), tuple(outside), tuple(dropped))
@@ -116,31 +119,8 @@ def _uneven(donor: Donor, layers: Sequence[Layer]) -> ShapeError | None:
         return ShapeError(what, where=donor.label, fix="an expert needs its weights as they are before they are quantised")
     wanted = {"gate": shape, "up": shape, "down": shape[::-1]}
     for i, layer in enumerate(layers):
-        for part, block in layer.mlp.items():
-            if block.shape != wanted[part]:
-                what = f"{block.tensor} of layer {i} has the {part} projection {list(block.shape)}, not {list(wanted[part])}"
+        for part, place in layer.mlp.items():
+            if place.shape != wanted[part]:
+                what = f"{place.tensor} of layer {i} has the {part} projection {list(place.shape)}, not {list(wanted[part])}"
                 return ShapeError(what, where=donor.label, fix="an expert needs MLPs of one width in all layers")
     return None
-
-
-def _blocks(suffix: str, name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> list[tuple[str, Block]]:
-    """The unfused parts of one tensor of a layer, each with its name inside the layer."""
-    if suffix == "mlp.gate_up_proj.weight" and len(shape) == 2 and shape[0] % 2 == 0:
-        half = shape[0] // 2
-        return [(f"mlp.{part}_proj.weight", _rows(name, shape, k * half, half)) for k, part in enumerate(("gate", "up"))]
-    if suffix == "self_attn.qkv_proj.weight" and len(shape) == 2:
-        heads = int(config.get("num_attention_heads") or 0)
-        kv = int(config.get("num_key_value_heads") or heads)
-        if heads and shape[0] % (heads + 2 * kv) == 0:
-            size = shape[0] // (heads + 2 * kv)
-            starts = (0, heads * size, (heads + kv) * size)
-            return [
-                (f"self_attn.{part}_proj.weight", _rows(name, shape, start, n * size))
-                for part, start, n in zip("qkv", starts, (heads, kv, kv), strict=True)
-            ]
-    return [(suffix, Block(name, shape))]
-
-
-def _rows(name: str, shape: tuple[int, ...], start: int, rows: int) -> Block:
-    cols = shape[1]
-    return Block(name, (rows, cols), Window(start * cols, rows, cols, cols))

@@ -1,21 +1,17 @@
-"""The steps of a mixture: what is no expert's from the base, experts from their donors, routers from what is computed."""
+"""The steps of a mixture: what is no expert's from the base, experts from their donors, routers from a product."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from weightsmith.formats.hf_folder import natural_key
-from weightsmith.jobs.operations import COPY, JOIN
 from weightsmith.mixture.assembly import Assembly, take
-from weightsmith.mixture.computed import Computed
 from weightsmith.mixture.dense import Dense
 from weightsmith.mixture.layouts.base import ExpertLayout, Facts
 from weightsmith.mixture.transforms import Transforms, spread
 from weightsmith.planner.dtypes import main_dtype
-from weightsmith.planner.steps import Source, Step
+from weightsmith.plans import COPY, FILL, JOIN, PRODUCTS, Read, Step
 from weightsmith.recipe import Expert, Upcycling
 from weightsmith.tensors import DTYPES, DType, TensorSpec
 
@@ -29,12 +25,24 @@ class Steps:
     layout: ExpertLayout
     facts: Facts
     assembly: Assembly
-    computed: Computed
     transforms: Transforms
     asked: DType | None
 
     def _dtype(self, stored: DType) -> DType:
         return self.asked if self.asked is not None and stored.floating else stored
+
+    @property
+    def router_dtype(self) -> DType:
+        """Of router weights, and of constants that have none of their own."""
+        return self._dtype(main_dtype(step.out for step in self.base.donor.steps.values()) or DTYPES["F32"])
+
+    def routers(self, i: int) -> list[TensorSpec]:
+        """The router weights of layer i: the routed experts', and those of shared experts that have one."""
+        prefix, layout, facts = f"{self.base.prefix}{i}.", self.layout, self.facts
+        made = [TensorSpec(prefix + layout.router, self.router_dtype, (facts.experts, facts.hidden))]
+        if layout.shared_router:
+            made.append(TensorSpec(prefix + layout.shared_router, self.router_dtype, (facts.shared, facts.hidden)))
+        return made
 
     def make(self, donors: Sequence[Dense]) -> list[Step]:
         """The steps, in model order. donors: of every expert, shared ones last."""
@@ -43,29 +51,20 @@ class Steps:
         for name in base.outside:
             step = base.donor.steps[name]
             steps.append(take(step, TensorSpec(name, self._dtype(step.out.dtype), step.out.shape)))
-        number = self.assembly.add(self.computed)
-        main = main_dtype(step.out for step in base.donor.steps.values()) or DTYPES["F32"]
-        dtype = self._dtype(main)
+        dtype = self.router_dtype
         for i, layer in enumerate(base.layers):
             prefix = f"{base.prefix}{i}."
-            for suffix, block in layer.rest.items():
-                step = base.donor.steps[block.tensor]
-                steps.append(take(step, TensorSpec(prefix + suffix, self._dtype(step.out.dtype), block.shape), block.window))
+            for suffix, place in layer.rest.items():
+                step = base.donor.steps[place.tensor]
+                steps.append(take(step, TensorSpec(prefix + suffix, self._dtype(step.out.dtype), place.shape), place.block))
             routed, shared = donors[: facts.experts], donors[facts.experts :]
             experts = spread(self.recipe.experts, self.recipe.virtual_groups)
             steps += self._expert_steps(layout.tensors, i, routed, experts)
             steps += self._expert_steps(layout.shared, i, shared, self.recipe.shared_experts, alone=True)
-            made = [TensorSpec(prefix + layout.router, dtype, (facts.experts, facts.hidden))]
-            if layout.shared_router:
-                made.append(TensorSpec(prefix + layout.shared_router, dtype, (facts.shared, facts.hidden)))
-            constants = {prefix + fixed.suffix: fixed for fixed in layout.fixed(facts)}
-            for name, fixed in constants.items():
-                made.append(TensorSpec(name, dtype if fixed.dtype is None else DTYPES[fixed.dtype], fixed.shape))
-            for spec in made:
-                self.computed.add(spec)
-                steps.append(Step(spec, COPY, (Source(number, spec.name),)))
-            for name, fixed in constants.items():
-                self.computed.fill(name, np.full(fixed.shape, fixed.value, np.float32))
+            steps += [Step(spec, COPY, (Read(PRODUCTS, spec.name),)) for spec in self.routers(i)]
+            for fixed in layout.fixed(facts):
+                spec = TensorSpec(prefix + fixed.suffix, dtype if fixed.dtype is None else DTYPES[fixed.dtype], fixed.shape)
+                steps.append(Step(spec, FILL, (), settings=self.assembly.setting({"value": float(fixed.value)}, inputs=0)))
         return sorted(steps, key=lambda step: natural_key(step.out.name))
 
     def _expert_steps(
@@ -93,10 +92,10 @@ class Steps:
 
     def _part_step(self, name: str, part: str, i: int, donor: Dense, expert: Expert, label: str) -> Step:
         """One part of one expert: the donor's bytes, in the dtype that the base has there, or what the recipe makes of them."""
-        block = donor.layers[i].mlp[part]
+        place = donor.layers[i].mlp[part]
         stored = self.base.donor.steps[self.base.layers[i].mlp[part].tensor].out.dtype
-        plain = take(donor.donor.steps[block.tensor], TensorSpec(name, self._dtype(stored), block.shape), block.window)
-        return self.transforms.step(plain, expert, label, part)
+        plain = take(donor.donor.steps[place.tensor], TensorSpec(name, self._dtype(stored), place.shape), place.block)
+        return self.transforms.step(plain, expert, label, part, f"{self.base.prefix}{i}.")
 
 
 def _joined(name: str, pieces: Sequence[Step], experts: int = 0) -> Step:

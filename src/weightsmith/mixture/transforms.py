@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from weightsmith.errors import ParameterError, WeightsmithError
-from weightsmith.jobs.operations import PERTURB
 from weightsmith.mixture.assembly import Assembly
-from weightsmith.mixture.dense import Block, Dense
-from weightsmith.planner.steps import Step, Window
+from weightsmith.mixture.dense import Dense, Place
+from weightsmith.plans import PERTURB, Block, Step
 from weightsmith.recipe import Expert, Recipe, Upcycling
 
 
@@ -24,7 +23,7 @@ def sharded(donor: Dense, groups: int) -> list[Dense]:
         replace(
             donor,
             layers=tuple(
-                replace(layer, mlp={part: _shard(part, block, g, groups) for part, block in layer.mlp.items()})
+                replace(layer, mlp={part: _shard(part, place, g, groups) for part, place in layer.mlp.items()})
                 for layer in donor.layers
             ),
         )
@@ -32,14 +31,14 @@ def sharded(donor: Dense, groups: int) -> list[Dense]:
     ]
 
 
-def _shard(part: str, block: Block, g: int, groups: int) -> Block:
-    rows, cols = block.shape
-    whole = block.window or Window(0, rows, cols, cols)
+def _shard(part: str, place: Place, g: int, groups: int) -> Place:
+    rows, cols = place.shape
+    whole = place.block or Block(0, rows, cols, cols)
     if part == "down":
         cols //= groups
-        return Block(block.tensor, (rows, cols), Window(whole.offset + g * cols, rows, cols, whole.stride))
+        return Place(place.tensor, (rows, cols), Block(whole.offset + g * cols, rows, cols, whole.stride))
     rows //= groups
-    return Block(block.tensor, (rows, cols), Window(whole.offset + g * rows * whole.stride, rows, cols, whole.stride))
+    return Place(place.tensor, (rows, cols), Block(whole.offset + g * rows * whole.stride, rows, cols, whole.stride))
 
 
 class Transforms:
@@ -50,11 +49,12 @@ class Transforms:
         self._groups = groups
         self._known: dict[tuple[float | str, ...], int] = {}
 
-    def step(self, plain: Step, expert: Expert, label: str, part: str) -> Step:
+    def step(self, plain: Step, expert: Expert, label: str, part: str, layer: str) -> Step:
         """The step of one part of one expert, from the one that takes it from its donor.
 
         label  the expert's number, of a shared one with "shared " before it
         part   gate, up or down
+        layer  prefix of its layer
 
         Virtual groups (He et al. 2024, arXiv 2410.07524) are scaled so that the mixture begins as the dense model. In every
         layout here the weights of a token's experts sum to 1, and those of one group are equal, as their router rows are. So
@@ -69,7 +69,7 @@ class Transforms:
         if key not in self._known:
             names = ("expert", "part", "noise_scale", "noise_fraction", "drop_fraction", "factor")
             self._known[key] = self._assembly.setting(dict(zip(names, key, strict=True)))
-        return replace(plain, op=PERTURB, settings=self._known[key])
+        return replace(plain, op=PERTURB, settings=self._known[key], layer=layer)
 
 
 def check_transforms(recipe: Upcycling, intermediate: int | None) -> list[WeightsmithError]:

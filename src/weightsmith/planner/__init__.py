@@ -1,25 +1,27 @@
 """From a recipe and the headers of its models to a Plan, with every problem found before a byte of tensor data is read.
 
-steps.py       the Plan: output tensors, each with its op, inputs, parameters and dtype
-blocks.py      `models`, `slices` and `modules` in one form: runs of output layers and their inputs
+segments.py    `models`, `slices` and `modules` in one form: runs of output layers and their inputs
 parameters.py  what each parameter is for each tensor and model, and where the recipe says so
 audit.py       parameters that are unknown, misplaced, wrong or missing, whatever the models hold
 patterns.py    the folders that a pattern such as `./run/checkpoint-*` stands for
 inputs.py      the models, opened
 donor.py       which of them gives config and tokenizer
-vocabulary.py  embeddings and heads, tied or not
 match.py       which tensor of each model feeds which output tensor, whatever the prefixes
-placement.py   which blocks make which module of the output
+placement.py   which segments make which module of the output
 depth.py       which layer of the donor stands in config.json for each output layer
 dtypes.py      the dtype of each output tensor
 mismatch.py    tensors that do not go together
 account.py     used, or left out for a reason: no tensor is lost
+decide.py      what a tensor is to the method, and which products it waits for
+logical.py     a tensor that holds several matrices, as pieces
 outputs.py     the steps
 config.py      config.json of the output
+encode.py      which tensors are quantised, and what config.json says of the others
 build.py       puts these together
+reopen.py      a plan from its JSON and its inputs
 state_dicts.py the same for models in memory, without a recipe
 """
 
 from weightsmith.planner.build import Prepared as Prepared
 from weightsmith.planner.build import prepare as prepare
-from weightsmith.planner.steps import Plan as Plan
+from weightsmith.plans import Plan as Plan

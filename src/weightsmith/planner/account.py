@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weightsmith.errors import Finding, TensorLost, WeightsmithError
-from weightsmith.planner.match import ModelNames, comes_first, home_module
+from weightsmith.planner.match import ModelNames, home_module
 from weightsmith.planner.placement import Placement
-from weightsmith.planner.steps import Dropped, Source
+from weightsmith.plans import Dropped, Read
 from weightsmith.structure import Structure
+from weightsmith.structure.vocabulary import comes_first
 
 
 class Account:
@@ -24,7 +25,7 @@ class Account:
         self.reasons: list[dict[str, str]] = [{} for _ in labels]
         self.copied: list[list[str]] = [[] for _ in labels]
 
-    def use(self, source: Source) -> None:
+    def use(self, source: Read) -> None:
         """A tensor feeds the output."""
         self.used[source.model].add(source.tensor)
 
@@ -103,7 +104,7 @@ class _Judge:
         self.donor = donor
         self.placements = {p.module: p for p in placements}
         self.home = home_module(structure)
-        self.feeding = {f.model for p in placements for b in p.blocks for f in b.feeds}
+        self.feeding = {f.model for p in placements for s in p.segments for f in s.feeds}
 
     def reason(self, model: int, tensor: str) -> str:
         """The reason, or "" when there is none."""
@@ -115,18 +116,20 @@ class _Judge:
         if outer and outer not in self.names[self.donor].rest and not self.structure.extra(outer):
             module = self.home
         placement = self.placements[module]
-        if not placement.blocks:
+        if not placement.segments:
             return "" if model == self.donor else f"module {module} is copied from {self.labels[self.donor]}"
-        feeding = list(dict.fromkeys(f.model for b in placement.blocks for f in b.feeds))
+        feeding = list(dict.fromkeys(f.model for s in placement.segments for f in s.feeds))
         sources = " and ".join(self.labels[m] for m in feeding)
         if model not in feeding:
             return f"module {module} is taken from {sources}"
         if not placement.sliced:
             return ""
         if place is not None and place[0] in placement.sliced:
-            ranges = [(f.first, f.end or 0) for b in placement.blocks for f in b.feeds if f.model == model]
+            ranges = [(f.first, f.end or 0) for s in placement.segments for f in s.feeds if f.model == model]
             return "" if any(a <= place[1] < b for a, b in ranges) else "its layer is in no slice"
         first = bool(outer) and comes_first(outer)
-        block = placement.blocks[0 if first else -1]
+        segment = placement.segments[0 if first else -1]
         which = "first" if first else "last"
-        return "" if model in (f.model for f in block.feeds) else f"it is taken from the {which} slice, which has another model"
+        return (
+            "" if model in (f.model for f in segment.feeds) else f"it is taken from the {which} slice, which has another model"
+        )

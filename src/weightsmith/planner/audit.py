@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from weightsmith.errors import Finding, ParameterError, UnknownName, WeightsmithError, nearest
 from weightsmith.methods.base import Method, Parameter
-from weightsmith.planner.blocks import Block, Feed
 from weightsmith.planner.parameters import coerce
+from weightsmith.planner.segments import Feed, Segment
 from weightsmith.recipe import HARMLESS, SCHEDULED, Entry, Parameters, Schedule, Setting
 
 
 class Audit:
-    """Looks at every parameter that the blocks of a recipe can see, once.
+    """Looks at every parameter that the segments of a recipe can see, once.
 
     lenient  what mergekit ignores is a warning, not an error
     wrong    ids of the entries whose value is reported
@@ -29,15 +29,15 @@ class Audit:
         self._known = {p.name: p for p in method.parameters}
         self._seen: set[int] = set()
 
-    def run(self, blocks: Sequence[Block]) -> None:
-        """Check the parameters of all blocks."""
-        for block in blocks:
-            for k, feed in enumerate(block.feeds):
-                self._level(feed.parameters, "base" if block.base and k == 0 else "model")
-            for level in block.levels:
+    def run(self, segments: Sequence[Segment]) -> None:
+        """Check the parameters of all segments."""
+        for segment in segments:
+            for k, feed in enumerate(segment.feeds):
+                self._level(feed.parameters, "base" if segment.base and k == 0 else "model")
+            for level in segment.levels:
                 self._level(level, "")
-            self._schedules(block)
-        self._missing(blocks)
+            self._schedules(segment)
+        self._missing(segments)
 
     def _level(self, settings: Parameters, place: str) -> None:
         """One `parameters:` block. place: `model`, `base`, or "" for one that holds for all models."""
@@ -95,12 +95,12 @@ class Audit:
                     self.problems.append(wrong_value(parameter, error, value, entry))
                     break
 
-    def _schedules(self, block: Block) -> None:
-        """Check that the schedules a block can see have models to spread over."""
+    def _schedules(self, segment: Segment) -> None:
+        """Check that the schedules a segment can see have models to spread over."""
         parameter = self._known.get(SCHEDULED)
         if parameter is None or parameter.scope != "model":
             return
-        feeds = block.feeds[1 if block.base else 0 :]
+        feeds = segment.feeds[1 if segment.base else 0 :]
         for feed in feeds:
             for entry in _scheduled(feed.parameters):
                 if feed.matched is None:
@@ -108,7 +108,7 @@ class Audit:
                     self._wrong(entry, "a schedule spreads over the models of a pattern, and this entry is one model", fix)
                 else:
                     self._spread(entry, feed.matched[1])
-        for entry in (e for level in block.levels for e in _scheduled(level)):
+        for entry in (e for level in segment.levels for e in _scheduled(level)):
             if any(f.appended for f in feeds):
                 what = f"the base_model counts as one more input of {self.method.name}, and it has no place in the schedule"
                 self._wrong(entry, what, "list it under 'models' where it belongs in the run, or remove base_model")
@@ -126,23 +126,23 @@ class Audit:
         self.wrong.add(id(entry))
         self.problems.append(ParameterError(what, where=entry.where, fix=fix))
 
-    def _missing(self, blocks: Sequence[Block]) -> None:
+    def _missing(self, segments: Sequence[Segment]) -> None:
         """Required parameters that no level gives at all (one that its filters leave out shows tensor by tensor)."""
         for parameter in self.method.parameters:
             if not parameter.required:
                 continue
             if parameter.scope == "tensor":
-                without = [b for b in blocks if not any(parameter.name in level for level in b.levels)]
-                if len(without) == len(blocks):
+                without = [s for s in segments if not any(parameter.name in level for level in s.levels)]
+                if len(without) == len(segments):
                     self._needed(parameter, self.where, "at the top level")
                 else:
-                    for block in without:
-                        self._needed(parameter, block.where, "of the slice, or at the top level")
+                    for segment in without:
+                        self._needed(parameter, segment.where, "of the slice, or at the top level")
                 continue
             seen: set[int] = set()
-            for block in blocks:
-                for feed in block.feeds[1 if block.base else 0 :]:
-                    levels = (feed.parameters, *block.levels)
+            for segment in segments:
+                for feed in segment.feeds[1 if segment.base else 0 :]:
+                    levels = (feed.parameters, *segment.levels)
                     if feed.model not in seen and not any(parameter.name in level for level in levels):
                         seen.add(feed.model)
                         self._needed(parameter, feed.where, "to the model, or at the top level", feed)

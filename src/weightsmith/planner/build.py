@@ -14,26 +14,33 @@ from typing import Any
 
 from weightsmith import methods
 from weightsmith import recipe as recipes
+from weightsmith._version import __version__
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import Finding, PlanError, RecipeError, UnknownName, WeightsmithError, nearest
+from weightsmith.formats.carried import left_out_findings
+from weightsmith.formats.files import expand_user
 from weightsmith.formats.hf_folder import natural_key
 from weightsmith.methods.base import Method
+from weightsmith.methods.user_files import loaded
+from weightsmith.options import RecipeOptions
 from weightsmith.planner.account import Account
 from weightsmith.planner.audit import Audit
-from weightsmith.planner.blocks import BlockMaker, Part
 from weightsmith.planner.config import output_config
+from weightsmith.planner.decide import decide
 from weightsmith.planner.donor import choose_donor
 from weightsmith.planner.dtypes import DTypes, kept_specs
+from weightsmith.planner.encode import check_name, quantise
 from weightsmith.planner.inputs import analyse_all, at, number_models, open_models
 from weightsmith.planner.match import ModelNames
 from weightsmith.planner.outputs import Models, Origins, Outputs
 from weightsmith.planner.parameters import Origin, Resolver
 from weightsmith.planner.patterns import match_patterns
 from weightsmith.planner.placement import Placement, Placer
-from weightsmith.planner.steps import ModelInput, Plan, Step
+from weightsmith.planner.segments import Region, SegmentMaker
+from weightsmith.plans import Made, ModelInput, Plan, Step
 from weightsmith.recipe import Recipe
 from weightsmith.structure import Structure
-from weightsmith.tensors import DType, TensorSpec
+from weightsmith.tensors import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,7 @@ class Prepared:
     """A plan and the open checkpoints it reads from; close it, or use it as a context manager.
 
     structure  of the donor
+    named      files that the recipe names beside the models: code of a merge method, prompts, saliency
     """
 
     plan: Plan
@@ -48,6 +56,7 @@ class Prepared:
     structure: Structure
     origins: Origins = field(default_factory=dict)
     resolver: Resolver | None = None
+    named: tuple[Path, ...] = ()
 
     def explain(self, tensor: str) -> list[Origin]:
         """The value of every parameter of one output tensor, and where the recipe says so; [] for one that is copied.
@@ -75,50 +84,27 @@ class Prepared:
 
 def prepare(
     source: str | os.PathLike[str] | Mapping[str, Any],
-    *,
-    out_dtype: DType | None = None,
-    max_shard_bytes: int = 5_000_000_000,
-    seed: int = 0,
-    lenient: bool = False,
-    allow_code: bool = False,
+    options: RecipeOptions = RecipeOptions(),  # noqa: B008  frozen
 ) -> Prepared:
     """Read a recipe and its models' headers and plan the merge.
 
-    source           path of a YAML file, YAML text (with a newline), or a mapping
-    out_dtype        overrides the recipe's
-    max_shard_bytes  upper bound of a weight file
-    seed             of random masks
-    lenient          settings that mergekit ignores are warnings, not errors
-    allow_code       the Python file that merge_method may name is run; without it that is an error
+    source   path of a YAML file, YAML text (with a newline), or a mapping
 
     Raises PlanError with all problems. No tensor data is read. Cost: headers, and about 20 µs a tensor.
     """
     if isinstance(source, os.PathLike):
         source = Path(source)
-    recipe, problems = recipes.load(source, lenient=lenient, parameter_names=parameter_names())
+    recipe, problems = recipes.load(source, lenient=options.lenient, parameter_names=parameter_names())
     if recipe is None:
         raise PlanError(problems)
-    return prepare_recipe(
-        recipe,
-        problems,
-        out_dtype=out_dtype,
-        max_shard_bytes=max_shard_bytes,
-        seed=seed,
-        lenient=lenient,
-        allow_code=allow_code,
-        folder=folder_of(source),
-    )
+    return prepare_recipe(recipe, options, problems, folder=folder_of(source))
 
 
 def prepare_recipe(
     recipe: Recipe,
+    options: RecipeOptions,
     problems: Sequence[WeightsmithError] = (),
     *,
-    out_dtype: DType | None = None,
-    max_shard_bytes: int = 5_000_000_000,
-    seed: int = 0,
-    lenient: bool = False,
-    allow_code: bool = False,
     folder: Path = Path(),
 ) -> Prepared:
     """Plan a recipe that has been read; see `prepare`.
@@ -127,8 +113,8 @@ def prepare_recipe(
     folder    that paths of the recipe's own code start from
     """
     with ExitStack() as stack, _no_collection():
-        find = partial(methods.find, folder=folder, allow_code=allow_code)
-        prepared = _Planner(recipe, problems, out_dtype, find).prepare(stack, max_shard_bytes, seed, lenient=lenient)
+        find = partial(methods.find, folder=folder, allow_code=options.allow_code)
+        prepared = _Planner(recipe, problems, options, find).prepare(stack)
         stack.pop_all()
         return prepared
 
@@ -141,6 +127,19 @@ def parameter_names() -> list[str]:
 def folder_of(source: str | Path | Mapping[str, Any]) -> Path:
     """Where the paths of a recipe's own code start: the folder of its file, else the current one."""
     return Path() if isinstance(source, Mapping) or (isinstance(source, str) and "\n" in source) else Path(source).parent
+
+
+def made_by(method: Method) -> Made:
+    """What the card and the manifest say of a merge by this method."""
+    own = loaded(method.name)
+    title = f"Merged with weightsmith {__version__}, method `{method.name}` ({method.title})."
+    return Made(method.name, title, method.source, code=None if own is None else own.code)
+
+
+def code_files(plan: Plan) -> tuple[Path, ...]:
+    """The user's own file that the merge method comes from, if there is one."""
+    code = plan.made.code
+    return () if code is None or not code.folder else (Path(code.folder) / expand_user(code.name.rpartition(":")[0]),)
 
 
 def _match_all(
@@ -189,25 +188,26 @@ class _Planner:
         self,
         recipe: Recipe,
         problems: Sequence[WeightsmithError],
-        out_dtype: DType | None,
+        options: RecipeOptions,
         find_method: Callable[[str], Method],
     ) -> None:
         self.recipe = recipe
-        self.problems = list(problems)
+        self.options = options
+        self.problems = [*problems, *check_name(options.quantize)]
         self.method = self._method(find_method)
         base = recipe.base_model if self.method is not None and self.method.base != "input" else None
         self.recipe, self.unmatched, found = match_patterns(recipe, base)
         self.warnings = [*recipe.findings, *found]
-        self.asked = out_dtype or recipe.out_dtype or recipe.dtype
+        self.asked = options.out_dtype or recipe.out_dtype or recipe.dtype
         self.models, self.refs = number_models(self.recipe)
         self.labels = [str(ref) for ref in self.refs]
 
-    def prepare(self, stack: ExitStack, max_shard_bytes: int, seed: int, *, lenient: bool) -> Prepared:
+    def prepare(self, stack: ExitStack) -> Prepared:
         if self.unmatched:
             self.problems += self.unmatched
             raise self._refusal()
         method = self.method
-        parts, audit = self._parts(method, lenient=lenient) if method is not None else ([], None)
+        regions, audit = self._regions(method, lenient=self.options.lenient) if method is not None else ([], None)
         opened, found = open_models(self.refs, stack)
         self.problems += found
         structures = analyse_all(opened)
@@ -216,10 +216,10 @@ class _Planner:
         shape = structures[donor]
         if method is None or audit is None or shape is None:
             raise self._refusal()
-        specs = [{} if c is None else {name: t.spec for name, t in c.tensors.items()} for c in opened]
+        specs = [{} if c is None else c.specs for c in opened]
         matched = _match_all(structures, specs, donor)
         placer = Placer(self.recipe, self.labels, matched, shape)
-        placements = placer.place(parts)
+        placements = placer.place(regions)
         self.problems += placer.problems
         inputs = [c for c in opened if c is not None]
         self.warnings += [note for checkpoint in inputs for note in checkpoint.notes]
@@ -228,7 +228,6 @@ class _Planner:
             raise self._refusal()
         facts = Models(
             labels=self.labels,
-            tensors=[c.tensors for c in inputs],
             specs=specs,
             configs=[c.config for c in inputs],
             structures=[n.structure for n in names],
@@ -242,32 +241,34 @@ class _Planner:
         outputs.make(placements)
         found, idle = resolver.finish()
         self.problems += [*outputs.problems, *found]
-        if outputs.problems or placer.problems or any(block.broken for part in parts for block in part.blocks):
+        if outputs.problems or placer.problems or any(segment.broken for region in regions for segment in region.segments):
             raise self._refusal()
         dropped, lost = account.settle(shape, donor, placements)
         self.problems += lost
-        steps = _in_model_order(outputs.steps, specs[donor])
+        steps, products = decide(_in_model_order(outputs.steps, specs[donor]), resolver.settings, method)
         config = self._config(inputs[donor], shape, outputs, steps, specs[donor])
         if self.problems:
             raise self._refusal()
         self.warnings += [*self._untouched(placements, self.labels[donor]), *outputs.warnings]
         self.warnings += [*account.findings(), *dtypes.findings(), *idle]
         plan = Plan(
-            method=method.name,
-            models=tuple(ModelInput(label, c.revision, c.header_hash) for label, c in zip(self.labels, inputs, strict=True)),
+            made=made_by(method),
+            models=tuple(ModelInput(label, c.revision, c.identity) for label, c in zip(self.labels, inputs, strict=True)),
             steps=tuple(steps),
             settings=tuple(resolver.settings),
+            products=products,
             dropped=dropped,
             config=config,
             donor=donor,
             carried=tuple(f for f in inputs[donor].files if f != "config.json"),
-            max_shard_bytes=max_shard_bytes,
-            seed=seed,
-            warnings=tuple(dict.fromkeys(self.warnings)),
+            max_shard_bytes=self.options.max_shard_bytes,
+            seed=self.options.seed,
+            warnings=tuple(dict.fromkeys([*self.warnings, *left_out_findings(inputs[donor].left_out, self.labels[donor])])),
             recipe=self.recipe.text,
         )
+        plan = quantise(plan, self.options.quantize)
         plan.layout  # noqa: B018  names that cannot be stored show here
-        return Prepared(plan, tuple(inputs), shape, outputs.origins, resolver)
+        return Prepared(plan, tuple(inputs), shape, outputs.origins, resolver, code_files(plan))
 
     def _method(self, find: Callable[[str], Method]) -> Method | None:
         try:
@@ -276,15 +277,15 @@ class _Planner:
             self.problems.append(at(error, self.recipe.at("merge_method")))
             return None
 
-    def _parts(self, method: Method, *, lenient: bool) -> tuple[list[Part], Audit]:
-        """The recipe's blocks, and what can be said of them and their parameters before a model is opened."""
-        maker = BlockMaker(self.recipe, method, self.models, self.labels)
-        parts = maker.parts()
+    def _regions(self, method: Method, *, lenient: bool) -> tuple[list[Region], Audit]:
+        """The recipe's segments, and what can be said of them and their parameters before a model is opened."""
+        maker = SegmentMaker(self.recipe, method, self.models, self.labels)
+        regions = maker.regions()
         audit = Audit(method, self.labels, self.recipe.at("merge_method"), lenient=lenient)
-        audit.run([block for part in parts for block in part.blocks])
+        audit.run([segment for region in regions for segment in region.segments])
         self.problems += [*maker.problems, *audit.problems]
         self.warnings += [*maker.warnings, *audit.warnings]
-        return parts, audit
+        return regions, audit
 
     def _config(
         self,
@@ -321,7 +322,7 @@ class _Planner:
 
     def _untouched(self, placements: Sequence[Placement], donor: str) -> list[Finding]:
         """A warning for the modules that the recipe does not mention."""
-        names = [p.module for p in placements if not p.blocks]
+        names = [p.module for p in placements if not p.segments]
         if not names:
             return []
         what = f"modules {', '.join(names)} are" if len(names) > 1 else f"module {names[0]} is"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weightsmith.errors import ShapeError
 from weightsmith.planner.dtypes import main_dtype
-from weightsmith.planner.vocabulary import is_embedding, is_head
-from weightsmith.structure import Structure, resize_config
+from weightsmith.structure import Structure, resize_config, vocabulary
+from weightsmith.structure.configs import replace_value, sections
 from weightsmith.tensors import DType, TensorSpec
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -45,17 +45,9 @@ def output_config(
         _set_dtype(new, dtype, everywhere=asked is not None)
     new.pop("quantization_config", None)
     if untie:
-        _untie(new)
+        vocabulary.untie(new)
     _set_vocabulary(new, outputs, stored)
     return new, notes
-
-
-def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The config, and every sub-config."""
-    yield config
-    for value in config.values():
-        if isinstance(value, dict):
-            yield from _parts(value)
 
 
 def _set_dtype(config: dict[str, Any], dtype: DType, *, everywhere: bool) -> None:
@@ -64,7 +56,7 @@ def _set_dtype(config: dict[str, Any], dtype: DType, *, everywhere: bool) -> Non
     everywhere  all tensors were cast, towers too
     """
     said = next((config[key] for key in _DTYPE_KEYS if isinstance(config.get(key), str)), None)
-    for part in _parts(config):
+    for _, part in sections(config):
         for key in _DTYPE_KEYS:
             if isinstance(part.get(key), str) and (everywhere or part is config or said is None or part[key] == said):
                 part[key] = dtype.torch
@@ -72,22 +64,13 @@ def _set_dtype(config: dict[str, Any], dtype: DType, *, everywhere: bool) -> Non
         config["dtype"] = dtype.torch
 
 
-def _untie(config: dict[str, Any]) -> None:
-    for part in _parts(config):
-        if part.get("tie_word_embeddings"):
-            part["tie_word_embeddings"] = False
-    config["tie_word_embeddings"] = False
-
-
 def _set_vocabulary(config: dict[str, Any], outputs: Sequence[TensorSpec], stored: Mapping[str, TensorSpec]) -> None:
     """vocab_size follows an embedding that has more or fewer rows than the donor's own (it came from another model)."""
     differing = [s for s in outputs if s.name in stored and stored[s.name].shape != s.shape]
-    changes = {s.name: (stored[s.name].shape[0], s.shape[0]) for s in differing if is_embedding(s) or is_head(s)}
+    changes = {s.name: (stored[s.name].shape[0], s.shape[0]) for s in differing if vocabulary.is_vocabulary(s)}
     if not changes:
         return
-    kept = {
-        s.name: s.shape[0] for s in outputs if s.name in stored and s.name not in changes and (is_embedding(s) or is_head(s))
-    }
+    kept = {s.name: s.shape[0] for s in outputs if s.name in stored and s.name not in changes and vocabulary.is_vocabulary(s)}
     old, new = next(iter(changes.values()))
     if len(set(changes.values())) > 1 or old in kept.values():
         rows = {**{name: n for name, (_, n) in changes.items()}, **kept}
@@ -97,6 +80,4 @@ def _set_vocabulary(config: dict[str, Any], outputs: Sequence[TensorSpec], store
             details=[f"{name}: {n} rows" for name, n in rows.items()],
             fix="give all models the same tokenizer and number of rows first",
         )
-    for part in _parts(config):
-        if part.get("vocab_size") == old:
-            part["vocab_size"] = new
+    replace_value(config, "vocab_size", old, new)

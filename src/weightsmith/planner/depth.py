@@ -105,12 +105,9 @@ class Counterparts:
 
     def _home(self, model: int, prefix: str) -> Mapping[str, Any]:
         """The part of a model's config that describes a stack."""
-        home: Any = self.configs[model] or {}
-        names = self.names[model]
+        names, config = self.names[model], self.configs[model] or {}
         stack: Stack | None = next((s for s in names.structure.stacks if names.paired[s.prefix] == prefix), None)
-        for step in (stack.config_path or ())[:-1] if stack is not None else ():
-            home = home[step]
-        return home  # type: ignore[no-any-return]
+        return stack.section(config) if stack is not None else config
 
 
 def _per_layer(name: str, value: Any, n_layers: int) -> bool:

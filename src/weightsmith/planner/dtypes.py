@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import Finding
-from weightsmith.planner.steps import Source
+from weightsmith.plans import Read
 from weightsmith.tensors import DType, TensorSpec, promote
 
 
@@ -25,7 +25,7 @@ def main_dtype(specs: Iterable[TensorSpec]) -> DType | None:
 
 def kept_specs(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
     """The tensors of a model, by name, in the dtypes that it keeps them in."""
-    specs = {name: t.spec for name, t in checkpoint.tensors.items()}
+    specs = checkpoint.specs
     wide = {name: checkpoint.kept_as(name) for name, spec in specs.items() if checkpoint.kept_as(name) is not spec.dtype}
     return {**specs, **{name: replace(specs[name], dtype=dtype) for name, dtype in wide.items()}}
 
@@ -43,7 +43,7 @@ class DTypes:
         self._main: dict[int, DType | None] = {}
         self._wide: list[str] = []
 
-    def of(self, inputs: Sequence[Source]) -> DType:
+    def of(self, inputs: Sequence[Read]) -> DType:
         """The dtype of the tensor made of these."""
         specs = [self._models[i.model][i.tensor] for i in inputs]
         dtype = specs[0].dtype

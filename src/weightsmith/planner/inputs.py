@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from weightsmith.checkpoint import Checkpoint, open_checkpoint
 from weightsmith.errors import Unsupported, WeightsmithError
-from weightsmith.lora import Applied, open_adapter
+from weightsmith.formats.files import expand_user
+from weightsmith.lora import apply_adapter, open_adapter
 from weightsmith.recipe import ModelRef, Module, Recipe
 from weightsmith.structure import Structure, analyse
 
@@ -62,7 +62,7 @@ def _open(ref: ModelRef, stack: ExitStack) -> Checkpoint:
         return checkpoint
     adapter = open_adapter(ref.lora.path, revision=ref.lora.revision or None)
     stack.callback(adapter.checkpoint.close)
-    return Applied(checkpoint, adapter, str(ref))
+    return apply_adapter(checkpoint, adapter, str(ref))
 
 
 def analyse_all(opened: Sequence[Checkpoint | None]) -> list[Structure | None]:
@@ -74,15 +74,15 @@ def analyse_all(opened: Sequence[Checkpoint | None]) -> list[Structure | None]:
             continue
         twin = next((i for i, other in enumerate(opened[:k]) if other is not None and _alike(checkpoint, other)), None)
         fresh = twin is None or found[twin] is None
-        found.append(analyse([t.spec for t in checkpoint.tensors.values()], checkpoint.config) if fresh else found[twin or 0])
+        found.append(analyse(checkpoint.specs.values(), checkpoint.config) if fresh else found[twin or 0])
     return found
 
 
 def _alike(a: Checkpoint, b: Checkpoint) -> bool:
     """True when two models have the same tensor names and shapes, and configs that differ in no number or list."""
-    if len(a.tensors) != len(b.tensors) or _telling(a.config) != _telling(b.config) or list(a.tensors) != list(b.tensors):
+    if len(a.specs) != len(b.specs) or _telling(a.config) != _telling(b.config) or list(a.specs) != list(b.specs):
         return False
-    return all(x.spec.shape == y.spec.shape for x, y in zip(a.tensors.values(), b.tensors.values(), strict=True))
+    return all(x.shape == y.shape for x, y in zip(a.specs.values(), b.specs.values(), strict=True))
 
 
 def _telling(config: Mapping[str, Any] | None) -> Any:
@@ -113,9 +113,9 @@ def _references(recipe: Recipe) -> Iterator[ModelRef]:
 def _place(ref: ModelRef) -> tuple[str, ...]:
     adapter = () if ref.lora is None else _place(ref.lora)
     try:
-        path = Path(ref.path).expanduser()
+        path = expand_user(ref.path)
         if path.exists():
             return str(path.resolve()), ref.revision, *adapter
-    except (OSError, ValueError, RuntimeError):  # no possible path, or no such user's home: opening it says so
+    except (OSError, ValueError):  # no possible path: opening it says so
         pass
     return ref.path, ref.revision, *adapter

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from weightsmith.jobs.operations import JOIN
-from weightsmith.planner.steps import Step, Window
-from weightsmith.structure.fused import Part
+from weightsmith.plans import JOIN, Block, Step
+from weightsmith.structure.fused import SubMatrix
 from weightsmith.tensors import TensorSpec
 
 
-def apart(step: Step, parts: Sequence[Part]) -> Step:
+def split_fused(step: Step, parts: Sequence[SubMatrix]) -> Step:
     """The step as a join of one piece for each part; as it is when there are none.
 
     A piece has the name that its matrix has in an unfused model, so that it gets the random masks of that model too.
@@ -21,6 +20,6 @@ def apart(step: Step, parts: Sequence[Part]) -> Step:
     pieces = []
     for part in parts:
         out = TensorSpec(part.name, step.out.dtype, part.shape)
-        inputs = tuple(replace(source, window=Window(part.offset, 1, out.size, out.size)) for source in step.inputs)
+        inputs = tuple(replace(read, view=Block(part.offset, 1, out.size, out.size)) for read in step.inputs)
         pieces.append(replace(step, out=out, inputs=inputs))
     return Step(step.out, JOIN, (), settings=step.settings, pieces=tuple(pieces))

@@ -7,28 +7,14 @@ transformers) are matched by the stacks that play the same part, and outside the
 from __future__ import annotations
 
 import copy
-import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 from weightsmith.structure import Stack, Structure
 from weightsmith.tensors import TensorSpec
 
-_FIRST = re.compile(
-    r"embed(?!_out|ding_norm)|(^|\.)(wte|wpe|shared|stem|patch|class_token|cls_token|token_type|pos_emb|ln_pre|pre_la?y[er]+norm)"
-)
 _BUFFERS = ("rotary_emb.inv_freq", ".num_batches_tracked", "rotary_pos_emb.inv_freq")
 _MASKS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
-
-
-def comes_first(name: str) -> bool:
-    """True when a tensor outside the layers belongs before them (embeddings), False after (final norm, head, MTP layers).
-
-    >>> [comes_first(n) for n in ("model.embed_tokens.weight", "model.norm.weight", "embed_out.weight", "lm_head.weight")]
-    [True, False, False, False]
-    """
-    before, _, _ = name.partition(".layers.")
-    return _FIRST.search(before) is not None and "head" not in before
 
 
 def home_module(donor: Structure) -> str:

@@ -8,25 +8,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weightsmith.errors import Finding, LayerError, MismatchError, WeightsmithError
-from weightsmith.formats.safetensors import StoredTensor
 from weightsmith.methods.base import Method
-from weightsmith.planner import vocabulary
 from weightsmith.planner.account import Account
-from weightsmith.planner.blocks import Block, Feed
 from weightsmith.planner.depth import Counterparts
 from weightsmith.planner.dtypes import DTypes
-from weightsmith.planner.logical import apart
-from weightsmith.planner.match import ModelNames, comes_first, home_module, is_buffer
+from weightsmith.planner.inputs import at
+from weightsmith.planner.logical import split_fused
+from weightsmith.planner.match import ModelNames, home_module, is_buffer
 from weightsmith.planner.mismatch import Mismatches
 from weightsmith.planner.parameters import Resolver
 from weightsmith.planner.placement import Placement
-from weightsmith.planner.steps import Source, Step
-from weightsmith.structure import Structure
+from weightsmith.planner.segments import Feed, Segment
+from weightsmith.plans import CAST, COPY, Read, Step
+from weightsmith.structure import Structure, vocabulary
 from weightsmith.structure.fused import fused_parts
 from weightsmith.tensors import TensorSpec
 
 Specs = Mapping[str, TensorSpec]
-Origins = dict[str, tuple[Block, tuple[str, ...], float]]
+Origins = dict[str, tuple[Segment, tuple[str, ...], float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,6 @@ class Models:
     """The input models, by index: how the user calls them, and what is in them."""
 
     labels: Sequence[str]
-    tensors: Sequence[Mapping[str, StoredTensor]]
     specs: Sequence[Specs]
     configs: Sequence[Mapping[str, Any] | None]
     structures: Sequence[Structure]
@@ -43,14 +41,14 @@ class Models:
     base: int | None
 
 
-_SILENT = "its weight is 0"
+_UNREAD = "its weight is 0"
 
 
 class Outputs:
     """Makes the steps, module by module.
 
     steps    in the order made
-    origins  for each merged tensor what its parameters were looked up with: block, names in the models, depth
+    origins  for each merged tensor what its parameters were looked up with: segment, names in the models, depth
     layers   for each of the donor's stacks that changes, the donor's layer behind each output layer
     untie    the output has a head of its own, though the donor ties it to the embedding
     """
@@ -61,7 +59,7 @@ class Outputs:
         self.resolver = resolver
         self.account = account
         self.dtypes = dtypes
-        self.mismatches = Mismatches(models.labels, models.tensors, method.name)
+        self.mismatches = Mismatches(models.labels, models.specs, method.name)
         self.counterparts = Counterparts(models.names, models.configs, models.donor, models.labels)
         self.donor = models.structures[models.donor]
         self.steps: list[Step] = []
@@ -70,9 +68,9 @@ class Outputs:
         self.untie = False
         self.warnings: list[Finding] = []
         self._problems: list[WeightsmithError] = []
-        self._whole: dict[int, Block] = {}
+        self._whole: dict[int, Segment] = {}
         self._rests: dict[int, dict[str, TensorSpec]] = {}
-        self._merged: set[int] = set()  # ids of blocks whose inputs have been merged somewhere
+        self._merged: set[int] = set()  # ids of segments whose inputs have been merged somewhere
 
     @property
     def problems(self) -> list[WeightsmithError]:
@@ -82,7 +80,7 @@ class Outputs:
     def make(self, placements: Sequence[Placement]) -> None:
         """The steps of all modules."""
         for placement in placements:
-            if placement.blocks:
+            if placement.segments:
                 self._module(placement)
             else:
                 for name in self.donor.modules[placement.module]:
@@ -95,44 +93,44 @@ class Outputs:
     def _module(self, placement: Placement) -> None:
         for stack in self.donor.stacks_of(placement.module):
             if stack.prefix in placement.sliced or not placement.sliced:
-                self._stack(stack.prefix, stack.n_layers, placement.blocks)
+                self._stack(stack.prefix, stack.n_layers, placement.segments)
             else:  # prediction layers beside the sliced stack: whole, like what follows the layers
-                self._stack(stack.prefix, stack.n_layers, (self._whole_of(placement.blocks[-1]),))
+                self._stack(stack.prefix, stack.n_layers, (self._whole_of(placement.segments[-1]),))
         for name in self._rest_names(placement):
-            block = placement.blocks[0 if comes_first(name) else -1]
-            if not block.broken:
-                self._outside(name, block)
+            segment = placement.segments[0 if vocabulary.comes_first(name) else -1]
+            if not segment.broken:
+                self._outside(name, segment)
         if placement.sliced:
             self._check_tie(placement)
 
-    def _whole_of(self, block: Block) -> Block:
+    def _whole_of(self, segment: Segment) -> Segment:
         """The same inputs with all the layers of a stack."""
-        if id(block) not in self._whole:
-            feeds = tuple(replace(feed, first=0, end=None) for feed in block.feeds)
-            self._whole[id(block)] = replace(block, feeds=feeds, length=None)
-        return self._whole[id(block)]
+        if id(segment) not in self._whole:
+            feeds = tuple(replace(feed, first=0, end=None) for feed in segment.feeds)
+            self._whole[id(segment)] = replace(segment, feeds=feeds, length=None)
+        return self._whole[id(segment)]
 
-    def _stack(self, prefix: str, n_layers: int, blocks: Sequence[Block]) -> None:
+    def _stack(self, prefix: str, n_layers: int, segments: Sequence[Segment]) -> None:
         """The layers of one of the donor's stacks, and what they mean for config.json."""
-        at, sources = 0, []
+        first, sources = 0, []
         try:
-            for block in blocks:
-                length = self._length(prefix, block)
+            for segment in segments:
+                length = self._length(prefix, segment)
                 for i in range(length):
-                    if not block.broken:
-                        self._layer(prefix, block, at + i, i, i / (length - 1) if length > 1 else 1.0)
-                        sources.append(self._counterpart(prefix, block, i))
-                at += length
+                    if not segment.broken:
+                        self._layer(prefix, segment, first + i, i, i / (length - 1) if length > 1 else 1.0)
+                        sources.append(self._counterpart(prefix, segment, i))
+                first += length
         except LayerError as error:
-            self._problems.append(_located(error, block.where))
+            self._problems.append(at(error, segment.where))
             return
-        if sources != list(range(n_layers)) and not any(b.broken for b in blocks):
+        if sources != list(range(n_layers)) and not any(s.broken for s in segments):
             self.layers[prefix] = sources
 
-    def _length(self, prefix: str, block: Block) -> int:
-        if block.length is not None or block.broken:
-            return block.length or 0
-        counts = {f.model: self.models.names[f.model].depth.get(prefix, 0) for f in block.feeds}
+    def _length(self, prefix: str, segment: Segment) -> int:
+        if segment.length is not None or segment.broken:
+            return segment.length or 0
+        counts = {f.model: self.models.names[f.model].depth.get(prefix, 0) for f in segment.feeds}
         present = {m: n for m, n in counts.items() if n}
         if not present:
             raise LayerError(
@@ -148,37 +146,37 @@ class Outputs:
             )
         return next(iter(present.values()))
 
-    def _counterpart(self, prefix: str, block: Block, i: int) -> int:
-        """The donor's layer that config.json takes for layer `i` of the block."""
-        feeds = [f for f in block.feeds if self.models.names[f.model].depth.get(prefix)]
+    def _counterpart(self, prefix: str, segment: Segment, i: int) -> int:
+        """The donor's layer that config.json takes for layer `i` of the segment."""
+        feeds = [f for f in segment.feeds if self.models.names[f.model].depth.get(prefix)]
         feed = next((f for f in feeds if f.model == self.models.donor), feeds[0])
         return self.counterparts.find(prefix, feed.model, feed.first + i)
 
-    def _layer(self, prefix: str, block: Block, layer: int, i: int, t: float) -> None:
+    def _layer(self, prefix: str, segment: Segment, layer: int, i: int, t: float) -> None:
         """The tensors of one output layer."""
-        found = [self.models.names[f.model].layers.get(prefix) for f in block.feeds]
+        found = [self.models.names[f.model].layers.get(prefix) for f in segment.feeds]
         owners = [k for k, layers in enumerate(found) if layers]
-        tables = [layers.get(f.first + i, {}) if layers else {} for f, layers in zip(block.feeds, found, strict=True)]
-        if len(owners) == 1 and len(found) > 1 and block.length is None:
+        tables = [layers.get(f.first + i, {}) if layers else {} for f, layers in zip(segment.feeds, found, strict=True)]
+        if len(owners) == 1 and len(found) > 1 and segment.length is None:
             for suffix, source in tables[owners[0]].items():  # a whole stack that one model alone has: a vision tower
-                self._own(f"{prefix}{layer}.{suffix}", block.feeds[owners[0]].model, source)
+                self._own(f"{prefix}{layer}.{suffix}", segment.feeds[owners[0]].model, source)
             return
         if all(table.keys() == tables[0].keys() for table in tables[1:]):
             for suffix in tables[0]:
-                self._merge(f"{prefix}{layer}.{suffix}", block, [table[suffix] for table in tables], t)
+                self._merge(f"{prefix}{layer}.{suffix}", segment, [table[suffix] for table in tables], t)
             return
         for suffix in dict.fromkeys(suffix for table in tables for suffix in table):
             name = f"{prefix}{layer}.{suffix}"
             sources = [table.get(suffix) for table in tables]
             if None not in sources:
-                self._merge(name, block, sources, t)  # type: ignore[arg-type]
+                self._merge(name, segment, sources, t)  # type: ignore[arg-type]
                 continue
-            stored = [(f.model, s) for f, s in zip(block.feeds, sources, strict=True) if s is not None]
+            stored = [(f.model, s) for f, s in zip(segment.feeds, sources, strict=True) if s is not None]
             if all(is_buffer(self.models.specs[m][s]) for m, s in stored):
                 for model, source in stored:
                     self.account.drop(model, source, "a buffer that the model computes for itself")
             else:
-                self.mismatches.missing(name, block, sources)
+                self.mismatches.missing(name, segment, sources)
 
     # ---- outside the layers ------------------------------------------------------------------------------------------------
 
@@ -187,7 +185,7 @@ class Outputs:
         donor, names = self.donor, self.models.names
         found = dict.fromkeys(n for n in donor.modules[placement.module] if donor.locate(n) is None)
         home = home_module(donor)
-        for model in dict.fromkeys(f.model for b in placement.blocks for f in b.feeds):
+        for model in dict.fromkeys(f.model for s in placement.segments for f in s.feeds):
             for name in names[model].rest:
                 if name not in names[self.models.donor].rest:
                     module = donor.module_of(name) if donor.extra(name) else home
@@ -195,14 +193,14 @@ class Outputs:
                         found[name] = None
         return list(found)
 
-    def _outside(self, name: str, block: Block) -> None:
+    def _outside(self, name: str, segment: Segment) -> None:
         """One tensor outside the layers; `name` is the donor's."""
-        sources = [self.models.names[f.model].rest.get(name) for f in block.feeds]
+        sources = [self.models.names[f.model].rest.get(name) for f in segment.feeds]
         if None in sources:
-            self._incomplete(name, block, sources)
+            self._incomplete(name, segment, sources)
             return
-        self._note_head(name, block, sources, sources)
-        self._merge(self._numbered(name), block, sources, 0.0)  # type: ignore[arg-type]
+        self._note_head(name, segment, sources, sources)
+        self._merge(self._numbered(name), segment, sources, 0.0)  # type: ignore[arg-type]
 
     def _numbered(self, name: str) -> str:
         """The output name: extra layers stand after the others, however many these are now."""
@@ -211,35 +209,35 @@ class Outputs:
             return name
         return self.donor.rename(name, len(self.layers[extra[0].prefix]) + extra[1])
 
-    def _incomplete(self, name: str, block: Block, sources: list[str | None]) -> None:
+    def _incomplete(self, name: str, segment: Segment, sources: list[str | None]) -> None:
         """A tensor that not all the models store: a buffer, a tied copy, a module of one model, or a mismatch."""
-        spec = self._example(name, block)
+        spec = self._example(name, segment)
         if is_buffer(spec):
             self.account.drop_everywhere(name, "a buffer that the model computes for itself, and not all inputs store it")
             return
-        filled = [s or self._stand_in(spec, f) for f, s in zip(block.feeds, sources, strict=True)]
+        filled = [s or self._stand_in(spec, f) for f, s in zip(segment.feeds, sources, strict=True)]
         if None not in filled:
-            if self._redundant(name, spec, block, sources):
+            if self._redundant(name, spec, segment, sources):
                 self.account.drop_everywhere(name, "a copy of the tensor it is tied to; not all inputs store it")
-                self._warn_redundant(name, block, sources)
+                self._warn_redundant(name, segment, sources)
                 return
-            self._note_head(name, block, sources, filled)
-            self._merge(self._numbered(name), block, filled, 0.0)  # type: ignore[arg-type]
+            self._note_head(name, segment, sources, filled)
+            self._merge(self._numbered(name), segment, filled, 0.0)  # type: ignore[arg-type]
             return
-        owners = [(f, s) for f, s in zip(block.feeds, sources, strict=True) if s is not None]
-        others = [f for f, s in zip(block.feeds, sources, strict=True) if s is None]
+        owners = [(f, s) for f, s in zip(segment.feeds, sources, strict=True) if s is not None]
+        others = [f for f, s in zip(segment.feeds, sources, strict=True) if s is None]
         donor = self.models.names[self.models.donor]
-        if not owners and name in donor.rest and block.feeds:
-            owners = [(Feed(self.models.donor, 0, None, {}, block.where), donor.rest[name])]
+        if not owners and name in donor.rest and segment.feeds:
+            owners = [(Feed(self.models.donor, 0, None, {}, segment.where), donor.rest[name])]
         if not owners:
             return  # only models of other slices have it: the account says so
         if len(owners) == 1 and not any(self._has_module(f, name, owners[0]) for f in others):
             self._own(self._numbered(name), owners[0][0].model, owners[0][1])
         else:
-            self.mismatches.missing(name, block, sources)
+            self.mismatches.missing(name, segment, sources)
 
-    def _example(self, name: str, block: Block) -> TensorSpec:
-        order = [*(f.model for f in block.feeds), *range(len(self.models.names))]
+    def _example(self, name: str, segment: Segment) -> TensorSpec:
+        order = [*(f.model for f in segment.feeds), *range(len(self.models.names))]
         return next(self._rest_specs(m)[name] for m in order if name in self.models.names[m].rest)
 
     def _rest_specs(self, model: int) -> dict[str, TensorSpec]:
@@ -261,15 +259,15 @@ class Outputs:
         weight = self._rest_specs(owner[0].model).get(f"{name.rpartition('.')[0]}.weight")
         return weight is not None and weight.name != name and self._stand_in(weight, feed) is not None
 
-    def _redundant(self, name: str, spec: TensorSpec, block: Block, sources: Sequence[str | None]) -> bool:
+    def _redundant(self, name: str, spec: TensorSpec, segment: Segment, sources: Sequence[str | None]) -> bool:
         """True for a copy of a tied tensor that need not be written, because its other name is."""
         stored = [s for m in range(len(self.models.names)) for s in self._rest_specs(m).values()]
         if vocabulary.primary(spec, stored) == name:
             return False
-        return not vocabulary.is_head(spec) or (self._donor_ties() and all(self._tied(block, sources)))
+        return not vocabulary.is_head(spec) or (self._donor_ties() and all(self._tied(segment, sources)))
 
-    def _warn_redundant(self, name: str, block: Block, sources: Sequence[str | None]) -> None:
-        labels = [self.models.labels[f.model] for f, s in zip(block.feeds, sources, strict=True) if s is not None]
+    def _warn_redundant(self, name: str, segment: Segment, sources: Sequence[str | None]) -> None:
+        labels = [self.models.labels[f.model] for f, s in zip(segment.feeds, sources, strict=True) if s is not None]
         if labels:
             self.warnings.append(
                 Finding(
@@ -279,26 +277,28 @@ class Outputs:
                 )
             )
 
-    def _tied(self, block: Block, sources: Sequence[str | None]) -> list[bool]:
+    def _tied(self, segment: Segment, sources: Sequence[str | None]) -> list[bool]:
         configs = self.models.configs
-        return [vocabulary.ties(configs[f.model], stores_head=s is not None) for f, s in zip(block.feeds, sources, strict=True)]
+        return [
+            vocabulary.ties(configs[f.model], stores_head=s is not None) for f, s in zip(segment.feeds, sources, strict=True)
+        ]
 
     def _donor_ties(self) -> bool:
         donor = self.models.donor
         stores_head = any(vocabulary.is_head(s) for s in self._rest_specs(donor).values())
         return vocabulary.ties(self.models.configs[donor], stores_head=stores_head)
 
-    def _note_head(self, name: str, block: Block, stored: Sequence[str | None], filled: Sequence[str | None]) -> None:
+    def _note_head(self, name: str, segment: Segment, stored: Sequence[str | None], filled: Sequence[str | None]) -> None:
         """A head is written: unless all its models tie it, it is no longer the embedding."""
-        spec = self.models.specs[block.feeds[0].model][filled[0] or ""]
+        spec = self.models.specs[segment.feeds[0].model][filled[0] or ""]
         if vocabulary.is_head(replace(spec, name=name)):
-            tied = self._tied(block, stored)
+            tied = self._tied(segment, stored)
             if not all(tied) and (any(tied) or self._donor_ties()):
                 self.untie = True
 
     def _check_tie(self, placement: Placement) -> None:
         """Embedding and head of a stack come from different slices: say so where the two are one tensor."""
-        first, last = placement.blocks[0], placement.blocks[-1]
+        first, last = placement.segments[0], placement.segments[-1]
         decoder = self.donor.main is not None and self.donor.main.kind == "decoder"
         if {f.model for f in first.feeds} == {f.model for f in last.feeds} or not (decoder and self._donor_ties()):
             return
@@ -315,14 +315,14 @@ class Outputs:
 
     def _strangers(self, placements: Sequence[Placement]) -> None:
         """Models that share no tensor are of different kinds: a model with the parts of both would be no merge."""
-        for block in {id(b): b for p in placements for b in p.blocks}.values():
-            models = list(dict.fromkeys(f.model for f in block.feeds))
-            if id(block) in self._merged or len(models) < 2 or block.broken or self.problems:
+        for segment in {id(s): s for p in placements for s in p.segments}.values():
+            models = list(dict.fromkeys(f.model for f in segment.feeds))
+            if id(segment) in self._merged or len(models) < 2 or segment.broken or self.problems:
                 continue
             self._problems.append(
                 MismatchError(
                     "the models have no tensor in common",
-                    where=block.where,
+                    where=segment.where,
                     details=[_first_name(self.models.labels[m], self.models.specs[m]) for m in models],
                     fix="merge models of one architecture",
                 )
@@ -331,7 +331,7 @@ class Outputs:
     def _note_unread(self) -> None:
         """Say which models' weights are 0 throughout: nothing of them is read."""
         account, labels = self.account, self.models.labels
-        unread = [labels[m] for m in range(len(labels)) if not account.used[m] and _SILENT in account.reasons[m].values()]
+        unread = [labels[m] for m in range(len(labels)) if not account.used[m] and _UNREAD in account.reasons[m].values()]
         if unread:
             what = f"{unread[0]} is not read: its weight is 0 for every tensor"
             if len(unread) > 1:
@@ -340,41 +340,41 @@ class Outputs:
 
     # ---- steps -------------------------------------------------------------------------------------------------------------
 
-    def _merge(self, name: str, block: Block, sources: Sequence[str], t: float) -> None:
+    def _merge(self, name: str, segment: Segment, sources: Sequence[str], t: float) -> None:
         """One merged output tensor."""
-        feeds, all_specs = block.feeds, self.models.specs
+        feeds, all_specs = segment.feeds, self.models.specs
         inputs, specs = [], []
         for feed, source in zip(feeds, sources, strict=True):
-            inputs.append(Source(feed.model, source))
+            inputs.append(Read(feed.model, source))
             specs.append(all_specs[feed.model][source])
         first = specs[0]
-        self._merged.add(id(block))
+        self._merged.add(id(segment))
         if any(spec.shape != first.shape for spec in specs):
-            self.mismatches.unequal(name, block, specs)
+            self.mismatches.unequal(name, segment, specs)
             return
         if not all(spec.dtype.floating for spec in specs):
             self._integers(name, inputs, specs)
             return
-        settings = self.resolver.index(block, name, sources, t)
-        self.origins[name] = (block, tuple(sources), t)
+        settings = self.resolver.index(segment, name, sources, t)
+        self.origins[name] = (segment, tuple(sources), t)
         dtype = self.dtypes.of(inputs)
         op = self.method.name
         if len(specs) == 1 and self.method.copies(self.resolver.settings[settings].models):
-            op = "copy" if dtype == first.dtype else "cast"
+            op = COPY if dtype == first.dtype else CAST
         out = first if first.name == name and first.dtype is dtype else TensorSpec(name, dtype, first.shape)
-        settings, heard = self.resolver.heard(settings)
+        settings, needed = self.resolver.needed(settings)
         for k, used in enumerate(inputs):
-            if k in heard:
+            if k in needed:
                 self.account.use(used)
             else:
-                self.account.drop(used.model, used.tensor, _SILENT)
-        step = Step(out, op, tuple(inputs[k] for k in heard), block.base, settings)
+                self.account.drop(used.model, used.tensor, _UNREAD)
+        step = Step(out, op, tuple(inputs[k] for k in needed), segment.base, settings)
         if step.merges and not self.method.elementwise(self.resolver.settings[settings].shared):
             models, k = self.models, feeds[0].model
-            step = apart(step, fused_parts(first, all_specs[k], models.structures[k], models.configs[k], name))
+            step = split_fused(step, fused_parts(first, all_specs[k], models.structures[k], models.configs[k], name))
         self.steps.append(step)
 
-    def _integers(self, name: str, inputs: Sequence[Source], specs: Sequence[TensorSpec]) -> None:
+    def _integers(self, name: str, inputs: Sequence[Read], specs: Sequence[TensorSpec]) -> None:
         """Integers and booleans are not merged: the base's (else the first model's) are copied, and compared on the way."""
         for source in inputs:
             self.account.use(source)
@@ -394,7 +394,7 @@ class Outputs:
                 self.account.used[other.model].discard(other.tensor)
                 self.account.drop(other.model, other.tensor, f"no floating numbers to merge: taken from {label}")
             inputs = inputs[:1]
-        self.steps.append(Step(TensorSpec(name, specs[0].dtype, specs[0].shape), "copy", tuple(inputs)))
+        self.steps.append(Step(TensorSpec(name, specs[0].dtype, specs[0].shape), COPY, tuple(inputs)))
 
     def _own(self, name: str, model: int, source: str) -> None:
         """An output tensor that only one model has."""
@@ -404,17 +404,11 @@ class Outputs:
     def _copy(self, name: str, model: int, source: str) -> None:
         """One output tensor that is another's bytes, or a cast of it."""
         spec = self.models.specs[model][source]
-        inputs = (Source(model, source),)
+        inputs = (Read(model, source),)
         dtype = self.dtypes.of(inputs) if spec.dtype.floating else spec.dtype
         self.account.use(inputs[0])
-        op = "copy" if dtype == spec.dtype else "cast"
+        op = COPY if dtype == spec.dtype else CAST
         self.steps.append(Step(TensorSpec(name, dtype, spec.shape), op, inputs))
-
-
-def _located(error: LayerError, where: str) -> LayerError:
-    found = error.finding
-    place = f"{where}: {found.where}" if found.where else where
-    return LayerError(found.what, where=place, details=found.details, fix=found.fix)
 
 
 def _first_name(label: str, specs: Specs) -> str:

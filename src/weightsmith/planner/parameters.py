@@ -11,10 +11,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from weightsmith.errors import Finding, ParameterError, WeightsmithError, nearest
-from weightsmith.jobs.job import Value
 from weightsmith.methods.base import Method, Parameter
-from weightsmith.planner.blocks import Block
-from weightsmith.planner.steps import Settings
+from weightsmith.planner.segments import Segment
+from weightsmith.plans import Settings, Value
 from weightsmith.recipe import Entry, Parameters, Scalar, Schedule, Setting, numeric
 
 
@@ -123,48 +122,48 @@ class Resolver:
         self._interned: dict[object, int] = {}
         self._lookups: dict[int, tuple[list[Lookup], list[list[Lookup]]]] = {}
         self._constants: dict[int, int] = {}
-        self._heard: dict[int, int] = {}
+        self._needed: dict[int, int] = {}
         self._used: set[int] = set()
         self._values: dict[tuple[str, object, type, int], Value | None] = {}
         self._missing: dict[tuple[str, int | None], tuple[Lookup, str]] = {}
-        self._kept: list[Block] = []  # ids of blocks are keys: the blocks must live as long
+        self._kept: list[Segment] = []  # ids of segments are keys: the segments must live as long
 
-    def _lookup(self, block: Block) -> tuple[list[Lookup], list[list[Lookup]]]:
-        found = self._lookups.get(id(block))
+    def _lookup(self, segment: Segment) -> tuple[list[Lookup], list[list[Lookup]]]:
+        found = self._lookups.get(id(segment))
         if found is None:
-            shared = [Lookup(p, block.levels) for p in self._shared]
-            first = 1 if block.base else 0
+            shared = [Lookup(p, segment.levels) for p in self._shared]
+            first = 1 if segment.base else 0
             own: list[list[Lookup]] = [[]] * first
-            for k, feed in enumerate(block.feeds[first:]):
-                places = [feed.matched or (0, 1), *[(k, len(block.feeds) - first)] * len(block.levels)]
-                own.append([Lookup(p, (feed.parameters, *block.levels), places) for p in self._own])
-            found = self._lookups[id(block)] = shared, own
-            self._kept.append(block)
+            for k, feed in enumerate(segment.feeds[first:]):
+                places = [feed.matched or (0, 1), *[(k, len(segment.feeds) - first)] * len(segment.levels)]
+                own.append([Lookup(p, (feed.parameters, *segment.levels), places) for p in self._own])
+            found = self._lookups[id(segment)] = shared, own
+            self._kept.append(segment)
         return found
 
-    def index(self, block: Block, out_name: str, names: Sequence[str], t: float) -> int:
+    def index(self, segment: Segment, out_name: str, names: Sequence[str], t: float) -> int:
         """Index into `settings` of the parameters of one output tensor; `names` are its names in the feeds' models."""
-        constant = self._constants.get(id(block))
+        constant = self._constants.get(id(segment))
         if constant is not None:
             return constant
-        shared, own = self._lookup(block)
+        shared, own = self._lookup(segment)
         values = [self._value(u, u.find(out_name, t), None, out_name) for u in shared]
         models = [
-            [self._value(u, u.find(name, t), block.feeds[k].model, name) for u in lookups]
+            [self._value(u, u.find(name, t), segment.feeds[k].model, name) for u in lookups]
             for k, (lookups, name) in enumerate(zip(own, names, strict=True))
         ]
         key = (tuple(values), tuple(tuple(m) for m in models))
         index = self._interned.get(key)
         if index is None:
-            index = self._intern(key, block, values, models, own)
+            index = self._intern(key, segment, values, models, own)
         if all(u.constant is not None for u in shared) and all(u.constant is not None for us in own for u in us):
-            self._constants[id(block)] = index
+            self._constants[id(segment)] = index
         return index
 
     def _intern(
         self,
         key: object,
-        block: Block,
+        segment: Segment,
         values: list[Value | None],
         models: list[list[Value | None]],
         own: list[list[Lookup]],
@@ -177,7 +176,7 @@ class Resolver:
             v is not None or u.parameter.optional for us, m in zip(own, models, strict=True) for u, v in zip(us, m, strict=True)
         )
         if complete and (wrong := self.method.check(shared_map, model_maps)):
-            self.problems.append(ParameterError(wrong, where=block.where))
+            self.problems.append(ParameterError(wrong, where=segment.where))
         self.settings.append(Settings(shared_map, model_maps))
         index = self._interned[key] = len(self.settings) - 1
         return index
@@ -203,25 +202,25 @@ class Resolver:
                     self.problems.append(ParameterError(f"{parameter.name} {error}, not {value!r}", where=entry.where))
         return self._values[key]
 
-    def heard(self, index: int) -> tuple[int, list[int]]:
-        """The settings without the models that the method does not listen to, and the places of the others.
+    def needed(self, index: int) -> tuple[int, list[int]]:
+        """The settings of the models that the result depends on, and the places of these models among the inputs.
 
-        All are heard where none would be.
+        All models where it depends on none.
         """
         settings = self.settings[index]
-        places = [k for k, own in enumerate(settings.models) if not self.method.silent(own)]
+        places = [k for k, own in enumerate(settings.models) if not self.method.ignored(own)]
         if not places or len(places) == len(settings.models):
             return index, list(range(len(settings.models)))
-        if index not in self._heard:
+        if index not in self._needed:
             self.settings.append(Settings(settings.shared, tuple(settings.models[k] for k in places)))
-            self._heard[index] = len(self.settings) - 1
-        return self._heard[index], places
+            self._needed[index] = len(self.settings) - 1
+        return self._needed[index], places
 
-    def explain(self, block: Block, out_name: str, names: Sequence[str], t: float) -> list[Origin]:
+    def explain(self, segment: Segment, out_name: str, names: Sequence[str], t: float) -> list[Origin]:
         """Every parameter's value for one tensor, with its origin."""
-        shared, own = self._lookup(block)
+        shared, own = self._lookup(segment)
         lookups: list[tuple[Lookup, int | None, str]] = [(u, None, out_name) for u in shared]
-        lookups += [(u, block.feeds[k].model, n) for k, (us, n) in enumerate(zip(own, names, strict=True)) for u in us]
+        lookups += [(u, segment.feeds[k].model, n) for k, (us, n) in enumerate(zip(own, names, strict=True)) for u in us]
         origins = []
         for u, model, name in lookups:
             found = u.find(name, t)

@@ -7,13 +7,17 @@ checkpoint-10). A path that is there under this very name is no pattern.
 from __future__ import annotations
 
 import glob
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from weightsmith.errors import Finding, NotFound, SyntaxProblem, WeightsmithError
-from weightsmith.formats.hf_folder import choose_weights, natural_key
+from weightsmith.formats.carried import is_weights
+from weightsmith.formats.files import expand_user
+from weightsmith.formats.hf_folder import natural_key
 from weightsmith.recipe import SCHEDULED, Input, ModelRef, Recipe, Schedule, Slice
+from weightsmith.sources import choose_kind, suffixes
 
 _SHOWN = 8  # names that a message lists
 
@@ -44,7 +48,7 @@ def is_pattern(ref: ModelRef) -> bool:
     if not glob.has_magic(ref.path) or "://" in ref.path:
         return False
     try:
-        return not _expand(ref.path).exists()
+        return not expand_user(ref.path).exists()
     except (OSError, ValueError):  # a name too long, a NUL: no possible path, and no possible pattern
         return False
 
@@ -86,10 +90,12 @@ class _Matcher:
             return []
         pattern = str(ref.path).rstrip("/")
         if pattern.startswith("~"):
-            pattern = str(_expand(pattern))
+            pattern = str(expand_user(pattern))
         every = glob.glob(pattern)  # noqa: PTH207  Path.glob drops the `./` in front, and refuses absolute patterns
-        files = pattern.endswith(".safetensors")
-        paths = sorted((p for p in every if Path(p).is_dir() or (files and Path(p).is_file())), key=_natural)
+        files = pattern.lower().endswith(suffixes())
+        found = [Path(p) for p in every]
+        meant = [path.is_dir() or (files and path.is_file() and is_weights(path.name)) for path in found]
+        paths = sorted(itertools.compress(every, meant), key=_natural)
         paths = [p for p in paths if self.base is None or _place(p) != self.base]
         kept, left_out = _sort_out(paths)
         if kept:
@@ -137,7 +143,7 @@ def _without_weights(path: Path) -> str:
         return ""
     try:
         entries = sorted(path.iterdir())
-        choose_weights([p.name for p in entries if not p.is_dir()], str(path))
+        choose_kind([p.name for p in entries if not p.is_dir()], str(path))
     except NotFound:
         names = [p.name for p in entries]
         return f"no weights, but {', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''}" if names else "empty"
@@ -169,11 +175,4 @@ def _natural(path: str) -> tuple[tuple[str, str], ...]:
 
 
 def _place(path: str) -> Path:
-    return _expand(path).resolve()
-
-
-def _expand(path: str) -> Path:
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:  # ~nobody/models
-        return Path(path)
+    return expand_user(path).resolve()

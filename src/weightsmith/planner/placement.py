@@ -1,4 +1,4 @@
-"""Which blocks make which module of the output, and whether the layers they ask for exist."""
+"""Which segments make which module of the output, and whether the layers they ask for exist."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from weightsmith.errors import LayerError, UnknownName, WeightsmithError
-from weightsmith.planner.blocks import Block, Feed, Part
+from weightsmith.planner.inputs import at
 from weightsmith.planner.match import ModelNames
+from weightsmith.planner.segments import Feed, Region, Segment
 from weightsmith.recipe import Recipe
 from weightsmith.structure import Stack, Structure
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The blocks that make up one module of the output; without blocks it is copied from the donor.
+    """The segments that make up one module of the output; without segments it is copied from the donor.
 
-    sliced  prefixes of the stacks that the blocks cut; () when the blocks take each stack whole
+    sliced  prefixes of the stacks that the segments cut; () when the segments take each stack whole
     """
 
     module: str
-    blocks: tuple[Block, ...]
+    segments: tuple[Segment, ...]
     sliced: tuple[str, ...] = ()
 
 
 class Placer:
-    """Puts the parts of a recipe in their places, collecting problems.
+    """Puts the regions of a recipe in their places, collecting problems.
 
     names  of the models, None for one that could not be opened
     """
@@ -37,21 +38,21 @@ class Placer:
         self.donor = donor
         self.problems: list[WeightsmithError] = []
 
-    def place(self, parts: Sequence[Part]) -> list[Placement]:
+    def place(self, regions: Sequence[Region]) -> list[Placement]:
         """The placements of every module of the donor, in its order."""
         if not self.recipe.modules:
-            part = parts[0]
-            if not part.sliced:
-                return [Placement(name, part.blocks) for name in self.donor.modules]
+            region = regions[0]
+            if not region.sliced:
+                return [Placement(name, region.segments) for name in self.donor.modules]
             main = self.donor.main
             if main is None:
                 self._ambiguous()
                 return []
-            blocks, stacks = self._in_range(part.blocks, main.prefix), self._counted_together(main)
-            return [Placement(n, blocks, stacks) if n == main.module else Placement(n, ()) for n in self.donor.modules]
+            segments, stacks = self._in_range(region.segments, main.prefix), self._counted_together(main)
+            return [Placement(n, segments, stacks) if n == main.module else Placement(n, ()) for n in self.donor.modules]
         placed: dict[str, Placement] = {}
-        for part in parts:
-            placement = self._module(part, placed)
+        for region in regions:
+            placement = self._module(region, placed)
             if placement is not None:
                 placed[placement.module] = placement
         return [placed.get(name, Placement(name, ())) for name in self.donor.modules]
@@ -71,20 +72,19 @@ class Placer:
             )
         )
 
-    def _module(self, part: Part, placed: dict[str, Placement]) -> Placement | None:
-        module = part.module
+    def _module(self, region: Region, placed: dict[str, Placement]) -> Placement | None:
+        module = region.module
         assert module is not None
         try:
             name = self.donor.find_module(module.name)
         except UnknownName as error:
-            finding = error.finding
-            self.problems.append(UnknownName(finding.what, where=module.where, details=finding.details))
+            self.problems.append(at(error, module.where))
             return None
         if name in placed:
             self.problems.append(UnknownName(f"module '{name}' is given twice", where=module.where))
             return None
-        if not part.sliced:
-            return Placement(name, part.blocks)
+        if not region.sliced:
+            return Placement(name, region.segments)
         stacks = [s for s in self.donor.stacks_of(name) if s.kind != "other"]
         if self.donor.main in stacks:
             stacks = [s for s in stacks if s == self.donor.main]
@@ -98,7 +98,7 @@ class Placer:
                 )
             )
             return None
-        return Placement(name, self._in_range(part.blocks, stacks[0].prefix), self._counted_together(stacks[0]))
+        return Placement(name, self._in_range(region.segments, stacks[0].prefix), self._counted_together(stacks[0]))
 
     def _counted_together(self, stack: Stack) -> tuple[str, ...]:
         """The stack, and those of the module that the same key of config.json counts (XLM's attentions and ffns)."""
@@ -108,13 +108,13 @@ class Placer:
             if s == stack or (s.config_path and (s.config_path, s.n_layers) == (stack.config_path, stack.n_layers))
         )
 
-    def _in_range(self, blocks: Sequence[Block], prefix: str) -> tuple[Block, ...]:
-        """The blocks; those that ask for layers that do not exist are reported, and broken."""
+    def _in_range(self, segments: Sequence[Segment], prefix: str) -> tuple[Segment, ...]:
+        """The segments; those that ask for layers that do not exist are reported, and broken."""
         checked = []
-        for block in blocks:
-            wrong = [problem for feed in block.feeds if (problem := self._out_of_range(feed, prefix)) is not None]
+        for segment in segments:
+            wrong = [problem for feed in segment.feeds if (problem := self._out_of_range(feed, prefix)) is not None]
             self.problems += wrong
-            checked.append(replace(block, broken=True) if wrong else block)
+            checked.append(replace(segment, broken=True) if wrong else segment)
         return tuple(checked)
 
     def _out_of_range(self, feed: Feed, prefix: str) -> LayerError | None:

@@ -20,14 +20,15 @@ from weightsmith.errors import (
     WeightsmithError,
     nearest,
 )
-from weightsmith.jobs.job import Value
 from weightsmith.methods.base import Method, Parameter
+from weightsmith.planner.build import made_by
+from weightsmith.planner.decide import decide
 from weightsmith.planner.dtypes import DTypes
-from weightsmith.planner.logical import apart
+from weightsmith.planner.logical import split_fused
 from weightsmith.planner.parameters import coerce
-from weightsmith.planner.steps import ModelInput, Plan, Settings, Source, Step
+from weightsmith.plans import CAST, COPY, ModelInput, Plan, Read, Settings, Step, Value
 from weightsmith.recipe.single import DTYPE_NAMES
-from weightsmith.store.views import View, view_of
+from weightsmith.sources.views import View, view_of
 from weightsmith.structure import analyse
 from weightsmith.structure.fused import fused_parts
 from weightsmith.tensors import BY_TORCH_NAME, DType, TensorSpec
@@ -231,7 +232,7 @@ class _Call:
         specs = [{name: view.spec for name, view in views.items()} for views in held]
         dtypes, structure = DTypes(asked, specs), analyse(specs[self.donor].values(), None)
         steps, same, found = [], dict[str, str](), self.findings
-        heard = [k for k, own in enumerate(settings.models) if not self.method.silent(own)] or [*range(len(held))]
+        needed = [k for k, own in enumerate(settings.models) if not self.method.ignored(own)] or [*range(len(held))]
         first_with: dict[tuple[Any, ...], str] = {}
         for name, spec in specs[self.donor].items():
             identity = tuple(views[name].identity for views in held)
@@ -240,24 +241,25 @@ class _Call:
                 continue
             own = [s[name] for s in specs]
             if all(s.dtype.floating for s in own):
-                step = self._merged(name, own, heard, dtypes, settings)
+                step = self._merged(name, own, needed, dtypes, settings)
                 if step.merges and not self.method.elementwise(settings.shared):
-                    step = apart(step, fused_parts(spec, specs[self.donor], structure, None))
+                    step = split_fused(step, fused_parts(spec, specs[self.donor], structure, None))
                 steps.append(step)
             else:
                 steps.append(self._copied(name, own, found))
         warned = (*found, *dtypes.findings())
         inputs = tuple(ModelInput(label, "", "") for label in self.labels)
-        settings = Settings(settings.shared, tuple(settings.models[k] for k in heard))
-        return Plan(self.method.name, inputs, tuple(steps), (settings,), seed=seed, warnings=warned), same
+        settings = Settings(settings.shared, tuple(settings.models[k] for k in needed))
+        made, products = decide(steps, (settings,), self.method)
+        return Plan(made_by(self.method), inputs, tuple(made), (settings,), products, seed=seed, warnings=warned), same
 
-    def _merged(self, name: str, own: Sequence[TensorSpec], heard: Sequence[int], dtypes: DTypes, settings: Settings) -> Step:
-        """The step of one merged tensor. heard: the inputs that the result depends on."""
-        dtype = dtypes.of([Source(k, name) for k in range(len(own))])
-        sources = tuple(Source(k, name) for k in heard)
+    def _merged(self, name: str, own: Sequence[TensorSpec], needed: Sequence[int], dtypes: DTypes, settings: Settings) -> Step:
+        """The step of one merged tensor. needed: places of the inputs that the result depends on."""
+        dtype = dtypes.of([Read(k, name) for k in range(len(own))])
+        sources = tuple(Read(k, name) for k in needed)
         op = self.method.name
         if len(own) == 1 and self.method.copies(settings.models):
-            op = "copy" if dtype == own[0].dtype else "cast"
+            op = COPY if dtype == own[0].dtype else CAST
         return Step(TensorSpec(name, dtype, own[0].shape), op, sources, self.has_base)
 
     def _copied(self, name: str, own: Sequence[TensorSpec], found: list[Finding]) -> Step:
@@ -272,7 +274,7 @@ class _Call:
                 )
             )
             order = order[:1]
-        return Step(own[self.donor], "copy", tuple(Source(k, name) for k in order))
+        return Step(own[self.donor], COPY, tuple(Read(k, name) for k in order))
 
 
 def _views(label: str, model: object, problems: list[WeightsmithError]) -> dict[str, View]:

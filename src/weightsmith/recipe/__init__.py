@@ -1,15 +1,22 @@
 """What the user wrote: the YAML grammar of recipes, gradients and filters, with positions and nothing resolved.
 
-    text ─ yaml.py ─▶ Node tree ─ walk.py ─▶ Recipe + every problem     (tables: grammar.py; messages: misuse.py)
+    text ─ yaml.py ─▶ Node tree ─ walk.py ─▶ Recipe + every problem
+
+    kinds.py                                               the form of the grammar: Kind, Key, Level
+    single.py nested.py references.py parameters.py        kinds of values: how each is read, its JSON Schema, its words
+    grammar.py moe_grammar.py                              the keys of each mapping
+    misuse.py                                              what to say of keys that no mapping has
+    schema.py                                              the JSON Schema of it all
 
 A value that is wrong never stops the reading: all problems come back at once, each with file, line and column.
 """
 
 from weightsmith.recipe.load import load as load
+from weightsmith.recipe.load import load_any as load_any
+from weightsmith.recipe.load import load_moe as load_moe
+from weightsmith.recipe.load import parse as parse
 from weightsmith.recipe.misuse import HARMLESS as HARMLESS
 from weightsmith.recipe.misuse import RETIRED as RETIRED
-from weightsmith.recipe.moe import is_moe as is_moe
-from weightsmith.recipe.moe import load_moe as load_moe
 from weightsmith.recipe.moe_grammar import GATE_MODES as GATE_MODES
 from weightsmith.recipe.nodes import Scalar as Scalar
 from weightsmith.recipe.records import Expert as Expert
@@ -24,12 +31,9 @@ from weightsmith.recipe.records import Surgery as Surgery
 from weightsmith.recipe.records import Upcycling as Upcycling
 from weightsmith.recipe.schedules import SCHEDULED as SCHEDULED
 from weightsmith.recipe.schedules import Schedule as Schedule
-from weightsmith.recipe.schema import MethodFacts as MethodFacts
-from weightsmith.recipe.schema import ParameterFacts as ParameterFacts
 from weightsmith.recipe.schema import moe_schema as moe_schema
 from weightsmith.recipe.schema import schema as schema
 from weightsmith.recipe.values import Entry as Entry
 from weightsmith.recipe.values import Setting as Setting
 from weightsmith.recipe.values import gradient as gradient
 from weightsmith.recipe.values import numeric as numeric
-from weightsmith.recipe.walk import parse as parse

@@ -1,4 +1,4 @@
-"""Keys that stand where nothing reads them: what mergekit did with each, and how to write what was meant.
+"""Keys in places where nothing reads them: what mergekit did with each, and how to write what was meant.
 
 mergekit ignores unknown keys at every level, so published recipes are full of settings that never took effect.
 """
@@ -10,32 +10,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from weightsmith.errors import ParameterError, RecipeError, UnknownName
-from weightsmith.recipe.grammar import INPUT, LEVELS, RECIPE, SOURCE, Level
+from weightsmith.recipe.grammar import INPUT, LEVELS, RECIPE, SOURCE
+from weightsmith.recipe.kinds import Level
 from weightsmith.recipe.nodes import Node, Pair, short
 
 IGNORED = "mergekit ignored it without a word"
-
-REFUSED = {
-    "tokenizer_source": (
-        "tokenizer_source is not supported yet",
-        "Remove this line: the tokenizer of the base (else first) model is then copied, as 'base' would ask for.",
-    ),
-    "tokenizer": (
-        "tokenizer is not supported yet",
-        "Remove this block: the tokenizer of the base (else first) model is then copied.",
-    ),
-    "chat_template": (
-        "chat_template is not supported yet",
-        "Remove this line: the chat template of the base (else first) model is then copied.",
-    ),
-}
-"""Keys of kind `refused`: the error and the next step."""
-
-UNUSED = {
-    "residual_weight": "residual_weight has no effect: mergekit read it and never used it",
-    "override_architecture": "override_architecture is not needed and has no effect: structure comes from tensor names",
-}
-"""Keys of kind `unused`: the warning."""
 
 RETIRED = {
     "embed_slerp": (
@@ -47,13 +26,13 @@ RETIRED = {
         "Write 'parameters:' in each entry of 'models' or 'sources'.",
     ),
 }
-"""Settings that older pages recommend and nothing reads, wherever they stand: the error and the next step."""
+"""Settings that older pages recommend and nothing reads, in any place: the error and the next step."""
 
 HARMLESS = {
     "int8_mask": "int8_mask never changes the result: it only chose the type of an intermediate in mergekit",
     "int_space": "int_space is read by no version of mergekit and has no effect",
 }
-"""Keys that could not have changed anything, wherever they stand: the warning."""
+"""Keys that could not have changed anything, in any place: the warning."""
 
 _NOTES = frozenset(
     "author authors comment comments date description license metadata name note notes tags title version".split()
@@ -90,7 +69,7 @@ class Misuse:
     """What is wrong with one key.
 
     harmless  it could not have changed the result: a warning, not an error
-    meant     the key that was probably meant, "" when it cannot be told
+    meant     the key that was probably meant, "" when it is not clear
     """
 
     what: str
@@ -101,7 +80,7 @@ class Misuse:
 
 
 def explain(name: str, pair: Pair, level: Level, siblings: Mapping[str, Pair], parameter_names: Collection[str]) -> Misuse:
-    """What to say of a key that its level does not have. `siblings` is the mapping it stands in."""
+    """What to say of a key that its level does not have. `siblings` is the mapping it is in."""
     shown = short(name)
     if name in HARMLESS:
         return Misuse(HARMLESS[name], "Remove it.", harmless=True)

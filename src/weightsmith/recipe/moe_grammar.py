@@ -1,39 +1,70 @@
-"""The grammar of `weightsmith moe` as tables, like `grammar.py`. mergekit-moe's keys mean the same here."""
+"""The grammar of `weightsmith moe`, like `grammar.py`, and what its recipes become. mergekit-moe's keys mean the same here."""
 
 from __future__ import annotations
 
-from weightsmith.recipe.grammar import Key, Level
+import yaml
+
+from weightsmith.recipe.grammar import RECIPE, read_recipe
+from weightsmith.recipe.kinds import Key, Kind, Level, Walk, list_of, section
+from weightsmith.recipe.nested import EXPERTS, EXPERTS_BY_LAYER, GROUPS, GROUPS_BY_LAYER, WEIGHTS, WEIGHTS_BY_LAYER
+from weightsmith.recipe.nodes import Node, Pair, plain
+from weightsmith.recipe.records import Expert, ModelRef, Recipe, Section, Surgery, Upcycling
+from weightsmith.recipe.references import MODEL
+from weightsmith.recipe.single import DTYPE, FLAG, TEXT, TEXTS, choice, count, number
+
+
+def _model_or_merge(pair: Pair, key: Key, walk: Walk) -> ModelRef | Recipe | None:
+    if isinstance(pair.value.value, dict) and "merge_method" in pair.value.value:
+        return read_recipe(pair.value, yaml.safe_dump(plain(pair.value), sort_keys=False, allow_unicode=True), walk)
+    model: ModelRef | None = MODEL.read(pair, key, walk)
+    return model
+
+
+MODEL_OR_MERGE = Kind(
+    _model_or_merge,
+    {"anyOf": [*MODEL.schema["anyOf"], RECIPE.schema]},
+    f"{MODEL.words}, or a {RECIPE.words} of a merge",
+)
+
+# ---- dense models in, a mixture of experts out
 
 GATE_MODES = ("router_input", "hidden", "hidden_avg", "hidden_last", "cheap_embed", "random", "uniform_random")
 """How router weights are made; the first is used when none is named."""
+
+
+def _expert(section: Section) -> tuple[Expert, ...]:
+    """As many experts as the entry stands for."""
+    given = dict(section.values)
+    copies: int = given.pop("copies", 1)
+    return (Expert(given.pop("source_model"), section, **given),) * copies
+
 
 EXPERT = Level(
     "expert",
     "in an entry of 'experts'",
     "One expert: a dense model whose MLP it gets, and the prompts it is for.",
     (
-        Key("source_model", "source", "The model whose MLP becomes the expert, or a recipe of a merge.", required=True),
-        Key("positive_prompts", "texts", "What the expert is for: its router weights come from these."),
-        Key("negative_prompts", "texts", "What it is not for."),
+        Key("source_model", MODEL_OR_MERGE, "The model whose MLP becomes the expert, or a recipe of a merge.", required=True),
+        Key("positive_prompts", TEXTS, "What the expert is for: its router weights come from these."),
+        Key("negative_prompts", TEXTS, "What it is not for."),
         Key(
             "prompts_file",
-            "text",
+            TEXT,
             "Text file of further positive prompts: one a paragraph, or cut by `prompt_tokens`. A relative path starts at the "
             "recipe's folder.",
         ),
-        Key("held_out_file", "text", "Text file like it, for the routing report alone: nothing is made of it."),
-        Key("noise_scale", "number", "Standard deviation of normal noise added to its weights.", minimum=0.0),
-        Key("noise_fraction", "number", "Share of its weights, at random, that get noise; 1 by default.", minimum=0, maximum=1),
+        Key("held_out_file", TEXT, "Text file like it, for the routing report alone: nothing is made of it."),
+        Key("noise_scale", number(0), "Standard deviation of normal noise added to its weights."),
+        Key("noise_fraction", number(0, 1), "Share of its weights, at random, that get noise; 1 by default."),
         Key(
             "drop_fraction",
-            "number",
+            number(0, 1),
             "Drop-Upcycling: share of its neurons, at random, that are drawn anew from a normal distribution like theirs.",
-            minimum=0.0,
-            maximum=1.0,
         ),
-        Key("residual_scale", "number", "Factor on its down projection, after the noise."),
-        Key("copies", "count", "The entry stands for so many experts, each with noise of its own; 1 by default.", maximum=1024),
+        Key("residual_scale", number(), "Factor on its down projection, after the noise."),
+        Key("copies", count(maximum=1024), "The entry stands for so many experts, each with noise of its own; 1 by default."),
     ),
+    make=_expert,
 )
 
 UPCYCLING = Level(
@@ -43,26 +74,89 @@ UPCYCLING = Level(
     (
         Key(
             "base_model",
-            "source",
+            MODEL_OR_MERGE,
             "Attention, norms, embeddings and tokenizer: a model, or a recipe of a merge.",
             required=True,
         ),
-        Key("experts", "list", "The experts, in the order of the router's rows.", required=True, of=EXPERT),
-        Key("shared_experts", "list", "Experts that every token goes through, where the architecture has them.", of=EXPERT),
-        Key("architecture", "text", "Of the output; by default the first that can hold these models."),
-        Key("gate_mode", "choice", "How router weights are made; router_input by default.", choices=GATE_MODES),
-        Key("prompt_tokens", "count", "Cut the text files of prompts into rows of so many tokens, and not into paragraphs."),
-        Key("router_scale", "number", "Factor on all router weights; 1 by default.", minimum=0.0),
+        Key("experts", list_of(EXPERT), "The experts, in the order of the router's rows.", required=True),
+        Key("shared_experts", list_of(EXPERT), "Experts that every token goes through, where the architecture has them."),
+        Key("architecture", TEXT, "Of the output; by default the first that can hold these models."),
+        Key("gate_mode", choice(GATE_MODES), "How router weights are made; router_input by default."),
+        Key("prompt_tokens", count(), "Cut the text files of prompts into rows of so many tokens, and not into paragraphs."),
+        Key("router_scale", number(0), "Factor on all router weights; 1 by default."),
         Key(
             "virtual_groups",
-            "count",
+            count(),
             "Cut each MLP into so many experts, which the router chooses together; `experts_per_token` is a multiple of it.",
         ),
-        Key("experts_per_token", "count", "Experts that each token is sent to; 2 by default, 1 of one."),
-        Key("dtype", "dtype", "Dtype of the output; the base's by default."),
-        Key("name", "text", "A label; without effect."),
+        Key("experts_per_token", count(), "Experts that each token is sent to; 2 by default, 1 of one."),
+        Key("dtype", DTYPE, "Dtype of the output; the base's by default."),
+        Key("name", TEXT, "A label; without effect."),
     ),
 )
 
-MOE_LEVELS = (UPCYCLING, EXPERT)
+# ---- a smaller mixture out of a mixture
+
+ROUTERS = ("first", "mean")
+"""Which router row a merged expert gets; the first is used when none is named."""
+
+PRUNE = Level(
+    "prune_experts",
+    "in 'prune_experts'",
+    "Which experts stay. They are numbered anew, in this order.",
+    (
+        Key("keep", EXPERTS, "The experts that stay, the same in every layer: `[0, 2, 5]`."),
+        Key("keep_by_layer", EXPERTS_BY_LAYER, "Layer to the experts that stay there, as many in each layer."),
+        Key("saliency", TEXT, "JSON file, layer to one number for each expert: those with the largest stay."),
+        Key("experts", count(), "With `saliency`: how many stay in each layer."),
+    ),
+    one_of=("keep", "keep_by_layer", "saliency"),
+)
+
+MERGE = Level(
+    "merge_experts",
+    "in 'merge_experts'",
+    "Which experts are averaged into one. Groups become the new experts, in this order.",
+    (
+        Key("groups", GROUPS, "The groups, the same in every layer: `[[0, 3], [1, 2]]`. Each expert is in one."),
+        Key("groups_by_layer", GROUPS_BY_LAYER, "Layer to its groups, as many in each layer."),
+        Key("weights", WEIGHTS, "A weight for each expert of each of the `groups`; equal ones by default."),
+        Key("weights_by_layer", WEIGHTS_BY_LAYER, "The same for `groups_by_layer`."),
+        Key("match", FLAG, "Reorder the neurons of each expert to match the group's first; false by default."),
+        Key("router", choice(ROUTERS), "Router row of a merged expert: its group's `first` (default) or their `mean`."),
+    ),
+    one_of=("groups", "groups_by_layer"),
+)
+
+SURGERY = Level(
+    "surgery",
+    "at the top level",
+    "A smaller mixture of experts, made of one that is there.",
+    (
+        Key("model", MODEL, "The mixture of experts: `path_or_hub_id[@revision]`.", required=True),
+        Key("prune_experts", section(PRUNE), "Leave experts out."),
+        Key("merge_experts", section(MERGE), "Average experts."),
+        Key("dtype", DTYPE, "Dtype of the output; as stored by default."),
+        Key("name", TEXT, "A label; without effect."),
+    ),
+    one_of=("prune_experts", "merge_experts"),
+)
+
+MOE_LEVELS = (UPCYCLING, EXPERT, SURGERY, PRUNE, MERGE)
 """Every kind of mapping that only `weightsmith moe` has."""
+
+
+def read_moe(root: Node, text: str, walk: Walk) -> Upcycling | Surgery | None:
+    """The recipe of a mixture; None when its skeleton is not whole. The top-level keys say which kind it is."""
+    smaller = isinstance(root.value, dict) and not root.value.keys().isdisjoint(SURGERY.one_of)
+    section: Section | None = walk.mapping(root, SURGERY if smaller else UPCYCLING)
+    if section is None or not walk.whole:
+        return None
+    given = dict(section.values)
+    given.pop("name", None)
+    given |= {"section": section, "text": text, "filename": walk.filename, "findings": tuple(walk.findings)}
+    if smaller:
+        return Surgery(prune=given.pop("prune_experts", None), merge=given.pop("merge_experts", None), **given)
+    experts, shared = (tuple(e for entry in given.pop(key, ()) for e in entry) for key in ("experts", "shared_experts"))
+    given.setdefault("experts_per_token", min(2, len(experts) * given.get("virtual_groups", 1)))
+    return Upcycling(given.pop("base_model"), experts, shared_experts=shared, **given)

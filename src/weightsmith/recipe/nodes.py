@@ -116,7 +116,7 @@ def from_python(source: Mapping[str, Any]) -> Document:
     reader = _PythonReader()
     try:
         root = reader.node(source, "", 0)
-    except SyntaxProblem as problem:  # too deep or too large: there is no tree to go on with
+    except SyntaxProblem as problem:  # too deep or too large: there is no tree
         return Document(None, (*reader.problems, problem))
     return Document(root, tuple(reader.problems))
 

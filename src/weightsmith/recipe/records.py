@@ -1,7 +1,7 @@
 """A recipe as frozen values: what the user wrote, checked for form and nothing resolved.
 
-Which parameters the method has, whether models exist and layers fit is for the plan to find out; `where` is kept
-everywhere so that it can say where.
+Which parameters the method has, whether models exist and layers fit is for the plan to find out, and `where` for its
+messages.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class Module:
     """An entry of `modules`; exactly one of `models` and `slices` is filled."""
 
     name: str
-    models: tuple[Input, ...]
-    slices: tuple[Slice, ...]
-    parameters: Parameters
     where: str
+    models: tuple[Input, ...] = ()
+    slices: tuple[Slice, ...] = ()
+    parameters: Parameters = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +90,21 @@ class Recipe:
     """
 
     merge_method: str
-    base_model: ModelRef | None
-    models: tuple[Input, ...]
-    slices: tuple[Slice, ...]
-    modules: tuple[Module, ...]
-    parameters: Parameters
-    dtype: DType | None
-    out_dtype: DType | None
-    name: str
     text: str
     filename: str
+    base_model: ModelRef | None = None
+    models: tuple[Input, ...] = ()
+    slices: tuple[Slice, ...] = ()
+    modules: tuple[Module, ...] = ()
+    parameters: Parameters = field(default_factory=dict)
+    dtype: DType | None = None
+    out_dtype: DType | None = None
+    name: str = ""
     findings: tuple[Finding, ...] = ()
     positions: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
-        """For messages, where it stands in the place of a model."""
+        """For messages, where it is written in the place of a model."""
         return f"the merge by {self.merge_method} at {self.positions.get('merge_method', self.filename)}"
 
     def at(self, key: str) -> str:
@@ -135,32 +135,32 @@ class Expert:
     """An entry of `experts` or `shared_experts`; see the grammar for what each key means. Files: "" when none is named."""
 
     model: ModelRef | Recipe
-    positive_prompts: tuple[str, ...]
-    negative_prompts: tuple[str, ...]
-    noise_scale: float
-    residual_scale: float
     section: Section
+    positive_prompts: tuple[str, ...] = ()
+    negative_prompts: tuple[str, ...] = ()
     prompts_file: str = ""
     held_out_file: str = ""
+    noise_scale: float = 0.0
     noise_fraction: float = 1.0
     drop_fraction: float = 0.0
+    residual_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Surgery:
     """A recipe of `weightsmith moe` that leaves experts of a mixture of experts out, or merges them.
 
-    prune, merge  exactly one is there; see the grammar for their keys
+    prune, merge  exactly one is given; see the grammar for their keys
     """
 
     model: ModelRef
     prune: Section | None
     merge: Section | None
-    dtype: DType | None
     section: Section
     text: str
     filename: str
     findings: tuple[Finding, ...] = ()
+    dtype: DType | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +174,15 @@ class Upcycling:
 
     base: ModelRef | Recipe
     experts: tuple[Expert, ...]
-    shared_experts: tuple[Expert, ...]
-    architecture: str
-    gate_mode: str
     experts_per_token: int
-    dtype: DType | None
     section: Section
     text: str
     filename: str
     findings: tuple[Finding, ...] = ()
+    shared_experts: tuple[Expert, ...] = ()
+    architecture: str = ""
+    gate_mode: str = ""
     prompt_tokens: int | None = None
     router_scale: float = 1.0
     virtual_groups: int = 1
+    dtype: DType | None = None

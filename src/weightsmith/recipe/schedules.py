@@ -1,7 +1,7 @@
 """Weights over the checkpoints of one run, by a rule: EMA, LAWA, WSM.
 
-A rule stands where a number may: `weight: {ema: 0.9}`. It spreads over the models of the place where it is written, oldest
-first, and its weights sum to 1.
+A rule is written in the place of a number: `weight: {ema: 0.9}`. It is for all models of that place, oldest first, and its
+weights sum to 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 Rule = Literal["ema", "lawa", "wsm"]
 
 SCHEDULED = "weight"
-"""The parameter of each model that a schedule may stand for."""
+"""The parameter of each model that may be a schedule."""
 
 DECAYS: Mapping[str, Callable[[float], float]] = {
     "linear": lambda x: 1.0 - x,

@@ -1,14 +1,14 @@
-"""Values that hold no mappings: texts, dtypes, layer ranges, scalars. Each gives the value, or None and a problem."""
+"""The kinds of single values: texts, dtypes, layer ranges, numbers, flags."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import partial
 
-from weightsmith.errors import ParameterError, UnknownName, Unsupported, nearest
-from weightsmith.recipe.grammar import Key
-from weightsmith.recipe.misuse import Misuse
-from weightsmith.recipe.nodes import Node, Pair, Scalar, describe, float_of, short
-from weightsmith.recipe.report import Report
+from weightsmith.errors import ParameterError, UnknownName, Unsupported, WeightsmithError, nearest
+from weightsmith.recipe.kinds import Key, Kind, Schema, Walk
+from weightsmith.recipe.nodes import Pair, describe, short
 from weightsmith.recipe.schedules import DECAYS
 from weightsmith.recipe.values import numeric
 from weightsmith.tensors import BY_TORCH_NAME, DType
@@ -19,122 +19,91 @@ _DTYPE_SYNONYMS = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "f1
     name: "float32" for name in ("fp32", "f32", "float", "single")
 }
 
+# ---- texts
 
-def read_text(pair: Pair, key: Key, report: Report) -> str | None:
-    """A text that is not empty (a filter may be: it fits every name)."""
+
+def _text(pair: Pair, key: Key, walk: Walk, *, empty: bool = False) -> str | None:
     value = pair.value.value
-    if isinstance(value, str) and (value or key.name == "filter"):
+    if isinstance(value, str) and (value or empty):
         return value
     fix = "Put it in quotes." if isinstance(value, int | float) else ""
     what = "an empty one" if value == "" else describe(pair.value)
-    report.problem(f"{key.name!r} takes a text, not {what}", pair.value.where, fix)
+    walk.problem(f"{key.name!r} takes a text, not {what}", pair.value.where, fix)
     return None
 
 
-def read_dtype(pair: Pair, key: Key, report: Report) -> DType | None:
+TEXT = Kind(_text, {"type": "string", "minLength": 1}, "text")
+FILTER = Kind(partial(_text, empty=True), {"type": "string"}, "text")  # an empty one is part of every name
+METHOD_NAME = Kind(_text, {"$ref": "#/$defs/names_of_methods"}, "text")
+
+
+def _texts(pair: Pair, key: Key, walk: Walk) -> tuple[str, ...] | None:
+    value = pair.value.value
+    items = value if isinstance(value, tuple) else (pair.value,)
+    for item in items:
+        if not isinstance(item.value, str) or not item.value:
+            what = "an empty text" if item.value == "" else describe(item)
+            walk.problem(f"{key.name!r} takes a list of texts, not {what}", item.where, 'Write - "text", in quotes.')
+            return None
+    return tuple(str(item.value) for item in items)
+
+
+TEXTS = Kind(_texts, {"anyOf": [TEXT.schema, {"type": "array", "items": TEXT.schema}]}, "a text, or a list of texts")
+
+
+def choice(names: Sequence[str], what: str = "", error: type[WeightsmithError] = UnknownName) -> Kind:
+    """One of these names; `what` they are, for the message."""
+
+    def read(pair: Pair, key: Key, walk: Walk) -> str | None:
+        value = pair.value.value
+        if isinstance(value, str) and value in names:
+            return value
+        hint = nearest(value, names) if isinstance(value, str) else ""
+        shown = f"takes {what}, not" if what else "is"
+        fix = f"Write one of {', '.join(names)}."
+        walk.problem(f"{key.name!r} {shown} {describe(pair.value)}{hint}", pair.value.where, fix, error)
+        return None
+
+    return Kind(read, {"enum": list(names)}, ", ".join(f"`{name}`" for name in names))
+
+
+DECAY = choice(tuple(DECAYS), "a learning rate curve", ParameterError)
+
+
+def _dtype(pair: Pair, key: Key, walk: Walk) -> DType | None:
     """A dtype that weights can be merged to, by torch's name with or without `torch.`."""
     value = pair.value.value
     where = pair.value.where
     choices = f"Write one of {', '.join(DTYPE_NAMES)}."
     if not isinstance(value, str):
-        report.problem(f"{key.name!r} takes the name of a dtype, not {describe(pair.value)}", where, choices)
+        walk.problem(f"{key.name!r} takes the name of a dtype, not {describe(pair.value)}", where, choices)
         return None
     name = value.removeprefix("torch.")
     if name in DTYPE_NAMES:
         return BY_TORCH_NAME[name]
     if name == "auto":
         fix = "Remove the line: without it the dtype of the inputs is kept."
-        report.problem(f"{key.name}: auto is not a dtype", where, fix, UnknownName)
+        walk.problem(f"{key.name}: auto is not a dtype", where, fix, UnknownName)
     elif name in BY_TORCH_NAME and not BY_TORCH_NAME[name].floating:
         what = f"{key.name}: {name} would round every weight to a whole number"
-        report.problem(what, where, f"{choices} Integer tensors keep their own dtype anyway.", UnknownName)
+        walk.problem(what, where, f"{choices} Integer tensors keep their own dtype anyway.", UnknownName)
     elif name in BY_TORCH_NAME or name.startswith("float8"):
         what = f"{key.name}: {name} is not supported: 8-bit floats need scales that a plain merge does not make"
-        report.problem(what, where, choices, Unsupported)
+        walk.problem(what, where, choices, Unsupported)
     else:
         synonym = _DTYPE_SYNONYMS.get(name)
         hint = f" (did you mean {synonym!r}?)" if synonym else nearest(name, DTYPE_NAMES)
-        report.problem(f"unknown dtype {short(value)!r}{hint}", where, choices, UnknownName)
+        walk.problem(f"unknown dtype {short(value)!r}{hint}", where, choices, UnknownName)
     return None
 
 
-def read_layer_range(pair: Pair, key: Key, report: Report) -> tuple[int, int] | None:
-    """`[first, end]` with 0 <= first < end; whether the model has as many layers is for the plan to say."""
-    value, where = pair.value.value, pair.value.where
-    fix = "Write [first, end]: [0, 8] is the first eight layers, 0 to 7."
-    numbers = [item.value for item in value] if isinstance(value, tuple) else []
-    pair_of_ints = len(numbers) == 2 and all(isinstance(n, int) and not isinstance(n, bool) for n in numbers)
-    if not pair_of_ints:
-        shown = describe(pair.value)
-        if numbers and len(numbers) < 5:
-            shown = f"[{', '.join(describe(n).removeprefix('the ') for n in numbers)}]"
-        report.problem(f"'layer_range' takes two whole numbers, not {shown}", where, fix)
-        return None
-    first, end = numbers
-    assert isinstance(first, int)
-    assert isinstance(end, int)
-    if max(abs(first), abs(end)) > 1_000_000:
-        report.problem("'layer_range' reaches beyond layer 1,000,000", where, fix)
-    elif first < 0 or end < 0:
-        what = f"layer_range [{first}, {end}]: negative numbers do not count from the end"
-        report.problem(what, where, "Write the number of layers in full: [0, 32] for all layers of a model of 32.")
-    elif end <= first:
-        reason = "holds no layers, because the end is not included" if end == first else "ends before it starts"
-        report.problem(f"layer_range [{first}, {end}] {reason}", where, fix)
-    else:
-        return first, end
-    return None
+DTYPE = Kind(_dtype, {"enum": [name for dtype in DTYPE_NAMES for name in (dtype, f"torch.{dtype}")]}, "a [dtype](#dtypes)")
+
+# ---- numbers
 
 
-def read_value(pair: Pair, key: Key, report: Report) -> Scalar | tuple[Scalar, ...] | None:
-    """A finite scalar, or a list of them: a gradient."""
-    node = pair.value
-    if not isinstance(node.value, tuple):
-        return _scalar(node, repr(key.name), report)
-    values = [_scalar(item, f"an entry of {key.name!r}", report) for item in node.value]
-    kept = tuple(v for v in values if v is not None)
-    if len(kept) < len(values):
-        return None
-    texts = [v for v in kept if isinstance(v, str)]
-    if texts and not any(isinstance(v, bool) for v in kept) and all(numeric(v) is not None for v in kept):
-        # mergekit 0.1.5 steps through such a list, 0.1.4 interpolated it: no reader can tell which was meant.
-        what = f"the list of {key.name!r} holds {texts[0]!r} as text: the list makes steps instead of interpolating"
-        number = repr(float(texts[0]))
-        number = number if "." in number else number.replace("e", ".0e")  # YAML 1.1 reads 1e-05 as text
-        report.misused(Misuse(what, f"Write the number {number}, without quotes.", ParameterError), node.where)
-    return kept
-
-
-def read_share(pair: Pair, key: Key, report: Report) -> float | None:
-    """A number from 0 to below 1."""
-    value = _number(pair)
-    if value is not None and 0 <= value < 1:
-        return float(value)
-    what = f"{key.name!r} takes a number from 0 to below 1, not {describe(pair.value)}"
-    report.problem(what, pair.value.where, "0.9 keeps nine tenths of the average at each step.", ParameterError)
-    return None
-
-
-def read_count(pair: Pair, key: Key, report: Report) -> int | None:
-    """A whole number from 1 on."""
-    value = _number(pair)
-    if value is not None and 1 <= value <= (key.maximum or math.inf) and value == int(value):
-        return int(value)
-    bounds = f"from 1 to {key.maximum:g}" if key.maximum else "from 1 on"
-    what = f"{key.name!r} takes a whole number {bounds}, not {describe(pair.value)}"
-    report.problem(what, pair.value.where, key.doc, ParameterError)
-    return None
-
-
-def read_decay(pair: Pair, key: Key, report: Report) -> str | None:
-    """The name of a learning rate curve."""
-    value = pair.value.value
-    if isinstance(value, str) and value in DECAYS:
-        return value
-    hint = nearest(value, list(DECAYS)) if isinstance(value, str) else ""
-    what = f"{key.name!r} takes a learning rate curve, not {describe(pair.value)}{hint}"
-    report.problem(what, pair.value.where, f"Write one of {', '.join(DECAYS)}.", ParameterError)
-    return None
+NUMERAL: Schema = {"type": "string", "pattern": r"^[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?$"}
+"""A number that YAML 1.1 reads as text, like 1e-5."""
 
 
 def _number(pair: Pair) -> int | float | None:
@@ -142,53 +111,86 @@ def _number(pair: Pair) -> int | float | None:
     return numeric(value) if isinstance(value, bool | int | float | str) else None
 
 
-def _scalar(node: Node, name: str, report: Report) -> Scalar | None:
-    value = node.value
-    if value is None or isinstance(value, dict | tuple):
-        what = f"{name} takes a number, true, false or a text, not {describe(node)}"
-        report.problem(what, node.where, error=ParameterError)
+def number(minimum: float = -math.inf, maximum: float = math.inf) -> Kind:
+    """A finite number within these bounds, both inclusive."""
+    bounds = f" from {minimum:g}{f' to {maximum:g}' if maximum < math.inf else ' on'}" if minimum > -math.inf else ""
+
+    def read(pair: Pair, key: Key, walk: Walk) -> float | None:
+        value = _number(pair)
+        if value is not None and minimum <= value <= maximum:
+            return float(value)
+        what = f"{key.name!r} takes a number{bounds}, not {describe(pair.value)}"
+        walk.problem(what, pair.value.where, error=ParameterError)
         return None
-    if isinstance(value, int | float) and not math.isfinite(float_of(value)):
-        report.problem(
-            f"{name} is {describe(value).removeprefix('the number ')}; a value must be finite",
-            node.where,
-            error=ParameterError,
-        )
+
+    finite = {name: bound for name, bound in (("minimum", minimum), ("maximum", maximum)) if math.isfinite(bound)}
+    return Kind(read, {"anyOf": [{"type": "number", **finite}, NUMERAL]}, f"a number{bounds}")
+
+
+def count(maximum: float = math.inf) -> Kind:
+    """A whole number from 1 to `maximum`. The fix of a wrong one is the key's sentence."""
+    bounds = f"from 1 to {maximum:g}" if maximum < math.inf else "from 1 on"
+
+    def read(pair: Pair, key: Key, walk: Walk) -> int | None:
+        value = _number(pair)
+        if value is not None and 1 <= value <= maximum and value == int(value):
+            return int(value)
+        what = f"{key.name!r} takes a whole number {bounds}, not {describe(pair.value)}"
+        walk.problem(what, pair.value.where, key.doc, ParameterError)
         return None
-    return value
+
+    schema = {"type": "integer", "minimum": 1} | ({"maximum": maximum} if maximum < math.inf else {})
+    return Kind(read, schema, f"a whole number {bounds}")
 
 
-def read_choice(pair: Pair, key: Key, report: Report) -> str | None:
-    """One of the key's choices."""
-    value = pair.value.value
-    if isinstance(value, str) and value in key.choices:
-        return value
-    hint = nearest(value, key.choices) if isinstance(value, str) else ""
-    fix = f"Write one of {', '.join(key.choices)}."
-    report.problem(f"{key.name!r} is {describe(pair.value)}{hint}", pair.value.where, fix, UnknownName)
-    return None
-
-
-def read_texts(pair: Pair, key: Key, report: Report) -> tuple[str, ...] | None:
-    """A list of texts that are not empty; one text is a list of one."""
-    value = pair.value.value
-    items = value if isinstance(value, tuple) else (pair.value,)
-    for item in items:
-        if not isinstance(item.value, str) or not item.value:
-            what = "an empty text" if item.value == "" else describe(item)
-            report.problem(f"{key.name!r} takes a list of texts, not {what}", item.where, 'Write - "text", in quotes.')
-            return None
-    return tuple(str(item.value) for item in items)
-
-
-def read_number(pair: Pair, key: Key, report: Report) -> float | None:
-    """A finite number within the key's bounds."""
+def _share(pair: Pair, key: Key, walk: Walk) -> float | None:
     value = _number(pair)
-    low = -math.inf if key.minimum is None else key.minimum
-    high = math.inf if key.maximum is None else key.maximum
-    if value is not None and math.isfinite(float_of(value)) and low <= value <= high:
+    if value is not None and 0 <= value < 1:
         return float(value)
-    bounds = f" from {low:g}{f' to {high:g}' if high < math.inf else ' on'}" if low > -math.inf else ""
-    what = f"{key.name!r} takes a number{bounds}, not {describe(pair.value)}"
-    report.problem(what, pair.value.where, error=ParameterError)
+    what = f"{key.name!r} takes a number from 0 to below 1, not {describe(pair.value)}"
+    walk.problem(what, pair.value.where, "0.9 keeps nine tenths of the average at each step.", ParameterError)
     return None
+
+
+_BELOW_1 = {"type": "number", "minimum": 0, "exclusiveMaximum": 1}
+SHARE = Kind(_share, {"anyOf": [_BELOW_1, NUMERAL]}, "a number from 0 to below 1")
+
+
+def _flag(pair: Pair, key: Key, walk: Walk) -> bool | None:
+    if isinstance(pair.value.value, bool):
+        return pair.value.value
+    walk.problem(f"{key.name!r} takes true or false, not {describe(pair.value)}", pair.value.where)
+    return None
+
+
+FLAG = Kind(_flag, {"type": "boolean"}, "`true`, `false`")
+
+
+def _layer_range(pair: Pair, key: Key, walk: Walk) -> tuple[int, int] | None:
+    """`[first, end]` with 0 <= first < end; whether the model has as many layers is for the plan to say."""
+    value, where = pair.value.value, pair.value.where
+    fix = "Write [first, end]: [0, 8] is the first eight layers, 0 to 7."
+    numbers = [item.value for item in value] if isinstance(value, tuple) else []
+    whole = [n for n in numbers if isinstance(n, int) and not isinstance(n, bool)]
+    if len(numbers) != 2 or len(whole) != 2:
+        shown = describe(pair.value)
+        if isinstance(value, tuple) and 0 < len(value) < 5:
+            shown = f"[{', '.join(describe(n).removeprefix('the ') for n in value)}]"
+        walk.problem(f"'layer_range' takes two whole numbers, not {shown}", where, fix)
+        return None
+    first, end = whole
+    if max(abs(first), abs(end)) > 1_000_000:
+        walk.problem("'layer_range' reaches beyond layer 1,000,000", where, fix)
+    elif first < 0 or end < 0:
+        what = f"layer_range [{first}, {end}]: negative numbers do not count from the end"
+        walk.problem(what, where, "Write the number of layers in full: [0, 32] for all layers of a model of 32.")
+    elif end <= first:
+        reason = "holds no layers, because the end is not included" if end == first else "ends before it starts"
+        walk.problem(f"layer_range [{first}, {end}] {reason}", where, fix)
+    else:
+        return first, end
+    return None
+
+
+_BOUND = {"type": "integer", "minimum": 0}
+LAYER_RANGE = Kind(_layer_range, {"type": "array", "items": _BOUND, "minItems": 2, "maxItems": 2}, "`[first, end]`")

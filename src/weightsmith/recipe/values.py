@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from weightsmith.recipe.nodes import Scalar
+from weightsmith.recipe.nodes import Scalar, float_of
 from weightsmith.recipe.schedules import Schedule
 
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?", re.ASCII)
@@ -31,7 +31,7 @@ def numeric(value: Scalar) -> int | float | None:
             return None
         digits = value.lstrip("+-")
         value = int(value) if digits.isdigit() and len(digits) < 19 else float(value)
-    return value if math.isfinite(value) else None
+    return value if math.isfinite(float_of(value)) else None
 
 
 def gradient(values: Sequence[Scalar], t: float) -> Scalar | None:

@@ -2,7 +2,7 @@
 
 PyYAML's SafeLoader reads the text into events and decides what `yes`, `0x10` and `1e-5` are (YAML 1.1, as mergekit).
 The tree is built here from those events and not by PyYAML, which keeps no position of keys and aliases, takes the last
-of two equal keys without a word, and expands `&a [*b, *b, *b]` chains until memory is full.
+of two equal keys silently, and expands `&a [*b, *b, *b]` chains until memory is full.
 """
 
 from __future__ import annotations

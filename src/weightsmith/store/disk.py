@@ -11,12 +11,13 @@ import errno
 import functools
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weightsmith.errors import NoSpace, StoreError
+from weightsmith.errors import NOTHING_WRITTEN, NoSpace, StoreError
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # disk full, quota, file size limit
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
@@ -76,6 +77,68 @@ def copies_by_reference(fd: int) -> bool:
     return int.from_bytes(about.raw[:8], sys.byteorder) in _SHARING
 
 
+def open_own(path: Path, flags: int, *, keep: bool = False) -> int:
+    """Open or create a file that is written in place: a regular file, no link, and no other name of a file.
+
+    A file that has other names (hard links) is left to them, and a new one takes its place here.
+
+    flags  O_RDWR, O_APPEND and the like
+    keep   the new one begins with the bytes of the old one; False: empty
+
+    Raises StoreError for a pipe, socket or device, which is not opened; OSError, also for a link or folder.
+    """
+    flags |= os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG
+    if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode) and not stat.S_ISDIR(mode):
+        raise StoreError("neither a file nor a folder, and not opened", where=str(path), fix="remove it")
+    fd = os.open(path, flags, 0o666)
+    if os.fstat(fd).st_nlink == 1:
+        return fd
+    try:
+        data = _contents(fd) if keep else b""
+    finally:
+        os.close(fd)
+    path.unlink()
+    fd = os.open(path, flags | os.O_EXCL, 0o666)
+    try:
+        write_all(fd, memoryview(data), 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_own(path: Path, max_bytes: int) -> bytes | None:
+    """A whole file of ours, None when it is missing. Raises StoreError for what is no file, or larger, or a link."""
+    try:
+        mode = path.lstat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
+            raise StoreError("not a file, and not opened", where=str(path), fix="remove it", state=NOTHING_WRITTEN)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreError(
+            f"cannot be read: {error.strerror}", where=str(path), fix="remove it", state=NOTHING_WRITTEN
+        ) from error
+    try:
+        nbytes = os.fstat(fd).st_size
+        if nbytes > max_bytes:
+            raise StoreError(f"{nbytes:,} bytes: at most {max_bytes:,} are read", where=str(path), fix="remove it")
+        return _contents(fd)
+    finally:
+        os.close(fd)
+
+
+def _contents(fd: int) -> bytes:
+    """All bytes of an open file."""
+    data = bytearray(os.fstat(fd).st_size)
+    return bytes(data[: read_into(fd, memoryview(data), 0)])
+
+
 def write_all(fd: int, view: memoryview, offset: int) -> None:
     """pwrite until every byte of the 1-D byte view is written. Thread-safe; raises OSError."""
     while view.nbytes:
@@ -131,8 +194,8 @@ def rename_new(source: Path, target: Path) -> None:
 
 def available_bytes(folder: Path) -> int:
     """Bytes this user can still write on the file system of `folder`."""
-    stat = os.statvfs(folder)
-    return stat.f_bavail * stat.f_frsize
+    about = os.statvfs(folder)
+    return about.f_bavail * about.f_frsize
 
 
 def allow_open_files(count: int) -> None:
@@ -167,8 +230,17 @@ def no_space(folder: Path, needed_bytes: int, *, state: str, cause: OSError | No
     )
 
 
-def remove_tree(folder: Path) -> None:
-    """Delete a folder and all in it, following no link; nothing to do when it is not there."""
+def remove_tree(folder: Path, *, last: str = "") -> None:
+    """Delete a folder and all in it, following no link; nothing to do when it is not there.
+
+    last  name of a file that is deleted after all the rest
+    """
+    if last and folder.is_dir() and not folder.is_symlink():
+        for entry in list(folder.iterdir()):
+            if entry.is_dir() and not entry.is_symlink():
+                remove_tree(entry)
+            elif entry.name != last:
+                entry.unlink(missing_ok=True)
 
     def retry(function: Callable[..., object], path: str, info: Any) -> None:
         if not isinstance(info[1], FileNotFoundError):

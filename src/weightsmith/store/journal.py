@@ -1,12 +1,13 @@
-"""The record of finished tensors, from which interrupted work goes on.
+"""The record of finished tensors and products, from which interrupted work is resumed.
 
 A text file of lines `<xxh3_64 of the rest, 16 hex digits> <JSON array>`. The first line names the plan; then one line
-for each finished tensor. Each line is one append, and stands on its own: a line torn by a crash does not match its
+for each finished tensor or product. Each line is one append, and stands on its own: a line torn by a crash does not match its
 hash and is ignored.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -16,7 +17,13 @@ from typing import Any
 
 import xxhash
 
-VERSION = 1
+from weightsmith.store import disk
+
+VERSION = 2
+MAX_JOURNAL_BYTES = 1 << 30  # 100,000 tensors take 15 MB
+
+
+Distance = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +32,8 @@ class Entries:
 
     plan, layout  hashes of the plan and of all weight files' headers; "" when the first line is unreadable
     tensors       name -> checksum of each finished tensor
+    distances     name -> squared norms of the tensor - its base, and of the base, where it has one
+    products      name -> checksum of each finished product
     published     (device, inode) of the folder that was about to be renamed to its final name, or None
     lines         number of readable lines
     """
@@ -32,18 +41,25 @@ class Entries:
     plan: str = ""
     layout: str = ""
     tensors: dict[str, str] = field(default_factory=dict)
+    distances: dict[str, Distance] = field(default_factory=dict)
+    products: dict[str, str] = field(default_factory=dict)
     published: tuple[int, int] | None = None
     lines: int = 0
 
+    def add(self, other: Entries) -> None:
+        """Take in what the journal of a part says of tensors and products."""
+        self.tensors.update(other.tensors)
+        self.distances.update(other.distances)
+        self.products.update(other.products)
+
 
 def read_journal(path: Path) -> Entries:
-    """The readable lines of a journal; a missing file is an empty journal."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return Entries()
+    """The readable lines of a journal; a missing file is an empty journal. Raises StoreError for what is no file."""
+    data = disk.read_own(path, MAX_JOURNAL_BYTES) or b""
     plan = layout = ""
     tensors: dict[str, str] = {}
+    distances: dict[str, Distance] = {}
+    products: dict[str, str] = {}
     published: tuple[int, int] | None = None
     count = 0
     for line in data.split(b"\n"):
@@ -56,28 +72,36 @@ def read_journal(path: Path) -> Entries:
                 plan, layout = plan_hash, layout_hash
             case ["tensor", str(name), str(checksum)]:
                 tensors[name] = checksum
+                distances.pop(name, None)
+            case ["tensor", str(name), str(checksum), float(moved), float(base)]:
+                tensors[name] = checksum
+                distances[name] = moved, base
+            case ["product", str(name), str(checksum)]:
+                products[name] = checksum
             case ["publish", int(device), int(inode)]:
                 published = (device, inode)
-    return Entries(plan, layout, tensors, published, count)
+    return Entries(plan, layout, tensors, distances, products, published, count)
 
 
 def _decode(line: bytes) -> Any:
     digest, _, body = line.partition(b" ")
     if not body or digest != xxhash.xxh3_64_hexdigest(body).encode():
         return None
-    return json.loads(body)
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):  # not a line of ours, though its hash is right
+        return None
 
 
 class Journal:
     """Appends lines. Thread-safe. Lines reach the operating system at once, the disk when it likes.
 
     That is enough: after a power loss, what the journal says is checked against the bytes on disk before it is
-    believed.
+    believed. Only the first line is synced: it marks the folder as ours.
     """
 
     def __init__(self, path: Path) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fd = os.open(path, flags, 0o666)
+        self._fd = disk.open_own(path, os.O_RDWR | os.O_APPEND, keep=True)
         self._lock = threading.Lock()
         size = os.fstat(self._fd).st_size
         self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
@@ -85,10 +109,15 @@ class Journal:
     def start(self, plan: str, layout: str) -> None:
         """The first line."""
         self._append(["plan", VERSION, plan, layout])
+        os.fsync(self._fd)
 
-    def tensor(self, name: str, checksum: str) -> None:
+    def tensor(self, name: str, checksum: str, distance: Distance | None) -> None:
         """One finished tensor."""
-        self._append(["tensor", name, checksum])
+        self._append(["tensor", name, checksum, *(distance or ())])
+
+    def product(self, name: str, checksum: str) -> None:
+        """One finished product."""
+        self._append(["product", name, checksum])
 
     def publish(self, device: int, inode: int) -> None:
         """The folder that is about to be renamed to its final name."""
@@ -98,11 +127,11 @@ class Journal:
     def close(self) -> None:
         """Close the file."""
         with self._lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+            fd, self._fd = self._fd, -1  # first, so that Ctrl-C while it is closed leads to no second close
+            if fd >= 0:
+                os.close(fd)
 
-    def _append(self, entry: list[str | int]) -> None:
+    def _append(self, entry: list[str | int | float]) -> None:
         body = json.dumps(entry, separators=(",", ":")).encode()
         line = xxhash.xxh3_64_hexdigest(body).encode() + b" " + body + b"\n"
         with self._lock:
@@ -112,4 +141,4 @@ class Journal:
             if os.write(self._fd, line) == len(line):
                 self._torn = False
                 return
-        raise OSError(28, os.strerror(28))  # ENOSPC: Linux writes a part of the line when only that fits
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # ENOSPC: Linux writes a part of the line when only that fits

@@ -11,16 +11,21 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring as quote
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from weightsmith.containers import Layout
+from weightsmith.containers.safetensors import MAX_HEADER_BYTES
 from weightsmith.errors import Corrupt, FormatError, StoreError, Unsupported
+from weightsmith.formats.files import read_bounded, show
 from weightsmith.store.checksum import grain_bytes, hash_bytes
-from weightsmith.store.layout import MAX_HEADER_BYTES, Layout
 
 MANIFEST_NAME = "weightsmith.json"
+MAX_MANIFEST_BYTES = 512 << 20  # 100,000 tensors take 20 MB
 VERSION = 1
 _OWN_KEYS = ("checksum", "weightsmith_manifest", "plan", "weights", "files", "tensors")
+_AGAIN = "restore it from a copy, or make the checkpoint again"
+_DIGEST = re.compile("[0-9a-f]{32}")
 _FIRST = re.compile(rb'\{\n  "checksum": "([0-9a-f]{32})",\n')
 
 
@@ -115,44 +120,81 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         raise Corrupt(
             "the manifest itself is damaged or was edited: it does not match its own checksum",
             where=where,
-            fix="restore it from a copy, or make the checkpoint again",
+            fix=_AGAIN,
         )
     try:
         fields = json.loads(data)
         version = fields["weightsmith_manifest"]
-        if version != VERSION:
-            raise Unsupported(f"manifest version {version!r}; this weightsmith reads {VERSION}", where=where)
+        if version != VERSION or isinstance(version, bool):
+            raise Unsupported(f"manifest version {show(version)}; this weightsmith reads {VERSION}", where=where)
         manifest = Manifest(
-            plan=str(fields["plan"]),
+            plan=_text(fields["plan"]),
             weights={
-                name: WeightFile(w["bytes"], w["header_bytes"], w["header_xxh3_128"]) for name, w in fields["weights"].items()
+                name: WeightFile(_count(w["bytes"]), _count(w["header_bytes"]), _digest(w["header_xxh3_128"]))
+                for name, w in fields["weights"].items()
             },
-            files={name: OtherFile(f["bytes"], f["xxh3_128"]) for name, f in fields["files"].items()},
+            files={name: OtherFile(_count(f["bytes"]), _digest(f["xxh3_128"])) for name, f in fields["files"].items()},
             tensors={
-                name: TensorRecord(t["file"], t["offset"], t["bytes"], t["grain_bytes"], t["checksum"])
+                name: TensorRecord(
+                    _text(t["file"]), _count(t["offset"]), _count(t["bytes"]), _count(t["grain_bytes"]), _digest(t["checksum"])
+                )
                 for name, t in fields["tensors"].items()
             },
             data=fields,
         )
         fits = _fits(manifest)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise FormatError(f"not a manifest of weightsmith: {error!r}", where=where) from error
+        reason = f"{type(error).__name__}: {show(str(error))}"
+        raise FormatError(f"not a manifest of weightsmith ({reason})", where=where, fix=_AGAIN) from error
     if not fits:
-        raise FormatError("the manifest names files outside the folder, or bytes outside the files", where=where)
+        what = "the manifest names files outside the folder, names that no file can have, or bytes outside the files"
+        raise FormatError(what, where=where, fix=_AGAIN)
     return manifest
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{show(value)} is no text")
+    return value
+
+
+def _digest(value: Any) -> str:
+    if not _DIGEST.fullmatch(_text(value)):
+        raise ValueError(f"{show(value)} is no checksum of 32 hex digits")
+    return str(value)
+
+
+def _count(value: Any) -> int:
+    """A number of bytes: not `true`, not 1.5, and nothing that a file cannot have."""
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{show(value)} is no number of bytes")
+    return value
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest in a folder. Raises NotFound, CheckpointError, and what `decode_manifest` raises; a pipe is no manifest."""
+    path = folder / MANIFEST_NAME
+    return decode_manifest(read_bounded(path, MAX_MANIFEST_BYTES), str(path))
 
 
 def _fits(manifest: Manifest) -> bool:
     """False for a manifest made by someone else to lead a reader astray: nothing in it is believed."""
-    names = [PurePosixPath(name) for name in (*manifest.weights, *manifest.files)]
-    if any(name.is_absolute() or ".." in name.parts for name in names):
+    if any(not _fits_name(name) for name in (*manifest.weights, *manifest.files)):
         return False
     if any(not 0 <= w.header_bytes <= min(w.nbytes, MAX_HEADER_BYTES + 8) for w in manifest.weights.values()):
         return False
     return all(
-        t.file in manifest.weights
-        and t.grain_bytes > 0
-        and min(t.offset, t.nbytes) >= 0
-        and t.offset + t.nbytes <= manifest.weights[t.file].nbytes
+        t.file in manifest.weights and t.grain_bytes > 0 and t.offset + t.nbytes <= manifest.weights[t.file].nbytes
         for t in manifest.tensors.values()
     )
+
+
+def _fits_name(name: str) -> bool:
+    """A relative path that a file system can take."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in name:
+        return False
+    try:
+        return all(len(part.encode()) < 256 for part in path.parts) and len(path.parts) < 64
+    except UnicodeEncodeError:  # a lone surrogate
+        return False

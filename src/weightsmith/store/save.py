@@ -16,12 +16,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from weightsmith.containers.safetensors import PT_METADATA, make_layout
 from weightsmith.errors import NOTHING_WRITTEN, CannotResume, OutputExists, StoreError
+from weightsmith.formats.files import expand_user
+from weightsmith.sources.views import TILE_BYTES, View, pieces, view_of
 from weightsmith.store import disk
 from weightsmith.store.checksum import GrainHasher, grain_bytes, hash_bytes
-from weightsmith.store.layout import PT_METADATA, make_layout
 from weightsmith.store.staging import Staging, staged_plan, staging_folder
-from weightsmith.store.views import TILE_BYTES, View, pieces, view_of
+from weightsmith.store.target import absolute
 
 Tied = Literal["copy", "alias"]
 _PLAN = "save_model "  # what the plan hash of a save_model begins with
@@ -71,7 +73,7 @@ def save_file(
     >>> saved.files, saved.aliases
     (('m.safetensors',), {'again': 'w'})
     """
-    target = Path(path)
+    target = expand_user(path)
     views, aliases = _views(tensors, tied)
     layout = make_layout([view.spec for view in views], sys.maxsize, _with_aliases(metadata, aliases))
     (shard,) = layout.shards
@@ -145,7 +147,7 @@ def save_model(
     if found and not found.startswith(_PLAN):
         raise CannotResume(
             "unfinished work of a merge is here",
-            where=str(staging_folder(Path(folder))),
+            where=str(staging_folder(absolute(folder))),
             fix="finish the merge, remove that folder, or save to another one",
             state=NOTHING_WRITTEN,
         )
@@ -165,9 +167,15 @@ def save_model(
         if config is not None:
             staging.add_file("config.json", (json.dumps(config, indent=2) + "\n").encode())
         out = staging.publish({}, fsync=fsync)
-    except BaseException:
-        staging.discard()  # memory is the only source: there is nothing to go on from
+    except BaseException as error:
+        if staging.is_open:  # memory is the only source: there is nothing to go on from
+            try:
+                staging.discard()
+            except (OSError, StoreError) as second:
+                error.add_note(f"{staging.folder} is left: {second}")
         raise
+    finally:
+        staging.close()
     files = tuple(shard.name for shard in layout.shards)
     return Saved(out, files, sum(shard.nbytes for shard in layout.shards), aliases)
 
@@ -212,6 +220,8 @@ def _check_file(target: Path, overwrite: bool) -> None:
         raise OutputExists(
             "a folder has this name", where=str(target), fix="name a file, or use save_model", state=NOTHING_WRITTEN
         )
+    if target.exists() and not target.is_file():
+        raise OutputExists("not a file, but a pipe or device", where=str(target), fix="name a file", state=NOTHING_WRITTEN)
     if target.exists() and not overwrite:
         raise _exists(target)
 

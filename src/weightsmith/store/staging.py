@@ -6,7 +6,8 @@
         lock                            held (flock) by the process at work; holds its id
         journal                         which tensors are finished, with checksums
         content/                        becomes out/
-        router                          router weights of a mixture, so that they are not computed again
+        products/                       what had to be computed before some tensors, one file each
+        parts/                          locks and journals of processes that do a part of the plan each
         old/                            only where the file system cannot swap two names: the replaced checkpoint
 
 Nothing half-made ever stands under the final name. Work that is interrupted at any point, power loss included, goes
@@ -19,29 +20,49 @@ import errno
 import fcntl
 import os
 import re
-import shutil
 import socket
 import stat
 import threading
-import warnings
-from collections.abc import Mapping
-from io import BytesIO
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import BytesIO, FileIO
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from weightsmith.errors import NOTHING_WRITTEN, CannotResume, NoSpace, OutputExists, StoreError
+from weightsmith.containers import Layout
+from weightsmith.containers.safetensors import INDEX_NAME
+from weightsmith.errors import NOTHING_WRITTEN, Busy, CannotResume, Finding, NoSpace, OutputExists, StoreError, WeightsmithError
+from weightsmith.formats.files import open_regular
 from weightsmith.store import disk
 from weightsmith.store.checksum import byte_view, grain_bytes, hash_bytes
-from weightsmith.store.journal import Entries, Journal, read_journal
-from weightsmith.store.layout import INDEX_NAME, Layout
+from weightsmith.store.claim import (
+    CONTENT,
+    JOURNAL,
+    LOCK,
+    OLD,
+    OWNER,
+    PARTS,
+    PRODUCTS,
+    check_content,
+    check_kinds,
+    check_made_by_us,
+)
+from weightsmith.store.journal import Distance, Entries, Journal, read_journal
 from weightsmith.store.manifest import MANIFEST_NAME, OtherFile, encode_manifest
+from weightsmith.store.products import Arrays, read_product, write_product
 from weightsmith.store.reread import Progress, Stored, reread
-from weightsmith.store.target import check_file_name, check_out, check_vacant, create_file
+from weightsmith.store.target import check_file_name, check_out, check_replaced, check_vacant, create_file
 from weightsmith.store.weight_file import WeightFile
+from weightsmith.tensors import TensorSpec
 
 if TYPE_CHECKING:
+    from weightsmith.plans import Product
     from weightsmith.store.checksum import BytesLike
+
+ATTACH_SECONDS = 60
+"""How long a process that does a part waits for another one to prepare the staging folder."""
 
 _COPY_BYTES = 1 << 20
 _BOOKKEEPING_BYTES = 400  # of journal and manifest, for each tensor
@@ -55,7 +76,7 @@ def staging_folder(out: Path) -> Path:
 
 def staged_plan(out: str | os.PathLike[str]) -> str:
     """The plan hash of interrupted work for this output folder, "" if there is none."""
-    return read_journal(staging_folder(check_out(out)) / "journal").plan
+    return read_journal(staging_folder(check_out(out)) / JOURNAL).plan
 
 
 class Staging:
@@ -65,23 +86,33 @@ class Staging:
     folder     the staging folder, for messages
     layout     where every byte goes
     plan_hash  identity of the plan; only work of the same plan is resumed
+    warnings   what the user should know
 
     `write`, `finish`, `location` and `finished` may be used from any thread, for different tensors or parts of one.
     As a context manager it is closed at the end, whatever happened; what was staged is kept.
     """
 
-    def __init__(self, out: Path, layout: Layout, plan_hash: str, *, overwrite: bool) -> None:
+    def __init__(
+        self, out: Path, layout: Layout, plan_hash: str, *, overwrite: bool, protected: Sequence[Path], other_bytes: int
+    ) -> None:
         """Use `Staging.open`."""
         self.out = out
         self.folder = staging_folder(out)
         self.layout = layout
         self.plan_hash = plan_hash
-        self._content = self.folder / "content"
+        self._content = self.folder / CONTENT
+        self.warnings: tuple[Finding, ...] = ()
         self._overwrite = overwrite
-        self._lock_fd = -1
+        self._protected = tuple(protected)
+        self._other_bytes = other_bytes
+        self._published = False
+        self._lock: FileIO | None = None  # its close() may be called twice, and cut off by Ctrl-C
         self._weights: list[WeightFile] = []
         self._journal: Journal | None = None
+        self._part_lock: FileIO | None = None
         self._checksums: dict[str, str] = {}
+        self._distances: dict[str, Distance] = {}
+        self._products: dict[str, str] = {}
         self._files: dict[str, OtherFile] = {}
         self._mutex = threading.Lock()
 
@@ -96,6 +127,8 @@ class Staging:
         *,
         resume: bool = True,
         overwrite: bool = False,
+        protected: Sequence[Path] = (),
+        other_bytes: int = 0,
         threads: int = 2,
         progress: Progress | None = None,
     ) -> Staging:
@@ -104,15 +137,17 @@ class Staging:
         out        the final folder: new, empty, or (with `overwrite`) a checkpoint that `publish` will replace; folders on
                    the way to it are made, and stay whatever happens
         resume     False discards what an earlier run left
+        protected  every file and folder that the run reads: never replaced
+        other_bytes  of the files that will be added beside the weights: their space is counted, not reserved
         threads, progress   of re-reading the finished tensors; progress(bytes done, bytes in all)
 
         Raises OutputExists, CannotResume (another plan's work is there), NoSpace, and StoreError for a folder that
         cannot be written or that another process is building. Nothing is written then, except that resumable work
         stays.
         """
-        staging = cls(check_out(out), layout, plan_hash, overwrite=overwrite)
+        staging = cls(check_out(out), layout, plan_hash, overwrite=overwrite, protected=protected, other_bytes=other_bytes)
         try:
-            staging._open(resume, threads, progress)
+            staging._open(resume, None, threads, progress)
         except OSError as error:
             staging.close()
             if error.errno in disk.FULL:
@@ -125,73 +160,220 @@ class Staging:
             raise
         return staging
 
-    def _open(self, resume: bool, threads: int, progress: Progress | None) -> None:
+    def _open(self, resume: bool, names: Collection[str] | None, threads: int, progress: Progress | None) -> None:
+        """See `open`. names: of the tensors that are taken over if they are finished; None: all."""
         entries = Entries()
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        if self.folder.exists():
-            self._take_lock()
-            entries = self._recover()
-        check_vacant(self.out, overwrite=self._overwrite)
-        if self._lock_fd < 0:
-            self._take_lock()
-            entries = read_journal(self.folder / "journal")  # another process may have come and gone meanwhile
+        if os.path.lexists(self.folder):
+            entries = self._take_lock()
+            self._recover(entries)
+        self._check_vacant()
+        if self._lock is None:
+            entries = self._take_lock()  # another process may have come and gone meanwhile
         fresh = not self._resumable(entries, resume)
         if fresh:
             self._wipe()
-            self._content.mkdir()
-        self._remove_other_files()
+        else:
+            self._remove_other_files()
         try:
-            self._reserve()
-            self._journal = Journal(self.folder / "journal")
+            self._journal = Journal(self.folder / JOURNAL)
             if fresh:
                 self._journal.start(self.plan_hash, self._layout_hash())
+                self._content.mkdir()
+            self._reserve()
         except (NoSpace, OSError):
             if fresh:
                 self.discard()
             raise
-        self._recheck({} if fresh else entries.tensors, threads, progress)
+        if not fresh:
+            self._take_over(entries, names, threads, progress)
 
-    def _take_lock(self) -> None:
-        """Hold `lock`, making the folder if need be. The loop is for a folder that its owner removes at this moment."""
-        for _ in range(100):
-            self.folder.mkdir(exist_ok=True)
-            if self.folder.is_symlink():
-                raise StoreError("is a symbolic link, and is not followed", where=str(self.folder), fix="remove it")
-            path = self.folder / "lock"
+    def _take_over(self, entries: Entries, names: Collection[str] | None, threads: int, progress: Progress | None) -> None:
+        """Take over what is finished: the tensors of these names (None: all), and all products."""
+        tensors = entries.tensors
+        self._recheck(tensors if names is None else {n: tensors[n] for n in names if n in tensors}, threads, progress)
+        self._distances = {name: entries.distances[name] for name in self._checksums if name in entries.distances}
+        self._products = dict(entries.products)
+
+    @classmethod
+    def attach(
+        cls,
+        out: str | os.PathLike[str],
+        layout: Layout,
+        plan_hash: str,
+        part: tuple[int, int],
+        names: Collection[str],
+        *,
+        overwrite: bool = False,
+        protected: Sequence[Path] = (),
+        other_bytes: int = 0,
+        threads: int = 2,
+        progress: Progress | None = None,
+    ) -> Staging:
+        """Join the processes of this machine that build one output together; whoever is first prepares the staging folder.
+
+        part   (k, n), k from 1. One process at a time does a part; it has a journal of its own
+        names  the tensors of this part: they alone may be written
+
+        A Staging made so cannot publish: `Staging.open` does, when no part is being done any more. Else as `open`, with which
+        it resumes.
+        """
+        staging = cls(check_out(out), layout, plan_hash, overwrite=overwrite, protected=protected, other_bytes=other_bytes)
+        try:
+            staging._attach(part, names, threads, progress)
+        except OSError as error:
+            staging.close()
+            raise StoreError(
+                f"cannot be prepared: {error.strerror}", where=str(staging.folder), fix="choose another output folder"
+            ) from error
+        except BaseException:
+            staging.close()
+            raise
+        return staging
+
+    def _attach(self, part: tuple[int, int], names: Collection[str], threads: int, progress: Progress | None) -> None:
+        deadline = time.monotonic() + ATTACH_SECONDS
+        busy = Busy("other processes keep taking the unfinished work", where=str(self.out), fix="run again")
+        while True:
             try:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+                self._open(True, (), threads, None)  # nobody is here: prepare it, as a run of the whole plan would
+                self.close()
+            except Busy as error:
+                busy = error
+            if (found := self._share_lock()) is not None:
+                entries = found
+                break
+            if time.monotonic() > deadline:
+                raise busy
+            time.sleep(0.05)
+        if not self._resumable(entries, True):
+            raise StoreError("another process has just removed the unfinished work", where=str(self.folder), fix="run again")
+        label = f"{part[0]}-of-{part[1]}"
+        folder = self.folder / PARTS
+        folder.mkdir(exist_ok=True)
+        lock = FileIO(disk.open_own(folder / f"lock-{label}", os.O_RDWR), "r+")
+        self._part_lock = lock
+        try:
+            _flock(lock.fileno())
+        except BlockingIOError:
+            raise Busy(
+                f"another process is doing part {part[0]} of {part[1]}",
+                where=str(self.out),
+                fix="wait until it has ended, or do another part",
+                state="Nothing was written.",
+            ) from None
+        disk.allow_open_files(2 * len(self.layout.shards))
+        self._weights = [WeightFile(self._content / shard.name) for shard in self.layout.shards]
+        for file in self._weights:
+            file.open_direct()
+        self._take_over(self._with_parts(entries), names, threads, progress)
+        self._journal = Journal(folder / f"journal-{label}")
+
+    @contextmanager
+    def only_process(self) -> Iterator[None]:
+        """Wait until no other part is inside, and see the products that they have finished."""
+        lock = FileIO(disk.open_own(self.folder / PARTS / "lock-products", os.O_RDWR), "r+")
+        try:
+            while True:
+                try:
+                    _flock(lock.fileno())
+                    break
+                except BlockingIOError:
+                    time.sleep(0.1)
+            self._products = self._with_parts(read_journal(self.folder / JOURNAL)).products
+            yield
+        finally:
+            lock.close()
+
+    def _share_lock(self) -> Entries | None:
+        """Hold the lock together with other parts; what the journal says. None where it is held by a run of the whole plan."""
+        try:
+            lock = FileIO(os.open(self.folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "r+")
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(lock.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+            entries = read_journal(self.folder / JOURNAL)
+            if (self.folder / LOCK).lstat().st_ino != os.fstat(lock.fileno()).st_ino or not entries.lines:
+                return None
+            self._lock = lock
+            return entries
+        except (FileNotFoundError, BlockingIOError):
+            return None
+        finally:
+            if self._lock is not lock:
+                lock.close()
+
+    def _with_parts(self, entries: Entries) -> Entries:
+        """What the journals of parts say too."""
+        if (self.folder / PARTS).is_dir():
+            for path in sorted((self.folder / PARTS).glob("journal-*")):
+                entries.add(read_journal(path))
+        return entries
+
+    def _take_lock(self) -> Entries:
+        """Hold `lock`, making the folder if need be; what the journal in it says. StoreError for a folder that is not ours.
+
+        The loop is for a folder that its owner removes at this moment.
+        """
+        path = self.folder / LOCK
+        for _ in range(100):
+            try:
+                self.folder.mkdir()
+            except FileExistsError:
+                check_kinds(self.folder)
+            try:
+                lock = FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "r+")
             except FileNotFoundError:
                 continue
             try:
-                _flock(fd, path)
-                if path.stat().st_ino == os.fstat(fd).st_ino:
-                    self._lock_fd = fd
-                    os.ftruncate(fd, 0)
-                    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-                    return
+                locked = _flock(lock.fileno())
+                about = os.fstat(lock.fileno())
+                if path.lstat().st_ino != about.st_ino:
+                    continue
+                owner, entries = _text(lock), read_journal(self.folder / JOURNAL)
+                check_made_by_us(self.folder, owner, entries)
+                self._with_parts(entries)
+                if about.st_nlink > 1:  # left to its other names
+                    path.unlink()
+                    continue
+                os.ftruncate(lock.fileno(), 0)
+                os.pwrite(lock.fileno(), f"{OWNER}{os.getpid()} on {socket.gethostname()}".encode(), 0)
+                self._lock = lock
+                if not locked:
+                    what = "this file system has no locks, so nothing stops a second process from building the same output"
+                    self.warnings = (Finding(what, str(path)),)
+                return entries
             except FileNotFoundError:
                 pass
             except BlockingIOError:
-                owner = os.pread(fd, 300, 0).decode(errors="replace") or "another process"
-                raise StoreError(
-                    f"{owner} is building this output now",
+                raise Busy(
+                    f"{_text(lock) or 'another process'} is building this output now",
                     where=str(self.out),
                     fix="wait until it has ended, stop it, or choose another output folder",
                     state=NOTHING_WRITTEN,
                 ) from None
             finally:
-                if fd != self._lock_fd:
-                    os.close(fd)
+                if self._lock is not lock:
+                    lock.close()
         raise StoreError("the lock cannot be taken: other processes keep removing it", where=str(self.folder))
 
-    def _recover(self) -> Entries:
-        """Finish, or undo, a publish that was cut off between two steps; what the journal says of work to resume."""
-        entries = read_journal(self.folder / "journal")
-        old = self.folder / "old"
+    def _recover(self, entries: Entries) -> None:
+        """Finish, or undo, a publish that was cut off between two steps."""
+        old = self.folder / OLD
         if entries.published is not None and _identity(self.out) == entries.published:
+            self._check_replaced()
             self._remove()  # it was published; what is left here is what it replaced
-        elif entries.lines == 0 and not old.exists():
+        elif entries.lines == 0:
             self._remove()  # cut off before anything was finished, or at the end of being removed
+        elif entries.published is not None and self._content.is_dir() and not _is_inode(self._content, entries.published[1]):
+            raise StoreError(
+                f"an interrupted overwrite of {self.out} left the checkpoint here that it replaced, and the new one does not "
+                "have its name any more",
+                where=str(self._content),
+                fix=f"move that checkpoint to where it belongs, or remove {self.folder}, and run again",
+                state=NOTHING_WRITTEN,
+            )
         elif old.is_dir() and not self.out.exists():
             old.rename(self.out)
         elif old.is_dir():
@@ -200,7 +382,6 @@ class Staging:
                 where=str(old),
                 fix="move one of the two away and run again",
             )
-        return entries
 
     def _resumable(self, entries: Entries, resume: bool) -> bool:
         """True if the journal is of this very plan; raises CannotResume if it is of another."""
@@ -230,16 +411,20 @@ class Staging:
         return hash_bytes(b"".join(s.header for s in self.layout.shards) + (self.layout.index or b""))
 
     def _wipe(self) -> None:
-        for entry in list(self.folder.iterdir()):
-            if entry.name == "lock":
-                continue
-            if entry.is_dir() and not entry.is_symlink():
-                disk.remove_tree(entry)
-            else:
-                entry.unlink()
+        """Remove all that is ours but the lock; the journal, which says whose the rest is, goes after the rest."""
+        for name in (CONTENT, OLD):
+            disk.remove_tree(self.folder / name, last=MANIFEST_NAME)  # which says that the rest of a replaced one is ours
+        for name in (PRODUCTS, PARTS):
+            disk.remove_tree(self.folder / name)
+        (self.folder / JOURNAL).unlink(missing_ok=True)
+
+    def _check_replaced(self) -> None:
+        for name in (CONTENT, OLD):
+            check_replaced(self.folder / name)
 
     def _remove_other_files(self) -> None:
         """What an earlier run added beside the weights is added again by this one, or not at all."""
+        check_content(self._content)
         weights = {shard.name for shard in self.layout.shards}
         for entry in list(self._content.iterdir()):
             if entry.is_dir() and not entry.is_symlink():
@@ -255,7 +440,7 @@ class Staging:
         for file in self._weights:  # after all that are needed: descriptors may run short
             file.open_direct()
         held = sum(os.fstat(file.fd).st_blocks * 512 for file in self._weights)
-        needed = self.layout.total_bytes + _BOOKKEEPING_BYTES * len(self.layout.places) - held
+        needed = self.layout.total_bytes + self._bookkeeping_bytes + self._other_bytes - held
         state = f"{NOTHING_WRITTEN[:-1]}; the space reserved so far is released."
         if held:
             state = f"Finished tensors are kept in {self.folder}; run again to go on."
@@ -269,6 +454,10 @@ class Staging:
             if error.errno in disk.FULL:
                 raise disk.no_space(self.out.parent, needed, state=state, cause=error) from error
             raise
+
+    @property
+    def _bookkeeping_bytes(self) -> int:
+        return _BOOKKEEPING_BYTES * len(self.layout.places)
 
     def _recheck(self, recorded: Mapping[str, str], threads: int, progress: Progress | None) -> None:
         """Believe of the journal what the bytes on disk confirm; the other tensors are made again."""
@@ -288,6 +477,27 @@ class Staging:
         """Names of the tensors that are done: by an earlier run, re-read and found right, or in this one. A snapshot."""
         with self._mutex:
             return frozenset(self._checksums)
+
+    @property
+    def distances(self) -> dict[str, Distance]:
+        """Of finished tensors that have a base: squared norms of what they have moved from it, and of the base. A snapshot."""
+        with self._mutex:
+            return dict(self._distances)
+
+    def product(self, name: str, outs: Sequence[TensorSpec]) -> Arrays | None:
+        """The arrays of a product that an earlier run, or another process, has finished; None where there are none."""
+        checksum = self._products.get(name)
+        return None if checksum is None else read_product(self.folder / PRODUCTS, name, outs, checksum)
+
+    def keep(self, product: Product, arrays: Arrays) -> None:
+        """Keep the arrays of a finished product for a run that resumes this one. Thread-safe."""
+        journal = self._check_open()
+        checksum = write_product(self.folder / PRODUCTS, product.name, arrays)
+        if checksum:
+            try:
+                journal.product(product.name, checksum)
+            except OSError as error:
+                raise self._failed(error, f"journal, product {product.name}") from error
 
     def location(self, name: str) -> tuple[int, int]:
         """Open file and byte offset of a tensor, for copy_file_range and the like. The file is closed by `close`."""
@@ -310,10 +520,11 @@ class Staging:
         except OSError as error:
             raise self._failed(error, f"tensor {name}") from error
 
-    def finish(self, name: str, checksum: str) -> None:
+    def finish(self, name: str, checksum: str, distance: Distance | None = None) -> None:
         """Record that all bytes of a tensor are written. Thread-safe; in the journal before it returns.
 
         checksum  `checksum.combine` of its grain digests, 32 hex digits
+        distance  squared norms of what it has moved from its base, and of the base
         """
         journal = self._check_open()
         if name not in self.layout.places:
@@ -321,19 +532,25 @@ class Staging:
         if not _CHECKSUM.fullmatch(checksum):
             raise ValueError(f"{name}: {checksum!r} is not a checksum of 32 hex digits")
         try:
-            journal.tensor(name, checksum)
+            journal.tensor(name, checksum, distance)
         except OSError as error:
             raise self._failed(error, f"journal, tensor {name}") from error
         with self._mutex:
             self._checksums[name] = checksum
+            if distance is not None:
+                self._distances[name] = distance
 
-    def _failed(self, error: OSError, where: str) -> StoreError:
-        state = f"What is finished is kept in {self.folder}; run again to go on."
+    def _failed(self, error: OSError, where: str, more_bytes: int = 0) -> StoreError:
+        """The error for a write that failed; more_bytes: what was to be written, beside the tensors that are not finished."""
         if error.errno in disk.FULL:
             done = self.finished
             left = sum(place.nbytes for name, place in self.layout.places.items() if name not in done)
-            return disk.no_space(self.out.parent, left, state=state, cause=error)
-        return StoreError(f"writing failed: {error.strerror}", where=f"{self.folder}, {where}", state=state)
+            return disk.no_space(self.out.parent, left + more_bytes, state=self._kept, cause=error)
+        return StoreError(f"writing failed: {error.strerror}", where=f"{self.folder}, {where}", state=self._kept)
+
+    @property
+    def _kept(self) -> str:
+        return f"What is finished is kept in {self.folder}; run again to go on."
 
     def _check_open(self) -> Journal:
         if self._journal is None:
@@ -351,16 +568,32 @@ class Staging:
         relative = check_file_name(name)
         if name in self._files:
             raise StoreError("the output has a file of this name already", where=name)
+        source = self._source(data) if isinstance(data, Path) else BytesIO(byte_view(data))
+        with source:
+            nbytes = source.seek(0, os.SEEK_END)
+            source.seek(0)
+            try:
+                with os.fdopen(create_file(self._content, relative), "wb") as target:
+                    while piece := self._read(source, str(data) if isinstance(data, Path) else name):
+                        target.write(piece)
+                self._files[name] = hash_file(self._content / name)
+            except OSError as error:
+                raise self._failed(error, name, nbytes) from error
+
+    def _source(self, path: Path) -> FileIO:
         try:
-            source = data.open("rb") if isinstance(data, Path) else BytesIO(byte_view(data))
-        except OSError as error:
-            raise StoreError(f"cannot be read: {error.strerror}", where=str(data)) from error
+            return open_regular(path)
+        except WeightsmithError as error:
+            what = error.finding.what
+            reason = what if what.startswith("cannot be read") else f"cannot be read: {what}"
+            raise StoreError(reason, where=str(path), fix=error.finding.fix, state=self._kept) from error
+
+    def _read(self, source: FileIO | BytesIO, where: str) -> bytes | None:
+        """The next bytes of a file that is copied. Raises StoreError: it is no failure to write."""
         try:
-            with source, os.fdopen(create_file(self._content, relative), "wb") as target:
-                shutil.copyfileobj(source, target, _COPY_BYTES)
-            self._files[name] = hash_file(self._content / name)
+            return source.read(_COPY_BYTES)
         except OSError as error:
-            raise self._failed(error, name) from error
+            raise StoreError(f"cannot be read: {error.strerror}", where=where, state=self._kept) from error
 
     # the end
 
@@ -374,7 +607,9 @@ class Staging:
         OutputExists if the final name was taken meanwhile; what is staged then stays.
         """
         journal = self._check_open()
-        check_vacant(self.out, overwrite=self._overwrite)
+        if self._part_lock is not None:
+            raise ValueError(f"{self.folder}: a part cannot publish the whole")
+        self._check_vacant(state=f"Everything is finished in {self.folder}")
         self._check_complete()
         try:
             if self.layout.index is not None:
@@ -386,15 +621,19 @@ class Staging:
             self._check_names()
             if fsync:
                 self._fsync()
+            self._check_vacant(state=f"Everything is finished in {self.folder}")  # syncing may have taken minutes
             about = self._content.stat()
             journal.publish(about.st_dev, about.st_ino)
             self._rename()
+            self._published = True
         except OSError as error:
-            raise self._failed(error, "publish") from error
+            own_bytes = self._bookkeeping_bytes + len(self.layout.index or b"")
+            raise self._failed(error, "publish", own_bytes) from error
         self._close_files()
         try:
             if fsync:
                 disk.fsync_folder(self.out.parent)
+            self._check_replaced()
             self._remove()
         except OSError as error:
             raise self._leftover(str(error.strerror)) from error
@@ -402,7 +641,15 @@ class Staging:
             raise self._leftover(str(error)) from error
         return self.out
 
+    def _check_vacant(self, state: str = NOTHING_WRITTEN) -> None:
+        try:
+            check_vacant(self.out, overwrite=self._overwrite, protected=self._protected)
+        except StoreError as error:
+            error.state = state
+            raise
+
     def _leftover(self, reason: str) -> StoreError:
+        self._release_lock()
         return StoreError(
             f"the output is published and complete, but clearing up failed: {reason}",
             where=str(self.out),
@@ -476,7 +723,7 @@ class Staging:
                 ) from None
         if disk.exchange(self._content, self.out):
             return
-        old = self.folder / "old"
+        old = self.folder / OLD
         self.out.rename(old)
         try:
             self._content.rename(self.out)
@@ -484,23 +731,28 @@ class Staging:
             old.rename(self.out)
             raise
 
+    @property
+    def is_open(self) -> bool:
+        """The lock is held: it is neither published nor closed nor discarded."""
+        return self._lock is not None
+
     def discard(self) -> None:
         """Remove the staging folder and all that is in it. The final folder is not touched."""
-        if self._lock_fd < 0:
+        if self._lock is None:
             raise ValueError(f"{self.folder}: this Staging is closed")
         self._close_files()
+        if self._published:
+            self._check_replaced()
         self._remove()
 
     def _remove(self) -> None:
-        """Remove the staging folder; the journal, which says what the rest is, goes after the rest."""
+        """Remove the staging folder, and leave one that holds what is not ours."""
         try:
-            disk.remove_tree(self._content)
-            disk.remove_tree(self.folder / "old")
             self._wipe()
-            (self.folder / "lock").unlink()
+            (self.folder / LOCK).unlink()
             self.folder.rmdir()
         except OSError as error:
-            if error.errno != errno.ENOTEMPTY:  # not empty: another process has just begun here
+            if error.errno != errno.ENOTEMPTY:  # not empty: another process has just begun here, or a note of the user's
                 raise
         finally:
             self._release_lock()
@@ -518,9 +770,10 @@ class Staging:
             self._weights.pop().close()
 
     def _release_lock(self) -> None:
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+        for lock in (self._part_lock, self._lock):
+            if lock is not None:
+                lock.close()
+        self._lock = self._part_lock = None
 
     def __enter__(self) -> Self:
         return self
@@ -529,17 +782,19 @@ class Staging:
         self.close()
 
 
-def _flock(fd: int, path: Path) -> None:
-    """Lock an open file, or raise BlockingIOError when another process holds it."""
+def _text(lock: FileIO) -> str:
+    return os.pread(lock.fileno(), 300, 0).decode(errors="replace")
+
+
+def _flock(fd: int) -> bool:
+    """Lock an open file, or raise BlockingIOError when another process holds it. False where the file system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
-        warnings.warn(  # some network file systems: better to work there than not
-            f"{path}: this file system has no locks, so nothing stops a second process from building the same output",
-            stacklevel=2,
-        )
+        return False  # some network file systems: better to work there than not
+    return True
 
 
 def hash_file(path: Path) -> OtherFile:
@@ -563,6 +818,11 @@ def list_files(folder: Path) -> list[str]:
         links = [name for name in folders if (here / name).is_symlink()]
         names += [(here / name).relative_to(folder).as_posix() for name in [*files, *links]]
     return sorted(names)
+
+
+def _is_inode(path: Path, inode: int) -> bool:
+    # Not the device: after a reboot the same disk may have another number.
+    return path.lstat().st_ino == inode
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
 import stat
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
-from weightsmith.errors import NOTHING_WRITTEN, OutputExists, StoreError
-from weightsmith.store.manifest import MANIFEST_NAME
+from weightsmith.errors import NOTHING_WRITTEN, OutputExists, StoreError, WeightsmithError
+from weightsmith.formats.carried import is_checkpoint_file
+from weightsmith.formats.files import expand_user, read_bounded, show
+from weightsmith.formats.strict_json import parse_object
+from weightsmith.store.manifest import MANIFEST_NAME, read_manifest
 
 _VERSION_CONTROL = (".git", ".hg", ".svn", ".jj")
 _SHOWN = 6  # names of an existing folder that a message lists
+_LOOKED_AT = 10_000  # entries of it that are read for that
+_MAX_LINKS = 40  # in a row, as Linux
+_MAX_CONFIG_BYTES = 16 << 20
 
 
 def check_out(out: str | os.PathLike[str]) -> Path:
@@ -22,12 +29,23 @@ def check_out(out: str | os.PathLike[str]) -> Path:
     given = os.fspath(out)
     if not given or "\0" in given:
         raise StoreError(f"{given!r} is not a path", where="output folder", state=NOTHING_WRITTEN)
-    path = Path(os.path.abspath(given))  # noqa: PTH100  Path.resolve would follow a symlink at the output itself
+    path = absolute(given)
+    try:
+        path.name.encode()
+    except UnicodeEncodeError:  # the model card and the messages hold it
+        raise StoreError(
+            f"{given!r} is not UTF-8", where="output folder", fix="choose another name", state=NOTHING_WRITTEN
+        ) from None
     try:
         _check_place(path)
     except OSError as error:  # a name that is too long, a parent that may not be entered
         raise _refused(path, str(error.strerror), "choose another folder") from error
     return path
+
+
+def absolute(out: str | os.PathLike[str]) -> Path:
+    """The absolute path that a name of an output stands for: `~` is the home folder, links are not followed."""
+    return Path(os.path.abspath(expand_user(out)))  # noqa: PTH100  Path.resolve would follow a link at the output itself
 
 
 def _check_place(path: Path) -> None:
@@ -64,7 +82,8 @@ def _protected(path: Path) -> str:
     real = path.resolve()  # the same folder reached through a link in one of its parents
     if real == real.parent:
         return "it is the root of the file system"
-    if Path.home().resolve().is_relative_to(real):
+    home = absolute("~") if os.path.expanduser("~") != "~" else None  # noqa: PTH111
+    if home is not None and home.resolve().is_relative_to(real):
         return "it is, or holds, your home folder"
     if Path.cwd().is_relative_to(real):
         return "it is, or holds, the current folder"
@@ -73,52 +92,166 @@ def _protected(path: Path) -> str:
     return ""
 
 
-def check_vacant(path: Path, *, overwrite: bool) -> None:
-    """Raise OutputExists if `path` holds anything and may not be replaced.
+def check_vacant(path: Path, *, overwrite: bool, protected: Sequence[Path] = ()) -> None:
+    """Raise OutputExists if `path` holds anything and may not be replaced, StoreError if the run reads from it.
 
-    With `overwrite`, only what is clearly a checkpoint may be: a folder with weight files, a manifest, or a model's
-    config.json, and no version control.
+    protected  every file and folder that the run reads
+
+    With `overwrite`, only this is replaced: a folder in which weightsmith's own manifest lists every file, or one of which
+    every file bears a name that checkpoints use, without folders. No version control, ever. It is not looked at further than
+    to the first few files that would be lost.
     """
     if not path.is_dir():
         return
-    names = sorted(entry.name for entry in path.iterdir())
+    with os.scandir(path) as entries:
+        names = sorted(entry.name for entry in itertools.islice(entries, _LOOKED_AT))
     if not names:
         return
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    check_not_read(path, protected)
     if not overwrite:
         raise OutputExists(
             "the output folder is there already and is not empty",
             where=str(path),
-            details=(f"it holds {shown}",),
+            details=(f"it holds {_some(names)}",),
             fix="choose another folder, or replace this one with --overwrite (overwrite=True)",
             state=NOTHING_WRITTEN,
         )
     reason = ""
-    tracked = [name for name in _VERSION_CONTROL if name in names]
+    tracked = [name for name in _VERSION_CONTROL if (path / name).exists()]
+    lost = list(itertools.islice(_not_of_checkpoint(path), _SHOWN + 1))
     if tracked:
         reason = f"it holds {tracked[0]}, whose history would be lost"
-    elif not _is_checkpoint(path, names):
+    elif not _is_checkpoint(path):
         reason = "it does not look like a checkpoint (no *.safetensors, weightsmith.json or config.json of a model)"
+    elif lost:
+        reason = "it holds more than a checkpoint, and that would be lost"
     if reason:
         raise OutputExists(
             f"will not be overwritten: {reason}",
             where=str(path),
-            details=(f"it holds {shown}",),
-            fix="choose another folder, or remove this one yourself",
+            details=(f"would be lost: {_some(lost)}",) if lost else (f"it holds {_some(names)}",),
+            fix="choose another folder, move these files away, or remove the folder yourself"
+            if lost
+            else "choose another folder, or remove this one yourself",
             state=NOTHING_WRITTEN,
         )
 
 
-def _is_checkpoint(path: Path, names: list[str]) -> bool:
-    if MANIFEST_NAME in names or any(name.endswith(".safetensors") for name in names):
-        return True
-    if "config.json" not in names:
-        return False
+def check_replaced(path: Path) -> None:
+    """Raise StoreError if a folder that was replaced, and is about to be deleted, holds more than a checkpoint."""
+    lost = list(itertools.islice(_not_of_checkpoint(path), _SHOWN + 1)) if path.is_dir() else []
+    if lost:
+        raise StoreError(
+            f"the checkpoint that was replaced holds more than a checkpoint, and is kept: {_some(lost)}",
+            where=str(path),
+            fix="move what you need out of it, and remove it",
+        )
+
+
+def check_not_read(path: Path, protected: Sequence[Path]) -> None:
+    """Raise StoreError if a folder that holds anything is, holds, or lies in what the run reads. Links are seen through."""
+    if not path.is_dir() or not any(path.iterdir()):
+        return
+    own, around = _identity(path), _surroundings(path)
+    for place in protected:
+        if _identity(place) in around:
+            how = "is" if _identity(place) == own else "lies in"
+            raise _is_read(path, f"the output folder {how} the input {place}")
+        for name in (place, *_links_in(place)):
+            if any(own in _surroundings(step.parent) or _identity(step) == own for step in _steps(name)):
+                leads = f", which leads to {os.path.realpath(name)}" if name.is_symlink() else ""
+                raise _is_read(path, f"the input {name}{leads} would be lost with the output folder")
+
+
+def _is_read(path: Path, what: str) -> StoreError:
+    return StoreError(what, where=str(path), fix="choose another output folder", state=NOTHING_WRITTEN)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode: equal for two names of one folder, by whatever links and mounts they reach it."""
     try:
-        config = json.loads((path / "config.json").read_bytes())
-    except (OSError, ValueError):
+        about = path.stat()
+    except OSError:
+        return None
+    return about.st_dev, about.st_ino
+
+
+def _surroundings(path: Path) -> set[tuple[int, int]]:
+    """Identities of a folder and of all folders around it."""
+    real = Path(os.path.realpath(path))  # Path.resolve raises for a link to itself
+    return {found for place in (real, *real.parents) if (found := _identity(place)) is not None}
+
+
+def _links_in(folder: Path) -> list[Path]:
+    """The links at the top level of a folder: weight files of hub snapshots, and of those who save space by hand."""
+    try:
+        with os.scandir(folder) as entries:
+            return [folder / entry.name for entry in entries if entry.is_symlink()]
+    except OSError:
+        return []
+
+
+def _steps(path: Path) -> Iterator[Path]:
+    """The path, and every further path on the way if it is a link to a link."""
+    for _ in range(_MAX_LINKS):
+        yield path
+        if not path.is_symlink():
+            return
+        path = Path(os.path.realpath(path.parent)) / path.readlink()
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few names, for a message."""
+    return ", ".join(_shown_name(name) for name in names[:_SHOWN]) + (" and more" if len(names) > _SHOWN else "")
+
+
+def _shown_name(name: str) -> str:
+    """A file's name for a message: as it is, or quoted and escaped if it could not be printed."""
+    return name if name.isprintable() else show(name)
+
+
+def _not_of_checkpoint(path: Path) -> Iterator[str]:
+    """Relative names of what would be lost with a folder, beyond a checkpoint: files, and folders (with a `/`)."""
+    listed = _listed(path)
+    folders = {parent.as_posix() for name in listed for parent in PurePosixPath(name).parents}
+
+    def walk(folder: Path, prefix: str) -> Iterator[str]:
+        try:
+            with os.scandir(folder) as found:
+                entries = sorted(found, key=lambda entry: entry.name)
+        except OSError:  # what cannot be looked at is not known to be ours
+            yield prefix
+            return
+        for entry in entries:
+            name = prefix + entry.name
+            if entry.is_dir(follow_symlinks=False):
+                if name in folders:
+                    yield from walk(folder / entry.name, f"{name}/")
+                else:
+                    yield f"{name}/"
+            elif name not in listed and (listed or entry.is_dir() or not is_checkpoint_file(name)):
+                yield name
+
+    return walk(path, "")
+
+
+def _listed(path: Path) -> frozenset[str]:
+    """What the manifest in a folder lists, itself included; nothing without a manifest that can be believed."""
+    try:
+        manifest = read_manifest(path)
+    except WeightsmithError:
+        return frozenset()
+    return frozenset((MANIFEST_NAME, *manifest.weights, *manifest.files))
+
+
+def _is_checkpoint(path: Path) -> bool:
+    if (path / MANIFEST_NAME).is_file() or any(entry.name.endswith(".safetensors") for entry in path.iterdir()):
+        return True
+    try:
+        config = parse_object(read_bounded(path / "config.json", _MAX_CONFIG_BYTES), "", "", "", unique=False)
+    except WeightsmithError:
         return False
-    return isinstance(config, dict) and ("model_type" in config or "architectures" in config)
+    return "model_type" in config or "architectures" in config
 
 
 def check_file_name(name: str) -> PurePosixPath:

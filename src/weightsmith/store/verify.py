@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightsmith.errors import Corrupt, NotFound
+from weightsmith.formats.carried import is_loaded
+from weightsmith.formats.files import expand_user
 from weightsmith.store import disk
 from weightsmith.store.checksum import hash_bytes
-from weightsmith.store.manifest import MANIFEST_NAME, Manifest, decode_manifest
+from weightsmith.store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from weightsmith.store.reread import Progress, Stored, reread
 from weightsmith.store.staging import hash_file, list_files
 
@@ -25,7 +27,7 @@ class Report:
     tensors  number of tensors read and found right
     files    number of other files read and found right
     nbytes   bytes read
-    extra    files that are not of the checkpoint, and that no loader takes for weights: a note, a cache
+    extra    files that are not of the checkpoint, and that no loader reads: a note, a cache
     """
 
     folder: Path
@@ -42,23 +44,22 @@ def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progre
     threads   threads that read and hash, 4 MiB of memory each
     progress  called with (bytes of tensors done, in all)
 
-    Raises Corrupt, whose details name every damaged tensor, header and file, every missing file, and weight files
-    that are not of the checkpoint; NotFound when there is no manifest.
+    Raises Corrupt, whose details name every damaged tensor, header and file, every missing file, and files that are not of the
+    checkpoint and that a loader would read (weights, adapters, a tokenizer); NotFound when there is no manifest, FormatError
+    when it is none of weightsmith's.
     """
-    root = Path(folder)
-    path = root / MANIFEST_NAME
-    try:
-        manifest = decode_manifest(path.read_bytes(), str(path))
-    except (FileNotFoundError, NotADirectoryError) as error:
+    root = expand_user(folder)
+    if not os.path.lexists(root / MANIFEST_NAME):
         raise NotFound(
             "there is no manifest, so nothing to compare with" if root.is_dir() else "there is no such folder",
-            where=str(path if root.is_dir() else root),
+            where=str(root / MANIFEST_NAME if root.is_dir() else root),
             fix="verify reads folders written by weightsmith",
-        ) from error
+        )
+    manifest = read_manifest(root)
     problems: list[str] = []
     present = set(list_files(root))
     stray = present - {MANIFEST_NAME, *manifest.weights, *manifest.files}
-    loadable = {name for name in stray if name.endswith((".safetensors", ".safetensors.index.json"))}
+    loadable = {name for name in stray if is_loaded(name)}
     problems += [f"{name}: is not of this checkpoint, and may be loaded with it" for name in sorted(loadable)]
     nbytes = 0
     for name, record in manifest.files.items():

@@ -26,9 +26,9 @@ class WeightFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or create it. Raises OSError, also for a symbolic link."""
+        """Open or create it. Raises OSError, also for a symbolic link; StoreError for a pipe, socket or device."""
         self._path = path
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        self.fd = disk.open_own(path, os.O_RDWR)
         self._direct = -1
 
     def open_direct(self) -> None:
@@ -71,7 +71,8 @@ class WeightFile:
 
     def close(self) -> None:
         """Close both descriptors."""
-        for fd in (self._direct, self.fd):
+        fds = self._direct, self.fd
+        self.fd = self._direct = -1  # first, so that Ctrl-C while they are closed leads to no second close
+        for fd in fds:
             if fd >= 0:
                 os.close(fd)
-        self.fd = self._direct = -1

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from weightsmith.structure.configs import Path, sections, whole_number
 from weightsmith.structure.names import overlap, words
-
-Path = tuple[str, ...]
 
 _COUNT = re.compile(r"^(nlayers?|depth|(\w+_)?(layers?|blocks?|stages?|depth))$")
 # Numbers about layers that are not the number of layers of a stack.
@@ -48,21 +47,17 @@ def is_count_key(key: str) -> bool:
     return _COUNT.match(key) is not None and _NOT_COUNT.search(key) is None
 
 
-def find_counts(config: Mapping[str, Any], path: Path = ()) -> Iterator[Count]:
-    """Every count key of a config, sub-configs included, in the order of the file.
+def find_counts(config: Mapping[str, Any]) -> Iterator[Count]:
+    """Every count key of a config, sub-configs included: the outer before the inner, in the order of the file.
 
-    Where a dict has no number, its list of layer kinds counts the layers.
+    Where a section has no number, its list of layer kinds counts the layers.
     """
-    numbers = 0
-    for key, value in config.items():
-        if isinstance(value, Mapping) and len(path) < 6:
-            yield from find_counts(value, (*path, key))
-        elif isinstance(value, int) and not isinstance(value, bool) and value > 0 and is_count_key(key):
-            numbers += 1
-            yield Count((*path, key), value, words(*path), words(key) - _GENERIC_REST)
-    for key in _LISTS if not numbers else ():
-        if isinstance(listed := config.get(key), list | str) and listed:
-            yield Count((*path, key), len(listed), words(*path), frozenset())
+    for path, section in sections(config):
+        found = {key: n for key, value in section.items() if (n := whole_number(value) or 0) > 0 and is_count_key(key)}
+        yield from (Count((*path, key), n, words(*path), words(key) - _GENERIC_REST) for key, n in found.items())
+        for key in _LISTS if not found else ():
+            if isinstance(listed := section.get(key), list | str) and listed:
+                yield Count((*path, key), len(listed), words(*path), frozenset())
 
 
 def _affinity(stack: frozenset[str], count: Count) -> int:

@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from weightsmith.plans import Block
+from weightsmith.structure.configs import whole_number
 from weightsmith.structure.model import Structure
 from weightsmith.tensors import MAX_STACKED, TensorSpec
 
@@ -47,17 +49,34 @@ GATED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SubMatrix:
     """A matrix (or a vector) in a tensor: the name that it has in an unfused model, its first element, its shape."""
 
     name: str
     offset: int
     shape: tuple[int, ...]
 
+    @property
+    def block(self) -> Block:
+        """Where it is in the tensor."""
+        cols = self.shape[-1]
+        return Block(self.offset, math.prod(self.shape[:-1]), cols, cols)
+
+
+def fused_names(name: str) -> list[str]:
+    """The tensors in which a model with fused matrices would keep a matrix.
+
+    >>> fused_names("layers.0.mlp.up_proj.weight")
+    ['layers.0.mlp.gate_up_proj.weight', 'layers.0.mlp.dense_h_to_4h.weight']
+    """
+    head, leaf, _ = _components(name)
+    parts = {**ATTENTION, **{fused: halves for fused, (*halves, _) in GATED.items()}}
+    return [f"{head}{fused}{name[len(head) + len(leaf) :]}" for fused, named in parts.items() if leaf in named]
+
 
 def fused_parts(
     spec: TensorSpec, specs: Specs, structure: Structure, config: Mapping[str, Any] | None, name: str = ""
-) -> tuple[Part, ...]:
+) -> tuple[SubMatrix, ...]:
     """The matrices of a tensor, in the order of their elements; () when it is one.
 
     specs   of all the tensors of its model; structure and config are the model's
@@ -92,7 +111,7 @@ def fused_parts(
     for e in range(experts):
         place = f"{head}{e}." if experts > 1 else head
         for part, height in rows:
-            found.append(Part(f"{place}{part}.{kind}", offset, (height, *cols)))
+            found.append(SubMatrix(f"{place}{part}.{kind}", offset, (height, *cols)))
             offset += height * math.prod(cols)
     assert offset == spec.size
     return tuple(found)
@@ -145,12 +164,8 @@ def _attention(leaf: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> 
 def _section(name: str, structure: Structure, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of config.json that the tensor's stack is described in: where its number of layers is."""
     found = structure.locate(name) or structure.extra(name)
-    path = found[0].config_path if found is not None else None
-    for key in path[:-1] if path is not None else ():
-        config = config[key]
-    return config if path is not None else {}
+    return found[0].section(config) if found is not None and found[0].config_paths else {}
 
 
 def _count(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+    return max(whole_number(config.get(key)) or 0, 0)

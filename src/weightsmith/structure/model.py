@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weightsmith.errors import LayerError, UnknownName, nearest
+from weightsmith.structure.configs import sections, whole_numbers
 from weightsmith.structure.modules import Modules, find_modules
 from weightsmith.structure.names import INDEX
 from weightsmith.structure.stacks import Stack, find_stacks, main_stack
@@ -166,26 +167,15 @@ def analyse(specs: Iterable[TensorSpec], config: Mapping[str, Any] | None) -> St
     )
 
 
-def layer_signature(structure: Structure, specs: Iterable[TensorSpec]) -> dict[str, tuple[Signature, ...]]:
-    """For each stack prefix, what each of its layers is made of. Extra layers are left out."""
-    found = {stack.prefix: [set[Part]() for _ in range(stack.n_layers)] for stack in structure.stacks}
-    for spec in specs:
-        hit = structure._find(spec.name)
-        if hit is not None and hit[1] < hit[0].n_layers:
-            found[hit[0].prefix][hit[1]].add((spec.name[hit[3] + 1 :], spec.shape))
-    return {prefix: tuple(frozenset(layer) for layer in layers) for prefix, layers in found.items()}
-
-
 def _numbered(layers: Iterable[Signature]) -> tuple[int, ...]:
     """Small ints for signatures, equal for equal ones."""
     seen: dict[Signature, int] = {}
     return tuple(seen.setdefault(layer, len(seen)) for layer in layers)
 
 
-def _expert_counts(config: Mapping[str, Any], depth: int = 0) -> Iterator[int]:
+def _expert_counts(config: Mapping[str, Any]) -> Iterator[int]:
     """Every number of experts in a config, sub-configs included."""
-    for key, value in config.items():
-        if isinstance(value, Mapping) and depth < 6:
-            yield from _expert_counts(value, depth + 1)
-        elif _EXPERT_COUNT.search(key) and not _NOT_EXPERT_COUNT.search(key):
-            yield from (v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int) and v > 1)
+    for _, section in sections(config):
+        for key, value in section.items():
+            if _EXPERT_COUNT.search(key) and not _NOT_EXPERT_COUNT.search(key):
+                yield from (n for n in whole_numbers(value) if n > 1)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weightsmith.structure.stacks import TOWERS, Kind, Stack
+from weightsmith.structure.vocabulary import in_head
 
 WHOLE = "model"
 """Name of the only module of a model that has one."""
@@ -21,7 +22,6 @@ _PROJECTOR = re.compile(
     r"merger|projector|connector|aligner|resampler|adapter|abstractor|multi_?modal|(^|_)mm(_|$)|perceiver|^mlp1$"
 )
 _TEXT_PROJECTOR = re.compile(r"projector|multi_?modal|^(mm|vision|visual|image|img|audio|speech)_|aligner|connector")
-_HEAD = re.compile(r"head|^(score|classifier|embed_out|output|output_layer|proj_out|vocab_proj|cls|mtp|nextn)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Modules:
             return self.rest
         if root is not None:
             return self.roots[root]
-        if self.text is not None and any(_HEAD.search(part) for part in path.split(".")[:2]):
+        if self.text is not None and in_head(path):
             return self.text
         return self.rest
 

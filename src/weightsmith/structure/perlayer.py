@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightsmith.errors import LayerError
+from weightsmith.structure.configs import whole_numbers
 
 _NEVER = re.compile(
     r"label|token|architectures|auto_map|factor|section|mean|std|(^|_)(size|sizes|stride|strides|kernel|dim|dims)$"
@@ -55,7 +56,7 @@ class Remap:
 
 
 def _is_ints(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+    return isinstance(value, list) and len(whole_numbers(value)) == len(value)
 
 
 def is_per_layer(key: str, value: Any, remap: Remap) -> bool:

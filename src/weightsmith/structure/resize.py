@@ -12,7 +12,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from weightsmith.errors import LayerError, UnknownName, nearest
-from weightsmith.structure.counts import Path, is_count_key
+from weightsmith.structure.configs import MAX_DEPTH, Path, section_at, whole_number
+from weightsmith.structure.counts import is_count_key
 from weightsmith.structure.model import Structure
 from weightsmith.structure.names import words
 from weightsmith.structure.perlayer import (
@@ -67,9 +68,9 @@ def resize_config(
 
 def _extra_counts(config: Mapping[str, Any], stack: Stack) -> frozenset[int]:
     """How many prediction layers there may be: those found, and those config.json speaks of (often not published)."""
-    home = _dig(config, stack.config_path[:-1]) if stack.config_path else config
+    home = stack.section(config)
     said = (home.get(key) for key in ("num_nextn_predict_layers", "num_mtp_layers"))
-    return frozenset({stack.n_extra, *(n for n in said if isinstance(n, int))})
+    return frozenset({stack.n_extra, *(n for n in map(whole_number, said) if n is not None)})
 
 
 def _check_source(stack: Stack, remap: Remap) -> None:
@@ -112,7 +113,7 @@ class _Resize:
 
     def run(self) -> list[str]:
         for path in dict.fromkeys(path[:-1] for path in self.stack.config_paths):
-            old, new = _dig(self.old, path), _dig(self.new, path)
+            old, new = section_at(self.old, path), section_at(self.new, path)
             self._walk(old, new, path)
             for rule in rules_for({key: value for key, value in old.items() if self._is_mine(key, path)}):
                 self.explained.append(rule.kinds(old, self.remap.n_old))
@@ -121,7 +122,7 @@ class _Resize:
                     self.notes.append(note)
             self._note_silent(old)
         for path in self.stack.config_paths:
-            home = _dig(self.new, path[:-1])
+            home = section_at(self.new, path[:-1])
             if not isinstance(home[path[-1]], int):
                 continue  # a list that counts by its length: moved already
             home[path[-1]] = self.remap.n_new
@@ -148,7 +149,7 @@ class _Resize:
         """True for a dict that groups settings (`linear_attn_config`), False for the config of another part."""
         owned = self.foreign | {p[:-1] for p in self.stack.config_paths}
         counted = any(is_count_key(key) and isinstance(count, int) for key, count in value.items())
-        return path not in owned and "model_type" not in value and not counted
+        return len(path) <= MAX_DEPTH and path not in owned and "model_type" not in value and not counted
 
     def _is_mine(self, key: str, path: Path) -> bool:
         """False for a key about the other side of an encoder-decoder, a tower, or extra layers."""
@@ -163,12 +164,13 @@ class _Resize:
 
     def _move_list(self, old: Mapping[str, Any], new: dict[str, Any], key: str) -> None:
         value, remap, n_old = old[key], self.remap, self.remap.n_old
-        if key == "attention_types" and "attention_layers" not in old:
-            value = [kind for kinds, times in value for _ in range(times) for kind in kinds]
-            self._set(new, key, [[remap.moved(value), 1]], tuple(value))
-        elif key == "attention_types":
-            # GPT-Neo: attention_layers is this list written out; transformers checks that the two agree.
-            new[key] = [[remap.moved(old["attention_layers"]), 1]]
+        if key == "attention_types":
+            listed = _written_out(value, n_old)
+            if listed and "attention_layers" in old:
+                # GPT-Neo: attention_layers is this list written out; transformers checks that the two agree.
+                new[key] = [[remap.moved(listed), 1]]
+            elif listed:
+                self._set(new, key, [[remap.moved(listed), 1]], tuple(map(repr, listed)))
         elif is_per_layer(key, value, remap):
             kinds: tuple[Hashable, ...] = tuple(repr(v) for v in value[:n_old])
             if key.endswith("_source_layers"):
@@ -238,10 +240,16 @@ class _Resize:
         )
 
 
-def _dig(config: Any, path: Path) -> Any:
-    for key in path:
-        config = config[key]
-    return config
+def _written_out(types: Sequence[Any], n_layers: int) -> list[Any]:
+    """`[[kinds, times], ...]` as one kind for each layer; [] when it is not of that form, or for another number of layers."""
+    listed: list[Any] = []
+    for pair in types:
+        match pair:
+            case [[*kinds], int(times)] if 0 < len(kinds) * times <= n_layers:
+                listed += kinds * times
+            case _:
+                return []
+    return listed if len(listed) == n_layers else []
 
 
 def _nowhere(i: int, n: int) -> Hashable:

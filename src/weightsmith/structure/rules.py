@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from weightsmith.errors import LayerError
+from weightsmith.structure.configs import EXPERT_COUNTS, whole_number, whole_numbers
 from weightsmith.structure.perlayer import Remap
 
 Config = Mapping[str, Any]
@@ -42,11 +43,6 @@ class Rule(Protocol):
     def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap) -> str | None:
         """Make `new` express the new stack; a note of what was changed, or None. Raises LayerError."""
         ...
-
-
-def _int(config: Config, key: str) -> int | None:
-    value = config.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _refuse(key: str, value: Any, wanted: Kinds, names: Mapping[Any, str], why: str) -> LayerError:
@@ -86,7 +82,7 @@ class Threshold:
     active: Callable[[Config], bool] = field(default=lambda _: True)
 
     def applies(self, old: Config) -> bool:
-        return _int(old, self.key) is not None and self.active(old)
+        return whole_number(old.get(self.key)) is not None and self.active(old)
 
     def kinds(self, old: Config, n_layers: int) -> Kinds:
         return tuple(i >= int(old[self.key]) for i in range(n_layers))
@@ -119,7 +115,7 @@ class Tail:
     lists: tuple[str, ...] = ()
 
     def applies(self, old: Config) -> bool:
-        return (_int(old, self.key) or 0) > 0
+        return (whole_number(old.get(self.key)) or 0) > 0
 
     def kinds(self, old: Config, n_layers: int) -> Kinds:
         return tuple(i >= n_layers - int(old[self.key]) for i in range(n_layers))
@@ -152,7 +148,7 @@ class Period:
     active: Callable[[Config], bool] = field(default=lambda _: True)
 
     def applies(self, old: Config) -> bool:
-        return (_int(old, self.key) or 0) > 0 and self.active(old)
+        return (whole_number(old.get(self.key)) or 0) > 0 and self.active(old)
 
     def _kind(self, i: int, period: int) -> Any:
         return self.miss if (i + self.shift) % period else self.hit
@@ -184,7 +180,7 @@ class PeriodOffset:
     lists: tuple[str, ...] = ("layer_types", "layers_block_type")
 
     def applies(self, old: Config) -> bool:
-        return (_int(old, self.period) or 0) > 0 and _int(old, self.offset) is not None
+        return (whole_number(old.get(self.period)) or 0) > 0 and whole_number(old.get(self.offset)) is not None
 
     def kinds(self, old: Config, n_layers: int) -> Kinds:
         return tuple(i % int(old[self.period]) == int(old[self.offset]) for i in range(n_layers))
@@ -211,10 +207,10 @@ class Sparse:
     """Every `decoder_sparse_step`-th layer has experts unless `mlp_only_layers` names it."""
 
     def applies(self, old: Config) -> bool:
-        return (_int(old, "decoder_sparse_step") or 0) > 0 and _has_experts(old)
+        return (whole_number(old.get("decoder_sparse_step")) or 0) > 0 and _has_experts(old)
 
     def kinds(self, old: Config, n_layers: int) -> tuple[bool, ...]:
-        step, dense = int(old["decoder_sparse_step"]), set(old.get("mlp_only_layers") or ())
+        step, dense = int(old["decoder_sparse_step"]), set(whole_numbers(old.get("mlp_only_layers")))
         return tuple((i + 1) % step == 0 and i not in dense for i in range(n_layers))
 
     def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap) -> str | None:
@@ -236,11 +232,11 @@ class MoeSpan:
     """ERNIE's: experts in layers start..end (-1: the last) where (i + 1) % interval == 0."""
 
     def applies(self, old: Config) -> bool:
-        return _int(old, "moe_layer_start_index") is not None and bool(old.get("moe_num_experts", True))
+        return whole_number(old.get("moe_layer_start_index")) is not None and bool(old.get("moe_num_experts", True))
 
     def _span(self, old: Config) -> tuple[int, int, int]:
-        start, end = int(old["moe_layer_start_index"]), _int(old, "moe_layer_end_index")
-        return start, -1 if end is None else end, max(_int(old, "moe_layer_interval") or 1, 1)
+        start, end = int(old["moe_layer_start_index"]), whole_number(old.get("moe_layer_end_index"))
+        return start, -1 if end is None else end, max(whole_number(old.get("moe_layer_interval")) or 1, 1)
 
     def kinds(self, old: Config, n_layers: int) -> tuple[bool, ...]:
         start, end, step = self._span(old)
@@ -293,7 +289,7 @@ class Remainder:
     lists: tuple[str, ...] = ("layer_types", "layers_block_type", "mlp_layer_types")
 
     def applies(self, old: Config) -> bool:
-        return (_int(old, self.key) or 0) > 1 and not _explicit(old, self.lists)
+        return (whole_number(old.get(self.key)) or 0) > 1 and not _explicit(old, self.lists)
 
     def kinds(self, old: Config, n_layers: int) -> Kinds:
         return tuple(i % int(old[self.key]) for i in range(n_layers))
@@ -308,8 +304,7 @@ class Remainder:
 
 
 def _has_experts(config: Config) -> bool:
-    keys = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-    present = [config[key] for key in keys if key in config]
+    present = [config[key] for key in EXPERT_COUNTS if key in config]
     return not present or any(present)
 
 

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from weightsmith.structure.counts import Count, Path, find_counts, is_count_key, match_counts
+from weightsmith.structure.configs import Path, section_at
+from weightsmith.structure.counts import Count, find_counts, is_count_key, match_counts
 from weightsmith.structure.names import INDEX, is_container, words
 
 Kind = Literal["decoder", "encoder", "vision", "audio", "tower", "other"]
@@ -49,6 +50,10 @@ class Stack:
     def config_path(self) -> Path | None:
         """The authoritative key of config.json, e.g. ("text_config", "num_hidden_layers")."""
         return self.config_paths[0] if self.config_paths else None
+
+    def section(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The section of config.json that the stack is described in: where its number of layers is, else the whole."""
+        return section_at(config, (self.config_path or ())[:-1])
 
 
 def kind_of(prefix: str) -> Kind:
@@ -162,10 +167,12 @@ def _settle_mirrors(stacks: tuple[Stack, ...], config: Mapping[str, Any]) -> tup
     for stack in stacks:
         kept = []
         for i, path in enumerate(stack.config_paths):
-            home: Any = config
-            for key in path[:-1]:
-                home = home[key]
-            sides = {word for key in home if is_count_key(key) for word in words(key) & {"encoder", "decoder"}}
+            sides = {
+                word
+                for key in section_at(config, path[:-1])
+                if is_count_key(key)
+                for word in words(key) & {"encoder", "decoder"}
+            }
             theirs = path in owner and owner[path] != stack.kind
             plain = not words(path[-1]) & sides
             if i == 0 and theirs and stack.kind == "encoder":

@@ -10,6 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from weightsmith.errors import FormatError
+from weightsmith.formats.files import show
+from weightsmith.structure.configs import count_of
+
 ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"})
 """How rotary embeddings are written: `rope_parameters` since transformers 5, `rope_theta` and `rope_scaling` before."""
 
@@ -170,11 +174,11 @@ def semantics(config: Mapping[str, Any]) -> dict[str, Any]:
         foreign = KNOWN - defaults.keys() - ROPE
         full = {**defaults, **{key: value for key, value in config.items() if key not in foreign}}
         _write_rope(full, config, model_type)
-    heads = int(full.get("num_attention_heads") or 0)
-    if full.get("num_key_value_heads") is None:
-        full["num_key_value_heads"] = heads
-    if full.get("head_dim") is None and heads and full.get("hidden_size"):
-        full["head_dim"] = int(full["hidden_size"]) // heads
+    heads = count_of(full, "num_attention_heads")
+    given = full.get("num_key_value_heads")
+    full["num_key_value_heads"] = heads if given is None else count_of(full, "num_key_value_heads")
+    if full.get("head_dim") is None and heads and (hidden := count_of(full, "hidden_size")):
+        full["head_dim"] = hidden // heads
     full["layer_types"] = _windows(full, model_type)
     if "sliding_attention" not in full["layer_types"]:
         full["sliding_window"] = None
@@ -194,7 +198,9 @@ def rotary_share(config: Mapping[str, Any]) -> float:
 
 def rope_scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """What says how rotary embeddings are stretched: the old key where both are there, as in transformers."""
-    rope: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise FormatError(f"rope_scaling of config.json is {show(rope)}", fix="it must be an object")
     return rope
 
 
@@ -222,11 +228,13 @@ def _write_rope(full: dict[str, Any], config: Mapping[str, Any], model_type: str
 
 def _windows(full: Mapping[str, Any], model_type: str) -> list[str]:
     """For each layer, `full_attention` or `sliding_attention`."""
-    layers, window = int(full.get("num_hidden_layers") or 0), full.get("sliding_window")
+    layers, window = count_of(full, "num_hidden_layers"), full.get("sliding_window")
     given = full.get("layer_types")
     if not window or full.get("use_sliding_window") is False:
         return ["full_attention"] * layers
     if given:
-        return [str(kind) for kind in given]
-    first = {"qwen2": full.get("max_window_layers"), "qwen3": full.get("max_window_layers"), "smollm3": layers}.get(model_type)
-    return ["sliding_attention" if i >= int(first or 0) else "full_attention" for i in range(layers)]
+        return [str(kind) for kind in given] if isinstance(given, list) else []
+    first = layers if model_type == "smollm3" else 0
+    if model_type in ("qwen2", "qwen3"):
+        first = count_of(full, "max_window_layers")
+    return ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]

@@ -1,35 +1,35 @@
-"""The routing report as a picture: SVG, written without a drawing package."""
+"""Where a router sends tokens as a picture: SVG, written without a drawing package."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
 
-from weightsmith.mixture.routing.report import Report
+from weightsmith.mixture.routing.report import Routing
 
 CELL = 18  # pixels, of one layer and one expert
 LEFT, TOP, GAP = 230, 46, 34
 LOW, HIGH = (247, 250, 253), (8, 64, 129)  # colours of the shares 0 and 1
 
 
-def heat_map(report: Report) -> str:
+def heat_map(routing: Routing) -> str:
     """An SVG: a panel for the texts of each expert, a row for each expert, a column for each layer; dark is a large share.
 
     A cell is the share of the texts' tokens for which the expert comes first in that layer; its number is in the tooltip. A
     router that works is dark in one row of each panel, the one marked with an arrow.
     """
-    layers, experts = report.first.shape[0], len(report.experts)
+    layers, experts = routing.first.shape[0], len(routing.experts)
     panel = experts * CELL + GAP
-    width, height = LEFT + layers * CELL + 20, TOP + len(report.groups) * panel + 24
+    width, height = LEFT + layers * CELL + 20, TOP + len(routing.groups) * panel + 24
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif" font-size="11">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
         '<text x="10" y="20" font-size="13">Share of tokens for which an expert comes first (states of the base)</text>',
     ]
-    for g in range(len(report.groups)):
-        parts += _panel(report, g, TOP + g * panel)
-    bottom = TOP + len(report.groups) * panel
+    for g in range(len(routing.groups)):
+        parts += _panel(routing, g, TOP + g * panel)
+    bottom = TOP + len(routing.groups) * panel
     parts += [
         f'<text x="{LEFT + i * CELL + CELL // 2}" y="{bottom}" text-anchor="middle">{i}</text>'
         for i in range(0, layers, 1 if layers <= 10 else 5)
@@ -37,16 +37,16 @@ def heat_map(report: Report) -> str:
     return "\n".join([*parts, f'<text x="10" y="{bottom}">layer</text>', "</svg>"]) + "\n"
 
 
-def _panel(report: Report, g: int, top: int) -> Iterator[str]:
-    group = report.groups[g]
-    yield f'<text x="10" y="{top + 4}" font-weight="bold">{escape(report.title(group))}, {group.tokens:,} tokens</text>'
-    for e in range(len(report.experts)):
+def _panel(routing: Routing, g: int, top: int) -> Iterator[str]:
+    group = routing.groups[g]
+    yield f'<text x="10" y="{top + 4}" font-weight="bold">{escape(routing.title(group))}, {group.tokens:,} tokens</text>'
+    for e in range(len(routing.experts)):
         y = top + 10 + e * CELL
         mark = "→ " if e == group.expert else ""
-        label = report.label(e)
+        label = routing.label(e)
         label = label if len(label) <= 32 else f"{label[:8]}…{label[-23:]}"
         yield f'<text x="{LEFT - 6}" y="{y + 13}" text-anchor="end">{mark}{escape(label)}</text>'
-        for i, share in enumerate(report.first[:, g, e]):
+        for i, share in enumerate(routing.first[:, g, e]):
             yield (
                 f'<rect x="{LEFT + i * CELL}" y="{y}" width="{CELL - 1}" height="{CELL - 1}" fill="{_colour(share)}">'
                 f"<title>layer {i}: {share:.1%}</title></rect>"

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from weightsmith.errors import ShapeError, Unsupported, WeightsmithError
-from weightsmith.mixture.dense import Dense
-from weightsmith.mixture.routing.materialise import Materialiser
+from weightsmith.mixture.routing.gating import Base
+from weightsmith.products import Bench
+from weightsmith.tensors import TensorSpec
 
 BATCH_TOKENS = 2048
 """Of one batch, padding included: enough to keep a processor busy, and attention masks stay small."""
@@ -40,15 +41,16 @@ class LayerStates:
 
 
 class Decoder:
-    """A module of transformers without weights, and the donor that has them. Made by `build`."""
+    """A module of transformers without weights, and the model that has them. Made by `build`."""
 
-    def __init__(self, dense: Dense, body: Any, layers: nn.ModuleList, embedding: str) -> None:
+    def __init__(self, base: Base, specs: Mapping[str, TensorSpec], body: Any, layers: nn.ModuleList, embedding: str) -> None:
         """Use `build`."""
-        self._dense = dense
+        self._base = base
+        self._specs = specs
         self._body = body
         self._layers = layers
         self._embedding = embedding
-        self._owner, self._stack = _place(dense)
+        self._owner, self._stack = _place(base)
 
     @property
     def max_tokens(self) -> int:
@@ -58,22 +60,21 @@ class Decoder:
     @property
     def vocabulary(self) -> int:
         """Rows of the embedding."""
-        return self._dense.donor.steps[self._name(self._embedding)].out.shape[0]
+        return self._specs[self._name(self._embedding)].shape[0]
 
     @property
     def layer_bytes(self) -> list[int]:
         """Of the weights of each layer, as they are stored."""
-        steps = self._dense.donor.steps
-        names = [[f"{self._dense.prefix}{i}.{n}" for n, _ in layer.named_parameters()] for i, layer in enumerate(self._layers)]
-        return [sum(steps[name].out.nbytes for name in own) for own in names]
+        names = [[f"{self._base.prefix}{i}.{n}" for n, _ in layer.named_parameters()] for i, layer in enumerate(self._layers)]
+        return [sum(self._specs[name].nbytes for name in own) for own in names]
 
-    def embeddings(self, source: Materialiser, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+    def embeddings(self, source: Bench, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
         """The embedding's rows of the tokens of each prompt, as they are stored: float32 [tokens, hidden]."""
         table, place = self._rows(source, prompts)
         return [table[[place[token] for token in ids]] for ids in prompts]
 
     def states(
-        self, source: Materialiser, prompts: Sequence[Sequence[int]], *, device: str = "cpu", batch_tokens: int = BATCH_TOKENS
+        self, source: Bench, prompts: Sequence[Sequence[int]], *, device: str = "cpu", batch_tokens: int = BATCH_TOKENS
     ) -> Iterator[LayerStates]:
         """What each layer sees of each prompt, layer after layer.
 
@@ -88,30 +89,30 @@ class Decoder:
         with torch.inference_mode():
             batches = [_Batch(prompts, chosen, device) for chosen in _batches(prompts, batch_tokens)]
             self._begin(source, batches, prompts, device)
-            room = _Room(source, device)
+            memory = _Memory(source, device)
             for i, layer in enumerate(self._layers):
-                weights = {name: f"{self._dense.prefix}{i}.{name}" for name, _ in layer.named_parameters()}
-                with _loaded(layer, weights, room):
+                weights = {name: f"{self._base.prefix}{i}.{name}" for name, _ in layer.named_parameters()}
+                with _loaded(layer, weights, memory):
                     yield self._run(i, layer, batches, len(prompts))
 
-    def _rows(self, source: Materialiser, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, dict[int, int]]:
+    def _rows(self, source: Bench, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, dict[int, int]]:
         """The embedding's rows of all tokens that the prompts have, and the place of each token in them."""
         used = sorted({token for ids in prompts for token in ids})
         rows = torch.from_numpy(source.rows(self._name(self._embedding), used))
         return rows, {token: i for i, token in enumerate(used)}
 
     def _name(self, parameter: str) -> str:
-        """The donor's name of a parameter of the body."""
+        """The model's name of a parameter of the body."""
         return f"{self._owner}.{parameter}" if self._owner else parameter
 
-    def _begin(self, source: Materialiser, batches: Sequence[_Batch], prompts: Sequence[Sequence[int]], device: str) -> None:
+    def _begin(self, source: Bench, batches: Sequence[_Batch], prompts: Sequence[Sequence[int]], device: str) -> None:
         """Embed every batch and note the arguments of every layer, by running the body without its layers."""
         table, place = self._rows(source, prompts)
         module = self._body.get_submodule(self._embedding.removesuffix(".weight"))
         module.padding_idx = None  # the rows are numbered anew
         module.weight = nn.Parameter(table.to(device), requires_grad=False)
         rest = {n: self._name(n) for n, p in self._body.named_parameters() if p.is_meta and not n.startswith(f"{self._stack}.")}
-        _assign(self._body, rest, _Room(source, device))
+        _assign(self._body, rest, _Memory(source, device))
         for name, buffer in self._body.named_buffers():
             owner, _, leaf = name.rpartition(".")
             self._body.get_submodule(owner)._buffers[leaf] = buffer.to(device)
@@ -136,45 +137,46 @@ class Decoder:
         return LayerStates(i, entering, mlp_input)
 
 
-def build(dense: Dense) -> Decoder | WeightsmithError:
-    """The module of a dense model, without weights; or why transformers cannot build it, or its tensors do not fit.
+def build(base: Base, specs: Mapping[str, TensorSpec]) -> Decoder | WeightsmithError:
+    """The module of a model, without weights; or why transformers cannot build it, or its tensors do not fit.
+
+    specs  of all its tensors, by name
 
     Any class of transformers that calls its layers one after another will do; none is named here.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    donor = dense.donor
-    settings = dict(donor.config)
+    settings = dict(base.config)
     model_type = settings.pop("model_type", "")
     known = "; gate_mode: random needs no hidden states"
     try:
         config = AutoConfig.for_model(model_type, **settings)
         with _Weightless():
             whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        owner, stack = _place(dense)
+        owner, stack = _place(base)
         body = whole.get_submodule(owner)
         layers = body.get_submodule(stack)
         table = body.get_input_embeddings().weight
     except Exception as error:  # whatever a config can make of transformers
         what = f"transformers cannot build a model of type '{model_type}': {str(error).strip().splitlines()[0][:200]}"
-        return Unsupported(what, where=donor.label, fix=f"check its config.json{known}")
+        return Unsupported(what, where=base.label, fix=f"check its config.json{known}")
     embedding = next(name for name, parameter in body.named_parameters() if parameter is table)
     wanted = {f"{owner}.{name}" if owner else name: tuple(p.shape) for name, p in body.named_parameters()}
-    stored = {name: step.out.shape for name, step in donor.steps.items()}
+    stored = {name: spec.shape for name, spec in specs.items()}
     wrong = [
         f"{name}: {list(shape)} by its config.json, {list(stored[name]) if name in stored else 'not there'}"
         for name, shape in wanted.items()
         if stored.get(name) != shape
     ]
-    if wrong or not isinstance(layers, nn.ModuleList) or len(layers) != len(dense.layers):
+    if wrong or not isinstance(layers, nn.ModuleList) or len(layers) != base.layers:
         what = "the tensors are not those of the model that transformers builds from config.json"
-        return ShapeError(what, where=donor.label, details=wrong[:5], fix=f"check its config.json{known}")
-    return Decoder(dense, body, layers, embedding)
+        return ShapeError(what, where=base.label, details=wrong[:5], fix=f"check its config.json{known}")
+    return Decoder(base, specs, body, layers, embedding)
 
 
-def _place(dense: Dense) -> tuple[str, str]:
+def _place(base: Base) -> tuple[str, str]:
     """The module that has the layers, and its name for them: `model` and `layers`."""
-    owner, _, stack = dense.prefix.removesuffix(".").rpartition(".")
+    owner, _, stack = base.prefix.removesuffix(".").rpartition(".")
     return owner, stack
 
 
@@ -256,16 +258,16 @@ def _batches(prompts: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[li
         yield batch
 
 
-class _Room:
+class _Memory:
     """Memory for weights, used again for the next layer: giving it back and asking anew takes longer than filling it."""
 
-    def __init__(self, source: Materialiser, device: str) -> None:
+    def __init__(self, source: Bench, device: str) -> None:
         self._source = source
         self._device = "cpu" if torch.device(device).type == "cpu" else device
         self._free: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
 
     def filled(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """Tensors of the donor in float32 on the device. shapes: by their names."""
+        """Tensors of the model in float32 on the device. shapes: by their names."""
         staged = {name: self._take("cpu", shape) for name, shape in shapes.items()}
         self._source.fill({name: tensor.numpy() for name, tensor in staged.items()})
         if self._device == "cpu":
@@ -286,22 +288,22 @@ class _Room:
 
 
 @contextmanager
-def _loaded(layer: nn.Module, names: Mapping[str, str], room: _Room) -> Iterator[None]:
+def _loaded(layer: nn.Module, names: Mapping[str, str], memory: _Memory) -> Iterator[None]:
     """The layer with its weights; without them afterwards."""
     try:
-        _assign(layer, names, room)
+        _assign(layer, names, memory)
         yield
     finally:
         for module in layer.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 if not parameter.is_meta:
                     module.register_parameter(name, nn.Parameter(parameter.to("meta"), requires_grad=False))
-                    room.free([parameter.data])
+                    memory.free([parameter.data])
 
 
-def _assign(module: nn.Module, names: Mapping[str, str], room: _Room) -> None:
-    """Give parameters their weights in float32. names: of the module's parameters, and of the donor's tensors."""
-    made = room.filled({stored: tuple(module.get_parameter(name).shape) for name, stored in names.items()})
+def _assign(module: nn.Module, names: Mapping[str, str], memory: _Memory) -> None:
+    """Give parameters their weights in float32. names: of the module's parameters, and of the model's tensors."""
+    made = memory.filled({stored: tuple(module.get_parameter(name).shape) for name, stored in names.items()})
     for name, stored in names.items():
         owner, _, leaf = name.rpartition(".")
         module.get_submodule(owner).register_parameter(leaf, nn.Parameter(made[stored], requires_grad=False))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsmith.errors import NotFound, ParameterError, SyntaxProblem, WeightsmithError
+from weightsmith.formats.files import expand_user
 from weightsmith.recipe import Expert
 
 MAX_BYTES = 4 << 20
@@ -25,9 +26,14 @@ class Texts:
     whole: Mapping[str, str] | None = None
 
     @property
-    def told(self) -> bool:
+    def has_prompts(self) -> bool:
         """There is something that the expert is for."""
         return bool(self.positive or (self.whole or {}).get("positive"))
+
+    @property
+    def has_held_out(self) -> bool:
+        """There is something to try the router on."""
+        return bool(self.held_out or (self.whole or {}).get("held_out"))
 
     @property
     def said(self) -> tuple[object, ...]:
@@ -48,7 +54,7 @@ def read_texts(expert: Expert, folder: Path, prompt_tokens: int | None) -> tuple
     read: dict[str, str] = {}
     for key, what in (("prompts_file", "positive"), ("held_out_file", "held_out")):
         if name := getattr(expert, key):
-            text = _read(folder / Path(name).expanduser(), expert.section.at(key))
+            text = _read(folder / expand_user(name), expert.section.at(key))
             if isinstance(text, WeightsmithError):
                 problems.append(text)
             else:
@@ -148,13 +154,17 @@ def _full(rows: Any) -> tuple[Row, ...]:
     return tuple(row for row in rows if len(row.ids) > row.start)
 
 
-def too_long(rows: Sequence[Rows], experts: Sequence[Expert], limit: int) -> list[WeightsmithError]:
-    """An error for each expert with a prompt longer than the model's positions. limit: tokens."""
+def too_long(rows: Sequence[Rows], names: Sequence[tuple[str, str]], limit: int) -> list[WeightsmithError]:
+    """An error for each expert with a prompt longer than the model's positions.
+
+    names  of each expert's model, and the position of its entry in the recipe
+    limit  tokens
+    """
     problems: list[WeightsmithError] = []
-    for own, expert in zip(rows, experts, strict=True):
+    for own, (name, where) in zip(rows, names, strict=True):
         longest = max((len(r.ids) for r in (*own.positive, *own.negative, *own.held_out)), default=0)
         if longest > limit:
-            what = f"a prompt of {expert.model} has {longest:,} tokens, and the base takes at most {limit:,}"
+            what = f"a prompt of {name} has {longest:,} tokens, and the base takes at most {limit:,}"
             fix = "shorten it; a text file is cut into rows with prompt_tokens: 512"
-            problems.append(ParameterError(what, where=expert.section.where, fix=fix))
+            problems.append(ParameterError(what, where=where, fix=fix))
     return problems

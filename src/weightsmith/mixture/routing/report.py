@@ -39,7 +39,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Routing:
     """Shares of tokens, float64 [layers, groups, experts].
 
     experts    as the recipe names them, in the order of the router's rows
@@ -65,7 +65,7 @@ class Report:
     def title(self, group: Group) -> str:
         """Which texts these are.
 
-        >>> Report(("fr", "de"), 2, (), np.zeros(0), np.zeros(0)).title(Group(1, True, 9))
+        >>> Routing(("fr", "de"), 2, (), np.zeros(0), np.zeros(0)).title(Group(1, True, 9))
         'held-out texts of 1 de'
         """
         return f"{'held-out texts' if group.held_out else 'prompts'} of {self.label(group.expert)}"
@@ -87,16 +87,6 @@ class Report:
                 for g, group in enumerate(self.groups)
             ],
         }
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Report:
-        """A report from what `to_json` gave."""
-        texts = data["texts"]
-        groups = tuple(Group(t["expert"], t["held_out"], t["tokens"]) for t in texts)
-        first, sent = (
-            np.array([t[key] for t in texts], np.float64).swapaxes(0, 1) for key in ("first_by_layer", "sent_by_layer")
-        )
-        return cls(tuple(data["experts"]), data["experts_per_token"], groups, first, sent)
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Head and rows: for each group, what each expert gets first (mean over layers), and what its own gets."""
@@ -149,21 +139,21 @@ class Counter:
 
     def __init__(self, experts: Sequence[str], per_token: int, groups: Sequence[Group], layers: int) -> None:
         shape = layers, len(groups), len(experts)
-        self._report = Report(tuple(experts), per_token, tuple(groups), np.zeros(shape), np.zeros(shape))
+        self._routing = Routing(tuple(experts), per_token, tuple(groups), np.zeros(shape), np.zeros(shape))
 
     def add(self, layer: int, group: int, logits: npt.NDArray[np.float64]) -> None:
         """Count the tokens of a group. logits: [tokens, experts]; of equal ones the first expert's counts as larger."""
         order = np.argsort(-logits, axis=1, kind="stable")
         n = logits.shape[1]
         first = np.bincount(order[:, 0], minlength=n)
-        sent = np.bincount(order[:, : self._report.per_token].reshape(-1), minlength=n)
-        self._report.first[layer, group] = first / len(logits)
-        self._report.sent[layer, group] = sent / len(logits)
+        sent = np.bincount(order[:, : self._routing.per_token].reshape(-1), minlength=n)
+        self._routing.first[layer, group] = first / len(logits)
+        self._routing.sent[layer, group] = sent / len(logits)
 
     @property
-    def report(self) -> Report:
+    def routing(self) -> Routing:
         """What was counted so far."""
-        return self._report
+        return self._routing
 
 
 def runs(layers: Sequence[int] | npt.NDArray[np.intp]) -> str:

@@ -4,119 +4,91 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from weightsmith._version import __version__
 from weightsmith.checkpoint import Checkpoint, open_checkpoint
 from weightsmith.errors import Finding, PlanError, Unsupported, WeightsmithError
+from weightsmith.formats.carried import left_out_findings
 from weightsmith.formats.hf_folder import natural_key
-from weightsmith.jobs.operations import COPY, JOIN
 from weightsmith.mixture.assembly import Assembly
 from weightsmith.mixture.packages import missing
-from weightsmith.mixture.prepared import PreparedMixture
 from weightsmith.mixture.surgery.counts import groups as router_groups
 from weightsmith.mixture.surgery.counts import with_experts
-from weightsmith.mixture.surgery.experts import Block, Slab, find_blocks
-from weightsmith.mixture.surgery.matching import match
-from weightsmith.mixture.surgery.neurons import Carrier, carriers
-from weightsmith.mixture.surgery.permuted import Permuted
-from weightsmith.mixture.surgery.selection import Group, Groups, Selection
+from weightsmith.mixture.surgery.experts import ExpertLayer, Stacked, find_blocks
+from weightsmith.mixture.surgery.matching import MatchedPair, matching, read_matched
+from weightsmith.mixture.surgery.neurons import neuron_tensors
+from weightsmith.mixture.surgery.selection import ExpertGroup, ExpertSelection, Groups
+from weightsmith.options import RecipeOptions
 from weightsmith.planner.build import Prepared
 from weightsmith.planner.config import output_config
 from weightsmith.planner.dtypes import DTypes, kept_specs
+from weightsmith.planner.encode import check_name, quantise
 from weightsmith.planner.inputs import at, open_models
-from weightsmith.planner.steps import MERGED_EXPERTS, PRUNED, Dropped, Plan, Settings, Source, Step, Window
+from weightsmith.plans import CAST, COPY, JOIN, Block, Dropped, Made, Plan, Product, Read, Settings, Step
 from weightsmith.recipe import Surgery
 from weightsmith.structure import analyse
 from weightsmith.tensors import DType, TensorSpec
 
-if TYPE_CHECKING:
-    from weightsmith.mixture.routing.route import Progress
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """An expert whose neurons are to match those of another: what carries them in both, and its name in `Permuted`."""
-
-    owner: str
-    first: Mapping[str, Carrier]
-    other: Mapping[str, Carrier]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the expert that is matched."""
-        return sum(c.shape[0] * c.shape[1] * c.spec.dtype.itemsize for c in self.other.values())
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedSurgery(PreparedMixture):
-    """A plan whose neurons are not matched yet."""
-
-    permuted: Permuted
-    pairs: tuple[Pair, ...]
-
-    def fill(
-        self,
-        folder: Path | None = None,
-        *,
-        report: bool | None = None,
-        device: str = "cpu",
-        progress: Progress | None = None,
-    ) -> None:
-        """Match the neurons, one pair of experts after the other. There is no routing to report."""
-        total = sum(pair.nbytes for pair in self.pairs)
-        done = 0
-        for pair in self.pairs:
-            self.permuted.order(pair.owner, match(self.permuted.source, pair.first, pair.other, pair.owner))
-            done += pair.nbytes
-            if progress is not None:
-                progress(done, total)
+_PRUNED = Made(
+    "prune_experts",
+    f"Mixture of experts from which experts were left out with weightsmith {__version__}.",
+    "What is left is as it was; it was not trained since.",
+)
+_MERGED = Made(
+    "merge_experts",
+    f"Mixture of experts of which some were averaged into one with weightsmith {__version__}.",
+    "The result was not trained since.",
+)
 
 
 def prepare_surgery(
     recipe: Surgery,
+    options: RecipeOptions,
     problems: Sequence[WeightsmithError] = (),
     *,
-    out_dtype: DType | None = None,
-    max_shard_bytes: int = 5_000_000_000,
     folder: Path = Path(),
-) -> PreparedSurgery:
+) -> Prepared:
     """Plan a recipe that has been read.
 
-    problems   found while it was read
-    out_dtype  overrides the recipe's
-    folder     where the path of a saliency file starts
+    problems  found while it was read
+    folder    where the path of a saliency file starts
 
     Raises PlanError with all problems. No tensor data is read.
     """
     with ExitStack() as stack:
-        asked = out_dtype or recipe.dtype
-        checkpoint, found = _open(recipe, asked, stack)
+        asked = options.out_dtype or recipe.dtype
+        problems = [*problems, *check_name(options.quantize)]
+        checkpoint, found = _open(recipe, asked, options.quantize, stack)
         if checkpoint is None:
             raise PlanError([*problems, *found])
-        specs = {name: tensor.spec for name, tensor in checkpoint.tensors.items()}
+        specs = dict(checkpoint.specs)
         blocks, found = find_blocks(specs.values(), str(recipe.model))
         if found:
             raise PlanError([*problems, *(at(problem, recipe.model.where) for problem in found)])
-        selection = Selection(recipe, blocks, folder)
+        selection = ExpertSelection(recipe, blocks, folder)
         surgeon = _Surgeon(recipe, checkpoint, blocks, selection, asked)
         config = surgeon.config()
         if problems or selection.problems or surgeon.problems:
             raise PlanError([*problems, *selection.problems, *surgeon.problems])
-        prepared = surgeon.prepare(config, max_shard_bytes)
+        prepared = surgeon.prepare(config, options.max_shard_bytes)
+        prepared = replace(prepared, plan=quantise(prepared.plan, options.quantize))
         stack.pop_all()
         return prepared
 
 
-def _open(recipe: Surgery, asked: DType | None, stack: ExitStack) -> tuple[Checkpoint | None, list[WeightsmithError]]:
+def _open(
+    recipe: Surgery, asked: DType | None, quantize: str | None, stack: ExitStack
+) -> tuple[Checkpoint | None, list[WeightsmithError]]:
     """The model. Experts that only move may be quantised: their codes and scales move with them."""
     ref = recipe.model
-    if recipe.prune is None or asked is not None or ref.lora is not None:
+    if recipe.prune is None or asked is not None or quantize is not None or ref.lora is not None:
         opened, problems = open_models([ref], stack)
         return opened[0], problems
     try:
-        checkpoint = open_checkpoint(ref.path, revision=ref.revision or None)
+        checkpoint = open_checkpoint(ref.path, revision=ref.revision or None, raw=True)
     except WeightsmithError as error:
         return None, [at(error, ref.where)]
     stack.callback(checkpoint.close)
@@ -125,7 +97,12 @@ def _open(recipe: Surgery, asked: DType | None, stack: ExitStack) -> tuple[Check
 
 class _Surgeon:
     def __init__(
-        self, recipe: Surgery, checkpoint: Checkpoint, blocks: Sequence[Block], selection: Selection, asked: DType | None
+        self,
+        recipe: Surgery,
+        checkpoint: Checkpoint,
+        blocks: Sequence[ExpertLayer],
+        selection: ExpertSelection,
+        asked: DType | None,
     ) -> None:
         self.recipe = recipe
         self.checkpoint = checkpoint
@@ -134,11 +111,10 @@ class _Surgeon:
         self.asked = asked
         self.problems: list[WeightsmithError] = []
         self.warnings: list[Finding] = list(recipe.findings)
-        self.specs = {name: tensor.spec for name, tensor in checkpoint.tensors.items()}
+        self.specs = dict(checkpoint.specs)
         self.dtypes = DTypes(asked, [kept_specs(checkpoint)])
         self.settings: dict[tuple[float, ...], int] = {}
-        self.permuted = Permuted(checkpoint)
-        self.pairs: list[Pair] = []
+        self.products: list[Product] = []
         merge = recipe.merge.values if recipe.merge is not None else {}
         self.matched: bool = merge.get("match", False)
         self.mean_router = merge.get("router") == "mean"
@@ -163,7 +139,7 @@ class _Surgeon:
     def _check_merge(self) -> None:
         """Experts can be averaged, and matched where that is asked for."""
         block = self.blocks[0]
-        tensors = [*(spec for parts in block.own for spec in parts.values()), *(slab.spec for slab in block.fused)]
+        tensors = [*(spec for parts in block.own for spec in parts.values()), *(stacked.spec for stacked in block.fused)]
         codes = next((spec for spec in tensors if not spec.dtype.floating), None)
         if codes is not None:
             self.problems.append(Unsupported(f"{codes.dtype} cannot be averaged", where=codes.name))
@@ -175,7 +151,7 @@ class _Surgeon:
             packages = missing(("scipy",), "experts that are matched", "match: false needs nothing")
             self.problems += [at(problem, section.at("match")) for problem in packages]
             try:
-                carriers(block, 0, self.checkpoint.config or {})
+                neuron_tensors(block, 0, self.checkpoint.config or {})
             except WeightsmithError as error:
                 self.problems.append(at(error, section.at("match")))
 
@@ -192,59 +168,57 @@ class _Surgeon:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def prepare(self, config: dict[str, Any], max_shard_bytes: int) -> PreparedSurgery:
+    def prepare(self, config: dict[str, Any], max_shard_bytes: int) -> Prepared:
         steps: list[Step] = []
         moved: set[str] = set()
         for block in self.blocks:
             groups = self.selection.groups[block.layer]
-            keep = groups if self.mean_router else tuple(Group(group.experts[:1]) for group in groups)
+            keep = groups if self.mean_router else tuple(ExpertGroup(group.experts[:1]) for group in groups)
             sources = self._sources(block, groups)
             steps += [step for i, group in enumerate(groups) for step in self._own(block, i, group, sources)]
-            steps += [self._slab(block, slab, groups, sources) for slab in block.fused]
-            steps += [self._slab(block, slab, keep, {}) for slab in block.router]
+            steps += [self._stacked(block, stacked, groups, sources) for stacked in block.fused]
+            steps += [self._stacked(block, stacked, keep, {}) for stacked in block.router]
             moved |= {spec.name for parts in block.own for spec in parts.values()}
-            moved |= {slab.spec.name for slab in (*block.fused, *block.router)}
+            moved |= {stacked.spec.name for stacked in (*block.fused, *block.router)}
         for name, spec in self.specs.items():
             if name not in moved:
-                steps.append(self._step(name, spec.shape, spec, [Source(0, name)]))
+                steps.append(self._step(name, spec.shape, spec, [Read(0, name)]))
         steps.sort(key=lambda step: natural_key(step.out.name))
-        return PreparedSurgery(self._prepared(steps, config, max_shard_bytes), self.permuted, tuple(self.pairs))
+        return self._prepared(steps, config, max_shard_bytes)
 
-    def _sources(self, block: Block, groups: Groups) -> dict[tuple[int, str], Source]:
+    def _sources(self, block: ExpertLayer, groups: Groups) -> dict[tuple[int, str], Read]:
         """Where to read, instead of the model, what belongs to an expert whose neurons are matched: by expert and key."""
-        found: dict[tuple[int, str], Source] = {}
+        found: dict[tuple[int, str], Read] = {}
+        config, pairs = self.checkpoint.config or {}, []
         for group in groups if self.matched else ():
-            first = carriers(block, group.experts[0], self.checkpoint.config or {})
+            first = neuron_tensors(block, group.experts[0], config)
             for e in group.experts[1:]:
-                owner = f"{block.prefix}experts.{e}"
-                other = carriers(block, e, self.checkpoint.config or {})
-                self.pairs.append(Pair(owner, first, other))
-                for key, carrier in other.items():
-                    name = carrier.spec.name if block.own else f"{key}[{e}]"
-                    self.permuted.add(name, carrier, owner)
-                    found[e, key] = Source(1, name)
+                pair = MatchedPair(f"{block.prefix}experts.{e}", first, neuron_tensors(block, e, config))
+                pairs.append(pair)
+                found |= {(e, key): read_matched(pair.owner, tensor) for key, tensor in pair.other.items()}
+        if pairs:
+            self.products.append(matching(block.layer, pairs, self.checkpoint.ref))
         return found
 
-    def _own(self, block: Block, new: int, group: Group, sources: Mapping[tuple[int, str], Source]) -> list[Step]:
+    def _own(self, block: ExpertLayer, new: int, group: ExpertGroup, sources: Mapping[tuple[int, str], Read]) -> list[Step]:
         """The tensors of new expert `new`, where experts have their own."""
         steps = []
         for part, spec in block.own[group.experts[0]].items() if block.own else ():
-            inputs = [sources.get((e, part)) or Source(0, block.name(e, part)) for e in group.experts]
+            inputs = [sources.get((e, part)) or Read(0, block.name(e, part)) for e in group.experts]
             steps.append(self._step(block.name(new, part), spec.shape, spec, inputs, group.shares))
         return steps
 
-    def _slab(self, block: Block, slab: Slab, groups: Groups, sources: Mapping[tuple[int, str], Source]) -> Step:
+    def _stacked(self, block: ExpertLayer, stacked: Stacked, groups: Groups, sources: Mapping[tuple[int, str], Read]) -> Step:
         """A tensor of all experts: runs of experts that stay side by side are one piece."""
-        spec, run = slab.spec, slab.run(block.experts)
+        spec, run = stacked.spec, stacked.run(block.experts)
         dtype = self._dtype(spec)
         pieces: list[Step] = []
         for first, group, n in _runs(groups):
-            window = [Window(e * run, 1, n * run, n * run) for e in group.experts]
             inputs = [
-                sources.get((e, spec.name)) or Source(0, spec.name, w) for e, w in zip(group.experts, window, strict=True)
+                sources.get((e, spec.name)) or Read(0, spec.name, Block(e * run, 1, n * run, n * run)) for e in group.experts
             ]
-            pieces.append(self._step(f"{spec.name}[{first}]", slab.shape(n), spec, inputs, group.shares, dtype))
-        out = TensorSpec(spec.name, dtype, slab.shape(len(groups)))
+            pieces.append(self._step(f"{spec.name}[{first}]", stacked.shape(n), spec, inputs, group.shares, dtype))
+        out = TensorSpec(spec.name, dtype, stacked.shape(len(groups)))
         return Step(out, JOIN, (), pieces=tuple(pieces))
 
     def _step(
@@ -252,54 +226,58 @@ class _Surgeon:
         name: str,
         shape: tuple[int, ...],
         stored: TensorSpec,
-        inputs: Sequence[Source],
+        inputs: Sequence[Read],
         shares: tuple[float, ...] = (),
         dtype: DType | None = None,
     ) -> Step:
         """A copy of one input, or the mean of several. stored: what the inputs are in the model."""
         out = TensorSpec(name, dtype or self._dtype(stored), shape)
         if len(inputs) == 1:
-            return Step(out, COPY if out.dtype is stored.dtype else "cast", tuple(inputs))
+            return Step(out, COPY if out.dtype is stored.dtype else CAST, tuple(inputs))
         return Step(out, "linear", tuple(inputs), settings=self.settings.setdefault(shares, len(self.settings) + 1))
 
     def _dtype(self, spec: TensorSpec) -> DType:
-        return self.dtypes.of([Source(0, spec.name)]) if spec.dtype.floating else spec.dtype
+        return self.dtypes.of([Read(0, spec.name)]) if spec.dtype.floating else spec.dtype
 
     # --- the rest of the plan ----------------------------------------------------------------------------------------
 
     def _prepared(self, steps: Sequence[Step], config: dict[str, Any], max_shard_bytes: int) -> Prepared:
         assembly = Assembly()
         assembly.add(self.checkpoint)
-        if self.pairs:
-            assembly.add(self.permuted)
         structure = analyse(self.specs.values(), self.checkpoint.config)
         if self.checkpoint.quantised is None:
             written = [step.out for step in steps]
             config, _ = output_config(config, structure, {}, written, stored=self.specs, asked=self.asked, untie=False)
         means = [Settings({"normalize": True}, tuple({"weight": share} for share in shares)) for shares in self.settings]
         plan = Plan(
-            method=PRUNED if self.recipe.prune is not None else MERGED_EXPERTS,
+            made=_PRUNED if self.recipe.prune is not None else _MERGED,
             models=tuple(assembly.models),
             steps=tuple(steps),
             settings=(*assembly.settings, *means),
+            products=tuple(self.products),
             dropped=self._dropped(steps),
             config=config,
             carried=tuple(file for file in self.checkpoint.files if file != "config.json"),
             max_shard_bytes=max_shard_bytes,
-            warnings=tuple(dict.fromkeys([*self.warnings, *self.dtypes.findings()])),
+            warnings=tuple(
+                dict.fromkeys(
+                    [*self.warnings, *self.dtypes.findings(), *left_out_findings(self.checkpoint.left_out, self.checkpoint.ref)]
+                )
+            ),
             recipe=self.recipe.text,
         )
-        return Prepared(plan, tuple(assembly.inputs), structure)
+        named = (self.selection.saliency_path,) if self.selection.saliency_path is not None else ()
+        return Prepared(plan, tuple(assembly.inputs), structure, named=named)
 
     def _dropped(self, steps: Sequence[Step]) -> tuple[Dropped, ...]:
-        """Tensors of experts that are left out. Those of matched experts are read by way of `permuted`."""
-        used = {source.tensor for step in steps for leaf in step.leaves for source in leaf.inputs}
-        return tuple(Dropped(0, name, "its expert is left out") for name in self.specs if name not in used and not self.pairs)
+        """Tensors of experts that are left out."""
+        used = {read.tensor for step in steps for read in step.reads}
+        return tuple(Dropped(0, name, "its expert is left out") for name in self.specs if name not in used)
 
 
-def _runs(groups: Groups) -> list[tuple[int, Group, int]]:
+def _runs(groups: Groups) -> list[tuple[int, ExpertGroup, int]]:
     """New number, group, and how many: experts that are alone in their groups, and stay side by side, are one run."""
-    found: list[tuple[int, Group, int]] = []
+    found: list[tuple[int, ExpertGroup, int]] = []
     for new, group in enumerate(groups):
         if found and len(group.experts) == 1:
             first, before, n = found[-1]

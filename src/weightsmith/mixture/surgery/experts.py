@@ -29,7 +29,7 @@ _PART_OF_BLOCK = re.compile(r"(experts|gate|router|moe\w*|(shared_)?experts?\w*)
 
 
 @dataclass(frozen=True, slots=True)
-class Slab:
+class Stacked:
     """A tensor of which each expert has an equal run of elements, one after another.
 
     spec  [E, ...] or [1, E]
@@ -49,7 +49,7 @@ class Slab:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ExpertLayer:
     """The experts of one layer and their router.
 
     prefix   of their names: `model.layers.3.mlp.`
@@ -64,8 +64,8 @@ class Block:
     layer: str
     experts: int
     own: tuple[Mapping[str, TensorSpec], ...]
-    fused: tuple[Slab, ...]
-    router: tuple[Slab, ...]
+    fused: tuple[Stacked, ...]
+    router: tuple[Stacked, ...]
 
     def name(self, expert: int, part: str) -> str:
         """The name of a tensor of one expert."""
@@ -74,10 +74,10 @@ class Block:
     @property
     def scaled(self) -> str:
         """A tensor of factors on what experts give, by which they cannot be averaged as they are; "" when there is none."""
-        return next((slab.spec.name for slab in self.router if slab.spec.name.endswith("per_expert_scale")), "")
+        return next((stacked.spec.name for stacked in self.router if stacked.spec.name.endswith("per_expert_scale")), "")
 
 
-def find_blocks(specs: Iterable[TensorSpec], label: str) -> tuple[list[Block], list[WeightsmithError]]:
+def find_blocks(specs: Iterable[TensorSpec], label: str) -> tuple[list[ExpertLayer], list[WeightsmithError]]:
     """The blocks of a model in the order of their layers, and why experts cannot be told apart. label: for messages.
 
     >>> from weightsmith.tensors import DTYPES
@@ -113,7 +113,7 @@ class _Finder:
     def __init__(self, prefixes: Iterable[str], label: str) -> None:
         self.label = label
         self.problems: list[WeightsmithError] = []
-        self.found = 0  # problems, those that are told once for many layers too
+        self.found = 0  # problems, those that are reported once for many layers too
         self.layers = self._layers(list(prefixes))
 
     def problem(self, what: str, where: str = "", fix: str = "", details: Sequence[str] = ()) -> None:
@@ -160,15 +160,15 @@ class _Finder:
         own: Mapping[int, Mapping[str, TensorSpec]],
         fused: Sequence[TensorSpec],
         beside: Sequence[TensorSpec],
-    ) -> Block | None:
+    ) -> ExpertLayer | None:
         before = self.found
         n = len(own) or next(spec.shape[0] for spec in fused if len(spec.shape) == 3)
         experts = tuple(own[e] for e in sorted(own))
         self._check_own(prefix, own)
         if self.found > before:
             return None
-        slabs: list[Slab] = []
-        router: list[Slab] = []
+        stacks: list[Stacked] = []
+        router: list[Stacked] = []
         for spec in beside:
             inner = spec.name.removeprefix(prefix)
             axis = next((k for k, size in enumerate(spec.shape[:2]) if size == n and set(spec.shape[:k]) <= {1}), None)
@@ -180,15 +180,15 @@ class _Finder:
             elif axis is None:
                 self.problem(f"there are {n} experts, and this tensor is {list(spec.shape)}", spec.name)
             elif _ROUTER.fullmatch(inner):
-                router.append(Slab(spec, axis))
+                router.append(Stacked(spec, axis))
             else:
-                slabs.append(Slab(spec, axis))
-        rows = [slab for slab in router if _ROWS.fullmatch(slab.spec.name.removeprefix(prefix))]
+                stacks.append(Stacked(spec, axis))
+        rows = [stacked for stacked in router if _ROWS.fullmatch(stacked.spec.name.removeprefix(prefix))]
         if self.found == before and len(rows) != 1:
             self.problem(f"{len(rows)} routers are found for the experts, and not one", f"{prefix}experts")
         if self.found > before:
             return None
-        return Block(prefix, self.layers[prefix], n, experts, tuple(slabs), tuple(router))
+        return ExpertLayer(prefix, self.layers[prefix], n, experts, tuple(stacks), tuple(router))
 
     def _check_own(self, prefix: str, own: Mapping[int, Mapping[str, TensorSpec]]) -> None:
         """Experts are numbered from 0 on, and have the same tensors."""

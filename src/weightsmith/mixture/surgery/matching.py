@@ -2,51 +2,110 @@
 
 Ainsworth et al. 2022, https://arxiv.org/abs/2209.04836, section 3.2; for experts, M-SMoE (Li et al. 2023,
 https://arxiv.org/abs/2310.01334, section 3.1). With both layers of an MLP known it is one linear assignment and no iteration.
+
+The orders of one layer's experts are a `neuron_order` product; `read_matched` reads a tensor in such an order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import NonFinite
-from weightsmith.mixture.surgery.neurons import Carrier
+from weightsmith.mixture.surgery.neurons import NeuronTensor, Pattern, neurons_of, places_of
+from weightsmith.plans import COPY, Gather, Product, Read, Step
+from weightsmith.products import Bench, Kind
+from weightsmith.products.base import Arrays, Floats
+from weightsmith.tensors import DTYPES, TensorSpec
 
 
-def match(
-    checkpoint: Checkpoint, first: Mapping[str, Carrier], other: Mapping[str, Carrier], owner: str
-) -> npt.NDArray[np.int64]:
-    """The order of `other`'s neurons that comes nearest to `first`: order[i] does what neuron i of `first` does.
+@dataclass(frozen=True, slots=True)
+class MatchedPair:
+    """An expert whose neurons are to match those of another: its name, and what carries the neurons in both."""
 
-    It has the least Σ (first - reordered other)² over gate, up, down and the biases of neurons. owner: names `other` in
-    messages.
+    owner: str
+    first: Mapping[str, NeuronTensor]
+    other: Mapping[str, NeuronTensor]
 
-    Inner products are float32; where two orders are equal within their rounding, which one is taken depends on the
-    machine's BLAS. Memory: I² and 2 I H float32, for I neurons of H numbers. Raises NonFinite.
+
+def read_matched(owner: str, tensor: NeuronTensor) -> Read:
+    """A tensor of an expert, or its run of one, with the neurons in the order of the product."""
+    return Read(0, tensor.spec.name, Gather(_table(owner, tensor.pattern), tensor.block, tensor.axis))
+
+
+def matching(layer: str, pairs: Sequence[MatchedPair], label: str) -> Product:
+    """The product that orders the neurons of the experts of one layer. label: of the model, for messages."""
+    steps: dict[str, Step] = {}
+    outs, described = [], []
+    for pair in pairs:
+        keys = []
+        for key, tensor in pair.first.items():
+            both = [_step(tensor), _step(pair.other[key])]
+            steps |= {step.out.name: step for step in both}
+            keys.append([*(step.out.name for step in both), tensor.axis, tensor.pattern])
+        neurons = next(iter(pair.other.values())).neurons
+        patterns: dict[Pattern, None] = dict.fromkeys(tensor.pattern for tensor in pair.other.values())
+        for pattern in patterns:
+            size = neurons if pattern == "plain" else 2 * neurons
+            outs.append(TensorSpec(_table(pair.owner, pattern), DTYPES["I32"], (size,)))
+        described.append({"owner": pair.owner, "neurons": neurons, "matrices": keys, "patterns": list(patterns)})
+    settings = {"label": label, "pairs": described}
+    return Product(f"neuron order of layer {layer}", "neuron_order", tuple(outs), settings, tuple(steps.values()))
+
+
+def _table(owner: str, pattern: Pattern) -> str:
+    return f"{owner}: order" if pattern == "plain" else f"{owner}: order of {pattern}"
+
+
+def _step(tensor: NeuronTensor) -> Step:
+    """What carries neurons, as a matrix of its own."""
+    name = f"{tensor.spec.name}[{tensor.offset}]"
+    return Step(TensorSpec(name, tensor.spec.dtype, tensor.shape), COPY, (Read(0, tensor.spec.name, tensor.block),))
+
+
+def _compute(bench: Bench) -> Arrays:
+    """The order of each pair's neurons, as the patterns need it."""
+    shapes = {step.out.name: step.out for step in bench.product.steps}
+    total = sum(shapes[second].nbytes for pair in bench.product.settings["pairs"] for _, second, *_ in pair["matrices"])
+    arrays, done = [], 0
+    for pair in bench.product.settings["pairs"]:
+        bench.progress(done, total)
+        gain = np.zeros((pair["neurons"], pair["neurons"]), np.float32)
+        for first, second, axis, pattern in pair["matrices"]:
+            ours, theirs = (_matrix(bench, shapes[name], axis) for name in (first, second))
+            for places in neurons_of(pattern, pair["neurons"]):
+                gain += ours[places] @ theirs[places].T
+            done += shapes[second].nbytes
+        order = best_order(gain, f"{bench.product.settings['label']}, {pair['owner']}")
+        arrays += [places_of(pattern, order).astype(np.int32) for pattern in pair["patterns"]]
+    return arrays
+
+
+def best_order(gain: Floats, where: str) -> npt.NDArray[np.int64]:
+    """The order of the other expert's neurons with the largest sum of `gain`: order[i] does what neuron i of the first does.
+
+    gain  float32 [I, I]: inner products of the first's neurons with the other's, over gate, up, down and the biases of neurons
+
+    It has the least Σ (first - reordered other)². Where two orders are equal within the rounding of float32, which one is taken
+    depends on the machine's BLAS. Raises NonFinite.
     """
     from scipy.optimize import linear_sum_assignment
 
-    neurons = next(iter(first.values())).neurons
-    gain = np.zeros((neurons, neurons), np.float32)
-    for key, carrier in first.items():
-        ours, theirs = _read(checkpoint, carrier), _read(checkpoint, other[key])
-        for places in carrier.each():
-            gain += ours[places] @ theirs[places].T
     if not np.isfinite(gain).all():
         what = "experts cannot be matched: there is a NaN or an infinity in their weights"
-        raise NonFinite(what, where=f"{checkpoint.ref}, {owner}", fix="repair the model, or write match: false")
+        raise NonFinite(what, where=where, fix="repair the model, or write match: false")
     _, order = linear_sum_assignment(gain, maximize=True)
     return np.asarray(order, np.int64)
 
 
-def _read(checkpoint: Checkpoint, carrier: Carrier) -> npt.NDArray[np.float32]:
+def _matrix(bench: Bench, spec: TensorSpec, axis: int) -> Floats:
     """float32 [places along the axis, what belongs to each]."""
-    width = carrier.spec.dtype.itemsize
-    rows, cols = carrier.shape
-    raw = np.empty(rows * cols * width, np.uint8)
-    checkpoint.read_into(carrier.spec.name, carrier.offset * width, raw)
-    values = raw.view(carrier.spec.dtype.numpy).reshape(rows, cols).astype(np.float32)
-    return values if carrier.axis == 0 else np.ascontiguousarray(values.T)
+    values = np.empty(spec.shape, np.float32)
+    bench.fill({spec.name: values})
+    return values if axis == 0 else np.ascontiguousarray(values.T)
+
+
+KIND = Kind("matching neurons", compute=_compute)

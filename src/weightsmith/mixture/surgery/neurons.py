@@ -15,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith.errors import Unsupported
-from weightsmith.mixture.surgery.experts import Block
+from weightsmith.mixture.surgery.experts import ExpertLayer
+from weightsmith.plans import Block
+from weightsmith.structure.configs import text_sections
 from weightsmith.tensors import TensorSpec
 
 Pattern = Literal["plain", "halves", "pairs"]
@@ -32,7 +34,7 @@ HALVED = ("aria", "aria_text", "llama4", "llama4_text", "openai_privacy_filter",
 
 
 @dataclass(frozen=True, slots=True)
-class Carrier:
+class NeuronTensor:
     """A tensor, or an expert's run of one, that has something of each neuron.
 
     spec     of the stored tensor
@@ -46,49 +48,57 @@ class Carrier:
     spec: TensorSpec
     offset: int
     shape: tuple[int, int]
-    axis: int
+    axis: Literal[0, 1]
     pattern: Pattern
     neurons: int
 
-    def places(self, order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Along the axis: which place's content each place gets, when neuron i becomes what order[i] was."""
-        if self.pattern == "halves":
-            return np.concatenate([order, order + self.neurons])
-        return np.stack([2 * order, 2 * order + 1], 1).reshape(-1) if self.pattern == "pairs" else order
-
-    def each(self) -> tuple[slice, ...]:
-        """The places of gate, and those of up, neuron after neuron; or of the one thing that is there."""
-        if self.pattern == "halves":
-            return slice(self.neurons), slice(self.neurons, None)
-        return (slice(0, None, 2), slice(1, None, 2)) if self.pattern == "pairs" else (slice(None),)
+    @property
+    def block(self) -> Block:
+        """Where it is in the tensor."""
+        rows, cols = self.shape
+        return Block(self.offset, rows, cols, cols)
 
 
-def carriers(block: Block, expert: int, config: Mapping[str, Any]) -> dict[str, Carrier]:
+def places_of(pattern: Pattern, order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Along the axis: which place's content each place gets, when neuron i becomes what order[i] was."""
+    if pattern == "halves":
+        return np.concatenate([order, order + len(order)])
+    return np.stack([2 * order, 2 * order + 1], 1).reshape(-1) if pattern == "pairs" else order
+
+
+def neurons_of(pattern: Pattern, neurons: int) -> tuple[slice, ...]:
+    """The places of gate, and those of up, neuron after neuron; or of the one thing that is there."""
+    if pattern == "halves":
+        return slice(neurons), slice(neurons, None)
+    return (slice(0, None, 2), slice(1, None, 2)) if pattern == "pairs" else (slice(None),)
+
+
+def neuron_tensors(block: ExpertLayer, expert: int, config: Mapping[str, Any]) -> dict[str, NeuronTensor]:
     """What carries the neurons of one expert, by the key that the same thing has in every expert: a part, or a tensor's name.
 
     config  config.json. Raises Unsupported where it is not known how neurons lie.
     """
-    found: dict[str, Carrier] = {}
+    found: dict[str, NeuronTensor] = {}
     for part, spec in block.own[expert].items() if block.own else ():
         if _FIXED.fullmatch(part):
             continue
         if not (len(spec.shape) in (1, 2) and (_ROWS.fullmatch(part) or _COLUMNS.fullmatch(part))):
             raise _unknown(spec)
         shape = (1, spec.shape[0]) if len(spec.shape) == 1 else (spec.shape[0], spec.shape[1])
-        axis = 0 if len(spec.shape) == 2 and _ROWS.fullmatch(part) else 1
-        found[part] = Carrier(spec, 0, shape, axis, "plain", shape[axis])
+        axis: Literal[0, 1] = 0 if len(spec.shape) == 2 and _ROWS.fullmatch(part) else 1
+        found[part] = NeuronTensor(spec, 0, shape, axis, "plain", shape[axis])
     found |= _fused(block, expert, config)
-    if len({carrier.neurons for carrier in found.values()}) != 1:
+    if len({tensor.neurons for tensor in found.values()}) != 1:
         said = [f"{c.spec}: {c.neurons}" for c in found.values()]
         raise Unsupported("an expert's tensors have different numbers of neurons", where=f"{block.prefix}experts", details=said)
     return found
 
 
-def _fused(block: Block, expert: int, config: Mapping[str, Any]) -> dict[str, Carrier]:
+def _fused(block: ExpertLayer, expert: int, config: Mapping[str, Any]) -> dict[str, NeuronTensor]:
     """The same for tensors of all experts: both matrices, and their biases."""
-    found: dict[str, Carrier] = {}
-    tensors = {slab.spec.name.removeprefix(block.prefix).removeprefix("experts."): slab for slab in block.fused}
-    named = {name.removesuffix(".weight"): slab for name, slab in tensors.items()}
+    found: dict[str, NeuronTensor] = {}
+    tensors = {stacked.spec.name.removeprefix(block.prefix).removeprefix("experts."): stacked for stacked in block.fused}
+    named = {name.removesuffix(".weight"): stacked for name, stacked in tensors.items()}
     up = named.pop("gate_up_proj", None) or named.pop("input_linear", None)
     down = named.pop("down_proj", None) or named.pop("output_linear", None)
     if up is None or down is None or len(up.spec.shape) != 3 or len(down.spec.shape) != 3:
@@ -99,26 +109,25 @@ def _fused(block: Block, expert: int, config: Mapping[str, Any]) -> dict[str, Ca
     c, d = down.spec.shape[1:]
     if (a, b) == (2 * d, c):  # [2I, H] and [H, I]
         pattern: Pattern = "halves"
-        found[up.spec.name] = Carrier(up.spec, expert * a * b, (a, b), 0, pattern, d)
-        found[down.spec.name] = Carrier(down.spec, expert * c * d, (c, d), 1, "plain", d)
+        found[up.spec.name] = NeuronTensor(up.spec, expert * a * b, (a, b), 0, pattern, d)
+        found[down.spec.name] = NeuronTensor(down.spec, expert * c * d, (c, d), 1, "plain", d)
     elif (a, b) == (d, 2 * c):  # [H, 2I] and [I, H]
         pattern = _transposed_pattern(up.spec, config)
-        found[up.spec.name] = Carrier(up.spec, expert * a * b, (a, b), 1, pattern, c)
-        found[down.spec.name] = Carrier(down.spec, expert * c * d, (c, d), 0, "plain", c)
+        found[up.spec.name] = NeuronTensor(up.spec, expert * a * b, (a, b), 1, pattern, c)
+        found[down.spec.name] = NeuronTensor(down.spec, expert * c * d, (c, d), 0, "plain", c)
     else:
         raise Unsupported("gate_up and down do not fit together", where=up.spec.name, details=[str(up.spec), str(down.spec)])
-    for name, slab in named.items():
-        if name == "gate_up_proj_bias" and slab.spec.shape[1:] == (2 * found[up.spec.name].neurons,):
-            n = slab.spec.shape[1]
-            found[slab.spec.name] = Carrier(slab.spec, expert * n, (1, n), 1, pattern, n // 2)
+    for name, stacked in named.items():
+        if name == "gate_up_proj_bias" and stacked.spec.shape[1:] == (2 * found[up.spec.name].neurons,):
+            n = stacked.spec.shape[1]
+            found[stacked.spec.name] = NeuronTensor(stacked.spec, expert * n, (1, n), 1, pattern, n // 2)
         elif not _FIXED.fullmatch(name):
-            raise _unknown(slab.spec)
+            raise _unknown(stacked.spec)
     return found
 
 
 def _transposed_pattern(spec: TensorSpec, config: Mapping[str, Any]) -> Pattern:
-    text = config.get("text_config")
-    types = [config.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None]
+    types = [section.get("model_type") for section in text_sections(config)]
     if any(t in PAIRED for t in types):
         return "pairs"
     if any(t in HALVED for t in types):

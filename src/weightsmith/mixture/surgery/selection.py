@@ -10,40 +10,40 @@ from pathlib import Path
 from typing import Any
 
 from weightsmith.errors import LayerError, NotFound, ParameterError, WeightsmithError
-from weightsmith.formats.files import read_bounded
+from weightsmith.formats.files import expand_user, read_bounded
 from weightsmith.formats.strict_json import parse_object
-from weightsmith.mixture.surgery.experts import Block
+from weightsmith.mixture.surgery.experts import ExpertLayer
 from weightsmith.recipe import Surgery
 
 MAX_SALIENCY_BYTES = 64 << 20  # a million experts' numbers
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ExpertGroup:
     """The experts that one new expert is made of, and the share of each; one expert: a copy."""
 
     experts: tuple[int, ...]
     shares: tuple[float, ...] = (1.0,)
 
 
-Groups = tuple[Group, ...]
+Groups = tuple[ExpertGroup, ...]
 
 
-class Selection:
+class ExpertSelection:
     """The groups of each block, and every problem on the way.
 
     folder  where a relative path to a saliency file starts
     """
 
-    def __init__(self, recipe: Surgery, blocks: Sequence[Block], folder: Path) -> None:
+    def __init__(self, recipe: Surgery, blocks: Sequence[ExpertLayer], folder: Path) -> None:
         self.blocks = blocks
         self.folder = folder
         self.problems: list[WeightsmithError] = []
         section = recipe.prune or recipe.merge
         assert section is not None
         self.section = section
-        told = "keep" if recipe.prune is not None else "groups"
-        self.where = section.at(self._key(told))  # what says how many experts are left
+        given = "keep" if recipe.prune is not None else "groups"
+        self.where = section.at(self._key(given))  # what says how many experts are left
         self.groups: dict[str, Groups] = self._pruned() if recipe.prune is not None else self._merged()
         self._check_counts()
 
@@ -61,7 +61,7 @@ class Selection:
             if twice:
                 fix = "Write each expert once."
                 self._problem(f"expert {twice[0]} is kept twice{where}", self._key("keep"), fix)
-        return {layer: tuple(Group((e,)) for e in experts) for layer, experts in kept.items()}
+        return {layer: tuple(ExpertGroup((e,)) for e in experts) for layer, experts in kept.items()}
 
     def _most_salient(self) -> dict[str, tuple[int, ...]]:
         wanted = self.section.values.get("experts")
@@ -79,21 +79,28 @@ class Selection:
             kept[layer] = tuple(sorted(ranked[:wanted]))
         return kept
 
+    @property
+    def saliency_path(self) -> Path | None:
+        """The file of saliency numbers that the recipe names, if it does."""
+        name = self.section.values.get("saliency")
+        return None if name is None else self.folder / expand_user(name)
+
     def _saliency(self) -> dict[str, tuple[float, ...]]:
         """Layer → one number an expert, from the file; {} with problems."""
-        path = self.folder / Path(self.section.values["saliency"]).expanduser()
+        path = self.saliency_path
+        assert path is not None
         where = self.section.at("saliency")
         if not path.is_file():
             self.problems.append(NotFound("no such saliency file", where=f"{where}: {path}"))
             return {}
         fix = 'write {"0": [one number for each expert of layer 0], "1": ...}'
         try:
-            told = parse_object(read_bounded(path, MAX_SALIENCY_BYTES), "a saliency file", str(path), fix, unique=True)
+            given = parse_object(read_bounded(path, MAX_SALIENCY_BYTES), "a saliency file", str(path), fix, unique=True)
         except WeightsmithError as error:
             self.problems.append(error)
             return {}
         n, before = self.blocks[0].experts, len(self.problems)
-        for layer, numbers in told.items():
+        for layer, numbers in given.items():
             if not isinstance(numbers, list) or len(numbers) != n or not all(_is_number(x) for x in numbers):
                 found = f"{len(numbers)} values" if isinstance(numbers, list) else type(numbers).__name__
                 bad = next((k for k, x in enumerate(numbers) if not _is_number(x)), 0) if isinstance(numbers, list) else 0
@@ -101,7 +108,7 @@ class Selection:
                     found = f"{json.dumps(numbers[bad])} for expert {bad}"
                 what = f"layer {layer} needs one finite number for each of its {n} experts, not {found}"
                 self.problems.append(ParameterError(what, where=str(path), fix=fix))
-        known = self._known(told, "saliency", str(path))
+        known = self._known(given, "saliency", str(path))
         return {layer: tuple(map(float, numbers)) for layer, numbers in known.items()} if len(self.problems) == before else {}
 
     # --- merge_experts -----------------------------------------------------------------------------------------------
@@ -125,7 +132,7 @@ class Selection:
         found: dict[str, Groups] = {}
         for layer, listed in groups.items():
             shares = weights.get(layer) or tuple((1.0,) * len(group) for group in listed)
-            found[layer] = tuple(Group(group, own) for group, own in zip(listed, shares, strict=False))
+            found[layer] = tuple(ExpertGroup(group, own) for group, own in zip(listed, shares, strict=False))
         return found
 
     def _weights(self, groups: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -165,12 +172,12 @@ class Selection:
             return {block.layer: values[name] for block in self.blocks}
         return self._known(values[layered], layered, "")
 
-    def _known(self, told: Mapping[str, Any], key: str, file: str) -> dict[str, Any]:
-        """What is told of the layers that have experts, in their order; others, and missing ones, are problems."""
+    def _known(self, given: Mapping[str, Any], key: str, file: str) -> dict[str, Any]:
+        """What is said of the layers that have experts, in their order; others, and missing ones, are problems."""
         layers = [block.layer for block in self.blocks]
         where = file or self.section.at(key)
-        strange = [layer for layer in told if layer not in layers]
-        missing = [layer for layer in layers if layer not in told]
+        strange = [layer for layer in given if layer not in layers]
+        missing = [layer for layer in layers if layer not in given]
         if strange:
             what = f"layer {strange[0]} has no experts, or is not there"
             self.problems.append(LayerError(what, where=where, fix=f"layers with experts: {_runs(layers)}"))
@@ -180,10 +187,10 @@ class Selection:
             self.problems.append(
                 LayerError(f"{what} not in '{key}'", where=where, fix="say it of every layer that has experts")
             )
-        return {layer: told[layer] for layer in layers if layer in told}
+        return {layer: given[layer] for layer in layers if layer in given}
 
     def _once(self, by_layer: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        """What needs to be checked: one layer stands for all where they are told the same."""
+        """What needs to be checked: one layer stands for all where they are given the same."""
         return dict(list(by_layer.items())[:1]) if name in self.section.values else by_layer
 
     def _in_layer(self, layer: str, name: str) -> str:

@@ -13,43 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.mixture.assembly import Assembly
-from weightsmith.mixture.dense import Dense
-from weightsmith.mixture.routing.prompts import Texts
-from weightsmith.recipe import Expert, Upcycling
-
 if TYPE_CHECKING:
     from torch import Tensor
 
 Rows = npt.NDArray[np.float32]
 """float32 [layers, experts, hidden]: the routed experts' rows, then those of shared experts that have one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gating:
-    """What router weights are made from.
-
-    experts  that get a row, shared ones last
-    seed     of what is random
-    texts    of each of `experts`
-    """
-
-    recipe: Upcycling
-    base: Dense
-    assembly: Assembly
-    experts: Sequence[Expert]
-    seed: int
-    texts: Sequence[Texts]
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Layers, experts, hidden."""
-        return len(self.base.layers), len(self.experts), self.base.hidden
-
-    @property
-    def routed(self) -> int:
-        """Experts that tokens are routed to; those after them are shared."""
-        return len(self.recipe.experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +32,8 @@ class Sample:
 class Mode:
     """One way to make router weights.
 
-    make   file:function. Without prompts (`needs` is "nothing"): Gating → Rows. With: the samples of all experts, and how many
-           of them are routed → float32 [experts, hidden] of one layer
+    make   file:function. Without prompts (`needs` is "nothing"): shape [layers, experts, hidden] and seed → Rows. With: the
+           samples of all experts, and how many of them are routed → float32 [experts, hidden] of one layer
     needs  what the samples are: the rows of the embedding, the residual stream that enters the layer, or the input of its MLP
     plain  prompts are tokenised as mergekit does: the bos token's text and the prompt, and it counts as a token
     """

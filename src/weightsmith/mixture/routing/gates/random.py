@@ -6,15 +6,15 @@ import math
 
 import numpy as np
 
-from weightsmith.mixture.routing.gates import Gating, Rows
+from weightsmith.mixture.routing.gates import Rows
 
 
-def normal(gating: Gating) -> Rows:
+def normal(shape: tuple[int, int, int], seed: int) -> Rows:
     """N(0, 1) entries, as mergekit's `random`: logits as large as the norm of the hidden state, so one expert takes all."""
-    return np.random.Generator(np.random.PCG64(gating.seed)).standard_normal(gating.shape, np.float32)
+    return np.random.Generator(np.random.PCG64(seed)).standard_normal(shape, np.float32)
 
 
-def uniform(gating: Gating) -> Rows:
+def uniform(shape: tuple[int, int, int], seed: int) -> Rows:
     """U(-1/√hidden, 1/√hidden) entries, as mergekit's `uniform_random` and torch's linear layers."""
-    bound = np.float32(1 / math.sqrt(gating.base.hidden))
-    return np.random.Generator(np.random.PCG64(gating.seed)).random(gating.shape, np.float32) * (2 * bound) - bound
+    bound = np.float32(1 / math.sqrt(shape[2]))
+    return np.random.Generator(np.random.PCG64(seed)).random(shape, np.float32) * (2 * bound) - bound

@@ -1,0 +1,73 @@
+"""`weightsmith run`."""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import ExitStack
+from typing import Annotated
+
+import typer
+
+from weightsmith.cli import options
+from weightsmith.cli.failures import failures
+from weightsmith.cli.merge import callbacks, interrupted, make
+from weightsmith.cli.progress import meter, no_bars_in_logs
+from weightsmith.cli.text import result
+from weightsmith.options import RunOptions
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """Which part of how many, from `2/4`.
+
+    >>> parse_part("2/4")
+    (2, 4)
+    """
+    match = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", text.strip(), re.ASCII)
+    if match is None or int(match[1]) > int(match[2]):
+        raise typer.BadParameter(f"{text!r} is not a part: write 2/4 for the second of four.")
+    return int(match[1]), int(match[2])
+
+
+@options.expand()
+def run(
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help="A plan, as `weightsmith plan RECIPE --json` prints it.")],
+    out: options.Out,
+    running: RunOptions,
+    part: Annotated[
+        str,
+        typer.Option(
+            "--part",
+            metavar="K/N",
+            show_default=False,
+            help="Do the K-th of N parts and publish nothing. Several processes may do different parts at once; when all are "
+            "done, the same command without --part publishes.",
+        ),
+    ] = "",
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="Run the Python file that the plan's merge method comes from, if there is one.")
+    ] = False,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Run PLAN in the new folder OUT, whole or in parts.
+
+    The bytes are those of a merge of the recipe, on another day or in another process. The models must be those that
+    the plan was made for.
+    """
+    began = time.monotonic()
+    chosen = parse_part(part) if part else None
+    with failures(interrupted=lambda: interrupted(out)), ExitStack() as stack:
+        no_bars_in_logs(quiet=quiet)
+        from weightsmith.api import Callbacks, execute_part
+        from weightsmith.planner.reopen import load_plan, reopen
+
+        prepared = stack.enter_context(reopen(load_plan(plan), allow_code=allow_code))
+        if chosen is None:
+            make(prepared, out, running, "running", quiet=quiet, as_json=as_json, began=began)
+            return
+        stack.enter_context(failures(merging=True, interrupted=lambda: interrupted(out)))
+        with meter(quiet=quiet) as shown:
+            execute_part(prepared, out, chosen, running, Callbacks(*callbacks(shown, "running")))
+        if not quiet:
+            result(f"part {chosen[0]} of {chosen[1]} is done; without --part the same command publishes when all are")

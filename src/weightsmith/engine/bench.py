@@ -1,0 +1,205 @@
+"""Products that compute: a thread of their own, and what they work with."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith.errors import CheckpointError, WeightsmithError
+from weightsmith.jobs.job import Bytes
+from weightsmith.kernels.codecs import decode
+from weightsmith.plans import Plan, Product, Step
+from weightsmith.products import find_kind
+from weightsmith.products.base import Arrays, Cancelled, Floats
+from weightsmith.tensors import TensorSpec
+
+
+class EngineBench:
+    """`products.Bench` of the engine. run_steps: makes steps and hands their bytes to an output; raises as the engine does."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        product: Product,
+        folders: Sequence[Path],
+        device: str,
+        threads: int,
+        run_steps: Callable[[Sequence[Step], MemoryOutput, Callable[[], None]], None],
+        report: Callable[[int, int], None],
+        cancelled: threading.Event,
+    ) -> None:
+        self.product = product
+        self.device = device
+        self.threads = threads
+        self._plan = plan
+        self._folders = folders
+        self._steps = {step.out.name: step for step in product.steps}
+        self._run_steps = run_steps
+        self._report = report
+        self._cancelled = cancelled
+
+    def fill(self, arrays: Mapping[str, Floats]) -> None:
+        """See `products.Bench`."""
+        self._make({name: _Whole(self._steps[name].out, array) for name, array in arrays.items()})
+
+    def rows(self, name: str, numbers: Sequence[int]) -> Floats:
+        """See `products.Bench`."""
+        spec = self._steps[name].out
+        found = np.empty((len(numbers), spec.shape[1]), np.float32)
+        self._make({name: _Rows(spec, np.array(numbers, np.int64), found)})
+        return found
+
+    def _make(self, targets: Mapping[str, _Target]) -> None:
+        self.check()
+        self._run_steps([self._steps[name] for name in targets], MemoryOutput(targets), self.check)
+
+    def folder(self, model: int) -> Path:
+        """See `products.Bench`."""
+        folder = self._folders[model]
+        for file in self.product.files:
+            if file.model == model:
+                _check_file(folder / file.name, file.sha256)
+        return folder
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        """See `products.Bench`."""
+        self.check()
+        self._report(done_bytes, total_bytes)
+
+    def check(self) -> None:
+        """Raise Cancelled when nobody waits any more."""
+        if self._cancelled.is_set():
+            raise Cancelled
+
+
+def _check_file(path: Path, sha256: str) -> None:
+    try:
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    if found != sha256:
+        raise CheckpointError("the file has changed since the plan was made", where=str(path), fix="plan again")
+
+
+class Computing:
+    """Computes products, one after another, in one thread."""
+
+    def __init__(self, bench: Callable[[Product], EngineBench], done: Callable[[Product, Arrays], None]) -> None:
+        """done: called with each finished product, from the thread."""
+        self._bench = bench
+        self._done = done
+        self._queue: list[Product] = []
+        self._condition = threading.Condition()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._on_error: Callable[[BaseException], None] = lambda error: None
+
+    def start(self, on_error: Callable[[BaseException], None]) -> None:
+        """Begin. on_error: called with what a computation raises."""
+        self._on_error = on_error
+
+    def add(self, product: Product) -> None:
+        """Compute this one too."""
+        with self._condition:
+            self._queue.append(product)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="weightsmith-product", daemon=True)
+                self._thread.start()
+            self._condition.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                while not self._queue and not self._closed:
+                    self._condition.wait()
+                if self._closed:
+                    return
+                product = self._queue.pop(0)
+            try:
+                compute = find_kind(product.op).compute
+                assert compute is not None
+                self._done(product, compute(self._bench(product)))
+            except Cancelled:
+                return
+            except BaseException as error:
+                if isinstance(error, WeightsmithError):
+                    error.product = product.name
+                self._on_error(error)
+                return
+
+    def close(self) -> None:
+        """End the thread, and wait for it. A computation ends when it next reports its progress."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+
+class _Target(Protocol):
+    """Takes the numbers of one tensor."""
+
+    def take(self, start_byte: int, data: Bytes) -> None:
+        """Some of its bytes as they are stored: whole elements. Called from many threads."""
+
+
+class _Whole:
+    def __init__(self, spec: TensorSpec, array: Floats) -> None:
+        assert array.shape == spec.shape, (spec, array.shape)
+        self._spec = spec
+        self._flat = array.reshape(-1)
+        assert not self._flat.size or np.shares_memory(self._flat, array)
+
+    def take(self, start_byte: int, data: Bytes) -> None:
+        width = self._spec.dtype.itemsize
+        first, count = start_byte // width, len(data) // width
+        _decode(self._spec, data, 0, count, self._flat[first : first + count])
+
+
+class _Rows:
+    def __init__(self, spec: TensorSpec, numbers: npt.NDArray[np.int64], found: Floats) -> None:
+        self._spec = spec
+        self._numbers = numbers
+        self._found = found
+
+    def take(self, start_byte: int, data: Bytes) -> None:
+        cols, width = self._spec.shape[1], self._spec.dtype.itemsize
+        first, end = start_byte // width, (start_byte + len(data)) // width
+        for k in range(*np.searchsorted(self._numbers, [first // cols, -(-end // cols)])):
+            row = int(self._numbers[k]) * cols
+            start, stop = max(first, row), min(end, row + cols)
+            _decode(self._spec, data, start - first, stop - start, self._found[k, start - row : stop - row])
+
+
+def _decode(spec: TensorSpec, data: Bytes, start: int, count: int, out: Floats) -> None:
+    """out = elements start … start + count of the bytes of a tensor."""
+    if spec.dtype.code >= 0:
+        decode(data, spec.dtype.code, start, count, out)
+    else:
+        out[:] = data.view(spec.dtype.numpy)[start : start + count]
+
+
+class MemoryOutput:
+    """An engine output: what each tensor is for takes its bytes."""
+
+    def __init__(self, targets: Mapping[str, _Target]) -> None:
+        self._targets = targets
+
+    def location(self, name: str) -> None:
+        """They are in no file."""
+
+    def write(self, name: str, start_byte: int, buffer: memoryview | Bytes) -> None:
+        """Hand over some bytes."""
+        self._targets[name].take(start_byte, np.frombuffer(buffer, np.uint8))
+
+    def finish(self, name: str, checksum: str, distance: tuple[float, float] | None) -> None:
+        """Nothing is to be done."""
+
+    def keep(self, product: Product, arrays: Arrays) -> None:
+        """Nothing is kept."""

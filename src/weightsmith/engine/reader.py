@@ -1,0 +1,199 @@
+"""From a plan and its inputs to bytes and jobs: how a step is cut, what its job is, and what it reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith import methods
+from weightsmith.engine.buffers import Buffers
+from weightsmith.engine.results import Results
+from weightsmith.engine.tiles import ALIGNED_BYTES, INPUTS_BYTES, TILE_BYTES, Cut, cut, tile_grains
+from weightsmith.jobs.job import Bytes, Job, Matrix
+from weightsmith.jobs.operations import OPERATIONS
+from weightsmith.plans import PRODUCTS, Block, Gather, Plan, Read, Step
+from weightsmith.tensors import DType, TensorSpec, grain_elements
+
+
+class Source(Protocol):
+    """What the engine needs of an input."""
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Name → dtype and shape."""
+
+    def location(self, name: str) -> tuple[int, int] | None:
+        """File descriptor and offset of a tensor that is a run of bytes in a file; None for any other."""
+
+    def preferred_rows(self, name: str) -> int:
+        """Rows that are best read together; 1 where it makes no difference."""
+
+    def read_into(self, name: str, start_byte: int, out: memoryview | Bytes) -> None:
+        """Fill `out` with the tensor's bytes from `start_byte` on. Called from many threads."""
+
+
+class Reader:
+    """Cuts and reads the steps of one plan. Thread-safe."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        inputs: Sequence[Source],
+        results: Results,
+        tile_bytes: int = TILE_BYTES,
+        aligned_bytes: int = ALIGNED_BYTES,
+    ) -> None:
+        """
+        tile_bytes     of each input in a tile
+        aligned_bytes  the same, of tiles with as many rows as an input prefers
+
+        The result depends on neither.
+        """
+        self.plan = plan
+        self.inputs = inputs
+        self.results = results
+        self._tile_bytes = tile_bytes
+        self._aligned_bytes = aligned_bytes
+
+    def source(self, read: Read) -> Source:
+        """Where a read takes its tensor from."""
+        return self.results if read.model == PRODUCTS else self.inputs[read.model]
+
+    def dtype(self, read: Read) -> DType:
+        """Of the tensor that is read."""
+        return self.source(read).specs[read.tensor].dtype
+
+    def cuts(self, step: Step, align_rows: int = 1) -> list[Cut]:
+        """The tiles of a step's tensor.
+
+        align_rows  a tile begins at a multiple of so many rows
+
+        A tile has as many rows as an input prefers, or a multiple, rounded up to grains, where that takes no more than
+        `aligned_bytes` of each input, and INPUTS_BYTES of all.
+        """
+        shape = step.out.shape
+        grain = grain_elements(shape)
+        dtypes = [*map(self.dtype, step.inputs), step.out.dtype]
+        rows = max(1, grain // max(1, shape[-1] if shape else 1))
+        least = align_rows // math.gcd(align_rows, rows)
+        grains = _round_up(tile_grains(grain, dtypes, self._tile_bytes), least)
+        preferred = max((self.source(read).preferred_rows(read.tensor) for read in step.inputs), default=1)
+        if preferred > 1:
+            block = _round_up(-(-preferred // rows), least)
+            allowed = min(self._aligned_bytes, INPUTS_BYTES // max(1, len(step.inputs)))
+            if block <= max(grains, tile_grains(grain, dtypes, allowed)):
+                grains = max(1, grains // block) * block
+        return cut(step.out.size, grain, grains)
+
+    def matrix(self, step: Step) -> Matrix:
+        """What the job of a step is made for."""
+        settings = self.plan.settings[step.settings]
+        shape = step.out.shape
+        return Matrix(
+            name=step.out.name,
+            size=step.out.size,
+            cols=shape[-1] if shape else 1,
+            grain=grain_elements(shape),
+            codes=np.array([self.dtype(read).code for read in step.inputs], np.int64),
+            out_code=step.out.dtype.code,
+            base=step.base,
+            shared=settings.shared,
+            models=settings.models,
+            seed=self.plan.seed,
+            inputs=tuple(read.model for read in step.inputs),
+            results=tuple(map(self.results.of, step.needs)),
+            shape=shape,
+            role=step.role,
+            layer=step.layer,
+        )
+
+    def job(self, step: Step) -> Job:
+        """The job of a step that is not copied."""
+        return (methods.get(step.op).job if step.merges else OPERATIONS[step.op])(self.matrix(step))
+
+    def read(self, reads: Sequence[Read], first: int, size: int, buffers: Buffers) -> tuple[Bytes, int]:
+        """The bytes of elements first … first + size of all of `reads`, and how many were read."""
+        widths = [self.dtype(read).itemsize for read in reads]
+        raw = buffers.raw(len(widths), size * max(widths, default=0))
+        for row, read, width in zip(raw, reads, widths, strict=True):
+            self.fill(read, first, row[: size * width])
+        return raw, size * sum(widths)
+
+    def fill(self, read: Read, first: int, out: Bytes) -> None:
+        """Fill `out` with the bytes of a read's elements first … ."""
+        source, view = self.source(read), read.view
+        width = source.specs[read.tensor].dtype.itemsize
+        if isinstance(view, Gather):
+            self._gather(source, read.tensor, view, first, out.reshape(-1, width))
+        elif view is None or view.whole_rows:
+            offset = 0 if view is None else view.offset
+            source.read_into(read.tensor, (offset + first) * width, out)
+        else:
+            _fill_block(source, read.tensor, view, first, out, width)
+
+    def flat(self, read: Read, index: int) -> int:
+        """The tensor's flat index of what is element `index` of a read; -1 for a zero that no tensor has."""
+        view = read.view
+        if view is None:
+            return index
+        if isinstance(view, Block):
+            return view.flat(index)
+        table = self._table(view)
+        row, col = divmod(index, view.block.cols if view.axis == 0 else len(table))
+        row, col = (int(table[row]), col) if view.axis == 0 else (row, int(table[col]))
+        return view.block.flat(row * view.block.cols + col) if min(row, col) >= 0 else -1
+
+    def _table(self, view: Gather) -> npt.NDArray[np.int32]:
+        table = self.results.array(view.table) if isinstance(view.table, str) else self.plan.tables[view.table].array
+        limit = view.block.rows if view.axis == 0 else view.block.cols
+        if table.size and not (-1 <= int(table.min()) and int(table.max()) < limit):
+            raise IndexError(f"table {view.table} points outside {limit} {'columns' if view.axis else 'rows'}")
+        return table
+
+    def _gather(self, source: Source, name: str, view: Gather, first: int, out: Bytes) -> None:
+        """Fill `out` [elements, width] with elements first … of rows or columns in the order of a table."""
+        table, block, width = self._table(view), view.block, out.shape[1]
+        end = first + len(out)
+        cols = block.cols if view.axis == 0 else len(table)
+        top, bottom = first // cols, -(-end // cols)
+        if view.axis == 1:  # whole rows are read, and their columns picked
+            rows = np.empty((bottom - top, block.cols, width), np.uint8)
+            source.read_into(name, (block.offset + top * block.cols) * width, rows.reshape(-1))
+            picked = rows[:, table]
+            picked[:, table < 0] = 0
+            out[:] = picked.reshape(-1, width)[first - top * cols : end - top * cols]
+            return
+        numbers = table[top:bottom]
+        # Rows that follow each other are read at once. A run may begin at 0, but not go on from -1 to 0.
+        starts = np.flatnonzero((np.diff(numbers, prepend=np.int32(-2)) != 1) | (numbers <= 0))
+        for start, stop in zip(starts.tolist(), [*starts.tolist()[1:], len(numbers)], strict=True):
+            begin, final = max(first, (top + start) * cols), min(end, (top + stop) * cols)
+            target = out[begin - first : final - first].reshape(-1)
+            row = int(numbers[start])
+            if row < 0:
+                target[:] = 0
+            else:
+                source.read_into(name, (block.offset + row * cols + begin - (top + start) * cols) * width, target)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _fill_block(source: Source, name: str, block: Block, first: int, out: Bytes, width: int) -> None:
+    """Fill `out` with elements first … of a block whose rows do not follow each other."""
+    cols, stride = block.cols, block.stride
+    wanted, done = len(out) // width, 0
+    while done < wanted:  # some rows at a time, with what lies between them
+        row, col = divmod(first + done, cols)
+        rows = min(-(-(col + wanted - done) // cols), max(1, TILE_BYTES // (stride * width)))
+        span = np.empty((rows, stride * width), np.uint8)
+        flat = span.reshape(-1)[: ((rows - 1) * stride + cols) * width]
+        source.read_into(name, (block.offset + row * stride) * width, flat)
+        found = span[:, : cols * width].reshape(-1)[col * width :][: (wanted - done) * width]
+        out[done * width : done * width + len(found)] = found
+        done += len(found) // width

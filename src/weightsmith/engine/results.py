@@ -1,0 +1,65 @@
+"""What products have made: a source of tensors that fills up while a plan runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith.jobs.job import Bytes, Result
+from weightsmith.plans import Plan, Product
+from weightsmith.tensors import TensorSpec
+
+
+class Results:
+    """The arrays of a plan's products: names, dtypes and shapes from the start, numbers once they are made.
+
+    specs  of all arrays
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.specs: Mapping[str, TensorSpec] = {out.name: out for product in plan.products for out in product.outs}
+        self._products = {product.name: product for product in plan.products}
+        self._arrays: dict[str, npt.NDArray[Any]] = {}
+        self._lock = threading.Lock()
+
+    def put(self, product: Product, arrays: Sequence[npt.NDArray[Any]]) -> None:
+        """Enter the arrays of a finished product."""
+        for out, array in zip(product.outs, arrays, strict=True):
+            assert (array.shape, array.dtype) == (out.shape, out.dtype.numpy), (out, array.shape, array.dtype)
+        with self._lock:
+            self._arrays |= {out.name: np.ascontiguousarray(a) for out, a in zip(product.outs, arrays, strict=True)}
+
+    def finished(self, name: str) -> bool:
+        """The product of this name is made."""
+        with self._lock:
+            return all(out.name in self._arrays for out in self._products[name].outs)
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """One array of a finished product."""
+        return self._arrays[name]
+
+    def of(self, name: str) -> Result:
+        """What a job sees of a product; zeros while it is not made, so that jobs can be asked for their passes."""
+        product = self._products[name]
+        arrays = tuple(
+            self._arrays[out.name] if out.name in self._arrays else np.zeros(out.shape, out.dtype.numpy) for out in product.outs
+        )
+        return Result(product.settings, product.models, arrays)
+
+    # ---- as a source of tensors
+
+    def location(self, name: str) -> None:
+        """They are in no file."""
+
+    def preferred_rows(self, name: str) -> int:
+        """They are in memory: any rows."""
+        return 1
+
+    def read_into(self, name: str, start_byte: int, out: memoryview | Bytes) -> None:
+        """Fill `out` with the array's bytes from `start_byte` on."""
+        target = np.frombuffer(out, np.uint8)
+        target[:] = self._arrays[name].reshape(-1).view(np.uint8)[start_byte : start_byte + target.size]

@@ -1,0 +1,31 @@
+"""Identity of work that may be resumed: the plan, the input files as they are, and the program."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from weightsmith._version import __version__
+from weightsmith.plans import Plan
+from weightsmith.sources import Tensors
+
+ROOMS = ("encodings", "engine", "jobs", "kernels", "lora", "methods", "mixture", "products", "sources", "structure")
+"""Whose code decides what the bytes of an output are, once the plan is made."""
+
+
+def work_identity(plan: Plan, inputs: Sequence[Tensors]) -> str:
+    """Equal for two runs whose finished tensors may be mixed (sha256, hex)."""
+    return hashlib.sha256("\n".join([plan.hash, program_digest(), *(model.state for model in inputs)]).encode()).hexdigest()
+
+
+@cache
+def program_digest() -> str:
+    """Of the version and of the code that makes bytes (sha256, hex): another program's work is not resumed."""
+    digest = hashlib.sha256(__version__.encode())
+    package = Path(__file__).parent
+    for room in ROOMS:
+        for file in sorted((package / room).rglob("*.py")):
+            digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()

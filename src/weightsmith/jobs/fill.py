@@ -1,0 +1,20 @@
+"""A tensor of one number."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
+from weightsmith.tensors import BY_CODE
+
+
+class FillJob(Job):
+    """Every element is the shared parameter `value`, rounded to the output's dtype."""
+
+    def __init__(self, matrix: Matrix) -> None:
+        super().__init__(matrix)
+        value = np.float32(matrix.shared["value"])
+        self._element = np.array([value]).astype(BY_CODE[matrix.out_code].numpy).view(np.uint8)
+
+    def apply(self, tile: Tile, out: Bytes) -> None:
+        out.reshape(-1, len(self._element))[:] = self._element

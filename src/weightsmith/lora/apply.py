@@ -1,0 +1,216 @@
+"""A model with a LoRA adapter applied: which of the base's tensors everything in the adapter belongs to."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from weightsmith.checkpoint import Checkpoint
+from weightsmith.errors import Finding, ShapeError, nearest
+from weightsmith.lora.adapter import Adapter, Factors
+from weightsmith.sources.adapted import Adapted, Origin, Update
+from weightsmith.structure.configs import replace_value
+from weightsmith.structure.fused import fused_names
+from weightsmith.structure.vocabulary import is_embedding, is_head, is_vocabulary, tie_flag, untie
+from weightsmith.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_SHOWN = 8  # problems that a message lists
+
+Shape = tuple[int, ...]
+
+
+def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str) -> Checkpoint:
+    """A base model with an adapter; config, files and folder are the base's. Closing it closes base and adapter.
+
+    Where embedding and head are one tensor and the adapter changes one of them, the head becomes a tensor of its own, as it was
+    while the adapter was trained.
+
+    Raises ShapeError with everything in the adapter that the base has no place for.
+    """
+    match, own = _Match(base, adapter, ref), adapter.checkpoint
+    notes = [*base.notes, *own.notes, *match.notes]
+    if other := [name for name in adapter.tokenizer if not _same(own.folder / name, base.folder / name)]:
+        fix = "if the adapter was trained with it, copy it into the output"
+        what = f"tokenizer files beside the adapter differ from the base's, and are not used: {', '.join(other)}"
+        notes.append(Finding(what, ref, fix=fix))
+    return Checkpoint(
+        ref,
+        base.folder,
+        Adapted(base, own, match.origins(), ref),
+        revision=f"{base.revision}+{own.revision}" if own.revision else base.revision,
+        config=match.config or base.config,
+        files=base.files,
+        left_out=base.left_out,
+        ignored=base.ignored,
+        metadata=base.metadata,
+        notes=tuple(notes),
+    )
+
+
+class _Match:
+    """Finds the base's tensor for everything in the adapter.
+
+    config  the base's, with the vocabulary and the tying that the result has
+    notes   what the user should know
+    """
+
+    def __init__(self, base: Checkpoint, adapter: Adapter, ref: str) -> None:
+        self.base, self.adapter, self.ref = base, adapter, ref
+        self.config: dict[str, Any] = copy.deepcopy(base.config or {})
+        self.notes: list[Finding] = []
+        self._base_names = {name: name for name in base.specs}  # tensor → the base's that it stands for
+        self._updates: dict[str, Factors] = {}
+        self._replaced: dict[str, str] = {}
+        self._match()
+
+    def origins(self) -> dict[str, Origin]:
+        """What each tensor of the result is made from."""
+        return {
+            name: Origin(base_name, self._replaced.get(name, ""), self._update(name))
+            for name, base_name in self._base_names.items()
+        }
+
+    def _match(self) -> None:
+        adapter, problems = self.adapter, []
+        rename = self._renaming([*(f"{m}.weight" for m in adapter.updates), *adapter.replacements])
+        tied = self._tied_embedding()
+        for stored_name, source in adapter.replacements.items():
+            name = rename(stored_name)
+            if name in self._base_names or (tied and is_head(replace(adapter.checkpoint.specs[source], name=name))):
+                self._base_names.setdefault(name, tied)
+                self._replaced[name] = source
+                problem = self._replacement_problem(name)
+            else:
+                problem = self._no_place(name)
+            if problem:
+                problems.append(problem)
+        for module, factors in adapter.updates.items():
+            name = rename(f"{module}.weight")
+            if tied and is_head(replace(self.base.specs[tied], name=name)):
+                self._base_names.setdefault(name, tied)
+            problem = self._shape_problem(name, factors) if name in self._base_names else self._no_place(name)
+            if problem:
+                problems.append(problem)
+            self._updates[name] = factors
+        problems += self._check_rows() if not problems else []
+        if problems:
+            shown = [*problems[:_SHOWN], *([f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else [])]
+            what = f"the adapter does not fit {self.base.ref}: {len(problems)} of its targets have no place there"
+            fix = "name the base model that the adapter was trained on; its adapter_config.json says "
+            fix += repr((adapter.checkpoint.config or {}).get("base_model_name_or_path"))
+            raise ShapeError(what, where=adapter.checkpoint.ref, details=shown, fix=fix)
+        if tied:
+            self._untie(tied)
+
+    def _renaming(self, targets: Iterable[str]) -> Callable[[str], str]:
+        """From the adapter's names to the base's, which may begin with other modules (`model.`, `language_model.model.`).
+
+        Only a way that no other way does as well as: `layers.0` of a language model is not to be taken for a vision tower's.
+        """
+        names, tensors = list(targets), self.base.specs
+        parts = [name.split(".") for name in tensors]
+        beginnings = dict.fromkeys(".".join(p[:k]) + "." for k in (1, 2) for p in parts if len(p) > k)
+        ways = {(drop, b): [b + name.split(".", drop)[-1] for name in names] for drop in (0, 1, 2) for b in ("", *beginnings)}
+        fits = {way: sum(name in tensors for name in found) for way, found in ways.items()}
+        best = [way for way, n in fits.items() if n == max(fits.values())]
+        if (0, "") in best or len({tuple(ways[way]) for way in best}) > 1:
+            return lambda name: name
+        drop, beginning = best[0]
+        return lambda name: beginning + name.split(".", drop)[-1]
+
+    def _no_place(self, name: str) -> str:
+        fused = next((fused for fused in fused_names(name) if fused in self.base.specs), "")
+        if fused:
+            return f"{name}: the base keeps it inside {fused}, and an adapter for the parts cannot be applied to the whole"
+        return f"{name}: the base has no such tensor{nearest(name, self.base.specs)}"
+
+    def _replacement_problem(self, name: str) -> str:
+        own = self.adapter.checkpoint.specs[self._replaced[name]]
+        base = self.base.specs[name] if name in self.base.specs else own
+        grown = is_vocabulary(replace(own, name=name)) and own.shape[1:] == base.shape[1:]
+        if own.shape != base.shape and not grown:
+            return f"{name}: {list(base.shape)} in the base, and {list(own.shape)} is to take its place"
+        if own.dtype.floating != base.dtype.floating:
+            return f"{name}: {base.dtype} in the base, and {own.dtype} is to take its place"
+        return ""
+
+    def _check_rows(self) -> list[str]:
+        """Tokens that the adapter adds must be in embedding and head alike; config.json says how many there are then."""
+        vocabulary = [name for name in self._base_names if is_vocabulary(self._source_spec(name))]
+        rows = {name: self._source_spec(name).shape[0] for name in vocabulary}
+        grown = {self.base.specs[n].shape[0]: rows[n] for n in vocabulary if n in self._replaced and n in self.base.specs}
+        grown = {old: new for old, new in grown.items() if old != new}
+        if grown and len(set(rows.values())) > 1:
+            return [f"{name}: would have {n} rows, and embedding and head need as many" for name, n in rows.items()]
+        for old, new in grown.items():
+            replace_value(self.config, "vocab_size", old, new)
+        return []
+
+    def _shape_problem(self, name: str, factors: Factors) -> str:
+        spec = self._source_spec(name)
+        a, b = self._shapes(factors)
+        if not spec.dtype.floating or spec.shape not in ((b[0], a[1]), (a[1], b[0])):
+            return f"{name}: {list(spec.shape)} {spec.dtype} in the base, and the adapter is for {[b[0], a[1]]}"
+        return ""
+
+    def _shapes(self, factors: Factors) -> tuple[Shape, Shape]:
+        specs = self.adapter.checkpoint.specs
+        return specs[factors.a].shape, specs[factors.b].shape
+
+    def _tied_embedding(self) -> str:
+        """The base's embedding where it is also the head, and no file holds a head; else ""."""
+        config = self.base.config or {}
+        architectures = config.get("architectures")
+        causal = isinstance(architectures, list) and any("CausalLM" in str(name) for name in architectures)
+        specs = self.base.specs.values()
+        if tie_flag(config) is False or not causal or any(map(is_head, specs)):
+            return ""
+        return next((spec.name for spec in specs if is_embedding(spec)), "")
+
+    def _untie(self, embedding: str) -> None:
+        """Give the head numbers of its own, where the adapter changes it or the embedding alone."""
+        heads = [name for name in self._base_names if is_head(self._source_spec(name))]
+        changed = embedding in self._updates or embedding in self._replaced
+        if not heads and changed and self._source_spec(embedding).shape == self.base.specs[embedding].shape:
+            heads = ["lm_head.weight"]
+            self._base_names[heads[0]] = embedding
+        if heads:
+            untie(self.config)
+            what = f"the adapter was trained on the {'embedding' if changed else 'head'}, which the base ties to its "
+            what += f"{'head' if changed else 'embedding'}: they are two tensors now"
+            self.notes.append(Finding(what, self.ref, fix="peft's merge_and_unload would change both at once"))
+
+    # --- tensors -------------------------------------------------------------------------------------------------------------
+
+    def _source_spec(self, name: str) -> TensorSpec:
+        """What a tensor starts from, before the update, under the tensor's name."""
+        replaced = self._replaced.get(name)
+        found = self.base.specs[self._base_names[name]] if replaced is None else self.adapter.checkpoint.specs[replaced]
+        return replace(found, name=name)
+
+    def _update(self, name: str) -> Update | None:
+        """What the adapter adds to a tensor."""
+        factors = self._updates.get(name)
+        if factors is None:
+            return None
+        return Update(factors.a, factors.b, factors.scaling, self._transposed(factors, self._source_spec(name).shape))
+
+    def _transposed(self, factors: Factors, shape: Shape) -> bool:
+        """The weight is (B @ A)ᵀ: an embedding, or one of GPT-2's. The shape says so, and of a square one the config."""
+        a, b = self._shapes(factors)
+        if b[0] == a[1]:
+            return factors.embedding or self.adapter.transposed
+        return shape == (a[1], b[0])
+
+
+def _same(a: Path, b: Path) -> bool:
+    """Two files hold the same bytes."""
+    try:
+        return a.stat().st_size == b.stat().st_size and a.read_bytes() == b.read_bytes()
+    except OSError:
+        return False

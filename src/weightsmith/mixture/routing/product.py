@@ -1,0 +1,82 @@
+"""The `router` product: router weights of a mixture, and where they send the tokens of the prompts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightsmith.errors import Finding
+from weightsmith.mixture.routing.gating import Gating, router_dtype
+from weightsmith.mixture.routing.heat_map import heat_map
+from weightsmith.mixture.routing.report import Group, Routing
+from weightsmith.mixture.routing.route import route
+from weightsmith.plans import Product
+from weightsmith.products import Bench, Kind
+from weightsmith.products.base import Arrays
+
+JSON_NAME = "routing.json"
+PICTURE_NAME = "routing.svg"
+
+
+def _compute(bench: Bench) -> Arrays:
+    gating = Gating.of(bench.product)
+    rows, routing = route(gating, bench)
+    if gating.sigmoid:
+        # The norm of the hidden state is near √hidden: of rows that long too, as random ones are, the logits are so far
+        # below 0 that all sigmoids of a token may be 0.
+        rows[:, : gating.routed] /= max(1.0, float(np.linalg.norm(rows[:, : gating.routed], axis=-1).max()))
+    dtype = router_dtype(bench.product).numpy
+    per_layer = sum(not out.name.startswith("routing: ") for out in bench.product.outs) // gating.base.layers
+    arrays = []
+    for layer in rows:
+        parts = [np.repeat(layer[: gating.routed], gating.groups, axis=0), layer[gating.routed :]]
+        arrays += [part.astype(dtype) for part in parts[:per_layer]]
+    if routing is not None:
+        arrays += [routing.first, routing.sent, np.array([group.tokens for group in routing.groups], np.int64)]
+    return arrays
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingReport:
+    """Where the router sends the tokens of the experts' texts."""
+
+    routing: Routing
+
+    def files(self) -> dict[str, bytes]:
+        """routing.json and a picture."""
+        data = json.dumps(self.routing.to_json(), indent=1, ensure_ascii=False) + "\n"
+        return {JSON_NAME: data.encode(), PICTURE_NAME: heat_map(self.routing).encode()}
+
+    def section(self) -> str:
+        """What the model card says of it."""
+        return f"""
+## Routing
+
+Where the router sends the tokens of the experts' texts: the share that goes to each expert first, mean over layers. Measured on
+the hidden states of the base; in this model they differ after the first layer. By layer: [{JSON_NAME}]({JSON_NAME}).
+
+{self.routing.markdown()}
+
+![Share of tokens for which an expert comes first, by layer]({PICTURE_NAME})
+"""
+
+    def warnings(self, where: str) -> list[Finding]:
+        """What makes a router useless."""
+        return self.routing.warnings(where)
+
+
+def _report(product: Product, arrays: Arrays) -> RoutingReport | None:
+    gating = Gating.of(product)
+    if not gating.report:
+        return None
+    first, sent, tokens = arrays[-3:]
+    present = np.flatnonzero(tokens)  # a held-out text may have no token
+    groups = tuple(Group(*gating.counted[g], int(tokens[g])) for g in present)
+    names = tuple(expert.name for expert in gating.experts[: gating.routed])
+    per_token = max(1, gating.per_token // gating.groups)
+    return RoutingReport(Routing(names, per_token, groups, first[:, present], sent[:, present]))
+
+
+KIND = Kind("computing hidden states and router weights", compute=_compute, report=_report)

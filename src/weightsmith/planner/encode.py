@@ -1,0 +1,192 @@
+"""Which tensors of an output are stored in an encoding, and what config.json says of the others.
+
+Encoded are the weights that a loader builds as nn.Linear in the main decoder: matrices with the role `linear` in its layers.
+Everything else is stored as it is: embeddings, heads (tied or not), norms, routers, towers and projectors, prediction layers
+after the last, experts that are one tensor, GPT-2's transposed matrices (Conv1D).
+
+**The list of ignored modules.** compressed-tensors quantises every nn.Linear that the list does not name, so each that is
+stored as it is must be in it. transformers and vLLM rename modules (`visual.…` becomes `model.visual.…`) and read `re:`
+entries from the beginning of a module's name (`re.match`), so entries are patterns that a new prefix does not change, one for
+all layers: `re:.*\\.mlp\\.gate$`. A pattern that would match an encoded module is replaced by the names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from weightsmith.encodings import Encoding, find_encoding
+from weightsmith.errors import Finding, PlanError, Unsupported, WeightsmithError
+from weightsmith.plans import PLAIN, Plan, Step
+from weightsmith.structure import Structure, analyse
+from weightsmith.structure.roles import role_of
+from weightsmith.structure.vocabulary import HEADS, is_embedding, is_head
+from weightsmith.tensors import DTYPES, TensorSpec
+
+FUSED_EXPERTS = "its experts are one tensor"
+"""Why a tensor is stored as it is: the planner warns of these, which may be most of a model."""
+
+_WEIGHT = ".weight"
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+_CONV1D = frozenset({"c_attn", "c_fc"})
+"""Modules with more outputs than inputs: a matrix with more columns than rows is stored transposed."""
+
+
+def check_name(name: str | None) -> list[WeightsmithError]:
+    """The problem with the name of an encoding, if there is one."""
+    try:
+        find_encoding(name or PLAIN)
+    except WeightsmithError as error:
+        error.finding = replace(error.finding, where="quantize")
+        return [error]
+    return []
+
+
+def quantise(plan: Plan, name: str | None) -> Plan:
+    """The plan with the weights of its linear layers stored as `name`, and config.json that says so.
+
+    name  of an encoding; None and `plain` leave the plan as it is
+
+    Raises PlanError: no such encoding, no config.json, no linear weight, a dtype that the encoding cannot take.
+    """
+    if problems := check_name(name):
+        raise PlanError(problems)
+    if name is None or name == PLAIN:
+        return plan
+    encoding, config = find_encoding(name), plan.config
+    if config is None:
+        what = f"the output has no config.json, in which readers of {name} find what is quantised"
+        fix = "put a config.json into the folder of the model that it is taken from"
+        raise PlanError([Unsupported(what, where="quantize", fix=fix)])
+    specs = [step.out for step in plan.steps]
+    structure = analyse(specs, config)
+    reasons = _reasons(specs, structure, encoding)
+    encoded = [spec for spec in specs if spec.name not in reasons]
+    if not encoded:
+        raise PlanError([_nothing(name, structure, reasons)])
+    refused = [(spec, why) for spec in encoded if (why := encoding.refusal(spec))]
+    if refused:
+        spec, why = refused[0]
+        many = f" (and {len(refused) - 1:,} more)" if len(refused) > 1 else ""
+        what = f"the weight cannot be stored as {name}: {why}{many}"
+        raise PlanError([Unsupported(what, where=spec.name, fix="write weights as bfloat16: --out-dtype bfloat16 (out_dtype)")])
+    plain = [spec for spec in specs if spec.name in reasons]
+    ignored = ignored_modules(plain, encoded, structure)
+    return replace(
+        plan,
+        steps=tuple(_stored(step, encoding) if step.out.name not in reasons else step for step in plan.steps),
+        config={**config, **encoding.config(ignored)},
+        warnings=(*plan.warnings, *_fused_findings(plain, reasons, name)),
+    )
+
+
+def stored_plain(plan: Plan) -> dict[str, str]:
+    """Of a plan that `quantise` made: each tensor that is stored as it is, and why; {} for a plan with plain tensors alone."""
+    specs = [step.out for step in plan.steps]
+    name = next(iter(plan.encodings), None)
+    return {} if name is None else _reasons(specs, analyse(specs, plan.config), find_encoding(name))
+
+
+def _stored(step: Step, encoding: Encoding) -> Step:
+    return replace(step, encoding=encoding.name, stored=encoding.outs(step.out))
+
+
+def _reasons(specs: Sequence[TensorSpec], structure: Structure, encoding: Encoding) -> dict[str, str]:
+    """Why tensors are stored as they are, by name; those that are not in it are encoded."""
+    transposed = any(_module(spec).rpartition(".")[2] in _CONV1D and _is_wide(spec) for spec in specs)
+    found = ((spec.name, _reason(spec, structure, encoding, transposed=transposed)) for spec in specs)
+    return {name: why for name, why in found if why}
+
+
+def _reason(spec: TensorSpec, structure: Structure, encoding: Encoding, *, transposed: bool) -> str:
+    place, main = structure.locate(spec.name), structure.main
+    if place is None and is_head(spec):
+        return "the head"
+    if place is None and is_embedding(spec):
+        return "an embedding"
+    if place is None or main is None or place[0] != main or main.kind != "decoder":
+        return "it is outside the decoder's layers"
+    if structure.experts(spec) > 1:
+        return FUSED_EXPERTS
+    if len(spec.shape) != 2 or not spec.dtype.floating:
+        return "it is not a matrix of numbers"
+    if role_of(spec) != "linear":
+        is_router = not _ROUTERS.isdisjoint(spec.name.split("."))
+        return "a router or gate" if is_router else "it is not the weight of a linear layer"
+    if transposed and _module(spec).rpartition(".")[2].startswith("c_"):
+        return "it is stored transposed (Conv1D)"
+    return encoding.refusal(replace(spec, dtype=DTYPES["BF16"]))  # of a name or shape; a dtype is the caller's to change
+
+
+def _is_wide(spec: TensorSpec) -> bool:
+    return len(spec.shape) == 2 and spec.shape[1] > spec.shape[0]
+
+
+def _module(spec: TensorSpec) -> str:
+    return spec.name.removesuffix(_WEIGHT)
+
+
+def _nothing(name: str, structure: Structure, reasons: Mapping[str, str]) -> Unsupported:
+    """The error when there is nothing to encode."""
+    what = f"nothing can be stored as {name}: no decoder of this model has the weight of a linear layer"
+    if structure.main is None and len(structure.stacks) > 1:
+        stacks = ", ".join(stack.prefix for stack in structure.stacks)
+        what = f"only a decoder can be stored as {name}, and this model has several stacks: {stacks}"
+    tally: dict[str, list[str]] = {}
+    for tensor, why in reasons.items():
+        tally.setdefault(why, []).append(tensor)
+    details = [f"{len(names):,} as they are: {why} ({names[0]})" for why, names in tally.items()]
+    return Unsupported(what, where="quantize", details=details, fix="leave --quantize (quantize) out")
+
+
+def _fused_findings(plain: Sequence[TensorSpec], reasons: Mapping[str, str], name: str) -> Iterator[Finding]:
+    fused = [spec for spec in plain if reasons[spec.name] == FUSED_EXPERTS]
+    if fused:
+        what = f"fused experts are stored as they are, not as {name}, which takes matrices: {len(fused):,} tensors"
+        yield Finding(what, fused[0].name, fix="layouts with one matrix for each expert, such as Mixtral's, are quantised")
+
+
+# ---- the ignored modules
+
+
+def ignored_modules(plain: Sequence[TensorSpec], encoded: Sequence[TensorSpec], structure: Structure) -> list[str]:
+    """Entries for every module among `plain` that a loader may build as a linear layer, as names or `re:` patterns.
+
+    `lm_head` is always among them. A tied head is a module though no tensor has its name: where none is stored, it may have
+    any of the names of heads.
+    """
+    suffixes = {_module(spec) if (s := structure.suffix(spec.name)) is None else s: _module(spec) for spec in encoded}
+    examples = list(suffixes.values())  # of each kind of module one: a pattern matches all layers, or has a layer's number
+    entries: dict[str, None] = {"lm_head": None}
+    for spec in plain:
+        fused = structure.experts(spec) > 1
+        if not fused and not (len(spec.shape) == 2 and spec.name.endswith(_WEIGHT) and spec.dtype.floating):
+            continue
+        pattern = _pattern(spec, structure, fused=fused)
+        if not pattern and is_embedding(spec):
+            continue
+        safe = pattern and not any(re.match(pattern, module) for module in examples)
+        entries[f"re:{pattern}" if safe else _module(spec)] = None
+    if not any(is_head(spec) and structure.locate(spec.name) is None for spec in plain):
+        entries[rf"re:(\w+\.)?({'|'.join(HEADS[1:])})$"] = None  # one component before it: the model's, and no layer's
+    return list(entries)
+
+
+def _pattern(spec: TensorSpec, structure: Structure, *, fused: bool) -> str:
+    """What tells a module from the encoded ones whatever prefix a loader gives it; "" where its name must do."""
+    name, suffix = _module(spec), structure.suffix(spec.name)
+    place, extra = structure.locate(spec.name), structure.extra(spec.name)
+    if extra is not None:  # a prediction layer, of which loaders make modules of other names
+        layer = extra[0].prefix.removeprefix("model.") + str(extra[0].n_layers + extra[1])
+        return rf"(.*\.)?{re.escape(layer)}\..*"
+    if place is not None and suffix is not None and place[0] == structure.main:
+        inner = suffix.removesuffix(_WEIGHT)
+        if fused:  # vLLM asks for `….experts.0.gate_proj`, the module that the experts would be made of
+            return rf".*\.{re.escape(inner.rpartition('.')[0] or inner)}\..*"
+        return rf".*\.{re.escape(inner)}$"
+    if name != "lm_head" and name.endswith(".lm_head"):
+        return r".*\.lm_head$"
+    module = structure.module_of(spec.name)
+    tower = structure.main is not None and module != structure.main.module and name.startswith(f"{module}.")
+    return rf"(.*\.)?{re.escape(module.rpartition('.')[2])}\..*" if tower else ""

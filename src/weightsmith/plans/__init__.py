@@ -1,0 +1,31 @@
+"""The Plan: everything that will happen, as a value. `values.py` says what it is, `reading.py` reads one from JSON,
+`parts.py` divides one among processes.
+
+Every command makes one from headers alone; the engine runs it; the store knows from it where every byte goes.
+(The room is not called `plan`: a module of that name would hide `weightsmith.plan`, a function.)
+"""
+
+from weightsmith.plans.reading import plan_from_json as plan_from_json
+from weightsmith.plans.values import CAST as CAST
+from weightsmith.plans.values import COPY as COPY
+from weightsmith.plans.values import FILL as FILL
+from weightsmith.plans.values import JOIN as JOIN
+from weightsmith.plans.values import PERTURB as PERTURB
+from weightsmith.plans.values import PLAIN as PLAIN
+from weightsmith.plans.values import PRODUCTS as PRODUCTS
+from weightsmith.plans.values import Block as Block
+from weightsmith.plans.values import Dropped as Dropped
+from weightsmith.plans.values import FileRead as FileRead
+from weightsmith.plans.values import Gather as Gather
+from weightsmith.plans.values import Made as Made
+from weightsmith.plans.values import ModelInput as ModelInput
+from weightsmith.plans.values import OwnCode as OwnCode
+from weightsmith.plans.values import Parameters as Parameters
+from weightsmith.plans.values import Plan as Plan
+from weightsmith.plans.values import Product as Product
+from weightsmith.plans.values import Read as Read
+from weightsmith.plans.values import Role as Role
+from weightsmith.plans.values import Settings as Settings
+from weightsmith.plans.values import Step as Step
+from weightsmith.plans.values import Table as Table
+from weightsmith.plans.values import Value as Value

@@ -1,0 +1,299 @@
+"""A Plan from JSON values. They may come from anyone, so every value is checked for its type.
+
+That a plan fits its inputs (blocks inside tensors, sizes that agree) is checked when it meets them: `planner.reopen`.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
+
+from weightsmith.containers import CONTAINERS
+from weightsmith.errors import Finding, FormatError
+from weightsmith.plans.values import (
+    JOIN,
+    PLAIN,
+    PRODUCTS,
+    Block,
+    Dropped,
+    FileRead,
+    Gather,
+    Made,
+    ModelInput,
+    OwnCode,
+    Plan,
+    Product,
+    Read,
+    Settings,
+    Step,
+    Table,
+    Value,
+    View,
+)
+from weightsmith.tensors import DTYPES, TensorSpec
+
+MAX_DIMENSIONS = 16
+MAX_ELEMENTS = 1 << 62
+
+T = TypeVar("T")
+Json = dict[str, Any]
+
+
+def plan_from_json(data: Any) -> Plan:
+    """The plan of which `Plan.to_json` gave these values. Raises FormatError for anything else."""
+    plan = _Decoder().plan(_of(data, dict, "the plan"))
+    _check(plan)
+    return plan
+
+
+class _Decoder:
+    """Reads values, with the place of each for messages."""
+
+    def plan(self, data: Json) -> Plan:
+        config = _get(data, "config", "plan")
+        container = _text(data, "container", "plan")
+        if container not in CONTAINERS:
+            raise _wrong("plan.container", f"{container!r} is not one of {', '.join(CONTAINERS)}")
+        return Plan(
+            made=self._made(_object(data, "made", "plan")),
+            models=tuple(
+                ModelInput(_text(m, "ref", at), _text(m, "revision", at), _text(m, "identity", at))
+                for at, m in _objects(data, "models", "plan")
+            ),
+            settings=tuple(self._settings(s, at) for at, s in _objects(data, "settings", "plan")),
+            products=tuple(self._product(p, at) for at, p in _objects(data, "products", "plan")),
+            tables=tuple(_table(_of(t, str, "plan.tables")) for t in _list(data, "tables", "plan")),
+            steps=tuple(self.step(s, at) for at, s in _objects(data, "steps", "plan")),
+            dropped=tuple(self._dropped(_of(d, list, "plan.dropped")) for d in _list(data, "dropped", "plan")),
+            config=None if config is None else _of(config, dict, "plan.config"),
+            donor=_int(data, "donor", "plan"),
+            carried=_texts(data, "carried", "plan"),
+            container=container,
+            max_shard_bytes=_int(data, "max_shard_bytes", "plan", least=1),
+            seed=_of(_get(data, "seed", "plan"), int, "plan.seed"),
+            warnings=tuple(
+                Finding(_text(w, "what", at), _text(w, "where", at), _texts(w, "details", at), _text(w, "fix", at))
+                for at, w in _objects(data, "warnings", "plan")
+            ),
+            recipe=_text(data, "recipe", "plan"),
+        )
+
+    def _made(self, data: Json) -> Made:
+        at = "plan.made"
+        code = _get(data, "code", at)
+        if code is not None:
+            code = _of(code, dict, f"{at}.code")
+            code = OwnCode(*(_text(code, key, f"{at}.code") for key in ("name", "folder", "sha256")))
+        name, title, source, distance = (_text(data, key, at) for key in ("name", "title", "source", "distance"))
+        return Made(name, title, source, distance, code)
+
+    def _settings(self, data: Json, at: str) -> Settings:
+        models = tuple(_parameters(m, where) for where, m in _objects(data, "models", at))
+        return Settings(_parameters(_object(data, "shared", at), f"{at}.shared"), models)
+
+    def _product(self, data: Json, at: str) -> Product:
+        return Product(
+            name=_text(data, "name", at),
+            op=_text(data, "op", at),
+            outs=tuple(_spec(_of(o, list, f"{at}.outs"), f"{at}.outs") for o in _list(data, "outs", at)),
+            settings=_object(data, "settings", at),
+            steps=tuple(self.step(s, where) for where, s in _objects(data, "steps", at)),
+            models=tuple(_of(m, int, f"{at}.models") for m in _list(data, "models", at)),
+            needs=_texts(data, "needs", at),
+            files=tuple(self._file(_of(f, list, f"{at}.files"), f"{at}.files") for f in _list(data, "files", at)),
+        )
+
+    def _file(self, data: list[Any], at: str) -> FileRead:
+        if len(data) != 3:
+            raise _wrong(at, "a file is [model, name, sha256]")
+        name = _of(data[1], str, at)
+        if "/" in name or "\\" in name or name in ("", ".", ".."):
+            raise _wrong(at, f"{name!r} is not the name of a file in a model's folder")
+        return FileRead(_of(data[0], int, at), name, _of(data[2], str, at))
+
+    def _dropped(self, data: list[Any]) -> Dropped:
+        if len(data) != 3:
+            raise _wrong("plan.dropped", "an entry is [model, tensor, reason]")
+        return Dropped(*(_of(v, kind, "plan.dropped") for v, kind in zip(data, (int, str, str), strict=True)))
+
+    def step(self, data: Json, at: str, *, piece: bool = False) -> Step:
+        op = _text(data, "op", at)
+        pieces = tuple(self.step(p, where, piece=True) for where, p in _objects(data, "pieces", at)) if "pieces" in data else ()
+        if piece and (pieces or op == JOIN):
+            raise _wrong(at, "a piece cannot have pieces")
+        role = data.get("role", "other")
+        if role not in ("linear", "vocabulary", "other"):
+            raise _wrong(f"{at}.role", f"{role!r} is not a role")
+        return Step(
+            out=_spec([_get(data, key, at) for key in ("name", "dtype", "shape")], at),
+            op=op,
+            inputs=tuple(self._read(_of(r, list, f"{at}.inputs"), f"{at}.inputs") for r in _list(data, "inputs", at)),
+            base=_of(_get(data, "base", at), bool, f"{at}.base"),
+            settings=_int(data, "settings", at),
+            pieces=pieces,
+            needs=_texts(data, "needs", at) if "needs" in data else (),
+            role=role,
+            layer=_text(data, "layer", at) if "layer" in data else "",
+            encoding=_text(data, "encoding", at) if "encoding" in data else PLAIN,
+            stored=tuple(_spec(_of(s, list, at), at) for s in _list(data, "stored", at)) if "stored" in data else (),
+        )
+
+    def _read(self, data: list[Any], at: str) -> Read:
+        if len(data) < 2:
+            raise _wrong(at, "a read is [model, tensor], and perhaps a view")
+        return Read(_of(data[0], int, at), _of(data[1], str, at), self._view(data[2:], at))
+
+    def _view(self, data: list[Any], at: str) -> View | None:
+        if not data:
+            return None
+        if len(data) == 1:
+            gather = _of(data[0], dict, at)
+            table = _get(gather, "table", at)
+            if not isinstance(table, str) and (isinstance(table, bool) or not isinstance(table, int) or table < 0):
+                raise _wrong(at, "a table is an index or a product's array")
+            axis = _int(gather, "axis", at)
+            if axis not in (0, 1):
+                raise _wrong(at, "an axis is 0 or 1")
+            block = _block(_list(gather, "block", at), at)
+            if not block.whole_rows:
+                raise _wrong(at, "the rows of a gathered block follow each other")
+            return Gather(table, block, cast("Any", axis))
+        return _block(data, at)
+
+
+def _check(plan: Plan) -> None:
+    """What can be said without the inputs: indices point somewhere, names are unique, pieces make the whole."""
+    models, known = len(plan.models), set[str]()
+    if models and not 0 <= plan.donor < models:
+        raise _wrong("plan.donor", f"there is no model {plan.donor}")
+    for name in plan.carried:
+        if "/" in name or "\\" in name or name in ("", ".", ".."):
+            raise _wrong("plan.carried", f"{name!r} is not the name of a file in a folder")
+    arrays: set[str] = set()
+    for product in plan.products:
+        if product.name in known:
+            raise _wrong("plan.products", f"two products are called {product.name!r}")
+        if not known.issuperset(product.needs):
+            raise _wrong(f"product {product.name}", f"it needs {product.needs}, which do not come before it")
+        for step in product.steps:
+            _check_step(plan, step, known, arrays)
+        if any(not 0 <= m < models for m in (*product.models, *(file.model for file in product.files))):
+            raise _wrong(f"product {product.name}", f"there are {models} models")
+        for out in product.outs:
+            if out.name in arrays:
+                raise _wrong(f"product {product.name}", f"two arrays are called {out.name!r}")
+            arrays.add(out.name)
+        known.add(product.name)
+    for step in plan.steps:
+        _check_step(plan, step, known, arrays)
+    if any(not 0 <= d.model < models for d in plan.dropped):
+        raise _wrong("plan.dropped", f"there are {models} models")
+
+
+def _check_step(plan: Plan, step: Step, products: set[str], arrays: set[str]) -> None:
+    at = f"step {step.out.name}"
+    if (step.op == JOIN) != bool(step.pieces):
+        raise _wrong(at, "a join has pieces, and only a join")
+    if (step.encoding == PLAIN) == bool(step.stored):
+        raise _wrong(at, "an encoding other than plain names the tensors that it stores")
+    if step.pieces and sum(piece.out.size for piece in step.pieces) != step.out.size:
+        raise _wrong(at, f"its pieces have not {step.out.size:,} elements in all")
+    for leaf in step.leaves:
+        if leaf.out.dtype is not step.out.dtype:
+            raise _wrong(at, "a piece has another dtype than the whole")
+        if not 0 <= leaf.settings < len(plan.settings):
+            raise _wrong(at, f"there are no settings {leaf.settings}")
+        if leaf.merges and len(plan.settings[leaf.settings].models) != len(leaf.inputs):
+            raise _wrong(at, f"settings {leaf.settings} are for another number of inputs")
+        if not products.issuperset(leaf.needs):
+            raise _wrong(at, f"it needs {leaf.needs}, which are not all products of this plan")
+        for read in leaf.inputs:
+            if read.model == PRODUCTS:
+                if read.tensor not in arrays:
+                    raise _wrong(at, f"no product makes {read.tensor!r}")
+            elif not 0 <= read.model < len(plan.models):
+                raise _wrong(at, f"there is no model {read.model}")
+            if isinstance(read.view, Gather):
+                table = read.view.table
+                if table not in arrays if isinstance(table, str) else table >= len(plan.tables):
+                    raise _wrong(at, f"there is no table {table!r}")
+
+
+def _wrong(at: str, what: str) -> FormatError:
+    return FormatError(f"not a plan that can be run: {what}", where=at, fix="make it again: weightsmith plan RECIPE --json")
+
+
+def _of(value: Any, kind: type[T], at: str) -> T:
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise _wrong(at, f"{kind.__name__} is wanted, not {type(value).__name__}")
+    return value
+
+
+def _get(data: Mapping[str, Any], key: str, at: str) -> Any:
+    if key not in data:
+        raise _wrong(at, f"{key!r} is missing")
+    return data[key]
+
+
+def _text(data: Mapping[str, Any], key: str, at: str) -> str:
+    return _of(_get(data, key, at), str, f"{at}.{key}")
+
+
+def _int(data: Mapping[str, Any], key: str, at: str, least: int = 0) -> int:
+    value = _of(_get(data, key, at), int, f"{at}.{key}")
+    if not least <= value <= MAX_ELEMENTS:
+        raise _wrong(f"{at}.{key}", f"{value} is out of range")
+    return value
+
+
+def _list(data: Mapping[str, Any], key: str, at: str) -> list[Any]:
+    return _of(_get(data, key, at), list, f"{at}.{key}")
+
+
+def _texts(data: Mapping[str, Any], key: str, at: str) -> tuple[str, ...]:
+    return tuple(_of(value, str, f"{at}.{key}") for value in _list(data, key, at))
+
+
+def _object(data: Mapping[str, Any], key: str, at: str) -> Json:
+    return _of(_get(data, key, at), dict, f"{at}.{key}")
+
+
+def _objects(data: Mapping[str, Any], key: str, at: str) -> list[tuple[str, Json]]:
+    return [(f"{at}.{key}[{i}]", _of(v, dict, f"{at}.{key}[{i}]")) for i, v in enumerate(_list(data, key, at))]
+
+
+def _spec(data: list[Any], at: str) -> TensorSpec:
+    if len(data) != 3:
+        raise _wrong(at, "a tensor is [name, dtype, shape]")
+    name, dtype, shape = _of(data[0], str, at), _of(data[1], str, at), _of(data[2], list, at)
+    if dtype not in DTYPES:
+        raise _wrong(at, f"{dtype!r} is not a dtype")
+    sizes = tuple(_of(n, int, at) for n in shape)
+    spec = TensorSpec(name, DTYPES[dtype], sizes)
+    if len(sizes) > MAX_DIMENSIONS or any(n < 0 for n in sizes) or spec.size > MAX_ELEMENTS:
+        raise _wrong(at, f"{list(sizes)} is not a shape")
+    return spec
+
+
+def _block(data: list[Any], at: str) -> Block:
+    if len(data) != 4 or any(isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= MAX_ELEMENTS for n in data):
+        raise _wrong(at, "a block is [offset, rows, cols, stride]")
+    return Block(*data)
+
+
+def _table(text: str) -> Table:
+    try:
+        data = base64.b64decode(text, validate=True)
+    except ValueError:
+        data = b"?"
+    if len(data) % 4:
+        raise _wrong("plan.tables", "a table is int32 numbers in base64")
+    return Table(data)
+
+
+def _parameters(data: Json, at: str) -> dict[str, Value | None]:
+    for key, value in data.items():
+        if value is not None and not isinstance(value, bool | int | float | str):
+            raise _wrong(f"{at}.{key}", "a parameter is a number, a text, true, false or null")
+    return data

@@ -1,0 +1,38 @@
+"""Where models are active, over all tensors of a merge: the counts that RAM+ is made of."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith.jobs.elementwise import Counts, count_tile
+from weightsmith.jobs.job import Matrix, Tile
+from weightsmith.plans import Product
+from weightsmith.products.base import Arrays, Kind, Survey
+
+
+class Activity(Survey):
+    """For each of `Product.models`: positions where it is active alone, and where others are too. int64 [models, 2].
+
+    Every tensor counts with its own `epsilon`.
+    """
+
+    def __init__(self, product: Product) -> None:
+        self._rows = {model: k for k, model in enumerate(product.models)}
+        self._counts: npt.NDArray[np.int64] = np.zeros((len(product.models), 2), np.int64)
+
+    def passes(self) -> int:
+        return 1
+
+    def statistics(self, number: int, matrix: Matrix, tile: Tile) -> tuple[tuple[int, ...], Counts]:
+        return matrix.inputs[1:], count_tile(matrix, tile, matrix.number("epsilon"))
+
+    def take(self, number: int, result: tuple[tuple[int, ...], Counts]) -> None:
+        for model, count in zip(*result, strict=True):
+            self._counts[self._rows[model]] += count
+
+    def arrays(self) -> Arrays:
+        return [self._counts]
+
+
+KIND = Kind("counting where models are active", survey=Activity)

@@ -1,0 +1,179 @@
+"""The form of the grammar: a kind of value, a key of a mapping, a level of mappings. The kinds that hold mappings.
+
+A `Kind` is everything there is to know of a kind of value, so adding one is one entry in one file: here, in `single.py`
+(single values), `nested.py` (lists of numbers), `references.py` (models) or `parameters.py`.
+
+    FLAG = Kind(_flag, {"type": "boolean"}, "`true`, `false`")
+    Key("match", FLAG, "Reorder the neurons of each expert to match the group's first; false by default.")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from weightsmith.errors import Finding, SyntaxProblem, Unsupported, WeightsmithError
+from weightsmith.recipe.nodes import Node, Pair, describe
+from weightsmith.recipe.records import Section
+
+Schema = Mapping[str, Any]
+
+
+class Walk(Protocol):
+    """What a kind's reader needs of one reading of a document (`walk.Walker`).
+
+    filename  for positions
+    problems  errors, in the order found
+    findings  warnings; the keys alone count
+    whole     False once the skeleton of the recipe has a hole
+    """
+
+    filename: str
+    problems: list[WeightsmithError]
+    findings: dict[Finding, None]
+    whole: bool
+
+    def problem(
+        self,
+        what: str,
+        where: str,
+        fix: str = "",
+        error: type[WeightsmithError] = SyntaxProblem,
+        details: tuple[str, ...] = (),
+    ) -> None:
+        """Add an error."""
+
+    def warn(self, what: str, where: str, fix: str = "") -> None:
+        """Add a warning."""
+
+    def misused(self, what: str, where: str, fix: str, error: type[WeightsmithError], *, harmless: bool = False) -> bool:
+        """Add what mergekit ignores; True when it is an error, False when a warning."""
+
+    def mapping(self, node: Node, level: Level) -> Any:
+        """What `level` makes of a mapping; None when it is no mapping, or a required key is missing or wrong."""
+
+    def is_parameter(self, name: str, where: str) -> bool:
+        """Report a parameter of a method that is not under `parameters:`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kind:
+    """What the value of a key may be.
+
+    read    the value; or None, with the problem and its position reported to the walk
+    schema  JSON Schema of what `read` accepts
+    words   the same in Markdown, for the reference page
+    of      the level of the mappings inside the value
+    """
+
+    read: Callable[[Pair, Key, Walk], Any]
+    schema: Schema
+    words: str
+    of: Level | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Key:
+    """One key of a mapping; `doc` is one sentence for messages, editors and the reference page."""
+
+    name: str
+    kind: Kind
+    doc: str
+    required: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Level:
+    """One kind of mapping in a recipe.
+
+    name    for the schema's $defs and the headings of the reference page
+    place   for messages: "unknown key 'x' <place>"
+    one_of  exactly one of these keys must be given
+    make    the value of such a mapping; called only when no required key is missing
+    """
+
+    name: str
+    place: str
+    doc: str
+    keys: tuple[Key, ...]
+    one_of: tuple[str, ...] = ()
+    make: Callable[[Section], Any] = lambda section: section
+
+    def key(self, name: str) -> Key | None:
+        """The key of this name, or None."""
+        return next((key for key in self.keys if key.name == name), None)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the keys, in the order shown to users."""
+        return tuple(key.name for key in self.keys)
+
+    @property
+    def schema(self) -> Schema:
+        """A reference to the level's definition."""
+        return {"$ref": f"#/$defs/{self.name}"}
+
+    @property
+    def words(self) -> str:
+        """A link to the level's heading."""
+        return f"[{self.name}](#{self.name})"
+
+
+def list_schema(items: Schema) -> Schema:
+    """A list that is not empty."""
+    return {"type": "array", "items": items, "minItems": 1}
+
+
+def section(level: Level) -> Kind:
+    """A mapping of a level."""
+    return Kind(lambda pair, key, walk: walk.mapping(pair.value, level), level.schema, level.words, level)
+
+
+def list_of(level: Level) -> Kind:
+    """A list of mappings of a level, not empty. Mappings with problems are left out."""
+
+    def read(pair: Pair, key: Key, walk: Walk) -> tuple[Any, ...] | None:
+        entries = pair.value.value
+        if not isinstance(entries, tuple):
+            fix = f"Write each entry after a dash: - {level.names[0]}: ..."
+            walk.problem(f"{key.name!r} takes a list, not {describe(pair.value)}", pair.value.where, fix)
+        elif not entries:
+            walk.problem(f"{key.name!r} is empty", pair.value.where)
+        else:
+            return tuple(made for node in entries if (made := walk.mapping(node, level)) is not None)
+        return None
+
+    return Kind(read, list_schema(level.schema), f"a list of {level.words}", level)
+
+
+NOT_SUPPORTED: Mapping[str, tuple[str, str]] = {
+    "tokenizer_source": (
+        "tokenizer_source is not supported yet",
+        "Remove this line: the tokenizer of the base (else first) model is then copied, as 'base' would ask for.",
+    ),
+    "tokenizer": (
+        "tokenizer is not supported yet",
+        "Remove this block: the tokenizer of the base (else first) model is then copied.",
+    ),
+    "chat_template": (
+        "chat_template is not supported yet",
+        "Remove this line: the chat template of the base (else first) model is then copied.",
+    ),
+}
+"""Keys of the kind REFUSED: the error and the next step."""
+
+NO_EFFECT: Mapping[str, str] = {
+    "residual_weight": "residual_weight has no effect: mergekit read it and never used it",
+    "override_architecture": "override_architecture is not needed and has no effect: structure comes from tensor names",
+}
+"""Keys of the kind UNUSED: the warning."""
+
+
+def _refused(pair: Pair, key: Key, walk: Walk) -> None:
+    what, fix = NOT_SUPPORTED[key.name]
+    walk.problem(what, pair.where, fix, Unsupported)
+
+
+REFUSED = Kind(_refused, {"not": {}}, "an error for now")
+UNUSED = Kind(lambda pair, key, walk: walk.warn(NO_EFFECT[key.name], pair.where, "Remove it."), {}, "anything; a warning")

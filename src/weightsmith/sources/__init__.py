@@ -1,0 +1,125 @@
+"""Sources: what tensors can be read from. One interface, `Tensors`; one file for each kind; composition, no inheritance.
+
+base.py          the interface
+kind.py          what a kind says of itself
+files.py         tensors that are runs of plain bytes in files
+safetensors.py   the file format
+pytorch.py       the file format: .bin, .pt, .pth and .ckpt, read without running anything
+fp8_block.py     FP8 weights, dequantised as they are read
+adapted.py       a source with a LoRA adapter applied
+memory.py        state dicts; views.py reads a tensor in memory as a stream of bytes
+
+Adding a file format: a file with a `KIND`, and an entry in `KINDS`. Adding an encoding of tensors: a file with a `WRAPPER`,
+and an entry in `WRAPPERS`. Test either with a subclass of `weightsmith.testing.SourceTests`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weightsmith.errors import Unsupported
+from weightsmith.formats.hf_folder import Weights, natural_key, no_weights, read_index
+from weightsmith.sources import fp8_block, pytorch, safetensors
+from weightsmith.sources.base import Tensors
+from weightsmith.sources.kind import Index, Kind, Opened, Wrapped, Wrapper
+
+__all__ = [
+    "KINDS",
+    "WRAPPERS",
+    "Kind",
+    "Opened",
+    "Tensors",
+    "WeightFiles",
+    "Wrapped",
+    "Wrapper",
+    "choose_kind",
+    "find_weights",
+    "open_file",
+    "suffixes",
+    "wrap",
+]
+
+KINDS: tuple[Kind, ...] = (safetensors.KIND, pytorch.KIND)
+"""File formats, in the order in which they are preferred where a folder holds several."""
+
+WRAPPERS: tuple[Wrapper, ...] = (fp8_block.WRAPPER,)
+"""Encodings of tensors; the first that recognises a model decodes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """The weight files of a folder, not opened yet.
+
+    kind     their format
+    paths    in natural order
+    index    the index that lists them, if there is one
+    ignored  names of weight files of this format that are not part of the model
+    """
+
+    kind: Kind
+    paths: tuple[Path, ...]
+    index: Index | None
+    ignored: tuple[str, ...]
+
+    def open(self, where: str) -> Opened:
+        """Open them; see `Kind.open`. where: the model as the user named it."""
+        return self.kind.open(self.paths, self.index, where)
+
+
+def choose_kind(names: Collection[str], where: str) -> tuple[Kind, Weights]:
+    """The first kind of which a folder has weights, and which files they are. By names alone.
+
+    names  of all files of the folder, relative
+    where  the folder or hub repository, for messages
+
+    Raises what `Kind.choose` raises, and the error of `no_weights` where no kind has any.
+    """
+    listed = list(names)
+    for kind in KINDS:
+        chosen = kind.choose(listed, where)
+        if chosen is not None:
+            return kind, chosen
+    raise no_weights(listed, where, suffixes())
+
+
+def find_weights(folder: Path, names: Collection[str], where: str) -> WeightFiles:
+    """The weight files of a folder; arguments as of `choose_kind`. Reads the index, if there is one, and nothing else.
+
+    Raises as `choose_kind` and `read_index`.
+    """
+    kind, chosen = choose_kind(names, where)
+    index, files = None, chosen.files
+    if chosen.index is not None:
+        index = folder / chosen.index, read_index(folder / chosen.index, set(names), kind.suffixes)
+        files = tuple(sorted(set(index[1].values()), key=natural_key))
+    ignored = tuple(name for name in chosen.ignored if name not in files)
+    return WeightFiles(kind, tuple(folder / name for name in files), index, ignored)
+
+
+def open_file(path: Path, where: str) -> Opened:
+    """Open one weight file alone. Raises Unsupported for a name of no known format, else as `Kind.open`."""
+    for kind in KINDS:
+        if path.name.lower().endswith(kind.suffixes):
+            return kind.open((path,), None, where)
+    *others, last = suffixes()
+    raise Unsupported(
+        f"not a weight file: its name does not end with {', '.join(others)} or {last}",
+        where=where,
+        fix="Name a folder, or a weight file in one of these formats.",
+    )
+
+
+def suffixes() -> tuple[str, ...]:
+    """How the names of weight files of all kinds end, lower case."""
+    return tuple(suffix for kind in KINDS for suffix in kind.suffixes)
+
+
+def wrap(source: Tensors, config: Mapping[str, Any] | None, where: str) -> Wrapped:
+    """The tensors of a model decoded by the first wrapper that recognises them, else as they are stored."""
+    for wrapper in WRAPPERS:
+        if wrapper.recognises(config or {}, source.specs):
+            return wrapper.wrap(source, config or {}, where)
+    return Wrapped(source, config)

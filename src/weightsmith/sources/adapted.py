@@ -1,0 +1,136 @@
+"""A source with a LoRA adapter applied: W + scaling · B @ A, computed for the bytes that are asked for, when they are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith.formats.hf_folder import natural_key
+from weightsmith.sources.base import Tensors, check_range, digest, read, spec_of
+from weightsmith.tensors import DTYPES, DType, TensorSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from weightsmith.sources.base import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """scaling · B @ A, or its transpose, that is added to a matrix.
+
+    a, b        the adapter's tensors A [rank, inputs] and B [outputs, rank]
+    scaling     what the product is multiplied with
+    transposed  the matrix is [inputs, outputs]: (B @ A)ᵀ is added
+    """
+
+    a: str
+    b: str
+    scaling: float
+    transposed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a tensor of an adapted source is made from.
+
+    base         the base's tensor that it stands for: it is written as the dtype that this one is kept as
+    replacement  the adapter's tensor that takes its place; "" for none
+    update       what is added; None for nothing
+    """
+
+    base: str
+    replacement: str = ""
+    update: Update | None = None
+
+
+class Adapted:
+    """A source `base` changed by an adapter.
+
+    Tensors with an update are F32 (F64 where they start from F64): base and update, rounded once, so that a merge sees the
+    update as it was trained and not what 16 bits leave of it. All others are read as they are stored.
+
+    base, adapter  the sources; they are closed with this one
+    origins        name → what the tensor is made from
+    where          the model as the user named it, for messages
+    """
+
+    def __init__(self, base: Tensors, adapter: Tensors, origins: Mapping[str, Origin], where: str) -> None:
+        self._base, self._adapter, self._where = base, adapter, where
+        self._origins = {name: origins[name] for name in sorted(origins, key=natural_key)}
+        self.specs: Mapping[str, TensorSpec] = {name: self._spec(name, origin) for name, origin in self._origins.items()}
+        changes = [repr((name, origin)) for name, origin in self._origins.items() if origin != Origin(name)]
+        self.identity = digest([base.identity, adapter.identity, changes])
+        self.state = digest([self.identity, base.state, adapter.state])
+        self.paths: tuple[Path, ...] = (*base.paths, *adapter.paths)
+        self._factors: dict[str, tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]] = {}
+        self._lock = threading.Lock()
+
+    def kept_as(self, name: str) -> DType:
+        return self._base.kept_as(self._origin(name).base)
+
+    def preferred_rows(self, name: str) -> int:
+        source, stored = self._stored(self._origin(name))
+        return source.preferred_rows(stored)
+
+    def location(self, name: str) -> tuple[int, int] | None:
+        origin = self._origin(name)
+        source, stored = self._stored(origin)
+        return source.location(stored) if origin.update is None else None
+
+    def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
+        origin, spec = self._origin(name), self.specs[name]
+        source, stored = self._stored(origin)
+        into = np.frombuffer(out, np.uint8)
+        check_range(spec, start_byte, into.size, self._where)
+        if origin.update is None:
+            source.read_into(stored, start_byte, out)
+            return
+        from weightsmith.kernels.codecs import BLOCK
+        from weightsmith.kernels.lora import add_low_rank
+
+        before = source.specs[stored].dtype
+        width = spec.dtype.itemsize
+        first, end = start_byte // width, -(-(start_byte + into.size) // width)
+        raw = np.empty((end - first) * before.itemsize, np.uint8)
+        source.read_into(stored, first * before.itemsize, raw)
+        left, right = self._factors_of(name, origin.update)
+        values = np.empty(end - first, spec.dtype.numpy)
+        row, total = np.empty(BLOCK, spec.dtype.numpy), np.empty(BLOCK)
+        add_low_rank(raw, before.code, first, values.size, left, right, origin.update.scaling, values, row, total)
+        into[:] = values.view(np.uint8)[start_byte - first * width :][: into.size]
+
+    def check_unchanged(self) -> None:
+        self._base.check_unchanged()
+        self._adapter.check_unchanged()
+
+    def close(self) -> None:
+        self._base.close()
+        self._adapter.close()
+
+    def _origin(self, name: str) -> Origin:
+        return self._origins[spec_of(self.specs, name, self._where).name]
+
+    def _stored(self, origin: Origin) -> tuple[Tensors, str]:
+        """The source and the name there of what a tensor starts from."""
+        return (self._adapter, origin.replacement) if origin.replacement else (self._base, origin.base)
+
+    def _spec(self, name: str, origin: Origin) -> TensorSpec:
+        source, stored = self._stored(origin)
+        spec = replace(source.specs[stored], name=name)
+        return spec if origin.update is None or spec.dtype.name == "F64" else replace(spec, dtype=DTYPES["F32"])
+
+    def _factors_of(self, name: str, update: Update) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
+        """left [rows, rank] and right [rank, cols] of the update of a tensor [rows, cols]; read once and kept."""
+        with self._lock:
+            if name not in self._factors:
+                a, b = (read(self._adapter, factor).astype(np.float32) for factor in (update.a, update.b))
+                if update.transposed:
+                    a, b = b.T, a.T
+                self._factors[name] = np.ascontiguousarray(b, np.float64), np.ascontiguousarray(a)
+            return self._factors[name]

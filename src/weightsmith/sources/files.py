@@ -1,0 +1,274 @@
+"""The files of a source, and tensors that are runs of plain bytes in them: safetensors, and all that is laid out like it.
+
+Bytes come through positioned reads into the caller's buffers: no memory map (no crash when a file shrinks, no resident
+gigabytes), no file position, so many threads may read at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from weightsmith.errors import CheckpointError, FormatError
+from weightsmith.formats.files import FileState, StoredTensor, show
+from weightsmith.formats.hf_folder import natural_key
+from weightsmith.sources.base import byte_view, check_range, closed, digest, spec_of
+from weightsmith.tensors import DType, TensorSpec
+
+if TYPE_CHECKING:
+    from weightsmith.sources.base import Buffer
+
+MAX_OPEN_FILES = 65_536  # as far as the process's soft limit is raised when a model has very many shards
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of a source.
+
+    path    as it is opened
+    state   as the file was before its table of tensors was read
+    digest  hash of that table, hex
+    """
+
+    path: Path
+    state: FileState
+    digest: str
+
+
+class SourceFiles:
+    """The files of a source: opened at first use, then kept open; read from any thread; compared with what they were.
+
+    paths     of all files, as given
+    identity  of names, sizes and tables; equal for a copy of the files
+    state     of the identity, and of which files these are and when they were changed
+    """
+
+    def __init__(self, files: Sequence[SourceFile], where: str) -> None:
+        """
+        files  in natural order
+        where  the model as the user named it, for messages
+        """
+        self.paths = tuple(file.path for file in files)
+        facts = [(file.path.name, file.state.nbytes, file.digest) for file in files]
+        self.identity = digest(facts)
+        # Without the device: network file systems are given another number after each mount.
+        self.state = digest([facts, [(f.state.inode, f.state.mtime_ns, f.state.ctime_ns) for f in files]])
+        self._where = where
+        self._states = {file.path: file.state for file in files}
+        self._lock = threading.Lock()
+        self._closed = False
+        # Kept open once opened: `location` hands descriptors out, so none may be closed under its user.
+        self._fds: dict[Path, int] = {}
+        self._finalizer = weakref.finalize(self, _close_all, self._fds)
+
+    def fd(self, path: Path) -> int:
+        """The descriptor of a file, open until `close`. Raises CheckpointError for one that has changed, and when closed."""
+        fd = self._fds.get(path)
+        return self._open(path) if fd is None else fd
+
+    def read(self, path: Path, name: str, offset: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of a file from `offset` on. name: of the tensor that is read, for messages.
+
+        Raises FormatError when the file ends early, CheckpointError for an I/O error, else as `fd`.
+        """
+        fd, done = self.fd(path), 0
+        while done < len(out):  # one call moves at most 2 GiB, and may always move less
+            try:
+                n = os.preadv(fd, [out[done:]], offset + done)
+            except OSError as error:
+                raise CheckpointError(
+                    f"tensor {show(name)} cannot be read at byte {offset + done:,}: {error.strerror}", where=str(path)
+                ) from error
+            if n == 0:
+                raise FormatError(
+                    f"the file shrank while reading tensor {show(name)}: it ends at byte {offset + done:,}, "
+                    f"{len(out) - done:,} bytes early",
+                    where=str(path),
+                    fix="Another program is writing the file: wait for it, then start again.",
+                )
+            done += n
+
+    def check_unchanged(self) -> None:
+        """As `Tensors.check_unchanged`."""
+        for path, opened in self._states.items():
+            fd = self._fds.get(path)
+            try:
+                now = [path.stat(), *([] if fd is None else [os.fstat(fd)])]
+            except OSError as error:
+                raise CheckpointError(
+                    f"the file was readable when it was opened, and is not any more: {error.strerror}",
+                    where=str(path),
+                    fix="Restore the file, then start again.",
+                ) from error
+            for stat in now:
+                _check_same(path, opened, stat)
+
+    def close(self) -> None:
+        """As `Tensors.close`."""
+        with self._lock:
+            self._closed = True
+            _close_all(self._fds)
+
+    def _open(self, path: Path) -> int:
+        with self._lock:
+            if self._closed:
+                raise closed(self._where)
+            if path in self._fds:  # another thread was first
+                return self._fds[path]
+            fd = _open_readonly(path)
+            try:
+                _check_same(path, self._states[path], os.fstat(fd))
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            except BaseException:
+                os.close(fd)
+                raise
+            self._fds[path] = fd
+            return fd
+
+
+class PlainFiles:
+    """A source whose tensors are runs of bytes, little-endian and row-major, in files.
+
+    stored  name → where the tensor's bytes are
+    files   every file that `stored` names, in natural order
+    where   the model as the user named it, for messages
+    """
+
+    def __init__(self, stored: Mapping[str, StoredTensor], files: Sequence[SourceFile], where: str) -> None:
+        self.specs: Mapping[str, TensorSpec] = {name: stored[name].spec for name in sorted(stored, key=natural_key)}
+        self._stored = stored
+        self._where = where
+        self._files = SourceFiles(files, where)
+        self.paths, self.identity, self.state = self._files.paths, self._files.identity, self._files.state
+
+    def kept_as(self, name: str) -> DType:
+        return spec_of(self.specs, name, self._where).dtype
+
+    def preferred_rows(self, name: str) -> int:
+        spec_of(self.specs, name, self._where)
+        return 1
+
+    def location(self, name: str) -> tuple[int, int]:
+        spec_of(self.specs, name, self._where)
+        tensor = self._stored[name]
+        return self._files.fd(tensor.file), tensor.offset
+
+    def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
+        spec = spec_of(self.specs, name, self._where)
+        tensor = self._stored[name]
+        view = byte_view(out)
+        check_range(spec, start_byte, len(view), str(tensor.file))
+        self._files.read(tensor.file, name, tensor.offset + start_byte, view)
+
+    def check_unchanged(self) -> None:
+        self._files.check_unchanged()
+
+    def close(self) -> None:
+        self._files.close()
+
+
+class InFile(Protocol):
+    """A tensor of a file: `StoredTensor`, `StoredView`."""
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Name, dtype, shape."""
+
+    @property
+    def file(self) -> Path:
+        """As it was opened."""
+
+
+_InFile = TypeVar("_InFile", bound=InFile)
+
+
+def unite(
+    tables: Iterable[Iterable[_InFile]], folder: Path, index: tuple[Path, Mapping[str, str]] | None = None
+) -> dict[str, _InFile]:
+    """The tensors of all files of a model, by name. The files and the index must agree.
+
+    tables  the tensors of each file
+    folder  of the files, for messages
+    index   its path, and its map of tensor name → file name
+
+    Raises FormatError: no tensor, one in two files, one that the index does not list or places elsewhere.
+    """
+    united: dict[str, _InFile] = {}
+    for tensors in tables:
+        for tensor in tensors:
+            other = united.setdefault(tensor.spec.name, tensor)
+            if other is not tensor:
+                raise FormatError(
+                    f"tensor {show(tensor.spec.name)} is in two files: which one is meant?",
+                    where=str(folder),
+                    details=tuple(f"{t.file.name}  {list(t.spec.shape)} {t.spec.dtype}" for t in (other, tensor)),
+                    fix="Remove the file that does not belong to this model.",
+                )
+    if not united:
+        raise FormatError("there is no tensor in the weight files", where=str(folder))
+    if index is not None:
+        path, weight_map = index
+        for name, file in weight_map.items():
+            stored = united.get(name)
+            if stored is None or stored.file.name != file:
+                found = f"it is in {stored.file.name}" if stored is not None else "no file has it"
+                raise FormatError(
+                    f"the index says that tensor {show(name)} is in {file}, but {found}",
+                    where=str(path),
+                    fix="The index and the weight files are of different versions: download both again.",
+                )
+        if len(united) > len(weight_map):
+            extra = [t for name, t in united.items() if name not in weight_map]
+            raise FormatError(
+                f"{len(extra):,} tensor(s) that the index does not list, the first is {show(extra[0].spec.name)} in "
+                f"{extra[0].file.name}",
+                where=str(path),
+                fix="The index and the weight files are of different versions: download both again, or remove the "
+                "index to read all tensors in the files.",
+            )
+    return united
+
+
+def _check_same(path: Path, opened: FileState, stat: os.stat_result) -> None:
+    """Raise CheckpointError when a file is not as it was when it was opened."""
+    if difference := opened.difference(FileState.of(stat)):
+        raise CheckpointError(
+            f"the file changed after it was opened: {difference}",
+            where=str(path),
+            fix="Another program writes or replaces the file: wait for it, then start again.",
+        )
+
+
+def _open_readonly(path: Path) -> int:
+    flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
+    try:
+        return os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.EMFILE and _raise_open_files_limit():
+            return os.open(path, flags)
+        fix = "Raise the limit: ulimit -n 65536" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from error
+
+
+def _raise_open_files_limit() -> bool:
+    """Raise the soft limit of open files towards the hard one; False when it is as high already."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return False
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return True
+
+
+def _close_all(fds: dict[Path, int]) -> None:
+    while fds:
+        os.close(fds.popitem()[1])

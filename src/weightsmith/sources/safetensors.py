@@ -1,0 +1,35 @@
+"""safetensors: one file, or shards with or without an index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from weightsmith.formats.hf_folder import choose_weights
+from weightsmith.formats.safetensors import Header, read_header
+from weightsmith.sources.files import PlainFiles, SourceFile, unite
+from weightsmith.sources.kind import Index, Kind, Opened
+
+
+def open_files(paths: Sequence[Path], index: Index | None, where: str) -> Opened:
+    """The tensors of safetensors files; paths in natural order. Reads and checks headers only.
+
+    `metadata` is the files' `__metadata__`; keys on which two files disagree are left out. Raises as `read_header` and `unite`.
+    """
+    headers = {path: read_header(path) for path in paths}
+    stored = unite((header.tensors for header in headers.values()), paths[0].parent, index)
+    files = [SourceFile(path, header.state, header.digest) for path, header in headers.items()]
+    return Opened(PlainFiles(stored, files, where), _common_metadata(headers.values()))
+
+
+def _common_metadata(headers: Iterable[Header]) -> dict[str, str]:
+    common: dict[str, str] = {}
+    disputed = set()
+    for header in headers:
+        for key, value in header.metadata.items():
+            if common.setdefault(key, value) != value:
+                disputed.add(key)
+    return {key: value for key, value in common.items() if key not in disputed}
+
+
+KIND = Kind("safetensors", (".safetensors",), ("*.safetensors.index.json",), choose_weights, open_files)

@@ -1,0 +1,106 @@
+"""Is this staging folder ours? Its files are written in place and deleted, so what somebody else made is refused.
+
+Ours is a folder that is empty, or that holds a `lock` of ours and either a journal with a readable line or nothing else: the
+journal's first line is on the disk before anything else is made, and it is removed after all the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from weightsmith.errors import NOTHING_WRITTEN, StoreError
+from weightsmith.store.journal import Entries, read_journal
+
+LOCK, JOURNAL, CONTENT, OLD, PRODUCTS, PARTS = "lock", "journal", "content", "old", "products", "parts"
+OWNER = "process "
+"""What the text in a lock of ours begins with."""
+
+_FOLDERS = (CONTENT, OLD, PRODUCTS, PARTS)
+_FILES = (LOCK, JOURNAL)
+
+
+def check_kinds(folder: Path) -> None:
+    """Raise StoreError unless it is a real folder, with a lock or journal if it holds anything, all of the right kinds.
+
+    Nothing but a journal is opened. Another process may be building or removing it meanwhile.
+    """
+    mode = _mode(folder)
+    if stat.S_ISLNK(mode):
+        raise foreign(folder, "it is a symbolic link, which is not followed")
+    if mode and not stat.S_ISDIR(mode):
+        raise foreign(folder, "it is not a folder")
+    names = _names(folder)
+    for name in _FOLDERS:
+        mode = _mode(folder / name)
+        if mode and not stat.S_ISDIR(mode):
+            raise foreign(folder, f"{name} in it is {kind(mode)}, and not a folder")
+    for name in _FILES:
+        mode = _mode(folder / name)
+        if mode and not stat.S_ISREG(mode):
+            raise foreign(folder, f"{name} in it is {kind(mode)}, and not a file")
+    if names and LOCK not in names and not read_journal(folder / JOURNAL).lines:
+        raise foreign(folder, f"it holds {names[0]!r}, and neither a lock nor a journal")
+
+
+def check_made_by_us(folder: Path, lock_text: str, entries: Entries) -> None:
+    """Raise StoreError unless the marks of a build are there. The lock must be held, and not yet written to."""
+    if lock_text and not lock_text.startswith(OWNER):
+        raise foreign(folder, f"the text in {LOCK} is none of weightsmith's")
+    if entries.lines:
+        return
+    others = [
+        name for name in _names(folder) if name != LOCK and not (name == JOURNAL and (lock_text or not _size(folder / name)))
+    ]
+    if others:
+        raise foreign(folder, f"it holds {others[0]!r}, and no journal of weightsmith's")
+
+
+def check_content(folder: Path) -> None:
+    """Raise StoreError for a pipe, socket or device at the top level of the content."""
+    for name in _names(folder):
+        mode = _mode(folder / name)
+        if mode and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
+            raise foreign(folder, f"{name!r} in it is {kind(mode)}")
+
+
+def foreign(folder: Path, why: str) -> StoreError:
+    """The error for a staging folder, or a part of one, that weightsmith did not make."""
+    return StoreError(
+        f"the name of the folder for unfinished work is taken by what was not made by weightsmith: {why}",
+        where=str(folder),
+        fix="move it away, or remove it, and run again; or choose another output folder",
+        state=NOTHING_WRITTEN,
+    )
+
+
+def kind(mode: int) -> str:
+    """What a file is, for a message."""
+    kinds = {
+        stat.S_IFLNK: "a symbolic link",
+        stat.S_IFDIR: "a folder",
+        stat.S_IFREG: "a file",
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFSOCK: "a socket",
+    }
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def _mode(path: Path) -> int:
+    """The kind of what bears a name, links not followed; 0 for nothing."""
+    try:
+        return path.lstat().st_mode
+    except FileNotFoundError:
+        return 0
+
+
+def _size(path: Path) -> int:
+    return path.lstat().st_size
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))  # noqa: PTH208  names alone, in one call
+    except FileNotFoundError:
+        return []

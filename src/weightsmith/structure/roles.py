@@ -1,0 +1,32 @@
+"""What a tensor is to a method: the weight of a linear layer inside a block, rows that are tokens, or anything else.
+
+The names say which is which; what no name gives away counts as linear when it is a matrix. Experts, and the
+parts of fused matrices, come one at a time: a plan makes pieces of them (`planner/logical.py`).
+"""
+
+from __future__ import annotations
+
+from weightsmith.plans import Role
+from weightsmith.structure.vocabulary import is_vocabulary
+from weightsmith.tensors import TensorSpec
+
+PARTS = ("embed", "norm", "conv", "bias", "router", "lm_head")
+"""A tensor with one of these anywhere in its name is no linear layer of a block."""
+
+COMPONENTS = frozenset({"wpe", "gate", "shared_expert_gate", "score", "classifier", "A_log"})
+"""Nor is one that has one of these as a component: `mlp.gate.weight` is a router, `mlp.gate_proj.weight` is not."""
+
+
+def role_of(spec: TensorSpec) -> Role:
+    """What a tensor is to a method: `linear` for a weight matrix of a linear layer inside a block.
+
+    >>> from weightsmith.tensors import DTYPES
+    >>> names = ("lm_head.weight", "layers.0.mlp.gate_proj.weight", "layers.0.mlp.gate.weight")
+    >>> [role_of(TensorSpec(name, DTYPES["BF16"], (64, 8))) for name in names]
+    ['vocabulary', 'linear', 'other']
+    """
+    name = spec.name
+    other = len(spec.shape) != 2 or min(spec.shape) < 2 or any(part in name for part in PARTS)
+    if not other and COMPONENTS.isdisjoint(name.split(".")) and not is_vocabulary(spec):
+        return "linear"
+    return "vocabulary" if is_vocabulary(spec) else "other"

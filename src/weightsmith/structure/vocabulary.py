@@ -1,0 +1,159 @@
+"""Embeddings and heads: the tensors with a row for each token, of which one may stand for several.
+
+A model that ties its head to its embedding stores one tensor for both; an old file may store both all the same. What a
+tensor is follows from the last module of its name: `model.embed_tokens.weight`, `lm_head.weight`.
+
+No other file knows these names. Some of them mean something else inside a numbered layer (`attention.output.weight`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from weightsmith.structure.configs import replace_value, text_sections
+from weightsmith.structure.names import INDEX
+from weightsmith.tensors import TensorSpec
+
+EMBEDDINGS = (
+    *("embed_tokens", "wte", "word_embeddings", "word_embedding", "tok_embeddings", "embed_in", "embeddings", "embedding"),
+    "shared",
+)
+"""Modules that may be a token embedding."""
+
+HEADS = ("lm_head", "embed_out", "output", "output_layer", "head", "proj_out", "decoder", "vocab_proj")
+"""Modules that may be an output head."""
+
+_OUTSIDE_LAYERS = ("output", "output_layer", "proj_out", "decoder", "shared")
+
+PER_LAYER = "embed_tokens_per_layer"
+"""The module of Gemma 3n's and Gemma 4's second embedding, which gives each token something for each layer."""
+
+_FIRST = re.compile(
+    r"embed(?!_out|ding_norm)|(^|\.)(wte|wpe|shared|stem|patch|class_token|cls_token|token_type|pos_emb|ln_pre|pre_la?y[er]+norm)"
+)
+# Among the first two components `decoder` is one side of an encoder-decoder, not a head.
+_HEAD_COMPONENT = re.compile(rf"head|^(score|classifier|cls|mtp|nextn|{'|'.join(h for h in HEADS if h != 'decoder')})$")
+
+
+def module_of(name: str) -> str:
+    """The last module of a tensor's name: `lm_head` of `lm_head.weight`; "" when it has none."""
+    return name.split(".")[-2] if "." in name else ""
+
+
+def _is_named(spec: TensorSpec, modules: tuple[str, ...]) -> bool:
+    module = module_of(spec.name)
+    return module in modules and not (module in _OUTSIDE_LAYERS and INDEX.search(spec.name))
+
+
+def is_embedding(spec: TensorSpec) -> bool:
+    """True for a matrix that may be a token embedding, by its name."""
+    return len(spec.shape) == 2 and _is_named(spec, EMBEDDINGS)
+
+
+def is_head(spec: TensorSpec) -> bool:
+    """True for a matrix that may be an output head, by its name.
+
+    >>> from weightsmith.tensors import DTYPES
+    >>> [is_head(TensorSpec(n, DTYPES["BF16"], (8, 4))) for n in ("lm_head.weight", "model.decoder.embed_tokens.weight")]
+    [True, False]
+    """
+    return len(spec.shape) == 2 and _is_named(spec, HEADS)
+
+
+def is_vocabulary(spec: TensorSpec) -> bool:
+    """True for a matrix [tokens, hidden] that may be an embedding or a head, by its name."""
+    return is_embedding(spec) or is_head(spec)
+
+
+def token_axis(spec: TensorSpec) -> int | None:
+    """Which axis of a tensor has a place for each token, by its name; None when none has.
+
+    An embedding or a head [tokens, hidden], the bias of a head [tokens], an embedding for each layer [tokens, layers · size].
+
+    >>> from weightsmith.tensors import DTYPES
+    >>> names = {"lm_head.bias": (8,), "model.embed_tokens_per_layer.weight": (8, 6), "model.norm.bias": (4,)}
+    >>> [token_axis(TensorSpec(name, DTYPES["BF16"], shape)) for name, shape in names.items()]
+    [0, 0, None]
+    """
+    if len(spec.shape) == 1:
+        return 0 if spec.name.endswith(".bias") and _is_named(spec, HEADS) else None
+    return 0 if len(spec.shape) == 2 and _is_named(spec, (*EMBEDDINGS, PER_LAYER, *HEADS)) else None
+
+
+def comes_first(name: str) -> bool:
+    """True when a tensor outside the layers belongs before them (embeddings), False after (final norm, head, MTP layers).
+
+    >>> [comes_first(n) for n in ("model.embed_tokens.weight", "model.norm.weight", "embed_out.weight", "lm_head.weight")]
+    [True, False, False, False]
+    """
+    before, _, _ = name.partition(".layers.")
+    return _FIRST.search(before) is not None and "head" not in before
+
+
+def in_head(name: str) -> bool:
+    """True for a tensor outside the layers that belongs to a head of any kind, or to the prediction layers beside it.
+
+    >>> in_head("lm_head.dense.weight"), in_head("model.mtp.norm.weight"), in_head("model.decoder.norm.weight")
+    (True, True, False)
+    """
+    return any(_HEAD_COMPONENT.search(part) for part in name.split(".")[:2])
+
+
+def stand_in(spec: TensorSpec, own: Mapping[str, TensorSpec], config: Mapping[str, Any] | None) -> str | None:
+    """Which tensor of a model serves as `spec`, which it does not store; None when it has none.
+
+    spec    an embedding, head, or bias of a head in another model
+    own     the model's tensors outside its layers, under the donor's names
+    config  the model's: a head is no embedding where `tie_word_embeddings` is false
+
+    Returns the donor's name.
+    """
+    if len(spec.shape) == 1:
+        return next((n for n in _bias_twins(spec.name) if n in own and own[n].shape == spec.shape), None)
+    if not is_vocabulary(spec) or (is_head(spec) and tie_flag(config) is False):
+        return None
+    fitting = [s for s in own.values() if s.shape == spec.shape]
+    return next((s.name for test in (is_embedding, is_head) for s in fitting if test(s)), None)
+
+
+def _bias_twins(name: str) -> Iterator[str]:
+    """The other name under which the bias of a BERT head is stored.
+
+    >>> list(_bias_twins("lm_head.decoder.bias")), list(_bias_twins("lm_head.bias"))
+    (['lm_head.bias'], ['lm_head.decoder.bias'])
+    """
+    if name.endswith(".decoder.bias"):
+        yield name.removesuffix(".decoder.bias") + ".bias"
+    elif name.endswith(".bias"):
+        yield name.removesuffix(".bias") + ".decoder.bias"
+
+
+def primary(spec: TensorSpec, stored: Iterable[TensorSpec]) -> str:
+    """The name under which tied copies of `spec` are written once, among all that some model stores.
+
+    An embedding before a head, the one shared by encoder and decoder before their own, the shortest.
+    """
+    if len(spec.shape) == 1:
+        return min([spec.name, *_bias_twins(spec.name)], key=len)
+    names = [s for s in stored if s.shape == spec.shape and is_vocabulary(s)]
+    return min(names, key=lambda s: (is_head(s), module_of(s.name) != "shared", len(s.name), s.name)).name
+
+
+def tie_flag(config: Mapping[str, Any] | None) -> bool | None:
+    """`tie_word_embeddings` of a config, at its top or else in its text part; None when neither says."""
+    flags = (section.get("tie_word_embeddings") for section in text_sections(config or {}))
+    return next((flag for flag in flags if isinstance(flag, bool)), None)
+
+
+def untie(config: dict[str, Any]) -> None:
+    """Make a config say, in every section that speaks of it, that the head is a tensor of its own."""
+    replace_value(config, "tie_word_embeddings", True, False)
+    config["tie_word_embeddings"] = False
+
+
+def ties(config: Mapping[str, Any] | None, *, stores_head: bool) -> bool:
+    """Whether a model uses its embedding as head: what its config says, else whether the files hold no head."""
+    flag = tie_flag(config)
+    return flag if flag is not None else not stores_head

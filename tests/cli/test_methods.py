@@ -1,0 +1,73 @@
+"""`weightsmith methods` and `weightsmith schema`: what the methods say of themselves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from tests.cli_help import LINEAR, Cli, cli
+from weightsmith.methods import NAMES, get
+
+__all__ = ["cli"]
+
+
+def test_all_methods_are_listed_with_their_parameters(cli: Cli) -> None:
+    ran = cli("methods")
+    assert ran.code == 0
+    lines = {line.split()[0]: line for line in ran.out.splitlines()[1:]}
+    assert tuple(lines) == NAMES
+    for name, line in lines.items():
+        for parameter in get(name).parameters:
+            assert parameter.name in line
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_method_is_shown_in_full(cli: Cli, name: str) -> None:
+    ran = cli("methods", name)
+    method = get(name)
+    assert ran.code == 0
+    for text in (method.summary, method.formula, method.source, method.example):
+        assert text.strip() in ran.out
+    for parameter in method.parameters:
+        assert parameter.doc in ran.out
+    assert yaml.safe_load(ran.out[ran.out.index("merge_method:") :])["merge_method"] == name
+
+
+def test_values_and_defaults_are_shown_as_they_are_written_in_a_recipe(cli: Cli) -> None:
+    out = cli("methods", "ties").out
+    lines = {line.split()[0]: line for line in out.splitlines() if line}
+    assert "number 0 to 1" in lines["density"]
+    assert "required" in lines["weight"]
+    assert "each model" in lines["weight"]
+    assert " true " in lines["normalize"]
+    assert "none | l1 | inv_density" in lines["rescale"]
+    assert "No effect: " in lines["int8_mask"]
+
+
+def test_a_method_that_is_not_there_names_the_nearest_one(cli: Cli) -> None:
+    ran = cli("methods", "tise")
+    assert ran.code == 1
+    assert "did you mean 'ties'?" in ran.err
+
+
+def test_the_schema_is_a_json_schema_that_knows_good_recipes_from_bad_ones(cli: Cli, tmp_path: Path) -> None:
+    schema = json.loads(cli("schema").out)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    assert validator.is_valid(yaml.safe_load(LINEAR))
+    assert not validator.is_valid(yaml.safe_load(LINEAR.replace("models:", "modles:")))
+
+
+def test_the_schema_of_moe_recipes_is_printed_on_request(cli: Cli) -> None:
+    schema = json.loads(cli("schema", "moe").out)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    recipe = {"base_model": "a", "experts": [{"source_model": "a"}]}
+    assert validator.is_valid(recipe)
+    assert not validator.is_valid(yaml.safe_load(LINEAR))
+    assert json.loads(cli("schema", "--moe").out) == schema
+    assert json.loads(cli("schema", "recipe").out) == json.loads(cli("schema").out) != schema

@@ -1,0 +1,172 @@
+"""`weightsmith plan`: the sums, the whole plan as JSON, and where each parameter comes from."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from tests.cli_help import LINEAR, Cli, cli, environment, run_process, work
+from tests.methods.test_post_steps import make_recipe
+from tests.mini import write_checkpoint
+from weightsmith import merge, open_checkpoint
+from weightsmith.cli.summary import changes, short
+from weightsmith.plans import plan_from_json
+
+__all__ = ["cli", "work"]
+
+STACK = """merge_method: passthrough
+slices:
+  - sources: [{model: a, layer_range: [0, 1]}]
+  - sources: [{model: b, layer_range: [0, 2]}]
+"""
+
+TIES = """merge_method: ties
+base_model: a
+models:
+  - model: b
+    parameters:
+      weight: [0, 1]
+      density:
+        - filter: mlp
+          value: 0.5
+        - value: 0.25
+parameters:
+  normalize: false
+"""
+
+
+def row(text: str, begins: str) -> list[str]:
+    """The words of the line that begins so."""
+    return next(line for line in text.splitlines() if line.startswith(begins)).split()
+
+
+def test_a_plan_prints_what_would_happen_and_writes_nothing(cli: Cli, work: Path) -> None:
+    (work / "stack.yml").write_text(STACK)
+    before = sorted(work.rglob("*"))
+    ran = cli("plan", "stack.yml")
+    assert ran.code == 0
+    assert row(ran.out, "copy") == ["copy", "8", "528", "bytes"]
+    assert row(ran.out, "num_hidden_layers") == ["num_hidden_layers", "2", "3"]
+    assert row(ran.out, "model ")[:2] == ["model", "6"]
+    assert "model.layers.0 to 1" in ran.out
+    assert "its layer is in no slice" in ran.out
+    assert "tokenizer.json" in ran.out.splitlines()
+    assert row(ran.out, "read") == ["read", "528", "bytes"]
+    assert sorted(work.rglob("*")) == before
+
+
+def test_json_is_the_plan_with_the_place_of_every_tensor_and_the_sums(cli: Cli, work: Path) -> None:
+    args = ["linear.yml", "--max-shard-size", "100", "--out-dtype", "float16", "--seed", "7"]
+    ran = cli("plan", *args, "--json", "--threads", "3", "--max-memory", "1GB")
+    found = json.loads(ran.out)
+    assert (found["seed"], found["summary"]["threads"], found["summary"]["peak_memory_bytes"] < 10**9) == (7, 3, True)
+    assert len(found["files"]) > 1
+    assert cli("merge", *args, "out").code == 0
+    for step in found["steps"]:
+        place = found["places"][step["name"]]
+        with (work / "out" / place["file"]).open("rb") as file:
+            file.seek(place["offset"])
+            data = np.frombuffer(file.read(place["bytes"]), np.float16)
+        inputs = [open_checkpoint(work / m).read(step["name"]).ravel() for m in "ab"]
+        np.testing.assert_allclose(data, 0.25 * inputs[0] + 0.75 * inputs[1], rtol=1e-3, atol=1e-3)
+    for extra in ("hash", "files", "places", "summary"):
+        del found[extra]
+    assert len(plan_from_json(found).steps) == 6  # the plan's own keys are all there
+
+
+def test_the_passes_for_statistics_count_as_reading(cli: Cli, work: Path) -> None:
+    (work / "ties.yml").write_text(TIES)
+    found = json.loads(cli("plan", "ties.yml", "--json").out)["summary"]
+    assert found["read_bytes_at_most"] % found["input_bytes"] == 0
+    assert found["read_bytes_at_most"] > found["input_bytes"]
+    times = found["read_bytes_at_most"] // found["input_bytes"]
+    assert f"read up to {times} times" in cli("plan", "ties.yml").out
+    (work / "ties.yml").write_text(TIES.replace("0.5", "1").replace("0.25", "1"))
+    found = json.loads(cli("plan", "ties.yml", "--json").out)["summary"]
+    assert found["read_bytes_at_most"] == found["input_bytes"] == 2 * found["bytes"]
+
+
+def test_what_is_predicted_to_be_read_is_read(cli: Cli, work: Path) -> None:
+    (work / "ties.yml").write_text(TIES)
+    predicted = json.loads(cli("plan", "ties.yml", "--json").out)["summary"]
+    done = json.loads(cli("merge", "ties.yml", "out", "--json").out)
+    assert predicted["input_bytes"] < done["read_bytes"] <= predicted["read_bytes_at_most"]
+    assert done["bytes"] == predicted["bytes"]
+    assert sum(f["bytes"] for f in done["files"]) == predicted["write_bytes"]
+
+
+def test_explain_shows_each_value_and_the_line_it_comes_from(cli: Cli, work: Path) -> None:
+    (work / "ties.yml").write_text(TIES)
+    ran = cli("plan", "ties.yml", "--explain", "model.layers.1.mlp.up_proj.weight")
+    assert ran.code == 0
+    assert row(ran.out, "weight") == ["weight", "b", "1", "ties.yml:6:15"]
+    assert row(ran.out, "density") == ["density", "b", "0.5", "ties.yml:9:18"]
+    assert row(ran.out, "normalize") == ["normalize", "false", "ties.yml:12:14"]
+    assert row(ran.out, "lambda") == ["lambda", "1", "default"]
+    ran = cli("plan", "ties.yml", "--explain", "model.layers.0.self_attn.q_proj.weight", "--json")
+    found = {p["parameter"]: (p["model"], p["value"], p["where"]) for p in json.loads(ran.out)["parameters"]}
+    assert found["weight"] == ("b", 0.0, "ties.yml:6:15")
+    assert found["density"] == ("b", 0.25, "ties.yml:10:18")
+
+
+def test_explain_of_a_tensor_that_is_not_there_names_the_nearest_one(cli: Cli, work: Path) -> None:
+    ran = cli("plan", "linear.yml", "--explain", "model.layer.1.mlp.up_proj.weight")
+    assert ran.code == 1
+    assert "did you mean 'model.layers.1.mlp.up_proj.weight'?" in ran.err
+    assert ran.out == ""
+
+
+def test_long_names_are_neither_cut_nor_wrapped_in_a_pipe(tmp_path: Path) -> None:
+    name = "model.layers.0." + "very_long_part." * 20 + "weight"
+    for model in "ab":
+        write_checkpoint(tmp_path / model, {name: np.ones((2, 2), np.float32)})
+    (tmp_path / "linear.yml").write_text(LINEAR)
+    ran = run_process("plan", "linear.yml", "--explain", name, cwd=tmp_path, env={"COLUMNS": "40"})
+    assert ran.code == 0
+    assert f"b           {name}\n" in ran.out
+    assert "\x1b" not in ran.out
+
+
+def test_colour_is_for_terminals_whose_user_wants_it() -> None:
+    def on_a_terminal(**more: str) -> str:
+        ours, theirs = pty.openpty()
+        command = [sys.executable, "-m", "weightsmith", "methods", "nope"]
+        subprocess.run(command, stdout=theirs, stderr=theirs, env=environment(TERM="xterm", **more), check=False)
+        text = os.read(ours, 65536).decode()
+        os.close(ours)
+        os.close(theirs)
+        return text
+
+    assert "\x1b[1;31mUnknownName:" in on_a_terminal()
+    assert "\x1b" not in on_a_terminal(NO_COLOR="1")
+
+
+def test_a_change_of_type_in_the_config_is_a_change() -> None:
+    assert [(c.key, c.old, c.new) for c in changes({"a": 1, "b": {"x": 0}}, {"a": True, "b": {}})] == [
+        ("a", 1, True),
+        ("b.x", 0, None),
+    ]
+
+
+def test_a_long_config_value_is_shortened() -> None:
+    assert len(short(["full_attention"] * 48)) <= 60
+    assert short("x" * 100, 20).endswith("...") and len(short("x" * 100, 20)) <= 20  # noqa: PT018
+    assert short(None) == "-"
+
+
+def test_the_distance_can_be_had_without_writing(tmp_path: Path, cli: Cli) -> None:
+    recipe = make_recipe(tmp_path)
+    (tmp_path / "recipe.yml").write_text(recipe)
+    before = sorted(p.name for p in tmp_path.iterdir())
+    ran = cli("plan", str(tmp_path / "recipe.yml"), "--distance", "--json")
+    assert ran.code == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    done = merge(recipe, tmp_path / "out")
+    assert json.loads(ran.out) == [{"name": m.name, "delta_norm": m.delta, "base_norm": m.base} for m in done.distance]
+    assert "model.layers.1" in cli("plan", str(tmp_path / "recipe.yml"), "--distance").out

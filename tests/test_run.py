@@ -1,0 +1,369 @@
+"""A plan runs from its JSON alone: in another process, in parts that several processes do at once, and in parts that die."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import weightsmith
+from tests import plan_help
+from tests.mini import write_checkpoint
+from weightsmith.errors import Busy, CheckpointError, FormatError, PlanError, StoreError, WeightsmithError
+from weightsmith.identity import program_digest
+from weightsmith.plans import plan_from_json
+from weightsmith.plans.parts import part_of
+from weightsmith.store import staging_folder
+
+LAYERS = 4
+
+
+def big_model(folder: Path, seed: int) -> str:
+    """Some tensors of several tiles, so that there is something to interrupt."""
+    rng = np.random.default_rng(seed)
+    tensors = {
+        "model.embed_tokens.weight": rng.normal(0, 0.02, (4000, 64)),
+        **{
+            f"model.layers.{i}.mlp.{p}_proj.weight": rng.normal(0, 0.02, (900, 512))
+            for i in range(LAYERS)
+            for p in ("up", "down")
+        },
+        "model.norm.weight": np.ones(64),
+    }
+    config = {"architectures": ["X"], "model_type": "llama", "num_hidden_layers": LAYERS, "vocab_size": 4000}
+    return str(write_checkpoint(folder, {n: t.astype(np.float32) for n, t in tensors.items()}, config))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Models a, b and c, and a recipe whose thresholds are of the whole model."""
+    for seed, name in enumerate("abc"):
+        big_model(tmp_path / name, seed)
+    (tmp_path / "ties.yml").write_text(
+        "merge_method: ties\nbase_model: ./a\nmodels:\n"
+        "  - {model: ./b, parameters: {weight: 1, density: 0.4}}\n  - {model: ./c, parameters: {weight: 0.5, density: 0.2}}\n"
+        "parameters: {scope: model}\ndtype: bfloat16\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Everything but the manifest, whose times differ, under the name `out`."""
+    return {
+        f.name: f.read_bytes().replace(folder.name.encode(), b"out") for f in folder.iterdir() if f.name != "weightsmith.json"
+    }
+
+
+def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "weightsmith", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def done(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out
+
+
+def planned(here: Path, recipe: str = "ties.yml") -> Path:
+    """The plan as the command line prints it."""
+    file = here / "plan.json"
+    file.write_text(done(command("plan", recipe, "--json")))
+    return file
+
+
+@pytest.mark.slow
+def test_a_plan_from_the_command_line_runs_in_another_process_to_the_same_bytes(here: Path) -> None:
+    weightsmith.merge("ties.yml", "whole")
+    file = planned(here)
+    done(command("run", str(file), "out"))
+    assert files(here / "out") == files(here / "whole")
+    assert plan_from_json(json.loads(file.read_text())).hash == weightsmith.plan("ties.yml").hash
+
+
+@pytest.mark.slow
+def test_four_processes_do_a_part_each_one_dies_and_the_last_one_publishes(here: Path) -> None:
+    weightsmith.merge("ties.yml", "whole")
+    file = planned(here)
+    slow = {**os.environ, "PYTHONPATH": str(here)}
+    (here / "sitecustomize.py").write_text(
+        "import time\nfrom weightsmith.engine import local\nplain = local.Run._do\n"
+        "def slow(self, *a):\n    time.sleep(0.05)\n    return plain(self, *a)\nlocal.Run._do = slow\n"
+    )
+    parts = {k: command("run", str(file), "out", "--part", f"{k}/4", "--threads", "1", env=slow) for k in range(1, 5)}
+    journal = staging_folder(here / "out") / "parts" / "journal-2-of-4"
+    deadline = time.monotonic() + 60
+    while not (journal.exists() and b'"tensor"' in journal.read_bytes()):
+        assert time.monotonic() < deadline
+        assert parts[2].poll() is None, parts[2].communicate()
+        time.sleep(0.01)
+    parts[2].send_signal(signal.SIGKILL)
+    parts[2].communicate()
+    again = command("run", str(file), "out", "--part", "2/4")
+    for k in (1, 3, 4):
+        assert f"part {k} of 4 is done" in done(parts[k])
+    done(again)
+    assert not (here / "out").exists()
+    merged = json.loads(done(command("run", str(file), "out", "--json")))
+    assert merged["resumed"] == merged["tensors"]
+    assert merged["read_bytes"] == 0, "thresholds were found again too"
+    assert files(here / "out") == files(here / "whole")
+    assert not staging_folder(here / "out").exists()
+
+
+def test_a_part_that_is_being_done_is_busy_and_so_is_the_whole(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightsmith.store import staging
+
+    monkeypatch.setattr(staging, "ATTACH_SECONDS", 0.2)
+    plan, found = weightsmith.plan("ties.yml"), []
+
+    def try_others(now: weightsmith.Progress) -> None:
+        if found:
+            return
+        for part in ((1, 2), None):
+            with pytest.raises(Busy) as caught:
+                weightsmith.run(plan, "out", part=part)
+            found.append(str(caught.value))
+        weightsmith.run(plan, "out", part=(2, 2))
+
+    weightsmith.run(plan, "out", part=(1, 2), progress=try_others)
+    assert "another process is doing part 1 of 2" in found[0]
+    assert "is building this output now" in found[1]
+    assert weightsmith.run(plan, "out").resumed == len(plan.steps)  # type: ignore[union-attr]
+
+
+def test_a_part_waits_for_nobody_while_the_whole_is_being_done(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightsmith.store import staging
+
+    monkeypatch.setattr(staging, "ATTACH_SECONDS", 0.2)
+    plan, found = weightsmith.plan("ties.yml"), []
+
+    def try_part(now: weightsmith.Progress) -> None:
+        if not found:
+            with pytest.raises(Busy) as caught:
+                weightsmith.run(plan, "out", part=(1, 2))
+            found.append(caught.value)
+
+    weightsmith.merge("ties.yml", "out", progress=try_part)
+    assert found
+
+
+def test_every_step_is_in_one_part(here: Path) -> None:
+    plan = weightsmith.plan("ties.yml")
+    for n in (1, 2, 3, 7, 50):
+        parts = [part_of(plan, k, n) for k in range(1, n + 1)]
+        assert [step for part in parts for step in part] == list(plan.steps)
+    sizes = [sum(step.out.nbytes for step in part_of(plan, k, 2)) for k in (1, 2)]
+    assert max(sizes) < 0.6 * sum(sizes)
+    with pytest.raises(ValueError, match="no part 3 of 2"):
+        part_of(plan, 3, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["0/4", "5/4", "1", "a/b", "1/0", "-1/2"])
+def test_a_part_that_is_none_is_a_usage_error(here: Path, part: str) -> None:
+    process = command("run", "plan.json", "out", f"--part={part}")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "is not a part: write 2/4 for the second of four" in err
+
+
+# ---- models that are not those of the plan
+
+
+def test_a_model_that_is_another_one_is_refused(here: Path) -> None:
+    plan = weightsmith.plan("ties.yml")
+    shutil.rmtree(here / "b")
+    write_checkpoint(here / "b", {"model.norm.weight": np.ones(3, np.float32)}, {"model_type": "llama"})
+    with pytest.raises(PlanError, match="not the model that the plan was made for"):
+        weightsmith.run(plan, "out")
+    shutil.rmtree(here / "b")
+    with pytest.raises(PlanError, match="b"):
+        weightsmith.run(plan, "out")
+    assert {f.name for f in here.iterdir()} == {"a", "c", "ties.yml"}
+
+
+def test_code_of_the_user_runs_only_when_allowed_and_only_as_it_was(here: Path) -> None:
+    code = "import weightsmith\n@weightsmith.block_method\ndef half(models, out):\n    out[:] = models[0] / 2\n"
+    (here / "own.py").write_text(code)
+    (here / "own.yml").write_text("merge_method: ./own.py:half\nmodels:\n  - model: ./a\ndtype: bfloat16\n")
+    whole = weightsmith.merge("own.yml", "whole", allow_code=True)
+    plan = plan_from_json(json.loads(json.dumps(whole.plan.to_json())))
+    with pytest.raises(WeightsmithError, match="would run code"):
+        weightsmith.run(plan, "out")
+    weightsmith.run(plan, "out", allow_code=True)
+    assert files(here / "out") == files(here / "whole")
+    (here / "own.py").write_text(code.replace("/ 2", "/ 3"))
+    with pytest.raises(PlanError, match="has changed since the plan was made"):
+        weightsmith.run(plan, "other", allow_code=True)
+
+
+# ---- hostile plans
+
+
+def edits(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The places of all values in JSON data."""
+    inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [path, *(found for key, value in inner for found in edits(value, (*path, key)))]
+
+
+def at(data: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        data = data[key]
+    return data
+
+
+@pytest.mark.slow
+def test_a_mutated_plan_is_one_clear_error_or_runs_inside_its_inputs(tmp_path: Path) -> None:
+    for seed, name in enumerate("ab"):
+        plan_help.model(tmp_path / name, seed=seed)
+    recipe = {"merge_method": "linear", "models": [{"model": str(tmp_path / n), "parameters": {"weight": 0.5}} for n in "ab"]}
+    good = weightsmith.plan(recipe).to_json()
+    places = [p for p in edits(good) if p and p[0] not in ("recipe", "warnings", "config")]
+    values: list[Any] = [
+        None,
+        -1,
+        0,
+        1,
+        7,
+        1 << 40,
+        1 << 70,
+        "x",
+        "",
+        [],
+        {},
+        [1],
+        True,
+        0.5,
+        "../../etc/passwd",
+        ["BF16"],
+        "join",
+    ]
+    rng = random.Random(1)
+    refused = 0
+    for _ in range(1500):
+        data = copy.deepcopy(good)
+        place = rng.choice(places)
+        at(data, place[:-1])[place[-1]] = rng.choice(values)
+        try:
+            plan = plan_from_json(data)
+            weightsmith.run(plan, tmp_path / "out", fsync=False)
+        except WeightsmithError:
+            refused += 1
+        for left in tmp_path.glob("*out*"):
+            shutil.rmtree(left)
+    assert refused > 1000
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda d: d.pop("steps"), "'steps' is missing"),
+        (lambda d: d["carried"].append("../id_rsa"), "is not the name of a file in a folder"),
+        (lambda d: d["steps"][0]["inputs"][0].__setitem__(0, 9), "there is no model 9"),
+        (lambda d: d["steps"][0]["inputs"][0].extend([0, 1 << 40, 8, 8]), "ends at element"),
+        (lambda d: d["steps"][0]["inputs"][0].__setitem__(1, "no.such"), "has no tensor 'no.such'"),
+        (lambda d: d["steps"][0].__setitem__("shape", [3]), "elements, and 3 are wanted"),
+        (lambda d: d["steps"][0].__setitem__("op", "no_such_method"), "no merge method is called"),
+        (lambda d: d["steps"][0].__setitem__("settings", 99), "there are no settings 99"),
+        (lambda d: d["steps"][0].__setitem__("encoding", "nf4"), "names the tensors that it stores"),
+        (lambda d: d["steps"][0].__setitem__("needs", ["thresholds"]), "not all products of this plan"),
+        (lambda d: d["steps"][0]["inputs"][0].append({"table": 3, "axis": 0, "block": [0, 1, 1, 1]}), "there is no table 3"),
+    ],
+)
+def test_what_is_wrong_with_a_plan_is_said(tmp_path: Path, edit: Callable[[Any], object], message: str) -> None:
+    for seed, name in enumerate("ab"):
+        plan_help.model(tmp_path / name, seed=seed)
+    recipe = {"merge_method": "linear", "models": [{"model": str(tmp_path / n), "parameters": {"weight": 0.5}} for n in "ab"]}
+    data = weightsmith.plan(recipe).to_json()
+    edit(data)
+    with pytest.raises(WeightsmithError, match=message):
+        weightsmith.run(plan_from_json(data), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_is_no_plan_is_one_error(tmp_path: Path) -> None:
+    from weightsmith.planner.reopen import load_plan
+
+    for text in ("", "{", "[" * 100_000, "3", '{"steps": []}'):
+        (tmp_path / "plan.json").write_text(text)
+        with pytest.raises(FormatError, match="not a plan"):
+            load_plan(tmp_path / "plan.json")
+
+
+# ---- identity of work
+
+
+def test_an_input_that_is_overwritten_while_it_is_read_is_not_published(here: Path) -> None:
+    """`cp new old` keeps the inode, and may keep the size: neither name nor header tells."""
+    shard = here / "b" / "model.safetensors"
+    changed = bytearray(shard.read_bytes())
+    changed[-1] ^= 1
+
+    def overwrite(now: weightsmith.Progress) -> None:
+        if now.tensors and shard.read_bytes() != changed:
+            with shard.open("r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                file.write(changed[-1:])
+
+    with pytest.raises(CheckpointError, match="chang") as caught:
+        weightsmith.merge("ties.yml", "out", progress=overwrite, threads=1)
+    assert "model.safetensors" in str(caught.value)
+    assert not (here / "out").exists()
+    with pytest.raises(StoreError, match="another plan"):
+        weightsmith.merge("ties.yml", "out")
+
+
+def test_work_of_another_program_is_not_resumed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(now: weightsmith.Progress) -> None:
+        if now.tensors:
+            raise Stop
+
+    with pytest.raises(Stop):
+        weightsmith.merge("ties.yml", "out", progress=stop)
+    with monkeypatch.context() as patch:
+        patch.setattr("weightsmith.identity.program_digest", lambda: "another")
+        with pytest.raises(StoreError, match="another plan"):
+            weightsmith.merge("ties.yml", "out")
+    assert weightsmith.merge("ties.yml", "out").resumed
+
+
+def test_the_program_is_its_version_and_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import weightsmith.identity as identity
+
+    package = tmp_path / "weightsmith"
+    shutil.copytree(Path(identity.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def digest() -> str:
+        program_digest.cache_clear()
+        monkeypatch.setattr(identity, "__file__", str(package / "identity.py"))
+        return program_digest()
+
+    try:
+        first = digest()
+        assert digest() == first
+        (package / "kernels" / "combine.py").write_text((package / "kernels" / "combine.py").read_text() + "\n# another\n")
+        assert (second := digest()) != first
+        (package / "cli" / "text.py").write_text("")
+        assert digest() == second, "what only draws makes no bytes"
+        monkeypatch.setattr(identity, "__version__", "0.0.0")
+        assert digest() != second
+    finally:
+        program_digest.cache_clear()
