@@ -68,7 +68,7 @@ class Memory:
         assert start_byte + memoryview(buffer).nbytes <= self.specs[name].nbytes
         os.pwrite(self.file.fileno(), buffer, self.offsets[name] + start_byte)
 
-    def finish(self, name: str, checksum: str, distance: tuple[float, float] | None) -> None:
+    def finish(self, name: str, checksum: str, distance: tuple[float, float] | None, made_from: str) -> None:
         assert name not in self.checksums
         self.checksums[name] = checksum
 

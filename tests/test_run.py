@@ -21,11 +21,12 @@ import pytest
 import weightsmith
 from tests import plan_help
 from tests.mini import write_checkpoint
-from weightsmith.errors import Busy, CheckpointError, FormatError, PlanError, StoreError, WeightsmithError
+from weightsmith.errors import Busy, CheckpointError, FormatError, ParameterError, PlanError, StoreError, WeightsmithError
 from weightsmith.identity import program_digest
 from weightsmith.plans import plan_from_json
 from weightsmith.plans.parts import part_of
 from weightsmith.store import staging_folder
+from weightsmith.store.products import read_product, write_product
 
 LAYERS = 4
 
@@ -162,6 +163,54 @@ def test_a_part_waits_for_nobody_while_the_whole_is_being_done(here: Path, monke
     assert found
 
 
+def test_a_product_is_made_by_one_part_and_found_by_the_others(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def write(folder: Path, name: str, arrays: Any) -> str:
+        made.append(name)
+        return write_product(folder, name, arrays)
+
+    monkeypatch.setattr("weightsmith.store.staging.write_product", write)
+    plan = weightsmith.plan("ties.yml")
+    for part in ((1, 2), (2, 2)):
+        weightsmith.run(plan, "out", part=part)
+    weightsmith.run(plan, "out")
+    assert made == ["thresholds"]
+
+
+def test_a_part_does_not_discard_the_work_of_others(here: Path) -> None:
+    with pytest.raises(ParameterError, match="a part cannot discard"):
+        weightsmith.run(weightsmith.plan("ties.yml"), "out", part=(1, 2), resume=False)
+
+
+def test_tensors_made_from_other_numbers_of_a_product_are_made_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the product was lost and computed again, and came out otherwise."""
+    weightsmith.run(weightsmith.plan("ties.yml"), "out", part=(1, 2))
+
+    def read(*arguments: Any) -> list[np.ndarray] | None:
+        arrays = read_product(*arguments)
+        return None if arrays is None else [array + array.dtype.type(1) for array in arrays]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("weightsmith.store.staging.read_product", read)
+        assert weightsmith.merge("ties.yml", "other").resumed == 0
+        weightsmith.run(weightsmith.plan("ties.yml"), "out", part=(2, 2))
+    merged = weightsmith.run(weightsmith.plan("ties.yml"), "out")
+    assert 0 < merged.resumed < len(merged.plan.steps)
+    weightsmith.merge("ties.yml", "straight")
+    assert files(here / "out") == files(here / "straight")
+
+
+def test_a_product_that_reads_what_it_does_not_say_is_refused(here: Path) -> None:
+    data = weightsmith.plan("ties.yml").to_json()
+    other = json.loads(json.dumps(data["products"][0]).replace("thresholds", "others"))
+    data["products"].append(other | {"op": data["products"][0]["op"]})
+    for step in data["steps"]:
+        step["needs"] = [*step["needs"], "others"]
+    with pytest.raises(WeightsmithError, match="does not say that it needs"):
+        weightsmith.run(plan_from_json(data), "out")
+
+
 def test_every_step_is_in_one_part(here: Path) -> None:
     plan = weightsmith.plan("ties.yml")
     for n in (1, 2, 3, 7, 50):
@@ -274,6 +323,7 @@ def test_a_mutated_plan_is_one_clear_error_or_runs_inside_its_inputs(tmp_path: P
     [
         (lambda d: d.pop("steps"), "'steps' is missing"),
         (lambda d: d["carried"].append("../id_rsa"), "is not the name of a file in a folder"),
+        (lambda d: d.__setitem__("models", []), "there is no model 0"),
         (lambda d: d["steps"][0]["inputs"][0].__setitem__(0, 9), "there is no model 9"),
         (lambda d: d["steps"][0]["inputs"][0].extend([0, 1 << 40, 8, 8]), "ends at element"),
         (lambda d: d["steps"][0]["inputs"][0].__setitem__(1, "no.such"), "has no tensor 'no.such'"),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from weightsmith._version import __version__
 from weightsmith.distance import Moved, distance_by_layer, to_json
-from weightsmith.errors import NOTHING_WRITTEN, Finding, PlanError, WeightsmithError
+from weightsmith.errors import NOTHING_WRITTEN, Finding, ParameterError, PlanError, WeightsmithError
 from weightsmith.identity import work_identity
 from weightsmith.options import Keywords, RecipeKeywords, RecipeOptions, RunKeywords, RunOptions, split
 from weightsmith.planner.build import Prepared, folder_of, parameter_names, prepare, prepare_recipe
@@ -204,6 +204,7 @@ def execute(
         progress=callbacks.rechecking,
     ) as staging:
         results, done = _finished(plan, staging)
+        earlier = bool(staging.finished) or any(results.finished(product.name) for product in plan.products)
         try:
             outcome = run(
                 plan,
@@ -217,7 +218,7 @@ def execute(
                 folders=[model.folder for model in inputs],
             )
         except WeightsmithError as error:
-            if error.product and not done:  # as if the product had been computed before anything was written
+            if error.product and not earlier:  # as if the product had been computed before anything was written
                 staging.discard()
                 error.state = NOTHING_WRITTEN
             raise
@@ -255,6 +256,9 @@ def execute_part(
     from weightsmith.engine.local import run
     from weightsmith.store.staging import Staging
 
+    if not options.resume:
+        fix = "run once without a part and with --no-resume (resume=False), or remove the staging folder"
+        raise ParameterError("a part cannot discard the work of other parts", fix=fix)
     plan, inputs = prepared.plan, prepared.inputs
     steps = part_of(plan, *part)
     resources = _resources(plan, options)
@@ -275,7 +279,17 @@ def execute_part(
         if products:
             with staging.only_process():  # what one process computes, the others find
                 results, _ = _finished(plan, staging)
-                run(plan, inputs, staging, resources, steps=(), products=products, results=results, folders=folders)
+                run(
+                    plan,
+                    inputs,
+                    staging,
+                    resources,
+                    steps=(),
+                    products=products,
+                    results=results,
+                    allow_nonfinite=options.allow_nonfinite,
+                    folders=folders,
+                )
         results, done = _finished(plan, staging)
         run(
             plan,
@@ -364,7 +378,7 @@ def _protected(prepared: Prepared) -> tuple[Path, ...]:
 def _finished(plan: Plan, staging: Staging) -> tuple[Results, dict[str, tuple[float, float] | None]]:
     """The products that an earlier run has made, and the tensors, with their distances from the base.
 
-    A tensor counts only while the products that it was made from are there: computed again they might differ.
+    A tensor counts only while the very products that it was made from are there: computed again they might differ.
     """
     from weightsmith.engine.results import Results
 
@@ -374,10 +388,18 @@ def _finished(plan: Plan, staging: Staging) -> tuple[Results, dict[str, tuple[fl
         if arrays is not None:
             results.put(product, arrays)
     finished, distances = staging.finished, staging.distances
+
+    def _is_of(step: Step) -> bool:
+        needed = plan.needs(step)
+        if not all(map(results.finished, needed)):
+            return False
+        digest = results.digest(needed)
+        return all(staging.made_from(out.name) == digest for out in step.outs)
+
     done = {
         step.out.name: distances.get(step.outs[0].name)
         for step in plan.steps
-        if all(out.name in finished for out in step.outs) and all(map(results.finished, plan.needs(step)))
+        if all(out.name in finished for out in step.outs) and _is_of(step)
     }
     return results, done
 
@@ -403,7 +425,7 @@ class _Discarded:
     def write(self, name: str, start_byte: int, buffer: object) -> None:
         pass
 
-    def finish(self, name: str, checksum: str, distance: object) -> None:
+    def finish(self, name: str, checksum: str, distance: object, made_from: str) -> None:
         pass
 
     def keep(self, product: object, arrays: object) -> None:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 from weightsmith._version import __version__
 from weightsmith.plans import Plan
 from weightsmith.sources import Tensors
 
-ROOMS = ("encodings", "engine", "jobs", "kernels", "lora", "methods", "mixture", "products", "sources", "structure")
+ROOMS = ("encodings", "engine", "formats", "jobs", "kernels", "lora", "methods", "mixture", "products", "sources", "structure")
 """Whose code decides what the bytes of an output are, once the plan is made."""
+FILES = ("tensors.py", "plans/values.py", "store/checksum.py")
+"""And these."""
+PACKAGES = ("numpy", "numba", "torch")
+"""Whose numbers may differ from version to version."""
 
 
 def work_identity(plan: Plan, inputs: Sequence[Tensors]) -> str:
@@ -28,4 +33,15 @@ def program_digest() -> str:
     for room in ROOMS:
         for file in sorted((package / room).rglob("*.py")):
             digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
+    for name in FILES:
+        digest.update((package / name).read_bytes())
+    for name in PACKAGES:
+        digest.update(f"{name} {_version(name)}\0".encode())
     return digest.hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

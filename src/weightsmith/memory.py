@@ -105,7 +105,7 @@ class _Output:
         data = np.frombuffer(buffer, np.uint8)
         self._bytes[name][start_byte : start_byte + data.size] = data
 
-    def finish(self, name: str, checksum: str, distance: tuple[float, float] | None) -> None:
+    def finish(self, name: str, checksum: str, distance: tuple[float, float] | None, made_from: str) -> None:
         pass
 
     def keep(self, product: Product, arrays: Arrays) -> None:

@@ -19,6 +19,7 @@ import pytest
 import weightsmith
 from tests.mini import as_bytes, write_checkpoint
 from weightsmith.errors import PlanError, StoreError
+from weightsmith.plans import plan_from_json
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 HIDDEN, INTERMEDIATE, VOCAB, LAYERS = 16, 24, 32, 2
@@ -185,14 +186,17 @@ def test_a_model_wide_merge_made_on_the_way_is_the_merge_written_first(models: d
             "parameters": {"scope": "model"},
         }
 
-    experts = [{"source_model": merge("b")}, {"source_model": str(models["a"])}]
-    weightsmith.moe({**recipe(models, [], base=merge("a")), "experts": experts}, tmp_path / "at once")
+    made_on_the_way = [{"source_model": merge("b")}, {"source_model": str(models["a"])}]
+    weightsmith.moe({**recipe(models, [], base=merge("a")), "experts": made_on_the_way}, tmp_path / "at once")
     written = {name: tmp_path / f"merged {name}" for name in "ab"}
     for name, out in written.items():
         weightsmith.merge(merge(name), out)
-    experts[0] = {"source_model": str(written["b"])}
+    experts = [{"source_model": str(written["b"])}, made_on_the_way[1]]
     weightsmith.moe({**recipe(models, [], base=str(written["a"])), "experts": experts}, tmp_path / "in steps")
     at_once, in_steps = tensors_of(tmp_path / "at once"), tensors_of(tmp_path / "in steps")
+    plan = plan_from_json(weightsmith.plan({**recipe(models, [], base=merge("a")), "experts": made_on_the_way}).to_json())
+    weightsmith.run(plan, tmp_path / "from its plan")
+    assert tensors_of(tmp_path / "from its plan").keys() == at_once.keys()
     assert at_once.keys() == in_steps.keys()
     assert all(as_bytes(at_once[name]) == as_bytes(in_steps[name]) for name in in_steps)
 

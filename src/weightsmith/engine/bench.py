@@ -198,7 +198,7 @@ class MemoryOutput:
         """Hand over some bytes."""
         self._targets[name].take(start_byte, np.frombuffer(buffer, np.uint8))
 
-    def finish(self, name: str, checksum: str, distance: tuple[float, float] | None) -> None:
+    def finish(self, name: str, checksum: str, distance: tuple[float, float] | None, made_from: str) -> None:
         """Nothing is to be done."""
 
     def keep(self, product: Product, arrays: Arrays) -> None:

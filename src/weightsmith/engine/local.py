@@ -48,8 +48,12 @@ class Output(Protocol):
     def write(self, name: str, start_byte: int, buffer: memoryview | Bytes) -> None:
         """Write part of a tensor. Called from many threads."""
 
-    def finish(self, name: str, checksum: str, distance: tuple[float, float] | None) -> None:
-        """All bytes of a tensor are written. distance: squared norms of output - base and of the base, if it has one."""
+    def finish(self, name: str, checksum: str, distance: tuple[float, float] | None, made_from: str) -> None:
+        """All bytes of a tensor are written.
+
+        distance   squared norms of output - base and of the base, if it has one
+        made_from  digest of the products that it was made from, "" for none
+        """
 
     def keep(self, product: Product, arrays: Arrays) -> None:
         """A product is finished: keep it for a run that resumes this one."""
@@ -247,7 +251,7 @@ class Run:
 
     def _run_apart(self, steps: Sequence[Step], output: Output, check: Callable[[], None]) -> None:
         """Make some steps for a product that computes. Its own products are finished: the plan says that it needs them."""
-        run = Run(self.reader, steps, (), output, self.resources)
+        run = Run(self.reader, steps, (), output, self.resources, allow_nonfinite=self.allow_nonfinite)
         run.go(check)
         self.count(run.read_bytes, 0)
 
@@ -280,8 +284,9 @@ class Run:
 
     def _step_done(self, work: Work) -> None:
         moved = _sum_of([part.distances for part in work.parts])
+        made_from = self.reader.results.digest(self.plan.needs(work.step))
         for spec, hashed in zip(work.step.outs, work.hashes, strict=True):
-            self.output.finish(spec.name, hashed.checksum(), moved)
+            self.output.finish(spec.name, hashed.checksum(), moved, made_from)
         with self._lock:
             self.tensors += 1
             if moved is not None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from weightsmith.jobs.job import Bytes, Result
 from weightsmith.plans import Plan, Product
@@ -24,6 +25,7 @@ class Results:
         self.specs: Mapping[str, TensorSpec] = {out.name: out for product in plan.products for out in product.outs}
         self._products = {product.name: product for product in plan.products}
         self._arrays: dict[str, npt.NDArray[Any]] = {}
+        self._digests: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
     def put(self, product: Product, arrays: Sequence[npt.NDArray[Any]]) -> None:
@@ -31,12 +33,27 @@ class Results:
         for out, array in zip(product.outs, arrays, strict=True):
             assert (array.shape, array.dtype) == (out.shape, out.dtype.numpy), (out, array.shape, array.dtype)
         with self._lock:
+            self._digests.pop(product.name, None)
             self._arrays |= {out.name: np.ascontiguousarray(a) for out, a in zip(product.outs, arrays, strict=True)}
 
     def finished(self, name: str) -> bool:
         """The product of this name is made."""
         with self._lock:
             return all(out.name in self._arrays for out in self._products[name].outs)
+
+    def digest(self, names: Collection[str]) -> str:
+        """One for the arrays of these finished products (xxh3_128, hex); "" for no products."""
+        if not names:
+            return ""
+        digest = xxhash.xxh3_128()
+        for name in sorted(names):
+            if name not in self._digests:
+                own = xxhash.xxh3_128()
+                for out in self._products[name].outs:
+                    own.update(self._arrays[out.name].reshape(-1).view(np.uint8).data)
+                self._digests[name] = own.digest()
+            digest.update(name.encode() + b"\0" + self._digests[name])
+        return digest.hexdigest()
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """One array of a finished product."""

@@ -121,7 +121,11 @@ def _check_steps(plan: Plan, inputs: list[Checkpoint]) -> list[WeightsmithError]
     problems: list[WeightsmithError] = []
     arrays = {out.name: out for product in plan.products for out in product.outs}
     for product in plan.products:
-        find_kind(product.op)
+        known = {*product.needs, *([product.name] if find_kind(product.op).survey else [])}
+        steps = product.steps or [step for step in plan.steps if product.name in plan.needs(step)]
+        for step in steps if product.steps or product.name in known else ():
+            if unknown := plan.needs(step) - known:
+                problems.append(_wrong(step, f"product {product.name} does not say that it needs {min(unknown)}"))
     for step in (*plan.steps, *(step for product in plan.products for step in product.steps)):
         try:
             if step.encoding != PLAIN and find_encoding(step.encoding).outs(step.out) != step.stored:

@@ -165,7 +165,7 @@ class _Decoder:
 def _check(plan: Plan) -> None:
     """What can be said without the inputs: indices point somewhere, names are unique, pieces make the whole."""
     models, known = len(plan.models), set[str]()
-    if models and not 0 <= plan.donor < models:
+    if not 0 <= plan.donor < models:
         raise _wrong("plan.donor", f"there is no model {plan.donor}")
     for name in plan.carried:
         if "/" in name or "\\" in name or name in ("", ".", ".."):
@@ -177,7 +177,7 @@ def _check(plan: Plan) -> None:
         if not known.issuperset(product.needs):
             raise _wrong(f"product {product.name}", f"it needs {product.needs}, which do not come before it")
         for step in product.steps:
-            _check_step(plan, step, known, arrays)
+            _check_step(plan, step, known | {product.name}, arrays)  # its own: what a survey waits to be applied
         if any(not 0 <= m < models for m in (*product.models, *(file.model for file in product.files))):
             raise _wrong(f"product {product.name}", f"there are {models} models")
         for out in product.outs:

@@ -19,7 +19,7 @@ import xxhash
 
 from weightsmith.store import disk
 
-VERSION = 2
+VERSION = 3
 MAX_JOURNAL_BYTES = 1 << 30  # 100,000 tensors take 15 MB
 
 
@@ -33,6 +33,7 @@ class Entries:
     plan, layout  hashes of the plan and of all weight files' headers; "" when the first line is unreadable
     tensors       name -> checksum of each finished tensor
     distances     name -> squared norms of the tensor - its base, and of the base, where it has one
+    made_from     name -> digest of the products that the tensor was made from, where there are some
     products      name -> checksum of each finished product
     published     (device, inode) of the folder that was about to be renamed to its final name, or None
     lines         number of readable lines
@@ -42,6 +43,7 @@ class Entries:
     layout: str = ""
     tensors: dict[str, str] = field(default_factory=dict)
     distances: dict[str, Distance] = field(default_factory=dict)
+    made_from: dict[str, str] = field(default_factory=dict)
     products: dict[str, str] = field(default_factory=dict)
     published: tuple[int, int] | None = None
     lines: int = 0
@@ -50,6 +52,7 @@ class Entries:
         """Take in what the journal of a part says of tensors and products."""
         self.tensors.update(other.tensors)
         self.distances.update(other.distances)
+        self.made_from.update(other.made_from)
         self.products.update(other.products)
 
 
@@ -59,6 +62,7 @@ def read_journal(path: Path) -> Entries:
     plan = layout = ""
     tensors: dict[str, str] = {}
     distances: dict[str, Distance] = {}
+    made_from: dict[str, str] = {}
     products: dict[str, str] = {}
     published: tuple[int, int] | None = None
     count = 0
@@ -70,17 +74,17 @@ def read_journal(path: Path) -> Entries:
         match entry:
             case ["plan", int(version), str(plan_hash), str(layout_hash)] if version == VERSION:
                 plan, layout = plan_hash, layout_hash
-            case ["tensor", str(name), str(checksum)]:
-                tensors[name] = checksum
+            case ["tensor", str(name), str(checksum), str(source)]:
+                tensors[name], made_from[name] = checksum, source
                 distances.pop(name, None)
-            case ["tensor", str(name), str(checksum), float(moved), float(base)]:
-                tensors[name] = checksum
+            case ["tensor", str(name), str(checksum), str(source), float(moved), float(base)]:
+                tensors[name], made_from[name] = checksum, source
                 distances[name] = moved, base
             case ["product", str(name), str(checksum)]:
                 products[name] = checksum
             case ["publish", int(device), int(inode)]:
                 published = (device, inode)
-    return Entries(plan, layout, tensors, distances, products, published, count)
+    return Entries(plan, layout, tensors, distances, made_from, products, published, count)
 
 
 def _decode(line: bytes) -> Any:
@@ -111,9 +115,9 @@ class Journal:
         self._append(["plan", VERSION, plan, layout])
         os.fsync(self._fd)
 
-    def tensor(self, name: str, checksum: str, distance: Distance | None) -> None:
+    def tensor(self, name: str, checksum: str, distance: Distance | None, made_from: str = "") -> None:
         """One finished tensor."""
-        self._append(["tensor", name, checksum, *(distance or ())])
+        self._append(["tensor", name, checksum, made_from, *(distance or ())])
 
     def product(self, name: str, checksum: str) -> None:
         """One finished product."""

@@ -112,6 +112,7 @@ class Staging:
         self._part_lock: FileIO | None = None
         self._checksums: dict[str, str] = {}
         self._distances: dict[str, Distance] = {}
+        self._made_from: dict[str, str] = {}
         self._products: dict[str, str] = {}
         self._files: dict[str, OtherFile] = {}
         self._mutex = threading.Lock()
@@ -193,6 +194,7 @@ class Staging:
         tensors = entries.tensors
         self._recheck(tensors if names is None else {n: tensors[n] for n in names if n in tensors}, threads, progress)
         self._distances = {name: entries.distances[name] for name in self._checksums if name in entries.distances}
+        self._made_from = {name: entries.made_from.get(name, "") for name in self._checksums}
         self._products = dict(entries.products)
 
     @classmethod
@@ -484,6 +486,11 @@ class Staging:
         with self._mutex:
             return dict(self._distances)
 
+    def made_from(self, name: str) -> str:
+        """Digest of the products that a finished tensor was made from; "" when there are none."""
+        with self._mutex:
+            return self._made_from.get(name, "")
+
     def product(self, name: str, outs: Sequence[TensorSpec]) -> Arrays | None:
         """The arrays of a product that an earlier run, or another process, has finished; None where there are none."""
         checksum = self._products.get(name)
@@ -498,6 +505,8 @@ class Staging:
                 journal.product(product.name, checksum)
             except OSError as error:
                 raise self._failed(error, f"journal, product {product.name}") from error
+            with self._mutex:
+                self._products[product.name] = checksum
 
     def location(self, name: str) -> tuple[int, int]:
         """Open file and byte offset of a tensor, for copy_file_range and the like. The file is closed by `close`."""
@@ -520,11 +529,12 @@ class Staging:
         except OSError as error:
             raise self._failed(error, f"tensor {name}") from error
 
-    def finish(self, name: str, checksum: str, distance: Distance | None = None) -> None:
+    def finish(self, name: str, checksum: str, distance: Distance | None = None, made_from: str = "") -> None:
         """Record that all bytes of a tensor are written. Thread-safe; in the journal before it returns.
 
         checksum  `checksum.combine` of its grain digests, 32 hex digits
         distance  squared norms of what it has moved from its base, and of the base
+        made_from digest of the products that it was made from
         """
         journal = self._check_open()
         if name not in self.layout.places:
@@ -532,11 +542,11 @@ class Staging:
         if not _CHECKSUM.fullmatch(checksum):
             raise ValueError(f"{name}: {checksum!r} is not a checksum of 32 hex digits")
         try:
-            journal.tensor(name, checksum, distance)
+            journal.tensor(name, checksum, distance, made_from)
         except OSError as error:
             raise self._failed(error, f"journal, tensor {name}") from error
         with self._mutex:
-            self._checksums[name] = checksum
+            self._checksums[name], self._made_from[name] = checksum, made_from
             if distance is not None:
                 self._distances[name] = distance
 
