@@ -5,7 +5,7 @@
 #   make test      the tests
 #   make test-fast     those that take less than a second each: under a minute
 #   make test-python   the kernels as plain Python, not compiled
-#   make mutants   how many changes of one token the tests notice (hours for 200: MUTANTS_OPTIONS='--count 20 --rooms store')
+#   make mutants   how many changes of one token the tests notice (half an hour for 200: MUTANTS_OPTIONS='--count 20 --rooms store')
 #   make check     lint and types
 #   make bench     weightsmith, mergekit and the copy floor, side by side (about 15 GB of disk, an hour)
 #   make bench-methods   every method beside mergekit's: errors, times and memory (an hour and more; goes on where it stopped)

@@ -161,6 +161,8 @@ def _skipped(node: ast.AST) -> Iterator[int]:
         yield from range(node.lineno, (node.end_lineno or node.lineno) + 1)
     elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         yield from range(node.lineno, node.body[0].lineno)
+    elif isinstance(node, ast.ClassDef):  # what a record is frozen for, no test of bytes can tell
+        yield from (decorator.lineno for decorator in node.decorator_list)
     elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
         yield from range(node.lineno, (node.end_lineno or node.lineno) + 1)
     elif isinstance(node, ast.Import | ast.ImportFrom):
