@@ -52,7 +52,7 @@ BESIDE = {
         "errors.py": ["cli"],
         "engine": ["test_merge.py"],
     },
-    **{"store": ["test_merge.py"], "testing": ["sources", "encodings"], "planner": ["test_merge.py"]},
+    **{"store": ["test_merge.py"], "testing": ["sources", "encodings"], "formats": ["sources"], "planner": ["test_merge.py"]},
 }
 """Room -> tests besides those in the folder of its name."""
 EQUIVALENT: dict[str, str] = {}
