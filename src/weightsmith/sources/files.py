@@ -10,10 +10,11 @@ import errno
 import os
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from weightsmith.errors import CheckpointError, FormatError
 from weightsmith.formats.files import FileState, StoredTensor, show
@@ -119,7 +120,7 @@ class SourceFiles:
         with self._lock:
             if self._closed:
                 raise closed(self._where)
-            if path in self._fds:  # another thread was first
+            if path in self._fds:  # another thread opened it first
                 return self._fds[path]
             fd = _open_readonly(path)
             try:
@@ -131,47 +132,6 @@ class SourceFiles:
                 raise
             self._fds[path] = fd
             return fd
-
-
-class PlainFiles:
-    """A source whose tensors are runs of bytes, little-endian and row-major, in files.
-
-    stored  name → where the tensor's bytes are
-    files   every file that `stored` names, in natural order
-    where   the model as the user named it, for messages
-    """
-
-    def __init__(self, stored: Mapping[str, StoredTensor], files: Sequence[SourceFile], where: str) -> None:
-        self.specs: Mapping[str, TensorSpec] = {name: stored[name].spec for name in sorted(stored, key=natural_key)}
-        self._stored = stored
-        self._where = where
-        self._files = SourceFiles(files, where)
-        self.paths, self.identity, self.state = self._files.paths, self._files.identity, self._files.state
-
-    def kept_as(self, name: str) -> DType:
-        return spec_of(self.specs, name, self._where).dtype
-
-    def preferred_rows(self, name: str) -> int:
-        spec_of(self.specs, name, self._where)
-        return 1
-
-    def location(self, name: str) -> tuple[int, int]:
-        spec_of(self.specs, name, self._where)
-        tensor = self._stored[name]
-        return self._files.fd(tensor.file), tensor.offset
-
-    def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
-        spec = spec_of(self.specs, name, self._where)
-        tensor = self._stored[name]
-        view = byte_view(out)
-        check_range(spec, start_byte, len(view), str(tensor.file))
-        self._files.read(tensor.file, name, tensor.offset + start_byte, view)
-
-    def check_unchanged(self) -> None:
-        self._files.check_unchanged()
-
-    def close(self) -> None:
-        self._files.close()
 
 
 class InFile(Protocol):
@@ -187,6 +147,64 @@ class InFile(Protocol):
 
 
 _InFile = TypeVar("_InFile", bound=InFile)
+
+
+class FileTensors(ABC, Generic[_InFile]):
+    """A source of tensors that are in files. A kind of file says where the bytes of a tensor are, and how they are read.
+
+    stored  name → what is known of the tensor
+    files   every file that `stored` names, in natural order
+    where   the model as the user named it, for messages
+    """
+
+    def __init__(self, stored: Mapping[str, _InFile], files: Sequence[SourceFile], where: str) -> None:
+        self.specs: Mapping[str, TensorSpec] = {name: stored[name].spec for name in sorted(stored, key=natural_key)}
+        self._stored = stored
+        self._where = where
+        self._files = SourceFiles(files, where)
+        self.paths, self.identity, self.state = self._files.paths, self._files.identity, self._files.state
+
+    def kept_as(self, name: str) -> DType:
+        return self._find(name).spec.dtype
+
+    def preferred_rows(self, name: str) -> int:
+        self._find(name)
+        return 1
+
+    @abstractmethod
+    def location(self, name: str) -> tuple[int, int] | None:
+        """See `Tensors.location`."""
+
+    def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
+        tensor, view = self._find(name), byte_view(out)
+        check_range(tensor.spec, start_byte, len(view), str(tensor.file))
+        self._read(tensor, start_byte, view)
+
+    @abstractmethod
+    def _read(self, tensor: _InFile, start_byte: int, out: memoryview) -> None:
+        """Fill `out` with the tensor's bytes from `start_byte` on; they are within the tensor."""
+
+    def _find(self, name: str) -> _InFile:
+        """Raises as `spec_of`."""
+        spec_of(self.specs, name, self._where)
+        return self._stored[name]
+
+    def check_unchanged(self) -> None:
+        self._files.check_unchanged()
+
+    def close(self) -> None:
+        self._files.close()
+
+
+class PlainFiles(FileTensors[StoredTensor]):
+    """A source whose tensors are runs of bytes, little-endian and row-major, in files."""
+
+    def location(self, name: str) -> tuple[int, int]:
+        tensor = self._find(name)
+        return self._files.fd(tensor.file), tensor.offset
+
+    def _read(self, tensor: StoredTensor, start_byte: int, out: memoryview) -> None:
+        self._files.read(tensor.file, tensor.spec.name, tensor.offset + start_byte, out)
 
 
 def unite(

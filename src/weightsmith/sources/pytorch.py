@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from weightsmith.errors import Unsupported
 from weightsmith.formats.carried import TRAINING
-from weightsmith.formats.hf_folder import Weights, choose_weights, natural_key
+from weightsmith.formats.hf_folder import Weights, choose_weights
 from weightsmith.formats.pytorch import SUFFIXES, StoredView, read_pickle_header, read_view
-from weightsmith.sources.base import byte_view, check_range, spec_of
-from weightsmith.sources.files import SourceFile, SourceFiles, unite
+from weightsmith.sources.files import FileTensors, SourceFile, unite
 from weightsmith.sources.kind import Index, Kind, Opened
-from weightsmith.tensors import DType, TensorSpec
-
-if TYPE_CHECKING:
-    from weightsmith.sources.base import Buffer
 
 STRIDED_BYTES = 2 << 20
 """Of a tensor whose rows are not together in the file: what is best read at once, since each read may sweep its storage."""
@@ -27,51 +21,29 @@ _FIRST = ("pytorch_model.bin", "diffusion_pytorch_model.bin")  # what transforme
 _SLICED = re.compile(r"consolidated\.\d+\.pth")
 
 
-class StoredViews:
+class StoredViews(FileTensors[StoredView]):
     """A source whose tensors are views of storages in files: transposed, sliced, expanded, or plain runs of bytes.
 
-    stored  name → the view; names that share a storage are tensors of their own, as they are in the file
-    files   every file that `stored` names, in natural order
-    where   the model as the user named it, for messages
+    Names that share a storage are tensors of their own, as they are in the file.
     """
 
-    def __init__(self, stored: Mapping[str, StoredView], files: Sequence[SourceFile], where: str) -> None:
-        self.specs: Mapping[str, TensorSpec] = {name: stored[name].spec for name in sorted(stored, key=natural_key)}
-        self._stored = stored
-        self._where = where
-        self._files = SourceFiles(files, where)
-        self.paths, self.identity, self.state = self._files.paths, self._files.identity, self._files.state
-
-    def kept_as(self, name: str) -> DType:
-        return spec_of(self.specs, name, self._where).dtype
-
     def preferred_rows(self, name: str) -> int:
-        spec = spec_of(self.specs, name, self._where)
-        if self._stored[name].contiguous:
+        view = self._find(name)
+        if view.contiguous:
             return 1
-        row_bytes = spec.shape[-1] * spec.dtype.itemsize
-        return max(1, min(spec.nbytes, STRIDED_BYTES) // row_bytes)
+        row_bytes = view.spec.shape[-1] * view.spec.dtype.itemsize
+        return max(1, min(view.spec.nbytes, STRIDED_BYTES) // row_bytes)
 
     def location(self, name: str) -> tuple[int, int] | None:
-        spec_of(self.specs, name, self._where)
-        view = self._stored[name]
+        view = self._find(name)
         return (self._files.fd(view.file), view.start) if view.contiguous else None
 
-    def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
-        spec = spec_of(self.specs, name, self._where)
-        view, into = self._stored[name], byte_view(out)
-        check_range(spec, start_byte, len(into), str(view.file))
-        read_view(partial(self._files.read, view.file, name), view, start_byte, into)
-
-    def check_unchanged(self) -> None:
-        self._files.check_unchanged()
-
-    def close(self) -> None:
-        self._files.close()
+    def _read(self, tensor: StoredView, start_byte: int, out: memoryview) -> None:
+        read_view(partial(self._files.read, tensor.file, tensor.spec.name), tensor, start_byte, out)
 
 
 def choose(names: Sequence[str], where: str) -> Weights | None:
-    """Which PyTorch files hold the model; None where there are none. What a training run leaves beside a model is not weights.
+    """Which PyTorch files hold the model; None where there are none. Optimizer states and the like are not weights.
 
     Raises Unsupported for Meta's `consolidated.00.pth`, `.01.pth`, …, which hold slices of each tensor, else as
     `choose_weights`.
