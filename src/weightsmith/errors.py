@@ -15,7 +15,7 @@
     ├── MismatchError        inputs that do not go together
     │   ├── ShapeError       unequal shapes
     │   ├── LayerError       layer ranges and stacks that cannot be made
-    │   └── TensorLost       a tensor that would be lost without a word
+    │   └── TensorLost       a tensor that would be lost silently
     └── StoreError           what happens to the output
         ├── OutputExists     the target is there already
         ├── Busy             another process is building the output
@@ -143,7 +143,7 @@ class LayerError(MismatchError):
 
 
 class TensorLost(MismatchError):
-    """A tensor that would be lost without a word."""
+    """A tensor that would be lost silently."""
 
 
 class StoreError(WeightsmithError):

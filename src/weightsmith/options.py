@@ -87,7 +87,7 @@ class Keywords(RecipeKeywords, RunKeywords, total=False):
 
 
 def split(function: str, keywords: Mapping[str, Any]) -> tuple[RecipeOptions, RunOptions]:
-    """The two records of a function's keywords. Raises TypeError for a name that is none of theirs.
+    """The two records of a function's keywords. Raises TypeError for any other name.
 
     >>> split("merge", {"seed": 3, "threads": 2})[1].threads
     2

@@ -35,8 +35,7 @@ parameters:
         weightsmith.merge(recipe, tmp_path / "out")
     lines = [line for line in str(caught.value).splitlines() if not line.startswith("  ")]
     assert [line.replace(str(tmp_path), "") for line in lines] == [
-        "UnknownName: /r.yml:3:1: unknown key 'dtyp' at the top level (did you mean 'dtype'?); "
-        "mergekit ignored it without a word",
+        "UnknownName: /r.yml:3:1: unknown key 'dtyp' at the top level (did you mean 'dtype'?); mergekit silently ignored it",
         "LayerError: /r.yml:5:5: the sources of a slice have different numbers of layers",
         f"ParameterError: /r.yml:7:{61 + len(b)}: weight must be a number, not 'heavy'",
         "ParameterError: /r.yml:10:9: merge_method ties needs the parameter 'weight' for /c",

@@ -372,8 +372,8 @@ def test_a_broken_skeleton_is_reported_and_gives_no_recipe(text: str, messages: 
         ),
         (
             "{path: a}",
-            "UnknownName: r.yml:2:19: the key 'path' has no meaning in a model reference; mergekit ignored it"
-            " without a word\n  -> It belongs in a model path.",
+            "UnknownName: r.yml:2:19: the key 'path' has no meaning in a model reference; mergekit silently"
+            " ignored it\n  -> It belongs in a model path.",
         ),
         (
             "{model: [a]}",

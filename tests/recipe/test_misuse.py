@@ -1,4 +1,4 @@
-"""Keys that mergekit ignores without a word: errors that say how to write what was meant, or warnings if harmless."""
+"""Keys that mergekit silently ignores: errors that say how to write what was meant, or warnings if harmless."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def lenient(text: str) -> Recipe:
     return recipe
 
 
-SILENT = "; mergekit ignored it without a word\n"
+SILENT = "; mergekit silently ignored it\n"
 INPUT_KEYS = "  -> Known keys here: model, parameters. Keys of your own start with x- or _."
 
 # (what stands at the top level, the error)
@@ -158,8 +158,8 @@ def test_leniently_a_key_without_meaning_beside_model_is_ignored(line: str, mess
 def test_one_recipe_has_one_method() -> None:
     text = "merge_method: slerp\nslices:\n- sources: [{model: a, layer_range: [0, 8]}]\n  merge_method: passthrough\n"
     assert problems(text) == [
-        "UnknownName: r.yml:4:3: one recipe has one merge_method, not one in an entry of 'slices'; mergekit ignored it "
-        "without a word\n  -> Make one recipe per method and name the output of the first as a model of the next."
+        "UnknownName: r.yml:4:3: one recipe has one merge_method, not one in an entry of 'slices'; mergekit silently "
+        "ignored it\n  -> Make one recipe per method and name the output of the first as a model of the next."
     ]
 
 
@@ -174,7 +174,7 @@ def test_one_recipe_has_one_method() -> None:
         ("description: words", "r.yml:3:1: the key 'description' at the top level has no effect"),
         (
             "copy_tokenizer: true",
-            "r.yml:3:1: 'copy_tokenizer' is a command-line option, not a key of a recipe; mergekit ignored it without a word",
+            "r.yml:3:1: 'copy_tokenizer' is a command-line option, not a key of a recipe; mergekit silently ignored it",
         ),
     ],
 )

@@ -106,7 +106,7 @@ def test_keys_and_values_have_positions_and_an_aliased_value_has_that_of_its_anc
             "a: 1\nb: 2\na: 3\n",
             "r.yml:3:1: the key 'a' stands twice in this mapping\n"
             "  first at r.yml:1:1\n"
-            "  mergekit took the last one without a word\n"
+            "  mergekit silently took the last one\n"
             "  -> Keep one of the two.",
         ),
         ("a: 1\non: 3\n", "r.yml:2:1: a key must be text, but 'on' reads as true\n  -> Put it in quotes: \"on\"."),

@@ -65,7 +65,7 @@ def parse_encoding(text: str) -> str:
     from weightsmith.encodings import ENCODINGS
 
     if text not in ENCODINGS:
-        raise typer.BadParameter(f"{text!r} is none of {', '.join(ENCODINGS)}{nearest(text, ENCODINGS)}.")
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(ENCODINGS)}{nearest(text, ENCODINGS)}.")
     return text
 
 

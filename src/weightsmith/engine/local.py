@@ -365,7 +365,7 @@ class Run:
         return out.size
 
     def _write_encoded(self, work: Work, first: int, numbers: Bytes, buffers: Buffers) -> int:
-        """Encode and write whole rows, about a grain at a time: beside `numbers` a tile takes the memory of its codes."""
+        """Encode and write whole rows, about a grain at a time. Extra memory: the codes of one tile."""
         step, encoding = work.step, self._encoding(work.step)
         spec, cols, align = step.out, step.out.shape[-1], encoding.align_rows
         top, count, height = first // cols, numbers.size // (cols * spec.dtype.itemsize), spec.size // cols

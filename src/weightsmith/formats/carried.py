@@ -44,7 +44,7 @@ _STEMS = r"(model|pytorch_model|diffusion_pytorch_model|adapter_model|consolidat
 _OWN_WEIGHTS = re.compile(rf"{_STEMS}(\.fp16|\.bf16)?([.-]\d{{1,6}}(-of-\d{{1,6}})?)?\.(safetensors|bin|pth)(\.index\.json)?")
 _ABOUT = frozenset({"README.md", ".gitattributes", ".DS_Store", "adapter_config.json", "mergekit_config.yml"})
 _OURS = frozenset({"weightsmith.json", "recipe.yml", "routing.json", "routing.svg"})
-"""What we write about a model that we made: it says how that one was made, and not the next."""
+"""Files that weightsmith writes about a model. They describe how that model was made, so they are not copied to the next."""
 
 WEIGHTS = tuple(".safetensors .bin .pt .pth .ckpt .pkl .gguf .onnx .onnx_data .h5 .msgpack .npz .npy .tflite .mlmodel".split())
 """How the names of weight files end, of any format."""
@@ -121,7 +121,7 @@ def choose_carried(
 
     Carried are what `carried_files` lists, but of the Python files those that `auto_map` names in config.json or in the
     configuration of tokenizer or processor, and what these import from their own folder. Left out and not listed: weights,
-    README.md, hidden files, media, what a training run leaves, what weightsmith says of a model.
+    README.md, hidden files, media, leftovers of a training run, files that weightsmith writes about a model.
     """
     candidates = carried_files(names)
     present = {name for name in candidates if name.endswith(".py")}

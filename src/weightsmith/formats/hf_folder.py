@@ -68,8 +68,7 @@ def choose_weights(
     first     names of the single files that libraries write, in order of preference
 
     In this order: of each of `first` the index or the file; any other one index; all other files of the format;
-    `consolidated*` files (Mistral's own layout, which stands beside the first kind in most of its repositories and holds
-    the same tensors again).
+    `consolidated*` files (Mistral's own layout: most of its repositories have the same tensors in both).
 
     Raises FormatError when two of these contradict each other or numbered shards are missing.
 

@@ -93,7 +93,7 @@ class PickleHeader:
 
 
 def read_pickle_header(path: Path) -> PickleHeader:
-    """Read and check what a PyTorch checkpoint says of its tensors. Nothing of the file is executed.
+    """Read and check the tensor table of a PyTorch checkpoint. Nothing in the file is executed.
 
     The state dict is the file's only value, or one of its entries `state_dict`, `model_state_dict`, `model` and `module`.
     The prefix `module.` is removed when all names have it.
@@ -277,7 +277,7 @@ def _split(state_dict: Mapping, outer: str, where: str) -> tuple[dict[str, Tenso
 
 
 def _entries(mapping: Mapping, where: str) -> list[tuple[Any, Any]]:
-    """Keys and values. Of a name that is there twice Python would keep one."""
+    """Keys and values; a duplicate name is an error, where a Python dict would silently keep the last."""
     names: set[str] = set()
     for key in mapping.flat[::2]:
         if type(key) is str:

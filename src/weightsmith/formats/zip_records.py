@@ -5,7 +5,7 @@
     end          the directory's place and size; before it, for large archives, the zip64 end and its locator
 
 Stricter than a general reader: no comment, no bytes before or behind the archive, no encryption, no second disk.
-What two readers could understand in two ways is an error. No member's data is read.
+Anything that two readers could interpret differently is an error. No member's data is read.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from weightsmith.formats.strict_json import parse_object
 from weightsmith.sources import open_file
 
 CONFIG_NAME = "adapter_config.json"
-WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")  # the first that is there is read
+WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")  # the first that exists is read
 MAX_CONFIG_BYTES = 16 << 20
 
 _PREFIX = "base_model.model."

@@ -176,7 +176,7 @@ def values(parameters: Sequence[Parameter], shared: Parameters, models: Sequence
 def bound(function: Callable[..., T], parameters: Sequence[Parameter], *, beside: Collection[str] = ()) -> Callable[..., T]:
     """The function as one of (..., shared, models): called with the values of those parameters that it has as arguments.
 
-    beside  arguments that are no parameters: the first ones. Raises MethodError for any other that is none.
+    beside  the leading arguments, which are not parameters. Raises MethodError for any other argument that is not one.
     """
     arguments = [name for name in inspect.signature(function).parameters if name not in beside]
     by_argument = {_argument(p): p for p in parameters}

@@ -16,7 +16,7 @@ decide.py      what a tensor is to the method, and which products it waits for
 logical.py     a tensor that holds several matrices, as pieces
 outputs.py     the steps
 config.py      config.json of the output
-encode.py      which tensors are quantised, and what config.json says of the others
+encode.py      which tensors are quantised, and what config.json lists as ignored
 build.py       puts these together
 reopen.py      a plan from its JSON and its inputs
 state_dicts.py the same for models in memory, without a recipe

@@ -1,4 +1,4 @@
-"""Which tensors of an output are stored in an encoding, and what config.json says of the others.
+"""Which tensors of an output are stored in an encoding, and what config.json lists as ignored.
 
 Encoded are the weights that a loader builds as nn.Linear in the main decoder: matrices with the role `linear` in its layers.
 Everything else is stored as it is: embeddings, heads (tied or not), norms, routers, towers and projectors, prediction layers

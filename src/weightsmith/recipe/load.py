@@ -47,7 +47,7 @@ def load_moe(
 
     >>> recipe, problems = load_moe({"base_model": "a", "experts": [{"source_model": "b", "noise_scal": 1}]})
     >>> print(problems[0].finding.what)
-    unknown key 'noise_scal' in an entry of 'experts' (did you mean 'noise_scale'?); mergekit ignored it without a word
+    unknown key 'noise_scal' in an entry of 'experts' (did you mean 'noise_scale'?); mergekit silently ignored it
     """
     return _load(source, "moe", lenient, parameter_names)
 
@@ -78,7 +78,7 @@ def parse(
 
     >>> recipe, problems = parse("merge_method: linear\\nmodels: [{modle: a}]\\n", "r.yml")
     >>> print(problems[0])
-    r.yml:2:11: unknown key 'modle' in an entry of 'models' (did you mean 'model'?); mergekit ignored it without a word
+    r.yml:2:11: unknown key 'modle' in an entry of 'models' (did you mean 'model'?); mergekit silently ignored it
       -> Write 'model'.
     """
     return _build(_Written(read_yaml(text, filename, lenient=lenient), text, filename), "merge", lenient, parameter_names)

@@ -14,7 +14,7 @@ from weightsmith.recipe.grammar import INPUT, LEVELS, RECIPE, SOURCE
 from weightsmith.recipe.kinds import Level
 from weightsmith.recipe.nodes import Node, Pair, short
 
-IGNORED = "mergekit ignored it without a word"
+IGNORED = "mergekit silently ignored it"
 
 RETIRED = {
     "embed_slerp": (

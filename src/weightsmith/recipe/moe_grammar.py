@@ -131,7 +131,7 @@ MERGE = Level(
 SURGERY = Level(
     "surgery",
     "at the top level",
-    "A smaller mixture of experts, made of one that is there.",
+    "A smaller mixture of experts, made from an existing one.",
     (
         Key("model", MODEL, "The mixture of experts: `path_or_hub_id[@revision]`.", required=True),
         Key("prune_experts", section(PRUNE), "Leave experts out."),

@@ -245,7 +245,7 @@ class _Reader:
 
     def duplicate(self, name: str, where: str, first: str) -> None:
         what = f"the key {short(name)!r} stands twice in this mapping"
-        details = (f"first at {first}", "mergekit took the last one without a word")
+        details = (f"first at {first}", "mergekit silently took the last one")
         if self.lenient:
             self.findings.append(Finding(what, where, details))
         else:

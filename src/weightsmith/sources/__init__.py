@@ -1,7 +1,7 @@
 """Sources: what tensors can be read from. One interface, `Tensors`; one file for each kind; composition, no inheritance.
 
 base.py          the interface
-kind.py          what a kind says of itself
+kind.py          what describes a kind
 files.py         tensors that are runs of plain bytes in files
 safetensors.py   the file format
 pytorch.py       the file format: .bin, .pt, .pth and .ckpt, read without running anything

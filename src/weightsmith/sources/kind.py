@@ -1,4 +1,4 @@
-"""What a source kind says of itself: one file of this folder, and an entry in `sources.KINDS` or `sources.WRAPPERS`."""
+"""What describes a kind of source: one file of this folder, and an entry in `sources.KINDS` or `sources.WRAPPERS`."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def check_kinds(folder: Path) -> None:
 def check_made_by_us(folder: Path, lock_text: str, entries: Entries) -> None:
     """Raise StoreError unless the marks of a build are there. The lock must be held, and not yet written to."""
     if lock_text and not lock_text.startswith(OWNER):
-        raise foreign(folder, f"the text in {LOCK} is none of weightsmith's")
+        raise foreign(folder, f"the text in {LOCK} was not written by weightsmith")
     if entries.lines:
         return
     others = [

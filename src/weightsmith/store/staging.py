@@ -492,7 +492,7 @@ class Staging:
             return self._made_from.get(name, "")
 
     def product(self, name: str, outs: Sequence[TensorSpec]) -> Arrays | None:
-        """The arrays of a product that an earlier run, or another process, has finished; None where there are none."""
+        """The arrays of a product that an earlier run or another process finished; None if it is not there."""
         checksum = self._products.get(name)
         return None if checksum is None else read_product(self.folder / PRODUCTS, name, outs, checksum)
 

@@ -46,7 +46,7 @@ def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progre
 
     Raises Corrupt, whose details name every damaged tensor, header and file, every missing file, and files that are not of the
     checkpoint and that a loader would read (weights, adapters, a tokenizer); NotFound when there is no manifest, FormatError
-    when it is none of weightsmith's.
+    when weightsmith did not write it.
     """
     root = expand_user(folder)
     if not os.path.lexists(root / MANIFEST_NAME):

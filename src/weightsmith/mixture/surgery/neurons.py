@@ -67,7 +67,7 @@ def places_of(pattern: Pattern, order: npt.NDArray[np.int64]) -> npt.NDArray[np.
 
 
 def neurons_of(pattern: Pattern, neurons: int) -> tuple[slice, ...]:
-    """The places of gate, and those of up, neuron after neuron; or of the one thing that is there."""
+    """Indices along the neuron axis: those of gate and those of up in a fused tensor, else all of them."""
     if pattern == "halves":
         return slice(neurons), slice(neurons, None)
     return (slice(0, None, 2), slice(1, None, 2)) if pattern == "pairs" else (slice(None),)

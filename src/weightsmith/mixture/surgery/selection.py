@@ -173,7 +173,7 @@ class ExpertSelection:
         return self._known(values[layered], layered, "")
 
     def _known(self, given: Mapping[str, Any], key: str, file: str) -> dict[str, Any]:
-        """What is said of the layers that have experts, in their order; others, and missing ones, are problems."""
+        """The entries of the layers that have experts, in order. Unknown and missing layers are problems."""
         layers = [block.layer for block in self.blocks]
         where = file or self.section.at(key)
         strange = [layer for layer in given if layer not in layers]
