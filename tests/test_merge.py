@@ -19,7 +19,7 @@ import pytest
 
 import weightsmith
 from tests.mini import write_checkpoint
-from weightsmith.errors import NoSpace, ParameterError, StoreError
+from weightsmith.errors import NonFinite, NoSpace, ParameterError, StoreError
 from weightsmith.store.staging import staging_folder
 
 RECIPE = """
@@ -170,6 +170,22 @@ def test_an_input_that_changed_is_not_mixed_with_finished_work(how: str, here: P
 
 
 @pytest.mark.slow
+def test_work_done_with_nonfinite_numbers_allowed_is_not_resumed_without(here: Path) -> None:
+    # Finished tensors are not merged again, so nothing else would see the NaN.
+    for path in sorted((here / "a").glob("*.safetensors")):
+        path.write_bytes(path.read_bytes()[:-2] + b"\xc0\x7f")  # the last number: NaN in bf16
+
+    def stop(progress: weightsmith.Progress) -> None:
+        if progress.tensors > 10:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        weightsmith.merge("ties.yml", "out", allow_nonfinite=True, progress=stop)
+    with pytest.raises(NonFinite):
+        weightsmith.merge("ties.yml", "out")
+    assert weightsmith.merge("ties.yml", "out", allow_nonfinite=True).resumed, "what was checked counts with the flag too"
+
+
 def test_a_full_disk_is_found_before_the_work(here: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))

@@ -133,7 +133,7 @@ def test_a_part_that_is_being_done_is_busy_and_so_is_the_whole(here: Path, monke
     plan, found = weightsmith.plan("ties.yml"), []
 
     def try_others(now: weightsmith.Progress) -> None:
-        if found:
+        if found or not now.tensors:  # a part that makes products has them to itself: another one waits
             return
         for part in ((1, 2), None):
             with pytest.raises(Busy) as caught:

@@ -8,6 +8,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -203,7 +204,8 @@ def execute(
         threads=resources.workers,
         progress=callbacks.rechecking,
     ) as staging:
-        results, done = _finished(plan, staging)
+        results = _kept_products(plan, staging)
+        done = _finished(plan, staging, results, options.allow_nonfinite)
         earlier = bool(staging.finished) or any(results.finished(product.name) for product in plan.products)
         try:
             outcome = run(
@@ -262,7 +264,6 @@ def execute_part(
     plan, inputs = prepared.plan, prepared.inputs
     steps = part_of(plan, *part)
     resources = _resources(plan, options)
-    folders = [model.folder for model in inputs]
     with Staging.attach(
         out,
         plan.layout,
@@ -275,35 +276,21 @@ def execute_part(
         threads=resources.workers,
         progress=callbacks.rechecking,
     ) as staging:
-        products = plan.products_for(steps)
-        if products:
-            with staging.only_process():  # what one process computes, the others find
-                results, _ = _finished(plan, staging)
-                run(
-                    plan,
-                    inputs,
-                    staging,
-                    resources,
-                    steps=(),
-                    products=products,
-                    results=results,
-                    allow_nonfinite=options.allow_nonfinite,
-                    folders=folders,
-                )
-        results, done = _finished(plan, staging)
-        run(
+        do = partial(
+            run,
             plan,
             inputs,
             staging,
             resources,
-            steps=steps,
-            products=products,
-            skip=done,
-            results=results,
             progress=callbacks.progress,
             allow_nonfinite=options.allow_nonfinite,
-            folders=folders,
+            folders=[model.folder for model in inputs],
         )
+        with staging.only_process():  # what one process computes, the others find
+            results = _kept_products(plan, staging)
+            if products := plan.products_for(steps):
+                do(steps=(), products=products, results=results)
+        do(steps=steps, products=(), skip=_finished(plan, staging, results, options.allow_nonfinite), results=results)
         for model in inputs:
             model.check_unchanged()
 
@@ -375,11 +362,8 @@ def _protected(prepared: Prepared) -> tuple[Path, ...]:
     return tuple(dict.fromkeys([*paths, *prepared.named]))
 
 
-def _finished(plan: Plan, staging: Staging) -> tuple[Results, dict[str, tuple[float, float] | None]]:
-    """The products that an earlier run has made, and the tensors, with their distances from the base.
-
-    A tensor counts only while the very products that it was made from are there: computed again they might differ.
-    """
+def _kept_products(plan: Plan, staging: Staging) -> Results:
+    """The products that an earlier run, or another process, has made."""
     from weightsmith.engine.results import Results
 
     results = Results(plan)
@@ -387,21 +371,27 @@ def _finished(plan: Plan, staging: Staging) -> tuple[Results, dict[str, tuple[fl
         arrays = staging.product(product.name, product.outs)
         if arrays is not None:
             results.put(product, arrays)
+    return results
+
+
+def _finished(
+    plan: Plan, staging: Staging, results: Results, allow_nonfinite: bool
+) -> dict[str, tuple[float, float] | None]:
+    """The tensors that an earlier run has finished, with their distances from the base.
+
+    A tensor counts only if the very products that it was made from still exist (computed again they might differ), and
+    if it was checked for NaN as this run checks.
+    """
     finished, distances = staging.finished, staging.distances
 
-    def _is_of(step: Step) -> bool:
+    def counts(step: Step) -> bool:
         needed = plan.needs(step)
-        if not all(map(results.finished, needed)):
+        if not all(out.name in finished for out in step.outs) or not all(map(results.finished, needed)):
             return False
-        digest = results.digest(needed)
-        return all(staging.made_from(out.name) == digest for out in step.outs)
+        digests = {results.digest(needed), results.digest(needed, allow_nonfinite=allow_nonfinite)}
+        return all(staging.made_from(out.name) in digests for out in step.outs)
 
-    done = {
-        step.out.name: distances.get(step.outs[0].name)
-        for step in plan.steps
-        if all(out.name in finished for out in step.outs) and _is_of(step)
-    }
-    return results, done
+    return {step.out.name: distances.get(step.outs[0].name) for step in plan.steps if counts(step)}
 
 
 def _reports(products: Iterable[Product], results: Results) -> dict[str, Report]:

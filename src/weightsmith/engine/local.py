@@ -52,7 +52,7 @@ class Output(Protocol):
         """All bytes of a tensor are written.
 
         distance   squared norms of output - base and of the base, if it has one
-        made_from  digest of the products that it was made from, "" for none
+        made_from  `Results.digest` of the products that it was made from
         """
 
     def keep(self, product: Product, arrays: Arrays) -> None:
@@ -284,7 +284,7 @@ class Run:
 
     def _step_done(self, work: Work) -> None:
         moved = _sum_of([part.distances for part in work.parts])
-        made_from = self.reader.results.digest(self.plan.needs(work.step))
+        made_from = self.reader.results.digest(self.plan.needs(work.step), allow_nonfinite=self.allow_nonfinite)
         for spec, hashed in zip(work.step.outs, work.hashes, strict=True):
             self.output.finish(spec.name, hashed.checksum(), moved, made_from)
         with self._lock:

@@ -147,19 +147,25 @@ class Staging:
         stays.
         """
         staging = cls(check_out(out), layout, plan_hash, overwrite=overwrite, protected=protected, other_bytes=other_bytes)
-        try:
+        with staging._preparing():
             staging._open(resume, None, threads, progress)
+        return staging
+
+    @contextmanager
+    def _preparing(self) -> Iterator[None]:
+        """Close on any error; say what a failed call to the file system means."""
+        try:
+            yield
         except OSError as error:
-            staging.close()
+            self.close()
             if error.errno in disk.FULL:
-                raise disk.no_space(staging.out.parent, layout.total_bytes, state=NOTHING_WRITTEN, cause=error) from error
+                raise disk.no_space(self.out.parent, self.layout.total_bytes, state=NOTHING_WRITTEN, cause=error) from error
             raise StoreError(
-                f"cannot be prepared: {error.strerror}", where=str(staging.folder), fix="choose another output folder"
+                f"cannot be prepared: {error.strerror}", where=str(self.folder), fix="choose another output folder"
             ) from error
         except BaseException:
-            staging.close()
+            self.close()
             raise
-        return staging
 
     def _open(self, resume: bool, names: Collection[str] | None, threads: int, progress: Progress | None) -> None:
         """See `open`. names: of the tensors that are taken over if they are finished; None: all."""
@@ -221,16 +227,8 @@ class Staging:
         it resumes.
         """
         staging = cls(check_out(out), layout, plan_hash, overwrite=overwrite, protected=protected, other_bytes=other_bytes)
-        try:
+        with staging._preparing():
             staging._attach(part, names, threads, progress)
-        except OSError as error:
-            staging.close()
-            raise StoreError(
-                f"cannot be prepared: {error.strerror}", where=str(staging.folder), fix="choose another output folder"
-            ) from error
-        except BaseException:
-            staging.close()
-            raise
         return staging
 
     def _attach(self, part: tuple[int, int], names: Collection[str], threads: int, progress: Progress | None) -> None:
