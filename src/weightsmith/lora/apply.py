@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import Finding, ShapeError, nearest
 from weightsmith.lora.adapter import Adapter, Factors
-from weightsmith.sources.adapted import Adapted, Origin, Update
+from weightsmith.sources.adapted import Adapted, AdaptedTensor, Update
 from weightsmith.structure.configs import replace_value
 from weightsmith.structure.fused import fused_names
 from weightsmith.structure.vocabulary import is_embedding, is_head, is_vocabulary, tie_flag, untie
@@ -68,10 +68,10 @@ class _Match:
         self._replaced: dict[str, str] = {}
         self._match()
 
-    def origins(self) -> dict[str, Origin]:
+    def origins(self) -> dict[str, AdaptedTensor]:
         """What each tensor of the result is made from."""
         return {
-            name: Origin(base_name, self._replaced.get(name, ""), self._update(name))
+            name: AdaptedTensor(base_name, self._replaced.get(name, ""), self._update(name))
             for name, base_name in self._base_names.items()
         }
 

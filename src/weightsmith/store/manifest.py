@@ -30,7 +30,7 @@ _FIRST = re.compile(rb'\{\n  "checksum": "([0-9a-f]{32})",\n')
 
 
 @dataclass(frozen=True, slots=True)
-class WeightFile:
+class WeightFileRecord:
     """A weight file: its size, and the size and xxh3_128 of its header (length, JSON and padding)."""
 
     nbytes: int
@@ -65,7 +65,7 @@ class Manifest:
     """
 
     plan: str
-    weights: dict[str, WeightFile]
+    weights: dict[str, WeightFileRecord]
     files: dict[str, OtherFile]
     tensors: dict[str, TensorRecord]
     data: dict[str, Any]
@@ -130,7 +130,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         manifest = Manifest(
             plan=_text(fields["plan"]),
             weights={
-                name: WeightFile(_count(w["bytes"]), _count(w["header_bytes"]), _digest(w["header_xxh3_128"]))
+                name: WeightFileRecord(_count(w["bytes"]), _count(w["header_bytes"]), _digest(w["header_xxh3_128"]))
                 for name, w in fields["weights"].items()
             },
             files={name: OtherFile(_count(f["bytes"]), _digest(f["xxh3_128"])) for name, f in fields["files"].items()},
