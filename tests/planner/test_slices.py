@@ -103,6 +103,23 @@ def test_a_layer_of_a_kind_that_the_donor_has_not_is_refused(tmp_path: Path) -> 
     assert "layer_types = 'linear_attention'" in str(problem)
 
 
+def test_kinds_are_those_of_the_stack_that_is_cut(tmp_path: Path) -> None:
+    """A vision tower whose layers are all of one kind says nothing of the decoder's."""
+    tower = {f"vision_tower.layers.{i}.{name}": (4,) for i in range(2) for name in ("norm1.weight", "norm2.weight")}
+    vision = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+
+    def write(name: str, kind: str) -> str:
+        text = {"num_hidden_layers": 2, "vocab_size": 8, "layer_types": [kind] * 2}
+        tensors = decoder(2, prefix="language_model.", more=tower)
+        settings = {"model_type": "llava", "text_config": text, "vision_config": vision}
+        return str(write_checkpoint(tmp_path / name, tensors, {"architectures": ["LlavaX"], **settings}))
+
+    a, b = write("a", "full_attention"), write("b", "linear_attention")
+    problem = only(stack(cut(a, 0, 2), cut(b, 1, 2)))
+    assert isinstance(problem, LayerError)
+    assert "layer_types = 'linear_attention'" in str(problem)
+
+
 def test_layers_of_another_size_are_refused(tmp_path: Path) -> None:
     a = plan_help.model(tmp_path / "a", 2)
     tensors = decoder(2, seed=1)
