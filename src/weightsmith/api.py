@@ -193,6 +193,7 @@ def execute(
     began = time.monotonic() if began is None else began
     plan, inputs = prepared.plan, prepared.inputs
     resources = _resources(plan, options)
+    _download(prepared, out, options)
     with Staging.open(
         out,
         plan.layout,
@@ -264,6 +265,7 @@ def execute_part(
     plan, inputs = prepared.plan, prepared.inputs
     steps = part_of(plan, *part)
     resources = _resources(plan, options)
+    _download(prepared, out, options)
     with Staging.attach(
         out,
         plan.layout,
@@ -301,6 +303,7 @@ def make_product(
     """Make one product of a plan, and those that it needs, in memory; what it reports. Nothing is written."""
     from weightsmith.engine.local import run
 
+    prepared.download()
     plan = prepared.plan
     products = plan.products_for((), {name})
     outcome = run(
@@ -325,6 +328,7 @@ def measure_distance(
     """
     from weightsmith.engine.local import run
 
+    prepared.download()
     plan = prepared.plan
     steps = [step for step in plan.steps if any(leaf.base and leaf.merges for leaf in step.leaves)]
     outcome = run(
@@ -356,6 +360,15 @@ def _resources(plan: Plan, options: RunOptions) -> Resources:
     )
 
 
+def _download(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions) -> None:
+    """Download what is missing of hub models, unless the output folder is refused anyway."""
+    from weightsmith.store.target import check_out, check_vacant
+
+    if prepared.missing:
+        check_vacant(check_out(out), overwrite=options.overwrite, protected=_protected(prepared))
+        prepared.download()
+
+
 def _protected(prepared: Prepared) -> tuple[Path, ...]:
     """Every folder and file that a run reads: the inputs, their adapters, and what else the recipe names."""
     paths = [path for model in prepared.inputs for path in (*(() if model.alone else (model.folder,)), *model.paths)]
@@ -374,9 +387,7 @@ def _kept_products(plan: Plan, staging: Staging) -> Results:
     return results
 
 
-def _finished(
-    plan: Plan, staging: Staging, results: Results, allow_nonfinite: bool
-) -> dict[str, tuple[float, float] | None]:
+def _finished(plan: Plan, staging: Staging, results: Results, allow_nonfinite: bool) -> dict[str, tuple[float, float] | None]:
     """The tensors that an earlier run has finished, with their distances from the base.
 
     A tensor counts only if the very products that it was made from still exist (computed again they might differ), and
