@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
+import yaml
+
 Files = dict[str, bytes]
 COMMIT = "c" * 40
 
@@ -151,6 +153,10 @@ class _Handler(BaseHTTPRequestHandler):
             status = 409 if name in self.hub.pushed else 200
             self.hub.pushed.setdefault(name, {})
             self._json({"url": f"{self.hub.url}/{name}", "id": name}, status)
+        elif path == "/api/validate-yaml":  # of a model card
+            front = yaml.safe_load(json.loads(body)["content"].split("---")[1])
+            good = isinstance(front.get("tags"), list)
+            self._json({"errors": [] if good else [{"message": "no tags"}], "warnings": []})
         elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/preupload/main", path):
             asked = [file["path"] for file in json.loads(body)["files"]]
             modes = [{"path": p, "uploadMode": "lfs" if p.endswith(".safetensors") else "regular"} for p in asked]

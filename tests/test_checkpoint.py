@@ -597,6 +597,7 @@ def test_only_the_bytes_of_the_rows_are_read(tmp_path: Path, monkeypatch: pytest
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: seen.append((at, len(views[0]))) or real(fd, views, at))
     with open_checkpoint(tmp_path / "m.safetensors") as c:
+        seen.clear()  # the header
         c.read("a", slice(1, 3))
         place = c.location("a")
         assert place is not None

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from weightsmith.sources.base import Buffer
 
 MAX_CONFIG_BYTES = 16 << 20
+CARD_NAME = "README.md"
 
 _HUB_ID = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(.+))?", re.ASCII)
 _FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".json", ".yml", ".yaml")
@@ -230,7 +231,7 @@ def open_checkpoint(
         raise
     repository.download(["config.json", *(pattern for kind in sources.KINDS for pattern in kind.indexes)], quiet=True)
     weights = [path.name for path in sources.find_weights(repository.folder, repository.sizes, name).paths]
-    repository.want([*weights, *carried_files(repository.sizes)])
+    repository.want([*weights, *carried_files(repository.sizes), CARD_NAME])
     if download:
         repository.download()
     repository.download(read_to_choose(repository.sizes), quiet=True)

@@ -313,15 +313,15 @@ def _reason(error: Exception) -> str:
     from huggingface_hub import constants
 
     if _answered(error):
-        return f"the hub refused ({_first_line(error)})"
+        return f"the hub refused ({_first_lines(error)})"
     if isinstance(error, _Silent):
         return str(error)
     return f"{constants.ENDPOINT} did not answer ({type(error).__name__}, timeout {_timeouts()[0]:g} s)"
 
 
-def _first_line(error: Exception) -> str:
+def _first_lines(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
+    return f"{type(error).__name__}: {' '.join(lines[:2])[:300]}"
 
 
 def _explain(error: Exception, where: str, *, cached: Path | None = None) -> CheckpointError:
@@ -331,7 +331,7 @@ def _explain(error: Exception, where: str, *, cached: Path | None = None) -> Che
     """
     from huggingface_hub import errors
 
-    details: tuple[str, ...] = (_first_line(error),)
+    details: tuple[str, ...] = (_first_lines(error),)
     if isinstance(error, errors.GatedRepoError):
         return CheckpointError(
             "this hub model is gated: its owner decides who may download it",
@@ -419,7 +419,7 @@ def check_push(repo: str) -> HfApi:
         raise PushFailed(
             "the hub does not accept the token, or does not answer",
             where=repo,
-            details=(_first_line(error),),
+            details=(_first_lines(error),),
             fix=fix,
             state=state,
         ) from error
@@ -444,7 +444,7 @@ def push(api: HfApi, folder: Path, repo: str, *, public: bool, message: str) -> 
         raise PushFailed(
             "the upload failed",
             where=repo,
-            details=(_first_line(error),),
+            details=(_first_lines(error),),
             fix=f"upload it again: {shlex.join(command)}",
             state=f"The output is finished and complete in {folder}",
         ) from error

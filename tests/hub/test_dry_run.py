@@ -82,7 +82,11 @@ def test_a_plan_reads_headers_by_byte_range_and_a_merge_downloads_the_rest(other
     assert cached(tmp_path) == {"config.json"}
     summary = json.loads(planned.out)["summary"]
     sizes = {(repo, name): len(data) for (repo, _), files in hub.repos.items() for name, data in files.items()}
-    expected = {(repo, name) for repo, name in sizes if repo in ("org/base", other) and name in (*weights, "tokenizer.json")}
+    expected = {
+        (repo, name)
+        for repo, name in sizes
+        if repo in ("org/base", other) and name in (*weights, "tokenizer.json", "README.md")
+    }
     assert {(d["model"], d["file"]): d["bytes"] for d in summary["downloads"]} == {key: sizes[key] for key in expected}
     assert summary["download_bytes"] == sum(sizes[key] for key in expected)
 
@@ -105,7 +109,7 @@ def test_a_plan_reads_headers_by_byte_range_and_a_merge_downloads_the_rest(other
 @pytest.mark.slow
 def test_a_plan_says_in_words_what_would_be_downloaded(hub: FakeHub, tmp_path: Path) -> None:
     planned = weightsmith(hub, tmp_path, "plan", recipe(tmp_path, "org/base", "org/tuned"))
-    assert "download 2.46 MB in 4 files, before the merge begins; only headers were read" in planned.out
+    assert "download 2.46 MB in 6 files, before the merge begins; only headers were read" in planned.out
 
 
 @pytest.mark.slow

@@ -141,7 +141,7 @@ def test_a_hub_model_is_downloaded_once_and_then_found_offline(hub: FakeHub, tmp
     assert (got["config"], got["weights"]) == (CONFIG, [ONE, TWO])
     assert got["files"] == ["config.json", "modeling_x.py", "tokenizer.json"]
     assert got["ignored"] == ["consolidated.safetensors"]
-    needed = {ONE, TWO, INDEX, *got["files"]}
+    needed = {ONE, TWO, INDEX, "README.md", *got["files"]}
     assert downloads(hub) == needed
     assert set(got["cached"]) == needed
 
@@ -158,7 +158,7 @@ def test_a_hub_model_is_downloaded_once_and_then_found_offline(hub: FakeHub, tmp
 def test_an_adapter_s_two_files_are_downloaded(hub: FakeHub, tmp_path: Path) -> None:
     expected = {"w.weight": [[0.0, 1.0], [2.0, 5.0]], "revision": f"{COMMIT}+{COMMIT}"}
     assert run(hub, tmp_path, f"org/matrix+org/adapter@{COMMIT}", script=APPLIED) == expected
-    assert downloads(hub) == {"model.safetensors", "adapter_config.json", "adapter_model.safetensors"}
+    assert downloads(hub) == {"model.safetensors", "adapter_config.json", "adapter_model.safetensors", "README.md"}
     assert run(None, tmp_path, f"org/matrix+org/adapter@{COMMIT}", script=APPLIED) == expected
     (no_adapter,) = run(hub, tmp_path, "org/matrix+org/good", script=APPLIED)["error"]
     assert "org/good: no adapter of PEFT: there is no adapter_config.json and no adapter_model.safetensors" in no_adapter
@@ -281,7 +281,7 @@ with open_checkpoint(sys.argv[1], download=False) as c:
 def test_tensors_are_read_after_the_download(hub: FakeHub, tmp_path: Path) -> None:
     got = run(hub, tmp_path, "org/good", script=LATER)
     assert "not downloaded: only its header was read, on the hub" in got["error"]
-    assert got["missing"] == {name: len(GOOD[name]) for name in (ONE, TWO, "tokenizer.json")}
+    assert got["missing"] == {name: len(GOOD[name]) for name in (ONE, TWO, "tokenizer.json", "README.md")}
     assert (got["a"], got["left"], got["same"]) == (A.tolist(), [], True)
 
 

@@ -24,7 +24,7 @@ _PIECES_SHOWN = 12
 AS_IT_IS = "as it is"
 
 
-@options.expand("report", "device", "overwrite", "resume", "fsync", "card", "allow_nonfinite")
+@options.expand("report", "device", "overwrite", "resume", "fsync", "card", "allow_nonfinite", "push", "public")
 def plan(
     recipe: options.Recipe,
     planning: RecipeOptions,

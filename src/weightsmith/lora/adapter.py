@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightsmith.checkpoint import Checkpoint, locate
+from weightsmith.checkpoint import CARD_NAME, Checkpoint, locate
 from weightsmith.errors import FormatError, NotFound, Unsupported
 from weightsmith.formats.files import read_bounded, show
 from weightsmith.formats.strict_json import parse_object
@@ -102,7 +102,7 @@ def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
     weights = next((name for name in WEIGHTS_NAMES if name in names), "")
     if repository is not None and weights:
         repository.download([CONFIG_NAME], quiet=True)
-        repository.want([weights])
+        repository.want([weights, CARD_NAME])
         repository.read_starts([weights])
     if CONFIG_NAME not in names or not weights:
         missing = [] if CONFIG_NAME in names else [CONFIG_NAME]
