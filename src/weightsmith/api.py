@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from weightsmith._version import __version__
+from weightsmith.checkpoint import CARD_NAME
 from weightsmith.distance import Moved, distance_by_layer, to_json
 from weightsmith.errors import NOTHING_WRITTEN, Finding, ParameterError, PlanError, WeightsmithError
 from weightsmith.identity import work_identity
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from weightsmith.store.staging import Staging
 
 RECIPE_NAME = "recipe.yml"
-CARD_NAME = "README.md"
 
 RecipeSource = str | os.PathLike[str] | Mapping[str, Any]
 """Path of a YAML file, YAML text (with a newline), or a mapping."""
@@ -50,6 +50,7 @@ class Merged:
     distance       how far it has moved from the base: the whole, then layer by layer; () when nothing has a base
     warnings       the plan's and those found in the data
     reports        what products tell, by their names: where a router sends the prompts
+    url            of the model on the hub, if it was pushed
     """
 
     out: Path
@@ -61,6 +62,7 @@ class Merged:
     distance: tuple[Moved, ...]
     warnings: tuple[Finding, ...]
     reports: Mapping[str, Report] = field(default_factory=dict)
+    url: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,8 @@ def merge(
     options     see `weightsmith.options`: RecipeOptions (seed, out_dtype, …) and RunOptions (threads, overwrite, …)
 
     Raises PlanError before anything is written, StoreError for problems with the output, CheckpointError when an input
-    changes or fails meanwhile. After KeyboardInterrupt, or a crash, the same call resumes.
+    changes or fails meanwhile, PushFailed when the finished output cannot be uploaded. After KeyboardInterrupt, or a crash, the
+    same call resumes.
     """
     began = time.monotonic()
     planning, running = split("merge", options)
@@ -188,11 +191,14 @@ def execute(
 ) -> Merged:
     """Run a prepared plan and publish its output; see `merge`. began: time.monotonic() at the start of what is timed."""
     from weightsmith.engine.local import run
+    from weightsmith.hub import check_push, push
     from weightsmith.store.staging import Staging
 
     began = time.monotonic() if began is None else began
     plan, inputs = prepared.plan, prepared.inputs
     resources = _resources(plan, options)
+    hub = check_push(options.push) if options.push is not None else None
+    _download(prepared, out, options)
     with Staging.open(
         out,
         plan.layout,
@@ -226,11 +232,15 @@ def execute(
             raise
         reports = _reports(plan.products, results)
         distance = distance_by_layer(plan, outcome.distances)
-        for name, data in _files(prepared, Path(out).name, distance, reports, card=options.card).items():
+        named = _files(prepared, Path(out).name, distance, reports, card=options.card, repo=options.push or "")
+        for name, data in named.items():
             staging.add_file(name, data)
         for model in inputs:
             model.check_unchanged()
         folder = staging.publish(_provenance(plan, distance), fsync=options.fsync)
+    url = ""
+    if hub is not None and options.push is not None:
+        url = push(hub, folder, options.push, public=options.public, message=plan.made.title)
     found = [*staging.warnings]
     found += [_disagreement(plan, step) for step in plan.steps if step.out.name in outcome.differing]
     found += [finding for report in reports.values() for finding in report.warnings(RECIPE_NAME)]
@@ -244,6 +254,7 @@ def execute(
         distance=distance,
         warnings=(*plan.warnings, *found),
         reports=reports,
+        url=url,
     )
 
 
@@ -264,6 +275,7 @@ def execute_part(
     plan, inputs = prepared.plan, prepared.inputs
     steps = part_of(plan, *part)
     resources = _resources(plan, options)
+    _download(prepared, out, options)
     with Staging.attach(
         out,
         plan.layout,
@@ -301,6 +313,7 @@ def make_product(
     """Make one product of a plan, and those that it needs, in memory; what it reports. Nothing is written."""
     from weightsmith.engine.local import run
 
+    prepared.download()
     plan = prepared.plan
     products = plan.products_for((), {name})
     outcome = run(
@@ -325,6 +338,7 @@ def measure_distance(
     """
     from weightsmith.engine.local import run
 
+    prepared.download()
     plan = prepared.plan
     steps = [step for step in plan.steps if any(leaf.base and leaf.merges for leaf in step.leaves)]
     outcome = run(
@@ -354,6 +368,15 @@ def _resources(plan: Plan, options: RunOptions) -> Resources:
         options.device,
         ALIGNED_BYTES if memory is None else 0,
     )
+
+
+def _download(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions) -> None:
+    """Download what is missing of hub models, unless the output folder is refused anyway."""
+    from weightsmith.store.target import check_out, check_vacant
+
+    if prepared.missing:
+        check_vacant(check_out(out), overwrite=options.overwrite, protected=_protected(prepared))
+        prepared.download()
 
 
 def _protected(prepared: Prepared) -> tuple[Path, ...]:
@@ -432,7 +455,7 @@ def _disagreement(plan: Plan, step: Step) -> Finding:
 
 
 def _files(
-    prepared: Prepared, name: str, distance: tuple[Moved, ...], reports: Mapping[str, Report], *, card: bool
+    prepared: Prepared, name: str, distance: tuple[Moved, ...], reports: Mapping[str, Report], *, card: bool, repo: str
 ) -> dict[str, bytes | Path]:
     """Everything that is not a weight. Later ones take the place of the donor's."""
     plan = prepared.plan
@@ -445,7 +468,8 @@ def _files(
         from weightsmith.cards import model_card
 
         sections = "".join(report.section() for report in reports.values())
-        files[CARD_NAME] = model_card(plan, name, distance, sections).encode()
+        text = model_card(plan, name, distance, sections, inputs=prepared.inputs, repo=repo)
+        files[CARD_NAME] = text.encode(errors="replace")
     for report in reports.values():
         files |= report.files()
     return files

@@ -21,6 +21,7 @@
         ├── Busy             another process is building the output
         ├── NoSpace          the file system cannot hold the output
         ├── CannotResume     a staging folder of another plan
+        ├── PushFailed       the output is finished, and could not be uploaded; or may not be
         └── Corrupt          verify found bytes that differ from the manifest
 
 Catch a branch, log a leaf. A message says what, where, both values, what is on disk now, and what to do next.
@@ -164,6 +165,10 @@ class Busy(StoreError):
 
 class CannotResume(StoreError):
     """A staging folder made by another plan."""
+
+
+class PushFailed(StoreError):
+    """A model that cannot be uploaded."""
 
 
 class Corrupt(StoreError):

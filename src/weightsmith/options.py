@@ -45,6 +45,8 @@ class RunOptions:
     card              write README.md, a model card
     allow_nonfinite   merge NaN and infinities as any number; else they are an error that names tensor and model
     device            for hidden states, as torch names it
+    push              upload the finished folder to the hub, as the model `org/name`
+    public            make the model that `push` creates visible to everyone; it is private otherwise
     """
 
     threads: int | None = None
@@ -55,6 +57,8 @@ class RunOptions:
     card: bool = True
     allow_nonfinite: bool = False
     device: str = "cpu"
+    push: str | None = None
+    public: bool = False
 
 
 class RecipeKeywords(TypedDict, total=False):
@@ -80,6 +84,8 @@ class RunKeywords(TypedDict, total=False):
     card: bool
     allow_nonfinite: bool
     device: str
+    push: str | None
+    public: bool
 
 
 class Keywords(RecipeKeywords, RunKeywords, total=False):

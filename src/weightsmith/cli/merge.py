@@ -105,6 +105,8 @@ def _summary(merged: Merged) -> str:
     resumed = f", {merged.resumed:,} of them by an earlier run" if merged.resumed else ""
     speed = f" ({size(moved / merged.seconds)}/s read and written)" if merged.seconds > 0 else ""
     done = f"{printable(str(merged.out))}: {tensors}{resumed}, {size(nbytes)} in {duration(merged.seconds)}{speed}"
+    if merged.url:
+        done += f"\nuploaded to {printable(merged.url)}"
     if not merged.distance:
         return done
     whole = merged.distance[0]
@@ -117,6 +119,7 @@ def _to_json(merged: Merged) -> dict[str, Any]:
     plan = merged.plan
     return {
         "out": str(merged.out),
+        "url": merged.url,
         "method": plan.made.name,
         "tensors": len(plan.steps),
         "resumed": merged.resumed,

@@ -139,6 +139,11 @@ FLAGS: Mapping[str, Any] = {
     "device": Annotated[
         str, typer.Option("--device", metavar="DEVICE", help="Where hidden states are computed: cpu, cuda, cuda:1 or auto.")
     ],
+    "push": Annotated[
+        str | None,
+        typer.Option("--push", metavar="ORG/NAME", help="Upload OUT to the hub when it is finished, as a private model."),
+    ],
+    "public": Annotated[bool, typer.Option("--public", help="Make the model that --push creates visible to everyone.")],
 }
 """Field of `RecipeOptions` or `RunOptions` → its flag."""
 

@@ -24,7 +24,7 @@ _PIECES_SHOWN = 12
 AS_IT_IS = "as it is"
 
 
-@options.expand("report", "device", "overwrite", "resume", "fsync", "card", "allow_nonfinite")
+@options.expand("report", "device", "overwrite", "resume", "fsync", "card", "allow_nonfinite", "push", "public")
 def plan(
     recipe: options.Recipe,
     planning: RecipeOptions,
@@ -45,6 +45,8 @@ def plan(
     as_json: options.Json = False,
 ) -> None:
     """Show what merging RECIPE would do. Reads headers only (but for --distance), writes nothing.
+
+    Of hub models it reads the headers by byte range, and says what a merge would download.
 
     Names the modules that `modules:` in a recipe takes. With --json: the whole plan, which `weightsmith run` takes, and where
     each tensor goes.
@@ -93,6 +95,11 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
     _fact("method", plan.made.name)
     for i, model in enumerate(plan.models):
         _fact("" if i else "models", f"{model.ref}{f' at {model.revision}' if model.revision else ''}")
+    if summary.downloads:
+        nbytes = size(sum(d.nbytes for d in summary.downloads))
+        _fact(
+            "download", f"{nbytes} in {count(len(summary.downloads), 'file')}, before the merge begins; only headers were read"
+        )
     files = count(len(shards), "file") + (f" of at most {size(plan.max_shard_bytes)}" if len(shards) > 1 else "")
     _fact("output", f"{count(len(plan.steps), 'tensor')}, {size(summary.out_bytes)}, in {files}")
     times = f" (inputs of {size(summary.input_bytes)}, read up to {summary.passes} times)" if summary.passes > 1 else ""
@@ -162,6 +169,8 @@ def _to_json(plan: Plan, summary: Summary) -> dict[str, Any]:
         "input_bytes": summary.input_bytes,
         "read_bytes_at_most": summary.read_bytes,
         "survey_bytes": summary.survey_bytes,
+        "download_bytes": sum(d.nbytes for d in summary.downloads),
+        "downloads": [{"model": d.model, "file": d.file, "bytes": d.nbytes} for d in summary.downloads],
         "peak_memory_bytes": summary.memory.peak_bytes,
         "threads": summary.memory.threads,
         "ops": [{"op": t.name, "tensors": t.tensors, "bytes": t.nbytes} for t in summary.ops],

@@ -57,6 +57,8 @@ def run(
     """
     began = time.monotonic()
     chosen = parse_part(part) if part else None
+    if chosen and running.push:
+        raise typer.BadParameter("a part publishes nothing: give it to the run without --part.", param_hint="--push")
     with failures(interrupted=lambda: interrupted(out)), ExitStack() as stack:
         no_bars_in_logs(quiet=quiet)
         from weightsmith.api import Callbacks, execute_part

@@ -80,6 +80,15 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
+class Download:
+    """A file of a hub model that a merge would download."""
+
+    model: str
+    file: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """What a merge will take at most, resident, and what that follows from."""
 
@@ -98,6 +107,7 @@ class Summary:
     read_bytes   with the passes for statistics before the last one; an upper bound, as a pass may prove needless
     survey_bytes of them those that the method reads of the whole model before it merges the first tensor
     passes       the most times that any tensor is read
+    downloads    what of hub models is not in the cache
     """
 
     ops: tuple[Tally, ...]
@@ -112,6 +122,7 @@ class Summary:
     dropped: tuple[DroppedFacts, ...]
     changes: tuple[Change, ...]
     memory: Memory
+    downloads: tuple[Download, ...] = ()
 
 
 def summarise(prepared: Prepared, options: RunOptions) -> Summary:
@@ -145,8 +156,15 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
         modules=_modules(prepared),
         dropped=_dropped(plan),
         changes=tuple(changes(prepared.inputs[plan.donor].config or {}, plan.config or {})),
+        downloads=_downloads(prepared),
         memory=_memory(plan, options.threads, options.max_memory_bytes, [passes.resident_bytes(leaf) for leaf in leaves]),
     )
+
+
+def _downloads(prepared: Prepared) -> tuple[Download, ...]:
+    repositories = [repository for checkpoint in prepared.inputs for repository in checkpoint.repositories]
+    found = {r.folder / name: Download(r.name, name, nbytes) for r in repositories for name, nbytes in r.missing.items()}
+    return tuple(found.values())
 
 
 class _Passes:

@@ -123,7 +123,12 @@ class Resources:
     @property
     def workers(self) -> int:
         """Number of threads."""
-        return self.threads or len(os.sched_getaffinity(0))
+        return self.threads or processors()
+
+
+def processors() -> int:
+    """The processors that this process may use; where the system does not say which, all of them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Run:

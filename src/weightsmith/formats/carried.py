@@ -130,6 +130,12 @@ def choose_carried(
     return files, tuple(sorted(name for name in set(names).difference(files) if not _never_carried(name)))
 
 
+def read_to_choose(names: Iterable[str]) -> tuple[str, ...]:
+    """The files that `choose_carried` reads: where there is Python code, the settings that may name it, and the code."""
+    code = [name for name in names if _CODE.fullmatch(name)]
+    return (*_NAMING_CODE, *code) if code else ()
+
+
 def _never_carried(name: str) -> bool:
     lower = name.lower()
     if "/" in name or name.startswith(".") or name in _OURS:

@@ -6,12 +6,18 @@ a hostile name can neither flood nor repaint a terminal.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import os
 import reprlib
 import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from weightsmith.errors import CheckpointError, FormatError, NotFound
 from weightsmith.tensors import TensorSpec
@@ -28,6 +34,9 @@ _LOOKALIKES = (
     (b"\x1f\x8b", "It is compressed with gzip: unpack it first."),
     (b"<", "It is a web page, not the weights: the download went wrong."),
 )
+
+_MAC_OPEN_MAX = 10_240  # macOS refuses more, although it calls the hard limit infinite
+_seeking = threading.Lock()
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 160
@@ -74,6 +83,16 @@ class FileState:
         """The state in the result of `os.stat` or `os.fstat`."""
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
+    @classmethod
+    def elsewhere(cls, nbytes: int) -> FileState:
+        """The state of a file that is not on this disk yet: nothing but its size."""
+        return cls(0, 0, nbytes, 0, 0)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """The file was not on this disk."""
+        return self == self.elsewhere(self.nbytes)
+
     def difference(self, now: FileState) -> str:
         """What another state has different, in words; "" when they are equal.
 
@@ -89,6 +108,88 @@ class FileState:
         if self.mtime_ns != now.mtime_ns:
             return f"modification time {self.mtime_ns:,} ns then, {now.mtime_ns:,} ns now"
         return f"change time (ctime) {self.ctime_ns:,} ns then, {now.ctime_ns:,} ns now"
+
+
+class RandomAccess(Protocol):
+    """An open file, on this disk or elsewhere, that is read at any place.
+
+    state  as it was when it was opened; of a file elsewhere, its size alone
+    """
+
+    @property
+    def state(self) -> FileState: ...
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """The bytes at `offset`; fewer than `nbytes` only where the file ends. Raises CheckpointError for an I/O error."""
+
+
+Opener = Callable[[Path], AbstractContextManager[RandomAccess]]
+"""Opens the file that has, or will have, a path."""
+
+
+class LocalFile:
+    """A regular file on this disk."""
+
+    def __init__(self, file: io.FileIO, path: Path) -> None:
+        self._file, self._path = file, path
+        self.state = FileState.of(os.fstat(file.fileno()))
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        data = bytearray(max(0, min(nbytes, self.state.nbytes - offset)))  # no allocation for a length that is a lie
+        done = 0
+        try:
+            while done < len(data) and (n := read_into(self._file.fileno(), memoryview(data)[done:], offset + done)):
+                done += n
+        except OSError as error:
+            raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(self._path)) from error
+        return bytes(data[:done])
+
+
+@contextlib.contextmanager
+def open_local(path: Path) -> Iterator[LocalFile]:
+    """Open a file of this disk to be read at any place. Raises as `open_regular`."""
+    with open_regular(path) as file:
+        yield LocalFile(file, path)
+
+
+def read_into(fd: int, out: memoryview, offset: int) -> int:
+    """Read bytes at `offset` into `out`; how many, 0 at the end of the file. Raises OSError.
+
+    One call of `preadv`. Where the system has none, `pread` and a copy, or a seek and a read, one thread at a time.
+    """
+    if hasattr(os, "preadv"):
+        try:
+            return os.preadv(fd, [out], offset)
+        except OSError as error:
+            if error.errno != errno.ENOSYS:
+                raise
+    if hasattr(os, "pread"):
+        data = os.pread(fd, len(out), offset)
+    else:
+        with _seeking:
+            os.lseek(fd, offset, os.SEEK_SET)
+            data = os.read(fd, len(out))
+    out[: len(data)] = data
+    return len(data)
+
+
+def raise_open_files(wanted: int) -> bool:
+    """Raise the soft limit of open files towards `wanted`, as far as the system allows; False if it stays as it is."""
+    try:
+        import resource
+    except ImportError:
+        return False
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(hard, wanted)
+    if soft == resource.RLIM_INFINITY:
+        return False
+    for limit in (wanted, min(wanted, _MAC_OPEN_MAX)):
+        if limit > soft:
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+                return True
+    return False
 
 
 def show(value: object) -> str:

@@ -11,13 +11,16 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from weightsmith.checkpoint import Checkpoint, locate
+from weightsmith.checkpoint import CARD_NAME, Checkpoint, locate
 from weightsmith.errors import FormatError, NotFound, Unsupported
 from weightsmith.formats.files import read_bounded, show
 from weightsmith.formats.strict_json import parse_object
 from weightsmith.sources import open_file
+
+if TYPE_CHECKING:
+    from weightsmith.hub import Repository
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")  # the first that exists is read
@@ -95,8 +98,12 @@ def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
     Raises NotFound, FormatError (bytes or settings that break the format), Unsupported (what is more than LoRA), and what
     `open_checkpoint` raises for a name. All problems of one file are in one error.
     """
-    folder, names, commit = _files(ref, revision)
+    folder, names, repository = _files(ref, revision)
     weights = next((name for name in WEIGHTS_NAMES if name in names), "")
+    if repository is not None and weights:
+        repository.download([CONFIG_NAME], quiet=True)
+        repository.want([weights, CARD_NAME])
+        repository.read_starts([weights])
     if CONFIG_NAME not in names or not weights:
         missing = [] if CONFIG_NAME in names else [CONFIG_NAME]
         missing += [] if weights else [" or ".join(WEIGHTS_NAMES)]
@@ -106,30 +113,34 @@ def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
     data = read_bounded(config_path, MAX_CONFIG_BYTES)
     config = parse_object(data, CONFIG_NAME, str(config_path), "Repair it, or download the adapter again.")
     _check_kind(config, str(config_path))
-    opened = open_file(path, ref)
-    metadata, notes = opened.metadata, opened.notes
-    checkpoint = Checkpoint(ref, folder, opened.source, revision=commit, config=config, metadata=metadata, notes=notes)
+    opened = open_file(path, ref) if repository is None else open_file(path, ref, repository.open)
+    checkpoint = Checkpoint(
+        ref,
+        folder,
+        opened.source,
+        revision="" if repository is None else repository.commit,
+        config=config,
+        metadata=opened.metadata,
+        notes=(*(() if repository is None else repository.notes), *opened.notes),
+        repositories=() if repository is None else (repository,),
+    )
     updates, replacements = _sort(checkpoint, config)
     tokenizer = tuple(sorted(n for n in names if n.startswith(("tokenizer", "chat_template", "vocab", "merges"))))
     transposed = config.get("fan_in_fan_out") is True
     return Adapter(checkpoint, updates, replacements, transposed=transposed, tokenizer=tokenizer)
 
 
-def _files(ref: str, revision: str | None) -> tuple[Path, list[str], str]:
-    """The adapter's folder, names in it, and the commit of one from the hub."""
+def _files(ref: str, revision: str | None) -> tuple[Path, list[str], Repository | None]:
+    """The adapter's folder, the names of its files, and the repository of one from the hub."""
     place = locate(ref, revision)
     if isinstance(place, Path):
         if not place.is_dir():
             raise Unsupported("an adapter is a folder", where=ref, fix=f"Name the folder that holds {CONFIG_NAME}.")
-        return place, [p.name for p in place.iterdir() if p.is_file()], ""
+        return place, [p.name for p in place.iterdir() if p.is_file()], None
     from weightsmith import hub
 
-    commit = ""
-    for weights in WEIGHTS_NAMES:  # one of the two is downloaded, of one commit
-        folder, commit = hub.fetch_files(place[0], commit or place[1], (CONFIG_NAME, weights))
-        if (folder / weights).is_file():
-            break
-    return folder, [name for name in (CONFIG_NAME, *WEIGHTS_NAMES) if (folder / name).is_file()], commit
+    repository = hub.open_repository(*place)
+    return repository.folder, [name for name in (CONFIG_NAME, *WEIGHTS_NAMES) if name in repository.sizes], repository
 
 
 def _check_kind(config: Mapping[str, Any], where: str) -> None:

@@ -34,6 +34,7 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str) -> Checkpoint:
     """
     match, own = _Match(base, adapter, ref), adapter.checkpoint
     notes = [*base.notes, *own.notes, *match.notes]
+    base.fetch([name for name in adapter.tokenizer if name in base.files])
     if other := [name for name in adapter.tokenizer if not _same(own.folder / name, base.folder / name)]:
         fix = "if the adapter was trained with it, copy it into the output"
         what = f"tokenizer files beside the adapter differ from the base's, and are not used: {', '.join(other)}"
@@ -49,6 +50,7 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str) -> Checkpoint:
         ignored=base.ignored,
         metadata=base.metadata,
         notes=tuple(notes),
+        repositories=(*base.repositories, *own.repositories),
     )
 
 

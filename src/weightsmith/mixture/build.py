@@ -196,6 +196,7 @@ class _Builder:
     def _tokenizer_files(self, checkpoint: Checkpoint) -> tuple[FileRead, ...]:
         """The files that a tokenizer may be made of, with what is in them."""
         number, found = self.assembly.add(checkpoint), []
+        checkpoint.fetch(checkpoint.files)
         for name in checkpoint.files:
             try:
                 content = (checkpoint.folder / name).read_bytes()

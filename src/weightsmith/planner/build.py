@@ -70,6 +70,16 @@ class Prepared:
             raise UnknownName(f"the output has no tensor '{tensor}'{nearest(tensor, names)}")
         return self.resolver.explain(self.origins[tensor][0], tensor, *self.origins[tensor][1:])
 
+    @property
+    def missing(self) -> dict[Path, int]:
+        """Files of hub models that must be downloaded before tensors are read, and their sizes."""
+        return {path: nbytes for checkpoint in self.inputs for path, nbytes in checkpoint.missing.items()}
+
+    def download(self) -> None:
+        """Download what is missing. Raises CheckpointError."""
+        for checkpoint in self.inputs:
+            checkpoint.download()
+
     def close(self) -> None:
         """Close the checkpoints."""
         for checkpoint in self.inputs:

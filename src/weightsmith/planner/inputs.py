@@ -56,7 +56,7 @@ def open_models(refs: Sequence[ModelRef], stack: ExitStack) -> tuple[list[Checkp
 
 def _open(ref: ModelRef, stack: ExitStack) -> Checkpoint:
     """A model, its adapter applied to it; `stack` closes what was opened, also when the rest fails."""
-    checkpoint = open_checkpoint(ref.path, revision=ref.revision or None)
+    checkpoint = open_checkpoint(ref.path, revision=ref.revision or None, download=False)
     stack.callback(checkpoint.close)
     if ref.lora is None or checkpoint.quantised is not None:
         return checkpoint

@@ -86,7 +86,7 @@ def _open(planned: ModelInput, ref: ModelRef, stack: ExitStack) -> Checkpoint | 
         return opened
     if ref.lora is None and (opened is None or opened.quantised is None):
         try:
-            raw = open_checkpoint(ref.path, revision=ref.revision or None, raw=True)
+            raw = open_checkpoint(ref.path, revision=ref.revision or None, raw=True, download=False)
         except WeightsmithError:
             return problems
         stack.callback(raw.close)

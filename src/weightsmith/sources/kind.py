@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsmith.errors import Finding
+from weightsmith.formats.files import Opener
 from weightsmith.formats.hf_folder import Weights
 from weightsmith.sources.base import Tensors
 from weightsmith.tensors import TensorSpec
@@ -40,15 +41,15 @@ class Kind:
     choose    which of the files of a folder are its weights: (names, where for messages) → None where there are none of this
               format (an adapter has none). By names alone, so that a hub repository is judged before it is downloaded. Raises
               FormatError for files that contradict each other
-    open      the tensors of its files: (paths, index if there is one, the model as the user named it). Reads headers, no
-              tensor data. Raises FormatError, Unsupported, NotFound, CheckpointError
+    open      the tensors of its files: (paths, index if there is one, the model as the user named it, what opens the files to
+              read their headers). Reads no tensor data. Raises FormatError, Unsupported, NotFound, CheckpointError
     """
 
     name: str
     suffixes: tuple[str, ...]
     indexes: tuple[str, ...]
     choose: Callable[[Sequence[str], str], Weights | None]
-    open: Callable[[Sequence[Path], Index | None, str], Opened]
+    open: Callable[[Sequence[Path], Index | None, str, Opener], Opened]
 
 
 @dataclass(frozen=True, slots=True)

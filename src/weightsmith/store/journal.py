@@ -108,7 +108,9 @@ class Journal:
         self._fd = disk.open_own(path, os.O_RDWR | os.O_APPEND, keep=True)
         self._lock = threading.Lock()
         size = os.fstat(self._fd).st_size
-        self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+        last = bytearray(1)
+        disk.read_into(self._fd, memoryview(last), max(0, size - 1))
+        self._torn = size > 0 and last != b"\n"
 
     def start(self, plan: str, layout: str) -> None:
         """The first line."""

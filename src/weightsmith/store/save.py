@@ -92,7 +92,7 @@ def save_file(
                     disk.write_all(fd, piece, offset)
                     offset += piece.nbytes
             if fsync:
-                os.fsync(fd)
+                disk.sync_data(fd)
         finally:
             os.close(fd)
         if overwrite:

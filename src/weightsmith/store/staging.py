@@ -4,6 +4,7 @@
       out/                              the final name: nothing, or the checkpoint that will be replaced
       .out.weightsmith-staging/
         lock                            held (flock) by the process at work; holds its id
+        space                           reserves the room of the files beside the weights, until they are added
         journal                         which tensors are finished, with checksums
         content/                        becomes out/
         products/                       what had to be computed before some tensors, one file each
@@ -17,7 +18,6 @@ on from the journal; what the journal says is compared with the bytes on disk fi
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import socket
@@ -45,6 +45,7 @@ from weightsmith.store.claim import (
     OWNER,
     PARTS,
     PRODUCTS,
+    SPACE,
     check_content,
     check_kinds,
     check_made_by_us,
@@ -139,7 +140,7 @@ class Staging:
                    the way to it are made, and stay whatever happens
         resume     False discards what an earlier run left
         protected  every file and folder that the run reads: never replaced
-        other_bytes  of the files that will be added beside the weights: their space is counted, not reserved
+        other_bytes  of the files that will be added beside the weights: their space is reserved
         threads, progress   of re-reading the finished tensors; progress(bytes done, bytes in all)
 
         Raises OutputExists, CannotResume (another plan's work is there), NoSpace, and StoreError for a folder that
@@ -254,7 +255,7 @@ class Staging:
         lock = FileIO(disk.open_own(folder / f"lock-{label}", os.O_RDWR), "r+")
         self._part_lock = lock
         try:
-            _flock(lock.fileno())
+            disk.lock(lock.fileno())
         except BlockingIOError:
             raise Busy(
                 f"another process is doing part {part[0]} of {part[1]}",
@@ -276,7 +277,7 @@ class Staging:
         try:
             while True:
                 try:
-                    _flock(lock.fileno())
+                    disk.lock(lock.fileno())
                     break
                 except BlockingIOError:
                     time.sleep(0.1)
@@ -292,7 +293,12 @@ class Staging:
         except FileNotFoundError:
             return None
         try:
-            fcntl.flock(lock.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if not disk.lock(lock.fileno(), shared=True):
+                raise StoreError(
+                    "this file system has no locks, which the processes that do parts need",
+                    where=str(self.out.parent),
+                    fix="run the plan in one process, without a part, or choose an output folder on another disk",
+                )
             entries = read_journal(self.folder / JOURNAL)
             if (self.folder / LOCK).lstat().st_ino != os.fstat(lock.fileno()).st_ino or not entries.lines:
                 return None
@@ -327,7 +333,7 @@ class Staging:
             except FileNotFoundError:
                 continue
             try:
-                locked = _flock(lock.fileno())
+                locked = disk.lock(lock.fileno())
                 about = os.fstat(lock.fileno())
                 if path.lstat().st_ino != about.st_ino:
                     continue
@@ -416,6 +422,7 @@ class Staging:
             disk.remove_tree(self.folder / name, last=MANIFEST_NAME)  # which says that the rest of a replaced one is ours
         for name in (PRODUCTS, PARTS):
             disk.remove_tree(self.folder / name)
+        (self.folder / SPACE).unlink(missing_ok=True)
         (self.folder / JOURNAL).unlink(missing_ok=True)
 
     def _check_replaced(self) -> None:
@@ -439,7 +446,15 @@ class Staging:
             self._weights.append(WeightFile(self._content / shard.name))
         for file in self._weights:  # after all that are needed: descriptors may run short
             file.open_direct()
-        held = sum(os.fstat(file.fd).st_blocks * 512 for file in self._weights)
+        space = disk.open_own(self.folder / SPACE, os.O_RDWR)
+        try:
+            self._reserve_all(space)
+        finally:
+            os.close(space)
+
+    def _reserve_all(self, space: int) -> None:
+        """space: the open file that reserves the room of the files beside the weights."""
+        held = sum(os.fstat(fd).st_blocks * 512 for fd in (space, *(file.fd for file in self._weights)))
         needed = self.layout.total_bytes + self._bookkeeping_bytes + self._other_bytes - held
         state = f"{NOTHING_WRITTEN[:-1]}; the space reserved so far is released."
         if held:
@@ -450,6 +465,7 @@ class Staging:
             for file, shard in zip(self._weights, self.layout.shards, strict=True):
                 disk.reserve(file.fd, shard.nbytes)
                 file.write(memoryview(shard.header), 0)
+            disk.reserve(space, self._other_bytes)
         except OSError as error:
             if error.errno in disk.FULL:
                 raise disk.no_space(self.out.parent, needed, state=state, cause=error) from error
@@ -576,6 +592,7 @@ class Staging:
         relative = check_file_name(name)
         if name in self._files:
             raise StoreError("the output has a file of this name already", where=name)
+        (self.folder / SPACE).unlink(missing_ok=True)
         source = self._source(data) if isinstance(data, Path) else BytesIO(byte_view(data))
         with source:
             nbytes = source.seek(0, os.SEEK_END)
@@ -620,6 +637,7 @@ class Staging:
         self._check_vacant(state=f"Everything is finished in {self.folder}")
         self._check_complete()
         try:
+            (self.folder / SPACE).unlink(missing_ok=True)
             if self.layout.index is not None:
                 self._files[INDEX_NAME] = self._write_own(INDEX_NAME, self.layout.index)
             self._write_own(
@@ -705,7 +723,7 @@ class Staging:
 
     def _fsync(self) -> None:
         for file in self._weights:
-            os.fdatasync(file.fd)
+            disk.sync_data(file.fd)
         folders = {self._content}
         for name in [*self._files, MANIFEST_NAME]:
             path = self._content / name
@@ -791,18 +809,8 @@ class Staging:
 
 
 def _text(lock: FileIO) -> str:
-    return os.pread(lock.fileno(), 300, 0).decode(errors="replace")
-
-
-def _flock(fd: int) -> bool:
-    """Lock an open file, or raise BlockingIOError when another process holds it. False where the file system has no locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-        return False  # some network file systems: better to work there than not
-    return True
+    text = bytearray(300)
+    return text[: disk.read_into(lock.fileno(), memoryview(text), 0)].decode(errors="replace")
 
 
 def hash_file(path: Path) -> OtherFile:
