@@ -154,6 +154,7 @@ CASES = (
     case("ties, untrimmed", "ties", MEAN, models(1.0, 0.5, density=1.0), everything, **ELECTED),
     case("ties, rows", "ties", MEAN | {"scope": "row"}, models(1.0, 0.5, density=0.3), row_band(0.3, 0.0), **ELECTED),
     case("ties, model", "ties", MEAN | {"scope": "model"}, models(1.0, 0.5, density=0.2), whole_model(0.2), **ELECTED),
+    case("ties, negative", "ties", MEAN, models(0.3, 0.6, -0.9, density=0.5), largest(0.5), **ELECTED),
     case("ties, five", "ties", MEAN, models(1, 1, 1, 1, 1, density=0.2), largest(0.2), **ELECTED),
     case("ties, one", "ties", MEAN, models(1.0, density=0.4), largest(0.4), **ELECTED),
     case("dare_linear", "dare_linear", GTA | {"rescale": "l1"}, models(0.6, 0.6, density=0.3), at_random(0.3), rescale="l1"),

@@ -358,17 +358,18 @@ class Outputs:
         settings = self.resolver.index(segment, name, sources, t)
         self.origins[name] = (segment, tuple(sources), t)
         dtype = self.dtypes.of(inputs)
-        op = self.method.name
-        if len(specs) == 1 and self.method.copies(self.resolver.settings[settings].models):
-            op = COPY if dtype == first.dtype else CAST
         out = first if first.name == name and first.dtype is dtype else TensorSpec(name, dtype, first.shape)
-        settings, needed = self.resolver.needed(settings)
+        settings, places = self.resolver.taken(settings, base=segment.base)
         for k, used in enumerate(inputs):
-            if k in needed:
+            if k in places:
                 self.account.use(used)
             else:
                 self.account.drop(used.model, used.tensor, _UNREAD)
-        step = Step(out, op, tuple(inputs[k] for k in needed), segment.base, settings)
+        op = self.method.name
+        base_alone = segment.base and len(places) == 1
+        if base_alone or (len(specs) == 1 and self.method.copies(self.resolver.settings[settings].models)):
+            op = COPY if dtype == specs[places[0]].dtype else CAST
+        step = Step(out, op, tuple(inputs[k] for k in places), segment.base, settings)
         if step.merges and not self.method.elementwise(self.resolver.settings[settings].shared):
             models, k = self.models, feeds[0].model
             step = split_fused(step, fused_parts(first, all_specs[k], models.structures[k], models.configs[k], name))

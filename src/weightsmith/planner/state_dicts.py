@@ -25,7 +25,7 @@ from weightsmith.planner.build import made_by
 from weightsmith.planner.decide import decide
 from weightsmith.planner.dtypes import DTypes
 from weightsmith.planner.logical import split_fused
-from weightsmith.planner.parameters import coerce
+from weightsmith.planner.parameters import coerce, taking_part, without
 from weightsmith.plans import CAST, COPY, ModelInput, Plan, Read, Settings, Step, Value
 from weightsmith.recipe.single import DTYPE_NAMES
 from weightsmith.sources.views import View, view_of
@@ -232,7 +232,9 @@ class _Call:
         specs = [{name: view.spec for name, view in views.items()} for views in held]
         dtypes, structure = DTypes(asked, specs), analyse(specs[self.donor].values(), None)
         steps, same, found = [], dict[str, str](), self.findings
-        needed = [k for k, own in enumerate(settings.models) if not self.method.ignored(own)] or [*range(len(held))]
+        places = taking_part(self.method, settings.models, base=self.has_base)
+        if len(places) < len(held):
+            settings = without(settings, places)
         first_with: dict[tuple[Any, ...], str] = {}
         for name, spec in specs[self.donor].items():
             identity = tuple(views[name].identity for views in held)
@@ -241,7 +243,7 @@ class _Call:
                 continue
             own = [s[name] for s in specs]
             if all(s.dtype.floating for s in own):
-                step = self._merged(name, own, needed, dtypes, settings)
+                step = self._merged(name, own, places, dtypes, settings)
                 if step.merges and not self.method.elementwise(settings.shared):
                     step = split_fused(step, fused_parts(spec, specs[self.donor], structure, None))
                 steps.append(step)
@@ -249,17 +251,16 @@ class _Call:
                 steps.append(self._copied(name, own, found))
         warned = (*found, *dtypes.findings())
         inputs = tuple(ModelInput(label, "", "") for label in self.labels)
-        settings = Settings(settings.shared, tuple(settings.models[k] for k in needed))
         made, products = decide(steps, (settings,), self.method)
         return Plan(made_by(self.method), inputs, tuple(made), (settings,), products, seed=seed, warnings=warned), same
 
-    def _merged(self, name: str, own: Sequence[TensorSpec], needed: Sequence[int], dtypes: DTypes, settings: Settings) -> Step:
-        """The step of one merged tensor. needed: places of the inputs that the result depends on."""
+    def _merged(self, name: str, own: Sequence[TensorSpec], places: Sequence[int], dtypes: DTypes, settings: Settings) -> Step:
+        """The step of one merged tensor. places: of the inputs that take part."""
         dtype = dtypes.of([Read(k, name) for k in range(len(own))])
-        sources = tuple(Read(k, name) for k in needed)
+        sources = tuple(Read(k, name) for k in places)
         op = self.method.name
-        if len(own) == 1 and self.method.copies(settings.models):
-            op = COPY if dtype == own[0].dtype else CAST
+        if (self.has_base and len(places) == 1) or (len(own) == 1 and self.method.copies(settings.models)):
+            op = COPY if dtype == own[places[0]].dtype else CAST
         return Step(TensorSpec(name, dtype, own[0].shape), op, sources, self.has_base)
 
     def _copied(self, name: str, own: Sequence[TensorSpec], found: list[Finding]) -> Step:
