@@ -192,7 +192,8 @@ CASES = (
     Case("cabs", "cabs", {"lambda": 1.0}, models(1.2, 0.7, density=0.25, group=16), lambda a: in_turn(a, [1.2, 0.7], 4, 16)),
     Case("magmax", "magmax", {"lambda": 1.0}, models(1.0, -0.5, 2.0), lambda a: largest_alone(a, [1.0, -0.5, 2.0])),
     Case(
-        "localize_and_stitch", "localize_and_stitch", {"scope": "model", "lambda": 1.0}, models(1.0, 1.0, density=0.3),
+        "localize_and_stitch", "localize_and_stitch", {"scope": "model", "embeddings": False, "lambda": 1.0},
+        models(1.0, 1.0, density=0.3),
         lambda a: disjoint_mean(a, whole_model(0.3)),
     ),
 )  # fmt: skip

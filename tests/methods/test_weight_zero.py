@@ -13,6 +13,7 @@ import weightsmith
 from tests import plan_help
 from tests.cases import CASES
 from tests.cases.case import Case, fine_tunes
+from tests.mini import write_checkpoint
 from tests.plan_help import plan
 from weightsmith import methods
 from weightsmith.jobs.task_vectors import random_key
@@ -35,6 +36,11 @@ def made(count: int, dtype: Any = ml_dtypes.bfloat16) -> list[Model]:
     """A base and `count` fine-tunes."""
     arrays = [fine_tunes(shape, count, dtype, seed=i) for i, shape in enumerate(SHAPES.values())]
     return [dict(zip(SHAPES, tensors, strict=True)) for tensors in zip(*arrays, strict=True)]
+
+
+def float32(count: int) -> list[Model]:
+    """The same, and no two deltas of one magnitude."""
+    return [{k: v.astype(np.float32) for k, v in model.items()} for model in made(count, np.float64)]
 
 
 def weighted(method: Method) -> bool:
@@ -182,12 +188,11 @@ def test_explain_shows_the_weight_and_reads_nothing_of_the_model(tmp_path: Path)
 
 
 def test_the_share_of_a_whole_model_is_that_of_the_tensors_it_takes_part_in(tmp_path: Path) -> None:
-    """With embedding and head at weight 0 their deltas take no part of the density: as the authors of MergeBench have it."""
-    base, a = ({k: v.astype(np.float32) for k, v in model.items()} for model in made(1, np.float64))  # no equal magnitudes
+    base, a = float32(1)
     name = "model.layers.0.mlp.up_proj.weight"
-    large = {**a, "model.embed_tokens.weight": np.ones(SHAPES["model.embed_tokens.weight"], np.float32)}
-    folders = [plan_help.write_checkpoint(tmp_path / label, tensors) for label, tensors in (("base", base), ("a", large))]
-    weight = [{"filter": "embed", "value": 0}, {"filter": name, "value": 1}, {"value": 0}]
+    large = {**a, "model.norm.weight": np.ones(20, np.float32)}
+    folders = [write_checkpoint(tmp_path / label, tensors) for label, tensors in (("base", base), ("a", large))]
+    weight = [{"filter": name, "value": 1}, {"value": 0}]
     listed = [{"model": str(folders[1]), "parameters": {"weight": weight, "density": 0.25}}]
     recipe = {"merge_method": "localize_and_stitch", "base_model": str(folders[0]), "models": listed}
     weightsmith.merge(recipe, tmp_path / "out", fsync=False, card=False)
@@ -195,3 +200,36 @@ def test_the_share_of_a_whole_model_is_that_of_the_tensors_it_takes_part_in(tmp_
         moved = {k: int((out.read(k) != base[k]).sum()) for k in base}
     assert moved.pop(name) == 0.25 * 800
     assert not any(moved.values())
+
+
+# ---- roles that a method leaves to the base
+
+
+@pytest.mark.parametrize("embeddings", [False, True])
+def test_localize_and_stitch_leaves_embeddings_and_heads_to_the_base(embeddings: bool, tmp_path: Path) -> None:
+    """As its authors do; they take no part in the ranking either."""
+    base, a = float32(1)
+    embedding = base["model.embed_tokens.weight"]
+    a["model.embed_tokens.weight"] = embedding + np.linspace(1, 2, embedding.size, dtype=np.float32).reshape(embedding.shape)
+    others = sum(v.size for k, v in a.items() if "embed" not in k)
+    folders = [write_checkpoint(tmp_path / label, tensors) for label, tensors in (("base", base), ("a", a))]
+    recipe = {
+        "merge_method": "localize_and_stitch",
+        "base_model": str(folders[0]),
+        "models": [{"model": str(folders[1])}],
+        "parameters": {"embeddings": embeddings, "density": 0.25},
+    }
+    p = plan(recipe)
+    reasons = {d.tensor: d.reason for d in p.dropped if d.model == 1}
+    wanted = {} if embeddings else {"model.embed_tokens.weight": "localize_and_stitch keeps the base's"}
+    assert reasons == wanted
+    weightsmith.merge(recipe, tmp_path / "out", fsync=False, card=False)
+    with weightsmith.open_checkpoint(tmp_path / "out") as out:
+        made_ = {k: out.read(k) for k in base}
+    moved = {k: int((made_[k] != base[k]).sum()) for k in base}
+    if embeddings:
+        assert moved["model.embed_tokens.weight"] == sum(moved.values()) == int(0.25 * (others + embedding.size))
+    else:
+        assert moved.pop("model.embed_tokens.weight") == 0
+        assert sum(moved.values()) == int(0.25 * others)
+    same(merge_state_dicts("localize_and_stitch", [a], base=base, embeddings=embeddings, density=0.25), made_)

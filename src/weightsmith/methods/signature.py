@@ -205,14 +205,15 @@ def merge_method(
     copies: Callable[..., bool] = lambda: False,
     needs: Callable[..., bool] = lambda: False,
     product: Callable[[Sequence[tuple[Step, Settings]]], Product | None] = lambda merged: None,
+    keeps_base: Callable[..., bool] = lambda role: False,
     elementwise: Callable[..., bool] = lambda: False,
     otherwise: str = "",
 ) -> Callable[[Callable[..., Job]], Method]:
     """Make a merge method of a function from one logical matrix, `matrix`, and its parameters to the job that merges it.
 
     Its name is the function's; `Method` says what the rest is. `check`, `copies`, `needs` and `elementwise` take parameters of
-    the method by name, as many as they want to know. A model whose `weight` is 0 is left out. Raises MethodError for a
-    signature that is wrong.
+    the method by name, as many as they want to know; `keeps_base` also the tensor's `role`. A model whose `weight` is 0 is left
+    out. Raises MethodError for a signature that is wrong.
     """
 
     def make(function: Callable[..., Job]) -> Method:
@@ -220,6 +221,7 @@ def merge_method(
         job = bound(function, parameters, beside=("matrix",))
         checked, copied = bound(check, parameters), bound(copies, parameters)
         needed, by_element = bound(needs, parameters), bound(elementwise, parameters)
+        kept = bound(keeps_base, parameters, beside=("role",))
         return Method(
             name=function.__name__,
             title=title,
@@ -239,6 +241,7 @@ def merge_method(
             needs=lambda shared: needed(shared=shared),
             product=product,
             ignored=lambda own: own.get("weight") == 0,
+            keeps_base=lambda shared, role: kept(role, shared=shared),
             elementwise=lambda shared: by_element(shared=shared),
             otherwise=otherwise,
         )

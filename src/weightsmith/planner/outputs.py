@@ -22,6 +22,7 @@ from weightsmith.planner.segments import Feed, Segment
 from weightsmith.plans import CAST, COPY, Read, Step
 from weightsmith.structure import Structure, vocabulary
 from weightsmith.structure.fused import fused_parts
+from weightsmith.structure.roles import role_of
 from weightsmith.tensors import TensorSpec
 
 Specs = Mapping[str, TensorSpec]
@@ -359,12 +360,14 @@ class Outputs:
         self.origins[name] = (segment, tuple(sources), t)
         dtype = self.dtypes.of(inputs)
         out = first if first.name == name and first.dtype is dtype else TensorSpec(name, dtype, first.shape)
-        settings, places = self.resolver.taken(settings, base=segment.base)
+        role = role_of(out)
+        kept = self.method.keeps_base(self.resolver.settings[settings].shared, role)
+        settings, places = self.resolver.taken(settings, role, base=segment.base)
         for k, used in enumerate(inputs):
             if k in places:
                 self.account.use(used)
             else:
-                self.account.drop(used.model, used.tensor, _UNREAD)
+                self.account.drop(used.model, used.tensor, f"{self.method.name} keeps the base's" if kept else _UNREAD)
         op = self.method.name
         base_alone = segment.base and len(places) == 1
         if base_alone or (len(specs) == 1 and self.method.copies(self.resolver.settings[settings].models)):

@@ -7,13 +7,13 @@ name in that model, those of a shared one at the output name.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from weightsmith.errors import Finding, ParameterError, WeightsmithError, nearest
 from weightsmith.methods.base import Method, Parameter
 from weightsmith.planner.segments import Segment
-from weightsmith.plans import Settings, Value
+from weightsmith.plans import Role, Settings, Value
 from weightsmith.recipe import Entry, Parameters, Scalar, Schedule, Setting, numeric
 
 
@@ -59,18 +59,21 @@ def coerce(parameter: Parameter, value: Scalar) -> Value:
     return int(number) if parameter.kind == "int" else float(number)
 
 
-def taking_part(method: Method, models: Sequence[Mapping[str, Value | None]], *, base: bool) -> tuple[int, ...]:
+def taking_part(method: Method, settings: Settings, role: Role, *, base: bool) -> tuple[int, ...]:
     """Places of the inputs that take part in the merge of a tensor: not those of weight 0, which are as good as not listed.
 
-    models  the parameters of each input; base: the first is the base
+    base  the first input is the base
 
-    (0,), the base alone, when no model's weight is another: it is the result. All inputs where the method needs more than are
-    left, or there is no base.
+    (0,), the base alone, when no model's weight is another, or the method leaves tensors of this role to the base: it is the
+    result. All inputs where the method needs more than are left, or there is no base.
 
     >>> from weightsmith import methods
-    >>> taking_part(methods.get("ties"), [{}, {"weight": 0.0}, {"weight": 1.0}], base=True)
+    >>> taking_part(methods.get("ties"), Settings({}, ({}, {"weight": 0.0}, {"weight": 1.0})), "linear", base=True)
     (0, 2)
     """
+    models = settings.models
+    if base and method.keeps_base(settings.shared, role):
+        return (0,)
     places = tuple(k for k, own in enumerate(models) if not method.ignored(own))
     count = len(places) - base
     left = count >= method.min_models or (base and count == 0 and method.min_models == 1)
@@ -146,7 +149,7 @@ class Resolver:
         self._interned: dict[object, int] = {}
         self._lookups: dict[int, tuple[list[Lookup], list[list[Lookup]]]] = {}
         self._constants: dict[int, int] = {}
-        self._taken: dict[tuple[int, bool], int] = {}
+        self._taken: dict[tuple[int, tuple[int, ...]], int] = {}
         self._used: set[int] = set()
         self._values: dict[tuple[str, object, type, int], Value | None] = {}
         self._missing: dict[tuple[str, int | None], tuple[Lookup, str]] = {}
@@ -226,15 +229,15 @@ class Resolver:
                     self.problems.append(ParameterError(f"{parameter.name} {error}, not {value!r}", where=entry.where))
         return self._values[key]
 
-    def taken(self, index: int, *, base: bool) -> tuple[int, tuple[int, ...]]:
+    def taken(self, index: int, role: Role, *, base: bool) -> tuple[int, tuple[int, ...]]:
         """The settings with those inputs alone that take part, and the places of these; see `taking_part`."""
-        places = taking_part(self.method, self.settings[index].models, base=base)
+        places = taking_part(self.method, self.settings[index], role, base=base)
         if len(places) == len(self.settings[index].models):
             return index, places
-        if (index, base) not in self._taken:
+        if (index, places) not in self._taken:
             self.settings.append(without(self.settings[index], places))
-            self._taken[index, base] = len(self.settings) - 1
-        return self._taken[index, base], places
+            self._taken[index, places] = len(self.settings) - 1
+        return self._taken[index, places], places
 
     def explain(self, segment: Segment, out_name: str, names: Sequence[str], t: float) -> list[Origin]:
         """Every parameter's value for one tensor, with its origin."""
