@@ -29,29 +29,29 @@ def abc(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
 # ---- the oracle: section 2.4 of what mergekit does, word for word, over plain dicts ------------------------------------------
 
 
-def evaluate(value: Any, name: str, t: Fraction) -> Any:
-    """One level's value for a tensor; None: the level says nothing."""
+def evaluate(value: Any, name: str, t: Fraction, number: bool) -> Any:
+    """One level's value for a tensor; None: the level says nothing. number: the parameter is one, and no flag or choice."""
     if isinstance(value, dict):
         value = [value]
     if isinstance(value, list) and value and isinstance(value[0], dict):
         for entry in value:
             if entry.get("filter") in (None, "*") or entry["filter"] in name:
-                return evaluate(entry["value"], name, t)
+                return evaluate(entry["value"], name, t, number)
         return None
     if isinstance(value, list):
-        if any(isinstance(v, bool | str) for v in value):
+        if not number:
             return value[int(t * (len(value) - 1))]
         s = t * (len(value) - 1)
-        low = value[int(s)]
-        high = value[min(int(s) + 1, len(value) - 1)]
+        low = float(value[int(s)])
+        high = float(value[min(int(s) + 1, len(value) - 1)])
         return float((1 - (s - int(s))) * Fraction(low) + (s - int(s)) * Fraction(high))
-    return value
+    return float(value) if number else value
 
 
 def look_up(parameter: str, levels: list[Mapping[str, Any]], name: str, t: Fraction, default: Any) -> Any:
     for level in levels:
         if parameter in level:
-            value = evaluate(level[parameter], name, t)
+            value = evaluate(level[parameter], name, t, parameter not in ("normalize", "rescale"))
             if value is not None:
                 return value
     return default
@@ -68,14 +68,14 @@ def expected(recipe: dict[str, Any], abc: tuple[str, ...]) -> dict[str, tuple[di
 
     def add(out_name: str, sources: list[dict[str, Any]], t: Fraction, levels: list[Any], names: list[str]) -> None:
         shared = {p: look_up(p, levels, out_name, t, d) for p, d in SHARED.items()}
-        if isinstance(shared["rescale"], bool):
+        if not isinstance(shared["rescale"], str):
             shared["rescale"] = "l1" if shared["rescale"] else "none"
         models = [
             {p: look_up(p, [s.get("parameters", {}), *levels], name, t, d) for p, d in OWN.items()}
             for s, name in zip(sources, names, strict=True)
             if s["model"] != abc[0]
         ]
-        out[out_name] = shared, models
+        out[out_name] = shared, [m for m in models if m["weight"] != 0]
 
     if "models" in recipe:
         for i in range(LAYERS):
@@ -104,8 +104,8 @@ def expected(recipe: dict[str, Any], abc: tuple[str, ...]) -> dict[str, tuple[di
 
 
 FILTERS = st.sampled_from([*"mlp self_attn layers.1 layers.3 norm lm_head embed weight nowhere *".split(), None])
-NUMBERS = st.sampled_from([0.125, 0.25, 0.5, 0.75, 1, 0])
-FLAGS = st.booleans()
+NUMBERS = st.sampled_from([0.125, 0.25, 0.5, 0.75, 1, 0, "1e-3"])  # the last is text in YAML 1.1
+FLAGS = st.booleans() | st.sampled_from([0, 1])
 
 
 def forms(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -362,6 +362,17 @@ def test_density_of_a_model_wins_over_the_recipe_and_the_default_comes_last(abc:
     del recipe["parameters"]["density"]  # type: ignore[attr-defined]
     p = plan(recipe)
     assert [m["density"] for m in p.settings[p.steps[0].settings].models[1:]] == [0.25, 1.0]
+
+
+def test_a_gradient_in_scientific_notation_is_interpolated(abc: tuple[str, str, str]) -> None:
+    """YAML 1.1 reads 1e-4 as text; mergekit 0.1.5 goes by the parameter, and so do we."""
+    a, b, c = abc
+    text = f"merge_method: ties\nbase_model: {a}\nmodels: [{{model: {b}}}, {{model: {c}}}]\n"
+    p = plan(text + "parameters: {weight: [1e-4, 4e-4], normalize: [0, 1], rescale: [0, 1]}\n")
+    got = [p.settings[next(s for s in p.steps if f"layers.{i}.mlp.up" in s.out.name).settings] for i in range(LAYERS)]
+    assert [s.models[1]["weight"] for s in got] == pytest.approx([1e-4, 2e-4, 3e-4, 4e-4])
+    assert [s.shared["normalize"] for s in got] == [False, False, False, True]
+    assert [s.shared["rescale"] for s in got] == ["none", "none", "none", "l1"]
 
 
 def test_numbers_written_as_text_count(abc: tuple[str, str, str]) -> None:

@@ -430,11 +430,6 @@ def test_model_references_that_cannot_be_read(model: str, message: str) -> None:
             "SyntaxProblem: r.yml:3:22: the list of 'weight' mixes plain values with mappings of filter and"
             " value\n  -> Write each entry as a mapping; one without a filter is for the rest.",
         ),
-        (
-            "[0, 1e-5]",
-            "ParameterError: r.yml:3:22: the list of 'weight' holds '1e-5' as text: the list makes steps instead of"
-            " interpolating\n  -> Write the number 1.0e-05, without quotes.",
-        ),
     ],
 )
 def test_a_wrong_value_is_reported_once_and_leaves_a_setting_that_says_so(value: str, message: str) -> None:

@@ -269,14 +269,6 @@ def test_leniently_a_misspelled_required_key_is_still_missing() -> None:
     assert [str(p).split("\n")[0] for p in found] == ["r.yml:1:1: the key 'merge_method' is missing at the top level"]
 
 
-def test_leniently_a_list_of_numbers_as_text_makes_steps_as_in_mergekit() -> None:
-    recipe = lenient(TOP + "parameters: {weight: [0, 1e-5]}\n")
-    assert len(recipe.findings) == 1
-    found = recipe.parameters["weight"].at("x", 0.9)
-    assert found is not None
-    assert found[0] == 0
-
-
 def test_an_anchor_does_not_excuse_a_misplaced_parameter() -> None:
     text = "merge_method: ties\nmodels:\n- {model: a, weight: &w 1}\n- {model: b, parameters: {weight: *w}}\n"
     assert [p.split(" outside")[0] for p in problems(text)] == ["ParameterError: r.yml:3:14: the parameter 'weight' stands"]

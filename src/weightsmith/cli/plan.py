@@ -240,7 +240,7 @@ def _explain(prepared: Prepared, tensor: str, *, as_json: bool) -> None:
 
 
 def _notes(plan: Plan, step: Step) -> Iterator[str]:
-    """What else is known of a tensor: how it is stored, and that it is no linear weight to a method of such weights."""
+    """What else is known of a tensor: how it is stored, that it is the base's, or no linear weight to a method of such."""
     from weightsmith import methods
     from weightsmith.planner.encode import stored_plain
     from weightsmith.plans import PLAIN
@@ -249,6 +249,8 @@ def _notes(plan: Plan, step: Step) -> Iterator[str]:
         yield f"stored as {step.encoding}: {', '.join(f'{out.name} {out.dtype}' for out in step.outs)}"
     elif plan.encodings:
         yield f"stored as it is: {stored_plain(plan)[step.out.name]}"
+    if step.base and not step.pieces and not step.merges:
+        yield "the base's: no model takes part in it"
     merged = [leaf for leaf in step.leaves if leaf.merges]
     otherwise = methods.get(merged[0].op).otherwise if merged else ""
     if otherwise and all(leaf.role != "linear" for leaf in merged):

@@ -343,6 +343,7 @@ class Run:
         if part.work.step.encoding != PLAIN and not self.allow_nonfinite:  # an infinity would take its whole row with it
             self._check_inputs(step, place, out[None])
         written = self._write(part, place, out, buffers, copied=self._share(part, place.start, out.size))
+        self._measure(step, part.distances[place.start // part.grain :], place.size, out[None], out, buffers)
         if others:
             raw, _ = self.reader.read(others, place.start, place.size, buffers)
             if any(not np.array_equal(out, other[: out.size]) for other in raw):

@@ -31,7 +31,11 @@ KEEP_GROUPS     kept, of a group of
 """
 
 SUM, BY_WEIGHT, BY_COUNT, LARGEST = range(4)
-"""How contributions are combined: added; divided by the weights of those that agree; by their number; the largest alone."""
+"""How contributions are combined: added; divided by Σ |weight| of those that agree; by their number; the largest alone.
+
+What agrees is weight · delta, all of one sign, so its mean needs positive shares. Divided by Σ weight, 0.5 and -1.0 would turn
+the result round (-0.5), and 0.3, 0.6 and -0.9 would divide it by a rounding error.
+"""
 
 ELECT_NONE, ELECT_SUM, ELECT_COUNT = range(3)
 """Who decides the sign: nobody; the sum of the weighted deltas; each model with one vote."""
@@ -306,7 +310,7 @@ def merge_task_vectors(
             fill(mixed, m, 0.0)
             fill(divisor, m, 0.0)
             for i in range(models):
-                scaled, vote = of_row(weights[i] * scales[i]), of_row(1.0 if mean == BY_COUNT else weights[i])
+                scaled, vote = of_row(weights[i] * scales[i]), of_row(1.0 if mean == BY_COUNT else abs(weights[i]))
                 if mean == LARGEST:
                     take_larger(scaled, rows[i + 1], sign, elect != ELECT_NONE, m, mixed)
                 elif elect == ELECT_NONE:

@@ -36,7 +36,7 @@ def breadcrumbs_ties(
     density: family.Density = 1.0,
     gamma: family.Gamma = 0.01,
     scope: family.Scope = "tensor",
-    normalize: family.Normalize = False,
+    normalize: family.NormalizeElected = False,
     rescale: family.Rescale = "none",
     lambda_: Lambda = 1.0,
     int8_mask: Int8Mask = False,

@@ -19,7 +19,8 @@ others, and so loses by averaging, the more its own part is strengthened. Counte
 does; with the defaults λᵢ is at most 1.02. `ramplus` is the authors' form.""",
     use="As ram; with mergekit's defaults the difference to ram is at most 2 % of a delta.",
     passes="Two: counts, then the result.",
-    source="Reinforced Agent Merging, 2026, https://arxiv.org/abs/2601.13572; tensor by tensor as in mergekit",
+    source="Yuan et al. 2026, Behavior Knowledge Merge in Reinforced Agentic Models (RAM+), https://arxiv.org/abs/2601.13572; "
+    "tensor by tensor as in mergekit",
     formula="λᵢ = 1 + r · clip(sharedᵢ / uniqueᵢ, 0, alpha);  ram with λᵢδᵢ where only model i is active",
     example="""merge_method: ramplus_tl
 base_model: ./base

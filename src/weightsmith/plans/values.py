@@ -150,10 +150,12 @@ class Settings:
 
     shared   the parameters of the output tensor
     models   for each input of the step, in order, its own parameters ({} for a base that takes none)
+    places   for each input its place among those that the recipe lists, where some are left out; else ()
     """
 
     shared: Parameters
     models: tuple[Parameters, ...]
+    places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,7 +402,10 @@ class Plan:
             "weightsmith": __version__,
             "made": _encode_made(self.made),
             "models": [{"ref": m.ref, "revision": m.revision, "identity": m.identity} for m in self.models],
-            "settings": [{"shared": dict(s.shared), "models": [dict(m) for m in s.models]} for s in self.settings],
+            "settings": [
+                {"shared": dict(s.shared), "models": [dict(m) for m in s.models], "places": list(s.places)}
+                for s in self.settings
+            ],
             "products": [_encode_product(p) for p in self.products],
             "tables": [base64.b64encode(t.data).decode() for t in self.tables],
             "steps": [_encode_step(s) for s in self.steps],
