@@ -187,6 +187,7 @@ def execute(
     began: float | None = None,
 ) -> Merged:
     """Run a prepared plan and publish its output; see `merge`. began: time.monotonic() at the start of what is timed."""
+    from weightsmith.engine.constants import copied
     from weightsmith.engine.local import run
     from weightsmith.store.staging import Staging
 
@@ -233,6 +234,7 @@ def execute(
         folder = staging.publish(_provenance(plan, distance), fsync=options.fsync)
     found = [*staging.warnings]
     found += [_disagreement(plan, step) for step in plan.steps if step.out.name in outcome.differing]
+    found += copied(outcome.nonfinite)
     found += [finding for report in reports.values() for finding in report.warnings(RECIPE_NAME)]
     return Merged(
         out=folder,
