@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ from weightsmith.structure.counts import is_count_key
 LAYERS = 4
 Specs = dict[str, tuple[str, tuple[int, ...]]]
 """Name on disk → torch's name of the dtype, shape."""
+
+_EXPERTS = re.compile(r"(^|_)experts?(_|$)")
 
 _AUTO = (
     "MODEL_FOR_CAUSAL_LM_MAPPING",
@@ -40,11 +43,15 @@ def classes_of(model_type: str) -> Iterator[type]:
     config_class = transformers.CONFIG_MAPPING[model_type]
     seen: set[type] = set()
     for name in _AUTO:
-        found = getattr(transformers, name).get(config_class, None)
+        try:
+            found = getattr(transformers, name).get(config_class, None)
+        except ValueError:  # the mapping names a class that does not exist
+            continue
         for model_class in found if isinstance(found, tuple) else (found,):
             if model_class is not None and model_class not in seen:
+                if name != "MODEL_MAPPING" or not seen:
+                    yield model_class
                 seen.add(model_class)
-                yield model_class
                 break
 
 
@@ -75,8 +82,13 @@ def _small(config: Mapping[str, Any]) -> dict[str, Any]:
                 found[key] = inner
                 if "model_type" in value:
                     found[key] = {"model_type": value["model_type"], **inner}
-        elif isinstance(key, str) and is_count_key(key) and isinstance(value, int) and not isinstance(value, bool) and value > LAYERS:
-            found[key] = LAYERS
+        elif isinstance(key, str) and isinstance(value, int) and value > LAYERS:
+            if is_count_key(key):
+                found[key] = LAYERS - ("encoder" in key)
+            elif _EXPERTS.search(key):
+                found[key] = 2 if "per_tok" in key or "top" in key else 4
+            elif key in ("n_group", "num_expert_group", "topk_group"):
+                found[key] = 1
     return found
 
 
