@@ -190,6 +190,7 @@ def execute(
     began: float | None = None,
 ) -> Merged:
     """Run a prepared plan and publish its output; see `merge`. began: time.monotonic() at the start of what is timed."""
+    from weightsmith.engine.constants import copied
     from weightsmith.engine.local import run
     from weightsmith.hub import check_push, push
     from weightsmith.store.staging import Staging
@@ -243,6 +244,7 @@ def execute(
         url = push(hub, folder, options.push, public=options.public, message=plan.made.title)
     found = [*staging.warnings]
     found += [_disagreement(plan, step) for step in plan.steps if step.out.name in outcome.differing]
+    found += copied(outcome.nonfinite)
     found += [finding for report in reports.values() for finding in report.warnings(RECIPE_NAME)]
     return Merged(
         out=folder,

@@ -22,6 +22,8 @@ class RecipeOptions:
     report           where the router of a mixture sends the prompts, in OUT/routing.json and OUT/routing.svg: True takes a
                      pass of the base over the prompts where the router weights need none, False skips it, None skips it there
     quantize         encoding of the weights of linear layers, `fp8-dynamic`; None: plain numbers
+    check_loading    compare stacks, mixtures and surgery with the model that transformers builds from the new config.json,
+                     where it is installed
     """
 
     out_dtype: DType | None = None
@@ -31,6 +33,7 @@ class RecipeOptions:
     allow_code: bool = False
     report: bool | None = None
     quantize: str | None = None
+    check_loading: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,7 @@ class RecipeKeywords(TypedDict, total=False):
     allow_code: bool
     report: bool | None
     quantize: str | None
+    check_loading: bool
 
 
 class RunKeywords(TypedDict, total=False):

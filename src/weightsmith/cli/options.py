@@ -125,6 +125,13 @@ FLAGS: Mapping[str, Any] = {
             help="Store the weights of linear layers as fp8-dynamic, which transformers and vLLM read; plain if not given.",
         ),
     ],
+    "check_loading": Annotated[
+        bool,
+        typer.Option(
+            "--check-loading/--no-check-loading",
+            help="Compare a stack or mixture with the model that transformers builds from its config.json, or not.",
+        ),
+    ],
     "overwrite": Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that already exists.")],
     "resume": Annotated[
         bool, typer.Option("--resume/--no-resume", help="Resume interrupted work of the same plan, or discard it.")

@@ -23,6 +23,7 @@ from weightsmith.formats.hf_folder import natural_key
 from weightsmith.methods.base import Method
 from weightsmith.methods.user_files import loaded
 from weightsmith.options import RecipeOptions
+from weightsmith.planner import loading
 from weightsmith.planner.account import Account
 from weightsmith.planner.audit import Audit
 from weightsmith.planner.config import output_config
@@ -259,6 +260,8 @@ class _Planner:
         config = self._config(inputs[donor], shape, outputs, steps, specs[donor])
         if self.problems:
             raise self._refusal()
+        if outputs.layers and self.options.check_loading:
+            self._check_loading(inputs[donor], config, steps)
         self.warnings += [*self._untouched(placements, self.labels[donor]), *outputs.warnings]
         self.warnings += [*account.findings(), *dtypes.findings(), *idle]
         plan = Plan(
@@ -322,13 +325,27 @@ class _Planner:
                 untie=outputs.untie,
             )
         except WeightsmithError as error:
-            recipe = self.recipe
-            key = "slices" if recipe.slices else "modules" if recipe.modules else "models"
-            self.problems.append(at(error, recipe.at(key)))
+            self.problems.append(at(error, self.recipe.at(self._layers_key)))
             return None
         if notes:
             self.warnings.append(Finding("config.json follows the new layers", "config.json", notes))
         return config
+
+    def _check_loading(self, donor: Checkpoint, config: dict[str, Any] | None, steps: Sequence[Step]) -> None:
+        """Compare the output with what transformers builds from its config.json."""
+        where = self.recipe.at(self._layers_key)
+        stored = donor.config, list(donor.specs.values())
+        found = loading.check_loading((config, [step.out for step in steps]), stored, donor.ref, where=where)
+        if isinstance(found, WeightsmithError):
+            self.problems.append(found)
+            raise self._refusal()
+        if found is not None:
+            self.warnings.append(found)
+
+    @property
+    def _layers_key(self) -> str:
+        """The key of the recipe that says which layers the output has."""
+        return "slices" if self.recipe.slices else "modules" if self.recipe.modules else "models"
 
     def _untouched(self, placements: Sequence[Placement], donor: str) -> list[Finding]:
         """A warning for the modules that the recipe does not mention."""
