@@ -148,9 +148,9 @@ def _read_text(path: Path) -> tuple[FileState, bytes]:
                     where=str(path),
                     fix="The download was probably interrupted: get the file again.",
                 )
-            text = bytearray()
+            text = b""  # of one piece, in general: a copy of 100 MB is not made
             while len(text) < length and (chunk := file.read(length - len(text))):
-                text += chunk
+                text = text + chunk if text else chunk
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
     if len(text) < length:
@@ -159,7 +159,7 @@ def _read_text(path: Path) -> tuple[FileState, bytes]:
             where=str(path),
             fix="Another program is writing the file: wait for it, then try again.",
         )
-    return state, bytes(text)
+    return state, text
 
 
 def _check_metadata(metadata: Any, path: Path) -> dict[str, str]:

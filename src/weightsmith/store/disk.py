@@ -20,6 +20,7 @@ from typing import Any
 from weightsmith.errors import NOTHING_WRITTEN, NoSpace, StoreError
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # disk full, quota, file size limit
+TOO_MANY_FILES = frozenset({errno.EMFILE, errno.ENFILE})  # open, by this process or by all
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 _AT_FDCWD = -100
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
