@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, final
 from weightsmith import sources
 from weightsmith.errors import CheckpointError, Finding, NotFound, ParameterError, nearest
 from weightsmith.formats.carried import carried_files, check_carried, choose_carried, is_weights, read_to_choose
-from weightsmith.formats.files import expand_user, read_bounded, show
+from weightsmith.formats.files import expand_user, show
 from weightsmith.formats.quantised import describe_quantisation
-from weightsmith.formats.strict_json import parse_object
+from weightsmith.formats.strict_json import read_object
 from weightsmith.sources import Opened, Tensors
 from weightsmith.sources.base import read
 from weightsmith.tensors import DType, TensorSpec
@@ -308,8 +308,7 @@ def _checkpoint(
 
 def _read_config(path: Path) -> dict[str, Any]:
     # A name twice is accepted here, the last one counts: that is how every other reader takes a config.json.
-    fix = "Repair config.json, or download it again."
-    return parse_object(read_bounded(path, MAX_CONFIG_BYTES), "config.json", str(path), fix, unique=False)
+    return read_object(path, MAX_CONFIG_BYTES, "config.json", "Repair config.json, or download it again.", unique=False)
 
 
 def _local_names(folder: Path) -> list[str]:

@@ -35,10 +35,32 @@ from dataclasses import dataclass
 
 NOTHING_WRITTEN = "Nothing was written."
 
+MAX_TEXT = 1000
+"""Characters of one text of a message; a path may have four times as many."""
+MAX_LINES = 40
+"""Details that a message shows. All of them are in `Finding.details`."""
+MAX_MESSAGE = 16_000
+"""Characters after which a message shows no further problem of a plan. All of them are in `PlanError.problems`."""
+
+
+def legible(text: str, most: int = MAX_TEXT) -> str:
+    r"""Text that holds what a stranger wrote, for a message: without control characters, and cut where it is long.
+
+    >>> legible("layers.\x1b[2J\n0"), len(legible("x" * 10**6))
+    ('layers.\\x1b[2J\\n0', 1000)
+    """
+    text = _cut(text, most)
+    return text if text.isprintable() else _cut("".join(c if c.isprintable() else repr(c)[1:-1] for c in text), most)
+
+
+def _cut(text: str, most: int) -> str:
+    half = (most - 5) // 2
+    return text if len(text) <= most else f"{text[:half]} ... {text[half - most + 5 :]}"
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing to tell the user: the content of an error, or of a warning.
+    """One thing to tell the user: the content of an error, or of a warning. Its texts are made `legible`.
 
     what     one sentence that holds the values concerned
     where    `file:line:column` for a recipe; the tensor, file or key otherwise
@@ -51,9 +73,17 @@ class Finding:
     details: tuple[str, ...] = ()
     fix: str = ""
 
+    def __post_init__(self) -> None:
+        for name in ("what", "fix"):
+            object.__setattr__(self, name, legible(getattr(self, name)))
+        object.__setattr__(self, "where", legible(self.where, 4 * MAX_TEXT))
+        object.__setattr__(self, "details", tuple(map(legible, self.details)))
+
     def __str__(self) -> str:
         lines = [f"{self.where}: {self.what}" if self.where else self.what]
-        lines += [f"  {line}" for line in self.details]
+        lines += [f"  {line}" for line in self.details[:MAX_LINES]]
+        if len(self.details) > MAX_LINES:
+            lines.append(f"  ... and {len(self.details) - MAX_LINES:,} more")
         if self.fix:
             lines.append(f"  -> {self.fix}")
         return "\n".join(lines)
@@ -72,10 +102,10 @@ class WeightsmithError(Exception):
         self.finding = Finding(what, where, tuple(details), fix)
         self.state = state
         self.product = ""  # of a plan, when computing it raised this
-        super().__init__(what)
+        super().__init__(self.finding.what)
 
     def __str__(self) -> str:
-        return f"{self.finding}\n{self.state}" if self.state else str(self.finding)
+        return f"{self.finding}\n{legible(self.state, 4 * MAX_TEXT)}" if self.state else str(self.finding)
 
 
 class PlanError(WeightsmithError):
@@ -86,8 +116,13 @@ class PlanError(WeightsmithError):
         super().__init__(f"{len(self.problems)} problem(s)", state=NOTHING_WRITTEN)
 
     def __str__(self) -> str:
-        parts = [f"{type(p).__name__}: {p.finding}" for p in self.problems]
-        n = len(parts)
+        parts, n, length = list[str](), len(self.problems), 0
+        for problem in self.problems:
+            parts.append(f"{type(problem).__name__}: {problem.finding}")
+            length += len(parts[-1])
+            if length > MAX_MESSAGE and len(parts) < n:
+                parts.append(f"... and {n - len(parts):,} more")
+                break
         return "\n".join([*parts, f"{NOTHING_WRITTEN} ({n} problem{'s' if n != 1 else ''})"])
 
 

@@ -109,7 +109,7 @@ def test_without_leave_it_is_refused_and_said_what_would_run(own: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("./gone.py:half", "the file of the merge method, {folder}/gone.py, cannot be read: No such file or directory"),
+        ("./gone.py:half", "the file of the merge method, {folder}/gone.py, cannot be read: no such file"),
         ("./half.py", "merge_method ./half.py names no function\n  -> write ./half.py:FUNCTION"),
         (
             "./half.py:haf",

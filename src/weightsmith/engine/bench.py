@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith.errors import CheckpointError, WeightsmithError
+from weightsmith.formats.carried import MAX_CARRIED_BYTES
+from weightsmith.formats.files import read_bounded
 from weightsmith.jobs.job import Bytes
 from weightsmith.kernels.codecs import decode
 from weightsmith.plans import Plan, Product, Step
@@ -79,10 +81,7 @@ class EngineBench:
 
 
 def _check_file(path: Path, sha256: str) -> None:
-    try:
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    found = hashlib.sha256(read_bounded(path, MAX_CARRIED_BYTES)).hexdigest()
     if found != sha256:
         raise CheckpointError("the file has changed since the plan was made", where=str(path), fix="plan again")
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from weightsmith.errors import FormatError, NotFound, Unsupported
 from weightsmith.formats.carried import WEIGHTS, is_weights
-from weightsmith.formats.files import read_bounded, show
-from weightsmith.formats.strict_json import parse_object
+from weightsmith.formats.files import show
+from weightsmith.formats.strict_json import read_object
 
-MAX_INDEX_BYTES = 256 << 20  # an index of 100,000 tensors takes 10 MB
+MAX_INDEX_BYTES = 100_000_000  # an index of 100,000 tensors takes 10 MB
 
 _SUFFIXES = (".safetensors",)
 _FIRST = ("model.safetensors", "diffusion_pytorch_model.safetensors")  # what transformers and diffusers write
@@ -116,7 +116,7 @@ def read_index(path: Path, present: Collection[str], suffixes: tuple[str, ...] =
     """
     where = str(path)
     fix = "The index is damaged or hostile: download the checkpoint again from a source you trust."
-    data = parse_object(read_bounded(path, MAX_INDEX_BYTES), "the index", where, fix)
+    data = read_object(path, MAX_INDEX_BYTES, "the index", fix)
     weight_map = data.get("weight_map")
     if not isinstance(weight_map, dict):
         found = show(weight_map) if "weight_map" in data else f"only the keys {show(sorted(data))}"

@@ -15,8 +15,8 @@ from weightsmith import recipe as recipes
 from weightsmith._version import __version__
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import CheckpointError, Finding, PlanError, WeightsmithError
-from weightsmith.formats.carried import left_out_findings
-from weightsmith.formats.files import expand_user
+from weightsmith.formats.carried import MAX_CARRIED_BYTES, left_out_findings
+from weightsmith.formats.files import expand_user, read_bounded
 from weightsmith.mixture.assembly import Assembly, Donor
 from weightsmith.mixture.checks import Checks
 from weightsmith.mixture.choose import choose_layout
@@ -123,7 +123,7 @@ class _Builder:
         n, groups = len(self.recipe.experts), self.recipe.virtual_groups
         donors = [*(shard for donor in donors[:n] for shard in sharded(donor, groups)), *donors[n:]]
         facts = Facts(
-            config=semantics(base.donor.config),
+            config=semantics(base.donor.config, base.donor.label),
             present=frozenset(base.layers[0].rest),
             experts=n * groups,
             shared=len(self.recipe.shared_experts),
@@ -199,9 +199,9 @@ class _Builder:
         checkpoint.fetch(checkpoint.files)
         for name in checkpoint.files:
             try:
-                content = (checkpoint.folder / name).read_bytes()
-            except OSError as error:
-                self.problems.append(CheckpointError(f"cannot be read: {error.strerror}", where=str(checkpoint.folder / name)))
+                content = read_bounded(checkpoint.folder / name, MAX_CARRIED_BYTES)
+            except CheckpointError as error:
+                self.problems.append(error)
                 continue
             found.append(FileRead(number, name, hashlib.sha256(content).hexdigest()))
         return tuple(found)

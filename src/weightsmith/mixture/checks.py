@@ -94,7 +94,8 @@ class Checks:
         if donor is not base and (more := sorted({n for layer in donor.layers for n in layer.rest if n.startswith("mlp.")})):
             what = f"{expert.model} has {more[0]} in its layers, for which an expert has no place"
             self.problems.append(ShapeError(what, where=where, fix="an expert is gate, up and down projections alone"))
-        acts = [str(semantics(each.donor.config)["hidden_act"]).replace("swish", "silu") for each in (donor, base)]
+        configs = [semantics(each.donor.config, each.donor.label) for each in (donor, base)]
+        acts = [str(config["hidden_act"]).replace("swish", "silu") for config in configs]
         if acts[0] != acts[1]:
             what = f"{expert.model} has the activation {acts[0]}, and {label} has {acts[1]}: the experts of a mixture have one"
             self.problems.append(ShapeError(what, where=where, fix="take experts with the base's activation"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from weightsmith.recipe.yaml import MAX_BYTES, read_yaml
 Source = str | Path | Mapping[str, Any]
 Command = Literal["merge", "moe"]
 
+_PIPES = (("/", "dev"), ("/", "proc"))
+"""Where the pipes of the process itself are: /dev/stdin, and `<(command)` of a shell."""
 _MERGE_KEYS = frozenset({"merge_method", "models", "slices", "modules"})
 _MOE_KEYS = frozenset({"experts", *SURGERY.one_of})
 
@@ -150,6 +153,9 @@ def _read(source: Source, *, lenient: bool) -> _Written | WeightsmithError:
 
 def _text(path: Path) -> str | WeightsmithError:
     try:
+        about = path.stat()
+        if stat.S_ISFIFO(about.st_mode) and path.parts[:2] not in _PIPES:  # nobody may ever write into it
+            return NotFound("the recipe is a named pipe, not a file", where=str(path), fix="Name a YAML file.")
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)  # longer ones are refused
     except IsADirectoryError:

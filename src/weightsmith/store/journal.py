@@ -12,15 +12,17 @@ import json
 import os
 import threading
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from weightsmith.formats.strict_json import JsonError, parse
 from weightsmith.store import disk
 
 VERSION = 3
-MAX_JOURNAL_BYTES = 1 << 30  # 100,000 tensors take 15 MB
+MAX_JOURNAL_BYTES = 128 << 20  # 100,000 tensors take 15 MB
 
 
 Distance = tuple[float, float]
@@ -66,7 +68,7 @@ def read_journal(path: Path) -> Entries:
     products: dict[str, str] = {}
     published: tuple[int, int] | None = None
     count = 0
-    for line in data.split(b"\n"):
+    for line in BytesIO(data):
         entry = _decode(line)
         if entry is None:
             continue
@@ -88,12 +90,12 @@ def read_journal(path: Path) -> Entries:
 
 
 def _decode(line: bytes) -> Any:
-    digest, _, body = line.partition(b" ")
+    digest, _, body = line.rstrip(b"\n").partition(b" ")
     if not body or digest != xxhash.xxh3_64_hexdigest(body).encode():
         return None
     try:
-        return json.loads(body)
-    except (ValueError, RecursionError):  # not a line of ours, though its hash is right
+        return parse(body)
+    except JsonError:  # not a line of ours, though its hash is right
         return None
 
 

@@ -161,9 +161,8 @@ class Staging:
             self.close()
             if error.errno in disk.FULL:
                 raise disk.no_space(self.out.parent, self.layout.total_bytes, state=NOTHING_WRITTEN, cause=error) from error
-            raise StoreError(
-                f"cannot be prepared: {error.strerror}", where=str(self.folder), fix="choose another output folder"
-            ) from error
+            fix = "raise the limit: ulimit -n 65536" if error.errno in disk.TOO_MANY_FILES else "choose another output folder"
+            raise StoreError(f"cannot be prepared: {error.strerror}", where=str(self.folder), fix=fix) from error
         except BaseException:
             self.close()
             raise
@@ -664,7 +663,7 @@ class Staging:
         except OSError as error:
             raise self._leftover(str(error.strerror)) from error
         except StoreError as error:
-            raise self._leftover(str(error)) from error
+            raise self._leftover(error.finding.what) from error
         return self.out
 
     def _check_vacant(self, state: str = NOTHING_WRITTEN) -> None:

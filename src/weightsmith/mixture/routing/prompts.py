@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightsmith.errors import NotFound, ParameterError, SyntaxProblem, WeightsmithError
-from weightsmith.formats.files import expand_user
+from weightsmith.errors import CheckpointError, NotFound, ParameterError, SyntaxProblem, WeightsmithError
+from weightsmith.formats.files import expand_user, read_bounded
 from weightsmith.recipe import Expert
 
 MAX_BYTES = 4 << 20
@@ -77,15 +77,13 @@ def paragraphs(text: str) -> list[str]:
 
 def _read(path: Path, where: str) -> str | WeightsmithError:
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
-        reason = error.strerror if isinstance(error, OSError) else error
+        data = read_bounded(path, MAX_BYTES)
+    except NotFound as error:
         fix = "a relative path starts at the recipe's folder"
-        return NotFound(f"the text file {path} cannot be read: {reason}", where=where, fix=fix)
-    if len(data) > MAX_BYTES:
-        what = f"the text file {path} is larger than {MAX_BYTES:,} bytes"
-        return ParameterError(what, where=where, fix="name a part of it: some ten thousand tokens are plenty")
+        return NotFound(f"the text file {path} cannot be read: {error.finding.what}", where=where, fix=fix)
+    except CheckpointError as error:
+        fix = "name a part of it: some ten thousand tokens are plenty"
+        return ParameterError(f"the text file {path} cannot be read: {error.finding.what}", where=where, fix=fix)
     try:
         text = data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
