@@ -111,7 +111,7 @@ def fetch_files(repo: str, revision: str | None, names: Sequence[str]) -> tuple[
 
 def _explain(error: Exception, where: str) -> CheckpointError:
     """What went wrong, in this package's words; huggingface_hub's own first line is kept as detail."""
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     details = (f"{type(error).__name__}: {lines[0][:300] if lines else ''}",)
@@ -136,12 +136,18 @@ def _explain(error: Exception, where: str) -> CheckpointError:
             details=details,
             fix="Name a branch, tag or full commit hash that the model's page lists.",
         )
+    if isinstance(error, errors.LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
+        return NotFound(
+            "neither a local path nor a model in the hub cache, and HF_HUB_OFFLINE forbids to ask the hub",
+            where=where,
+            fix="Check the path; or unset HF_HUB_OFFLINE, so that the model is downloaded.",
+        )
     if isinstance(error, errors.LocalEntryNotFoundError):
         return NotFound(
             "neither a local path nor a model in the hub cache, and the hub cannot be reached",
             where=where,
             details=details,
-            fix="Check the path, or the network connection; HF_HUB_OFFLINE=1 forbids the network.",
+            fix="Check the path, or the network connection.",
         )
     if isinstance(error, errors.HFValidationError):
         return NotFound(f"neither a local path nor a valid hub id ({show(where)})", where=where, details=details)

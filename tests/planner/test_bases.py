@@ -45,7 +45,7 @@ def test_slices_do_not_take_in_the_base(abc: tuple[str, str, str]) -> None:
     problem = only({**recipe, "slices": [{"sources": cut(b)}]})
     assert str(problem) == (
         f"slices[0]: the slice does not list the base model {a}\n"
-        "  -> add it to the sources, with the layer_range to take from it"
+        "  -> Add it to the sources, with the layer_range to take from it."
     )
     p = plan({**recipe, "slices": [{"sources": cut(b, a)}]})
     assert sources(p)[Q] == [(0, Q), (1, Q)]
@@ -73,7 +73,7 @@ def test_a_method_that_needs_a_base_says_so(abc: tuple[str, str, str]) -> None:
     problem = only(f"merge_method: ties\nmodels: [{{model: {b}}}, {{model: {c}}}]\nparameters: {{weight: 1}}\n")
     assert str(problem) == (
         "<text>:1:1: merge_method ties needs a base_model\n"
-        "  -> add 'base_model:' with the model that the others were tuned from"
+        "  -> Add 'base_model:' with the model that the others were tuned from."
     )
 
 
@@ -100,7 +100,7 @@ def test_linear_counts_an_unlisted_base_as_an_input_and_asks_for_its_weight(abc:
     assert str(only(recipe)) == (
         f"<text>:2:13: merge_method linear needs the parameter 'weight' for {a}\n"
         "  the base_model counts as one more input of linear\n"
-        "  -> add 'parameters: {weight: 0.5}' at the top level, or list the base under 'models' with its own"
+        "  -> Add 'parameters: {weight: 0.5}' at the top level, or list the base under 'models' with its own."
     )
     p = plan(recipe + "parameters: {weight: 3}\n")
     assert [i.model for i in p.steps[0].inputs] == [1, 2, 0]  # listed models first, as in mergekit
@@ -170,7 +170,7 @@ def test_the_base_of_a_slice_must_be_one_of_its_sources(abc: tuple[str, str, str
 def test_a_model_listed_twice_is_refused(abc: tuple[str, str, str]) -> None:
     a, b, _ = abc
     found = only({"merge_method": "linear", "models": of(a, b, a, weight=1)})
-    assert str(found) == f"models[2]: {a} is listed twice\n  -> list each input once, with the sum of the weights"
+    assert str(found) == f"models[2]: {a} is listed twice\n  -> List each input once, with the sum of the weights."
 
 
 def test_a_base_listed_twice_is_refused(abc: tuple[str, str, str]) -> None:

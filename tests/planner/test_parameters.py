@@ -316,7 +316,7 @@ def test_a_missing_shared_parameter_is_reported_once(abc: tuple[str, str, str]) 
     a, b, _ = abc
     problem = only(f"merge_method: slerp\nbase_model: {a}\nmodels:\n  - model: {b}\n")
     assert str(problem) == (
-        "<text>:1:1: merge_method slerp needs the parameter 't'\n  -> add 'parameters: {t: 0.5}' at the top level"
+        "<text>:1:1: merge_method slerp needs the parameter 't'\n  -> Add 'parameters: {t: 0.5}' at the top level."
     )
 
 
@@ -326,7 +326,7 @@ def test_a_required_parameter_that_filters_leave_out_names_a_tensor(abc: tuple[s
     problem = only({"merge_method": "slerp", "base_model": a, "models": [{"model": b}], "parameters": {"t": t}})
     assert str(problem) == (
         "parameters.t: 't' has no value for model.layers.0.input_layernorm.weight: no filter fits it\n"
-        "  -> add an entry without a filter, last in the list: it holds for the rest"
+        "  -> Add an entry without a filter, last in the list: it holds for the rest."
     )
 
 

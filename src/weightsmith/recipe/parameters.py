@@ -62,6 +62,10 @@ def _value(node: Node, name: str, walk: Walk) -> Scalar | tuple[Scalar, ...] | S
         return _schedule(node, walk)
     if not isinstance(node.value, tuple):
         return _scalar(node, repr(name), walk)
+    if not node.value:
+        fix = f"Write one value, {name}: 0.5, or values from the first layer to the last, {name}: [0.2, 0.8]."
+        walk.problem(f"the list of {name!r} is empty", node.where, fix, ParameterError)
+        return None
     read = [_scalar(item, f"an entry of {name!r}", walk) for item in node.value]
     values = tuple(v for v in read if v is not None)
     if len(values) < len(read):
