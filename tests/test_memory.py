@@ -220,7 +220,7 @@ def test_all_problems_are_told_at_once() -> None:
     ]
     assert found[-1].endswith("must be one of bfloat16, float16, float32, float64 (did you mean 'bfloat16'?), not 'bfloat'")
     assert found[1].startswith(
-        "UnknownName: method ties has no parameter 'weigth' (did you mean 'weight'?)\n  -> Parameters of."
+        "UnknownParameter: method ties has no parameter 'weigth' (did you mean 'weight'?)\n  -> Write one of weight, "
     )
     assert "lambda_" in found[1]
 

@@ -181,7 +181,7 @@ def test_a_recipe_of_the_other_command_is_one_error(keys: str) -> None:
 
 def test_a_recipe_with_keys_of_both_commands_has_an_error_at_the_wrong_ones() -> None:
     _, (problem,) = load(TEXT + "experts: 1\n")
-    assert "unknown key 'experts'" in str(problem)
+    assert "the key 'experts' is of a recipe of `weightsmith moe`" in str(problem)
 
 
 MOE = "base_model: a\nexperts:\n- {source_model: b, copies: 0}\n- {source_model: c, nois: 1}\ndtype: half\n"

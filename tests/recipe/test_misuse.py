@@ -22,7 +22,7 @@ def lenient(text: str) -> Recipe:
 
 
 SILENT = "; mergekit silently ignored it\n"
-INPUT_KEYS = "  -> Known keys here: model, parameters. Keys of your own start with x- or _."
+INPUT_KEYS = "  -> Write one of model, parameters; keys of your own start with x- or _."
 
 # (what stands at the top level, the error)
 AT_THE_TOP = [
@@ -63,13 +63,13 @@ AT_THE_TOP = [
     (
         "layer_range: [0, 8]",
         f"UnknownKey: r.yml:3:1: the key 'layer_range' has no meaning at the top level{SILENT}"
-        "  -> It belongs in an entry of 'sources'.",
+        "  -> Move it: it belongs in an entry of 'sources'.",
     ),
     (
         "zzz: 1",
         f"UnknownKey: r.yml:3:1: unknown key 'zzz' at the top level{SILENT}"
-        "  -> Known keys here: merge_method, base_model, models, slices, modules, parameters, dtype, out_dtype, name, "
-        "tokenizer_source, tokenizer, chat_template. Keys of your own start with x- or _.",
+        "  -> Write one of merge_method, base_model, models, slices, modules, parameters, dtype, out_dtype, name, "
+        "tokenizer_source, tokenizer, chat_template; keys of your own start with x- or _.",
     ),
     (
         "embed_slerp: true",
@@ -104,22 +104,23 @@ BESIDE_MODEL = [
     (
         "layer_range: [0, 8]",
         "UnknownKey: r.yml:4:3: 'layer_range' in an entry of 'models': mergekit ignored it and merged all layers\n"
-        "  -> To merge some layers, use 'slices' with 'sources' instead of 'models'.",
+        "  -> Write 'slices' with 'sources' instead of 'models', to merge some layers.",
     ),
     (
         "base_model: x",
         f"UnknownKey: r.yml:4:3: the key 'base_model' has no meaning in an entry of 'models'{SILENT}"
-        "  -> It belongs at the top level or in an entry of 'slices'.",
+        "  -> Move it: it belongs at the top level or in an entry of 'slices'.",
     ),
     (
         "dtype: float16",
         f"UnknownKey: r.yml:4:3: the key 'dtype' has no meaning in an entry of 'models'{SILENT}"
-        "  -> It belongs at the top level.",
+        "  -> Move it: it belongs at the top level.",
     ),
     ("zzz: 1", f"UnknownKey: r.yml:4:3: unknown key 'zzz' in an entry of 'models'{SILENT}{INPUT_KEYS}"),
     (
         "parameters: {dtype: float16}",
-        f"UnknownKey: r.yml:4:16: the key 'dtype' has no meaning inside 'parameters'{SILENT}  -> It belongs at the top level.",
+        f"UnknownKey: r.yml:4:16: the key 'dtype' has no meaning inside 'parameters'{SILENT}"
+        "  -> Move it: it belongs at the top level.",
     ),
     (
         "parameters: {embed_slerp: true}",
@@ -158,7 +159,7 @@ def test_one_recipe_has_one_method() -> None:
     text = "merge_method: slerp\nslices:\n- sources: [{model: a, layer_range: [0, 8]}]\n  merge_method: passthrough\n"
     assert problems(text) == [
         "UnknownKey: r.yml:4:3: one recipe has one merge_method, not one in an entry of 'slices'; mergekit silently "
-        "ignored it\n  -> Make one recipe per method and name the output of the first as a model of the next."
+        "ignored it\n  -> Write one recipe per method and name the output of the first as a model of the next."
     ]
 
 

@@ -88,7 +88,7 @@ def _show(method: Method) -> None:
 
     result(f"{heading(method.name)}: {method.title}")
     result()
-    say(" ".join(method.summary.split()))
+    say(method.summary.strip() if columns(sys.stdout) is None else " ".join(method.summary.split()))
     result()
     inputs = f"{models(method)}{'' if method.base == 'input' else ' besides the base'}"
     for label, text in (

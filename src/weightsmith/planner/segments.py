@@ -201,6 +201,8 @@ class SegmentMaker:
             fix = "write merge_method: passthrough to write the one model as it is, its adapter baked in"
         elif count < low:
             fix = f"write {low - count} more under 'models' or 'sources'"
+        elif any(f.appended for f in feeds) and count - 1 == high:
+            fix = "remove base_model"
         else:
             fix = f"remove {count - (high or low)} of them, or write a method that takes more"
         here = "there is one" if count == 1 else f"there are {count}" if count else "there is none"

@@ -6,7 +6,7 @@ import math
 from typing import cast
 
 from weightsmith.errors import ParameterError
-from weightsmith.recipe.kinds import Key, Kind, Level, Walk
+from weightsmith.recipe.kinds import Key, Kind, Level, Walk, list_schema
 from weightsmith.recipe.nodes import Node, Pair, Scalar, describe, float_of
 from weightsmith.recipe.records import Section
 from weightsmith.recipe.schedules import Rule, Schedule
@@ -83,7 +83,7 @@ def _value(node: Node, name: str, walk: Walk) -> Scalar | tuple[Scalar, ...] | S
 ANY_SCALAR = {"type": ["number", "string", "boolean"]}
 VALUE = Kind(
     lambda pair, key, walk: _value(pair.value, key.name, walk),
-    {"anyOf": [ANY_SCALAR, {"type": "array", "items": ANY_SCALAR}, SCHEDULE.schema]},
+    {"anyOf": [ANY_SCALAR, list_schema(ANY_SCALAR), SCHEDULE.schema]},
     "a number, `true`, `false` or text; a list of them; or a [schedule](#schedule)",
 )
 
