@@ -29,7 +29,7 @@ from weightsmith.recipe import HARMLESS, RETIRED
 from weightsmith.recipe.grammar import LEVELS
 from weightsmith.recipe.kinds import NO_EFFECT, NOT_SUPPORTED, Key, Level
 from weightsmith.recipe.moe_grammar import MOE_LEVELS
-from weightsmith.recipe.single import DTYPE_NAMES
+from weightsmith.tensors import DTYPE_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

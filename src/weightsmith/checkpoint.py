@@ -212,6 +212,7 @@ def open_checkpoint(
     >>> open_checkpoint("./no/such/folder")
     Traceback (most recent call last):
     weightsmith.errors.NotFound: ./no/such/folder: no such folder or file
+      -> Write the path of a folder that exists, or a hub id: org/name.
     """
     name = os.fspath(ref)
     place = locate(ref, revision)
@@ -365,7 +366,8 @@ def _not_found(name: str, path: Path) -> NotFound:
     kind = "no such folder or file"
     if "/" not in name and os.sep not in name:
         kind += ", and not a hub id, which has the form org/name"
-    return NotFound(kind + _nearest_sibling(path), where=name)
+    fix = "Write the path of a folder that exists, or a hub id: org/name."
+    return NotFound(kind + _nearest_sibling(path), where=name, fix=fix)
 
 
 def _nearest_sibling(path: Path) -> str:

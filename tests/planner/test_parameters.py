@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests import plan_help
 from tests.plan_help import only, plan, problems, warnings
-from weightsmith.errors import ParameterError, UnknownName
+from weightsmith.errors import ParameterError, UnknownName, UnknownParameter
 from weightsmith.planner import prepare
 
 LAYERS = 4
@@ -259,17 +259,15 @@ parameters:
         (ParameterError, "<text>:6:15"),
         (ParameterError, "<text>:7:16"),
         (ParameterError, "<text>:8:7"),
-        (ParameterError, "<text>:9:5"),
-        (UnknownName, "<text>:11:7"),
+        (UnknownParameter, "<text>:11:7"),
         (ParameterError, "<text>:12:16"),
         (ParameterError, "<text>:14:14"),
-        (UnknownName, "<text>:15:3"),
+        (UnknownParameter, "<text>:15:3"),
     ]
     assert [p.finding.what for p in found] == [
         "weight must be a number, not 'lots'",
         "density must be at most 1, not 2",
         "'lambda' stands under a model, but belongs to the whole merge; mergekit ignores it here",
-        f"merge_method ties needs the parameter 'weight' for {c}",
         "merge_method ties has no parameter 'wieght' (did you mean 'weight'?); mergekit ignores it",
         "density must be at least 0, not -1",
         "normalize must be true or false, not 3",
@@ -316,7 +314,7 @@ def test_a_missing_shared_parameter_is_reported_once(abc: tuple[str, str, str]) 
     a, b, _ = abc
     problem = only(f"merge_method: slerp\nbase_model: {a}\nmodels:\n  - model: {b}\n")
     assert str(problem) == (
-        "<text>:1:1: merge_method slerp needs the parameter 't'\n  -> add 'parameters: {t: 0.5}' at the top level"
+        "<text>:1:1: merge_method slerp needs the parameter 't'\n  -> Write parameters: {t: 0.5} at the top level."
     )
 
 
@@ -326,7 +324,7 @@ def test_a_required_parameter_that_filters_leave_out_names_a_tensor(abc: tuple[s
     problem = only({"merge_method": "slerp", "base_model": a, "models": [{"model": b}], "parameters": {"t": t}})
     assert str(problem) == (
         "parameters.t: 't' has no value for model.layers.0.input_layernorm.weight: no filter fits it\n"
-        "  -> add an entry without a filter, last in the list: it holds for the rest"
+        "  -> Add an entry without a filter, last in the list: it holds for the rest."
     )
 
 

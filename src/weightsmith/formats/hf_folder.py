@@ -191,6 +191,25 @@ def _check_numbers_complete(files: Iterable[str], where: str) -> None:
             )
 
 
+def _hub_cache(folder: Path) -> NotFound | None:
+    """The error for huggingface_hub's cache, or the folder of one model in it, in the place of a model."""
+    try:
+        names = sorted(entry.name for entry in folder.iterdir() if entry.name.startswith("models--"))
+        snapshots = sorted(entry.name for entry in (folder / "snapshots").iterdir()) if (folder / "snapshots").is_dir() else []
+    except OSError:
+        return None
+    if names:
+        ids = [name.removeprefix("models--").replace("--", "/", 1) for name in names]
+        listed = (f"models in it: {', '.join(ids[:5])}{f', … ({len(ids)} in all)' if len(ids) > 5 else ''}",)
+        return NotFound("the cache of hub models, not a model", where=str(folder), details=listed, fix=f"Write {ids[0]}.")
+    if snapshots:
+        fix = f"Write the folder of one revision, {folder / 'snapshots' / snapshots[-1]}"
+        if folder.name.startswith("models--"):
+            fix += f", or the model's hub id, {folder.name.removeprefix('models--').replace('--', '/', 1)}"
+        return NotFound("the cache folder of a hub model, which holds its revisions", where=str(folder), fix=fix)
+    return None
+
+
 def no_weights(names: Iterable[str], where: str, suffixes: tuple[str, ...]) -> Unsupported | NotFound:
     """The error for a folder without weights that can be read: what it holds instead, and the next step.
 
@@ -204,6 +223,8 @@ def no_weights(names: Iterable[str], where: str, suffixes: tuple[str, ...]) -> U
     def some(names: list[str]) -> tuple[str, ...]:
         return (", ".join(map(show, names[:5])) + (f", … ({len(names)} in all)" if len(names) > 5 else ""),)
 
+    if not top and (found := _hub_cache(Path(where))):
+        return found
     if "adapter_config.json" in top or any(n.startswith("adapter_model.") for n in top):
         return Unsupported(
             "an adapter (LoRA), not a model",

@@ -1,4 +1,4 @@
-"""breadcrumbs_ties: drop the largest and the smallest deltas, then sign election."""
+"""breadcrumbs_ties: drop the largest and smallest deltas, then sign election."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weightsmith.methods.signature import merge_method
 
 
 @merge_method(
-    title="drop the largest and the smallest deltas, then sign election",
+    title="drop the largest and smallest deltas, then sign election",
     summary="""The deltas of breadcrumbs (see there), then the sign election of TIES. As in mergekit what agrees is
 summed; `normalize: true` averages it.""",
     use="As breadcrumbs, for models that contradict each other.",

@@ -1,4 +1,4 @@
-"""ramplus: ram, with what is unique to a model strengthened, over the whole model."""
+"""ramplus: ram, with unique deltas strengthened over the whole model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _activity(merged: Sequence[tuple[Step, Settings]]) -> Product:
 
 
 @merge_method(
-    title="ram, with what is unique to a model strengthened, over the whole model",
+    title="ram, with unique deltas strengthened over the whole model",
     summary="""RAM+ as its authors have it: RAM, where the delta of a model that is active alone is multiplied by λᵢ,
 and the counts of unique and shared positions are those of the whole model. Takes a pass over all tensors before the
 merge. `rescale` is 1.05 in the authors' code, 1.2 in their examples.""",

@@ -1,4 +1,4 @@
-"""ramplus_tl: ram, with what is unique to a model strengthened, tensor by tensor."""
+"""ramplus_tl: ram, with unique deltas strengthened tensor by tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weightsmith.methods.signature import Bounds, merge_method
 
 
 @merge_method(
-    title="ram, with what is unique to a model strengthened, tensor by tensor",
+    title="ram, with unique deltas strengthened tensor by tensor",
     summary="""RAM, but where a model is active alone its delta is multiplied by λᵢ: the more a model shares with
 others, and so loses by averaging, the more its own part is strengthened. Counted within each tensor, as mergekit
 does; with the defaults λᵢ is at most 1.02. `ramplus` is the authors' form.""",

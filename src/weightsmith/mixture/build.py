@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -31,7 +30,7 @@ from weightsmith.mixture.steps import Steps
 from weightsmith.mixture.surgery.build import prepare_surgery
 from weightsmith.mixture.transforms import Transforms, check_transforms, sharded, spread
 from weightsmith.options import RecipeOptions
-from weightsmith.planner.build import Prepared, folder_of, parameter_names, prepare_recipe
+from weightsmith.planner.build import Prepared, folder_of, loaded_recipe, prepare_recipe
 from weightsmith.planner.dtypes import main_dtype
 from weightsmith.planner.encode import check_name, quantise
 from weightsmith.planner.inputs import at, open_models
@@ -40,7 +39,7 @@ from weightsmith.recipe import Expert, ModelRef, Recipe, Surgery, Upcycling
 
 
 def prepare_moe(
-    source: str | os.PathLike[str] | Mapping[str, Any],
+    source: recipes.Source,
     options: RecipeOptions = RecipeOptions(),  # noqa: B008  frozen
 ) -> Prepared:
     """Read a recipe of `weightsmith moe` and its models' headers and plan the checkpoint.
@@ -49,12 +48,9 @@ def prepare_moe(
 
     Raises PlanError with all problems. No tensor data is read.
     """
-    if isinstance(source, os.PathLike):
-        source = Path(source)
-    recipe, problems = recipes.load_moe(source, lenient=options.lenient, parameter_names=parameter_names())
-    if recipe is None:
-        raise PlanError(problems)
-    return prepare_mixture(recipe, options, problems, folder_of(source))
+    with loaded_recipe(source, "moe", options) as (recipe, problems):
+        assert not isinstance(recipe, Recipe)
+        return prepare_mixture(recipe, options, problems, folder_of(source))
 
 
 def prepare_mixture(
@@ -177,6 +173,7 @@ class _Builder:
             report=report,
             where=recipe.section.at("gate_mode"),
             packages={name: package_version(name) for name in ("torch", "transformers", "tokenizers")} if seen else {},
+            lenient=self.options.lenient,
         )
 
     def _router(self, gating: Gating, base: Dense, steps: Steps) -> Product:

@@ -15,24 +15,24 @@ from weightsmith.errors import (
     ParameterError,
     PlanError,
     ShapeError,
-    UnknownName,
+    UnknownParameter,
     Unsupported,
     WeightsmithError,
     nearest,
 )
 from weightsmith.methods.base import Method, Parameter
+from weightsmith.options import output_dtype
 from weightsmith.planner.build import made_by
 from weightsmith.planner.decide import decide
 from weightsmith.planner.dtypes import DTypes
 from weightsmith.planner.logical import split_fused
 from weightsmith.planner.parameters import coerce, taking_part, without
 from weightsmith.plans import CAST, COPY, ModelInput, Plan, Read, Settings, Step, Value
-from weightsmith.recipe.single import DTYPE_NAMES
 from weightsmith.sources.views import View, view_of
 from weightsmith.structure import analyse
 from weightsmith.structure.fused import fused_parts
 from weightsmith.structure.roles import role_of
-from weightsmith.tensors import BY_TORCH_NAME, DType, TensorSpec
+from weightsmith.tensors import DType, TensorSpec
 
 StateDict = Mapping[str, Any]
 
@@ -143,11 +143,11 @@ class _Call:
         for written, value in given.items():
             name = written[:-1] if iskeyword(written[:-1]) and written.endswith("_") else written
             if name not in known:
-                others = ", ".join(p + "_" * iskeyword(p) for p in known) or "none"
+                others = ", ".join(p + "_" * iskeyword(p) for p in known)
                 self.problems.append(
-                    UnknownName(
+                    UnknownParameter(
                         f"method {self.method.name} has no parameter '{written}'{nearest(written, known)}",
-                        fix=f"parameters of {self.method.name}: {others}",
+                        fix=f"write one of {others}" if others else "remove it",
                     )
                 )
             elif value is not None:
@@ -304,15 +304,11 @@ def _views(label: str, model: object, problems: list[WeightsmithError]) -> dict[
 
 
 def _dtype(asked: object, problems: list[WeightsmithError]) -> DType | None:
-    if asked is None or isinstance(asked, DType):
-        return asked
-    name = str(getattr(asked, "name", None) or getattr(asked, "__name__", None) or asked).removeprefix("torch.")
-    if name in DTYPE_NAMES:
-        return BY_TORCH_NAME[name]
-    problems.append(
-        ParameterError(f"must be one of {', '.join(DTYPE_NAMES)}{nearest(name, DTYPE_NAMES)}, not {asked!r}", where="out_dtype")
-    )
-    return None
+    try:
+        return output_dtype(asked)
+    except ParameterError as error:
+        problems.append(error)
+        return None
 
 
 def _some(names: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ import math
 from typing import cast
 
 from weightsmith.errors import ParameterError
-from weightsmith.recipe.kinds import Key, Kind, Level, Walk
+from weightsmith.recipe.kinds import Key, Kind, Level, Walk, list_schema
 from weightsmith.recipe.nodes import Node, Pair, Scalar, describe, float_of
 from weightsmith.recipe.records import Section
 from weightsmith.recipe.schedules import Rule, Schedule
@@ -62,6 +62,10 @@ def _value(node: Node, name: str, walk: Walk) -> Scalar | tuple[Scalar, ...] | S
         return _schedule(node, walk)
     if not isinstance(node.value, tuple):
         return _scalar(node, repr(name), walk)
+    if not node.value:
+        fix = f"Write one value, {name}: 0.5, or values from the first layer to the last, {name}: [0.2, 0.8]."
+        walk.problem(f"the list of {name!r} is empty", node.where, fix, ParameterError)
+        return None
     read = [_scalar(item, f"an entry of {name!r}", walk) for item in node.value]
     values = tuple(v for v in read if v is not None)
     return values if len(values) == len(read) else None
@@ -70,7 +74,7 @@ def _value(node: Node, name: str, walk: Walk) -> Scalar | tuple[Scalar, ...] | S
 ANY_SCALAR = {"type": ["number", "string", "boolean"]}
 VALUE = Kind(
     lambda pair, key, walk: _value(pair.value, key.name, walk),
-    {"anyOf": [ANY_SCALAR, {"type": "array", "items": ANY_SCALAR}, SCHEDULE.schema]},
+    {"anyOf": [ANY_SCALAR, list_schema(ANY_SCALAR), SCHEDULE.schema]},
     "a number, `true`, `false` or text; a list of them; or a [schedule](#schedule)",
 )
 

@@ -70,9 +70,12 @@ _BOOKKEEPING_BYTES = 400  # of journal and manifest, for each tensor
 _CHECKSUM = re.compile("[0-9a-f]{32}")
 
 
+STAGING_SUFFIX = ".weightsmith-staging"
+
+
 def staging_folder(out: Path) -> Path:
     """The staging folder of an output folder: in the same parent, so that publishing is a rename."""
-    return out.parent / f".{out.name}.weightsmith-staging"
+    return out.parent / f".{out.name}{STAGING_SUFFIX}"
 
 
 def staged_plan(out: str | os.PathLike[str]) -> str:
@@ -362,6 +365,10 @@ class Staging:
                 if self._lock is not lock:
                     lock.close()
         raise StoreError("the lock cannot be taken: other processes keep removing it", where=str(self.folder))
+
+    def recover(self) -> None:
+        """Take the lock, and finish or undo a publish that was cut off. The folder may be gone then: see `is_open`."""
+        self._recover(self._take_lock())
 
     def _recover(self, entries: Entries) -> None:
         """Finish, or undo, a publish that was cut off between two steps."""

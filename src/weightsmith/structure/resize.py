@@ -130,6 +130,10 @@ def _check_outside(structure: Structure, stack: Stack) -> None:
             )
 
 
+UNSAID = "but config.json does not say which layers use it"
+"""In a note on what the new config cannot express; all other notes are changes."""
+
+
 class _Resize:
     """The change of one stack: `old` and `new` are whole configs, `new` is edited in place."""
 
@@ -237,7 +241,7 @@ class _Resize:
         patterns = ("sliding_window_pattern", "_sliding_window_pattern", "window_pattern", "full_attention_interval")
         if old.get("sliding_window") and not any(old.get(key) for key in (*said, *patterns)):
             self.notes.append(
-                f"sliding_window = {old['sliding_window']}, but config.json does not say which layers use it; if the "
+                f"sliding_window = {old['sliding_window']}, {UNSAID}; if the "
                 "model's code alternates by position (Gemma 2), save the config with a current transformers first, so "
                 "that layer_types is written out"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,7 @@ class Tokens:
 
     def __init__(self, tokenizer: Any, *, plain: bool) -> None:
         self._tokenizer = tokenizer
+        self._plain = plain
         bos = tokenizer.bos_token_id
         self._bos_text = (tokenizer.bos_token or "") if plain else ""
         self._prefix: list[int] = [bos] if bos is not None else []
@@ -132,7 +133,11 @@ class Tokens:
         whole = texts.whole or {}
         positive = [*map(self._row, texts.positive), *self._cut(whole.get("positive", ""), prompt_tokens)]
         held_out = [*map(self._row, texts.held_out), *self._cut(whole.get("held_out", ""), prompt_tokens)]
-        return Rows(_full(positive), _full(map(self._row, texts.negative)), _full(held_out))
+        return Rows(self._full(positive), self._full(map(self._row, texts.negative)), self._full(held_out))
+
+    def _full(self, rows: Iterable[Row]) -> tuple[Row, ...]:
+        """The rows with a token. As mergekit has them, the bos token alone is one: an empty prompt."""
+        return tuple(row for row in rows if len(row.ids) > (0 if self._plain else row.start))
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -146,10 +151,6 @@ class Tokens:
         ids = self._ids(text) if text and size else []
         step = size or 1
         return [Row((*self._prefix, *ids[k : k + step]), len(self._prefix)) for k in range(0, len(ids), step)]
-
-
-def _full(rows: Any) -> tuple[Row, ...]:
-    return tuple(row for row in rows if len(row.ids) > row.start)
 
 
 def too_long(rows: Sequence[Rows], names: Sequence[tuple[str, str]], limit: int) -> list[WeightsmithError]:

@@ -1,4 +1,4 @@
-"""How far the work is: a bar on a terminal, a line every ten seconds in a log, nothing when asked to be quiet."""
+"""How far the work is: a bar on a terminal or in a notebook, a line every ten seconds in a log, nothing if asked."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from html import escape
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from weightsmith.cli.text import duration, is_terminal, note, size
+from weightsmith.text import count, duration, is_terminal, note, size
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
+
+    from weightsmith.engine.local import Progress
 
 LINE_SECONDS = 10.0
 """Between two lines in a log."""
@@ -181,6 +184,71 @@ class Bar(Meter):
     def close(self) -> None:
         """Take the bar away."""
         self._bar.stop()
+
+
+class Cell(Meter):
+    """A line under a notebook's cell, with a bar; gone when the work is done."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        from IPython.display import HTML, display
+
+        self._html = HTML
+        self._clock = clock
+        self._rate = Rate(clock)
+        self._label = ""
+        self._last = 0.0
+        self._handle: Any = display(HTML(""), display_id=True)
+
+    def show(self, reading: Reading) -> None:
+        """Draw the line, at most twice a second."""
+        now = self._clock()
+        if reading.label == self._label and now - self._last < 0.5:
+            return
+        if reading.label != self._label:
+            self._label, self._rate = reading.label, Rate(self._clock)
+        self._last = now
+        text = line(reading, *self._rate.take(reading))
+        self._handle.update(self._html(f"<progress value='{reading.share:.3f}' max='1'></progress> {escape(text)}"))
+
+    def close(self) -> None:
+        """Take the line away."""
+        self._handle.update(self._html(""))
+
+
+def in_notebook() -> bool:
+    """A Jupyter kernel runs this."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+def watched_meter() -> Meter:
+    """The meter of a Python call: where somebody watches, in a notebook or on a terminal, and silent elsewhere."""
+    if in_notebook():
+        return Cell()
+    return Bar() if is_terminal(sys.stderr) else Silent()
+
+
+def callbacks(shown: Meter, doing: str) -> tuple[Callable[[Progress], None], Callable[[int, int], None]]:
+    """What shows the progress of a run, and of checking what an earlier one has finished. doing: what makes the tensors."""
+    return (
+        lambda progress: show_progress(shown, progress, doing),
+        lambda done, total: shown.show(Reading("checking finished tensors", done, total, done)),
+    )
+
+
+def show_progress(shown: Meter, progress: Progress, doing: str) -> None:
+    """One line of the meter. doing: what the tensors are made by."""
+    computation = progress.computation
+    if progress.waiting and computation is not None:
+        if computation.total_bytes:  # else it has not begun: torch and transformers are being imported
+            done, total = computation.done_bytes, computation.total_bytes
+            shown.show(Reading(computation.doing, done, total, done))
+        return
+    done, total = progress.written_bytes, progress.total_bytes
+    label = doing if progress.tensors < progress.total_tensors else "saving to disk"
+    detail = f"{progress.tensors:,} of {count(progress.total_tensors, 'tensor')}"
+    shown.show(Reading(label, done, total, progress.read_bytes + done, detail))
 
 
 def no_bars_in_logs(*, quiet: bool) -> None:
