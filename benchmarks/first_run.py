@@ -3,8 +3,8 @@
     python -m benchmarks.first_run [--methods ties slerp] [--dtypes bfloat16 float16] [--before CHECKOUT]
 
 Each merge of tiny models runs as a whole process, once with an empty cache of kernels and once with what that left there. The
-difference of their processor times is what compiling costs; the wall time is of the first run, imports and all. Another checkout
-is measured in turn.
+difference of their processor times is what compiling costs; wall times include all imports. Another checkout is measured in
+turn.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ def build(dtype: str) -> Path:
     base = {name: random.normal(0, 0.02, shape) for name, shape in TINY.shapes()}
     for model in NAMES:
         tuned = base if model == "base" else {name: x + random.normal(0, 3e-4, x.shape) for name, x in base.items()}
-        save_model({name: x.astype(DTYPES[dtype]) for name, x in tuned.items()}, folder / model, config=TINY.config() | {"dtype": dtype})
+        save_model(
+            {name: x.astype(DTYPES[dtype]) for name, x in tuned.items()},
+            folder / model,
+            config=TINY.config() | {"dtype": dtype},
+        )
     return folder
 
 

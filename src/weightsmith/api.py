@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from weightsmith._version import __version__
 from weightsmith.distance import Moved, distance_by_layer, to_json
 from weightsmith.errors import NOTHING_WRITTEN, Finding, ParameterError, PlanError, WeightsmithError
-from weightsmith.identity import work_identity
+from weightsmith.identity import facts, work_identity
 from weightsmith.options import Keywords, RecipeKeywords, RecipeOptions, RunKeywords, RunOptions, split
 from weightsmith.planner.build import Prepared, folder_of, parameter_names, prepare, prepare_recipe
 from weightsmith.plans import Plan, Product, Step
@@ -197,6 +197,7 @@ def execute(
         out,
         plan.layout,
         work_identity(plan, inputs),
+        facts=facts(plan, inputs),
         resume=options.resume,
         overwrite=options.overwrite,
         protected=_protected(prepared),
@@ -270,6 +271,7 @@ def execute_part(
         work_identity(plan, inputs),
         part,
         {out.name for step in steps for out in step.outs},
+        facts=facts(plan, inputs),
         overwrite=options.overwrite,
         protected=_protected(prepared),
         other_bytes=_other_bytes(plan, inputs[plan.donor]),
@@ -374,9 +376,7 @@ def _kept_products(plan: Plan, staging: Staging) -> Results:
     return results
 
 
-def _finished(
-    plan: Plan, staging: Staging, results: Results, allow_nonfinite: bool
-) -> dict[str, tuple[float, float] | None]:
+def _finished(plan: Plan, staging: Staging, results: Results, allow_nonfinite: bool) -> dict[str, tuple[float, float] | None]:
     """The tensors that an earlier run has finished, with their distances from the base.
 
     A tensor counts only if the very products that it was made from still exist (computed again they might differ), and

@@ -87,6 +87,12 @@ def report(merged: Merged, *, quiet: bool, as_json: bool) -> None:
 def show_progress(shown: Meter, progress: Progress, doing: str) -> None:
     """One line of the meter. doing: what the tensors are made by."""
     computation = progress.computation
+    if progress.compiling:
+        from weightsmith.kernels.jit import cache_folder
+
+        kept = "first run only" if cache_folder() else "in every run: there is no folder to keep them in, set NUMBA_CACHE_DIR"
+        shown.say(f"compiling kernels ({kept})")
+        return
     if progress.waiting and computation is not None:
         if computation.total_bytes:  # else it has not begun: torch and transformers are being imported
             done, total = computation.done_bytes, computation.total_bytes

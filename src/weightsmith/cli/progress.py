@@ -86,6 +86,10 @@ class Meter(ABC):
         """Show a reading, or not, if it is too soon."""
 
     @abstractmethod
+    def say(self, text: str) -> None:
+        """Show what the work waits for. May be called as often as `show`."""
+
+    @abstractmethod
     def close(self) -> None:
         """Leave the screen as it was. May be called twice."""
 
@@ -102,6 +106,9 @@ class Silent(Meter):
     def show(self, reading: Reading) -> None:
         """Show nothing."""
 
+    def say(self, text: str) -> None:
+        """Show nothing."""
+
     def close(self) -> None:
         """Nothing to clear up."""
 
@@ -115,6 +122,7 @@ class Lines(Meter):
         self._label = ""
         self._rate = Rate(clock)
         self._last = 0.0
+        self._said: set[str] = set()
 
     def show(self, reading: Reading) -> None:
         """One line if it is time for one."""
@@ -126,6 +134,12 @@ class Lines(Meter):
         if begins or now - self._last >= LINE_SECONDS:
             self._last = now
             self._write(line(reading, speed, left))
+
+    def say(self, text: str) -> None:
+        """One line, the first time."""
+        if text not in self._said:
+            self._said.add(text)
+            self._write(text)
 
     def close(self) -> None:
         """Lines stay."""
@@ -174,9 +188,19 @@ class Bar(Meter):
         facts = [f"{int(100 * reading.share):3d} %", f"{size(reading.done_bytes)} of {size(reading.total_bytes)}"]
         facts += [f"{size(speed)}/s"] if speed is not None else []
         facts += [f"{duration(left)} left"] if left else []
+        self._draw(reading.label, "  ".join(facts), reading.share)
+
+    def say(self, text: str) -> None:
+        """The text in place of the label; the bar stays as it was."""
+        now = self._clock()
+        if now - self._last >= 0.1:
+            self._last = now
+            self._draw(text, "", None)
+
+    def _draw(self, label: str, facts: str, share: float | None) -> None:
         if self._task is None:
             self._task = self._bar.add_task("", total=1.0, label="", facts="")
-        self._bar.update(self._task, completed=reading.share, label=reading.label, facts="  ".join(facts), refresh=True)
+        self._bar.update(self._task, completed=share, label=label, facts=facts, refresh=True)
 
     def close(self) -> None:
         """Take the bar away."""

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from weightsmith.errors import CheckpointError, WeightsmithError
 from weightsmith.jobs.job import Bytes
 from weightsmith.kernels.codecs import decode
+from weightsmith.kernels.jit import leave
 from weightsmith.plans import Plan, Product, Step
 from weightsmith.products import find_kind
 from weightsmith.products.base import Arrays, Cancelled, Floats
@@ -139,7 +140,7 @@ class Computing:
             self._closed = True
             self._condition.notify_all()
         if self._thread is not None:
-            self._thread.join()
+            leave([self._thread])
 
 
 class _Target(Protocol):

@@ -1,8 +1,8 @@
 """How kernels are compiled: when they are first called, each only with the branches that the call can take.
 
-`@kernel` is numba's njit without the GIL. A merge of bf16 models needs none of the code that reads F16, and DARE none of DELLA's
-sorting; with all of it each first merge took up to 17 s. So a branch stands behind a `Switch`, a constant of its module, and a
-kernel says which arguments decide its switches:
+`@kernel` is numba's njit without the GIL. A merge of bf16 models needs none of the code that reads F16, and DARE none of
+DELLA's sorting; with all of it a first merge took up to 17 s. So a branch stands behind a `Switch`, a constant of its module,
+and a kernel says which arguments decide its switches:
 
     BF16_IN = Switch("in", [BF16])
 
@@ -73,6 +73,10 @@ class Switch:
         """Whether a call with these values can take the branch. An axis that is not given may have any value."""
         return self.axis not in given or any(value in self.values for value in given[self.axis])
 
+    def __bool__(self) -> bool:
+        """Outside kernels no branch is ruled out."""
+        return True
+
 
 class Kernel:
     """A function, and what it was compiled to for each setting of its switches."""
@@ -134,15 +138,12 @@ def _njit(function: FunctionType, called_by_kernel: bool, inline: bool) -> Any:
     folder = cache_folder()
     before = config.CACHE_DIR
     config.CACHE_DIR = folder
+    # What makes a function callable from Python and from C takes as long to compile as a small kernel.
+    wrappers = {"no_cpython_wrapper": called_by_kernel, "no_cfunc_wrapper": True}
+    compile_: Any = numba.njit
     try:
-        return numba.njit(
-            nogil=True,
-            cache=bool(folder),
-            error_model="numpy",
-            # What makes functions callable from Python and from C takes as long to compile as a small kernel.
-            no_cpython_wrapper=called_by_kernel,
-            no_cfunc_wrapper=True,
-            inline="always" if inline else "never",
+        return compile_(
+            nogil=True, cache=bool(folder), error_model="numpy", inline="always" if inline else "never", **wrappers
         )(function)
     finally:
         config.CACHE_DIR = before
@@ -151,23 +152,23 @@ def _njit(function: FunctionType, called_by_kernel: bool, inline: bool) -> Any:
 @overload
 def kernel(function: F, /) -> F: ...
 @overload
+def kernel(*, inline: bool = ..., known: Mapping[str, Collection[int]] = ..., **axes: str) -> Callable[[F], F]: ...
 def kernel(
-    known: Mapping[str, Collection[int]] = ..., /, *, inline: bool = ..., **axes: str
-) -> Callable[[F], F]: ...
-def kernel(function: Any = None, /, *, inline: bool = False, **axes: str) -> Any:
+    function: Any = None, /, *, inline: bool = False, known: Mapping[str, Collection[int]] | None = None, **axes: str
+) -> Any:
     """Compile at the first call, for the types of its arguments; releases the GIL; no fastmath.
 
-    known   values of axes that no argument decides
     inline  where a kernel calls it, it becomes part of that kernel before types are inferred. For those that are called in one
             place and call kernels themselves: LLVM optimises what is called once for each kernel that is compiled on the way
+    known   values of axes that no argument decides
     axes    argument → axis of the switches that it decides: an integer, or an array of them
 
     A division by zero gives an infinity or NaN, as in numpy: Python's test for it before each division keeps loops from
     vectorising.
     """
-    if isinstance(function, FunctionType):
-        return Kernel(function, {}, {}, inline=False)
-    return lambda decorated: Kernel(decorated, axes, function or {}, inline=inline)
+    if function is None:
+        return lambda decorated: Kernel(decorated, axes, known or {}, inline=inline)
+    return Kernel(function, {}, {}, inline=False)
 
 
 # ---- while kernels are compiled

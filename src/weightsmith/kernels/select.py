@@ -114,7 +114,9 @@ def variance(raw: np.ndarray, codes: np.ndarray, start: int, n: int, rows: np.nd
 @kernel
 def delta_bits(raw: np.ndarray, codes: np.ndarray, i: int, start: int, n: int, rows: np.ndarray, bits: np.ndarray) -> None:
     """bits[:n] = magnitude bits of raw[i] - raw[0] from element `start`; rows scratch [2, BLOCK]."""
-    if BF16_IN and codes[0] == BF16 and codes[i] == BF16:  # what the four steps below come to, in one loop and a third of the time
+    if (
+        BF16_IN and codes[0] == BF16 and codes[i] == BF16
+    ):  # what the four steps below come to, in one loop and a third of the time
         b = raw[0].view(np.uint16)[start : start + n]
         x = raw[i].view(np.uint16)[start : start + n]
         out = bits[:n]
