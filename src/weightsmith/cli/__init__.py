@@ -14,6 +14,7 @@ numpy, numba, yaml and the rest are imported inside the commands, so that `--hel
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -27,3 +28,8 @@ def main() -> None:
         app(prog_name="weightsmith")
     except KeyboardInterrupt:  # between the commands' own handlers: while modules are imported
         sys.exit(130)
+    except SystemExit as end:
+        if end.code == 130:  # all is closed; Python itself would wait for a thread that compiles a kernel
+            sys.stdout.flush()
+            os._exit(130)
+        raise

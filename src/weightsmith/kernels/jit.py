@@ -27,6 +27,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, cached_property, update_wrapper
 from pathlib import Path
 from types import FunctionType
@@ -140,13 +141,16 @@ def _njit(function: FunctionType, called_by_kernel: bool, inline: bool) -> Any:
     config.CACHE_DIR = folder
     # What makes a function callable from Python and from C takes as long to compile as a small kernel.
     wrappers = {"no_cpython_wrapper": called_by_kernel, "no_cfunc_wrapper": True}
-    compile_: Any = numba.njit
+    njit: Any = numba.njit
     try:
-        return compile_(
-            nogil=True, cache=bool(folder), error_model="numpy", inline="always" if inline else "never", **wrappers
-        )(function)
+        made = njit(nogil=True, cache=bool(folder), error_model="numpy", inline="always" if inline else "never", **wrappers)(
+            function
+        )
     finally:
         config.CACHE_DIR = before
+    if not called_by_kernel and made is not function:  # it is, with NUMBA_DISABLE_JIT
+        made.compile = _watch.entered()(made.compile)
+    return made
 
 
 @overload
@@ -179,40 +183,52 @@ class Abandoned(BaseException):
 
 
 class _Watch(event.Listener):  # type: ignore[misc]
-    """Knows which threads compile, and ends those that nobody waits for.
+    """Knows which threads are in numba's compiler, and ends those that nobody waits for.
 
-    The garbage collector is off meanwhile: it takes a fifth of the time, and finds little.
+    inside     threads that wait for the compiler, load from the cache, or compile
+    compiling  those of them that compile
+
+    The garbage collector is off while a kernel is compiled: it takes a fifth of the time, and finds little.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.compiling: dict[threading.Thread, list[str]] = {}  # and the modules of what they compile, the outermost first
+        self.inside: set[threading.Thread] = set()
+        self.compiling: set[threading.Thread] = set()
         self.abandoned: WeakSet[threading.Thread] = WeakSet()
         self._collect = False
 
-    def on_start(self, event: Any) -> None:
-        """A function, or a pass over one, begins."""
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """This thread is in the compiler."""
         thread = threading.current_thread()
         with self.lock:
-            if event.kind == "numba:compile":
-                if not self.compiling and gc.isenabled():
-                    self._collect = True
-                    gc.disable()
-                self.compiling.setdefault(thread, []).append(event.data["dispatcher"].py_func.__module__)
+            self._check(thread)
+            self.inside.add(thread)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.inside.discard(thread)
+                if thread in self.compiling:
+                    self.compiling.discard(thread)
+                    if not self.compiling and self._collect:
+                        gc.enable()
         self._check(thread)
 
-    def on_end(self, event: Any) -> None:
-        """It ends, well or not."""
+    def on_start(self, event: Any) -> None:
+        """numba compiles a function, or makes a pass over one."""
         thread = threading.current_thread()
-        with self.lock:
-            if event.kind == "numba:compile":
-                self.compiling[thread].pop()
-                if not self.compiling[thread]:
-                    del self.compiling[thread]
-                if not self.compiling and self._collect:
-                    self._collect = False
-                    gc.enable()
         self._check(thread)
+        if event.kind == "numba:compile" and thread in self.inside:
+            with self.lock:
+                if not self.compiling:
+                    self._collect = gc.isenabled()
+                    gc.disable()
+                self.compiling.add(thread)
+
+    def on_end(self, event: Any) -> None:
+        """It has come to an end."""
 
     def _check(self, thread: threading.Thread) -> None:
         if thread in self.abandoned:
@@ -226,18 +242,17 @@ for _kind in ("numba:compile", "numba:run_pass"):
 
 def is_compiling() -> bool:
     """A kernel is being compiled now, in any thread: it was not in the cache."""
-    with _watch.lock:
-        return any(modules[0].startswith(__package__) for modules in _watch.compiling.values())
+    return bool(_watch.compiling)
 
 
 def leave(threads: Sequence[threading.Thread]) -> None:
-    """Wait for threads that were told to end, but not for one that compiles: it raises Abandoned within its next step."""
+    """Wait for threads that were told to end, but not for the compiler: a thread in it raises Abandoned at its next step."""
     with _watch.lock:
         _watch.abandoned.update(threads)
     for thread in threads:
         while thread.is_alive():
             with _watch.lock:
-                if thread in _watch.compiling:
+                if thread in _watch.inside:
                     atexit.register(thread.join)  # LLVM must not be at work when the process is taken down
                     break
             thread.join(0.02)
