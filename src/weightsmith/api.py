@@ -18,7 +18,7 @@ from weightsmith._version import __version__
 from weightsmith.checkpoint import CARD_NAME
 from weightsmith.distance import Moved, distance_by_layer, to_json
 from weightsmith.errors import NOTHING_WRITTEN, Finding, ParameterError, WeightsmithError
-from weightsmith.identity import work_identity
+from weightsmith.identity import facts, work_identity
 from weightsmith.options import Keywords, RecipeKeywords, RecipeOptions, RunKeywords, RunOptions, split
 from weightsmith.planner.build import Prepared, folder_of, loaded_recipe, prepare, prepare_recipe
 from weightsmith.plans import Plan, Product, Step
@@ -220,6 +220,7 @@ def execute(
         out,
         plan.layout,
         work_identity(plan, inputs),
+        facts=facts(plan, inputs),
         resume=options.resume,
         overwrite=options.overwrite,
         protected=_protected(prepared),
@@ -300,6 +301,7 @@ def execute_part(
         work_identity(plan, inputs),
         part,
         {out.name for step in steps for out in step.outs},
+        facts=facts(plan, inputs),
         overwrite=options.overwrite,
         protected=_protected(prepared),
         other_bytes=_other_bytes(plan, inputs[plan.donor]),

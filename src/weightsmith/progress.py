@@ -89,6 +89,10 @@ class Meter(ABC):
         """Show a reading, or not, if it is too soon."""
 
     @abstractmethod
+    def say(self, text: str) -> None:
+        """Show what the work waits for. May be called as often as `show`."""
+
+    @abstractmethod
     def close(self) -> None:
         """Leave the screen as it was. May be called twice."""
 
@@ -105,6 +109,9 @@ class Silent(Meter):
     def show(self, reading: Reading) -> None:
         """Show nothing."""
 
+    def say(self, text: str) -> None:
+        """Show nothing."""
+
     def close(self) -> None:
         """Nothing to clear up."""
 
@@ -118,6 +125,7 @@ class Lines(Meter):
         self._label = ""
         self._rate = Rate(clock)
         self._last = 0.0
+        self._said: set[str] = set()
 
     def show(self, reading: Reading) -> None:
         """One line if it is time for one."""
@@ -129,6 +137,12 @@ class Lines(Meter):
         if begins or now - self._last >= LINE_SECONDS:
             self._last = now
             self._write(line(reading, speed, left))
+
+    def say(self, text: str) -> None:
+        """One line, the first time."""
+        if text not in self._said:
+            self._said.add(text)
+            self._write(text)
 
     def close(self) -> None:
         """Lines stay."""
@@ -177,9 +191,19 @@ class Bar(Meter):
         facts = [f"{int(100 * reading.share):3d} %", f"{size(reading.done_bytes)} of {size(reading.total_bytes)}"]
         facts += [f"{size(speed)}/s"] if speed is not None else []
         facts += [f"{duration(left)} left"] if left else []
+        self._draw(reading.label, "  ".join(facts), reading.share)
+
+    def say(self, text: str) -> None:
+        """The text in place of the label; the bar stays as it was."""
+        now = self._clock()
+        if now - self._last >= 0.1:
+            self._last = now
+            self._draw(text, "", None)
+
+    def _draw(self, label: str, facts: str, share: float | None) -> None:
         if self._task is None:
             self._task = self._bar.add_task("", total=1.0, label="", facts="")
-        self._bar.update(self._task, completed=reading.share, label=reading.label, facts="  ".join(facts), refresh=True)
+        self._bar.update(self._task, completed=share, label=label, facts=facts, refresh=True)
 
     def close(self) -> None:
         """Take the bar away."""
@@ -209,6 +233,10 @@ class Cell(Meter):
         self._last = now
         text = line(reading, *self._rate.take(reading))
         self._handle.update(self._html(f"<progress value='{reading.share:.3f}' max='1'></progress> {escape(text)}"))
+
+    def say(self, text: str) -> None:
+        """The text alone."""
+        self._handle.update(self._html(escape(text)))
 
     def close(self) -> None:
         """Take the line away."""
@@ -240,6 +268,12 @@ def callbacks(shown: Meter, doing: str) -> tuple[Callable[[Progress], None], Cal
 def show_progress(shown: Meter, progress: Progress, doing: str) -> None:
     """One line of the meter. doing: what the tensors are made by."""
     computation = progress.computation
+    if progress.compiling:
+        from weightsmith.kernels.jit import cache_folder
+
+        kept = "first run only" if cache_folder() else "in every run: there is no folder to keep them in, set NUMBA_CACHE_DIR"
+        shown.say(f"compiling kernels ({kept})")
+        return
     if progress.waiting and computation is not None:
         if computation.total_bytes:  # else it has not begun: torch and transformers are being imported
             done, total = computation.done_bytes, computation.total_bytes

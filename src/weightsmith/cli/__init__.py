@@ -15,6 +15,7 @@ numpy, numba, yaml and the rest are imported inside the commands, so that `--hel
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -29,9 +30,13 @@ def main() -> None:
         from weightsmith.text import prepare_streams
 
         prepare_streams()
-        sys.exit(_run(app))
+        code = _run(app)
     except KeyboardInterrupt:  # between the commands' own handlers: while modules are imported
-        sys.exit(130)
+        code = 130
+    if code == 130:  # all is closed; Python itself would wait for a thread that compiles a kernel
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _run(app: Typer) -> int:

@@ -16,6 +16,7 @@ from weightsmith.formats.carried import MAX_CARRIED_BYTES
 from weightsmith.formats.files import read_bounded
 from weightsmith.jobs.job import Bytes
 from weightsmith.kernels.codecs import decode
+from weightsmith.kernels.jit import leave
 from weightsmith.plans import Plan, Product, Step
 from weightsmith.products import find_kind
 from weightsmith.products.base import Arrays, Cancelled, Floats
@@ -138,7 +139,7 @@ class Computing:
             self._closed = True
             self._condition.notify_all()
         if self._thread is not None:
-            self._thread.join()
+            leave([self._thread])
 
 
 class _Target(Protocol):

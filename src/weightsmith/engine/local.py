@@ -31,6 +31,7 @@ from weightsmith.jobs.job import Bytes, Matrix, Tile
 from weightsmith.kernels.codecs import decode
 from weightsmith.kernels.delta import distance
 from weightsmith.kernels.finite import first_nonfinite
+from weightsmith.kernels.jit import is_compiling, leave
 from weightsmith.plans import CAST, COPY, PLAIN, Gather, Plan, Product, Step
 from weightsmith.products import find_kind
 from weightsmith.products.base import Arrays
@@ -75,6 +76,7 @@ class Progress:
 
     waiting      what is left needs a product that is still being computed
     computation  that product
+    compiling    kernels are being compiled, because no earlier run needed them
     """
 
     written_bytes: int
@@ -85,6 +87,7 @@ class Progress:
     seconds: float
     waiting: bool = False
     computation: Computation | None = None
+    compiling: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +179,7 @@ class Run:
         """Run. report: called from this thread, about ten times a second; what it raises ends the run.
 
         Raises what the first failing tile or product raised. KeyboardInterrupt stops the threads at their next tile and is
-        raised again.
+        raised again; a thread that compiles a kernel is not waited for, and ends without touching anything.
         """
         pool = [
             threading.Thread(target=self._work, name=f"weightsmith-{i}", daemon=True) for i in range(self.resources.workers)
@@ -192,9 +195,7 @@ class Run:
                     report()
         except BaseException as error:  # KeyboardInterrupt, or the caller's progress function
             self.scheduler.fail(error)
-            for thread in pool:
-                if thread.ident is not None:
-                    thread.join()
+            leave([thread for thread in pool if thread.ident is not None])
             raise
         finally:
             self._cancelled.set()
@@ -513,6 +514,7 @@ class Run:
                 time.monotonic() - began,
                 self.scheduler.waiting,
                 self._computation,
+                is_compiling(),
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from weightsmith.containers import Layout
 from weightsmith.errors import StoreError
+from weightsmith.store import disk
 from weightsmith.store.claim import JOURNAL, LOCK, check_kinds
 from weightsmith.store.journal import read_journal
 from weightsmith.store.staging import STAGING_SUFFIX, Staging
@@ -60,7 +60,7 @@ def remove_unfinished(found: Unfinished) -> None:
     interrupted --overwrite was about to replace.
     """
     nothing = Layout((), {}, None, 0)
-    with Staging(found.out, nothing, "", overwrite=False, protected=(), other_bytes=0) as staging:
+    with Staging(found.out, nothing, "", {}, overwrite=False, protected=(), other_bytes=0) as staging:
         staging.recover()
         if staging.is_open:
             staging.discard()
@@ -73,12 +73,10 @@ def _is_locked(folder: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        with suppress(OSError):  # a file system without locks
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
+        disk.lock(fd)
         return False
+    except BlockingIOError:
+        return True
     finally:
         os.close(fd)
 
