@@ -21,7 +21,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 IN_WHEEL = ("weightsmith/py.typed", "weightsmith/cli/app.py", "dist-info/licenses/LICENSE", "dist-info/entry_points.txt")
-IN_SDIST = ("README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "Makefile", "tests/mini.py")
+IN_SDIST = (
+    "README.md",
+    "CHANGELOG.md",
+    "CITATION.cff",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "LICENSE",
+    "Makefile",
+    "tests/mini.py",
+)
 UNWANTED = (".venv", "__pycache__", "build/", "dist/", ".pytest_cache")
 
 MODELS = """
@@ -102,7 +111,9 @@ def main() -> None:
         run(command, "merge", "recipe.yml", "merged", cwd=folder)
         run(command, "verify", "merged", cwd=folder)
         run(python, "-c", CHECK, cwd=folder)
-    print(f"{wheel.relative_to(ROOT)}, {wheel.stat().st_size:,} bytes; {sdist.relative_to(ROOT)}, {sdist.stat().st_size:,} bytes")
+    print(
+        f"{wheel.relative_to(ROOT)}, {wheel.stat().st_size:,} bytes; {sdist.relative_to(ROOT)}, {sdist.stat().st_size:,} bytes"
+    )
 
 
 if __name__ == "__main__":
