@@ -6,7 +6,8 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -16,14 +17,14 @@ from typing import TYPE_CHECKING, Any, Unpack
 from weightsmith._version import __version__
 from weightsmith.checkpoint import CARD_NAME
 from weightsmith.distance import Moved, distance_by_layer, to_json
-from weightsmith.errors import NOTHING_WRITTEN, Finding, ParameterError, PlanError, WeightsmithError
-from weightsmith.identity import work_identity
+from weightsmith.errors import NOTHING_WRITTEN, Finding, ParameterError, WeightsmithError
+from weightsmith.identity import facts, work_identity
 from weightsmith.options import Keywords, RecipeKeywords, RecipeOptions, RunKeywords, RunOptions, split
-from weightsmith.planner.build import Prepared, folder_of, parameter_names, prepare, prepare_recipe
+from weightsmith.planner.build import Prepared, folder_of, loaded_recipe, prepare, prepare_recipe
 from weightsmith.plans import Plan, Product, Step
 from weightsmith.plans.parts import part_of
+from weightsmith.progress import callbacks, watched_meter
 from weightsmith.recipe import Recipe
-from weightsmith.recipe.load import load_any
 
 if TYPE_CHECKING:
     from weightsmith.checkpoint import Checkpoint
@@ -90,22 +91,19 @@ def plan(recipe: RecipeSource, **options: Unpack[RecipeKeywords]) -> Plan:
 
 def prepare_any(recipe: RecipeSource, options: RecipeOptions) -> Prepared:
     """The plan and open checkpoints of a recipe of `merge` or of `moe`, as its keys say; see `plan`."""
-    source = Path(recipe) if isinstance(recipe, os.PathLike) else recipe
-    loaded, problems = load_any(source, lenient=options.lenient, parameter_names=parameter_names())
-    if loaded is None:
-        raise PlanError(problems)
-    if isinstance(loaded, Recipe):
-        return prepare_recipe(loaded, options, problems, folder=folder_of(source))
-    from weightsmith.mixture import prepare_mixture
+    with loaded_recipe(recipe, None, options) as (loaded, problems):
+        if isinstance(loaded, Recipe):
+            return prepare_recipe(loaded, options, problems, folder=folder_of(recipe))
+        from weightsmith.mixture import prepare_mixture
 
-    return prepare_mixture(loaded, options, problems, folder_of(source))
+        return prepare_mixture(loaded, options, problems, folder_of(recipe))
 
 
 def merge(
     recipe: RecipeSource,
     out: str | os.PathLike[str],
     *,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], None] | bool = True,
     rechecking: Callable[[int, int], None] | None = None,
     **options: Unpack[Keywords],
 ) -> Merged:
@@ -113,7 +111,7 @@ def merge(
 
     recipe      path of a YAML file, YAML text, or a mapping
     out         folder to create; it is created only when complete
-    progress    called about ten times a second from this thread
+    progress    called about ten times a second from this thread; True: a bar on a terminal and in a notebook, False: none
     rechecking  called with (bytes done, bytes in all) while the finished tensors of an interrupted run are re-read
     options     see `weightsmith.options`: RecipeOptions (seed, out_dtype, …) and RunOptions (threads, overwrite, …)
 
@@ -124,14 +122,15 @@ def merge(
     began = time.monotonic()
     planning, running = split("merge", options)
     with prepare(recipe, planning) as prepared:
-        return execute(prepared, out, running, Callbacks(progress, rechecking), began=began)
+        with _watched("merging", progress, rechecking) as watching:
+            return execute(prepared, out, running, watching, began=began)
 
 
 def moe(
     recipe: RecipeSource,
     out: str | os.PathLike[str],
     *,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], None] | bool = True,
     rechecking: Callable[[int, int], None] | None = None,
     **options: Unpack[Keywords],
 ) -> Merged:
@@ -148,7 +147,8 @@ def moe(
     began = time.monotonic()
     planning, running = split("moe", options)
     with prepare_moe(recipe, planning) as prepared:
-        return execute(prepared, out, running, Callbacks(progress, rechecking), began=began)
+        with _watched("copying", progress, rechecking) as watching:
+            return execute(prepared, out, running, watching, began=began)
 
 
 def run(
@@ -157,7 +157,7 @@ def run(
     *,
     part: tuple[int, int] | None = None,
     allow_code: bool = False,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], None] | bool = True,
     rechecking: Callable[[int, int], None] | None = None,
     **options: Unpack[RunKeywords],
 ) -> Merged | None:
@@ -175,10 +175,26 @@ def run(
     began = time.monotonic()
     running = split("run", options)[1]
     with reopen(plan if isinstance(plan, Plan) else load_plan(plan), allow_code=allow_code) as prepared:
-        if part is not None:
-            execute_part(prepared, out, part, running, Callbacks(progress, rechecking))
-            return None
-        return execute(prepared, out, running, Callbacks(progress, rechecking), began=began)
+        with _watched("running", progress, rechecking) as watching:
+            if part is not None:
+                execute_part(prepared, out, part, running, watching)
+                return None
+            return execute(prepared, out, running, watching, began=began)
+
+
+@contextmanager
+def _watched(
+    doing: str, progress: Callable[[Progress], None] | bool, rechecking: Callable[[int, int], None] | None
+) -> Iterator[Callbacks]:
+    """The callbacks of a call: the user's, or those of a bar where somebody watches."""
+    if not isinstance(progress, bool):
+        yield Callbacks(progress, rechecking)
+    elif not progress:
+        yield Callbacks(None, rechecking)
+    else:
+        with watched_meter() as shown:
+            own = callbacks(shown, doing)
+            yield Callbacks(own[0], rechecking or own[1])
 
 
 def execute(
@@ -190,6 +206,7 @@ def execute(
     began: float | None = None,
 ) -> Merged:
     """Run a prepared plan and publish its output; see `merge`. began: time.monotonic() at the start of what is timed."""
+    from weightsmith.engine.constants import copied
     from weightsmith.engine.local import run
     from weightsmith.hub import check_push, push
     from weightsmith.store.staging import Staging
@@ -203,6 +220,7 @@ def execute(
         out,
         plan.layout,
         work_identity(plan, inputs),
+        facts=facts(plan, inputs),
         resume=options.resume,
         overwrite=options.overwrite,
         protected=_protected(prepared),
@@ -243,6 +261,7 @@ def execute(
         url = push(hub, folder, options.push, public=options.public, message=plan.made.title)
     found = [*staging.warnings]
     found += [_disagreement(plan, step) for step in plan.steps if step.out.name in outcome.differing]
+    found += copied(outcome.nonfinite)
     found += [finding for report in reports.values() for finding in report.warnings(RECIPE_NAME)]
     return Merged(
         out=folder,
@@ -282,6 +301,7 @@ def execute_part(
         work_identity(plan, inputs),
         part,
         {out.name for step in steps for out in step.outs},
+        facts=facts(plan, inputs),
         overwrite=options.overwrite,
         protected=_protected(prepared),
         other_bytes=_other_bytes(plan, inputs[plan.donor]),

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, final
 from weightsmith import sources
 from weightsmith.errors import CheckpointError, Finding, NotFound, ParameterError, nearest
 from weightsmith.formats.carried import carried_files, check_carried, choose_carried, is_weights, read_to_choose
-from weightsmith.formats.files import expand_user, read_bounded, show
+from weightsmith.formats.files import expand_user, show
 from weightsmith.formats.quantised import describe_quantisation
-from weightsmith.formats.strict_json import parse_object
+from weightsmith.formats.strict_json import read_object
 from weightsmith.sources import Opened, Tensors
 from weightsmith.sources.base import read
 from weightsmith.tensors import DType, TensorSpec
@@ -212,6 +212,7 @@ def open_checkpoint(
     >>> open_checkpoint("./no/such/folder")
     Traceback (most recent call last):
     weightsmith.errors.NotFound: ./no/such/folder: no such folder or file
+      -> Write the path of a folder that exists, or a hub id: org/name.
     """
     name = os.fspath(ref)
     place = locate(ref, revision)
@@ -308,8 +309,7 @@ def _checkpoint(
 
 def _read_config(path: Path) -> dict[str, Any]:
     # A name twice is accepted here, the last one counts: that is how every other reader takes a config.json.
-    fix = "Repair config.json, or download it again."
-    return parse_object(read_bounded(path, MAX_CONFIG_BYTES), "config.json", str(path), fix, unique=False)
+    return read_object(path, MAX_CONFIG_BYTES, "config.json", "Repair config.json, or download it again.", unique=False)
 
 
 def _local_names(folder: Path) -> list[str]:
@@ -366,7 +366,8 @@ def _not_found(name: str, path: Path) -> NotFound:
     kind = "no such folder or file"
     if "/" not in name and os.sep not in name:
         kind += ", and not a hub id, which has the form org/name"
-    return NotFound(kind + _nearest_sibling(path), where=name)
+    fix = "Write the path of a folder that exists, or a hub id: org/name."
+    return NotFound(kind + _nearest_sibling(path), where=name, fix=fix)
 
 
 def _nearest_sibling(path: Path) -> str:

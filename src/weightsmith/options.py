@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
-from weightsmith.errors import nearest
-from weightsmith.tensors import DType
+from weightsmith.errors import ParameterError, nearest
+from weightsmith.tensors import BY_TORCH_NAME, DTYPE_NAMES, DType, dtype_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,9 @@ class RecipeOptions:
     report           where the router of a mixture sends the prompts, in OUT/routing.json and OUT/routing.svg: True takes a
                      pass of the base over the prompts where the router weights need none, False skips it, None skips it there
     quantize         encoding of the weights of linear layers, `fp8-dynamic`; None: plain numbers
+    check_loading    compare stacks, mixtures and surgery with the model that transformers builds from the new config.json,
+                     where it is installed
+    settings         values put into the recipe before it is read, by key path: {"parameters.t": 0.3}
     """
 
     out_dtype: DType | None = None
@@ -31,6 +34,8 @@ class RecipeOptions:
     allow_code: bool = False
     report: bool | None = None
     quantize: str | None = None
+    check_loading: bool = True
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,16 +66,33 @@ class RunOptions:
     public: bool = False
 
 
-class RecipeKeywords(TypedDict, total=False):
-    """`RecipeOptions` as keywords of a function."""
+def output_dtype(asked: object) -> DType | None:
+    """A dtype to write weights in: text, or numpy's, torch's or ours. Raises ParameterError.
 
-    out_dtype: DType | None
+    >>> output_dtype("bfloat16").name
+    'BF16'
+    """
+    if asked is None or isinstance(asked, DType):
+        return asked
+    name = dtype_name(asked)
+    if name not in DTYPE_NAMES:
+        what = f"must be one of {', '.join(DTYPE_NAMES)}{nearest(name, DTYPE_NAMES)}, not {asked!r}"
+        raise ParameterError(what, where="out_dtype")
+    return BY_TORCH_NAME[name]
+
+
+class RecipeKeywords(TypedDict, total=False):
+    """`RecipeOptions` as keywords of a function. out_dtype: also as text, or as numpy or torch has it."""
+
+    out_dtype: Any
     max_shard_bytes: int
     seed: int
     lenient: bool
     allow_code: bool
     report: bool | None
     quantize: str | None
+    check_loading: bool
+    settings: Mapping[str, Any]
 
 
 class RunKeywords(TypedDict, total=False):
@@ -93,7 +115,7 @@ class Keywords(RecipeKeywords, RunKeywords, total=False):
 
 
 def split(function: str, keywords: Mapping[str, Any]) -> tuple[RecipeOptions, RunOptions]:
-    """The two records of a function's keywords. Raises TypeError for any other name.
+    """The two records of a function's keywords. Raises TypeError for any other name, ParameterError for a wrong dtype.
 
     >>> split("merge", {"seed": 3, "threads": 2})[1].threads
     2
@@ -101,10 +123,12 @@ def split(function: str, keywords: Mapping[str, Any]) -> tuple[RecipeOptions, Ru
     Traceback (most recent call last):
     TypeError: merge() has no option 'thread' (did you mean 'threads'?)
     """
-    recipe, run = ([field.name for field in fields(kind)] for kind in (RecipeOptions, RunOptions))
+    recipe, run = ([each.name for each in fields(kind)] for kind in (RecipeOptions, RunOptions))
     for name in keywords:
         if name not in (*recipe, *run):
             raise TypeError(f"{function}() has no option '{name}'{nearest(name, (*recipe, *run))}")
+    if "out_dtype" in keywords:
+        keywords = {**keywords, "out_dtype": output_dtype(keywords["out_dtype"])}
     return (
         RecipeOptions(**{name: value for name, value in keywords.items() if name in recipe}),
         RunOptions(**{name: value for name, value in keywords.items() if name in run}),

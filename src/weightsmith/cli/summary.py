@@ -17,6 +17,7 @@ from weightsmith.planner import Prepared
 from weightsmith.planner.encode import stored_plain
 from weightsmith.plans import COPY, PLAIN, Plan, Step
 from weightsmith.products import Survey, find_kind
+from weightsmith.structure import analyse
 
 TORCH_BYTES = 250 << 20
 """What torch takes by being imported, and working: as measured with the CPU build."""
@@ -50,7 +51,7 @@ class ModuleFacts:
     """One module, as `modules:` in a recipe names it.
 
     stacks   prefix and number of layers of each
-    tensors  of the donor
+    tensors  of the output
     aliases  mergekit's names for it
     """
 
@@ -201,13 +202,14 @@ class _Passes:
 
 
 def _modules(prepared: Prepared) -> tuple[ModuleFacts, ...]:
-    structure = prepared.structure
+    """Of the output; its other names are those of the donor's modules."""
+    structure = analyse([step.out for step in prepared.plan.steps], prepared.plan.config)
     return tuple(
         ModuleFacts(
             name,
             tuple((s.prefix, s.n_layers) for s in structure.stacks_of(name)),
             len(tensors),
-            tuple(alias for alias, owner in structure.aliases.items() if owner == name),
+            tuple(alias for alias, owner in prepared.structure.aliases.items() if owner == name),
         )
         for name, tensors in structure.modules.items()
     )

@@ -135,14 +135,15 @@ class LocalFile:
         self.state = FileState.of(os.fstat(file.fileno()))
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        data = bytearray(max(0, min(nbytes, self.state.nbytes - offset)))  # no allocation for a length that is a lie
-        done = 0
+        wanted = min(nbytes, self.state.nbytes - offset)  # no allocation for a length that is a lie
+        data = b""
         try:
-            while done < len(data) and (n := read_into(self._file.fileno(), memoryview(data)[done:], offset + done)):
-                done += n
+            self._file.seek(offset)
+            while len(data) < wanted and (piece := self._file.read(wanted - len(data))):
+                data = data + piece if data else piece  # one piece, in general: no copy of a header of 100 MB
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(self._path)) from error
-        return bytes(data[:done])
+        return data
 
 
 @contextlib.contextmanager
@@ -218,14 +219,19 @@ def lookalike(start: bytes) -> str:
 def open_regular(path: Path) -> io.FileIO:
     """Open a regular file for reading, unbuffered and closed on exec. Symlinks are followed.
 
-    Raises NotFound (missing, or a link that leads nowhere), FormatError (a folder, pipe or device: opening a pipe would
-    wait for ever) or CheckpointError (no permission, an I/O error).
+    Raises NotFound (missing, or a link that leads nowhere), FormatError (a folder, pipe, socket or device: opening a pipe
+    would wait for ever) or CheckpointError (no permission, an I/O error, a path that cannot be).
     """
     try:
-        mode = path.stat().st_mode
-        if not stat.S_ISREG(mode):
-            raise FormatError(f"not a regular file, but a {_kind(mode)}", where=str(path))
-        return path.open("rb", buffering=0)
+        _check_regular(path, path.stat())
+        # Not to wait, even if a pipe has just taken the file's place.
+        file = io.FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
+        try:
+            _check_regular(path, os.fstat(file.fileno()))
+        except FormatError:
+            file.close()
+            raise
+        return file
     except FileNotFoundError as error:
         if path.is_symlink():
             raise NotFound(
@@ -236,25 +242,33 @@ def open_regular(path: Path) -> io.FileIO:
         raise NotFound("no such file", where=str(path)) from error
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+    except ValueError as error:  # a NUL byte in the path
+        raise NotFound(f"no such file: {error}", where=str(path)) from error
+
+
+def _check_regular(path: Path, about: os.stat_result) -> None:
+    if not stat.S_ISREG(about.st_mode):
+        raise FormatError(f"not a regular file, but a {_kind(about.st_mode)}", where=str(path))
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
     """A whole file of at most `max_bytes`. Raises FormatError when it is larger, else as `open_regular`."""
     with open_regular(path) as file:
         try:
-            data = bytearray()
-            while chunk := file.read(max_bytes + 1 - len(data)):
-                data += chunk
+            nbytes = os.fstat(file.fileno()).st_size
+            data, piece = b"", b"?"
+            while piece and len(data) <= max_bytes and nbytes <= max_bytes:  # once, unless the file grows meanwhile
+                piece = file.read(max(nbytes - len(data), 0) + 1)
+                data = data + piece if data else piece
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
-    if len(data) > max_bytes:
-        nbytes = path.stat().st_size
+    if (nbytes := max(nbytes, len(data))) > max_bytes:
         raise FormatError(
             f"{nbytes:,} bytes, and at most {max_bytes:,} are read from a file of this kind",
             where=str(path),
             fix="Such a size is a mistake or an attack: look at the file before using it.",
         )
-    return bytes(data)
+    return data
 
 
 def _kind(mode: int) -> str:

@@ -30,8 +30,8 @@ class Axes:
     rescale     what is left of a delta is multiplied by: `l1` what restores the tensor's L1 norm, `inv_density` 1/density,
                 `inv_probability` the inverse of each element's probability
     elect       contributions against the elected sign are left out
-    combine     `sum`; `mean`, divided by the weights that contributed; `disjoint_mean`, divided by the number of models
-                that did; `absmax`, the largest alone
+    combine     `sum`; `mean`, divided by the sum of the weights, after an election of |weight| of those that agree;
+                `disjoint_mean`, divided by the number of models that contributed; `absmax`, the largest alone
     """
 
     sparsifier: Sparsifier

@@ -45,6 +45,7 @@ class Matrix:
     models        parameters of each input (of the base too: usually none)
     seed          of the random masks
     inputs        for each input its model's number in the plan
+    places        for each input its place among those that the recipe lists
     results       of the products that its step needs, in that order
     shape         of the matrix
     role          what it is to a method
@@ -62,6 +63,7 @@ class Matrix:
     models: tuple[Parameters, ...]
     seed: int
     inputs: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
     results: tuple[Result, ...] = ()
     shape: tuple[int, ...] = ()
     role: Role = "other"

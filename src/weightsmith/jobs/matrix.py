@@ -33,22 +33,28 @@ WORK_SQUARES = 4
 
 
 class _OneThread:
-    """torch computes on one thread while any block is inside."""
+    """torch computes on one thread while any block is inside, and as before after the last.
+
+    OpenMP keeps a number for each thread, so every thread sets its own to 1. One that leaves before the last keeps the 1 (to
+    set it back would set the process's too): it is not asked what the number was before.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inside = 0
         self._before = 1
+        self._here = threading.local()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         import torch
 
         with self._lock:
-            if self._inside == 0:
+            if self._inside == 0 and not getattr(self._here, "changed", False):
                 self._before = torch.get_num_threads()
             self._inside += 1
-            torch.set_num_threads(1)  # by every thread: OpenMP keeps a number for each
+            self._here.changed = True
+            torch.set_num_threads(1)
         try:
             yield
         finally:
@@ -56,6 +62,7 @@ class _OneThread:
                 self._inside -= 1
                 if self._inside == 0:
                     torch.set_num_threads(self._before)
+                    self._here.changed = False
 
 
 one_thread = _OneThread()

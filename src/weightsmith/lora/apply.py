@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from weightsmith.checkpoint import Checkpoint
-from weightsmith.errors import Finding, ShapeError, nearest
+from weightsmith.errors import CheckpointError, Finding, ShapeError, nearest
+from weightsmith.formats.files import open_regular, show
 from weightsmith.lora.adapter import Adapter, Factors
-from weightsmith.sources.adapted import Adapted, Origin, Update
+from weightsmith.sources.adapted import Adapted, AdaptedTensor, Update
 from weightsmith.structure.configs import replace_value
 from weightsmith.structure.fused import fused_names
 from weightsmith.structure.vocabulary import is_embedding, is_head, is_vocabulary, tie_flag, untie
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _SHOWN = 8  # problems that a message lists
+_COPY_BYTES = 1 << 20
 
 Shape = tuple[int, ...]
 
@@ -70,10 +72,10 @@ class _Match:
         self._replaced: dict[str, str] = {}
         self._match()
 
-    def origins(self) -> dict[str, Origin]:
+    def origins(self) -> dict[str, AdaptedTensor]:
         """What each tensor of the result is made from."""
         return {
-            name: Origin(base_name, self._replaced.get(name, ""), self._update(name))
+            name: AdaptedTensor(base_name, self._replaced.get(name, ""), self._update(name))
             for name, base_name in self._base_names.items()
         }
 
@@ -104,7 +106,7 @@ class _Match:
             shown = [*problems[:_SHOWN], *([f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else [])]
             what = f"the adapter does not fit {self.base.ref}: {len(problems)} of its targets have no place there"
             fix = "name the base model that the adapter was trained on; its adapter_config.json says "
-            fix += repr((adapter.checkpoint.config or {}).get("base_model_name_or_path"))
+            fix += show((adapter.checkpoint.config or {}).get("base_model_name_or_path"))
             raise ShapeError(what, where=adapter.checkpoint.ref, details=shown, fix=fix)
         if tied:
             self._untie(tied)
@@ -213,6 +215,10 @@ class _Match:
 def _same(a: Path, b: Path) -> bool:
     """Two files hold the same bytes."""
     try:
-        return a.stat().st_size == b.stat().st_size and a.read_bytes() == b.read_bytes()
-    except OSError:
-        return False
+        with open_regular(a) as one, open_regular(b) as other:
+            while (piece := one.read(_COPY_BYTES)) == other.read(_COPY_BYTES):
+                if not piece:
+                    return True
+    except (OSError, CheckpointError):
+        pass
+    return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from weightsmith.errors import Finding, ParameterError, ShapeError, WeightsmithError
@@ -14,12 +15,14 @@ from weightsmith.mixture.routing.route import missing_packages
 from weightsmith.recipe import Expert, Upcycling
 from weightsmith.structure.vocabulary import is_embedding
 
+_AS_WARNING = "; --mergekit-lenient makes this a warning"
+
 
 class Checks:
     """Collects problems and warnings.
 
     folder   where the recipe's text files start
-    lenient  other vocabularies are a warning
+    lenient  other vocabularies and equal prompts are a warning
     """
 
     def __init__(self, recipe: Upcycling, folder: Path, *, lenient: bool) -> None:
@@ -67,8 +70,8 @@ class Checks:
             first = seen.setdefault(own.said, e)
             if own.has_prompts and recipe.experts[first].section is not expert.section:  # else: copies, which are meant
                 what = f"experts {first} and {e} have the same prompts, so their router weights would be the same"
-                fix = "give each expert prompts of its own, or write gate_mode: random"
-                self.problems.append(ParameterError(what, where=expert.section.where, fix=fix))
+                fix = "write prompts of its own for each expert, or gate_mode: random"
+                self._lenient(ParameterError(what, where=expert.section.where, fix=f"{fix}{_AS_WARNING}"))
 
     def warn_of_silent(self, texts: Sequence[Texts]) -> None:
         """Shared experts that have a gate and no prompts to make it of."""
@@ -94,18 +97,23 @@ class Checks:
         if donor is not base and (more := sorted({n for layer in donor.layers for n in layer.rest if n.startswith("mlp.")})):
             what = f"{expert.model} has {more[0]} in its layers, for which an expert has no place"
             self.problems.append(ShapeError(what, where=where, fix="an expert is gate, up and down projections alone"))
-        acts = [str(semantics(each.donor.config)["hidden_act"]).replace("swish", "silu") for each in (donor, base)]
+        configs = [semantics(each.donor.config, each.donor.label) for each in (donor, base)]
+        acts = [str(config["hidden_act"]).replace("swish", "silu") for config in configs]
         if acts[0] != acts[1]:
             what = f"{expert.model} has the activation {acts[0]}, and {label} has {acts[1]}: the experts of a mixture have one"
             self.problems.append(ShapeError(what, where=where, fix="take experts with the base's activation"))
         ours, theirs = _vocabulary(base), _vocabulary(donor)
         if ours != theirs:
             what = f"{expert.model} has {theirs} tokens, and {label} has {ours}, which are the mixture's"
-            fix = "an expert of use reads the base's tokens"
-            if self.lenient:
-                self.warnings.append(Finding(what, where, fix=fix))
-            else:
-                self.problems.append(ShapeError(what, where=where, fix=f"{fix}; --mergekit-lenient makes this a warning"))
+            self._lenient(ShapeError(what, where=where, fix=f"take an expert that reads the base's tokens{_AS_WARNING}"))
+
+    def _lenient(self, problem: WeightsmithError) -> None:
+        """A problem that --mergekit-lenient makes a warning."""
+        if self.lenient:
+            found = problem.finding
+            self.warnings.append(replace(found, fix=found.fix.removesuffix(f"{_AS_WARNING}.")))
+        else:
+            self.problems.append(problem)
 
 
 def _vocabulary(dense: Dense) -> int:

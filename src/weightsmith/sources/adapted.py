@@ -36,7 +36,7 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class AdaptedTensor:
     """What a tensor of an adapted source is made from.
 
     base         the base's tensor that it stands for: it is written as the dtype that this one is kept as
@@ -60,11 +60,11 @@ class Adapted:
     where          the model as the user named it, for messages
     """
 
-    def __init__(self, base: Tensors, adapter: Tensors, origins: Mapping[str, Origin], where: str) -> None:
+    def __init__(self, base: Tensors, adapter: Tensors, origins: Mapping[str, AdaptedTensor], where: str) -> None:
         self._base, self._adapter, self._where = base, adapter, where
         self._origins = {name: origins[name] for name in sorted(origins, key=natural_key)}
         self.specs: Mapping[str, TensorSpec] = {name: self._spec(name, origin) for name, origin in self._origins.items()}
-        changes = [repr((name, origin)) for name, origin in self._origins.items() if origin != Origin(name)]
+        changes = [repr((name, origin)) for name, origin in self._origins.items() if origin != AdaptedTensor(name)]
         self.identity = digest([base.identity, adapter.identity, changes])
         self.paths: tuple[Path, ...] = (*base.paths, *adapter.paths)
         self._factors: dict[str, tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]] = {}
@@ -116,14 +116,14 @@ class Adapted:
         self._base.close()
         self._adapter.close()
 
-    def _origin(self, name: str) -> Origin:
+    def _origin(self, name: str) -> AdaptedTensor:
         return self._origins[spec_of(self.specs, name, self._where).name]
 
-    def _stored(self, origin: Origin) -> tuple[Tensors, str]:
+    def _stored(self, origin: AdaptedTensor) -> tuple[Tensors, str]:
         """The source and the name there of what a tensor starts from."""
         return (self._adapter, origin.replacement) if origin.replacement else (self._base, origin.base)
 
-    def _spec(self, name: str, origin: Origin) -> TensorSpec:
+    def _spec(self, name: str, origin: AdaptedTensor) -> TensorSpec:
         source, stored = self._stored(origin)
         spec = replace(source.specs[stored], name=name)
         return spec if origin.update is None or spec.dtype.name == "F64" else replace(spec, dtype=DTYPES["F32"])

@@ -10,15 +10,15 @@ from weightsmith.containers import Layout, ShardLayout, TensorPlace, make_layout
 from weightsmith.store.checksum import combine, grain_bytes, hash_grains
 from weightsmith.store.save import Saved, save_file, save_model
 from weightsmith.store.staging import Staging, staging_folder
-from weightsmith.store.verify import Report, verify
+from weightsmith.store.verify import Verified, verify
 
 __all__ = [
     "Layout",
-    "Report",
     "Saved",
     "ShardLayout",
     "Staging",
     "TensorPlace",
+    "Verified",
     "combine",
     "grain_bytes",
     "hash_grains",

@@ -22,6 +22,7 @@ from weightsmith.errors import NOTHING_WRITTEN, NoSpace, StoreError
 from weightsmith.formats import files
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # disk full, quota, file size limit
+TOO_MANY_FILES = frozenset({errno.EMFILE, errno.ENFILE})  # open, by this process or by all
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
 _NO_LINKS = _UNSUPPORTED | {errno.EPERM, errno.EMLINK}
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})

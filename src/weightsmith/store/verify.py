@@ -19,7 +19,7 @@ from weightsmith.store.staging import hash_file, list_files
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Verified:
     """A checkpoint that is what was written.
 
     folder   what was checked
@@ -38,7 +38,7 @@ class Report:
     extra: tuple[str, ...]
 
 
-def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progress | None = None) -> Report:
+def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progress | None = None) -> Verified:
     """Re-read a checkpoint whole and compare it with its manifest.
 
     threads   threads that read and hash, 4 MiB of memory each
@@ -78,7 +78,7 @@ def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progre
             fix="restore these from a copy, or make the checkpoint again",
         )
     nbytes += sum(weight.nbytes for weight in manifest.weights.values())
-    return Report(root, manifest.plan, len(manifest.tensors), len(manifest.files), nbytes, tuple(sorted(stray - loadable)))
+    return Verified(root, manifest.plan, len(manifest.tensors), len(manifest.files), nbytes, tuple(sorted(stray - loadable)))
 
 
 def _file_problem(path: Path, nbytes: int) -> str:

@@ -1,7 +1,8 @@
-"""config.json as nested mappings: the walks over it. A value may be of any type, and nesting may be deep."""
+"""config.json as nested mappings: the walks over it, and its values by their types. A value may be of any type."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -16,6 +17,8 @@ MAX_DEPTH = 6
 
 MAX_COUNT = 1 << 24
 """The largest number of layers, heads or columns that is believed."""
+
+MAX_LAYERS = 1 << 16
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Keys of the number of routed experts."""
@@ -70,27 +73,43 @@ def whole_numbers(value: object) -> list[int]:
     return [n for n in map(whole_number, value if isinstance(value, list) else [value]) if n is not None]
 
 
-def count_of(config: Mapping[str, Any], key: str) -> int:
-    """A number of layers, heads or columns, 0 to 2^24; 0 where it is missing or null. Raises FormatError.
+def finite_number(value: object) -> float | None:
+    """An int or a float, as far as it is a number that float() takes: None for a bool, text, NaN, 10**400."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def count_of(config: Mapping[str, Any], key: str, *, where: str = "", most: int = MAX_COUNT) -> int:
+    """A number of layers, heads or columns, 0 to `most`; 0 where it is missing or null. Raises FormatError.
 
     >>> count_of({"num_attention_heads": 8, "head_dim": None}, "num_attention_heads")
     8
     """
     value = config.get(key)
     count = 0 if value is None else whole_number(value)
-    if count is None or not 0 <= count <= MAX_COUNT:
-        raise FormatError(f"{key} of config.json is {show(value)}", fix=f"it must be a whole number, 0 to {MAX_COUNT:,}")
+    if count is None or not 0 <= count <= most:
+        raise wrong_value(key, value, f"a whole number, 0 to {most:,}", where)
     return count
 
 
-def texts(value: object) -> Iterator[str]:
-    """Every text in a value, keys among them."""
-    todo = [value]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, Mapping):
-            todo += [*value, *value.values()]
-        elif isinstance(value, list):
-            todo += value
+def number_of(config: Mapping[str, Any], key: str, default: float, *, where: str = "") -> float:
+    """A finite number; `default` where it is missing or null. Raises FormatError.
+
+    >>> number_of({"rope_theta": 1e6}, "rope_theta", 1e4), number_of({}, "rope_theta", 1e4)
+    (1000000.0, 10000.0)
+    """
+    value = config.get(key)
+    number = default if value is None else finite_number(value)
+    if number is None:
+        raise wrong_value(key, value, "a finite number", where)
+    return number
+
+
+def wrong_value(key: str, value: object, wanted: str, where: str = "") -> FormatError:
+    """The error for a value of config.json that cannot be. wanted: what it must be."""
+    what = f"{key} of config.json is {show(value)}, not {wanted}"
+    return FormatError(what, where=where, fix="Repair config.json, or download it again.")

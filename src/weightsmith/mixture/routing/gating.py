@@ -62,6 +62,7 @@ class Gating:
     report         where the rows send the prompts is counted
     where          position of the gate mode in the recipe
     packages       versions of the programs that hidden states depend on
+    lenient        rows that cannot tell the experts apart are written, with a warning
     """
 
     mode: str
@@ -77,6 +78,7 @@ class Gating:
     report: bool
     where: str
     packages: Mapping[str, str]
+    lenient: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
