@@ -376,9 +376,7 @@ def _kept_products(plan: Plan, staging: Staging) -> Results:
     return results
 
 
-def _finished(
-    plan: Plan, staging: Staging, results: Results, allow_nonfinite: bool
-) -> dict[str, tuple[float, float] | None]:
+def _finished(plan: Plan, staging: Staging, results: Results, allow_nonfinite: bool) -> dict[str, tuple[float, float] | None]:
     """The tensors that an earlier run has finished, with their distances from the base.
 
     A tensor counts only if the very products that it was made from still exist (computed again they might differ), and

@@ -31,7 +31,9 @@ _NEVER_MAP = re.compile(r"label|token|task_specific_params|generation_config|aut
 _INDICES = re.compile(r"(layers?|idxs?|indices|indexes|layer_ids|block_ids|blocks_enum|layers_enum|block_indices)$")
 _TAPS = re.compile(r"deepstack|out_indices|intermediate_layers_indices|extract_layers|feature_layers?$|tap_layers")
 _NOT_INDICES = re.compile(r"_source_layers$|summary")
-_ALL_LAYERS = re.compile(r"(^|[._])per_layer_|_per_layer\.|(^|\.)(contact_head|mid_position_embeddings|layer_weights|attn_res)(\.|$)")
+_ALL_LAYERS = re.compile(
+    r"(^|[._])per_layer_|_per_layer\.|(^|\.)(contact_head|mid_position_embeddings|layer_weights|attn_res)(\.|$)"
+)
 _FLAGS = re.compile(r"^no_rope_layers$|_types?$|_freq$")
 
 
@@ -134,10 +136,10 @@ def move_indices(key: str, value: Sequence[int], remap: Remap, first: int) -> li
 
 def is_stages(config: Mapping[str, Any], remap: Remap) -> bool:
     """True for the section of a backbone whose stages are its layers: `stage_names` is stem, stage1, stage2, …"""
-    names = config.get("stage_names")
-    return names == _stage_names(remap.n_old) or (
-        names is None and isinstance(config.get("out_features"), list) and set(config["out_features"]) <= set(_stage_names(remap.n_old))
-    )
+    stages, features = _stage_names(remap.n_old), config.get("out_features")
+    if "stage_names" in config:
+        return bool(config["stage_names"] == stages)
+    return isinstance(features, list) and bool(features) and all(feature in stages for feature in features)
 
 
 def move_stages(config: Mapping[str, Any], remap: Remap) -> dict[str, Any]:
