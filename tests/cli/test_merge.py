@@ -216,6 +216,35 @@ def test_ctrl_c_keeps_the_work_and_the_same_command_finishes_it_with_equal_bytes
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "fresh/model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
+def test_ctrl_c_does_not_wait_for_kernels(work: Path) -> None:
+    """DELLA's kernels take seconds: the process ends before they are compiled, and the same command does the rest."""
+    recipe = "merge_method: della\nbase_model: a\nmodels: [{model: b}]\nparameters: {weight: 1, density: 0.5, epsilon: 0.2}\n"
+    (work / "della.yml").write_text(recipe)
+    env = environment(NUMBA_CACHE_DIR=str(work / "kernels"))
+    args = ["merge", "della.yml", "out", "--no-fsync"]
+    with subprocess.Popen([sys.executable, "-c", _START, *args], env=env, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        seen = []
+        for line in process.stderr:
+            seen.append(line)
+            if line == "compiling kernels (first run only)\n":
+                break
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        seen += process.stderr
+        assert process.wait() == 130, seen
+        assert time.monotonic() - began < 1
+    assert "Interrupted. Finished tensors are kept" in "".join(seen)
+    assert "Traceback" not in "".join(seen)
+    again = run_process(*args, env=env)
+    assert again.code == 0, again.err
+    assert "compiling kernels (first run only)" in again.err
+    warm = run_process("merge", "della.yml", "warm", "--no-fsync", env=env)
+    assert "compiling" not in warm.err
+    assert (work / "out/model.safetensors").read_bytes() == (work / "warm/model.safetensors").read_bytes()
+
+
 def test_ctrl_c_before_anything_was_made_says_that_nothing_is_left(
     cli: Cli, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,8 @@ def main() -> None:
     except KeyboardInterrupt:  # between the commands' own handlers: while modules are imported
         sys.exit(130)
     except SystemExit as end:
-        if end.code == 130:  # all is closed; Python itself would wait for a thread that compiles a kernel
+        jit = sys.modules.get("weightsmith.kernels.jit")
+        if jit is not None and jit.is_left() and isinstance(end.code, int):  # all is closed; Python would wait for the compiler
             sys.stdout.flush()
-            os._exit(130)
+            os._exit(end.code)
         raise
