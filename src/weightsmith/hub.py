@@ -155,5 +155,5 @@ def _explain(error: Exception, where: str) -> CheckpointError:
         "the download failed",
         where=where,
         details=details,
-        fix="What has arrived is kept in the cache: run the same command again to go on.",
+        fix="Run the same command again to resume: what has arrived is kept in the cache.",
     )

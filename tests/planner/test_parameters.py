@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests import plan_help
 from tests.plan_help import only, plan, problems, warnings
-from weightsmith.errors import ParameterError, UnknownParameter
+from weightsmith.errors import ParameterError, UnknownName, UnknownParameter
 from weightsmith.planner import prepare
 
 LAYERS = 4

@@ -131,7 +131,7 @@ def _read_text(path: Path) -> tuple[FileState, bytes]:
                 raise FormatError(
                     f"{nbytes} bytes: too short for a safetensors file, which starts with 8 bytes of header length",
                     where=str(path),
-                    fix="The download was probably interrupted: get the file again.",
+                    fix="Get the file again: the download was probably interrupted.",
                 )
             length = int.from_bytes(prefix, "little")
             if length > MAX_HEADER_BYTES:
@@ -146,7 +146,7 @@ def _read_text(path: Path) -> tuple[FileState, bytes]:
                     f"header length {length:,}, but the file ends after {nbytes:,} bytes: "
                     f"{8 + length - nbytes:,} bytes of the header are missing",
                     where=str(path),
-                    fix="The download was probably interrupted: get the file again.",
+                    fix="Get the file again: the download was probably interrupted.",
                 )
             text = bytearray()
             while len(text) < length and (chunk := file.read(length - len(text))):
@@ -157,7 +157,7 @@ def _read_text(path: Path) -> tuple[FileState, bytes]:
         raise FormatError(
             f"shrank while it was read: header length {length:,}, {len(text):,} bytes came",
             where=str(path),
-            fix="Another program is writing the file: wait for it, then try again.",
+            fix="Wait, then try again: another program is writing the file.",
         )
     return state, bytes(text)
 
@@ -244,7 +244,7 @@ def _check_cover(placed: list[tuple[int, int, int, str, DType, tuple[int, ...]]]
         raise FormatError(
             f"truncated: {covered - data_bytes:,} of {covered:,} bytes of tensor data are missing",
             where=str(path),
-            fix="The download was probably interrupted: get the file again.",
+            fix="Get the file again: the download was probably interrupted.",
         )
     if covered < data_bytes:
         raise FormatError(

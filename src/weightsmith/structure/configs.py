@@ -79,7 +79,7 @@ def count_of(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
     count = 0 if value is None else whole_number(value)
     if count is None or not 0 <= count <= MAX_COUNT:
-        raise FormatError(f"{key} of config.json is {show(value)}", fix=f"it must be a whole number, 0 to {MAX_COUNT:,}")
+        raise FormatError(f"{key} of config.json is {show(value)}", fix=f"write a whole number, 0 to {MAX_COUNT:,}")
     return count
 
 

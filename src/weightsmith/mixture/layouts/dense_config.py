@@ -200,7 +200,7 @@ def rope_scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """What says how rotary embeddings are stretched: the old key where both are there, as in transformers."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
-        raise FormatError(f"rope_scaling of config.json is {show(rope)}", fix="it must be an object")
+        raise FormatError(f"rope_scaling of config.json is {show(rope)}", fix="write an object")
     return rope
 
 

@@ -81,7 +81,7 @@ def _read(path: Path, where: str) -> str | WeightsmithError:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
         reason = error.strerror if isinstance(error, OSError) else error
-        fix = "a relative path starts at the recipe's folder"
+        fix = "check the path: a relative one starts at the recipe's folder"
         return NotFound(f"the text file {path} cannot be read: {reason}", where=where, fix=fix)
     if len(data) > MAX_BYTES:
         what = f"the text file {path} is larger than {MAX_BYTES:,} bytes"
@@ -166,6 +166,6 @@ def too_long(rows: Sequence[Rows], names: Sequence[tuple[str, str]], limit: int)
         longest = max((len(r.ids) for r in (*own.positive, *own.negative, *own.held_out)), default=0)
         if longest > limit:
             what = f"a prompt of {name} has {longest:,} tokens, and the base takes at most {limit:,}"
-            fix = "shorten it; a text file is cut into rows with prompt_tokens: 512"
+            fix = "write a shorter one; prompt_tokens: 512 cuts a text file into rows"
             problems.append(ParameterError(what, where=where, fix=fix))
     return problems
