@@ -22,7 +22,7 @@ def test_a_recipe_comes_from_standard_input(work: Path) -> None:
     ran = run_process("merge", "-", "out", "--quiet", cwd=work, input=LINEAR)
     assert (ran.code, ran.err) == (0, "")
     assert (work / "out/recipe.yml").read_text().strip() == LINEAR.strip()
-    ran = run_process("plan", "-", cwd=work, input="merge_method: linaer\n")
+    ran = run_process("plan", "-", cwd=work, input=LINEAR.replace("linear", "linaer"))
     assert ran.code == 1
     assert "error[unknown-method]: <text>:1:1: no merge method is called 'linaer'" in ran.err
 
@@ -62,9 +62,9 @@ def test_a_wrong_value_is_an_error_at_the_option_and_others_keep_their_lines(cli
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("models[7].model=a", "there is no entry [7] in a list of 2"),
-        ("merge_method.x=1", "no key 'x' in the text 'linear'"),
-        ("models.model=a", "no key 'model' in a list of 2"),
+        ("models[7].model=a", "the recipe has no entry [7] there"),
+        ("merge_method.x=1", "'x' cannot be put into the text 'linear'"),
+        ("models.model=a", "'model' cannot be put into a list of 2"),
         ("a..b=1", "this is not the place of a value in the recipe"),
     ],
 )
