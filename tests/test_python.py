@@ -55,13 +55,13 @@ def test_what_is_no_dtype_is_an_error(recipe: dict[str, Any]) -> None:
 @pytest.mark.parametrize("source", [None, 3, b"merge_method: linear\n", ["a"]])
 def test_what_is_no_recipe_is_a_clear_error(source: Any) -> None:
     name = type(source).__name__
-    for function in (
-        weightsmith.plan,
-        lambda recipe: weightsmith.merge(recipe, "out"),
-        lambda recipe: weightsmith.moe(recipe, "o"),
-    ):
-        with pytest.raises(TypeError, match=rf"a recipe is the path of a file, YAML text or a mapping, not {name}"):
-            function(source)
+    wrong = rf"a recipe is the path of a file, YAML text or a mapping, not {name}"
+    with pytest.raises(TypeError, match=wrong):
+        weightsmith.plan(source)
+    with pytest.raises(TypeError, match=wrong):
+        weightsmith.merge(source, "out")
+    with pytest.raises(TypeError, match=wrong):
+        weightsmith.moe(source, "out")
 
 
 def test_values_are_put_into_the_recipe(recipe: dict[str, Any]) -> None:
