@@ -122,7 +122,7 @@ def test_without_leave_it_is_refused_and_said_what_would_run(own: Path) -> None:
         ),
         ("./bad.py:f", "{folder}/bad.py, line 2 cannot be loaded: SyntaxError: "),
         ("./exits.py:f", "{folder}/exits.py cannot be loaded: SystemExit: 3"),
-        ("./sign.py:f", "f(models) has no argument 'out'\n  -> A block_method takes models, out and perhaps base."),
+        ("./sign.py:f", "f(models) has no argument 'out'\n  -> Write models, out and perhaps base as its arguments."),
     ],
 )
 def test_what_is_wrong_with_the_code_is_said_with_its_line_in_the_recipe(own: Path, method: str, message: str) -> None:

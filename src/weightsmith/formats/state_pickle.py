@@ -203,7 +203,7 @@ class _Machine:
             operation(self)
         else:
             raise Unsupported(
-                f"the pickle has more than {MAX_STEPS:,} instructions", where=self.where, fix=f"It may be an attack. {CONVERT}"
+                f"the pickle has more than {MAX_STEPS:,} instructions", where=self.where, fix=f"{CONVERT} It may be an attack."
             )
         if len(self.stack) != 1 or self.marks:
             self.reject(f"ends with {len(self.stack)} values on its stack and {len(self.marks)} open marks, not with one value")
@@ -241,7 +241,7 @@ class _Machine:
         self.made += 1
         if self.made > MAX_VALUES:
             raise Unsupported(
-                f"the pickle makes more than {MAX_VALUES:,} values", where=self.where, fix=f"It may be an attack. {CONVERT}"
+                f"the pickle makes more than {MAX_VALUES:,} values", where=self.where, fix=f"{CONVERT} It may be an attack."
             )
 
     def push(self, value: Any) -> None:
@@ -249,7 +249,7 @@ class _Machine:
             raise Unsupported(
                 f"the pickle has more than {MAX_STACK:,} values on its stack",
                 where=self.where,
-                fix=f"It may be an attack. {CONVERT}",
+                fix=f"{CONVERT} It may be an attack.",
             )
         self.stack.append(value)
 

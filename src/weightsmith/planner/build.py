@@ -380,7 +380,7 @@ class _Planner:
         if self.recipe.slices:
             why = f"{what} copied from {donor}: 'slices' is about the layers of one module"
             return [Finding(why, self.recipe.at("slices"))]
-        fix = "mergekit leaves such a module out of the output"
+        fix = "write the module in the recipe, if that is not meant; mergekit leaves it out of the output"
         return [Finding(f"{what} not mentioned, and copied from {donor}", self.recipe.at("modules"), fix=fix)]
 
     def _refusal(self) -> PlanError:

@@ -69,7 +69,7 @@ class ExpertSelection:
             self._problem("'saliency' needs 'experts': how many stay in each layer", "saliency", "Write experts: 32.")
             return {}
         if wanted > n:
-            fix = f"at most {n}"
+            fix = f"write at most {n}"
             self._problem(f"experts: {wanted} are to stay in each layer, and there are {n}", "experts", fix)
             return {}
         kept = {}
@@ -179,12 +179,12 @@ class ExpertSelection:
         missing = [layer for layer in layers if layer not in given]
         if strange:
             what = f"layer {strange[0]} has no experts, or is not there"
-            self.problems.append(LayerError(what, where=where, fix=f"layers with experts: {_runs(layers)}"))
+            self.problems.append(LayerError(what, where=where, fix=f"write layers that have experts: {_runs(layers)}"))
         if missing:
             one = len(missing) == 1
             what = f"layer{'' if one else 's'} {_runs(missing)} {'has' if one else 'have'} experts and {'is' if one else 'are'}"
             self.problems.append(
-                LayerError(f"{what} not in '{key}'", where=where, fix="say it of every layer that has experts")
+                LayerError(f"{what} not in '{key}'", where=where, fix="write it for every layer that has experts")
             )
         return {layer: given[layer] for layer in layers if layer in given}
 
@@ -210,7 +210,7 @@ class ExpertSelection:
             first, n = next(iter(counts.items()))
             other, m = next((layer, k) for layer, k in counts.items() if k != n)
             what = f"layer {first} would have {n} experts, and layer {other} {m}"
-            fix = "config.json has one number for all layers: leave as many in each"
+            fix = "leave as many in each layer: config.json has one number for all"
             self.problems.append(LayerError(what, where=self.where, fix=fix))
 
     @property
