@@ -1,4 +1,4 @@
-"""What each expert is for: its prompts as the recipe and its text files have them, and as rows of tokens."""
+"""The prompts of each expert, from the recipe and text files, as text and as rows of tokens."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from weightsmith.formats.files import expand_user
 from weightsmith.recipe import Expert
 
 MAX_BYTES = 4 << 20
-"""Of a text file of prompts: a million tokens, which take a 7B model hours on a CPU."""
+"""Size limit of a text file: about a million tokens, which take a 7B model hours on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """The texts of one expert. whole: text files that are still to be cut into rows, by what they are."""
+    """The texts of one expert. whole: text files to be split into rows, by kind."""
 
     positive: tuple[str, ...] = ()
     negative: tuple[str, ...] = ()
@@ -27,25 +27,25 @@ class Texts:
 
     @property
     def has_prompts(self) -> bool:
-        """There is something that the expert is for."""
+        """Whether there are positive prompts."""
         return bool(self.positive or (self.whole or {}).get("positive"))
 
     @property
     def has_held_out(self) -> bool:
-        """There is something to try the router on."""
+        """Whether there are held-out texts."""
         return bool(self.held_out or (self.whole or {}).get("held_out"))
 
     @property
     def said(self) -> tuple[object, ...]:
-        """What router weights are made of: experts of which this is equal get equal ones."""
+        """What router weights are computed from: equal values give equal weights."""
         return self.positive, self.negative, (self.whole or {}).get("positive")
 
 
 def read_texts(expert: Expert, folder: Path, prompt_tokens: int | None) -> tuple[Texts, list[WeightsmithError]]:
-    """The texts of an expert, and what is wrong with its files.
+    """The texts of an expert, and the problems with its files.
 
-    folder         that relative paths start from
-    prompt_tokens  None: a paragraph of a file is a prompt
+    folder         base for relative paths
+    prompt_tokens  None: each paragraph of a file is a prompt
 
     >>> read_texts(expert, Path("recipes"), None)[1]                                                     # doctest: +SKIP
     [NotFound('the text file recipes/fr.txt cannot be read: No such file or directory')]
@@ -81,24 +81,24 @@ def _read(path: Path, where: str) -> str | WeightsmithError:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
         reason = error.strerror if isinstance(error, OSError) else error
-        fix = "a relative path starts at the recipe's folder"
+        fix = "relative paths start at the recipe's folder"
         return NotFound(f"the text file {path} cannot be read: {reason}", where=where, fix=fix)
     if len(data) > MAX_BYTES:
         what = f"the text file {path} is larger than {MAX_BYTES:,} bytes"
-        return ParameterError(what, where=where, fix="name a part of it: some ten thousand tokens are plenty")
+        return ParameterError(what, where=where, fix="use a part of it: about ten thousand tokens are plenty")
     try:
         text = data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        what = f"the text file {path} is not UTF-8: byte 0x{data[error.start]:02x} at {error.start:,}"
+        what = f"the text file {path} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start:,}"
         return SyntaxProblem(what, where=where, fix="save it as UTF-8")
     if not text.strip():
-        return ParameterError(f"the text file {path} is empty", where=where, fix="write texts that the expert is for")
+        return ParameterError(f"the text file {path} is empty", where=where, fix="write typical inputs of the expert")
     return text
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One prompt as tokens. start: how many at its beginning every prompt has, and no count includes."""
+    """One prompt as tokens. start: the length of the prefix that the tokenizer adds, which no statistic includes."""
 
     ids: tuple[int, ...]
     start: int
@@ -114,10 +114,10 @@ class Rows:
 
 
 class Tokens:
-    """Makes rows of texts.
+    """Tokenises texts into rows.
 
-    plain  as mergekit has them: the text of the bos token and the prompt, whatever the tokenizer itself puts before a text.
-           Otherwise what the tokenizer puts before every text stands before each row
+    plain  as mergekit does: the text of the bos token and the prompt, without the tokenizer's own prefix. Otherwise each
+           row starts with the tokenizer's prefix
     """
 
     def __init__(self, tokenizer: Any, *, plain: bool) -> None:
@@ -130,7 +130,7 @@ class Tokens:
             self._prefix = ids[: next((k for k in range(len(ids)) if ids[k : k + len(bare)] == bare), 0)]
 
     def rows(self, texts: Texts, prompt_tokens: int | None) -> Rows:
-        """The rows of all texts of an expert; a text without a token has none."""
+        """The rows of all texts of an expert. Texts without tokens have none."""
         whole = texts.whole or {}
         positive = [*map(self._row, texts.positive), *self._cut(whole.get("positive", ""), prompt_tokens)]
         held_out = [*map(self._row, texts.held_out), *self._cut(whole.get("held_out", ""), prompt_tokens)]
@@ -155,16 +155,16 @@ def _full(rows: Any) -> tuple[Row, ...]:
 
 
 def too_long(rows: Sequence[Rows], names: Sequence[tuple[str, str]], limit: int) -> list[WeightsmithError]:
-    """An error for each expert with a prompt longer than the model's positions.
+    """An error for each expert with a prompt that exceeds the model's positions.
 
-    names  of each expert's model, and the position of its entry in the recipe
+    names  each expert's model name, and the position of its entry in the recipe
     limit  tokens
     """
     problems: list[WeightsmithError] = []
     for own, (name, where) in zip(rows, names, strict=True):
         longest = max((len(r.ids) for r in (*own.positive, *own.negative, *own.held_out)), default=0)
         if longest > limit:
-            what = f"a prompt of {name} has {longest:,} tokens, and the base takes at most {limit:,}"
-            fix = "shorten it; a text file is cut into rows with prompt_tokens: 512"
+            what = f"a prompt of {name} has {longest:,} tokens, but the base supports at most {limit:,}"
+            fix = "shorten it, or split a text file into rows with prompt_tokens: 512"
             problems.append(ParameterError(what, where=where, fix=fix))
     return problems
