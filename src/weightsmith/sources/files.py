@@ -1,7 +1,7 @@
-"""The files of a source, and tensors that are runs of plain bytes in them: safetensors, and all that is laid out like it.
+"""The files of a source, and tensors stored in them as plain bytes, as in safetensors.
 
-Bytes come through positioned reads into the caller's buffers: no memory map (no crash when a file shrinks, no resident
-gigabytes), no file position, so many threads may read at once.
+Positioned reads fill the caller's buffers. There is no memory map (no crash if a file shrinks, no resident gigabytes) and no
+file position, so many threads can read at once.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from weightsmith.tensors import DType, TensorSpec
 if TYPE_CHECKING:
     from weightsmith.sources.base import Buffer
 
-MAX_OPEN_FILES = 65_536  # as far as the process's soft limit is raised when a model has very many shards
+MAX_OPEN_FILES = 65_536  # the process's soft limit is raised up to this for models with very many shards
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
     """One file of a source.
 
-    path    as it is opened
-    state   as the file was before its table of tensors was read
+    path    path to open
+    state   the file's state before its table of tensors was read
     digest  hash of that table, hex
     """
 
@@ -43,11 +43,11 @@ class SourceFile:
 
 
 class SourceFiles:
-    """The files of a source: opened at first use, then kept open; read from any thread; compared with what they were.
+    """The files of a source. Opened on first use, then kept open; read from any thread; checked for changes.
 
     paths     of all files, as given
-    identity  of names, sizes and tables; equal for a copy of the files
-    state     of the identity, and of which files these are and when they were changed
+    identity  hash of names, sizes and tables; equal for a copy of the files
+    state     hash of the identity and of each file's inode and change time
     """
 
     def __init__(self, files: Sequence[SourceFile], where: str) -> None:
@@ -58,28 +58,28 @@ class SourceFiles:
         self.paths = tuple(file.path for file in files)
         facts = [(file.path.name, file.state.nbytes, file.digest) for file in files]
         self.identity = digest(facts)
-        # Without the device: network file systems are given another number after each mount.
+        # Without the device number, which changes with each mount of a network file system.
         self.state = digest([facts, [(f.state.inode, f.state.mtime_ns, f.state.ctime_ns) for f in files]])
         self._where = where
         self._states = {file.path: file.state for file in files}
         self._lock = threading.Lock()
         self._closed = False
-        # Kept open once opened: `location` hands descriptors out, so none may be closed under its user.
+        # Never closed early, because `location` hands out descriptors.
         self._fds: dict[Path, int] = {}
         self._finalizer = weakref.finalize(self, _close_all, self._fds)
 
     def fd(self, path: Path) -> int:
-        """The descriptor of a file, open until `close`. Raises CheckpointError for one that has changed, and when closed."""
+        """The descriptor of a file, open until `close`. Raises CheckpointError if the file has changed, or after `close`."""
         fd = self._fds.get(path)
         return self._open(path) if fd is None else fd
 
     def read(self, path: Path, name: str, offset: int, out: memoryview) -> None:
-        """Fill `out` with the bytes of a file from `offset` on. name: of the tensor that is read, for messages.
+        """Fill `out` with the bytes of a file from `offset` on. name: the tensor, for messages.
 
-        Raises FormatError when the file ends early, CheckpointError for an I/O error, else as `fd`.
+        Raises FormatError if the file ends early, CheckpointError for an I/O error, else as `fd`.
         """
         fd, done = self.fd(path), 0
-        while done < len(out):  # one call moves at most 2 GiB, and may always move less
+        while done < len(out):  # one call reads at most 2 GiB, and may read less
             try:
                 n = os.preadv(fd, [out[done:]], offset + done)
             except OSError as error:
@@ -91,7 +91,7 @@ class SourceFiles:
                     f"the file shrank while reading tensor {show(name)}: it ends at byte {offset + done:,}, "
                     f"{len(out) - done:,} bytes early",
                     where=str(path),
-                    fix="Another program is writing the file: wait for it, then start again.",
+                    fix="Another program is writing the file: wait until it is done, then start again.",
                 )
             done += n
 
@@ -103,7 +103,7 @@ class SourceFiles:
                 now = [path.stat(), *([] if fd is None else [os.fstat(fd)])]
             except OSError as error:
                 raise CheckpointError(
-                    f"the file was readable when it was opened, and is not any more: {error.strerror}",
+                    f"the file is no longer readable: {error.strerror}",
                     where=str(path),
                     fix="Restore the file, then start again.",
                 ) from error
@@ -135,7 +135,7 @@ class SourceFiles:
 
 
 class InFile(Protocol):
-    """A tensor of a file: `StoredTensor`, `StoredView`."""
+    """A tensor of a file: `StoredTensor` or `StoredView`."""
 
     @property
     def spec(self) -> TensorSpec:
@@ -143,16 +143,16 @@ class InFile(Protocol):
 
     @property
     def file(self) -> Path:
-        """As it was opened."""
+        """The file it is in."""
 
 
 _InFile = TypeVar("_InFile", bound=InFile)
 
 
 class FileTensors(ABC, Generic[_InFile]):
-    """A source of tensors that are in files. A kind of file says where the bytes of a tensor are, and how they are read.
+    """A source of tensors in files. Subclasses define how to read a tensor's bytes.
 
-    stored  name → what is known of the tensor
+    stored  name → the stored tensor
     files   every file that `stored` names, in natural order
     where   the model as the user named it, for messages
     """
@@ -182,7 +182,7 @@ class FileTensors(ABC, Generic[_InFile]):
 
     @abstractmethod
     def _read(self, tensor: _InFile, start_byte: int, out: memoryview) -> None:
-        """Fill `out` with the tensor's bytes from `start_byte` on; they are within the tensor."""
+        """Fill `out` with the tensor's bytes from `start_byte` on. The range is already checked."""
 
     def _find(self, name: str) -> _InFile:
         """Raises as `spec_of`."""
@@ -197,7 +197,7 @@ class FileTensors(ABC, Generic[_InFile]):
 
 
 class PlainFiles(FileTensors[StoredTensor]):
-    """A source whose tensors are runs of bytes, little-endian and row-major, in files."""
+    """A source whose tensors are stored as contiguous, little-endian, row-major bytes."""
 
     def location(self, name: str) -> tuple[int, int]:
         tensor = self._find(name)
@@ -216,7 +216,7 @@ def unite(
     folder  of the files, for messages
     index   its path, and its map of tensor name → file name
 
-    Raises FormatError: no tensor, one in two files, one that the index does not list or places elsewhere.
+    Raises FormatError if there is no tensor, if one is in two files, or if files and index disagree.
     """
     united: dict[str, _InFile] = {}
     for tensors in tables:
@@ -224,13 +224,13 @@ def unite(
             other = united.setdefault(tensor.spec.name, tensor)
             if other is not tensor:
                 raise FormatError(
-                    f"tensor {show(tensor.spec.name)} is in two files: which one is meant?",
+                    f"tensor {show(tensor.spec.name)} is in two files",
                     where=str(folder),
                     details=tuple(f"{t.file.name}  {list(t.spec.shape)} {t.spec.dtype}" for t in (other, tensor)),
                     fix="Remove the file that does not belong to this model.",
                 )
     if not united:
-        raise FormatError("there is no tensor in the weight files", where=str(folder))
+        raise FormatError("the weight files contain no tensors", where=str(folder))
     if index is not None:
         path, weight_map = index
         for name, file in weight_map.items():
@@ -255,12 +255,12 @@ def unite(
 
 
 def _check_same(path: Path, opened: FileState, stat: os.stat_result) -> None:
-    """Raise CheckpointError when a file is not as it was when it was opened."""
+    """Raise CheckpointError if a file has changed since it was opened."""
     if difference := opened.difference(FileState.of(stat)):
         raise CheckpointError(
             f"the file changed after it was opened: {difference}",
             where=str(path),
-            fix="Another program writes or replaces the file: wait for it, then start again.",
+            fix="Another program is writing the file: wait until it is done, then start again.",
         )
 
 
@@ -276,7 +276,7 @@ def _open_readonly(path: Path) -> int:
 
 
 def _raise_open_files_limit() -> bool:
-    """Raise the soft limit of open files towards the hard one; False when it is as high already."""
+    """Raise the soft limit of open files towards the hard limit; False if it cannot be raised."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
