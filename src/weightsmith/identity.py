@@ -1,4 +1,4 @@
-"""Identity of work that may be resumed: the plan, the input files as they are, and the program."""
+"""The identity of resumable work: the plan, the state of the input files, and the program."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from weightsmith.plans import Plan
 from weightsmith.sources import Tensors
 
 ROOMS = ("encodings", "engine", "formats", "jobs", "kernels", "lora", "methods", "mixture", "products", "sources", "structure")
-"""Whose code decides what the bytes of an output are, once the plan is made."""
+"""Rooms whose code determines the bytes of an output, given the plan."""
 FILES = ("tensors.py", "plans/values.py", "store/checksum.py")
-"""And these."""
+"""Modules that do so too."""
 PACKAGES = ("numpy", "numba", "torch")
-"""Whose numbers may differ from version to version."""
+"""Packages whose numbers may differ between versions."""
 
 
 def work_identity(plan: Plan, inputs: Sequence[Tensors]) -> str:
@@ -27,7 +27,7 @@ def work_identity(plan: Plan, inputs: Sequence[Tensors]) -> str:
 
 @cache
 def program_digest() -> str:
-    """Of the version and of the code that makes bytes (sha256, hex): another program's work is not resumed."""
+    """Digest of the version and the code that computes bytes (sha256, hex). Work of another program is not resumed."""
     digest = hashlib.sha256(__version__.encode())
     package = Path(__file__).parent
     for room in ROOMS:

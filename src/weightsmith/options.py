@@ -1,4 +1,4 @@
-"""Options, written once: what the Python functions take as keywords and the commands as flags."""
+"""The options of the Python functions (keywords) and commands (flags)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class RecipeOptions:
     """How a recipe is planned.
 
     out_dtype        overrides the recipe's dtype
-    max_shard_bytes  bound of a weight file
+    max_shard_bytes  maximum size of a weight file
     seed             of random masks, router weights and noise
-    lenient          settings that mergekit ignores are warnings, not errors
-    allow_code       run the Python file that merge_method may name; without it that is an error
-    report           where the router of a mixture sends the prompts, in OUT/routing.json and OUT/routing.svg: True takes a
-                     pass of the base over the prompts where the router weights need none, False skips it, None skips it there
-    quantize         encoding of the weights of linear layers, `fp8-dynamic`; None: plain numbers
+    lenient          report settings that mergekit ignores as warnings, not errors
+    allow_code       allow merge_method to run a Python file; otherwise that is an error
+    report           write where a mixture's router routes the prompts to OUT/routing.json and OUT/routing.svg. True: always,
+                     with a pass of the base over the prompts; False: never; None: only if the router weights need that pass
+    quantize         encoding of the weights of linear layers, `fp8-dynamic`; None: not quantised
     """
 
     out_dtype: DType | None = None
@@ -35,16 +35,16 @@ class RecipeOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """How a plan is run. None of it changes a weight.
+    """How a plan is run. These options do not affect the weights.
 
-    threads           default: the processors this process may use
-    max_memory_bytes  bound of resident memory; tiles shrink to fit
+    threads           default: all available processors
+    max_memory_bytes  limit of resident memory; tiles shrink to fit
     overwrite         replace a checkpoint that already exists
     resume            resume interrupted work of the same plan; False discards it
-    fsync             wait until the bytes are on the disk before the folder gets its name
+    fsync             flush the data to disk before the output is published
     card              write README.md, a model card
-    allow_nonfinite   merge NaN and infinities as any number; else they are an error that names tensor and model
-    device            for hidden states, as torch names it
+    allow_nonfinite   merge NaN and infinity like any number; else they raise an error that names tensor and model
+    device            torch device name for hidden states
     """
 
     threads: int | None = None
@@ -58,7 +58,7 @@ class RunOptions:
 
 
 class RecipeKeywords(TypedDict, total=False):
-    """`RecipeOptions` as keywords of a function."""
+    """`RecipeOptions` as keywords."""
 
     out_dtype: DType | None
     max_shard_bytes: int
@@ -70,7 +70,7 @@ class RecipeKeywords(TypedDict, total=False):
 
 
 class RunKeywords(TypedDict, total=False):
-    """`RunOptions` as keywords of a function."""
+    """`RunOptions` as keywords."""
 
     threads: int | None
     max_memory_bytes: int | None
@@ -87,7 +87,7 @@ class Keywords(RecipeKeywords, RunKeywords, total=False):
 
 
 def split(function: str, keywords: Mapping[str, Any]) -> tuple[RecipeOptions, RunOptions]:
-    """The two records of a function's keywords. Raises TypeError for any other name.
+    """A function's keywords as the two records. Raises TypeError for an unknown name.
 
     >>> split("merge", {"seed": 3, "threads": 2})[1].threads
     2
