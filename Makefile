@@ -1,15 +1,15 @@
-# One verb per target. Everything works from a bare Python 3.11 with pip, and runs again at once when it is all there:
-# each install step leaves a stamp in the environment, and is done again only when pyproject.toml has changed.
+# One verb per target. Everything works from a bare Python 3.11 with pip. Each install step leaves a stamp in the
+# environment, and runs again only when pyproject.toml has changed.
 #
 #   make demo      real fine-tunes of a real model, merged, loaded with transformers, measured
 #   make test      the tests
-#   make test-fast     those that take less than a second each: under a minute
+#   make test-fast     the tests that take less than a second each: under a minute
 #   make test-python   the kernels as plain Python, not compiled
-#   make mutants   how many changes of one token the tests notice (half an hour for 200: MUTANTS_OPTIONS='--count 20 --rooms store')
+#   make mutants   how many one-token mutations the tests catch (half an hour for 200: MUTANTS_OPTIONS='--count 20 --rooms store')
 #   make check     lint and types
 #   make bench     weightsmith, mergekit and the copy floor, side by side (about 15 GB of disk, an hour)
-#   make bench-methods   every method beside mergekit's: errors, times and memory (an hour and more; goes on where it stopped)
-#   make bench-moe       mixtures of experts beside mergekit-moe's (20 GB of disk, half an hour)
+#   make bench-methods   every method compared with mergekit's: errors, times and memory (over an hour; resumes if interrupted)
+#   make bench-moe       mixtures of experts compared with mergekit-moe's (20 GB of disk, half an hour)
 #   make docs      the pages of docs/ that are generated from the code
 
 PYTHON ?= python3

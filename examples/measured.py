@@ -1,6 +1,6 @@
 """Rows of a table of perplexities, each measured once: a model, or what a recipe makes. For quality/table.py and moe/table.py.
 
-What is measured is kept in a JSON file, by the recipe's text and the texts it was judged on: an interrupted run goes on.
+Measurements are cached in a JSON file, by the recipe's text and the texts it was judged on: an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def ask(about: str, testbed: Path) -> Asked:
     parser.add_argument("--work", type=Path, default=Path("build/demo"), help="folder with the demo's models")
     parser.add_argument("--tune", action="store_true", help="measure on testbed/tune; writes no page")
     parser.add_argument("--rows", type=int, help="rows of 384 tokens read of each text; writes no page")
-    parser.add_argument("--again", action="store_true", help="measure again what is measured")
+    parser.add_argument("--again", action="store_true", help="ignore the cache and measure everything")
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -211,7 +211,7 @@ W = {"w": np.float32([1, 2])}
 def test_all_problems_are_told_at_once() -> None:
     found = problems("ties", [W, W], weigth=1, density=[0.5, 2], normalize="no", out_dtype="bfloat", seed=1)
     assert found == [
-        "ParameterError: method ties needs a base\n  -> give base=, the model the others came from",
+        "ParameterError: method ties needs a base\n  -> Give base=, the model the others came from.",
         found[1],
         "ParameterError: normalize: must be true or false, not 'no'",
         "ParameterError: method ties needs the parameter 'weight'",
@@ -220,7 +220,7 @@ def test_all_problems_are_told_at_once() -> None:
     ]
     assert found[-1].endswith("must be one of bfloat16, float16, float32, float64 (did you mean 'bfloat16'?), not 'bfloat'")
     assert found[1].startswith(
-        "UnknownName: method ties has no parameter 'weigth' (did you mean 'weight'?)\n  -> parameters of"
+        "UnknownParameter: method ties has no parameter 'weigth' (did you mean 'weight'?)\n  -> Write one of weight, "
     )
     assert "lambda_" in found[1]
 
@@ -261,7 +261,7 @@ def test_names_and_shapes_that_differ() -> None:
         "MismatchError: the models have different tensors\n"
         "  models[1] has no y\n"
         "  models[1] has z, which models[0] has not\n"
-        "  -> give the same names to the same tensors, and leave out what is not to be merged",
+        "  -> Give the same names to the same tensors, and leave out what is not to be merged.",
         "ShapeError: w: the shapes differ\n  models[0]: [2, 3] F32\n  models[1]: [2, 4] F32",
     ]
 
@@ -269,7 +269,7 @@ def test_names_and_shapes_that_differ() -> None:
 def test_what_is_no_state_dict_or_tensor() -> None:
     found = problems("linear", [torch.nn.Linear(1, 1), {"w": [1.0], 3: np.zeros(1), "c": np.zeros(1, np.complex64)}], weight=1)
     assert found[0].startswith(
-        "Unsupported: models[0]: this is a Linear, not a mapping of names to tensors\n  -> give its state_dict()"
+        "Unsupported: models[0]: this is a Linear, not a mapping of names to tensors\n  -> Give its state_dict()."
     )
     assert found[1].startswith("Unsupported: models[1], tensor w: this is a builtins.list; it cannot be merged")
     assert found[2] == "Unsupported: models[1]: the name 3 is no text"

@@ -90,17 +90,6 @@ def test_what_the_folder_holds(here: Path) -> None:
     assert json.loads((here / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_the_card_names_hub_models_only(here: Path) -> None:
-    from weightsmith.cards import model_card
-
-    plan = weightsmith.plan("ties.yml")
-    assert "base_model" not in model_card(plan, "x").split("---")[1]
-    from dataclasses import replace
-
-    on_hub = replace(plan, models=(replace(plan.models[0], ref="org/name@main"), *plan.models[1:]))
-    assert "base_model:\n- org/name\n" in model_card(on_hub, "x")
-
-
 def test_a_second_merge_into_the_same_folder_is_refused_unless_asked(here: Path) -> None:
     weightsmith.merge("ties.yml", "out")
     before = weights(here / "out")

@@ -351,7 +351,7 @@ def test_a_file_that_is_no_plan_is_one_error(tmp_path: Path) -> None:
 
     for text in ("", "{", "[" * 100_000, "3", '{"steps": []}'):
         (tmp_path / "plan.json").write_text(text)
-        with pytest.raises(FormatError, match="not a plan"):
+        with pytest.raises(FormatError, match=r"the plan is not |the plan is JSON nested too deeply|not a plan"):
             load_plan(tmp_path / "plan.json")
 
 

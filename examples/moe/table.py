@@ -4,7 +4,7 @@
     .venv/bin/python examples/moe/table.py       # makes and judges every recipe of examples/moe/recipes
 
 Writes docs/moe-quality.md. Prompts and all choices come from testbed/tune, the numbers from testbed/eval (--tune shows the
-former, --rows reads the beginning only; neither writes the page). What is measured is kept in WORK/moe.json.
+former, --rows reads the beginning only; neither writes the page). Measurements are cached in WORK/moe.json.
 """
 
 from __future__ import annotations

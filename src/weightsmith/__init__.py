@@ -22,6 +22,30 @@ if TYPE_CHECKING:
     from weightsmith.checkpoint import Checkpoint as Checkpoint
     from weightsmith.checkpoint import open_checkpoint as open_checkpoint
     from weightsmith.engine.local import Progress as Progress
+    from weightsmith.errors import Busy as Busy
+    from weightsmith.errors import CannotResume as CannotResume
+    from weightsmith.errors import CheckpointError as CheckpointError
+    from weightsmith.errors import Corrupt as Corrupt
+    from weightsmith.errors import FormatError as FormatError
+    from weightsmith.errors import LayerError as LayerError
+    from weightsmith.errors import MethodError as MethodError
+    from weightsmith.errors import MismatchError as MismatchError
+    from weightsmith.errors import NonFinite as NonFinite
+    from weightsmith.errors import NoSpace as NoSpace
+    from weightsmith.errors import NotFound as NotFound
+    from weightsmith.errors import OutputExists as OutputExists
+    from weightsmith.errors import ParameterError as ParameterError
+    from weightsmith.errors import PlanError as PlanError
+    from weightsmith.errors import RecipeError as RecipeError
+    from weightsmith.errors import ShapeError as ShapeError
+    from weightsmith.errors import StoreError as StoreError
+    from weightsmith.errors import SyntaxProblem as SyntaxProblem
+    from weightsmith.errors import TensorLost as TensorLost
+    from weightsmith.errors import UnknownKey as UnknownKey
+    from weightsmith.errors import UnknownMethod as UnknownMethod
+    from weightsmith.errors import UnknownName as UnknownName
+    from weightsmith.errors import UnknownParameter as UnknownParameter
+    from weightsmith.errors import Unsupported as Unsupported
     from weightsmith.errors import WeightsmithError as WeightsmithError
     from weightsmith.memory import merge_state_dicts as merge_state_dicts
     from weightsmith.methods.user import PerModel as PerModel
@@ -33,16 +57,40 @@ if TYPE_CHECKING:
     from weightsmith.store.verify import verify as verify
 
 _HOMES = {
+    "Busy": "errors",
+    "CannotResume": "errors",
     "Checkpoint": "checkpoint",
+    "CheckpointError": "errors",
+    "Corrupt": "errors",
+    "FormatError": "errors",
+    "LayerError": "errors",
     "Merged": "api",
+    "MethodError": "errors",
+    "MismatchError": "errors",
+    "NoSpace": "errors",
+    "NonFinite": "errors",
+    "NotFound": "errors",
+    "OutputExists": "errors",
+    "ParameterError": "errors",
     "PerModel": "methods.user",
     "Plan": "plans",
+    "PlanError": "errors",
     "Progress": "engine.local",
+    "RecipeError": "errors",
+    "ShapeError": "errors",
+    "StoreError": "errors",
+    "SyntaxProblem": "errors",
+    "TensorLost": "errors",
+    "UnknownKey": "errors",
+    "UnknownMethod": "errors",
+    "UnknownName": "errors",
+    "UnknownParameter": "errors",
+    "Unsupported": "errors",
     "WeightsmithError": "errors",
     "block_method": "methods.user",
     "merge": "api",
-    "moe": "api",
     "merge_state_dicts": "memory",
+    "moe": "api",
     "open_checkpoint": "checkpoint",
     "plan": "api",
     "run": "api",
@@ -53,11 +101,35 @@ _HOMES = {
 }
 
 __all__ = [
+    "Busy",
+    "CannotResume",
     "Checkpoint",
+    "CheckpointError",
+    "Corrupt",
+    "FormatError",
+    "LayerError",
     "Merged",
+    "MethodError",
+    "MismatchError",
+    "NoSpace",
+    "NonFinite",
+    "NotFound",
+    "OutputExists",
+    "ParameterError",
     "PerModel",
     "Plan",
+    "PlanError",
     "Progress",
+    "RecipeError",
+    "ShapeError",
+    "StoreError",
+    "SyntaxProblem",
+    "TensorLost",
+    "UnknownKey",
+    "UnknownMethod",
+    "UnknownName",
+    "UnknownParameter",
+    "Unsupported",
     "WeightsmithError",
     "__version__",
     "block_method",

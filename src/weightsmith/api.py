@@ -6,7 +6,8 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -14,15 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from weightsmith._version import __version__
+from weightsmith.checkpoint import CARD_NAME
 from weightsmith.distance import Moved, distance_by_layer, to_json
-from weightsmith.errors import NOTHING_WRITTEN, Finding, ParameterError, PlanError, WeightsmithError
-from weightsmith.identity import work_identity
+from weightsmith.errors import NOTHING_WRITTEN, Finding, ParameterError, WeightsmithError
+from weightsmith.identity import facts, work_identity
 from weightsmith.options import Keywords, RecipeKeywords, RecipeOptions, RunKeywords, RunOptions, split
-from weightsmith.planner.build import Prepared, folder_of, parameter_names, prepare, prepare_recipe
+from weightsmith.planner.build import Prepared, folder_of, loaded_recipe, prepare, prepare_recipe
 from weightsmith.plans import Plan, Product, Step
 from weightsmith.plans.parts import part_of
+from weightsmith.progress import callbacks, watched_meter
 from weightsmith.recipe import Recipe
-from weightsmith.recipe.load import load_any
 
 if TYPE_CHECKING:
     from weightsmith.checkpoint import Checkpoint
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from weightsmith.store.staging import Staging
 
 RECIPE_NAME = "recipe.yml"
-CARD_NAME = "README.md"
 
 RecipeSource = str | os.PathLike[str] | Mapping[str, Any]
 """Path of a YAML file, YAML text (with a newline), or a mapping."""
@@ -50,6 +51,7 @@ class Merged:
     distance       distance from the base: in total, then per layer; () without a base
     warnings       the plan's and those found in the data
     reports        reports of products, by name: where a router routes the prompts
+    url            of the model on the hub, if pushed
     """
 
     out: Path
@@ -61,6 +63,7 @@ class Merged:
     distance: tuple[Moved, ...]
     warnings: tuple[Finding, ...]
     reports: Mapping[str, Report] = field(default_factory=dict)
+    url: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +91,19 @@ def plan(recipe: RecipeSource, **options: Unpack[RecipeKeywords]) -> Plan:
 
 def prepare_any(recipe: RecipeSource, options: RecipeOptions) -> Prepared:
     """The plan and open checkpoints of a recipe, of `merge` or `moe` depending on its keys; see `plan`."""
-    source = Path(recipe) if isinstance(recipe, os.PathLike) else recipe
-    loaded, problems = load_any(source, lenient=options.lenient, parameter_names=parameter_names())
-    if loaded is None:
-        raise PlanError(problems)
-    if isinstance(loaded, Recipe):
-        return prepare_recipe(loaded, options, problems, folder=folder_of(source))
-    from weightsmith.mixture import prepare_mixture
+    with loaded_recipe(recipe, None, options) as (loaded, problems):
+        if isinstance(loaded, Recipe):
+            return prepare_recipe(loaded, options, problems, folder=folder_of(recipe))
+        from weightsmith.mixture import prepare_mixture
 
-    return prepare_mixture(loaded, options, problems, folder_of(source))
+        return prepare_mixture(loaded, options, problems, folder_of(recipe))
 
 
 def merge(
     recipe: RecipeSource,
     out: str | os.PathLike[str],
     *,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], None] | bool = True,
     rechecking: Callable[[int, int], None] | None = None,
     **options: Unpack[Keywords],
 ) -> Merged:
@@ -111,24 +111,26 @@ def merge(
 
     recipe      path of a YAML file, YAML text, or a mapping
     out         output folder, created only when complete
-    progress    called about ten times per second from this thread
+    progress    called about ten times per second from this thread; True: a bar in terminals and notebooks, False: none
     rechecking  called with (bytes done, total bytes) while the finished tensors of an interrupted run are verified
     options     see `weightsmith.options`: RecipeOptions (seed, out_dtype, …) and RunOptions (threads, overwrite, …)
 
     Raises PlanError before anything is written, StoreError for problems with the output, CheckpointError if an input
-    changes or cannot be read. After KeyboardInterrupt or a crash, the same call resumes.
+    changes or cannot be read, PushFailed if the finished output cannot be uploaded. After KeyboardInterrupt or a crash, the
+    same call resumes.
     """
     began = time.monotonic()
     planning, running = split("merge", options)
     with prepare(recipe, planning) as prepared:
-        return execute(prepared, out, running, Callbacks(progress, rechecking), began=began)
+        with _watched("merging", progress, rechecking) as watching:
+            return execute(prepared, out, running, watching, began=began)
 
 
 def moe(
     recipe: RecipeSource,
     out: str | os.PathLike[str],
     *,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], None] | bool = True,
     rechecking: Callable[[int, int], None] | None = None,
     **options: Unpack[Keywords],
 ) -> Merged:
@@ -145,7 +147,8 @@ def moe(
     began = time.monotonic()
     planning, running = split("moe", options)
     with prepare_moe(recipe, planning) as prepared:
-        return execute(prepared, out, running, Callbacks(progress, rechecking), began=began)
+        with _watched("copying", progress, rechecking) as watching:
+            return execute(prepared, out, running, watching, began=began)
 
 
 def run(
@@ -154,7 +157,7 @@ def run(
     *,
     part: tuple[int, int] | None = None,
     allow_code: bool = False,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], None] | bool = True,
     rechecking: Callable[[int, int], None] | None = None,
     **options: Unpack[RunKeywords],
 ) -> Merged | None:
@@ -172,10 +175,26 @@ def run(
     began = time.monotonic()
     running = split("run", options)[1]
     with reopen(plan if isinstance(plan, Plan) else load_plan(plan), allow_code=allow_code) as prepared:
-        if part is not None:
-            execute_part(prepared, out, part, running, Callbacks(progress, rechecking))
-            return None
-        return execute(prepared, out, running, Callbacks(progress, rechecking), began=began)
+        with _watched("running", progress, rechecking) as watching:
+            if part is not None:
+                execute_part(prepared, out, part, running, watching)
+                return None
+            return execute(prepared, out, running, watching, began=began)
+
+
+@contextmanager
+def _watched(
+    doing: str, progress: Callable[[Progress], None] | bool, rechecking: Callable[[int, int], None] | None
+) -> Iterator[Callbacks]:
+    """The callbacks of a call: the user's, or a progress bar's in terminals and notebooks."""
+    if not isinstance(progress, bool):
+        yield Callbacks(progress, rechecking)
+    elif not progress:
+        yield Callbacks(None, rechecking)
+    else:
+        with watched_meter() as shown:
+            own = callbacks(shown, doing)
+            yield Callbacks(own[0], rechecking or own[1])
 
 
 def execute(
@@ -187,16 +206,21 @@ def execute(
     began: float | None = None,
 ) -> Merged:
     """Run a prepared plan and publish its output; see `merge`. began: time.monotonic() at the start of the timed work."""
+    from weightsmith.engine.constants import copied
     from weightsmith.engine.local import run
+    from weightsmith.hub import check_push, push
     from weightsmith.store.staging import Staging
 
     began = time.monotonic() if began is None else began
     plan, inputs = prepared.plan, prepared.inputs
     resources = _resources(plan, options)
+    hub = check_push(options.push) if options.push is not None else None
+    _download(prepared, out, options)
     with Staging.open(
         out,
         plan.layout,
         work_identity(plan, inputs),
+        facts=facts(plan, inputs),
         resume=options.resume,
         overwrite=options.overwrite,
         protected=_protected(prepared),
@@ -226,13 +250,18 @@ def execute(
             raise
         reports = _reports(plan.products, results)
         distance = distance_by_layer(plan, outcome.distances)
-        for name, data in _files(prepared, Path(out).name, distance, reports, card=options.card).items():
+        named = _files(prepared, Path(out).name, distance, reports, card=options.card, repo=options.push or "")
+        for name, data in named.items():
             staging.add_file(name, data)
         for model in inputs:
             model.check_unchanged()
         folder = staging.publish(_provenance(plan, distance), fsync=options.fsync)
+    url = ""
+    if hub is not None and options.push is not None:
+        url = push(hub, folder, options.push, public=options.public, message=plan.made.title)
     found = [*staging.warnings]
     found += [_disagreement(plan, step) for step in plan.steps if step.out.name in outcome.differing]
+    found += copied(outcome.nonfinite)
     found += [finding for report in reports.values() for finding in report.warnings(RECIPE_NAME)]
     return Merged(
         out=folder,
@@ -244,6 +273,7 @@ def execute(
         distance=distance,
         warnings=(*plan.warnings, *found),
         reports=reports,
+        url=url,
     )
 
 
@@ -264,12 +294,14 @@ def execute_part(
     plan, inputs = prepared.plan, prepared.inputs
     steps = part_of(plan, *part)
     resources = _resources(plan, options)
+    _download(prepared, out, options)
     with Staging.attach(
         out,
         plan.layout,
         work_identity(plan, inputs),
         part,
         {out.name for step in steps for out in step.outs},
+        facts=facts(plan, inputs),
         overwrite=options.overwrite,
         protected=_protected(prepared),
         other_bytes=_other_bytes(plan, inputs[plan.donor]),
@@ -301,6 +333,7 @@ def make_product(
     """Compute one product of a plan and its dependencies in memory. Returns its report; writes nothing."""
     from weightsmith.engine.local import run
 
+    prepared.download()
     plan = prepared.plan
     products = plan.products_for((), {name})
     outcome = run(
@@ -325,6 +358,7 @@ def measure_distance(
     """
     from weightsmith.engine.local import run
 
+    prepared.download()
     plan = prepared.plan
     steps = [step for step in plan.steps if any(leaf.base and leaf.merges for leaf in step.leaves)]
     outcome = run(
@@ -354,6 +388,15 @@ def _resources(plan: Plan, options: RunOptions) -> Resources:
         options.device,
         ALIGNED_BYTES if memory is None else 0,
     )
+
+
+def _download(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions) -> None:
+    """Download missing files of hub models, after checking that the output folder can be written."""
+    from weightsmith.store.target import check_out, check_vacant
+
+    if prepared.missing:
+        check_vacant(check_out(out), overwrite=options.overwrite, protected=_protected(prepared))
+        prepared.download()
 
 
 def _protected(prepared: Prepared) -> tuple[Path, ...]:
@@ -428,11 +471,11 @@ def _other_bytes(plan: Plan, donor: Checkpoint) -> int:
 
 def _disagreement(plan: Plan, step: Step) -> Finding:
     taken = plan.models[step.inputs[0].model].ref
-    return Finding(f"the models differ in this {step.out.dtype.torch} tensor; taken from {taken}", step.out.name)
+    return Finding(f"the models differ in this {step.out.dtype.torch} tensor; copied from {taken}", step.out.name)
 
 
 def _files(
-    prepared: Prepared, name: str, distance: tuple[Moved, ...], reports: Mapping[str, Report], *, card: bool
+    prepared: Prepared, name: str, distance: tuple[Moved, ...], reports: Mapping[str, Report], *, card: bool, repo: str
 ) -> dict[str, bytes | Path]:
     """All files except weights. These replace the donor's files of the same name."""
     plan = prepared.plan
@@ -445,7 +488,8 @@ def _files(
         from weightsmith.cards import model_card
 
         sections = "".join(report.section() for report in reports.values())
-        files[CARD_NAME] = model_card(plan, name, distance, sections).encode()
+        text = model_card(plan, name, distance, sections, inputs=prepared.inputs, repo=repo)
+        files[CARD_NAME] = text.encode(errors="replace")
     for report in reports.values():
         files |= report.files()
     return files

@@ -2,31 +2,90 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
 
 import yaml
 
+from weightsmith.checkpoint import CARD_NAME, Checkpoint
+from weightsmith.citations import cite
 from weightsmith.distance import Moved, to_markdown
+from weightsmith.errors import WeightsmithError
+from weightsmith.formats.files import read_bounded
 from weightsmith.plans import PLAIN, Plan
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
+MAX_CARD_BYTES = 4 << 20
+MAX_FRONT_CHARACTERS = 64 << 10
+
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+_IN_HUB_CACHE = re.compile(r".*/models--([\w.-]+?)--([\w.-]+)/snapshots/[0-9a-f]+", re.ASCII)
+_FRONT = re.compile(r"---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|\Z)", re.DOTALL)
+_VALUE = re.compile(r"[\w.:/+@ -]{1,200}", re.ASCII)
+_LICENCE_KEYS = ("license", "license_name", "license_link")
 
 
-def model_card(plan: Plan, name: str, distance: tuple[Moved, ...] = (), section: str = "") -> str:
-    """The card of a merged model: tags, inputs, method, the recipe word for word, and how far it is from its base.
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A model, or the adapter applied to it.
+
+    ref      as the recipe names it
+    on_hub   it is a hub id
+    card     front matter of its own card
+    """
+
+    ref: str
+    on_hub: bool
+    card: Mapping[str, Any]
+
+    @property
+    def licence(self) -> tuple[str, ...]:
+        """`license`, `license_name` and `license_link`; () where the card names none."""
+        found = [self.card.get(key, "") for key in _LICENCE_KEYS]
+        return tuple(value if _is_plain(value) else "" for value in found) if _is_plain(found[0]) else ()
+
+    @property
+    def bases(self) -> list[str]:
+        """The model on the hub that it is, or else those that its card says it was made from."""
+        if self.on_hub:
+            return [self.ref.split("@")[0]]
+        if match := _IN_HUB_CACHE.fullmatch(self.ref.rstrip("/")):
+            return [f"{match[1]}/{match[2]}"]
+        named = self.card.get("base_model")
+        return [n for n in (named if isinstance(named, list) else [named]) if isinstance(n, str) and _HUB_ID.fullmatch(n)]
+
+    @property
+    def linked(self) -> str:
+        """Its name in Markdown."""
+        return f"[{self.ref}](https://huggingface.co/{self.ref.split('@')[0]})" if self.on_hub else f"`{self.ref}`"
+
+
+def model_card(
+    plan: Plan,
+    name: str,
+    distance: tuple[Moved, ...] = (),
+    section: str = "",
+    *,
+    inputs: Sequence[Checkpoint] = (),
+    repo: str = "",
+) -> str:
+    """The card of a merged model: tags, how to load it, inputs, licences, method, the recipe word for word, and the citation.
 
     name      of the model, as its title
     distance  the whole first, then layer by layer; () when it has no base
     section   more, in Markdown; "" for nothing
+    inputs    of the plan: licences and base models are taken from their own cards
+    repo      on the hub, if the model is pushed: the name to load it by
     """
-    hub_ids = [part.split("@")[0] for m in plan.models for part in m.ref.split("+") if _is_hub_id(part)]
-    front: dict[str, object] = {"library_name": "transformers", "tags": ["merge", "weightsmith"]}
-    if hub_ids:
-        front = {"base_model": list(dict.fromkeys(hub_ids)), "base_model_relation": "merge", **front}
-    models = "\n".join(f"* {_linked(m.ref)}{f' at {m.revision}' if m.revision else ''}" for m in plan.models)
+    parts = list(_parts(plan, inputs))
+    models = "\n".join(f"* {_linked(m.ref, m.revision)}{f' at {m.revision}' if m.revision else ''}" for m in plan.models)
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", plan.recipe)), default=0))
     return f"""---
-{yaml.safe_dump(front, sort_keys=False).strip()}
+{yaml.safe_dump(_front(plan, parts), sort_keys=False, allow_unicode=True).strip()}
 ---
 
 # {name}
@@ -34,17 +93,96 @@ def model_card(plan: Plan, name: str, distance: tuple[Moved, ...] = (), section:
 {plan.made.title}
 
 {plan.made.source}
-{_quantised(plan)}
+{_quantised(plan)}{_usage(plan, repo or name)}
 ## Models
 
 {models}
-
+{_licences(parts)}
 ## Recipe
 
 {fence}yaml
 {plan.recipe.strip()}
 {fence}
-{_moved(plan, distance)}{section}"""
+{_moved(plan, distance)}{section}{_citation(plan)}"""
+
+
+def read_card(folder: Path) -> dict[str, Any]:
+    """The front matter of a folder's README.md, every value as text; {} without one that can be read."""
+    try:
+        text = read_bounded(folder / CARD_NAME, MAX_CARD_BYTES).decode(errors="replace").removeprefix("\ufeff")
+    except WeightsmithError:
+        return {}
+    match = _FRONT.match(text)
+    if match is None or len(match[1]) > MAX_FRONT_CHARACTERS:
+        return {}
+    try:
+        found = yaml.load(match[1], Loader=yaml.BaseLoader)  # text, lists and mappings alone: no numbers, no dates, no objects
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return {}
+    return {key: value for key, value in found.items() if isinstance(key, str)} if isinstance(found, dict) else {}
+
+
+def _parts(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[_Part]:
+    for number, model in enumerate(plan.models):
+        paths = [] if number >= len(inputs) or inputs[number].alone else inputs[number].paths
+        folders = dict.fromkeys(path.parent for path in paths)
+        for ref, commit, folder in zip_longest(model.ref.split("+"), model.revision.split("+"), folders):
+            if ref:
+                yield _Part(ref, bool(commit), {} if folder is None else read_card(folder))
+
+
+def _front(plan: Plan, parts: Sequence[_Part]) -> dict[str, Any]:
+    front: dict[str, Any] = {}
+    if bases := list(dict.fromkeys(base for part in parts for base in part.bases)):
+        front = {"base_model": bases, "base_model_relation": "merge"}
+    licences = {part.licence for part in parts}
+    if len(licences) == 1:
+        front |= {key: value for key, value in zip(_LICENCE_KEYS, licences.pop(), strict=False) if value}
+    if plan.config is not None:
+        front["library_name"] = "transformers"
+        if _architecture(plan).endswith("ForCausalLM"):
+            front["pipeline_tag"] = "text-generation"
+    return {**front, "tags": list(dict.fromkeys(["merge", "weightsmith", plan.made.name.rpartition(":")[2]]))}
+
+
+def _licences(parts: Sequence[_Part]) -> str:
+    """What the inputs' cards say. A licence that all have is in the front matter too; of several, none is chosen."""
+    if not any(part.licence for part in parts):
+        return ""
+    named = {part.linked: " ".join(f"`{text}`" for text in part.licence if text) or "its card names none" for part in parts}
+    return "\n## Licences of the inputs\n\n" + "\n".join(f"* {linked}: {text}" for linked, text in named.items()) + "\n"
+
+
+def _usage(plan: Plan, name: str) -> str:
+    """How to load it with transformers; "" where that is not known."""
+    architecture, custom = _architecture(plan), "auto_map" in (plan.config or {})
+    if not architecture.isidentifier():
+        return ""
+    loader = "AutoModelForCausalLM" if architecture.endswith("ForCausalLM") else "AutoModel" if custom else architecture
+    more = ", trust_remote_code=True" if custom else ""
+    tokenizer = any(file.startswith(("tokenizer", "vocab", "spiece", "tekken")) for file in plan.carried)
+    lines = [f"from transformers import {', '.join(sorted([loader, *(['AutoTokenizer'] if tokenizer else [])]))}", ""]
+    if tokenizer:
+        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)}{more})")
+    lines.append(f'model = {loader}.from_pretrained({json.dumps(name)}, dtype="auto", device_map="auto"{more})')
+    if tokenizer and loader == "AutoModelForCausalLM":
+        lines += [
+            'inputs = tokenizer("Hello", return_tensors="pt").to(model.device)',
+            "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0], skip_special_tokens=True))",
+        ]
+    return "\n## Usage\n\n```python\n" + "\n".join(lines) + "\n```\n"
+
+
+def _architecture(plan: Plan) -> str:
+    listed = (plan.config or {}).get("architectures")
+    return listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], str) else ""
+
+
+def _citation(plan: Plan) -> str:
+    entries = cite(plan.made.source)
+    if not entries:
+        return ""
+    return "\n## Citation\n\n```bibtex\n" + "\n\n".join(entry.bibtex() for entry in entries) + "\n```\n"
 
 
 def _quantised(plan: Plan) -> str:
@@ -60,9 +198,12 @@ def _moved(plan: Plan, distance: tuple[Moved, ...]) -> str:
     return f"\n## Distance from the base\n\nFrobenius norms of merged - base{plan.made.distance}.\n\n{to_markdown(distance)}\n"
 
 
-def _is_hub_id(ref: str) -> bool:
-    return bool(_HUB_ID.fullmatch(ref)) and not ref.startswith(("./", "../", "~"))
+def _is_plain(value: object) -> bool:
+    """Text of a stranger's card that may stand in this one."""
+    return isinstance(value, str) and _VALUE.fullmatch(value) is not None
 
 
-def _linked(ref: str) -> str:
-    return f"[{ref}](https://huggingface.co/{ref.split('@')[0]})" if _is_hub_id(ref) else f"`{ref}`"
+def _linked(ref: str, commit: str) -> str:
+    """A model in Markdown; with a link if it has a commit, as models of the hub have."""
+    on_hub = bool(commit) and "+" not in ref
+    return _Part(ref, on_hub, {}).linked

@@ -6,19 +6,20 @@ Opening reads only headers and small files. Tensors are read from a source (`wei
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
 from weightsmith import sources
 from weightsmith.errors import CheckpointError, Finding, NotFound, ParameterError, nearest
-from weightsmith.formats.carried import check_carried, choose_carried, is_weights
-from weightsmith.formats.files import expand_user, read_bounded, show
+from weightsmith.formats.carried import carried_files, check_carried, choose_carried, is_weights, read_to_choose
+from weightsmith.formats.files import expand_user, show
 from weightsmith.formats.quantised import describe_quantisation
-from weightsmith.formats.strict_json import parse_object
+from weightsmith.formats.strict_json import read_object
 from weightsmith.sources import Opened, Tensors
 from weightsmith.sources.base import read
 from weightsmith.tensors import DType, TensorSpec
@@ -26,9 +27,11 @@ from weightsmith.tensors import DType, TensorSpec
 if TYPE_CHECKING:
     import numpy as np
 
+    from weightsmith.hub import Repository
     from weightsmith.sources.base import Buffer
 
 MAX_CONFIG_BYTES = 16 << 20
+CARD_NAME = "README.md"
 
 _HUB_ID = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(.+))?", re.ASCII)
 _FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".json", ".yml", ".yaml")
@@ -49,6 +52,7 @@ class Checkpoint:
     ignored      weight files in the folder that are not part of the model (`consolidated.safetensors`, variants)
     metadata     the weight files' metadata (`__metadata__` of safetensors), without keys on which files disagree
     quantised    the quantisation of the weights, None if not quantised
+    repositories hub repositories whose files may have to be downloaded before tensors are read
     notes        warnings about the model
     alone        a single file, opened without its folder
     """
@@ -67,6 +71,7 @@ class Checkpoint:
         alone: bool = False,
         metadata: Mapping[str, str] | None = None,
         notes: tuple[Finding, ...] = (),
+        repositories: tuple[Repository, ...] = (),
     ) -> None:
         self.ref = ref
         self.folder = folder
@@ -80,6 +85,7 @@ class Checkpoint:
         self.metadata = dict(metadata or {})
         self.quantised = describe_quantisation(config, source.specs)
         self.notes = notes
+        self.repositories = repositories
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -110,6 +116,21 @@ class Checkpoint:
     def state(self) -> str:
         """Hash of the identity and of each file's inode and change time."""
         return self.source.state
+
+    @property
+    def missing(self) -> dict[Path, int]:
+        """Files of hub models that a merge needs and that are not cached yet, with their sizes."""
+        return {repo.folder / name: nbytes for repo in self.repositories for name, nbytes in repo.missing.items()}
+
+    def download(self) -> None:
+        """Download missing files. Raises CheckpointError; completed files stay in the cache."""
+        for repository in self.repositories:
+            repository.download()
+
+    def fetch(self, names: Sequence[str]) -> None:
+        """Download these files of a hub model, unless cached. Not for weights."""
+        for repository in self.repositories[:1]:
+            repository.download([glob.escape(name) for name in names], quiet=True)
 
     def kept_as(self, name: str) -> DType:
         """The default output dtype of a tensor."""
@@ -171,6 +192,7 @@ def open_checkpoint(
     cache_dir: str | Path | None = None,
     token: str | bool | None = None,
     raw: bool = False,
+    download: bool = True,
 ) -> Checkpoint:
     """Open a model: a local folder, one weight file, or a hub id `org/name[@revision]`.
 
@@ -181,7 +203,8 @@ def open_checkpoint(
     the config.json next to it: open the folder to get both. Hub models are downloaded to huggingface_hub's cache
     (`cache_dir`, else HF_HOME) unless cached.
 
-    raw  return tensors as stored, without decoding
+    raw       return tensors as stored, without decoding
+    download  False reads the headers of a hub model by byte range; tensors can be read after `Checkpoint.download`
 
     Raises NotFound, FormatError (a byte that breaks the format), Unsupported (GGUF, adapters, dtypes, FP8 in another layout),
     CheckpointError (permissions, network), ParameterError (a revision for a local path, or two revisions).
@@ -189,6 +212,7 @@ def open_checkpoint(
     >>> open_checkpoint("./no/such/folder")
     Traceback (most recent call last):
     weightsmith.errors.NotFound: ./no/such/folder: no such folder or file
+      -> Write the path of a folder that exists, or a hub id: org/name.
     """
     name = os.fspath(ref)
     place = locate(ref, revision)
@@ -200,14 +224,20 @@ def open_checkpoint(
     from weightsmith import hub
 
     try:
-        indexes = [pattern for kind in sources.KINDS for pattern in kind.indexes]
-        snapshot = hub.fetch(*place, cache_dir, token, indexes=indexes, weights=_weight_names)
+        repository = hub.open_repository(*place, cache_dir=cache_dir, token=token)
     except NotFound as error:
         if hint := _nearest_sibling(expand_user(name)):  # `models/lama` looks like a hub id
             found = error.finding
             raise NotFound(found.what + hint, where=found.where, details=found.details, fix=found.fix) from error
         raise
-    return _open_folder(name, snapshot.folder, snapshot.names, snapshot.commit, raw=raw)
+    repository.download(["config.json", *(pattern for kind in sources.KINDS for pattern in kind.indexes)], quiet=True)
+    weights = [path.name for path in sources.find_weights(repository.folder, repository.sizes, name).paths]
+    repository.want([*weights, *carried_files(repository.sizes), CARD_NAME])
+    if download:
+        repository.download()
+    repository.download(read_to_choose(repository.sizes), quiet=True)
+    repository.read_starts(weights)
+    return _open_folder(name, repository.folder, list(repository.sizes), repository, raw=raw)
 
 
 def locate(ref: str | Path, revision: str | None = None) -> Path | tuple[str, str | None]:
@@ -230,26 +260,27 @@ def locate(ref: str | Path, revision: str | None = None) -> Path | tuple[str, st
     return repo, in_name or revision
 
 
-def _weight_names(folder: Path, names: Collection[str], where: str) -> list[str]:
-    return [path.name for path in sources.find_weights(folder, names, where).paths]
-
-
-def _open_folder(ref: str, folder: Path, names: Sequence[str], commit: str = "", *, raw: bool) -> Checkpoint:
-    """A folder with the files `names`; `commit` if it is in the hub's cache (whose links need no check)."""
-    found = sources.find_weights(folder, names, ref if commit else str(folder))
+def _open_folder(
+    ref: str, folder: Path, names: Sequence[str], repository: Repository | None = None, *, raw: bool
+) -> Checkpoint:
+    """A folder with the files `names`; `repository` if it is in the hub's cache (whose links need no check)."""
+    found = sources.find_weights(folder, names, str(folder) if repository is None else ref)
     config = _read_config(folder / "config.json") if "config.json" in names else None
     files, left_out = choose_carried(folder, names, config)
-    if not commit:
+    if repository is None:
         _check_links(folder, files)
-    check_carried(folder, files)
-    return _checkpoint(ref, folder, found.open(ref), commit, config, files, left_out, found.ignored, raw=raw)
+        check_carried(folder, files)
+        return _checkpoint(ref, folder, found.open(ref), None, config, files, left_out, found.ignored, raw=raw)
+    check_carried(folder, [name for name in files if name not in repository.missing])
+    opened = found.open(ref, repository.open)
+    return _checkpoint(ref, folder, opened, repository, config, files, left_out, found.ignored, raw=raw)
 
 
 def _checkpoint(
     ref: str,
     folder: Path,
     opened: Opened,
-    commit: str = "",
+    repository: Repository | None = None,
     config: Mapping[str, Any] | None = None,
     files: tuple[str, ...] = (),
     left_out: tuple[str, ...] = (),
@@ -264,21 +295,21 @@ def _checkpoint(
         ref,
         folder,
         wrapped.source,
-        revision=commit,
+        revision="" if repository is None else repository.commit,
         config=wrapped.config,
         files=files,
         left_out=left_out,
         ignored=ignored,
         alone=alone,
         metadata=opened.metadata,
-        notes=(*opened.notes, *wrapped.notes),
+        notes=(*(() if repository is None else repository.notes), *opened.notes, *wrapped.notes),
+        repositories=() if repository is None else (repository,),
     )
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     # Duplicate keys are accepted, and the last one counts, as in every other reader of config.json.
-    fix = "Repair config.json, or download it again."
-    return parse_object(read_bounded(path, MAX_CONFIG_BYTES), "config.json", str(path), fix, unique=False)
+    return read_object(path, MAX_CONFIG_BYTES, "config.json", "Repair config.json, or download it again.", unique=False)
 
 
 def _local_names(folder: Path) -> list[str]:
@@ -335,7 +366,8 @@ def _not_found(name: str, path: Path) -> NotFound:
     kind = "no such folder or file"
     if "/" not in name and os.sep not in name:
         kind += ", and not a hub id, which has the form org/name"
-    return NotFound(kind + _nearest_sibling(path), where=name)
+    fix = "Write the path of a folder that exists, or a hub id: org/name."
+    return NotFound(kind + _nearest_sibling(path), where=name, fix=fix)
 
 
 def _nearest_sibling(path: Path) -> str:

@@ -1,120 +1,337 @@
-"""Models on the hub: list, judge, then download what is needed, into huggingface_hub's own cache.
+"""Models on the hub: list, judge, read headers by byte range, then download what is needed into huggingface_hub's own cache.
 
 The environment rules as everywhere in the ecosystem: HF_HOME and HF_HUB_CACHE say where, HF_HUB_OFFLINE forbids the
-network, HF_TOKEN or `hf auth login` give the token.
+network, HF_TOKEN or `hf auth login` give the token, HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT say how long to wait.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import glob
-import logging
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from weightsmith.errors import CheckpointError, NotFound
-from weightsmith.formats.carried import carried_files
-from weightsmith.formats.files import show
+from weightsmith.errors import CheckpointError, Finding, NotFound, PushFailed, WeightsmithError
+from weightsmith.formats.files import FileState, RandomAccess, open_local, show
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+UPLOAD_SECONDS = 300.0  # for an answer to what changes a repository: the hub hashes and moves files before it answers
+HEAD_BYTES = 128 << 10  # read at once from the start of a file: the header of most shards
+RANGE_BYTES = 4 << 10  # read at least, elsewhere
+SILENT_SECONDS = 60.0  # a hub that did not answer is not asked again for so long: each question takes a timeout
+_CONNECTIONS = 8
+_COMMIT = re.compile("[0-9a-f]{40,64}")
+
+_silent: dict[str, tuple[float, str]] = {}
+"""Endpoint → until when it is not asked, and why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """One revision of a hub model on this disk.
+class _Silent(Exception):
+    """The hub did not answer a moment ago."""
 
-    folder  in the cache
-    commit  the commit hash that the revision stood for
-    names   of the repository's files; of the cached ones when the hub could not be asked
+
+class Repository:
+    """One revision of a hub model: its files, in the cache or still on the hub. Made by `open_repository`.
+
+    name    org/name
+    commit  the commit hash that the revision stands for
+    folder  of the files in the cache; those that are not cached yet will be there
+    sizes   of all files by name; of the cached ones when the hub could not be asked
+    notes   what the user should know
     """
 
-    folder: Path
-    commit: str
-    names: tuple[str, ...]
+    def __init__(
+        self,
+        name: str,
+        commit: str,
+        folder: Path,
+        sizes: Mapping[str, int],
+        notes: tuple[Finding, ...],
+        *,
+        cache_dir: str | Path | None,
+        token: str | bool | None,
+    ) -> None:
+        self.name = name
+        self.commit = commit
+        self.folder = folder
+        self.sizes = dict(sizes)
+        self.notes = notes
+        self._cache_dir = cache_dir
+        self._token = token
+        self._wanted: dict[str, None] = {}
+        self._files: dict[str, _HubFile] = {}
+
+    def want(self, names: Iterable[str]) -> None:
+        """Name files that are needed: `download` brings them."""
+        self._wanted |= dict.fromkeys(name for name in names if name in self.sizes)
+
+    @property
+    def missing(self) -> dict[str, int]:
+        """The files that are needed and not in the cache, and their sizes."""
+        return {name: self.sizes[name] for name in self._wanted if not (self.folder / name).is_file()}
+
+    def download(self, patterns: Sequence[str] | None = None, *, quiet: bool = False) -> None:
+        """Bring into the cache what is missing, or the files of these patterns.
+
+        quiet  no progress bar
+
+        Raises CheckpointError.
+        """
+        import huggingface_hub
+
+        wanted = list(self.missing) if patterns is None else self._absent(patterns)
+        if not wanted:
+            return
+        _bound_requests()
+        try:
+            huggingface_hub.snapshot_download(
+                self.name,
+                revision=self.commit,
+                cache_dir=self._cache_dir,
+                token=self._token,
+                allow_patterns=[glob.escape(name) for name in wanted],
+                etag_timeout=_timeouts()[0],
+                **({"tqdm_class": _no_bar()} if quiet else {}),
+            )
+        except Exception as error:
+            raise _explain(error, self.name) from error
+
+    def _absent(self, patterns: Sequence[str]) -> list[str]:
+        """The files at the top level, not in the cache, whose names match."""
+        top = [name for name in self.sizes if "/" not in name and not (self.folder / name).is_file()]
+        return [name for name in top if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+    def read_starts(self, names: Iterable[str]) -> None:
+        """Read the start of each file that is not in the cache, several at a time: their headers, if `open` is to find them."""
+        absent = [name for name in names if name in self.sizes and not (self.folder / name).is_file()]
+        self._files = {name: _HubFile(self.name, self.commit, name, self.sizes[name], self._token) for name in absent}
+        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+            for _ in pool.map(lambda file: file.read_at(0, 1), self._files.values()):
+                pass
+
+    @contextmanager
+    def open(self, path: Path) -> Iterator[RandomAccess]:
+        """Open a file of `folder` to read parts of it: the cached one, else the one on the hub."""
+        if path.name in self._files:
+            yield self._files.pop(path.name)
+        else:
+            with open_local(path) as file:
+                yield file
 
 
-def fetch(
-    repo: str,
-    revision: str | None,
-    cache_dir: str | Path | None,
-    token: str | bool | None,
-    *,
-    indexes: Sequence[str],
-    weights: Callable[[Path, Collection[str], str], Sequence[str]],
-) -> Snapshot:
-    """Bring a hub model's weights and small files into the cache.
+class _HubFile:
+    """A file on the hub, read by byte ranges. What was read is remembered."""
 
-    indexes  patterns of index files
-    weights  names of the weight files that are needed: (folder of the index files, names of all files, repository for messages)
+    def __init__(self, repo: str, commit: str, name: str, nbytes: int, token: str | bool | None) -> None:
+        self.state = FileState.elsewhere(nbytes)
+        self._repo, self._commit, self._name, self._token = repo, commit, name, token
+        self._parts: list[tuple[int, bytes]] = []
 
-    The revision is resolved once, everything is taken from that commit. A repository without usable weights is refused
-    before any are downloaded. Raises NotFound, CheckpointError, and what `weights` raises.
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        end = min(offset + nbytes, self.state.nbytes)
+        if end <= offset:
+            return b""
+        for start, part in self._parts:
+            if start <= offset and end <= start + len(part):
+                return part[offset - start : end - start]
+        first = offset if offset + RANGE_BYTES <= self.state.nbytes else max(0, self.state.nbytes - RANGE_BYTES)
+        last = min(max(end, first + (RANGE_BYTES if offset else HEAD_BYTES)), self.state.nbytes)
+        part = self._fetch(first, last)
+        self._parts.append((first, part))
+        return part[offset - first : end - first]
+
+    def _fetch(self, first: int, end: int) -> bytes:
+        """Bytes `first` to `end` of the file. Raises CheckpointError, also when the hub sends anything else."""
+        import huggingface_hub
+        from huggingface_hub.utils import build_hf_headers, http_stream_backoff  # type: ignore[attr-defined]  # it marks no exports
+
+        where = f"{self._repo}, {self._name}"
+        url = huggingface_hub.hf_hub_url(self._repo, self._name, revision=self._commit)
+        headers = {**build_hf_headers(token=self._token), "Range": f"bytes={first}-{end - 1}", "Accept-Encoding": "identity"}
+        data = bytearray()
+        try:
+            with http_stream_backoff("GET", url, max_retries=2, headers=headers, timeout=_timeouts()[1]) as response:
+                huggingface_hub.hf_raise_for_status(response)
+                whole = response.status_code == 200 and first == 0  # a server without ranges: the start of the file is enough
+                span = response.headers.get("content-range", "")
+                if not whole and (response.status_code, span) != (206, f"bytes {first}-{end - 1}/{self.state.nbytes}"):
+                    found = f"status {response.status_code}, Content-Range {show(span)}"
+                    raise CheckpointError(
+                        f"bytes {first:,} to {end:,} of {self.state.nbytes:,} were requested, and the hub sent others: {found}",
+                        where=where,
+                        fix=f"Download the model first: hf download {self._repo} --revision {self._commit}",
+                    )
+                for chunk in response.iter_bytes():
+                    data += chunk
+                    if len(data) >= end - first:
+                        break
+        except WeightsmithError:
+            raise
+        except Exception as error:
+            raise _explain(error, where) from error
+        if len(data) < end - first:
+            raise CheckpointError(f"the hub sent {len(data):,} of {end - first:,} bytes", where=where, fix="Run again.")
+        return bytes(data[: end - first])
+
+
+def open_repository(
+    name: str, revision: str | None, *, cache_dir: str | Path | None = None, token: str | bool | None = None
+) -> Repository:
+    """Resolve a revision of a hub model, once. Nothing is downloaded.
+
+    When the hub does not answer, or refuses, the cached files of that revision are used, with a note.
+
+    Raises NotFound and CheckpointError: neither hub nor cache has it, or may show it.
     """
     import huggingface_hub
+    from huggingface_hub import constants, errors
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it marks no exports
+
+    where = f"{name}@{revision}" if revision else name
+    try:
+        validate_repo_id(name)
+        if constants.HF_HUB_OFFLINE:
+            raise errors.OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
+        until, why = _silent.get(constants.ENDPOINT, (0.0, ""))
+        if time.monotonic() < until:
+            raise _Silent(why)
+        api = huggingface_hub.HfApi(token=token)
+        info = api.model_info(name, revision=revision, files_metadata=True, timeout=_timeouts()[0])
+    except Exception as error:
+        if not _answered(error) and not isinstance(error, (errors.HFValidationError, errors.OfflineModeIsEnabled, _Silent)):
+            _silent[constants.ENDPOINT] = time.monotonic() + SILENT_SECONDS, _reason(error)
+        if not isinstance(error, (errors.RevisionNotFoundError, errors.HFValidationError)):
+            repository = _cached(name, revision, error, cache_dir, token)
+            if repository is not None:
+                return repository
+        raise _explain(error, where, cached=_cache(cache_dir)) from error
+    commit, folder = info.sha or "", _folder(name, cache_dir)
+    if not _COMMIT.fullmatch(commit):
+        raise CheckpointError(f"the hub names no commit, but {show(commit)}", where=where, fix="Check HF_ENDPOINT.")
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    _write_ref(folder, revision or constants.DEFAULT_REVISION, commit)
+    return Repository(name, commit, folder / "snapshots" / commit, sizes, (), cache_dir=cache_dir, token=token)
+
+
+def _cached(
+    name: str, revision: str | None, error: Exception, cache_dir: str | Path | None, token: str | bool | None
+) -> Repository | None:
+    """What the cache has of a revision, with a note of why the hub was not used; None for nothing."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                name, revision=revision, cache_dir=cache_dir, local_files_only=True, allow_patterns=["config.json"]
+            )
+        )
+    except (errors.LocalEntryNotFoundError, ValueError):
+        return None
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    notes: tuple[Finding, ...] = ()
+    if not isinstance(error, errors.OfflineModeIsEnabled):
+        what = f"{_reason(error)}, so the cached revision {folder.name} is used; it may be out of date"
+        notes = (Finding(what, f"{name}@{revision}" if revision else name),)
+    return Repository(name, folder.name, folder, sizes, notes, cache_dir=cache_dir, token=token)
+
+
+def _write_ref(folder: Path, revision: str, commit: str) -> None:
+    """Record in the cache what a branch or tag stands for, as huggingface_hub does: by this it is found without the hub."""
+    path = folder / "refs" / revision
+    if revision == commit or ".." in path.parts:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.is_file() or path.read_text() != commit:
+            path.write_text(commit)
+    except OSError:  # a cache that may only be read
+        pass
+
+
+def _cache(cache_dir: str | Path | None) -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE if cache_dir is None else cache_dir).expanduser()
+
+
+def _folder(name: str, cache_dir: str | Path | None) -> Path:
+    from huggingface_hub.file_download import repo_folder_name
+
+    return _cache(cache_dir) / repo_folder_name(repo_id=name, repo_type="model")
+
+
+def _timeouts() -> tuple[float, float]:
+    """Seconds to wait for an answer about files, and for the next bytes of one."""
+    from huggingface_hub import constants
+
+    return float(constants.HF_HUB_ETAG_TIMEOUT), float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
+
+
+def _bound_requests() -> None:
+    """Let no request of huggingface_hub wait for ever: its functions set no timeout on some, and its client has none."""
+    import huggingface_hub
+
+    session = huggingface_hub.get_session()
+    hooks = session.event_hooks
+    if _bound not in hooks["request"]:
+        session.event_hooks = {**hooks, "request": [*hooks["request"], _bound]}
+
+
+def _bound(request: Any) -> None:
+    seconds = _timeouts()[1] if request.method in ("GET", "HEAD") else UPLOAD_SECONDS
+    given = request.extensions.get("timeout") or {}
+    request.extensions["timeout"] = {**given, **{k: given.get(k) or seconds for k in ("connect", "read", "write")}}
+
+
+def _no_bar() -> Any:
     from huggingface_hub.utils.tqdm import tqdm
 
-    class NoBar(tqdm):  # the first call fetches two small files: no bar for each model
+    class NoBar(tqdm):  # for a few small files: no bar for each model
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
 
-    where = f"{repo}@{revision}" if revision else repo
-    try:
-        # With a branch name, because this is what writes refs/<branch>, by which the model is found when offline.
-        folder = Path(
-            huggingface_hub.snapshot_download(
-                repo,
-                revision=revision,
-                cache_dir=cache_dir,
-                token=token,
-                allow_patterns=["config.json", *indexes],
-                tqdm_class=NoBar,
-            )
-        )
-    except Exception as error:
-        raise _explain(error, where) from error
-    commit = folder.name
-    try:
-        # model_info and not list_repo_files: the latter retries for 10 s when the hub does not answer.
-        info = huggingface_hub.HfApi(token=token).model_info(repo, revision=commit)
-        names = tuple(file.rfilename for file in info.siblings or ())
-    except Exception as error:  # offline, or any of three HTTP libraries' errors: huggingface_hub changed its own twice
-        names = tuple(p.name for p in folder.iterdir() if not p.is_dir()) if folder.is_dir() else ()
-        log.info("%s: the hub was not asked (%s), using the cached %s", where, type(error).__name__, folder)
-        return Snapshot(folder, commit, names)
-
-    wanted = [*weights(folder, names, where), *carried_files(names)]
-    if any(not (folder / name).is_file() for name in wanted):
-        try:
-            huggingface_hub.snapshot_download(
-                repo,
-                revision=commit,
-                cache_dir=cache_dir,
-                token=token,
-                allow_patterns=[glob.escape(name) for name in wanted],
-            )
-        except Exception as error:
-            raise _explain(error, where) from error
-    return Snapshot(folder, commit, names)
+    return NoBar
 
 
-def fetch_files(repo: str, revision: str | None, names: Sequence[str]) -> tuple[Path, str]:
-    """Bring some files of a hub repository into the cache, those of `names` that it has; their folder and the commit."""
-    import huggingface_hub
-
-    try:
-        folder = huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=[glob.escape(n) for n in names])
-    except Exception as error:
-        raise _explain(error, f"{repo}@{revision}" if revision else repo) from error
-    return Path(folder), Path(folder).name
-
-
-def _explain(error: Exception, where: str) -> CheckpointError:
-    """What went wrong, in this package's words; huggingface_hub's own first line is kept as detail."""
+def _answered(error: Exception) -> bool:
+    """The hub sent an answer, and the answer is the error."""
     from huggingface_hub import errors
 
+    return isinstance(error, errors.HfHubHTTPError) and getattr(error, "response", None) is not None
+
+
+def _reason(error: Exception) -> str:
+    """Why the hub was not used."""
+    from huggingface_hub import constants
+
+    if _answered(error):
+        return f"the hub refused ({_first_lines(error)})"
+    if isinstance(error, _Silent):
+        return str(error)
+    return f"{constants.ENDPOINT} did not answer ({type(error).__name__}, timeout {_timeouts()[0]:g} s)"
+
+
+def _first_lines(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    details = (f"{type(error).__name__}: {lines[0][:300] if lines else ''}",)
+    return f"{type(error).__name__}: {' '.join(lines[:2])[:300]}"
+
+
+def _explain(error: Exception, where: str, *, cached: Path | None = None) -> CheckpointError:
+    """What went wrong, in this package's words; huggingface_hub's own first line is kept as detail.
+
+    cached  the cache, if it was searched and does not have the model
+    """
+    from huggingface_hub import errors
+
+    details: tuple[str, ...] = (_first_lines(error),)
     if isinstance(error, errors.GatedRepoError):
         return CheckpointError(
             "this hub model is gated: its owner decides who may download it",
@@ -136,18 +353,99 @@ def _explain(error: Exception, where: str) -> CheckpointError:
             details=details,
             fix="Name a branch, tag or full commit hash that the model's page lists.",
         )
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        return NotFound(
-            "neither a local path nor a model in the hub cache, and the hub cannot be reached",
-            where=where,
-            details=details,
-            fix="Check the path, or the network connection; HF_HUB_OFFLINE=1 forbids the network.",
-        )
     if isinstance(error, errors.HFValidationError):
         return NotFound(f"neither a local path nor a valid hub id ({show(where)})", where=where, details=details)
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return NotFound(
+            "neither a local path nor a model in the hub cache, and HF_HUB_OFFLINE=1 forbids downloading it",
+            where=where,
+            details=(f"cache  {cached}",) if cached is not None else (),
+            fix=f"Check the path, or download the model once: HF_HUB_OFFLINE=0 hf download {_command(where)}",
+        )
+    if not _answered(error):
+        return NotFound(
+            "neither a local path nor a model in the hub cache" if cached is not None else "the download stopped",
+            where=where,
+            details=(_reason(error), *details, *((f"cache  {cached}",) if cached is not None else ())),
+            fix="Check the path, the network connection and HF_ENDPOINT."
+            if cached is not None
+            else "Run the same command again: what has arrived is kept in the cache.",
+        )
     return CheckpointError(
-        "the download failed",
+        "the hub answered with an error",
         where=where,
         details=details,
-        fix="What has arrived is kept in the cache: run the same command again to go on.",
+        fix="Run the same command again: what has arrived is kept in the cache.",
     )
+
+
+def _command(where: str) -> str:
+    """The arguments of `hf download` for a model."""
+    name, at, revision = where.partition("@")
+    return f"{name} --revision {revision}" if at else name
+
+
+# uploads
+
+
+def check_push(repo: str) -> HfApi:
+    """Check, before hours of work, that a model may be pushed: a valid name, a network, a token that the hub accepts.
+
+    Raises PushFailed.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it marks no exports
+
+    state = "Nothing was written."
+    try:
+        validate_repo_id(repo)
+        if repo.count("/") != 1:
+            raise errors.HFValidationError("no organisation or user")
+    except errors.HFValidationError as error:
+        fix = "write the organisation or user, and the model: --push org/name"
+        raise PushFailed("not a name that a model can have on the hub", where=repo, fix=fix, state=state) from error
+    if constants.HF_HUB_OFFLINE:
+        raise PushFailed("HF_HUB_OFFLINE=1 forbids uploading", where=repo, fix="unset it, or leave --push out", state=state)
+    if huggingface_hub.get_token() is None:
+        fix = "run `hf auth login`, or set HF_TOKEN, to a token that may write"
+        raise PushFailed("uploading requires a token of the hub, and none is set", where=repo, fix=fix, state=state)
+    _bound_requests()
+    api = huggingface_hub.HfApi()
+    try:
+        api.whoami()
+    except Exception as error:
+        fix = "check the token (`hf auth whoami`) and the network, or leave --push out and upload later"
+        raise PushFailed(
+            "the hub does not accept the token, or does not answer",
+            where=repo,
+            details=(_first_lines(error),),
+            fix=fix,
+            state=state,
+        ) from error
+    return api
+
+
+def push(api: HfApi, folder: Path, repo: str, *, public: bool, message: str) -> str:
+    """Upload a finished folder as a model; the address of the model.
+
+    public  who may see a repository that is created now; one that exists stays as visible as it is
+
+    Raises PushFailed, which says how to upload the folder again.
+    """
+    import shlex
+
+    _bound_requests()
+    try:
+        url = api.create_repo(repo, private=not public, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
+    except Exception as error:
+        command = ["hf", "upload", repo, str(folder), ".", *([] if public else ["--private"])]
+        raise PushFailed(
+            "the upload failed",
+            where=repo,
+            details=(_first_lines(error),),
+            fix=f"upload it again: {shlex.join(command)}",
+            state=f"The output is finished and complete in {folder}",
+        ) from error
+    return str(url)

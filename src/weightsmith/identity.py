@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 from weightsmith._version import __version__
-from weightsmith.plans import Plan
+from weightsmith.plans import COPY, Plan
+from weightsmith.recipe.nodes import Node
+from weightsmith.recipe.yaml import read_yaml
 from weightsmith.sources import Tensors
 
 ROOMS = ("encodings", "engine", "formats", "jobs", "kernels", "lora", "methods", "mixture", "products", "sources", "structure")
@@ -23,6 +26,37 @@ PACKAGES = ("numpy", "numba", "torch")
 def work_identity(plan: Plan, inputs: Sequence[Tensors]) -> str:
     """Equal for two runs whose finished tensors may be mixed (sha256, hex)."""
     return hashlib.sha256("\n".join([plan.hash, program_digest(), *(model.state for model in inputs)]).encode()).hexdigest()
+
+
+def facts(plan: Plan, inputs: Sequence[Tensors]) -> dict[str, str]:
+    """What the identity depends on, by user-facing names; `#` starts a digest. Only for messages."""
+    root = read_yaml(plan.recipe, "").root
+    found = dict(_leaves(root, "")) if root is not None else {}
+    found["seed"] = str(plan.seed)
+    found["max_shard_bytes"] = f"{plan.max_shard_bytes:,}"
+    found["dtypes of the output"] = ", ".join(sorted({out.dtype.name for step in plan.steps for out in step.outs}))
+    found["tensors that are copied"] = f"{sum(step.op == COPY for step in plan.steps):,} of {len(plan.steps):,}"
+    for planned, model in zip(plan.models, inputs, strict=True):
+        found[f"files of {planned.ref}"] = _digest(model.state)
+    found["program version"] = __version__
+    found["program code, or the version of numpy, numba or torch"] = _digest(program_digest())
+    return found
+
+
+def _leaves(node: Node, path: str) -> Iterator[tuple[str, str]]:
+    """Key paths such as `models[0].parameters.weight`, and their values."""
+    if isinstance(node.value, dict):
+        for name, pair in node.value.items():
+            yield from _leaves(pair.value, f"{path}.{name}" if path else name)
+    elif isinstance(node.value, tuple):
+        for i, item in enumerate(node.value):
+            yield from _leaves(item, f"{path}[{i}]")
+    else:
+        yield path, node.value if isinstance(node.value, str) else json.dumps(node.value)
+
+
+def _digest(text: str) -> str:
+    return "#" + hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @cache

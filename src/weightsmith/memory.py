@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from weightsmith.engine.constants import copied
 from weightsmith.engine.local import Resources, run
 from weightsmith.errors import Finding, WeightsmithError
 from weightsmith.methods import get
@@ -76,7 +77,8 @@ def merge_state_dicts(
             error.finding = replace(error.finding, fix=fix)
             raise
     label = plan.models[first].ref
-    for finding in (*plan.warnings, *(Finding(f"the models differ; taken from {label}", n) for n in outcome.differing)):
+    differing = [Finding(f"the models differ; copied from {label}", name) for name in outcome.differing]
+    for finding in (*plan.warnings, *differing, *copied(outcome.nonfinite)):
         warnings.warn(str(finding), stacklevel=2)
     return {name: output.tensors[planned.same.get(name, name)] for name in planned.views[first]}
 

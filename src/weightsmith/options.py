@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
-from weightsmith.errors import nearest
-from weightsmith.tensors import DType
+from weightsmith.errors import ParameterError, nearest
+from weightsmith.tensors import BY_TORCH_NAME, DTYPE_NAMES, DType, dtype_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,9 @@ class RecipeOptions:
     report           write where a mixture's router routes the prompts to OUT/routing.json and OUT/routing.svg. True: always,
                      with a pass of the base over the prompts; False: never; None: only if the router weights need that pass
     quantize         encoding of the weights of linear layers, `fp8-dynamic`; None: not quantised
+    check_loading    compare stacks, mixtures and surgery with the model that transformers, if installed, builds from the new
+                     config.json
+    settings         values to set in the recipe, by key path: {"parameters.t": 0.3}
     """
 
     out_dtype: DType | None = None
@@ -31,6 +34,8 @@ class RecipeOptions:
     allow_code: bool = False
     report: bool | None = None
     quantize: str | None = None
+    check_loading: bool = True
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +50,8 @@ class RunOptions:
     card              write README.md, a model card
     allow_nonfinite   merge NaN and infinity like any number; else they raise an error that names tensor and model
     device            torch device name for hidden states
+    push              upload the finished folder to the hub, as the model `org/name`
+    public            make the model that `push` creates public; the default is private
     """
 
     threads: int | None = None
@@ -55,18 +62,37 @@ class RunOptions:
     card: bool = True
     allow_nonfinite: bool = False
     device: str = "cpu"
+    push: str | None = None
+    public: bool = False
+
+
+def output_dtype(asked: object) -> DType | None:
+    """An output dtype, from a string or a numpy, torch or weightsmith dtype. Raises ParameterError.
+
+    >>> output_dtype("bfloat16").name
+    'BF16'
+    """
+    if asked is None or isinstance(asked, DType):
+        return asked
+    name = dtype_name(asked)
+    if name not in DTYPE_NAMES:
+        what = f"must be one of {', '.join(DTYPE_NAMES)}{nearest(name, DTYPE_NAMES)}, not {asked!r}"
+        raise ParameterError(what, where="out_dtype")
+    return BY_TORCH_NAME[name]
 
 
 class RecipeKeywords(TypedDict, total=False):
-    """`RecipeOptions` as keywords."""
+    """`RecipeOptions` as keywords. out_dtype may also be a string, a numpy dtype or a torch dtype."""
 
-    out_dtype: DType | None
+    out_dtype: Any
     max_shard_bytes: int
     seed: int
     lenient: bool
     allow_code: bool
     report: bool | None
     quantize: str | None
+    check_loading: bool
+    settings: Mapping[str, Any]
 
 
 class RunKeywords(TypedDict, total=False):
@@ -80,6 +106,8 @@ class RunKeywords(TypedDict, total=False):
     card: bool
     allow_nonfinite: bool
     device: str
+    push: str | None
+    public: bool
 
 
 class Keywords(RecipeKeywords, RunKeywords, total=False):
@@ -87,7 +115,7 @@ class Keywords(RecipeKeywords, RunKeywords, total=False):
 
 
 def split(function: str, keywords: Mapping[str, Any]) -> tuple[RecipeOptions, RunOptions]:
-    """A function's keywords as the two records. Raises TypeError for an unknown name.
+    """A function's keywords as the two records. Raises TypeError for an unknown name, ParameterError for a wrong dtype.
 
     >>> split("merge", {"seed": 3, "threads": 2})[1].threads
     2
@@ -95,10 +123,12 @@ def split(function: str, keywords: Mapping[str, Any]) -> tuple[RecipeOptions, Ru
     Traceback (most recent call last):
     TypeError: merge() has no option 'thread' (did you mean 'threads'?)
     """
-    recipe, run = ([field.name for field in fields(kind)] for kind in (RecipeOptions, RunOptions))
+    recipe, run = ([each.name for each in fields(kind)] for kind in (RecipeOptions, RunOptions))
     for name in keywords:
         if name not in (*recipe, *run):
             raise TypeError(f"{function}() has no option '{name}'{nearest(name, (*recipe, *run))}")
+    if "out_dtype" in keywords:
+        keywords = {**keywords, "out_dtype": output_dtype(keywords["out_dtype"])}
     return (
         RecipeOptions(**{name: value for name, value in keywords.items() if name in recipe}),
         RunOptions(**{name: value for name, value in keywords.items() if name in run}),

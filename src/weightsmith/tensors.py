@@ -79,6 +79,20 @@ DTYPES = {
 
 BY_TORCH_NAME = {d.torch: d for d in DTYPES.values()}
 
+DTYPE_NAMES = ("bfloat16", "float16", "float32", "float64")
+"""The possible dtypes of output weights, by torch's names."""
+
+
+def dtype_name(given: object) -> str:
+    """The name of a dtype, given as a string, a numpy dtype or a torch dtype.
+
+    >>> import numpy as np
+    >>> dtype_name("torch.bfloat16"), dtype_name(np.float16), dtype_name(np.dtype("float32"))
+    ('bfloat16', 'float16', 'float32')
+    """
+    return str(getattr(given, "name", None) or getattr(given, "__name__", None) or given).removeprefix("torch.")
+
+
 BY_CODE = {d.code: d for d in DTYPES.values() if d.code >= 0}
 
 

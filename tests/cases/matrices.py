@@ -50,10 +50,10 @@ def iso_cts(ds: list[Array], common: float) -> Array:
     return np.concatenate([p[1] for p in parts]).mean() * polar(u) @ polar(v).T
 
 
-def star(ds: list[Array], eta: float) -> Array:
+def star(ds: list[Array], eta: float, ranks: Sequence[int | None] = (None, None)) -> Array:
     total = np.zeros(ds[0].shape)
-    for d in ds:
-        s = svd(d)[1]
+    for d, rank in zip(ds, ranks, strict=True):
+        s = svd(d)[1][:rank]
         keep = next(k for k in range(1, len(s) + 1) if s[:k].sum() >= eta * s.sum())
         total += cut(d, keep) * (s.sum() / s[:keep].sum())
     return total / len(ds)
@@ -144,6 +144,11 @@ CASES = (
     case("iso_c, half", "iso_c", {"beta": 0.5, "lambda": 0.6}, [1.0, 0.5], lambda ds: iso_c(ds, 0.5)),
     case("iso_cts", "iso_cts", {"common": 0.8, "lambda": 0.7}, [1.0, 0.9, 0.8], lambda ds: iso_cts(ds, 0.8)),
     case("star", "star", {"eta": 0.4, "lambda": 1.3}, [1.0, 0.5], lambda ds: star(ds, 0.4)),
+    Case(
+        "star, known rank", "star", {"eta": 0.5, "lambda": 1.0},
+        [{}, {"weight": 1.0, "known_rank": 6}, {"weight": 0.5, "known_rank": None}],
+        lambda a: merged(a, [1.0, 0.5], lambda ds, raw: star(ds, 0.5, [6, None]), 1.0),
+    ),
     Case(
         "wudi", "wudi", {"ridge": 0.1, "lambda": 0.7}, [{}, {"weight": 1.0}, {"weight": 0.5}],
         lambda a: merged(a, [1.0, 0.5], lambda ds, raw: wudi(ds, raw, 0.1), 0.7),

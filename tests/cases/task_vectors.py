@@ -154,6 +154,7 @@ CASES = (
     case("ties, untrimmed", "ties", MEAN, models(1.0, 0.5, density=1.0), everything, **ELECTED),
     case("ties, rows", "ties", MEAN | {"scope": "row"}, models(1.0, 0.5, density=0.3), row_band(0.3, 0.0), **ELECTED),
     case("ties, model", "ties", MEAN | {"scope": "model"}, models(1.0, 0.5, density=0.2), whole_model(0.2), **ELECTED),
+    case("ties, negative", "ties", MEAN, models(0.3, 0.6, -0.9, density=0.5), largest(0.5), **ELECTED),
     case("ties, five", "ties", MEAN, models(1, 1, 1, 1, 1, density=0.2), largest(0.2), **ELECTED),
     case("ties, one", "ties", MEAN, models(1.0, density=0.4), largest(0.4), **ELECTED),
     case("dare_linear", "dare_linear", GTA | {"rescale": "l1"}, models(0.6, 0.6, density=0.3), at_random(0.3), rescale="l1"),
@@ -191,7 +192,8 @@ CASES = (
     Case("cabs", "cabs", {"lambda": 1.0}, models(1.2, 0.7, density=0.25, group=16), lambda a: in_turn(a, [1.2, 0.7], 4, 16)),
     Case("magmax", "magmax", {"lambda": 1.0}, models(1.0, -0.5, 2.0), lambda a: largest_alone(a, [1.0, -0.5, 2.0])),
     Case(
-        "localize_and_stitch", "localize_and_stitch", {"scope": "model", "lambda": 1.0}, models(1.0, 1.0, density=0.3),
+        "localize_and_stitch", "localize_and_stitch", {"scope": "model", "embeddings": False, "lambda": 1.0},
+        models(1.0, 1.0, density=0.3),
         lambda a: disjoint_mean(a, whole_model(0.3)),
     ),
 )  # fmt: skip

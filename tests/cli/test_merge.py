@@ -80,7 +80,7 @@ def test_an_output_that_is_there_is_refused_with_3_and_replaced_with_overwrite(c
     (work / "linear.yml").write_text(LINEAR.replace("0.25", "0.9"))
     ran = cli("merge", "linear.yml", "out")
     assert ran.code == 3
-    assert "OutputExists: " in ran.err
+    assert "error[output-exists]: " in ran.err
     assert "--overwrite" in ran.err
     assert (work / "out/model.safetensors").read_bytes() == before
     assert cli("merge", "linear.yml", "out", "--overwrite").code == 0
@@ -91,7 +91,7 @@ def test_all_problems_of_a_recipe_are_printed_as_they_are_and_the_code_is_1(cli:
     (work / "bad.yml").write_text('merge_method: "[red]tise[/red]"\nmodels:\n  - model: nowhere/at/all\ndtyp: bfloat16\n')
     ran = cli("merge", "bad.yml", "out")
     assert ran.code == 1
-    assert "UnknownName: bad.yml:1:1: no merge method is called '[red]tise[/red]'" in ran.err
+    assert "error[unknown-method]: bad.yml:1:1: no merge method is called '[red]tise[/red]'" in ran.err
     assert "bad.yml:4:1" in ran.err
     assert "Nothing was written." in ran.err
     assert ran.out == ""
@@ -113,7 +113,7 @@ def test_an_input_that_fails_while_merging_ends_with_5(cli: Cli, work: Path, mon
     monkeypatch.setattr(Checkpoint, "read_into", fail)
     ran = cli("merge", "linear.yml", "out")
     assert ran.code == 5
-    assert "FormatError: model." in ran.err
+    assert "error[format]: model." in ran.err
 
 
 def test_what_nobody_foresaw_is_a_short_message_and_70_and_a_traceback_on_request(
@@ -125,7 +125,7 @@ def test_what_nobody_foresaw_is_a_short_message_and_70_and_a_traceback_on_reques
     monkeypatch.setattr("weightsmith.planner.prepare", fail)
     ran = cli("merge", "linear.yml", "out")
     assert ran.code == 70
-    assert "unexpected error: KeyError: '[oops]'" in ran.err
+    assert "error[internal]: KeyError: '[oops]'" in ran.err
     assert "WEIGHTSMITH_DEBUG=1" in ran.err
     assert "Traceback" not in ran.err
     monkeypatch.setenv("WEIGHTSMITH_DEBUG", "1")

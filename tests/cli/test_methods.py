@@ -15,14 +15,24 @@ from weightsmith.methods import NAMES, get
 __all__ = ["cli"]
 
 
-def test_all_methods_are_listed_with_their_parameters(cli: Cli) -> None:
+def test_all_methods_are_listed_a_line_each_that_fits_80_columns(cli: Cli) -> None:
     ran = cli("methods")
     assert ran.code == 0
-    lines = {line.split()[0]: line for line in ran.out.splitlines()[1:]}
+    table, hint = ran.out.split("\n\n")
+    lines = {line.split()[0]: line for line in table.splitlines()[1:]}
     assert tuple(lines) == NAMES
     for name, line in lines.items():
-        for parameter in get(name).parameters:
-            assert parameter.name in line
+        assert get(name).title in line
+        assert len(line) <= 80
+    assert "weightsmith methods NAME" in hint
+
+
+def test_json_has_the_parameters_of_all_methods_or_of_one(cli: Cli) -> None:
+    found = {method["name"]: method for method in json.loads(cli("methods", "--json").out)}
+    assert tuple(found) == NAMES
+    assert json.loads(cli("methods", "ties", "--json").out) == found["ties"]
+    density = next(p for p in found["ties"]["parameters"] if p["name"] == "density")
+    assert (density["default"], density["minimum"], density["maximum"]) == (1.0, 0, 1)
 
 
 @pytest.mark.parametrize("name", NAMES)

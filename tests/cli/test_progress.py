@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from weightsmith.cli.progress import LINE_SECONDS, Bar, Lines, Rate, Reading, meter
+from weightsmith.progress import LINE_SECONDS, Bar, Lines, Rate, Reading, meter
 
 
 class Clock:

@@ -36,7 +36,7 @@ def test_one_flipped_bit_ends_with_4_and_names_the_tensor(cli: Cli, work: Path) 
         last = max(out.specs, key=lambda name: out.source.location(name) or (0, 0))
     ran = cli("verify", "out", "--threads", "1")
     assert ran.code == 4
-    assert "Corrupt: " in ran.err
+    assert "error[corrupt]: " in ran.err
     assert f"tensor {last}: differs" in ran.err
     assert ran.out == ""
 
@@ -45,4 +45,4 @@ def test_a_folder_that_cannot_be_checked_ends_with_3(cli: Cli, work: Path) -> No
     for folder in ("a", "nowhere"):
         ran = cli("verify", folder)
         assert ran.code == 3
-        assert "NotFound: " in ran.err
+        assert "error[not-found]: " in ran.err

@@ -403,15 +403,17 @@ def test_tensors_that_make_no_adapter_are_refused(change: dict[str, Any], words:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"r": 0}, "r is 0, and a rank is 1 or more"),
-        ({"r": True}, "r is True, which is no whole number"),
-        ({"r": 4.0}, "r is 4.0, which is no whole number"),
-        ({"lora_alpha": "8"}, "lora_alpha is '8', which is no number"),
-        ({"lora_alpha": float("nan")}, "lora_alpha is nan, which is no number"),
+        ({"r": 0}, "r is 0, and a rank is a whole number of 1 or more"),
+        ({"r": True}, "r is True, and a rank is a whole number"),
+        ({"r": 4.0}, "r is 4.0, and a rank is a whole number"),
+        ({"lora_alpha": "8"}, "lora_alpha is '8', which is no finite number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is nan, which is no finite number"),
         ({"alpha_pattern": [1]}, "alpha_pattern is [1], which is no object"),
-        ({"alpha_pattern": {"q_proj": None}}, "lora_alpha is None, which is no number"),
-        ({"alpha_pattern": {"(a+)+": 1}}, "a pattern that is not a plain one: '(a+)+'"),
-        ({"rank_pattern": {"[": 4}}, "no regular expression: '['"),
+        ({"lora_alpha": 10**4000}, "adapter_config.json has an integer of 4,001 digits"),
+        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern of 'q_proj' is None, which is no finite number"),
+        ({"rank_pattern": {"q_proj": 2**31}}, "rank_pattern of 'q_proj' is 2147483648, and a rank is"),
+        ({"alpha_pattern": {r"(a)\1": 1}}, r"alpha_pattern has a pattern '(a)\\1' that is not read: '\1' is not read"),
+        ({"rank_pattern": {"[": 4}}, "rank_pattern has a pattern '[' that is not read: the set at character 0"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused(config: dict[str, Any], words: str, tmp_path: Path) -> None:

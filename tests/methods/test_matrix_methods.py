@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def test_one_model_is_its_own_merge(shape: tuple[int, int]) -> None:
     d = tensors(shape, 1)
     assert_near(tsv_m.merge(d, None), d[0])
     assert_near(iso_c.merge(d, 0.0), d[0])
-    assert_near(star.merge(d, 1.0), d[0])
+    assert_near(star.merge(d, 1.0, [None]), d[0])
     assert_near(wudi.merge(d, 1e-9), d[0], 1e-4)
     for alpha in (0.1, 1.0):
         assert_near(svc.merge(d, [1.0], alpha), d[0])
@@ -109,7 +110,7 @@ def test_equal_models_are_counted_once_where_interference_is_removed(shape: tupl
     d = tensors(shape, 1)
     assert_near(tsv_m.merge(d * 3, min(shape)), d[0])
     assert_near(svc.merge(d * 3, [1.0] * 3, 1 / 3), d[0])
-    assert_near(star.merge(d * 3, 1.0), d[0])
+    assert_near(star.merge(d * 3, 1.0, [None] * 3), d[0])
     assert_near(wudi.merge(d * 3, 1e-9), d[0], 1e-4)
 
 
@@ -144,9 +145,22 @@ def test_tsv_m_wholly_flattened_keeps_each_models_sum_of_singular_values() -> No
 
 def test_star_keeps_the_sum_of_singular_values() -> None:
     d = tensors((40, 24), 1)
-    kept = star.merge(d, 0.4)
+    kept = star.merge(d, 0.4, [None])
     np.testing.assert_allclose(torch.linalg.svdvals(kept).sum(), torch.linalg.svdvals(d[0]).sum())
     assert 1 < int(torch.linalg.matrix_rank(kept)) < 12
+
+
+def test_star_with_a_known_rank_leaves_the_rounding_of_the_weights_out() -> None:
+    """A LoRA delta stored in bf16: half of the sum of its singular values is rounding, and would go to the kept directions."""
+    exact = 1e-3 * tensors((96, 80), 1, rank=4)[0]
+    noise = 1e-3 * torch.randn(96, 80, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    known, blind = (star.merge([exact + noise], 1.0 - 1e-9, [rank]) for rank in (4, None))
+    assert int(torch.linalg.matrix_rank(known)) == 4
+    assert int(torch.linalg.matrix_rank(blind)) > 70
+    cut = torch.linalg.svdvals(exact + noise)
+    truncated = star.merge([exact + noise], 0.6, [4])
+    np.testing.assert_allclose(torch.linalg.svdvals(truncated).sum(), cut[:4].sum())
+    np.testing.assert_allclose(torch.linalg.svdvals(star.merge([exact + noise], 0.2, [None])).sum(), cut.sum())
 
 
 def test_wudi_is_the_minimum_of_its_loss_and_both_ways_to_it_agree() -> None:
@@ -452,3 +466,29 @@ def test_weights_are_factors_on_the_deltas(tmp_path: Path) -> None:
     shared = {"directions": 30, "flatten": 0.0, "lambda": 1.0}
     got = run_method(tmp_path, "tsv_m", arrays, shared=shared, models=[{}, {"weight": -0.5}], base=True)
     np.testing.assert_allclose(got, f64(arrays)[0] - 0.5 * deltas(arrays)[0], atol=1e-8)
+
+
+def test_torch_has_its_number_of_threads_again_whatever_the_order_of_leaving() -> None:
+    """OpenMP has a number for each thread: one that leaves before the last is left with 1, and must not be asked."""
+
+    def elsewhere() -> int:
+        with ThreadPoolExecutor(1) as fresh:
+            return fresh.submit(torch.get_num_threads).result()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with ThreadPoolExecutor(1) as a, ThreadPoolExecutor(1) as b:
+            blocks = one_thread(), one_thread()
+            for pool, block in zip((a, b), blocks, strict=True):
+                pool.submit(block.__enter__).result()
+            assert elsewhere() == 1
+            for pool, block in zip((a, b), blocks, strict=True):  # the first to enter leaves first
+                pool.submit(block.__exit__, None, None, None).result()
+            assert elsewhere() == 3
+            again = one_thread()
+            a.submit(again.__enter__).result()
+            a.submit(again.__exit__, None, None, None).result()
+            assert elsewhere() == 3
+    finally:
+        torch.set_num_threads(before)

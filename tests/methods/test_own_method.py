@@ -102,27 +102,27 @@ def test_without_leave_it_is_refused_and_said_what_would_run(own: Path) -> None:
     assert isinstance(found, MethodError)
     assert str(found) == (
         f"sub/half.yml:1:1: merge_method ./half.py:half would run code: the file {own / 'sub' / 'half.py'}\n"
-        "  -> read that file, and if you trust it add --allow-code (allow_code=True)"
+        "  -> Read that file, and if you trust it add --allow-code (allow_code=True)."
     )
 
 
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("./gone.py:half", "the file of the merge method, {folder}/gone.py, cannot be read: No such file or directory"),
-        ("./half.py", "merge_method ./half.py names no function\n  -> write ./half.py:FUNCTION"),
+        ("./gone.py:half", "the file of the merge method, {folder}/gone.py, cannot be read: no such file"),
+        ("./half.py", "merge_method ./half.py names no function\n  -> Write ./half.py:FUNCTION."),
         (
             "./half.py:haf",
-            "{folder}/half.py has no function 'haf' (did you mean 'half'?)\n  -> methods in it: half, broken",
+            "{folder}/half.py has no function 'haf' (did you mean 'half'?)\n  -> Methods in it: half, broken.",
         ),
         (
             "./half.py:plain",
             "./half.py:plain is a function, not a merge method\n"
-            "  -> write @weightsmith.block_method or @weightsmith.tensor_method above the function",
+            "  -> Write @weightsmith.block_method or @weightsmith.tensor_method above the function.",
         ),
         ("./bad.py:f", "{folder}/bad.py, line 2 cannot be loaded: SyntaxError: "),
         ("./exits.py:f", "{folder}/exits.py cannot be loaded: SystemExit: 3"),
-        ("./sign.py:f", "f(models) has no argument 'out'\n  -> a block_method takes models, out and perhaps base"),
+        ("./sign.py:f", "f(models) has no argument 'out'\n  -> A block_method takes models, out and perhaps base."),
     ],
 )
 def test_what_is_wrong_with_the_code_is_said_with_its_line_in_the_recipe(own: Path, method: str, message: str) -> None:

@@ -112,19 +112,20 @@ def test_rules_get_typed_values() -> None:
         check=lambda w, t: str(look(w=w, t=t)),
         copies=lambda w: look(w=w),
         needs=lambda t: look(t=t),
-        ignored=lambda w: look(w=w),
+        keeps_base=lambda role, t: look(role=role, t=t),
         elementwise=lambda t: look(t=t),
     )
-    def some(matrix: Matrix, w: PerModel[float] = 1.0, t: int = 3) -> Job:
+    def some(matrix: Matrix, w: PerModel[float] = 1.0, t: int = 3, weight: PerModel[float] = 1.0) -> Job:
         raise AssertionError("not called")
 
     assert (some.name, some.base, some.min_models, some.max_models) == ("some", "required", 1, None)
     assert some.check({"t": 5}, [{}, {"w": 2.0}, {"w": 4.0}]) == "True"  # the base has no place
     assert some.copies([{"w": 2.0}])
     assert some.needs({"t": 5})
-    assert some.ignored({"w": 0.0})
+    assert some.keeps_base({"t": 5}, "vocabulary")
     assert some.elementwise({"t": 5})
-    assert seen == [{"w": [2.0, 4.0], "t": 5}, {"w": [2.0]}, {"t": 5}, {"w": [0.0]}, {"t": 5}]
+    assert seen == [{"w": [2.0, 4.0], "t": 5}, {"w": [2.0]}, {"t": 5}, {"role": "vocabulary", "t": 5}, {"t": 5}]
+    assert [some.ignored(own) for own in ({}, {"w": 0.0, "weight": 1.0}, {"weight": 0.0})] == [False, False, True]
 
 
 def test_bounds_and_choices_of_an_own_method_are_checked() -> None:

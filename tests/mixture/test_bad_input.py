@@ -151,13 +151,13 @@ def test_one_expert_of_a_group(tmp_path: Path) -> None:
     base = model(tmp_path / "a")
     found = refused(base, experts=[base], experts_per_token=1, architecture="glm4_moe")
     assert "glm4_moe: it requires at least 2 experts, not 1" in found
-    assert "write architecture: mixtral or granitemoe" in found
+    assert "Write architecture: mixtral or granitemoe" in found
 
 
 def test_a_shared_expert_where_there_is_none(tmp_path: Path) -> None:
     found = refused(model(tmp_path / "a"), shared=1, architecture="mixtral")
     assert "mixtral: it requires no shared expert, not 1" in found
-    assert "write architecture: qwen2_moe or glm4_moe or deepseek" in found
+    assert "Write architecture: qwen2_moe or glm4_moe or deepseek" in found
 
 
 def test_no_shared_expert_where_there_must_be_one(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_what_an_architecture_cannot_hold(
 
 
 def test_what_would_work_is_said(tmp_path: Path) -> None:
-    assert "write architecture: mixtral or granitemoe or glm4_moe" in refused(model(tmp_path / "a"), architecture="deepseek_v3")
+    assert "Write architecture: mixtral or granitemoe or glm4_moe" in refused(model(tmp_path / "a"), architecture="deepseek_v3")
 
 
 def test_a_head_of_biases(tmp_path: Path) -> None:

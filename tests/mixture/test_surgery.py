@@ -338,20 +338,20 @@ WRONG: list[tuple[str, str]] = [
     (
         "prune_experts: {keep: [3]}",
         "r.yml:2:23: each token is routed to 2 experts (num_experts_per_tok in config.json), but only 1 expert is left\n"
-        "  -> keep at least 2 in each layer",
+        "  -> Leave at least 2 in each layer.",
     ),
     (
         "prune_experts: {keep_by_layer: {0: [0, 1], 1: [1, 2, 3]}}",
         "r.yml:2:32: layer 0 would have 2 experts, but layer 1 3\n"
-        "  -> keep the same number in each layer, because config.json has one for all",
+        "  -> keep the same number in each layer, because config.json has one for all.",
     ),
     (
         "prune_experts: {keep_by_layer: {0: [0, 1]}}",
-        "r.yml:2:32: layer 1 has experts and is not in 'keep_by_layer'\n  -> write an entry for every layer that has experts",
+        "r.yml:2:32: layer 1 has experts and is not in 'keep_by_layer'\n  -> Say it of every layer that has experts.",
     ),
     (
         "prune_experts: {keep_by_layer: {0: [0, 1], 1: [0, 1], 2: [0, 1]}}",
-        "r.yml:2:32: layer 2 has no experts, or does not exist\n  -> layers with experts: 0, 1",
+        "r.yml:2:32: layer 2 has no experts, or does not exist\n  -> Layers with experts: 0, 1.",
     ),
     (
         "prune_experts: {keep: [0, 1], experts: 2}",
@@ -363,22 +363,22 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "prune_experts: {saliency: good.json, experts: 5}",
-        "r.yml:2:47: cannot keep 5 experts in each layer: there are 4\n  -> Write at most 4.",
+        "r.yml:2:47: experts: 5 are to stay in each layer, and there are 4\n  -> At most 4.",
     ),
     ("prune_experts: {saliency: none.json, experts: 2}", "r.yml:2:27: FOLDER/none.json: no such saliency file"),
     (
         "prune_experts: {saliency: short.json, experts: 2}",
         "FOLDER/short.json: layer 1 needs one finite number for each of its 4 experts, not 3 values\n"
-        '  -> write {"0": [one number for each expert of layer 0], "1": ...}',
+        '  -> Write {"0": [one number for each expert of layer 0], "1": ...}',
     ),
     (
         "prune_experts: {saliency: text.json, experts: 2}",
         'FOLDER/text.json: layer 0 needs one finite number for each of its 4 experts, not "3" for expert 2\n'
-        '  -> write {"0": [one number for each expert of layer 0], "1": ...}',
+        '  -> Write {"0": [one number for each expert of layer 0], "1": ...}',
     ),
     (
         "prune_experts: {saliency: one.json, experts: 2}",
-        "FOLDER/one.json: layer 1 has experts and is not in 'saliency'\n  -> write an entry for every layer that has experts",
+        "FOLDER/one.json: layer 1 has experts and is not in 'saliency'\n  -> Say it of every layer that has experts.",
     ),
     (
         "merge_experts: {groups: [[0, 1], [2], [1, 3]]}",

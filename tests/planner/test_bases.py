@@ -45,7 +45,7 @@ def test_slices_do_not_take_in_the_base(abc: tuple[str, str, str]) -> None:
     problem = only({**recipe, "slices": [{"sources": cut(b)}]})
     assert str(problem) == (
         f"slices[0]: the slice does not list the base model {a}\n"
-        "  -> add it to the sources, with the layer_range to take from it"
+        "  -> Add it to the sources, with the layer_range to take from it."
     )
     p = plan({**recipe, "slices": [{"sources": cut(b, a)}]})
     assert sources(p)[Q] == [(0, Q), (1, Q)]
@@ -64,7 +64,8 @@ def test_slerp_of_two_models_that_are_not_the_base_is_refused(abc: tuple[str, st
     a, b, c = abc
     recipe = {"merge_method": "slerp", "base_model": a, "models": [{"model": b}, {"model": c}], "parameters": {"t": 0.5}}
     assert str(only(recipe)) == (
-        f"models: merge_method slerp takes exactly 1 model besides the base, and here are 2\n  {b}\n  {c}"
+        f"models: merge_method slerp takes exactly 1 model besides the base, and there are 2\n  {b}\n  {c}\n"
+        "  -> Remove 1 of them, or write a method that takes more."
     )
 
 
@@ -73,7 +74,7 @@ def test_a_method_that_needs_a_base_says_so(abc: tuple[str, str, str]) -> None:
     problem = only(f"merge_method: ties\nmodels: [{{model: {b}}}, {{model: {c}}}]\nparameters: {{weight: 1}}\n")
     assert str(problem) == (
         "<text>:1:1: merge_method ties needs a base_model\n"
-        "  -> add 'base_model:' with the model that the others were tuned from"
+        "  -> Write base_model: and the model that the others were tuned from."
     )
 
 
@@ -90,7 +91,7 @@ def test_nuslerp_merges_models_without_a_base_and_task_vectors_with_one(abc: tup
 def test_the_base_of_nuslerp_is_not_one_of_the_two(abc: tuple[str, str, str]) -> None:
     a, b, _ = abc
     problem = only({"merge_method": "nuslerp", "base_model": a, "models": of(a, b, weight=1)})
-    assert "takes exactly 2 models besides the base, and here are 1" in str(problem)
+    assert "takes exactly 2 models besides the base, and there is one" in str(problem)
 
 
 def test_linear_counts_an_unlisted_base_as_an_input_and_asks_for_its_weight(abc: tuple[str, str, str]) -> None:
@@ -98,9 +99,9 @@ def test_linear_counts_an_unlisted_base_as_an_input_and_asks_for_its_weight(abc:
     recipe = f"merge_method: linear\nbase_model: {a}\nmodels:\n"
     recipe += "".join(f"  - {{model: {m}, parameters: {{weight: 1}}}}\n" for m in (b, c))
     assert str(only(recipe)) == (
-        f"<text>:2:13: merge_method linear needs the parameter 'weight' for {a}\n"
+        "<text>:2:13: merge_method linear needs the parameter 'weight' for each model\n"
         "  the base_model counts as one more input of linear\n"
-        "  -> add 'parameters: {weight: 0.5}' at the top level, or list the base under 'models' with its own"
+        "  -> Write parameters: {weight: 0.5} at the top level, or list the base under 'models' with parameters of its own."
     )
     p = plan(recipe + "parameters: {weight: 3}\n")
     assert [i.model for i in p.steps[0].inputs] == [1, 2, 0]  # listed models first, as in mergekit
@@ -111,8 +112,9 @@ def test_passthrough_with_an_unlisted_base_has_two_inputs(abc: tuple[str, str, s
     a, b, _ = abc
     problem = only({"merge_method": "passthrough", "base_model": a, "models": [{"model": b}]})
     assert str(problem) == (
-        f"models: merge_method passthrough takes exactly 1 model, and here are 2\n"
-        f"  {b}\n  {a} (base_model, which counts as an input of passthrough)"
+        f"models: merge_method passthrough takes exactly 1 model, and there are 2\n"
+        f"  {b}\n  {a} (base_model, which counts as an input of passthrough)\n"
+        "  -> Remove base_model."
     )
     assert plan({"merge_method": "passthrough", "base_model": a, "models": [{"model": a}]})
 
@@ -163,14 +165,14 @@ def test_the_base_of_a_slice_must_be_one_of_its_sources(abc: tuple[str, str, str
     found = problems(recipe)
     assert [str(f).split("\n")[0] for f in found] == [
         f"slices[0]: the slice does not list the base model {c}",
-        "slices[0]: merge_method slerp takes exactly 1 model besides the base, and here are 2",
+        "slices[0]: merge_method slerp takes exactly 1 model besides the base, and there are 2",
     ]
 
 
 def test_a_model_listed_twice_is_refused(abc: tuple[str, str, str]) -> None:
     a, b, _ = abc
     found = only({"merge_method": "linear", "models": of(a, b, a, weight=1)})
-    assert str(found) == f"models[2]: {a} is listed twice\n  -> list each input once, with the sum of the weights"
+    assert str(found) == f"models[2]: {a} is listed twice\n  -> List each input once, with the sum of the weights."
 
 
 def test_a_base_listed_twice_is_refused(abc: tuple[str, str, str]) -> None:

@@ -57,7 +57,7 @@ def test_what_no_loader_reads_is_left_out_and_the_plan_says_so(tmp_path: Path) -
     listed = ", ".join(map(repr, SECRETS))
     assert warnings(p) == [
         f"{a}: 6 files are not copied into the output, because no loader reads them: {listed}\n"
-        "  -> copy what is needed into the output yourself"
+        "  -> Copy what is needed into the output yourself."
     ]
     (tmp_path / "a" / "zzz").write_text("")
     assert "7 files are not copied" in (found := warnings(plan(linear(a, b)))[0])
@@ -119,7 +119,7 @@ def test_a_single_file_has_no_config_and_the_plan_says_so(tmp_path: Path) -> Non
     a = plan_help.model(tmp_path / "a") + "/model.safetensors"
     p = plan(linear(a))
     assert (p.config, p.carried) == (None, ())
-    assert warnings(p) == [f"the output has no config.json: {a} has none\n  -> name its folder, not the file"]
+    assert warnings(p) == [f"the output has no config.json: {a} has none\n  -> Name its folder, not the file."]
 
 
 def test_a_model_without_a_config_still_merges_by_its_names(tmp_path: Path) -> None:

@@ -197,9 +197,7 @@ def test_where_all_weights_are_zero_all_models_are_read(tmp_path: Path) -> None:
     assert all(len(step.inputs) == 2 for step in p.steps)
 
 
-def test_methods_that_listen_to_every_model_read_every_model(tmp_path: Path) -> None:
+def test_methods_without_weights_read_every_model(tmp_path: Path) -> None:
     base, *names = runs(tmp_path, 3)
-    listed = [{"model": n, "parameters": {"weight": k}} for k, n in enumerate(names)]
-    shared = {"norm_match": "mean"}
-    p = plan({"merge_method": "task_arithmetic", "base_model": base, "models": listed, "parameters": shared})
+    p = plan({"merge_method": "model_stock", "base_model": base, "models": [{"model": n} for n in names]})
     assert all(len(step.inputs or step.pieces[0].inputs) == 3 for step in p.steps)

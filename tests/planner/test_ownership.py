@@ -152,7 +152,7 @@ def test_a_bias_that_only_one_model_has_is_an_error_that_names_both(tmp_path: Pa
     assert str(problem) == (
         "model.layers.0.self_attn.q_proj.bias: not all the models have this tensor; so for 1 more like it\n"
         f"  {a}: missing\n  {b}: [4] BF16\n"
-        "  -> merge models that have the same tensors; only a whole module that one model has is copied from it"
+        "  -> Merge models that have the same tensors; only a whole module that one model has is copied from it."
     )
 
 
@@ -181,7 +181,7 @@ def test_unequal_shapes_are_told_once_for_all_layers_and_with_their_files(tmp_pa
     assert str(problem) == (
         "model.layers.0.self_attn.q_proj.weight: 'linear' needs equal shapes; so for 1 more like it\n"
         f"  {a}: [4, 4] BF16\n  {b}: [8, 4] BF16\n"
-        "  -> merge models of one size; 'passthrough' takes tensors of one model each"
+        "  -> Merge models of one size; 'passthrough' takes tensors of one model each."
     )
 
 
@@ -261,7 +261,7 @@ def test_models_with_nothing_in_common_are_refused(tmp_path: Path) -> None:
     assert str(problem) == (
         "models: the models have no tensor in common\n"
         f"  {a}: model.layers.0.input_layernorm.weight\n  {b}: encoder.layer.0.attention.query.weight\n"
-        "  -> merge models of one architecture"
+        "  -> Merge models of one architecture."
     )
 
 
@@ -279,7 +279,7 @@ def test_a_tensor_that_would_be_lost_is_an_error(tmp_path: Path, monkeypatch: py
     assert [type(f) for f in found] == [TensorLost, TensorLost]
     assert str(found[0]) == (
         f"model.layers.1.input_layernorm.weight: 4 tensors of {a} would not be in the output\n"
-        "  -> please report this recipe: every tensor must be used, or be left out for a stated reason"
+        "  -> Please report this recipe: every tensor must be used, or be left out for a stated reason."
     )
 
 

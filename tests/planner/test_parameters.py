@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests import plan_help
 from tests.plan_help import only, plan, problems, warnings
-from weightsmith.errors import ParameterError, UnknownName
+from weightsmith.errors import ParameterError, UnknownName, UnknownParameter
 from weightsmith.planner import prepare
 
 LAYERS = 4
@@ -29,29 +29,29 @@ def abc(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
 # ---- the oracle: section 2.4 of what mergekit does, word for word, over plain dicts ------------------------------------------
 
 
-def evaluate(value: Any, name: str, t: Fraction) -> Any:
-    """One level's value for a tensor; None: the level says nothing."""
+def evaluate(value: Any, name: str, t: Fraction, number: bool) -> Any:
+    """One level's value for a tensor; None: the level says nothing. number: the parameter is one, and no flag or choice."""
     if isinstance(value, dict):
         value = [value]
     if isinstance(value, list) and value and isinstance(value[0], dict):
         for entry in value:
             if entry.get("filter") in (None, "*") or entry["filter"] in name:
-                return evaluate(entry["value"], name, t)
+                return evaluate(entry["value"], name, t, number)
         return None
     if isinstance(value, list):
-        if any(isinstance(v, bool | str) for v in value):
+        if not number:
             return value[int(t * (len(value) - 1))]
         s = t * (len(value) - 1)
-        low = value[int(s)]
-        high = value[min(int(s) + 1, len(value) - 1)]
+        low = float(value[int(s)])
+        high = float(value[min(int(s) + 1, len(value) - 1)])
         return float((1 - (s - int(s))) * Fraction(low) + (s - int(s)) * Fraction(high))
-    return value
+    return float(value) if number else value
 
 
 def look_up(parameter: str, levels: list[Mapping[str, Any]], name: str, t: Fraction, default: Any) -> Any:
     for level in levels:
         if parameter in level:
-            value = evaluate(level[parameter], name, t)
+            value = evaluate(level[parameter], name, t, parameter not in ("normalize", "rescale"))
             if value is not None:
                 return value
     return default
@@ -68,14 +68,14 @@ def expected(recipe: dict[str, Any], abc: tuple[str, ...]) -> dict[str, tuple[di
 
     def add(out_name: str, sources: list[dict[str, Any]], t: Fraction, levels: list[Any], names: list[str]) -> None:
         shared = {p: look_up(p, levels, out_name, t, d) for p, d in SHARED.items()}
-        if isinstance(shared["rescale"], bool):
+        if not isinstance(shared["rescale"], str):
             shared["rescale"] = "l1" if shared["rescale"] else "none"
         models = [
             {p: look_up(p, [s.get("parameters", {}), *levels], name, t, d) for p, d in OWN.items()}
             for s, name in zip(sources, names, strict=True)
             if s["model"] != abc[0]
         ]
-        out[out_name] = shared, models
+        out[out_name] = shared, [m for m in models if m["weight"] != 0]
 
     if "models" in recipe:
         for i in range(LAYERS):
@@ -104,8 +104,8 @@ def expected(recipe: dict[str, Any], abc: tuple[str, ...]) -> dict[str, tuple[di
 
 
 FILTERS = st.sampled_from([*"mlp self_attn layers.1 layers.3 norm lm_head embed weight nowhere *".split(), None])
-NUMBERS = st.sampled_from([0.125, 0.25, 0.5, 0.75, 1, 0])
-FLAGS = st.booleans()
+NUMBERS = st.sampled_from([0.125, 0.25, 0.5, 0.75, 1, 0, "1e-3"])  # the last is text in YAML 1.1
+FLAGS = st.booleans() | st.sampled_from([0, 1])
 
 
 def forms(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -259,17 +259,15 @@ parameters:
         (ParameterError, "<text>:6:15"),
         (ParameterError, "<text>:7:16"),
         (ParameterError, "<text>:8:7"),
-        (ParameterError, "<text>:9:5"),
-        (UnknownName, "<text>:11:7"),
+        (UnknownParameter, "<text>:11:7"),
         (ParameterError, "<text>:12:16"),
         (ParameterError, "<text>:14:14"),
-        (UnknownName, "<text>:15:3"),
+        (UnknownParameter, "<text>:15:3"),
     ]
     assert [p.finding.what for p in found] == [
         "weight must be a number, not 'lots'",
         "density must be at most 1, not 2",
         "'lambda' stands under a model, but belongs to the whole merge; mergekit ignores it here",
-        f"merge_method ties needs the parameter 'weight' for {c}",
         "merge_method ties has no parameter 'wieght' (did you mean 'weight'?); mergekit ignores it",
         "density must be at least 0, not -1",
         "normalize must be true or false, not 3",
@@ -316,7 +314,7 @@ def test_a_missing_shared_parameter_is_reported_once(abc: tuple[str, str, str]) 
     a, b, _ = abc
     problem = only(f"merge_method: slerp\nbase_model: {a}\nmodels:\n  - model: {b}\n")
     assert str(problem) == (
-        "<text>:1:1: merge_method slerp needs the parameter 't'\n  -> add 'parameters: {t: 0.5}' at the top level"
+        "<text>:1:1: merge_method slerp needs the parameter 't'\n  -> Write parameters: {t: 0.5} at the top level."
     )
 
 
@@ -326,7 +324,7 @@ def test_a_required_parameter_that_filters_leave_out_names_a_tensor(abc: tuple[s
     problem = only({"merge_method": "slerp", "base_model": a, "models": [{"model": b}], "parameters": {"t": t}})
     assert str(problem) == (
         "parameters.t: 't' has no value for model.layers.0.input_layernorm.weight: no filter fits it\n"
-        "  -> add an entry without a filter, last in the list: it holds for the rest"
+        "  -> Add an entry without a filter, last in the list: it holds for the rest."
     )
 
 
@@ -362,6 +360,17 @@ def test_density_of_a_model_wins_over_the_recipe_and_the_default_comes_last(abc:
     del recipe["parameters"]["density"]  # type: ignore[attr-defined]
     p = plan(recipe)
     assert [m["density"] for m in p.settings[p.steps[0].settings].models[1:]] == [0.25, 1.0]
+
+
+def test_a_gradient_in_scientific_notation_is_interpolated(abc: tuple[str, str, str]) -> None:
+    """YAML 1.1 reads 1e-4 as text; mergekit 0.1.5 goes by the parameter, and so do we."""
+    a, b, c = abc
+    text = f"merge_method: ties\nbase_model: {a}\nmodels: [{{model: {b}}}, {{model: {c}}}]\n"
+    p = plan(text + "parameters: {weight: [1e-4, 4e-4], normalize: [0, 1], rescale: [0, 1]}\n")
+    got = [p.settings[next(s for s in p.steps if f"layers.{i}.mlp.up" in s.out.name).settings] for i in range(LAYERS)]
+    assert [s.models[1]["weight"] for s in got] == pytest.approx([1e-4, 2e-4, 3e-4, 4e-4])
+    assert [s.shared["normalize"] for s in got] == [False, False, False, True]
+    assert [s.shared["rescale"] for s in got] == ["none", "none", "none", "l1"]
 
 
 def test_numbers_written_as_text_count(abc: tuple[str, str, str]) -> None:

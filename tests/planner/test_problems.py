@@ -35,15 +35,19 @@ parameters:
         weightsmith.merge(recipe, tmp_path / "out")
     lines = [line for line in str(caught.value).splitlines() if not line.startswith("  ")]
     assert [line.replace(str(tmp_path), "") for line in lines] == [
-        "UnknownName: /r.yml:3:1: unknown key 'dtyp' at the top level (did you mean 'dtype'?); mergekit silently ignored it",
-        "LayerError: /r.yml:5:5: the sources of a slice have different numbers of layers",
-        f"ParameterError: /r.yml:7:{61 + len(b)}: weight must be a number, not 'heavy'",
-        "ParameterError: /r.yml:10:9: merge_method ties needs the parameter 'weight' for /c",
-        "NotFound: /r.yml:10:17: /c: no such folder or file",
-        "ParameterError: /r.yml:12:12: density must be at most 1, not 1.5",
-        "UnknownName: /r.yml:13:3: merge_method ties has no parameter 'lamda' (did you mean 'lambda'?); mergekit ignores it",
+        "error[unknown-key]: /r.yml:3:1: unknown key 'dtyp' at the top level (did you mean 'dtype'?); mergekit silently "
+        "ignored it",
+        "error[layer]: /r.yml:5:5: the sources of a slice have different numbers of layers",
+        f"error[parameter]: /r.yml:7:{61 + len(b)}: weight must be a number, not 'heavy'",
+        "error[parameter]: /r.yml:10:9: merge_method ties needs the parameter 'weight' for each model",
+        "error[not-found]: /r.yml:10:17: /c: no such folder or file",
+        "error[parameter]: /r.yml:12:12: density must be at most 1, not 1.5",
+        "error[unknown-parameter]: /r.yml:13:3: merge_method ties has no parameter 'lamda' (did you mean 'lambda'?); mergekit "
+        "ignores it",
         "Nothing was written. (7 problems)",
     ]
+    assert "    3 | dtyp: bfloat16\n      | ^^^^\n  -> Write 'dtype'.\n" in str(caught.value)
+    assert "   12 |   density: 1.5\n      |            ^^^\n  -> Write density: number 0 to 1.\n" in str(caught.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "r.yml"]
 
 

@@ -171,11 +171,9 @@ def test_keys_without_a_value_count_as_absent() -> None:
     assert (recipe.dtype, recipe.base_model, recipe.parameters) == (None, None, {})
 
 
-def test_an_empty_list_and_a_null_filter_are_kept() -> None:
-    recipe = accepted("merge_method: linear\nmodels: [{model: a}]\nparameters: {weight: [], t: [{filter: ~, value: []}]}\n")
-    assert recipe.parameters["weight"].entries[0].value == ()
-    assert recipe.parameters["t"].entries[0] == Entry((), None, "r.yml:3:49")
-    assert not recipe.parameters["weight"].reported
+def test_a_null_filter_is_kept() -> None:
+    recipe = accepted("merge_method: linear\nmodels: [{model: a}]\nparameters: {t: [{filter: ~, value: 1}]}\n")
+    assert recipe.parameters["t"].entries[0] == Entry(1, None, "r.yml:3:37")
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "float64"])
@@ -372,8 +370,8 @@ def test_a_broken_skeleton_is_reported_and_gives_no_recipe(text: str, messages: 
         ),
         (
             "{path: a}",
-            "UnknownName: r.yml:2:19: the key 'path' has no meaning in a model reference; mergekit silently"
-            " ignored it\n  -> It belongs in a model path.",
+            "UnknownKey: r.yml:2:19: the key 'path' has no meaning in a model reference; mergekit silently"
+            " ignored it\n  -> Move it: it belongs in a model path.",
         ),
         (
             "{model: [a]}",
@@ -399,6 +397,11 @@ def test_model_references_that_cannot_be_read(model: str, message: str) -> None:
             "",
             "ParameterError: r.yml:3:14: the parameter 'weight' has no value\n"
             "  -> Write weight: and a value, or remove the line.",
+        ),
+        (
+            "[]",
+            "ParameterError: r.yml:3:22: the list of 'weight' is empty\n"
+            "  -> Write one value, weight: 0.5, or values from the first layer to the last, weight: [0.2, 0.8].",
         ),
         (".nan", "ParameterError: r.yml:3:22: 'weight' is nan; a value must be finite"),
         ("[1, -.inf]", "ParameterError: r.yml:3:26: an entry of 'weight' is -inf; a value must be finite"),
@@ -429,11 +432,6 @@ def test_model_references_that_cannot_be_read(model: str, message: str) -> None:
             "[1, {value: 1}]",
             "SyntaxProblem: r.yml:3:22: the list of 'weight' mixes plain values with mappings of filter and"
             " value\n  -> Write each entry as a mapping; one without a filter is for the rest.",
-        ),
-        (
-            "[0, 1e-5]",
-            "ParameterError: r.yml:3:22: the list of 'weight' holds '1e-5' as text: the list makes steps instead of"
-            " interpolating\n  -> Write the number 1.0e-05, without quotes.",
         ),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from weightsmith.recipe import load_any, moe_schema
+from weightsmith.recipe import load, moe_schema
 from weightsmith.recipe.grammar import LEVELS
 from weightsmith.recipe.kinds import Key, Kind
 from weightsmith.recipe.moe_grammar import MOE_LEVELS
@@ -77,7 +77,7 @@ def test_every_kind_tells_some_values_from_others_and_has_words(key: Key) -> Non
 @pytest.mark.parametrize("rule", ["ema", "lawa"])
 def test_a_number_too_large_for_a_float_is_a_problem_of_the_recipe(rule: str) -> None:
     recipe = {"merge_method": "linear", "models": [{"model": "a", "parameters": {"weight": {rule: 10**400}}}]}
-    _, (problem,) = load_any(recipe, parameter_names=("weight",))
+    (problem,) = load(recipe, None, parameter_names=("weight",)).problems
     assert f"{rule!r} takes a" in str(problem)
     assert "not a number too large for a float" in str(problem)
 

@@ -8,9 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from weightsmith import recipe as recipes
 from weightsmith.errors import NotFound, SyntaxProblem
-from weightsmith.recipe import Recipe, Surgery, Upcycling, load, load_any, load_moe, parse
+from weightsmith.recipe import Recipe, Surgery, Upcycling, parse
 from weightsmith.recipe.yaml import MAX_BYTES
+
+
+def load(source: Any, command: recipes.Command | None = "merge", **options: Any) -> tuple[Any, list[Any]]:
+    """The recipe and its problems."""
+    found = recipes.load(source, command, **options)
+    return found.recipe, list(found.problems)
+
 
 TEXT = "merge_method: linear\nmodels:\n- model: a\n  parameters: {weight: 0.5}\n"
 
@@ -166,50 +174,50 @@ def test_a_recipe_of_the_other_command_is_one_error(keys: str) -> None:
         "<text>:1:1: this is a recipe of `weightsmith moe`, not of `weightsmith merge`\n"
         "  -> Run `weightsmith moe` (in Python: weightsmith.moe)."
     )
-    made, (other,) = load_moe(TEXT)
+    made, (other,) = load(TEXT, "moe")
     assert made is None
     assert "this is a recipe of `weightsmith merge`, not of `weightsmith moe`" in str(other)
 
 
 def test_a_recipe_with_keys_of_both_commands_has_an_error_at_the_wrong_ones() -> None:
     _, (problem,) = load(TEXT + "experts: 1\n")
-    assert "unknown key 'experts'" in str(problem)
+    assert "the key 'experts' is of a recipe of `weightsmith moe`" in str(problem)
 
 
 MOE = "base_model: a\nexperts:\n- {source_model: b, copies: 0}\n- {source_model: c, nois: 1}\ndtype: half\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "alone"),
+    ("text", "kind", "command"),
     [
-        (TEXT + "dtype: half\n", Recipe, load),
-        (MOE, None, load_moe),
-        (MOE.replace("copies: 0", "copies: 2").replace("nois", "noise_scale"), Upcycling, load_moe),
-        ("model: a\nprune_experts: {keep: [0]}\nname: 3\n", Surgery, load_moe),
-        (TEXT + "experts: 1\n", Recipe, load),
-        ("name: 3\n", None, load),
-        ("[1, 2\n", None, load),
+        (TEXT + "dtype: half\n", Recipe, "merge"),
+        (MOE, None, "moe"),
+        (MOE.replace("copies: 0", "copies: 2").replace("nois", "noise_scale"), Upcycling, "moe"),
+        ("model: a\nprune_experts: {keep: [0]}\nname: 3\n", Surgery, "moe"),
+        (TEXT + "experts: 1\n", Recipe, "merge"),
+        ("name: 3\n", None, "merge"),
+        ("[1, 2\n", None, "merge"),
     ],
 )
-def test_either_kind_is_read_by_its_keys(text: str, kind: type | None, alone: Any, tmp_path: Path) -> None:
+def test_either_kind_is_read_by_its_keys(text: str, kind: type | None, command: recipes.Command, tmp_path: Path) -> None:
     path = tmp_path / "r.yml"
     path.write_text(text)
     for source in (path, text):
-        recipe, problems = load_any(source)
-        expected, same = alone(source)
+        recipe, problems = load(source, None)
+        expected, same = load(source, command)
         assert type(recipe) is (kind or type(None))
         assert recipe == expected
         assert [str(p) for p in problems] == [str(p) for p in same] != []
 
 
 def test_a_file_of_either_kind_that_is_missing_is_one_problem(tmp_path: Path) -> None:
-    recipe, (problem,) = load_any(tmp_path / "r.yml")
+    recipe, (problem,) = load(tmp_path / "r.yml", None)
     assert recipe is None
     assert isinstance(problem, NotFound)
 
 
 def test_copies_share_an_entry_and_equal_entries_do_not() -> None:
-    recipe, _ = load_moe("base_model: a\nexperts:\n- &e {source_model: b, copies: 2}\n- *e\n")
+    recipe, _ = load("base_model: a\nexperts:\n- &e {source_model: b, copies: 2}\n- *e\n", "moe")
     assert isinstance(recipe, Upcycling)
     sections = [id(expert.section) for expert in recipe.experts]
     assert sections[0] == sections[1] != sections[2] == sections[3]

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from weightsmith.methods import all_methods
-from weightsmith.recipe import load_moe, moe_schema, parse, schema
+from weightsmith.recipe import load, moe_schema, parse, schema
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -248,7 +248,7 @@ MOE_RECIPES = sorted(
 
 
 MERGE_RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.yml")) + sorted(
-    (ROOT / "examples").glob("recipes/presets/*.yml")
+    (ROOT / "src" / "weightsmith" / "cli" / "presets").glob("*.yml")
 )
 SHOWN = [(moe_schema, file) for file in MOE_RECIPES] + [(schema, file) for file in MERGE_RECIPES]
 
@@ -279,15 +279,15 @@ def test_the_schema_refuses_what_the_parser_refuses(change: dict[str, Any]) -> N
     fine = {"base_model": "a", "experts": [{"source_model": "a"}], "gate_mode": "random"}
     validator = jsonschema.Draft202012Validator(moe_schema(METHODS))
     validator.validate(fine)
-    assert load_moe(fine)[1] == []
-    assert load_moe(fine | change)[1] != []
+    assert load(fine, "moe").problems == ()
+    assert load(fine | change, "moe").problems != ()
     assert not validator.is_valid(fine | change)
 
 
 def test_layers_of_another_stack_are_named_in_full() -> None:
     keep = {"0": [0, 2], "mtp.layers.0": [1, 3]}
     recipe = {"model": "a", "prune_experts": {"keep_by_layer": keep}}
-    assert load_moe(recipe)[1] == []
+    assert load(recipe, "moe").problems == ()
     jsonschema.Draft202012Validator(moe_schema(METHODS)).validate(recipe)
 
 

@@ -17,7 +17,7 @@ import weightsmith
 from tests.mini import write_checkpoint
 from weightsmith import sources
 from weightsmith.errors import CheckpointError, FormatError, Unsupported
-from weightsmith.formats.files import FileState, StoredTensor
+from weightsmith.formats.files import FileState, Opener, StoredTensor
 from weightsmith.formats.hf_folder import Weights
 from weightsmith.lora import apply_adapter, open_adapter
 from weightsmith.sources import Kind, Opened, Tensors, Wrapped, Wrapper
@@ -176,11 +176,12 @@ def test_what_a_changed_file_has_different() -> None:
 # A file format and an encoding, as others add them.
 
 
-def open_raw(paths: Sequence[Path], index: Any, where: str) -> Opened:
+def open_raw(paths: Sequence[Path], index: Any, where: str, open_file: Opener) -> Opened:
     """Files `NAME.raw` that hold one vector of float32 each; an index says nothing more."""
     tables, files = [], []
     for path in paths:
-        state = FileState.of(path.stat())
+        with open_file(path) as file:
+            state = file.state
         if state.nbytes % 4:
             raise FormatError("not a whole number of float32", where=str(path))
         tables.append([StoredTensor(TensorSpec(path.stem, DTYPES["F32"], (state.nbytes // 4,)), path, 0)])

@@ -259,3 +259,28 @@ def test_a_file_that_became_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "tokenizer.json")
     with Staging.open(tmp_path / "out", layout(), "plan") as staging, pytest.raises(StoreError, match="pipe"):
         staging.add_file("tokenizer.json", tmp_path / "tokenizer.json")
+
+
+def test_the_space_of_other_files_is_ours_when_a_neighbour_fills_the_disk(tmpfs: Path) -> None:
+    out = tmpfs / "out"
+    with Staging.open(out, layout(), "plan", other_bytes=2 * MIB) as staging:
+        put(staging)
+        neighbour = fill(tmpfs)
+        staging.add_file("tokenizer.json", bytes(MIB))
+        staging.add_file("vocab.json", bytes(MIB - 65_536))
+        neighbour.unlink()
+        staging.publish({})
+    verify(out)
+    assert list(tmpfs.iterdir()) == [out]
+
+
+def test_the_space_of_other_files_is_counted_once_when_work_is_resumed(tmpfs: Path) -> None:
+    for _ in range(2):
+        with Staging.open(tmpfs / "out", layout(), "plan", other_bytes=5 * MIB) as staging:
+            reserved = staging.folder / "space"
+            assert reserved.stat().st_blocks * 512 == 5 * MIB
+            staging.finished  # noqa: B018
+    with Staging.open(tmpfs / "out", layout(), "plan", other_bytes=MIB) as staging:
+        assert reserved.stat().st_size == MIB
+        staging.discard()
+    assert list(tmpfs.iterdir()) == []

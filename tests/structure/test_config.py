@@ -175,7 +175,7 @@ def test_refusal_names_the_key_the_kinds_and_the_way_out() -> None:
     assert str(caught.value) == (
         "first_k_dense_replace = 1 of config.json cannot express this stack: the dense layers must come first\n"
         "  new layers: 0:sparse, 1:dense, 2:sparse\n"
-        "  -> keep the layers in an order that the model class can build"
+        "  -> Keep the layers in an order that the model class can build."
     )
 
 

@@ -11,13 +11,14 @@ import pytest
 
 from weightsmith.errors import FormatError, WeightsmithError
 from weightsmith.formats.files import expand_user
+from weightsmith.formats.strict_json import texts
 from weightsmith.mixture.layouts.dense_config import semantics
 from weightsmith.mixture.surgery.counts import groups, with_experts
 from weightsmith.planner.config import output_config
 from weightsmith.structure import Structure, analyse, resize_config
-from weightsmith.structure.configs import MAX_DEPTH, replace_value, sections, texts
+from weightsmith.structure.configs import MAX_DEPTH, replace_value, sections
 from weightsmith.structure.fused import fused_names, fused_parts
-from weightsmith.structure.vocabulary import is_embedding, is_head, tie_flag, token_axis, untie
+from weightsmith.structure.vocabulary import is_embedding, is_head, is_vocabulary, tie_flag, untie
 from weightsmith.tensors import DTYPES, TensorSpec
 
 
@@ -26,25 +27,22 @@ def spec(name: str, *shape: int) -> TensorSpec:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "axis"),
+    ("tensor", "rows_are_tokens"),
     [
-        (spec("model.embed_tokens.weight", 8, 4), 0),
-        (spec("model.layers.61.embed_tokens.weight", 8, 4), 0),  # DeepSeek's prediction layer has its own
-        (spec("model.layers.61.shared_head.head.weight", 8, 4), 0),
-        (spec("model.language_model.embed_tokens_per_layer.weight", 8, 6), 0),
-        (spec("lm_head.weight", 8, 4), 0),
-        (spec("lm_head.bias", 8), 0),
-        (spec("cls.predictions.decoder.bias", 8), 0),
-        (spec("model.embed_tokens_per_layer.scale", 8), None),
-        (spec("model.layers.0.attention.output.weight", 8, 4), None),
-        (spec("model.layers.0.attention.output.bias", 8), None),
-        (spec("model.norm.weight", 4), None),
-        (spec("model.per_layer_model_projection.weight", 8, 4), None),
+        (spec("model.embed_tokens.weight", 8, 4), True),
+        (spec("model.layers.61.embed_tokens.weight", 8, 4), True),  # DeepSeek's prediction layer has its own
+        (spec("model.layers.61.shared_head.head.weight", 8, 4), True),
+        (spec("model.language_model.embed_tokens_per_layer.weight", 8, 6), False),
+        (spec("lm_head.weight", 8, 4), True),
+        (spec("lm_head.bias", 8), False),
+        (spec("model.layers.0.attention.output.weight", 8, 4), False),
+        (spec("model.norm.weight", 4), False),
+        (spec("model.per_layer_model_projection.weight", 8, 4), False),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_which_axis_has_the_tokens(tensor: TensorSpec, axis: int | None) -> None:
-    assert token_axis(tensor) == axis
+def test_which_matrices_have_a_row_for_each_token(tensor: TensorSpec, rows_are_tokens: bool) -> None:
+    assert is_vocabulary(tensor) == rows_are_tokens
 
 
 def test_an_embedding_for_each_layer_is_not_the_embedding() -> None:
@@ -164,5 +162,5 @@ def test_no_home_is_no_crash() -> None:
 
 
 def test_a_number_of_layers_that_no_model_has_is_refused() -> None:
-    with pytest.raises(FormatError, match=r"num_hidden_layers of config.json is 1099511627776\n.*whole number"):
+    with pytest.raises(FormatError, match=r"num_hidden_layers of config.json is 1099511627776, not a whole number"):
         semantics({"model_type": "llama", "num_hidden_layers": 1 << 40})

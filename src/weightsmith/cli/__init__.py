@@ -1,7 +1,8 @@
 """The command line: it parses, calls the Python API and draws what comes back. It decides nothing.
 
     app.py             the commands together
-    merge.py moe.py plan.py run.py verify.py methods.py schema.py      one command each
+    merge.py moe.py plan.py run.py verify.py methods.py schema.py init.py clean.py doctor.py      one command each
+    presets/           the recipes of the papers
     options.py         options that several commands have, and how sizes and dtypes are read
     mergekit_flags.py  mergekit's flags, and what becomes of each
     summary.py         a plan in sums
@@ -14,16 +15,43 @@ numpy, numba, yaml and the rest are imported inside the commands, so that `--hel
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typer import Typer
 
 
 def main() -> None:
     """The `weightsmith` command: reads `sys.argv`, ends the process with one of the codes in `exits.py`."""
     try:
         from weightsmith.cli.app import app
-        from weightsmith.cli.text import prepare_streams
+        from weightsmith.text import prepare_streams
 
         prepare_streams()
-        app(prog_name="weightsmith")
+        code = _run(app)
     except KeyboardInterrupt:  # between the commands' own handlers: while modules are imported
-        sys.exit(130)
+        code = 130
+    if code == 130:  # all is closed; Python itself would wait for a thread that compiles a kernel
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _run(app: Typer) -> int:
+    """The exit code of a command line; one that cannot be read is reported as JSON too, if `--json` is in it."""
+    from typer import TyperException
+
+    try:
+        return int(app(prog_name="weightsmith", standalone_mode=False) or 0)
+    except TyperException as error:
+        error.show()  # type: ignore[attr-defined]
+        code: int = getattr(error, "exit_code", 2)
+        if "--json" in sys.argv:
+            from weightsmith.cli.exits import Exit
+            from weightsmith.cli.failures import print_json
+            from weightsmith.errors import Finding
+
+            print_json([Finding(error.format_message())], ["usage"], Exit(code))
+        return code

@@ -8,6 +8,9 @@ import typer
 
 from weightsmith._version import __version__
 from weightsmith.cli import exits
+from weightsmith.cli.clean import clean
+from weightsmith.cli.doctor import doctor
+from weightsmith.cli.init import init
 from weightsmith.cli.merge import merge
 from weightsmith.cli.mergekit_flags import MergeCommand, MoeCommand
 from weightsmith.cli.methods import methods
@@ -15,8 +18,8 @@ from weightsmith.cli.moe import moe
 from weightsmith.cli.plan import plan
 from weightsmith.cli.run import run
 from weightsmith.cli.schema import schema
-from weightsmith.cli.text import result
 from weightsmith.cli.verify import verify
+from weightsmith.text import result
 
 # rich_markup_mode=None: typer's plain help. Its other one interprets brackets, cuts long lines, and takes 60 ms to import.
 app = typer.Typer(
@@ -24,7 +27,6 @@ app = typer.Typer(
     help="Make LLM checkpoints from checkpoints, at the speed of copying files.",
     epilog=exits.epilog(),
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -48,8 +50,11 @@ def _options(
 _MERGEKIT = "mergekit-yaml's other flags are accepted and answered, or refused with the next step."
 app.command(cls=MergeCommand, epilog=_MERGEKIT)(merge)
 app.command(cls=MoeCommand, epilog=_MERGEKIT.replace("-yaml", "-moe"))(moe)
-app.command()(plan)
+app.command(cls=MoeCommand)(plan)
 app.command()(run)
 app.command()(verify)
+app.command()(init)
 app.command()(methods)
 app.command()(schema)
+app.command()(clean)
+app.command()(doctor)

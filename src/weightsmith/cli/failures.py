@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import typer
 
 from weightsmith.cli.exits import Exit
-from weightsmith.cli.text import RED, colour, note, printable
-from weightsmith.errors import CheckpointError, Corrupt, PlanError, StoreError, WeightsmithError
+from weightsmith.errors import CheckpointError, Corrupt, Finding, PlanError, StoreError, WeightsmithError, report
+from weightsmith.text import RED, colour, columns, note, printable, result, wrapped
 
 DEBUG = "WEIGHTSMITH_DEBUG"
 
 
 @contextmanager
 def failures(
-    *, merging: bool = False, checking: bool = False, interrupted: Callable[[], str] = lambda: "Interrupted."
+    *,
+    merging: bool = False,
+    checking: bool = False,
+    as_json: bool = False,
+    interrupted: Callable[[], str] = lambda: "Interrupted.",
 ) -> Iterator[None]:
     """Every way in which the block can end badly becomes a message and an exit.
 
     merging      tensor data is being read: a failing input is no longer a problem of the recipe
     checking     the block looks at a finished output: that there is none is a problem of the output
+    as_json      print the errors as one JSON object too, to stdout
     interrupted  what to say after Ctrl-C
     """
     try:
@@ -36,21 +44,30 @@ def failures(
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise typer.Exit(Exit.NO_READER) from None
     except KeyboardInterrupt:
-        note(f"\n{printable(interrupted())}")
+        what = printable(interrupted())
+        note(f"\n{what}")
+        if as_json:
+            print_json([Finding(what.split("\n")[0])], ["interrupted"], Exit.INTERRUPTED)
         raise typer.Exit(Exit.INTERRUPTED) from None
     except WeightsmithError as error:
         _debug()
         _say(error)
-        raise typer.Exit(exit_code(error, merging=merging, checking=checking)) from None
+        code = exit_code(error, merging=merging, checking=checking)
+        if as_json:
+            problems = error.problems if isinstance(error, PlanError) else (error,)
+            print_json([p.finding for p in problems], [p.code for p in problems], code, error.state)
+        raise typer.Exit(code) from None
     except Exception as error:
         _debug()
         what = f"{type(error).__name__}: {error}".rstrip(": ")
-        note(f"{colour('unexpected error:', RED, sys.stderr)} {printable(what)}")
+        _show(f"error[internal]: {printable(what)}")
         if not os.environ.get(DEBUG):
             note(
-                f"  -> If this is no fault of the machine (memory, disk), please report it to weightsmith with the recipe and "
-                f"what the same command prints with {DEBUG}=1."
+                f"  -> Report it to weightsmith with the recipe and what the same command prints with {DEBUG}=1, "
+                "unless the machine (memory, disk) is at fault."
             )
+        if as_json:
+            print_json([Finding(what)], ["internal"], Exit.UNEXPECTED)
         raise typer.Exit(Exit.UNEXPECTED) from None
 
 
@@ -69,16 +86,24 @@ def exit_code(error: WeightsmithError, *, merging: bool = False, checking: bool 
     return Exit.PROBLEMS
 
 
+def print_json(findings: Sequence[Finding], codes: Sequence[str], exit: Exit, state: str = "") -> None:
+    """What `--json` prints in place of a result: {"errors": [{code, what, where, details, fix}], "state", "exit_code"}."""
+    errors = [{"code": code, **asdict(found)} for code, found in zip(codes, findings, strict=True)]
+    result(json.dumps({"errors": errors, "state": state, "exit_code": int(exit)}, ensure_ascii=False))
+
+
 def _say(error: WeightsmithError) -> None:
-    text = str(error)
-    if not isinstance(error, PlanError):  # its text names the class of each problem
-        text = f"{type(error).__name__}: {text}"
-    lines = []
-    for line in printable(text).split("\n"):
-        name, colon, rest = line.partition(": ")
-        known = colon and name.isidentifier() and name[0].isupper()
-        lines.append(f"{colour(name + ':', RED, sys.stderr)} {rest}" if known else line)
-    note("\n".join(lines))
+    _show(printable(report(error)))
+
+
+def _show(text: str) -> None:
+    """An error on stderr, wrapped to the terminal; its code and the carets in colour."""
+    lines = wrapped(text, columns(sys.stderr)).split("\n")
+    for i, line in enumerate(lines):
+        head = re.match(r"error\[[a-z-]+\]:|     +\| *\^+$", line)
+        if head:
+            lines[i] = colour(head[0], RED, sys.stderr) + line[head.end() :]
+    print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def _debug() -> None:

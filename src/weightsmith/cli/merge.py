@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +13,12 @@ import typer
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures
 from weightsmith.cli.mergekit_flags import answer
-from weightsmith.cli.progress import Meter, Reading, meter, no_bars_in_logs
-from weightsmith.cli.text import count, duration, printable, result, size, warn
 from weightsmith.options import RecipeOptions, RunOptions
+from weightsmith.progress import callbacks, meter, no_bars_in_logs
+from weightsmith.text import count, duration, printable, result, say, size, warn
 
 if TYPE_CHECKING:
     from weightsmith.api import Merged
-    from weightsmith.engine.local import Progress
     from weightsmith.planner import Prepared
 
 
@@ -39,12 +37,12 @@ def merge(
     OUT is created only when complete. Interrupted work is kept beside it, and the same command resumes it.
     """
     began = time.monotonic()
-    with failures(interrupted=lambda: interrupted(out)), ExitStack() as stack:
+    with failures(as_json=as_json, interrupted=lambda: interrupted(out)), ExitStack() as stack:
         no_bars_in_logs(quiet=quiet)
         answer(context, quiet=quiet)
         from weightsmith.planner import prepare
 
-        prepared = stack.enter_context(prepare(recipe, planning))
+        prepared = stack.enter_context(prepare(options.recipe_source(recipe), planning))
         show_warnings(prepared)
         make(prepared, out, running, "merging", quiet=quiet, as_json=as_json, began=began)
 
@@ -59,19 +57,11 @@ def make(prepared: Prepared, out: str, running: RunOptions, doing: str, *, quiet
     """Run a plan with a meter, and report what it did. doing: what the tensors are made by."""
     from weightsmith.api import Callbacks, execute
 
-    with failures(merging=True, interrupted=lambda: interrupted(out)), meter(quiet=quiet) as shown:
+    with failures(merging=True, as_json=as_json, interrupted=lambda: interrupted(out)), meter(quiet=quiet) as shown:
         merged = execute(prepared, out, running, Callbacks(*callbacks(shown, doing)), began=began)
         shown.close()
         report(merged, quiet=quiet, as_json=as_json)
         return merged
-
-
-def callbacks(shown: Meter, doing: str) -> tuple[Callable[[Progress], None], Callable[[int, int], None]]:
-    """What shows the progress of a run, and of checking what an earlier one has finished."""
-    return (
-        lambda progress: show_progress(shown, progress, doing),
-        lambda done, total: shown.show(Reading("checking finished tensors", done, total, done)),
-    )
 
 
 def report(merged: Merged, *, quiet: bool, as_json: bool) -> None:
@@ -81,21 +71,7 @@ def report(merged: Merged, *, quiet: bool, as_json: bool) -> None:
     if as_json:
         result(json.dumps(_to_json(merged), ensure_ascii=False))
     elif not quiet:
-        result(_summary(merged))
-
-
-def show_progress(shown: Meter, progress: Progress, doing: str) -> None:
-    """One line of the meter. doing: what the tensors are made by."""
-    computation = progress.computation
-    if progress.waiting and computation is not None:
-        if computation.total_bytes:  # else it has not begun: torch and transformers are being imported
-            done, total = computation.done_bytes, computation.total_bytes
-            shown.show(Reading(computation.doing, done, total, done))
-        return
-    done, total = progress.written_bytes, progress.total_bytes
-    label = doing if progress.tensors < progress.total_tensors else "saving to disk"
-    detail = f"{progress.tensors:,} of {count(progress.total_tensors, 'tensor')}"
-    shown.show(Reading(label, done, total, progress.read_bytes + done, detail))
+        say(_summary(merged))
 
 
 def _summary(merged: Merged) -> str:
@@ -105,6 +81,8 @@ def _summary(merged: Merged) -> str:
     resumed = f", {merged.resumed:,} of them by an earlier run" if merged.resumed else ""
     speed = f" ({size(moved / merged.seconds)}/s read and written)" if merged.seconds > 0 else ""
     done = f"{printable(str(merged.out))}: {tensors}{resumed}, {size(nbytes)} in {duration(merged.seconds)}{speed}"
+    if merged.url:
+        done += f"\nuploaded to {printable(merged.url)}"
     if not merged.distance:
         return done
     whole = merged.distance[0]
@@ -117,6 +95,7 @@ def _to_json(merged: Merged) -> dict[str, Any]:
     plan = merged.plan
     return {
         "out": str(merged.out),
+        "url": merged.url,
         "method": plan.made.name,
         "tensors": len(plan.steps),
         "resumed": merged.resumed,
@@ -143,4 +122,4 @@ def interrupted(out: str) -> str:
         return "Interrupted. No unfinished work was left."
     # --no-resume on this run discarded an earlier one's work; on the next it would discard this one's.
     command = shlex.join(["weightsmith", *(a for a in sys.argv[1:] if a != "--no-resume")])
-    return f"Interrupted. Finished tensors are kept in {folder}\n  -> resume with the same command: {command}"
+    return f"Interrupted. Finished tensors are kept in {folder}\n  -> Resume with the same command: {command}"

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from weightsmith.cli.text import note
+from weightsmith.text import note
 
 
 @dataclass(frozen=True, slots=True)

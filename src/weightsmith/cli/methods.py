@@ -2,39 +2,85 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weightsmith.cli import options
 from weightsmith.cli.failures import failures
-from weightsmith.cli.text import heading, result, show_table, warn
+from weightsmith.text import columns, heading, result, say, show_table, warn, wrapped
 
 if TYPE_CHECKING:
     from weightsmith.methods.base import Method
 
 
+def method_names(incomplete: str) -> list[str]:
+    """For shell completion: the methods whose name begins so."""
+    from weightsmith.methods import NAMES
+
+    return [name for name in NAMES if name.startswith(incomplete)]
+
+
 def methods(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="One method, in full.", show_default=False)] = "",
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="One method, in full.", show_default=False, autocompletion=method_names),
+    ] = "",
+    as_json: options.Json = False,
 ) -> None:
     """List the merge methods, or show one.
 
     Those of installed packages are in the list. One method is shown with its parameters and their defaults, its formula, its
     source, and an example.
     """
-    with failures():
+    with failures(as_json=as_json):
         from weightsmith.methods import all_methods, get, installed_methods
-        from weightsmith.methods.describe import models
+
+        if as_json:
+            shown = (replace(get(name), name=name),) if name else (*all_methods(), *installed_methods()[0])
+            data = [_to_json(method) for method in shown]
+            result(json.dumps(data[0] if name else data, ensure_ascii=False))
+            return
 
         if name:
             _show(replace(get(name), name=name))
             return
         installed, broken = installed_methods()
         found = (*all_methods(), *installed)
-        rows = [(m.name, m.title, models(m), m.base, ", ".join(p.name for p in m.parameters)) for m in found]
-        show_table(("method", "", "models", "base", "parameters"), rows)
+        show_table(("method", ""), [(m.name, m.title) for m in found])
+        say("\nOne of them in full, with its parameters: weightsmith methods NAME")
         for error in broken:
             warn(error.finding)
+
+
+def _to_json(method: Method) -> dict[str, Any]:
+    from weightsmith.methods.describe import doc, models
+
+    return {
+        "name": method.name,
+        "title": method.title,
+        "models": models(method),
+        "base": method.base,
+        "formula": method.formula,
+        "source": method.source,
+        "parameters": [
+            {
+                "name": p.name,
+                "kind": p.kind,
+                "given_for": p.scope,
+                "default": p.default,
+                "required": p.required,
+                "minimum": p.minimum,
+                "maximum": p.maximum,
+                "choices": list(p.choices),
+                "doc": doc(p),
+            }
+            for p in method.parameters
+        ],
+    }
 
 
 def _show(method: Method) -> None:
@@ -42,7 +88,7 @@ def _show(method: Method) -> None:
 
     result(f"{heading(method.name)}: {method.title}")
     result()
-    result(method.summary.strip())
+    say(method.summary.strip() if columns(sys.stdout) is None else " ".join(method.summary.split()))
     result()
     inputs = f"{models(method)}{'' if method.base == 'input' else ' besides the base'}"
     for label, text in (
@@ -53,7 +99,8 @@ def _show(method: Method) -> None:
         ("models", f"{inputs}; {BASES[method.base]}"),
     ):
         if text:
-            result(f"{heading(f'{label:<8}')} {text}")
+            lines = wrapped(f"{label:<8} {text}", columns(sys.stdout), " " * 9)
+            result(heading(lines[:8]) + lines[8:])
     if method.parameters:
         result()
         show_table(

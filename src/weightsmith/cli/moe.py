@@ -12,11 +12,11 @@ import typer
 
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures
-from weightsmith.cli.merge import callbacks, interrupted, make, show_warnings
+from weightsmith.cli.merge import interrupted, make, show_warnings
 from weightsmith.cli.mergekit_flags import answer
-from weightsmith.cli.progress import meter, no_bars_in_logs
-from weightsmith.cli.text import result, show_table, warn
 from weightsmith.options import RecipeOptions, RunOptions
+from weightsmith.progress import callbacks, meter, no_bars_in_logs
+from weightsmith.text import result, show_table, warn
 
 if TYPE_CHECKING:
     from weightsmith.mixture.routing.product import RoutingReport
@@ -52,12 +52,13 @@ def moe(
         raise typer.BadParameter(
             "with --plan or --routing nothing is written." if out else "name the folder to create.", param_hint="OUT"
         )
-    with failures(interrupted=lambda: interrupted(out)), ExitStack() as stack:
+    with failures(as_json=as_json, interrupted=lambda: interrupted(out)), ExitStack() as stack:
         no_bars_in_logs(quiet=quiet)
         answer(context, quiet=quiet)
         from weightsmith.mixture import prepare_moe
 
-        prepared = stack.enter_context(prepare_moe(recipe, replace(planning, report=True) if routing_only else planning))
+        source = options.recipe_source(recipe)
+        prepared = stack.enter_context(prepare_moe(source, replace(planning, report=True) if routing_only else planning))
         show_warnings(prepared)
         if plan_only:
             from weightsmith.cli.plan import show_plan
@@ -67,7 +68,7 @@ def moe(
         if not routing_only:
             merged = make(prepared, out, running, "copying", quiet=quiet, as_json=as_json, began=began)
             report = cast("RoutingReport | None", merged.reports.get(ROUTER))
-            if report is not None and not quiet and not as_json:
+            if report is not None and report.routing is not None and not quiet and not as_json:
                 show_table(*report.routing.table(), right=set(range(1, len(report.routing.experts) + 3)))
             return
         if all(product.name != ROUTER for product in prepared.plan.products):
@@ -83,8 +84,9 @@ def moe(
 
 def _show_routing(report: RoutingReport | None, *, as_json: bool) -> None:
     if as_json:
-        result(json.dumps(None if report is None else report.routing.to_json(), ensure_ascii=False))
-    elif report is None:
+        routing = None if report is None or report.routing is None else report.routing.to_json()
+        result(json.dumps(routing, ensure_ascii=False))
+    elif report is None or report.routing is None:
         result("the recipe has no prompts, so there is nothing to route")
     else:
         show_table(*report.routing.table(), right=set(range(1, len(report.routing.experts) + 3)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import wraps
@@ -11,9 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from weightsmith.errors import nearest
-from weightsmith.options import RecipeOptions, RunOptions
-from weightsmith.tensors import BY_TORCH_NAME, DType
+from weightsmith.errors import ParameterError, nearest
+from weightsmith.options import RecipeOptions, RunOptions, output_dtype
+from weightsmith.tensors import DType
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?)?", re.IGNORECASE | re.ASCII)
 _EXAMPLES = "write bytes, or a number with kB, MB, GB, TB (1000s) or KiB, MiB, GiB, TiB (1024s)"
@@ -46,14 +47,12 @@ def parse_dtype(text: str | DType) -> DType:
     >>> parse_dtype("bfloat16").name
     'BF16'
     """
-    if isinstance(text, DType):
-        return text
-    from weightsmith.recipe.single import DTYPE_NAMES
-
-    name = text.removeprefix("torch.")
-    if name not in DTYPE_NAMES:
-        raise typer.BadParameter(f"{text!r} is none of {', '.join(DTYPE_NAMES)}{nearest(name, DTYPE_NAMES)}.")
-    return BY_TORCH_NAME[name]
+    try:
+        found = output_dtype(text)
+    except ParameterError as error:
+        raise typer.BadParameter(f"{error.finding.what}.") from None
+    assert found is not None
+    return found
 
 
 def parse_encoding(text: str) -> str:
@@ -69,11 +68,45 @@ def parse_encoding(text: str) -> str:
     return text
 
 
+def parse_setting(text: str | tuple[str, Any]) -> tuple[str, Any]:
+    """Where and what, from `parameters.t=0.3`; the value is YAML.
+
+    >>> parse_setting("parameters.t=[0, 0.5]")
+    ('parameters.t', [0, 0.5])
+    """
+    if isinstance(text, tuple):
+        return text
+    key, equals, value = text.partition("=")
+    if not key.strip() or not equals:
+        raise typer.BadParameter(f"{text!r} has no value: write parameters.t=0.3.")
+    import yaml
+
+    try:
+        return key.strip(), yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise typer.BadParameter(f"{value!r} is not YAML.") from None
+
+
+def recipe_source(recipe: str) -> str:
+    """What `recipe` stands for: a path as it is, or the text on standard input."""
+    if recipe != "-":
+        return recipe
+    from weightsmith.errors import SyntaxProblem
+    from weightsmith.recipe.yaml import MAX_BYTES
+
+    data = sys.stdin.buffer.read(MAX_BYTES + 1)
+    try:
+        return f"{data.decode()}\n"  # text is known by its newline
+    except UnicodeDecodeError as error:
+        what = f"the recipe is not UTF-8 text: byte 0x{data[error.start]:02x}"
+        raise SyntaxProblem(what, where="standard input", fix="save it as UTF-8") from None
+
+
 def _size_option(name: str, help: str, **more: Any) -> Any:
     return typer.Option(name, metavar="SIZE", parser=parse_size, help=help, **more)
 
 
-Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
+Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file; - for standard input.")]
 Out = Annotated[str, typer.Argument(metavar="OUT", help="The folder to make.")]
 Threads = Annotated[
     int | None,
@@ -125,6 +158,23 @@ FLAGS: Mapping[str, Any] = {
             help="Store the weights of linear layers as fp8-dynamic, which transformers and vLLM read; plain if not given.",
         ),
     ],
+    "check_loading": Annotated[
+        bool,
+        typer.Option(
+            "--check-loading/--no-check-loading",
+            help="Compare a stack or mixture with the model that transformers builds from its config.json, or not.",
+        ),
+    ],
+    "settings": Annotated[
+        list[Any],
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            parser=parse_setting,
+            show_default=False,
+            help="Put a value into the recipe first, such as parameters.t=0.3; may be given several times.",
+        ),
+    ],
     "overwrite": Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that already exists.")],
     "resume": Annotated[
         bool, typer.Option("--resume/--no-resume", help="Resume interrupted work of the same plan, or discard it.")
@@ -139,6 +189,11 @@ FLAGS: Mapping[str, Any] = {
     "device": Annotated[
         str, typer.Option("--device", metavar="DEVICE", help="Where hidden states are computed: cpu, cuda, cuda:1 or auto.")
     ],
+    "push": Annotated[
+        str | None,
+        typer.Option("--push", metavar="ORG/NAME", help="Upload OUT to the hub when it is finished, as a private model."),
+    ],
+    "public": Annotated[bool, typer.Option("--public", help="Make the model that --push creates visible to everyone.")],
 }
 """Field of `RecipeOptions` or `RunOptions` → its flag."""
 
@@ -159,12 +214,16 @@ def expand(*skipped: str) -> Callable[[Callable[..., None]], Callable[..., None]
             records[parameter.name] = parameter.annotation, names
             defaults = parameter.annotation()
             parameters += [
-                inspect.Parameter(name, parameter.KEYWORD_ONLY, default=getattr(defaults, name), annotation=FLAGS[name])
+                inspect.Parameter(name, parameter.KEYWORD_ONLY, default=getattr(defaults, name) or None, annotation=FLAGS[name])
+                if name == "settings"
+                else inspect.Parameter(name, parameter.KEYWORD_ONLY, default=getattr(defaults, name), annotation=FLAGS[name])
                 for name in names
             ]
 
         @wraps(function)
         def command(**given: Any) -> None:
+            if "settings" in given:
+                given["settings"] = dict(given["settings"] or ())
             made = {to: kind(**{name: given.pop(name) for name in names}) for to, (kind, names) in records.items()}
             function(**given, **made)
 

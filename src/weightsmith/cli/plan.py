@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,9 +13,10 @@ import typer
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures
 from weightsmith.cli.merge import show_warnings
-from weightsmith.cli.progress import no_bars_in_logs
-from weightsmith.cli.text import count, heading, printable, result, show_table, size
+from weightsmith.cli.mergekit_flags import answer
 from weightsmith.options import RecipeOptions, RunOptions
+from weightsmith.progress import no_bars_in_logs
+from weightsmith.text import columns, count, heading, printable, result, say, show_table, size, wrapped
 
 if TYPE_CHECKING:
     from weightsmith.cli.summary import Summary
@@ -24,37 +27,48 @@ _PIECES_SHOWN = 12
 AS_IT_IS = "as it is"
 
 
-@options.expand("report", "device", "overwrite", "resume", "fsync", "card", "allow_nonfinite")
+@options.expand()
 def plan(
+    context: typer.Context,
     recipe: options.Recipe,
     planning: RecipeOptions,
     running: RunOptions,
+    out: Annotated[
+        str, typer.Argument(metavar="[OUT]", help="Not looked at: a command line of merge works here.", show_default=False)
+    ] = "",
     explain: Annotated[
         str,
         typer.Option(
             "--explain",
             metavar="TENSOR",
             show_default=False,
-            help="Show the parameters of one output tensor, and the line of the recipe each comes from.",
+            help="Show the parameters of one output tensor, or of all that a pattern such as '*.mlp.*' matches, and the line "
+            "of the recipe each comes from.",
         ),
     ] = "",
     distance: Annotated[
         bool,
         typer.Option("--distance", help="Merge without writing, and show how far each layer moves from the base."),
     ] = False,
+    quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
     """Show what merging RECIPE would do. Reads headers only (but for --distance), writes nothing.
 
-    Names the modules that `modules:` in a recipe takes. With --json: the whole plan, which `weightsmith run` takes, and where
-    each tensor goes.
+    Of hub models it reads the headers by byte range, and says what a merge would download.
+
+    Names the modules that `modules:` in a recipe takes. Takes the options of merge, and of moe for a recipe of a mixture. With
+    --json: the whole plan, which `weightsmith run` takes, and where each tensor goes.
     """
-    with failures():
-        no_bars_in_logs(quiet=False)
+    with failures(as_json=as_json):
+        no_bars_in_logs(quiet=quiet)
+        answer(context, quiet=quiet)
         from weightsmith.api import prepare_any
 
-        with prepare_any(recipe, planning) as prepared:
+        with prepare_any(options.recipe_source(recipe), planning) as prepared:
             show_warnings(prepared)
+            if quiet and not as_json:
+                return
             if explain:
                 _explain(prepared, explain, as_json=as_json)
             elif distance:
@@ -93,6 +107,11 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
     _fact("method", plan.made.name)
     for i, model in enumerate(plan.models):
         _fact("" if i else "models", f"{model.ref}{f' at {model.revision}' if model.revision else ''}")
+    if summary.downloads:
+        nbytes = size(sum(d.nbytes for d in summary.downloads))
+        _fact(
+            "download", f"{nbytes} in {count(len(summary.downloads), 'file')}, before the merge begins; only headers were read"
+        )
     files = count(len(shards), "file") + (f" of at most {size(plan.max_shard_bytes)}" if len(shards) > 1 else "")
     _fact("output", f"{count(len(plan.steps), 'tensor')}, {size(summary.out_bytes)}, in {files}")
     times = f" (inputs of {size(summary.input_bytes)}, read up to {summary.passes} times)" if summary.passes > 1 else ""
@@ -132,12 +151,12 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
         show_table(("key", "was", "becomes"), [(c.key, short(c.old), short(c.new)) for c in summary.changes])
     if plan.carried:
         _section(f"copied from {plan.models[plan.donor].ref}")
-        for name in plan.carried:
-            result(printable(name))
+        say(printable(", ".join(plan.carried)))
 
 
 def _fact(label: str, text: str) -> None:
-    result(f"{heading(f'{label:<8}')} {printable(text)}")
+    lines = wrapped(f"{label:<8} {printable(text)}", columns(sys.stdout), " " * 9)
+    result(heading(lines[:8]) + lines[8:])
 
 
 def _section(title: str) -> None:
@@ -162,6 +181,8 @@ def _to_json(plan: Plan, summary: Summary) -> dict[str, Any]:
         "input_bytes": summary.input_bytes,
         "read_bytes_at_most": summary.read_bytes,
         "survey_bytes": summary.survey_bytes,
+        "download_bytes": sum(d.nbytes for d in summary.downloads),
+        "downloads": [{"model": d.model, "file": d.file, "bytes": d.nbytes} for d in summary.downloads],
         "peak_memory_bytes": summary.memory.peak_bytes,
         "threads": summary.memory.threads,
         "ops": [{"op": t.name, "tensors": t.tensors, "bytes": t.nbytes} for t in summary.ops],
@@ -184,39 +205,55 @@ def _to_json(plan: Plan, summary: Summary) -> dict[str, Any]:
     return data
 
 
-def _explain(prepared: Prepared, tensor: str, *, as_json: bool) -> None:
-    plan = prepared.plan
-    origins = prepared.explain(tensor)
-    step = next(s for s in plan.steps if s.out.name == tensor)
-    inputs = list(dict.fromkeys((i.model, i.tensor) for leaf in step.leaves for i in leaf.inputs))
-    refs = [m.ref for m in plan.models]
+def _explain(prepared: Prepared, pattern: str, *, as_json: bool) -> None:
+    names = [step.out.name for step in prepared.plan.steps]
+    found = [pattern] if pattern in names else fnmatch.filter(names, pattern)
+    if not found:
+        prepared.explain(pattern)  # raises
     if as_json:
-        data = {
-            "tensor": tensor,
-            "op": step.made_by,
-            "dtype": step.out.dtype.name,
-            "shape": list(step.out.shape),
-            "encoding": step.encoding,
-            "stored": [{"name": out.name, "dtype": out.dtype.name, "shape": list(out.shape)} for out in step.outs],
-            "inputs": [{"model": refs[model], "tensor": name} for model, name in inputs],
-            "pieces": [{"name": p.out.name, "shape": list(p.out.shape), "op": p.op} for p in step.pieces],
-            "parameters": [
-                {
-                    "parameter": o.parameter,
-                    "model": None if o.model is None else refs[o.model],
-                    "value": o.value,
-                    "where": o.where,
-                }
-                for o in origins
-            ],
-        }
-        result(json.dumps(data, ensure_ascii=False))
+        data = [_explanation(prepared, name) for name in found]
+        result(json.dumps(data[0] if found == [pattern] else data, ensure_ascii=False))
         return
+    for number, name in enumerate(found):
+        if number:
+            result()
+        _show_tensor(prepared, name)
+
+
+def _explanation(prepared: Prepared, tensor: str) -> dict[str, Any]:
+    step, refs = _step(prepared, tensor), [m.ref for m in prepared.plan.models]
+    return {
+        "tensor": tensor,
+        "op": step.made_by,
+        "dtype": step.out.dtype.name,
+        "shape": list(step.out.shape),
+        "encoding": step.encoding,
+        "stored": [{"name": out.name, "dtype": out.dtype.name, "shape": list(out.shape)} for out in step.outs],
+        "inputs": [{"model": refs[model], "tensor": name} for model, name in _inputs(step)],
+        "pieces": [{"name": p.out.name, "shape": list(p.out.shape), "op": p.op} for p in step.pieces],
+        "parameters": [
+            {"parameter": o.parameter, "model": None if o.model is None else refs[o.model], "value": o.value, "where": o.where}
+            for o in prepared.explain(tensor)
+        ],
+    }
+
+
+def _step(prepared: Prepared, tensor: str) -> Step:
+    return next(step for step in prepared.plan.steps if step.out.name == tensor)
+
+
+def _inputs(step: Step) -> list[tuple[int, str]]:
+    return list(dict.fromkeys((i.model, i.tensor) for leaf in step.leaves for i in leaf.inputs))
+
+
+def _show_tensor(prepared: Prepared, tensor: str) -> None:
+    plan, step, origins = prepared.plan, _step(prepared, tensor), prepared.explain(tensor)
+    refs = [m.ref for m in plan.models]
     result(f"{heading(printable(tensor))} {list(step.out.shape)} {step.out.dtype}, made by {step.made_by}")
     for line in _notes(plan, step):
-        result(printable(line))
+        say(printable(line))
     result()
-    show_table(("from model", "tensor"), [(refs[model], name) for model, name in inputs])
+    show_table(("from model", "tensor"), [(refs[model], name) for model, name in _inputs(step)])
     if step.pieces:
         result()
         result(f"{count(len(step.pieces), 'piece')}, each merged as a tensor of its own:")
@@ -231,7 +268,7 @@ def _explain(prepared: Prepared, tensor: str, *, as_json: bool) -> None:
 
 
 def _notes(plan: Plan, step: Step) -> Iterator[str]:
-    """What else is known of a tensor: how it is stored, and that it is no linear weight to a method of such weights."""
+    """What else is known of a tensor: how it is stored, that it is the base's, or no linear weight to a method of such."""
     from weightsmith import methods
     from weightsmith.planner.encode import stored_plain
     from weightsmith.plans import PLAIN
@@ -240,6 +277,8 @@ def _notes(plan: Plan, step: Step) -> Iterator[str]:
         yield f"stored as {step.encoding}: {', '.join(f'{out.name} {out.dtype}' for out in step.outs)}"
     elif plan.encodings:
         yield f"stored as it is: {stored_plain(plan)[step.out.name]}"
+    if step.base and not step.pieces and not step.merges:
+        yield "the base's: no model takes part in it"
     merged = [leaf for leaf in step.leaves if leaf.merges]
     otherwise = methods.get(merged[0].op).otherwise if merged else ""
     if otherwise and all(leaf.role != "linear" for leaf in merged):

@@ -11,10 +11,10 @@ import typer
 
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures
-from weightsmith.cli.merge import callbacks, interrupted, make
-from weightsmith.cli.progress import meter, no_bars_in_logs
-from weightsmith.cli.text import result
+from weightsmith.cli.merge import interrupted, make
 from weightsmith.options import RunOptions
+from weightsmith.progress import callbacks, meter, no_bars_in_logs
+from weightsmith.text import say
 
 
 def parse_part(text: str) -> tuple[int, int]:
@@ -57,7 +57,9 @@ def run(
     """
     began = time.monotonic()
     chosen = parse_part(part) if part else None
-    with failures(interrupted=lambda: interrupted(out)), ExitStack() as stack:
+    if chosen and running.push:
+        raise typer.BadParameter("a part publishes nothing: give it to the run without --part.", param_hint="--push")
+    with failures(as_json=as_json, interrupted=lambda: interrupted(out)), ExitStack() as stack:
         no_bars_in_logs(quiet=quiet)
         from weightsmith.api import Callbacks, execute_part
         from weightsmith.planner.reopen import load_plan, reopen
@@ -66,8 +68,8 @@ def run(
         if chosen is None:
             make(prepared, out, running, "running", quiet=quiet, as_json=as_json, began=began)
             return
-        stack.enter_context(failures(merging=True, interrupted=lambda: interrupted(out)))
+        stack.enter_context(failures(merging=True, as_json=as_json, interrupted=lambda: interrupted(out)))
         with meter(quiet=quiet) as shown:
             execute_part(prepared, out, chosen, running, Callbacks(*callbacks(shown, "running")))
         if not quiet:
-            result(f"part {chosen[0]} of {chosen[1]} is done; without --part the same command publishes when all are")
+            say(f"part {chosen[0]} of {chosen[1]} is done; without --part the same command publishes when all are")

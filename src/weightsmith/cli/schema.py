@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from weightsmith.cli.failures import failures
-from weightsmith.cli.text import result, warn
+from weightsmith.text import result, warn
 
 
 def schema(

@@ -17,6 +17,7 @@ from weightsmith.planner import Prepared
 from weightsmith.planner.encode import stored_plain
 from weightsmith.plans import COPY, PLAIN, Plan, Step
 from weightsmith.products import Survey, find_kind
+from weightsmith.structure import analyse
 
 TORCH_BYTES = 250 << 20
 """What torch takes by being imported, and working: as measured with the CPU build."""
@@ -50,7 +51,7 @@ class ModuleFacts:
     """One module, as `modules:` in a recipe names it.
 
     stacks   prefix and number of layers of each
-    tensors  of the donor
+    tensors  of the output
     aliases  mergekit's names for it
     """
 
@@ -80,6 +81,15 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
+class Download:
+    """A file of a hub model that a merge would download."""
+
+    model: str
+    file: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """What a merge will take at most, resident, and what that follows from."""
 
@@ -98,6 +108,7 @@ class Summary:
     read_bytes   with the passes for statistics before the last one; an upper bound, as a pass may prove needless
     survey_bytes of them those that the method reads of the whole model before it merges the first tensor
     passes       the most times that any tensor is read
+    downloads    what of hub models is not in the cache
     """
 
     ops: tuple[Tally, ...]
@@ -112,6 +123,7 @@ class Summary:
     dropped: tuple[DroppedFacts, ...]
     changes: tuple[Change, ...]
     memory: Memory
+    downloads: tuple[Download, ...] = ()
 
 
 def summarise(prepared: Prepared, options: RunOptions) -> Summary:
@@ -145,8 +157,15 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
         modules=_modules(prepared),
         dropped=_dropped(plan),
         changes=tuple(changes(prepared.inputs[plan.donor].config or {}, plan.config or {})),
+        downloads=_downloads(prepared),
         memory=_memory(plan, options.threads, options.max_memory_bytes, [passes.resident_bytes(leaf) for leaf in leaves]),
     )
+
+
+def _downloads(prepared: Prepared) -> tuple[Download, ...]:
+    repositories = [repository for checkpoint in prepared.inputs for repository in checkpoint.repositories]
+    found = {r.folder / name: Download(r.name, name, nbytes) for r in repositories for name, nbytes in r.missing.items()}
+    return tuple(found.values())
 
 
 class _Passes:
@@ -183,13 +202,14 @@ class _Passes:
 
 
 def _modules(prepared: Prepared) -> tuple[ModuleFacts, ...]:
-    structure = prepared.structure
+    """Of the output; its other names are those of the donor's modules."""
+    structure = analyse([step.out for step in prepared.plan.steps], prepared.plan.config)
     return tuple(
         ModuleFacts(
             name,
             tuple((s.prefix, s.n_layers) for s in structure.stacks_of(name)),
             len(tensors),
-            tuple(alias for alias, owner in structure.aliases.items() if owner == name),
+            tuple(alias for alias, owner in prepared.structure.aliases.items() if owner == name),
         )
         for name, tensors in structure.modules.items()
     )

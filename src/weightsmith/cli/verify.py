@@ -9,8 +9,8 @@ import typer
 
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures
-from weightsmith.cli.progress import Reading, meter
-from weightsmith.cli.text import count, note, printable, result, size
+from weightsmith.progress import Reading, meter
+from weightsmith.text import count, note, printable, result, say, size
 
 
 def verify(
@@ -23,7 +23,7 @@ def verify(
 
     Names each damaged tensor and file. Needs nothing but OUT.
     """
-    with failures(checking=True):
+    with failures(checking=True, as_json=as_json):
         from weightsmith.store.verify import verify as check
 
         with meter(quiet=quiet) as shown:
@@ -45,7 +45,7 @@ def verify(
             }
             result(json.dumps(facts, ensure_ascii=False))
         elif not quiet:
-            result(
+            say(
                 f"{printable(str(report.folder))}: as written: {count(report.tensors, 'tensor')} and "
                 f"{count(report.files, 'other file')}, {size(report.nbytes)}"
             )

@@ -12,8 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith.errors import CheckpointError, WeightsmithError
+from weightsmith.formats.carried import MAX_CARRIED_BYTES
+from weightsmith.formats.files import read_bounded
 from weightsmith.jobs.job import Bytes
 from weightsmith.kernels.codecs import decode
+from weightsmith.kernels.jit import leave
 from weightsmith.plans import Plan, Product, Step
 from weightsmith.products import find_kind
 from weightsmith.products.base import Arrays, Cancelled, Floats
@@ -79,10 +82,7 @@ class EngineBench:
 
 
 def _check_file(path: Path, sha256: str) -> None:
-    try:
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    found = hashlib.sha256(read_bounded(path, MAX_CARRIED_BYTES)).hexdigest()
     if found != sha256:
         raise CheckpointError("the file has changed since the plan was made", where=str(path), fix="plan again")
 
@@ -139,7 +139,7 @@ class Computing:
             self._closed = True
             self._condition.notify_all()
         if self._thread is not None:
-            self._thread.join()
+            leave([self._thread])
 
 
 class _Target(Protocol):

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from weightsmith.encodings import Encoding, find_encoding
 from weightsmith.engine.bench import Computing, EngineBench
 from weightsmith.engine.buffers import Buffers
+from weightsmith.engine.constants import Constants, equal_constants
 from weightsmith.engine.reader import Reader, Source
 from weightsmith.engine.results import Results
 from weightsmith.engine.schedule import APPLY, RESIDENT_BYTES, Flight, Part, Scheduler, SurveyFlight, Task, Work
@@ -30,6 +31,7 @@ from weightsmith.jobs.job import Bytes, Matrix, Tile
 from weightsmith.kernels.codecs import decode
 from weightsmith.kernels.delta import distance
 from weightsmith.kernels.finite import first_nonfinite
+from weightsmith.kernels.jit import is_compiling, leave
 from weightsmith.plans import CAST, COPY, PLAIN, Gather, Plan, Product, Step
 from weightsmith.products import find_kind
 from weightsmith.products.base import Arrays
@@ -74,6 +76,7 @@ class Progress:
 
     waiting      what is left needs a product that is still being computed
     computation  that product
+    compiling    kernels are being compiled, because no earlier run needed them
     """
 
     written_bytes: int
@@ -84,6 +87,7 @@ class Progress:
     seconds: float
     waiting: bool = False
     computation: Computation | None = None
+    compiling: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,7 @@ class Outcome:
 
     read_bytes, written_bytes  of tensors
     differing   integer tensors on which the models disagree
+    nonfinite   tensors with a NaN or an infinity that is the same in all inputs, and was copied
     distances   for each tensor merged with a base: squared Frobenius norms of output - base and of the base
     results     the products
     """
@@ -99,6 +104,7 @@ class Outcome:
     read_bytes: int
     written_bytes: int
     differing: tuple[str, ...]
+    nonfinite: tuple[str, ...]
     distances: Mapping[str, tuple[float, float]]
     results: Results
 
@@ -123,7 +129,12 @@ class Resources:
     @property
     def workers(self) -> int:
         """Number of threads."""
-        return self.threads or len(os.sched_getaffinity(0))
+        return self.threads or processors()
+
+
+def processors() -> int:
+    """The processors that this process may use; where the system does not say which, all of them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Run:
@@ -151,6 +162,7 @@ class Run:
         self.total_tensors = len(steps)
         self.written_bytes = self.read_bytes = self.tensors = 0
         self.differing: set[str] = set()
+        self.nonfinite: set[str] = set()
         self.distances: dict[str, tuple[float, float]] = {}
         self._lock = threading.Lock()
         self._encodings: dict[str, Encoding] = {}
@@ -167,7 +179,7 @@ class Run:
         """Run. report: called from this thread, about ten times a second; what it raises ends the run.
 
         Raises what the first failing tile or product raised. KeyboardInterrupt stops the threads at their next tile and is
-        raised again.
+        raised again; a thread that compiles a kernel is not waited for, and ends without touching anything.
         """
         pool = [
             threading.Thread(target=self._work, name=f"weightsmith-{i}", daemon=True) for i in range(self.resources.workers)
@@ -183,9 +195,7 @@ class Run:
                     report()
         except BaseException as error:  # KeyboardInterrupt, or the caller's progress function
             self.scheduler.fail(error)
-            for thread in pool:
-                if thread.ident is not None:
-                    thread.join()
+            leave([thread for thread in pool if thread.ident is not None])
             raise
         finally:
             self._cancelled.set()
@@ -306,6 +316,7 @@ class Run:
         if isinstance(flight, SurveyFlight):
             assert task.matrix is not None
             raw, read = self.reader.read(step.inputs, place.start, place.size, buffers)
+            self._take_constants(step, place, raw)
             self.count(read, 0)
             return flight.survey.statistics(task.phase, task.matrix, Tile(place.start, place.size, raw, buffers.scratch))
         assert isinstance(flight, Part)
@@ -314,8 +325,10 @@ class Run:
             return None
         raw, read = self.reader.read(step.inputs, place.start, place.size, buffers)
         plain_cast = step.op == CAST and flight.work.step.encoding == PLAIN
-        if flight.number == 0 and not plain_cast and not self.allow_nonfinite:
-            self._check_inputs(step, place, raw)
+        constants = None
+        if (flight.number == 0 or flight.constants) and not plain_cast:
+            constants = self._take_constants(step, place, raw, encoded=flight.work.step.encoding != PLAIN)
+            flight.constants |= constants is not None
         tile = Tile(place.start, place.size, raw, buffers.scratch)
         if task.phase != APPLY:
             self.count(read, 0)
@@ -324,8 +337,11 @@ class Run:
         flight.job.apply(tile, out)
         if not self.allow_nonfinite and (step.op != CAST or first_nonfinite(raw[0], self._code(step, 0), place.size) < 0):
             self._check_output(flight, place, out)
-        written = self._write(flight, place, out, buffers)
         self._measure(step, flight.distances[place.start // flight.grain :], place.size, raw, out, buffers)
+        if constants is not None:
+            constants.put(out, step.out.dtype)
+            self.nonfinite.add(flight.work.step.out.name)
+        written = self._write(flight, place, out, buffers)
         self.count(read, written)
         return None
 
@@ -336,8 +352,9 @@ class Run:
         out = self._out(part, place, buffers)
         self.reader.fill(source, place.start, out)
         if part.work.step.encoding != PLAIN and not self.allow_nonfinite:  # an infinity would take its whole row with it
-            self._check_inputs(step, place, out[None])
+            self._check_input(step, 0, place, out)
         written = self._write(part, place, out, buffers, copied=self._share(part, place.start, out.size))
+        self._measure(step, part.distances[place.start // part.grain :], place.size, out[None], out, buffers)
         if others:
             raw, _ = self.reader.read(others, place.start, place.size, buffers)
             if any(not np.array_equal(out, other[: out.size]) for other in raw):
@@ -410,21 +427,38 @@ class Run:
         """The dtype's code of one input of a step."""
         return self.reader.dtype(step.inputs[i]).code
 
-    def _check_inputs(self, step: Step, place: Cut, raw: Bytes) -> None:
-        """Raise NonFinite for a NaN or infinity among the elements read."""
-        for i, read in enumerate(step.inputs[: len(raw)]):
-            spec = self.reader.source(read).specs[read.tensor]
-            dtype = spec.dtype
-            at = first_nonfinite(raw[i], dtype.code, place.size)
-            if at >= 0:
-                value = raw[i, at * dtype.itemsize : (at + 1) * dtype.itemsize].view(dtype.numpy)[0]
-                flat = self.reader.flat(read, place.start + at)
-                raise NonFinite(
-                    f"element {_place(flat, spec.shape)} is {float(value)}",
-                    where=f"{self.plan.label(read)}, tensor {read.tensor}",
-                    fix="repair the model, leave it out, or merge all the same with --allow-nonfinite (allow_nonfinite=True)",
-                    state=_UNPUBLISHED,
-                )
+    def _take_constants(self, step: Step, place: Cut, raw: Bytes, *, encoded: bool = False) -> Constants | None:
+        """Take every NaN and infinity out of what was read, where all the inputs have the same ones; the job sees zeros.
+
+        encoded  the output is stored as codes: an infinity would take its whole row with it
+
+        Returns None when there is none. Raises NonFinite for one that is not the same in all of two or more inputs.
+        """
+        if self.allow_nonfinite:
+            return None
+        dtypes = [self.reader.dtype(read) for read in step.inputs]
+        if all(first_nonfinite(data, dtype.code, place.size) < 0 for data, dtype in zip(raw, dtypes, strict=False)):
+            return None
+        found = equal_constants(raw, dtypes, place.size) if len(dtypes) > 1 and not encoded else None
+        if found is None:
+            for i, data in enumerate(raw[: len(dtypes)]):
+                self._check_input(step, i, place, data)
+        return found
+
+    def _check_input(self, step: Step, i: int, place: Cut, data: Bytes) -> None:
+        """Raise NonFinite for a NaN or infinity among the elements read of one input."""
+        read = step.inputs[i]
+        spec, dtype = self.reader.source(read).specs[read.tensor], self.reader.dtype(read)
+        at = first_nonfinite(data, dtype.code, place.size)
+        if at >= 0:
+            value = data[at * dtype.itemsize : (at + 1) * dtype.itemsize].view(dtype.numpy)[0]
+            flat = self.reader.flat(read, place.start + at)
+            raise NonFinite(
+                f"element {_place(flat, spec.shape)} is {float(value)}",
+                where=f"{self.plan.label(read)}, tensor {read.tensor}",
+                fix="repair the model, leave it out, or merge all the same with --allow-nonfinite (allow_nonfinite=True)",
+                state=_UNPUBLISHED,
+            )
 
     def _check_output(self, part: Part, place: Cut, out: Bytes) -> None:
         """Raise NonFinite for a result that the output's dtype cannot hold."""
@@ -480,6 +514,7 @@ class Run:
                 time.monotonic() - began,
                 self.scheduler.waiting,
                 self._computation,
+                is_compiling(),
             )
 
 
@@ -554,4 +589,5 @@ def run(
     report()
     differing = tuple(step.out.name for step in left if step.out.name in task.differing)
     distances = {name: moved for name, moved in {**skip, **task.distances}.items() if moved is not None}
-    return Outcome(task.read_bytes, task.total_bytes, differing, dict(sorted(distances.items())), results)
+    nonfinite = tuple(step.out.name for step in left if step.out.name in task.nonfinite)
+    return Outcome(task.read_bytes, task.total_bytes, differing, nonfinite, dict(sorted(distances.items())), results)

@@ -105,6 +105,7 @@ class Reader:
             models=settings.models,
             seed=self.plan.seed,
             inputs=tuple(read.model for read in step.inputs),
+            places=settings.places or tuple(range(len(step.inputs))),
             results=tuple(map(self.results.of, step.needs)),
             shape=shape,
             role=step.role,

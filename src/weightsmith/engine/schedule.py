@@ -80,6 +80,7 @@ class Part(Flight):
     step       that makes it: the tensor's, or a piece of it
     origin     where the step's output begins in the tensor
     distances  of its grains: squared norms of out - base and of the base, float64 [grains, 2]; only if it has a base
+    constants  a NaN or an infinity that all inputs share was found in the first pass
     """
 
     def __init__(self, work: Work, step: Step, job: Job | None, origin: int, cuts: list[Cut]) -> None:
@@ -93,6 +94,7 @@ class Part(Flight):
         self.distances = np.zeros((-(-size // self.grain) if step.base else 0, 2))
         self.resident_bytes = 0 if job is None else job.resident_bytes
         self.number = 0
+        self.constants = False
         self._begin_pass()
 
     def _begin_pass(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,9 +72,9 @@ def fit_tile_bytes(max_memory_bytes: int | None, threads: int, inputs: int) -> i
     if tile_bytes < MIN_TILE_BYTES:
         needed = peak_memory_bytes(MIN_TILE_BYTES, threads, inputs)
         raise ParameterError(
-            f"a merge of {inputs} inputs on {threads} threads needs {needed / 1e6:.0f} MB, and max_memory is "
-            f"{max_memory_bytes / 1e6:.0f} MB",
-            fix="allow more memory, or use fewer threads",
+            f"a merge of {inputs} inputs on {threads} thread{'s' if threads > 1 else ''} needs {math.ceil(needed / 1e6)} MB, "
+            f"and max_memory is {max_memory_bytes / 1e6:.0f} MB",
+            fix=f"write --max-memory {math.ceil(needed / 1e6)}MB or more{', or fewer --threads' if threads > 1 else ''}",
             state=NOTHING_WRITTEN,
         )
     return min(wanted, tile_bytes)

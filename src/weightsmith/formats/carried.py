@@ -12,7 +12,7 @@ from typing import Any
 
 from weightsmith.errors import CheckpointError, Finding, FormatError
 from weightsmith.formats.files import open_regular, read_bounded, show
-from weightsmith.formats.strict_json import parse_object
+from weightsmith.formats.strict_json import read_object
 
 MAX_CODE_BYTES = 4 << 20  # of one Python file; the longest in transformers has 0.3 MB
 MAX_CARRIED_BYTES = 1 << 30  # of one file: a tokenizer of a million tokens takes 100 MB
@@ -130,6 +130,12 @@ def choose_carried(
     return files, tuple(sorted(name for name in set(names).difference(files) if not _never_carried(name)))
 
 
+def read_to_choose(names: Iterable[str]) -> tuple[str, ...]:
+    """The files that `choose_carried` reads: where there is Python code, the settings that may name it, and the code."""
+    code = [name for name in names if _CODE.fullmatch(name)]
+    return (*_NAMING_CODE, *code) if code else ()
+
+
 def _never_carried(name: str) -> bool:
     lower = name.lower()
     if "/" in name or name.startswith(".") or name in _OURS:
@@ -186,7 +192,7 @@ def _named_code(folder: Path, present: set[str], names: set[str], config: Mappin
 def _settings(path: Path) -> Mapping[str, Any]:
     """A JSON file of settings; {} for one that is damaged: it is copied as it is, and not ours to judge."""
     try:
-        return parse_object(read_bounded(path, MAX_SETTINGS_BYTES), path.name, str(path), "", unique=False)
+        return read_object(path, MAX_SETTINGS_BYTES, path.name, "", unique=False)
     except CheckpointError:
         return {}
 

@@ -6,12 +6,18 @@ a hostile name can neither flood nor repaint a terminal.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import os
 import reprlib
 import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from weightsmith.errors import CheckpointError, FormatError, NotFound
 from weightsmith.tensors import TensorSpec
@@ -28,6 +34,9 @@ _LOOKALIKES = (
     (b"\x1f\x8b", "It is compressed with gzip: unpack it first."),
     (b"<", "It is a web page, not the weights: the download went wrong."),
 )
+
+_MAC_OPEN_MAX = 10_240  # macOS refuses more, although it calls the hard limit infinite
+_seeking = threading.Lock()
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 160
@@ -74,6 +83,16 @@ class FileState:
         """The state in the result of `os.stat` or `os.fstat`."""
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
+    @classmethod
+    def elsewhere(cls, nbytes: int) -> FileState:
+        """The state of a file that is not on this disk yet: nothing but its size."""
+        return cls(0, 0, nbytes, 0, 0)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """The file was not on this disk."""
+        return self == self.elsewhere(self.nbytes)
+
     def difference(self, now: FileState) -> str:
         """What another state has different, in words; "" when they are equal.
 
@@ -89,6 +108,89 @@ class FileState:
         if self.mtime_ns != now.mtime_ns:
             return f"modification time {self.mtime_ns:,} ns then, {now.mtime_ns:,} ns now"
         return f"change time (ctime) {self.ctime_ns:,} ns then, {now.ctime_ns:,} ns now"
+
+
+class RandomAccess(Protocol):
+    """An open file, on this disk or elsewhere, that is read at any place.
+
+    state  as it was when it was opened; of a file elsewhere, its size alone
+    """
+
+    @property
+    def state(self) -> FileState: ...
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """The bytes at `offset`; fewer than `nbytes` only where the file ends. Raises CheckpointError for an I/O error."""
+
+
+Opener = Callable[[Path], AbstractContextManager[RandomAccess]]
+"""Opens the file that has, or will have, a path."""
+
+
+class LocalFile:
+    """A regular file on this disk."""
+
+    def __init__(self, file: io.FileIO, path: Path) -> None:
+        self._file, self._path = file, path
+        self.state = FileState.of(os.fstat(file.fileno()))
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        wanted = min(nbytes, self.state.nbytes - offset)  # no allocation for a length that is a lie
+        data = b""
+        try:
+            self._file.seek(offset)
+            while len(data) < wanted and (piece := self._file.read(wanted - len(data))):
+                data = data + piece if data else piece  # one piece, in general: no copy of a header of 100 MB
+        except OSError as error:
+            raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(self._path)) from error
+        return data
+
+
+@contextlib.contextmanager
+def open_local(path: Path) -> Iterator[LocalFile]:
+    """Open a file of this disk to be read at any place. Raises as `open_regular`."""
+    with open_regular(path) as file:
+        yield LocalFile(file, path)
+
+
+def read_into(fd: int, out: memoryview, offset: int) -> int:
+    """Read bytes at `offset` into `out`; how many, 0 at the end of the file. Raises OSError.
+
+    One call of `preadv`. Where the system has none, `pread` and a copy, or a seek and a read, one thread at a time.
+    """
+    if hasattr(os, "preadv"):
+        try:
+            return os.preadv(fd, [out], offset)
+        except OSError as error:
+            if error.errno != errno.ENOSYS:
+                raise
+    if hasattr(os, "pread"):
+        data = os.pread(fd, len(out), offset)
+    else:
+        with _seeking:
+            os.lseek(fd, offset, os.SEEK_SET)
+            data = os.read(fd, len(out))
+    out[: len(data)] = data
+    return len(data)
+
+
+def raise_open_files(wanted: int) -> bool:
+    """Raise the soft limit of open files towards `wanted`, as far as the system allows; False if it stays as it is."""
+    try:
+        import resource
+    except ImportError:
+        return False
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(hard, wanted)
+    if soft == resource.RLIM_INFINITY:
+        return False
+    for limit in (wanted, min(wanted, _MAC_OPEN_MAX)):
+        if limit > soft:
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+                return True
+    return False
 
 
 def show(value: object) -> str:
@@ -117,14 +219,19 @@ def lookalike(start: bytes) -> str:
 def open_regular(path: Path) -> io.FileIO:
     """Open a regular file for reading, unbuffered and closed on exec. Symlinks are followed.
 
-    Raises NotFound (missing, or a link that leads nowhere), FormatError (a folder, pipe or device: opening a pipe would
-    wait for ever) or CheckpointError (no permission, an I/O error).
+    Raises NotFound (missing, or a link that leads nowhere), FormatError (a folder, pipe, socket or device: opening a pipe
+    would wait for ever) or CheckpointError (no permission, an I/O error, a path that cannot be).
     """
     try:
-        mode = path.stat().st_mode
-        if not stat.S_ISREG(mode):
-            raise FormatError(f"not a regular file, but a {_kind(mode)}", where=str(path))
-        return path.open("rb", buffering=0)
+        _check_regular(path, path.stat())
+        # Not to wait, even if a pipe has just taken the file's place.
+        file = io.FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
+        try:
+            _check_regular(path, os.fstat(file.fileno()))
+        except FormatError:
+            file.close()
+            raise
+        return file
     except FileNotFoundError as error:
         if path.is_symlink():
             raise NotFound(
@@ -135,25 +242,33 @@ def open_regular(path: Path) -> io.FileIO:
         raise NotFound("no such file", where=str(path)) from error
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+    except ValueError as error:  # a NUL byte in the path
+        raise NotFound(f"no such file: {error}", where=str(path)) from error
+
+
+def _check_regular(path: Path, about: os.stat_result) -> None:
+    if not stat.S_ISREG(about.st_mode):
+        raise FormatError(f"not a regular file, but a {_kind(about.st_mode)}", where=str(path))
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
     """A whole file of at most `max_bytes`. Raises FormatError when it is larger, else as `open_regular`."""
     with open_regular(path) as file:
         try:
-            data = bytearray()
-            while chunk := file.read(max_bytes + 1 - len(data)):
-                data += chunk
+            nbytes = os.fstat(file.fileno()).st_size
+            data, piece = b"", b"?"
+            while piece and len(data) <= max_bytes and nbytes <= max_bytes:  # once, unless the file grows meanwhile
+                piece = file.read(max(nbytes - len(data), 0) + 1)
+                data = data + piece if data else piece
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
-    if len(data) > max_bytes:
-        nbytes = path.stat().st_size
+    if (nbytes := max(nbytes, len(data))) > max_bytes:
         raise FormatError(
             f"{nbytes:,} bytes, and at most {max_bytes:,} are read from a file of this kind",
             where=str(path),
             fix="Such a size is a mistake or an attack: look at the file before using it.",
         )
-    return bytes(data)
+    return data
 
 
 def _kind(mode: int) -> str:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from weightsmith.errors import FormatError, NotFound, Unsupported
 from weightsmith.formats.carried import WEIGHTS, is_weights
-from weightsmith.formats.files import read_bounded, show
-from weightsmith.formats.strict_json import parse_object
+from weightsmith.formats.files import show
+from weightsmith.formats.strict_json import read_object
 
-MAX_INDEX_BYTES = 256 << 20  # an index of 100,000 tensors takes 10 MB
+MAX_INDEX_BYTES = 100_000_000  # an index of 100,000 tensors takes 10 MB
 
 _SUFFIXES = (".safetensors",)
 _FIRST = ("model.safetensors", "diffusion_pytorch_model.safetensors")  # what transformers and diffusers write
@@ -116,7 +116,7 @@ def read_index(path: Path, present: Collection[str], suffixes: tuple[str, ...] =
     """
     where = str(path)
     fix = "The index is damaged or hostile: download the checkpoint again from a source you trust."
-    data = parse_object(read_bounded(path, MAX_INDEX_BYTES), "the index", where, fix)
+    data = read_object(path, MAX_INDEX_BYTES, "the index", fix)
     weight_map = data.get("weight_map")
     if not isinstance(weight_map, dict):
         found = show(weight_map) if "weight_map" in data else f"only the keys {show(sorted(data))}"
@@ -191,6 +191,25 @@ def _check_numbers_complete(files: Iterable[str], where: str) -> None:
             )
 
 
+def _hub_cache(folder: Path) -> NotFound | None:
+    """The error for huggingface_hub's cache, or the folder of one model in it, in the place of a model."""
+    try:
+        names = sorted(entry.name for entry in folder.iterdir() if entry.name.startswith("models--"))
+        snapshots = sorted(entry.name for entry in (folder / "snapshots").iterdir()) if (folder / "snapshots").is_dir() else []
+    except OSError:
+        return None
+    if names:
+        ids = [name.removeprefix("models--").replace("--", "/", 1) for name in names]
+        listed = (f"models in it: {', '.join(ids[:5])}{f', … ({len(ids)} in all)' if len(ids) > 5 else ''}",)
+        return NotFound("the cache of hub models, not a model", where=str(folder), details=listed, fix=f"Write {ids[0]}.")
+    if snapshots:
+        fix = f"Write the folder of one revision, {folder / 'snapshots' / snapshots[-1]}"
+        if folder.name.startswith("models--"):
+            fix += f", or the model's hub id, {folder.name.removeprefix('models--').replace('--', '/', 1)}"
+        return NotFound("the cache folder of a hub model, which holds its revisions", where=str(folder), fix=fix)
+    return None
+
+
 def no_weights(names: Iterable[str], where: str, suffixes: tuple[str, ...]) -> Unsupported | NotFound:
     """The error for a folder without weights that can be read: what it holds instead, and the next step.
 
@@ -204,6 +223,8 @@ def no_weights(names: Iterable[str], where: str, suffixes: tuple[str, ...]) -> U
     def some(names: list[str]) -> tuple[str, ...]:
         return (", ".join(map(show, names[:5])) + (f", … ({len(names)} in all)" if len(names) > 5 else ""),)
 
+    if not top and (found := _hub_cache(Path(where))):
+        return found
     if "adapter_config.json" in top or any(n.startswith("adapter_model.") for n in top):
         return Unsupported(
             "an adapter (LoRA), not a model",

@@ -10,7 +10,6 @@ done about it: older formats, TorchScript, whole modules, sparse and quantised t
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 import xxhash
 
 from weightsmith.errors import CheckpointError, Finding, FormatError, Unsupported
-from weightsmith.formats.files import DAMAGED, RESAVE, FileState, lookalike, open_regular, show
+from weightsmith.formats.files import DAMAGED, RESAVE, FileState, Opener, lookalike, open_local, show
 from weightsmith.formats.safetensors import MAX_BYTES, MAX_DIMENSIONS
 from weightsmith.formats.state_pickle import (
     CONVERT,
@@ -92,8 +91,10 @@ class PickleHeader:
     digest: str
 
 
-def read_pickle_header(path: Path) -> PickleHeader:
+def read_pickle_header(path: Path, open_file: Opener = open_local) -> PickleHeader:
     """Read and check the tensor table of a PyTorch checkpoint. Nothing in the file is executed.
+
+    open_file  for a file that is not on this disk
 
     The state dict is the file's only value, or one of its entries `state_dict`, `model_state_dict`, `model` and `module`.
     The prefix `module.` is removed when all names have it.
@@ -109,8 +110,8 @@ def read_pickle_header(path: Path) -> PickleHeader:
             where=where,
             fix="Join the parts with torch.distributed.checkpoint.format_utils.dcp_to_torch_save.",
         )
-    with open_regular(path) as file:
-        state = FileState.of(os.fstat(file.fileno()))
+    with open_file(path) as file:
+        state = file.state
         _check_magic(read_at(file, 0, min(512, state.nbytes), where), where)
         records, directory = read_records(file, state.nbytes, where)
         prefix = _check_members(records, where)

@@ -10,13 +10,11 @@ Anything that two readers could interpret differently is an error. No member's d
 
 from __future__ import annotations
 
-import io
-import os
 import struct
 from dataclasses import dataclass
 
-from weightsmith.errors import CheckpointError, FormatError
-from weightsmith.formats.files import DAMAGED, show
+from weightsmith.errors import FormatError
+from weightsmith.formats.files import DAMAGED, RandomAccess, show
 
 MAX_DIRECTORY_BYTES = 64 << 20  # 250,000 entries of torch take about 20 MB
 MAX_RECORDS = 250_000
@@ -46,20 +44,15 @@ class Record:
     compressed: bool
 
 
-def read_at(file: io.FileIO, offset: int, nbytes: int, where: str) -> bytes:
+def read_at(file: RandomAccess, offset: int, nbytes: int, where: str) -> bytes:
     """Exactly `nbytes` bytes at `offset`. Raises FormatError when the file ends before, CheckpointError on an I/O error."""
-    data = bytearray()
-    try:
-        while len(data) < nbytes and (chunk := os.pread(file.fileno(), nbytes - len(data), offset + len(data))):
-            data += chunk
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror or error}", where=where) from error
+    data = file.read_at(offset, nbytes)
     if len(data) < nbytes:
         raise FormatError(f"ends at byte {offset + len(data):,}, {nbytes - len(data):,} bytes early", where=where, fix=DAMAGED)
-    return bytes(data)
+    return data
 
 
-def read_records(file: io.FileIO, nbytes: int, where: str) -> tuple[dict[str, Record], bytes]:
+def read_records(file: RandomAccess, nbytes: int, where: str) -> tuple[dict[str, Record], bytes]:
     """The members of a zip archive by name, in the directory's order, and the directory's bytes (for a checksum).
 
     nbytes  size of the file
@@ -125,7 +118,7 @@ def read_records(file: io.FileIO, nbytes: int, where: str) -> tuple[dict[str, Re
     return {name: record for name, record in records.items() if not name.endswith("/")}, directory
 
 
-def _find_directory(file: io.FileIO, nbytes: int, where: str) -> tuple[int, int, int]:
+def _find_directory(file: RandomAccess, nbytes: int, where: str) -> tuple[int, int, int]:
     """Offset and size of the directory in bytes, number of its entries."""
 
     def reject(problem: str, fix: str = DAMAGED) -> FormatError:
@@ -207,7 +200,7 @@ def _wide_values(extra: bytes, wanted: int) -> list[int] | None:
     return values if len(values) >= wanted else None
 
 
-def _data_offset(file: io.FileIO, header: int, name: bytes, method: int, sizes: tuple[int, int], where: str) -> int:
+def _data_offset(file: RandomAccess, header: int, name: bytes, method: int, sizes: tuple[int, int], where: str) -> int:
     """Offset of a member's data: behind its local header, which must say the same as the directory."""
     data = read_at(file, header, _LOCAL.size + len(name), where)
     magic, _, flags, own_method, _, _, _, *own_sizes, name_len, extra_len = _LOCAL.unpack_from(data)

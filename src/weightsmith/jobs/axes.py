@@ -30,8 +30,8 @@ class Axes:
     rescale     factor on the remaining delta: `l1` restores the tensor's L1 norm, `inv_density` is 1/density,
                 `inv_probability` the inverse of each element's probability
     elect       drop contributions against the elected sign
-    combine     `sum`; `mean`, divided by the sum of contributing weights; `disjoint_mean`, divided by the number of
-                contributing models; `absmax`, only the largest
+    combine     `sum`; `mean`, divided by the sum of the weights (after an election, by the sum of |weight| of those that
+                agree); `disjoint_mean`, divided by the number of contributing models; `absmax`, only the largest
     """
 
     sparsifier: Sparsifier

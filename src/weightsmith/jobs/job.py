@@ -45,6 +45,7 @@ class Matrix:
     models        parameters of each input (including the base, which usually has none)
     seed          of the random masks
     inputs        for each input, its model's index in the plan
+    places        for each input, its position among the recipe's models
     results       of the products that its step needs, in that order
     shape         of the matrix
     role          how methods treat it
@@ -62,6 +63,7 @@ class Matrix:
     models: tuple[Parameters, ...]
     seed: int
     inputs: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
     results: tuple[Result, ...] = ()
     shape: tuple[int, ...] = ()
     role: Role = "other"

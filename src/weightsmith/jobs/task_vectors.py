@@ -45,7 +45,8 @@ class TaskVectorJob(Job):
         self.modes = np.full(models, kernel.KEEP_ALL, np.int64)
         self.limits = np.zeros((models, 2), np.int64)
         self.shares = np.zeros((models, 2))
-        self.keys = np.array([random_key(matrix.seed, i, matrix.name) for i in range(models)], np.uint64)
+        # Counts fine-tunes of weight 0 too: the masks of the others must not change if a weight becomes 0.
+        self.keys = np.array([random_key(matrix.seed, place - 1, matrix.name) for place in matrix.places[1:]], np.uint64)
         self._own_cuts = np.zeros((models, 2), np.int64)
         self._selected: list[tuple[int, int, Key]] = []  # model, index of the limit, and the limit's key
         ranks: dict[Key, int] = {}

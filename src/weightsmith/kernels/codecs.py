@@ -10,13 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from weightsmith.kernels.jit import kernel
+from weightsmith.kernels.jit import Switch, kernel
 from weightsmith.tensors import DTYPES
 
 BLOCK = 4096
 """Elements in a row: a dozen rows of float64 stay in L2."""
 
 F32, BF16, F16, E4M3, F64, E5M2 = (DTYPES[n].code for n in ("F32", "BF16", "F16", "F8_E4M3", "F64", "F8_E5M2"))
+
+# What is read, and what is written.
+F32_IN, BF16_IN, F16_IN, E4M3_IN, F64_IN, E5M2_IN = (Switch("in", [code]) for code in (F32, BF16, F16, E4M3, F64, E5M2))
+F32_OUT, BF16_OUT, F16_OUT, E4M3_OUT, F64_OUT, E5M2_OUT = (Switch("out", [code]) for code in (F32, BF16, F16, E4M3, F64, E5M2))
+OTHER_IN = Switch("in", [F32, F16, E4M3, F64, E5M2])
+"""Some input is not BF16."""
 
 
 def _table(bias: int, mantissa: int, *, has_inf: bool) -> np.ndarray:
@@ -59,19 +65,19 @@ def or_zero(value: Any, keep: Any) -> Any:
     return (value if keep else np.float32(0)) + np.float32(0)
 
 
-@kernel
+@kernel(code="in")
 def decode(raw: np.ndarray, code: int, start: int, n: int, row: np.ndarray) -> None:
     """row[:n] = elements start … start + n of the uint8 buffer `raw`; row is float32 or float64 [>= n]."""
     out = row[:n]
-    if code == BF16:
+    if BF16_IN and code == BF16:
         bf16 = raw.view(np.uint16)[start : start + n]
         for j in range(n):
             out[j] = as_float(np.uint32(bf16[j]) << np.uint32(16))
-    elif code == F32:
+    elif F32_IN and code == F32:
         f32 = raw.view(np.float32)[start : start + n]
         for j in range(n):
             out[j] = f32[j]
-    elif code == F16:
+    elif F16_IN and code == F16:
         f16 = raw.view(np.uint16)[start : start + n]
         for j in range(n):
             h = np.uint32(f16[j])
@@ -80,14 +86,14 @@ def decode(raw: np.ndarray, code: int, start: int, n: int, row: np.ndarray) -> N
             bits = as_bits(magnitude)
             bits = bits | np.uint32(0x7F800000) if magnitude >= np.float32(65536.0) else bits
             out[j] = as_float(bits | ((h & np.uint32(0x8000)) << np.uint32(16)))
-    elif code == F64:
+    elif F64_IN and code == F64:
         f64 = raw.view(np.float64)[start : start + n]
         for j in range(n):
             out[j] = f64[j]
-    elif code == E4M3:
+    elif E4M3_IN and code == E4M3:
         for j in range(n):
             out[j] = E4M3_VALUES[raw[start + j]]
-    else:
+    elif E5M2_IN:
         for j in range(n):
             out[j] = E5M2_VALUES[raw[start + j]]
 
@@ -106,14 +112,14 @@ def _round_bits(bits: np.uint32, bias: int, mantissa: int) -> np.uint32:
     return subnormal if bits < rebias + np.uint32(1 << 23) else normal
 
 
-@kernel
+@kernel(code="out")
 def encode(row: np.ndarray, n: int, code: int, start: int, raw: np.ndarray) -> None:
     """Elements start … start + n of the uint8 buffer `raw` = row[:n] (float32 or float64), rounded to nearest even.
 
     float64 rows go through float32 on their way to smaller types: at most 0.5 + 2^-13 ulp of bf16 or f16.
     """
     source = row[:n]
-    if code == BF16:
+    if BF16_OUT and code == BF16:
         bf16 = raw.view(np.uint16)[start : start + n]
         for j in range(n):
             u = as_bits(source[j])
@@ -121,11 +127,11 @@ def encode(row: np.ndarray, n: int, code: int, start: int, raw: np.ndarray) -> N
             quiet = (u >> np.uint32(16)) | np.uint32(0x40)
             is_nan = (u & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
             bf16[j] = np.uint16(quiet if is_nan else rounded)
-    elif code == F32:
+    elif F32_OUT and code == F32:
         f32 = raw.view(np.float32)[start : start + n]
         for j in range(n):
             f32[j] = np.float32(source[j])
-    elif code == F16:
+    elif F16_OUT and code == F16:
         f16 = raw.view(np.uint16)[start : start + n]
         for j in range(n):
             u = as_bits(source[j])
@@ -133,18 +139,18 @@ def encode(row: np.ndarray, n: int, code: int, start: int, raw: np.ndarray) -> N
             finite = min(_round_bits(min(magnitude, np.uint32(0x47800000)), 15, 10), np.uint32(0x7C00))
             small = np.uint32(0x7E00) if magnitude > np.uint32(0x7F800000) else finite
             f16[j] = np.uint16(small | ((u >> np.uint32(16)) & np.uint32(0x8000)))
-    elif code == F64:
+    elif F64_OUT and code == F64:
         f64 = raw.view(np.float64)[start : start + n]
         for j in range(n):
             f64[j] = source[j]
-    elif code == E4M3:
+    elif E4M3_OUT and code == E4M3:
         for j in range(n):
             u = as_bits(source[j])
             magnitude = u & np.uint32(0x7FFFFFFF)
             # 448 is the largest finite value and there is no infinity: what rounds past it is NaN (0x7F).
             small = min(_round_bits(min(magnitude, np.uint32(0x44000000)), 7, 3), np.uint32(0x7F))
             raw[start + j] = np.uint8(small | ((u >> np.uint32(24)) & np.uint32(0x80)))
-    else:
+    elif E5M2_OUT:
         for j in range(n):
             u = as_bits(source[j])
             magnitude = u & np.uint32(0x7FFFFFFF)

@@ -39,7 +39,7 @@ def add_scaled(coefficient: float, x: np.ndarray, n: int, total: np.ndarray) -> 
         t[j] += coefficient * np.float64(a[j])
 
 
-@kernel
+@kernel(codes="in", out_code="out")
 def combine(
     raw: np.ndarray,
     codes: np.ndarray,
@@ -150,7 +150,7 @@ def inner_products(
         found[p] = sum_lanes(sums[p])
 
 
-@kernel
+@kernel(codes="in")
 def gram(
     raw: np.ndarray,
     codes: np.ndarray,

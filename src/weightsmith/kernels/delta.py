@@ -22,7 +22,7 @@ def add_squares(row: np.ndarray, n: int, lanes: np.ndarray) -> None:
         sums[j] += np.float64(row[whole + j]) * np.float64(row[whole + j])
 
 
-@kernel
+@kernel(codes="in", merged_code="in")
 def delta_squares(
     raw: np.ndarray,
     codes: np.ndarray,
@@ -64,7 +64,7 @@ def delta_squares(
             out[g, s] = sum_lanes(sums[s])
 
 
-@kernel
+@kernel(codes="in", merged_code="in", out_code="out")
 def rescale_delta(
     raw: np.ndarray,
     codes: np.ndarray,
@@ -90,7 +90,7 @@ def rescale_delta(
         encode(x, m, out_code, start, out)
 
 
-@kernel
+@kernel(code="in", out_code="in")
 def distance(
     raw: np.ndarray,
     code: int,

@@ -206,7 +206,7 @@ def far_divergence(
     return total_of(logs, n, lanes)
 
 
-@kernel
+@kernel(codes="in")
 def row_divergence(
     raw: np.ndarray, codes: np.ndarray, n: int, cols: int, epsilon: float, out: np.ndarray, rows: np.ndarray, sums: np.ndarray
 ) -> None:

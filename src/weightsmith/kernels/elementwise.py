@@ -27,7 +27,7 @@ def add_delta(delta: np.ndarray, factor: float, n: int, base: np.ndarray) -> Non
         b[j] = np.float64(b[j]) + factor * d[j]
 
 
-@kernel
+@kernel(codes="in", out_code="out")
 def merge_clipped(
     raw: np.ndarray, codes: np.ndarray, n: int, limit: float, out: np.ndarray, out_code: int, rows: np.ndarray, sums: np.ndarray
 ) -> None:
@@ -43,7 +43,7 @@ def merge_clipped(
         encode(rows[0], m, out_code, start, out)
 
 
-@kernel
+@kernel(codes="in")
 def count_active(
     raw: np.ndarray, codes: np.ndarray, n: int, epsilon: float, counts: np.ndarray, rows: np.ndarray, sums: np.ndarray
 ) -> None:
@@ -71,7 +71,7 @@ def count_active(
             counts[i - 1, 1] += shared
 
 
-@kernel
+@kernel(codes="in", out_code="out")
 def merge_active(
     raw: np.ndarray,
     codes: np.ndarray,
@@ -110,7 +110,7 @@ def merge_active(
         encode(rows[0], m, out_code, start, out)
 
 
-@kernel
+@kernel(codes="in", out_code="out")
 def merge_consensus(
     raw: np.ndarray,
     codes: np.ndarray,
@@ -147,7 +147,7 @@ def merge_consensus(
         encode(rows[0], m, out_code, start, out)
 
 
-@kernel
+@kernel(codes="in", out_code="out")
 def merge_fused(
     raw: np.ndarray,
     codes: np.ndarray,
@@ -183,7 +183,7 @@ def merge_fused(
 # ---- SCE
 
 
-@kernel
+@kernel(codes="in")
 def count_varying(raw: np.ndarray, codes: np.ndarray, n: int, rows: np.ndarray) -> int:
     """Positions at which the models raw[1:] are not all equal; rows scratch [2, BLOCK]."""
     total = 0
@@ -201,7 +201,7 @@ def count_varying(raw: np.ndarray, codes: np.ndarray, n: int, rows: np.ndarray) 
     return total
 
 
-@kernel
+@kernel(codes="in")
 def energies(
     raw: np.ndarray,
     codes: np.ndarray,
@@ -235,7 +235,7 @@ def energies(
             out[g, i] = sum_lanes(sums[i])
 
 
-@kernel
+@kernel(codes="in", out_code="out")
 def merge_elected(
     raw: np.ndarray,
     codes: np.ndarray,

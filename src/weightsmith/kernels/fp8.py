@@ -32,7 +32,7 @@ def row_maxima(rows: np.ndarray, cols: int, maxima: np.ndarray) -> None:
         maxima[i] = as_float(top)
 
 
-@kernel
+@kernel(known={"out": [E4M3]})
 def quantise(rows: np.ndarray, cols: int, scales: np.ndarray, codes: np.ndarray) -> None:
     """codes = rows / scales, row by row: divided in float32, held to ±448, rounded to nearest even.
 
@@ -53,7 +53,7 @@ def quantise(rows: np.ndarray, cols: int, scales: np.ndarray, codes: np.ndarray)
             encode(block, m, E4M3, start, codes)
 
 
-@kernel
+@kernel(known={"in": [E4M3]})
 def dequantise(
     codes: np.ndarray,
     first: int,

@@ -9,7 +9,7 @@ from weightsmith.kernels.combine import add_scaled, fill
 from weightsmith.kernels.jit import kernel
 
 
-@kernel
+@kernel(code="in")
 def add_low_rank(
     raw: np.ndarray,
     code: int,

@@ -9,7 +9,7 @@ from weightsmith.kernels.combine import add_scaled, fill, narrow, subtract
 from weightsmith.kernels.jit import kernel
 
 
-@kernel
+@kernel(codes="in")
 def copy_rows(raw: np.ndarray, codes: np.ndarray, n: int, start: int, deltas: bool, out: np.ndarray, rows: np.ndarray) -> None:
     """out[i, start : start + n] = the n elements of input i; with `deltas`, of input i + 1 minus input 0.
 
@@ -29,7 +29,7 @@ def copy_rows(raw: np.ndarray, codes: np.ndarray, n: int, start: int, deltas: bo
                 subtract(place, rows[0], m)
 
 
-@kernel
+@kernel(codes="in", out_code="out")
 def combine_with(
     raw: np.ndarray,
     codes: np.ndarray,

@@ -80,7 +80,7 @@ def add_noise(
             row[j] += scale * normal(a[j])
 
 
-@kernel
+@kernel(code="in", out_code="out")
 def perturb(
     raw: np.ndarray,
     code: int,
@@ -118,7 +118,7 @@ def perturb(
         encode(row, m, out_code, start, out)
 
 
-@kernel
+@kernel(code="in")
 def chosen_sums(
     raw: np.ndarray,
     code: int,

@@ -91,7 +91,7 @@ def merge_task_vectors(
     for d, w in zip(weighted, weights, strict=True):
         agree = np.sign(d) == sign
         mixed += np.where(agree, d, 0.0)
-        divisor += np.where(agree, w, 0.0)
+        divisor += np.where(agree, abs(w), 0.0)
     if normalize:
         mixed /= np.where(divisor == 0, 1.0, divisor)
     return base + factor * mixed

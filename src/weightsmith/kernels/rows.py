@@ -124,7 +124,7 @@ def keep_in_groups(row: np.ndarray, n: int, keep: int, group: int, taken: np.nda
             t[j] = np.uint8(t[j] | np.uint8(x[j] != 0))
 
 
-@kernel
+@kernel(inline=True)
 def descending(row: np.ndarray, n: int, order: np.ndarray) -> None:
     """order[0, :n] = indices of row[:n], largest magnitude first; order uint32 [4, >= n], rows 1 to 3 are scratch.
 
@@ -160,7 +160,9 @@ def descending(row: np.ndarray, n: int, order: np.ndarray) -> None:
             target[counts[b]] = i
             counts[b] += np.uint32(1)
         source, target = target, source
-    order[0, :n] = source[:n]
+    result = order[0]
+    for j in range(n):
+        result[j] = source[j]
 
 
 @kernel
@@ -170,7 +172,8 @@ def rank_by_sorting(row: np.ndarray, n: int, order: np.ndarray) -> None:
     by_rank, rank = order[0], order[1]
     for j in range(n):
         rank[by_rank[j]] = np.uint32(j)
-    by_rank[:n] = rank[:n]
+    for j in range(n):
+        by_rank[j] = rank[j]
 
 
 @kernel
@@ -215,7 +218,7 @@ def fine_bins(row: np.ndarray, n: int, bits: np.ndarray, bins: np.ndarray) -> An
     return np.int64(last)
 
 
-@kernel
+@kernel(inline=True)
 def ranks(row: np.ndarray, n: int, bits: np.ndarray, order: np.ndarray) -> None:
     """order[0, :n] (uint32) = the rank of each element of row[:n], 0 for the largest magnitude.
 
@@ -275,7 +278,7 @@ def ranks(row: np.ndarray, n: int, bits: np.ndarray, order: np.ndarray) -> None:
             rank[place[j]] = np.uint32(j)
 
 
-@kernel
+@kernel(inline=True)
 def keep_by_rank(
     row: np.ndarray,
     n: int,

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from weightsmith.kernels.codecs import BF16, BLOCK, as_bits, as_float, decode
+from weightsmith.kernels.codecs import BF16, BF16_IN, BLOCK, OTHER_IN, as_bits, as_float, decode
 from weightsmith.kernels.combine import fill, subtract
-from weightsmith.kernels.jit import kernel
+from weightsmith.kernels.jit import Switch, kernel
 
 HIGH_BINS = 1 << 15  # the sign bit of a magnitude is 0
 TABLE = 1 << 17
@@ -26,6 +26,9 @@ MAX_PATTERNS = TABLE * 5 // 8
 
 VARIANCE, IMPORTANCE = -1, -2
 """Scores other than the magnitude of one input's delta."""
+
+_BY_DELTA, _BY_VARIANCE = Switch("score", range(1, 1 << 31)), Switch("score", [VARIANCE])
+_BY_IMPORTANCE = Switch("score", [IMPORTANCE])
 
 
 @kernel
@@ -54,12 +57,12 @@ def score_bits(
     factors  float64 [rows], row r being elements r · cols …; used by IMPORTANCE
     rows     scratch [2, BLOCK]
     """
-    if what > 0:
+    if _BY_DELTA and what > 0:
         delta_bits(raw, codes, what, start, n, rows, bits)
-    elif what == VARIANCE:
+    elif _BY_VARIANCE and what == VARIANCE:
         variance(raw, codes, start, n, rows)
         magnitude_bits(rows[1], n, bits)
-    else:
+    elif _BY_IMPORTANCE:
         decode(raw[0], codes[0], start, n, rows[0])
         decode(raw[1], codes[1], start, n, rows[1])
         begin = 0
@@ -111,21 +114,23 @@ def variance(raw: np.ndarray, codes: np.ndarray, start: int, n: int, rows: np.nd
 @kernel
 def delta_bits(raw: np.ndarray, codes: np.ndarray, i: int, start: int, n: int, rows: np.ndarray, bits: np.ndarray) -> None:
     """bits[:n] = magnitude bits of raw[i] - raw[0] from element `start`; rows scratch [2, BLOCK]."""
-    if codes[0] == BF16 and codes[i] == BF16:  # what the four steps below come to, in one loop and a third of the time
+    if (
+        BF16_IN and codes[0] == BF16 and codes[i] == BF16
+    ):  # what the four steps below come to, in one loop and a third of the time
         b = raw[0].view(np.uint16)[start : start + n]
         x = raw[i].view(np.uint16)[start : start + n]
         out = bits[:n]
         for j in range(n):
             delta = as_float(np.uint32(x[j]) << np.uint32(16)) - as_float(np.uint32(b[j]) << np.uint32(16))
             out[j] = as_bits(delta) & np.uint32(0x7FFFFFFF)
-        return
-    decode(raw[0], codes[0], start, n, rows[0])
-    decode(raw[i], codes[i], start, n, rows[1])
-    subtract(rows[1], rows[0], n)
-    magnitude_bits(rows[1], n, bits)
+    elif OTHER_IN:
+        decode(raw[0], codes[0], start, n, rows[0])
+        decode(raw[i], codes[i], start, n, rows[1])
+        subtract(rows[1], rows[0], n)
+        magnitude_bits(rows[1], n, bits)
 
 
-@kernel
+@kernel(codes="in", what="score")
 def count_high(
     raw: np.ndarray,
     codes: np.ndarray,
@@ -145,7 +150,7 @@ def count_high(
             counts[bits[j] >> np.uint32(16)] += np.uint32(1)
 
 
-@kernel
+@kernel(codes="in", what="score")
 def count_windows(
     raw: np.ndarray,
     codes: np.ndarray,
@@ -227,7 +232,7 @@ def find_bin(counts: np.ndarray, k: int) -> tuple[Any, Any]:
     return b, above
 
 
-@kernel
+@kernel(codes="in", what="score")
 def index_of_tie(
     raw: np.ndarray,
     codes: np.ndarray,
@@ -255,7 +260,7 @@ def index_of_tie(
     return n
 
 
-@kernel
+@kernel(codes="in", what="score")
 def select_scores(
     raw: np.ndarray,
     codes: np.ndarray,

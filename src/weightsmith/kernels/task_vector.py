@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from weightsmith.kernels.codecs import BF16, as_bits, as_float, decode, encode, or_zero
+from weightsmith.kernels.codecs import BF16, BF16_IN, OTHER_IN, as_bits, as_float, decode, encode, or_zero
 from weightsmith.kernels.combine import LANES, add_magnitudes, add_scaled, fill, set_scaled, subtract, sum_lanes
-from weightsmith.kernels.jit import kernel
+from weightsmith.kernels.jit import Switch, kernel
 from weightsmith.kernels.philox import random_words
 from weightsmith.kernels.rows import keep_band, keep_by_rank, keep_in_groups, keep_ranks
 
@@ -31,10 +31,21 @@ KEEP_GROUPS     kept, of a group of
 """
 
 SUM, BY_WEIGHT, BY_COUNT, LARGEST = range(4)
-"""How contributions are combined: added; divided by the weights of those that agree; by their number; the largest alone."""
+"""How contributions are combined: added; divided by Σ |weight| of those that agree; by their number; the largest alone.
+
+What agrees is weight · delta, all of one sign, so its mean needs positive shares. Divided by Σ weight, 0.5 and -1.0 would turn
+the result round (-0.5), and 0.3, 0.6 and -0.9 would divide it by a rounding error.
+"""
 
 ELECT_NONE, ELECT_SUM, ELECT_COUNT = range(3)
 """Who decides the sign: nobody; the sum of the weighted deltas; each model with one vote."""
+
+_LARGE, _BAND, _RANDOM, _ROW_RANKS, _BY_RANK, _GROUPS, _GIVEN = (
+    Switch("keep", [mode])
+    for mode in (KEEP_LARGE, KEEP_BAND, KEEP_RANDOM, KEEP_ROW_RANKS, KEEP_BY_RANK, KEEP_GROUPS, KEEP_GIVEN)
+)
+_ELECTED, _COUNTED = Switch("elect", [ELECT_SUM, ELECT_COUNT]), Switch("elect", [ELECT_COUNT])
+_DIVIDED, _LARGEST = Switch("mean", [BY_WEIGHT, BY_COUNT]), Switch("mean", [LARGEST])
 
 
 @kernel
@@ -56,7 +67,7 @@ def decode_large(
     raw: np.ndarray, code: int, start: int, n: int, base: np.ndarray, threshold: int, cut: int, delta: np.ndarray
 ) -> None:
     """`decode_delta`, then `keep_large`; for bf16 in one loop."""
-    if code == BF16:
+    if BF16_IN and code == BF16:
         x = raw.view(np.uint16)[start : start + n]
         cut = min(max(cut, 0), n)
         limit = np.uint32(threshold)
@@ -68,7 +79,7 @@ def decode_large(
         for j in range(n - cut):
             value = as_float(np.uint32(y[j]) << np.uint32(16)) - b[j]
             d[j] = value if np.uint32(as_bits(value) & np.uint32(0x7FFFFFFF)) > limit else np.float32(0)
-    else:
+    elif OTHER_IN:
         decode_delta(raw, code, start, n, base, delta)
         keep_large(delta, n, threshold, cut)
 
@@ -93,7 +104,7 @@ def keep_given(delta: np.ndarray, n: int, given: np.ndarray) -> None:
         d[j] = or_zero(d[j], g[j] != np.uint8(0))
 
 
-@kernel
+@kernel(inline=True)
 def sparsify(
     delta: np.ndarray,
     n: int,
@@ -115,19 +126,19 @@ def sparsify(
     unbiased   KEEP_BY_RANK divides by each element's probability
     bits, order, taken  scratch as long as a row, and what earlier models have taken; needed by the modes of whole rows
     """
-    if mode == KEEP_LARGE:
+    if _LARGE and mode == KEEP_LARGE:
         keep_large(delta, n, limits[0], cuts[0] - index)
-    elif mode == KEEP_BAND:
+    elif _BAND and mode == KEEP_BAND:
         keep_band(delta, n, limits[0], cuts[0] - index, limits[1], cuts[1] - index)
-    elif mode == KEEP_RANDOM:
+    elif _RANDOM and mode == KEEP_RANDOM:
         offset = random_words(key, index, n, words)
         keep_random(delta, n, words[offset:], limits[0])
-    elif mode == KEEP_ROW_RANKS:
+    elif _ROW_RANKS and mode == KEEP_ROW_RANKS:
         keep_ranks(delta, n, limits[0], limits[1], bits)
-    elif mode == KEEP_BY_RANK:
+    elif _BY_RANK and mode == KEEP_BY_RANK:
         offset = random_words(key, index, n, words)
         keep_by_rank(delta, n, shares[0], shares[1], unbiased, words[offset:], bits, order)
-    elif mode == KEEP_GROUPS:
+    elif _GROUPS and mode == KEEP_GROUPS:
         keep_in_groups(delta, n, limits[0], limits[1], taken, bits)
     elif mode == KEEP_NONE:
         fill(delta, n, 0.0)
@@ -136,12 +147,12 @@ def sparsify(
 @kernel
 def decode_delta(raw: np.ndarray, code: int, start: int, n: int, base: np.ndarray, delta: np.ndarray) -> None:
     """delta[:n] = elements start … start + n of raw, minus base[:n], rounded to the row's dtype."""
-    if code == BF16:  # decode and subtract in one loop
+    if BF16_IN and code == BF16:  # decode and subtract in one loop
         x = raw.view(np.uint16)[start : start + n]
         b, d = base[:n], delta[:n]
         for j in range(n):
             d[j] = as_float(np.uint32(x[j]) << np.uint32(16)) - b[j]
-    else:
+    elif OTHER_IN:
         decode(raw, code, start, n, delta)
         subtract(delta, base, n)
 
@@ -215,7 +226,7 @@ def add_total(base: np.ndarray, factor: float, total: np.ndarray, n: int) -> Non
         b[j] = np.float64(b[j]) + factor * t[j]
 
 
-@kernel
+@kernel(codes="in", out_code="out", modes="keep", elect="elect", mean="mean")
 def merge_task_vectors(
     raw: np.ndarray,
     codes: np.ndarray,
@@ -262,16 +273,15 @@ def merge_task_vectors(
     models = weights.size
     sign, mixed, divisor = rows[models + 1], rows[models + 2], rows[models + 3]
     of_row = base.dtype.type
-    plain = elect == ELECT_NONE and mean == SUM
     for start in range(0, n, block):
         m = min(block, n - start)
         decode(raw[0], codes[0], start, m, base)
         taken[:] = 0
         for i in range(models):
             delta = rows[i + 1]
-            if modes[i] == KEEP_LARGE:
+            if _LARGE and modes[i] == KEEP_LARGE:
                 decode_large(raw[i + 1], codes[i + 1], start, m, base, limits[i, 0], cuts[i, 0] - index - start, delta)
-            elif modes[i] == KEEP_GIVEN:
+            elif _GIVEN and modes[i] == KEEP_GIVEN:
                 decode_delta(raw[i + 1], codes[i + 1], start, m, base, delta)
                 keep_given(delta, m, given[i, start:])
             else:
@@ -291,7 +301,7 @@ def merge_task_vectors(
                     order,
                     taken,
                 )
-            if elect == ELECT_COUNT:
+            if _COUNTED:
                 if i == 0:
                     fill(total, m, 0.0)
                 add_signs(weights[i] * scales[i], delta, m, total)
@@ -299,25 +309,25 @@ def merge_task_vectors(
                 set_scaled(weights[i] * scales[i], delta, m, total)
             else:
                 add_scaled(weights[i] * scales[i], delta, m, total)
-        if plain:
-            add_total(base, factor, total, m)
-        else:
+        if _ELECTED or _DIVIDED or _LARGEST:
             elected_signs(total, m, sign)
             fill(mixed, m, 0.0)
             fill(divisor, m, 0.0)
             for i in range(models):
-                scaled, vote = of_row(weights[i] * scales[i]), of_row(1.0 if mean == BY_COUNT else weights[i])
-                if mean == LARGEST:
+                scaled, vote = of_row(weights[i] * scales[i]), of_row(1.0 if mean == BY_COUNT else abs(weights[i]))
+                if _LARGEST:
                     take_larger(scaled, rows[i + 1], sign, elect != ELECT_NONE, m, mixed)
-                elif elect == ELECT_NONE:
-                    add_nonzero(scaled, vote, rows[i + 1], m, mixed, divisor)
-                else:
+                elif _ELECTED:
                     add_elected(scaled, vote, rows[i + 1], sign, m, mixed, divisor)
+                else:
+                    add_nonzero(scaled, vote, rows[i + 1], m, mixed, divisor)
             add_mean(base, of_row(factor), mixed, divisor, m, mean == BY_WEIGHT or mean == BY_COUNT)
+        else:
+            add_total(base, factor, total, m)
         encode(base, m, out_code, start, out)
 
 
-@kernel
+@kernel(codes="in", modes="keep")
 def l1_norms(
     raw: np.ndarray,
     codes: np.ndarray,

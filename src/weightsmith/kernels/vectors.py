@@ -9,7 +9,7 @@ from weightsmith.kernels.combine import add_scaled, fill, inner_products, narrow
 from weightsmith.kernels.jit import kernel
 
 
-@kernel
+@kernel(codes="in")
 def gram_rows(
     raw: np.ndarray,
     codes: np.ndarray,
@@ -25,7 +25,7 @@ def gram_rows(
         inner_products(raw, codes, (first + r) * cols, (first + r + 1) * cols, deltas, out[r], rows, sums)
 
 
-@kernel
+@kernel(codes="in", out_code="out")
 def combine_rows(
     raw: np.ndarray,
     codes: np.ndarray,
@@ -59,7 +59,7 @@ def add_products_each(a: np.ndarray, b: np.ndarray, n: int, total: np.ndarray) -
         t[j] += np.float64(x[j]) * np.float64(y[j])
 
 
-@kernel
+@kernel(codes="in")
 def gram_columns(
     raw: np.ndarray, codes: np.ndarray, n: int, cols: int, deltas: bool, totals: np.ndarray, rows: np.ndarray
 ) -> None:
@@ -89,7 +89,7 @@ def add_scaled_each(coefficients: np.ndarray, x: np.ndarray, n: int, total: np.n
         t[j] += c[j] * np.float64(a[j])
 
 
-@kernel
+@kernel(codes="in", out_code="out")
 def combine_columns(
     raw: np.ndarray,
     codes: np.ndarray,

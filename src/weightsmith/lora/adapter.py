@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from weightsmith.checkpoint import Checkpoint, locate
+from weightsmith.checkpoint import CARD_NAME, Checkpoint, locate
 from weightsmith.errors import FormatError, NotFound, Unsupported
-from weightsmith.formats.files import read_bounded, show
-from weightsmith.formats.strict_json import parse_object
+from weightsmith.formats.files import show
+from weightsmith.formats.strict_json import read_object
+from weightsmith.lora.patterns import PatternError, Patterns
 from weightsmith.sources import open_file
+from weightsmith.structure.configs import finite_number, whole_number
+
+if TYPE_CHECKING:
+    from weightsmith.hub import Repository
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")  # the first that exists is read
@@ -25,6 +30,7 @@ MAX_CONFIG_BYTES = 16 << 20
 
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.(?:lora_([AB])\.weight|lora_embedding_([AB]))")
+_NAMES = "Write the names of the modules in place of the pattern."
 _MERGE_WITH_PEFT = "Merge it with peft (merge_and_unload, then save_pretrained), and name that folder."
 
 # Settings under which B @ A is not all that the adapter does; each must be false, none or empty.
@@ -95,41 +101,48 @@ def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
     Raises NotFound, FormatError (bytes or settings that break the format), Unsupported (what is more than LoRA), and what
     `open_checkpoint` raises for a name. All problems of one file are in one error.
     """
-    folder, names, commit = _files(ref, revision)
+    folder, names, repository = _files(ref, revision)
     weights = next((name for name in WEIGHTS_NAMES if name in names), "")
+    if repository is not None and weights:
+        repository.download([CONFIG_NAME], quiet=True)
+        repository.want([weights, CARD_NAME])
+        repository.read_starts([weights])
     if CONFIG_NAME not in names or not weights:
         missing = [] if CONFIG_NAME in names else [CONFIG_NAME]
         missing += [] if weights else [" or ".join(WEIGHTS_NAMES)]
         what = f"no adapter of PEFT: there is no {' and no '.join(missing)}"
         raise NotFound(what, where=ref, details=(f"it holds {', '.join(sorted(names)[:8])}",) if names else ())
     config_path, path = folder / CONFIG_NAME, folder / weights
-    data = read_bounded(config_path, MAX_CONFIG_BYTES)
-    config = parse_object(data, CONFIG_NAME, str(config_path), "Repair it, or download the adapter again.")
+    config = read_object(config_path, MAX_CONFIG_BYTES, CONFIG_NAME, "Repair it, or download the adapter again.")
     _check_kind(config, str(config_path))
-    opened = open_file(path, ref)
-    metadata, notes = opened.metadata, opened.notes
-    checkpoint = Checkpoint(ref, folder, opened.source, revision=commit, config=config, metadata=metadata, notes=notes)
+    opened = open_file(path, ref) if repository is None else open_file(path, ref, repository.open)
+    checkpoint = Checkpoint(
+        ref,
+        folder,
+        opened.source,
+        revision="" if repository is None else repository.commit,
+        config=config,
+        metadata=opened.metadata,
+        notes=(*(() if repository is None else repository.notes), *opened.notes),
+        repositories=() if repository is None else (repository,),
+    )
     updates, replacements = _sort(checkpoint, config)
     tokenizer = tuple(sorted(n for n in names if n.startswith(("tokenizer", "chat_template", "vocab", "merges"))))
     transposed = config.get("fan_in_fan_out") is True
     return Adapter(checkpoint, updates, replacements, transposed=transposed, tokenizer=tokenizer)
 
 
-def _files(ref: str, revision: str | None) -> tuple[Path, list[str], str]:
-    """The adapter's folder, names in it, and the commit of one from the hub."""
+def _files(ref: str, revision: str | None) -> tuple[Path, list[str], Repository | None]:
+    """The adapter's folder, the names of its files, and the repository of one from the hub."""
     place = locate(ref, revision)
     if isinstance(place, Path):
         if not place.is_dir():
             raise Unsupported("an adapter is a folder", where=ref, fix=f"Name the folder that holds {CONFIG_NAME}.")
-        return place, [p.name for p in place.iterdir() if p.is_file()], ""
+        return place, [p.name for p in place.iterdir() if p.is_file()], None
     from weightsmith import hub
 
-    commit = ""
-    for weights in WEIGHTS_NAMES:  # one of the two is downloaded, of one commit
-        folder, commit = hub.fetch_files(place[0], commit or place[1], (CONFIG_NAME, weights))
-        if (folder / weights).is_file():
-            break
-    return folder, [name for name in (CONFIG_NAME, *WEIGHTS_NAMES) if (folder / name).is_file()], commit
+    repository = hub.open_repository(*place)
+    return repository.folder, [name for name in (CONFIG_NAME, *WEIGHTS_NAMES) if name in repository.sizes], repository
 
 
 def _check_kind(config: Mapping[str, Any], where: str) -> None:
@@ -194,48 +207,49 @@ class _Scalings:
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self._where = f"{where}, {CONFIG_NAME}"
         self._root = config.get("use_rslora") is True
-        self._rank = self._number(config, "r")
-        self._alpha = self._number(config, "lora_alpha")
-        self._ranks = self._patterns(config, "rank_pattern")
-        self._alphas = self._patterns(config, "alpha_pattern")
+        self._rank = self._rank_of("r", config.get("r"))
+        self._alpha = self._alpha_of("lora_alpha", config.get("lora_alpha"))
+        self._ranks = self._patterns(config, "rank_pattern", self._rank_of)
+        self._alphas = self._patterns(config, "alpha_pattern", self._alpha_of)
 
     def rank(self, module: str) -> int:
         """r of one module."""
-        return int(_first(self._ranks, module, self._rank))
+        return int(self._first("rank_pattern", self._ranks, module, self._rank))
 
     def of(self, module: str) -> float:
         """What B @ A of one module is multiplied with."""
         rank = self.rank(module)
-        return float(_first(self._alphas, module, self._alpha) / (math.sqrt(rank) if self._root else rank))
+        return self._first("alpha_pattern", self._alphas, module, self._alpha) / (math.sqrt(rank) if self._root else rank)
 
-    def _number(self, config: Mapping[str, Any], key: str) -> float:
-        value = config.get(key)
-        whole = key in ("r", "rank_pattern")
-        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not math.isfinite(value):
-            raise FormatError(f"{key} is {show(value)}, which is no {'whole ' if whole else ''}number", where=self._where)
-        if whole and not 0 < value < 2**31:
-            raise FormatError(f"{key} is {show(value)}, and a rank is 1 or more", where=self._where)
-        return value
+    def _rank_of(self, key: str, value: object) -> int:
+        rank = whole_number(value)
+        if rank is None or not 0 < rank < 2**31:
+            raise FormatError(f"{key} is {show(value)}, and a rank is a whole number of 1 or more", where=self._where)
+        return rank
 
-    def _patterns(self, config: Mapping[str, Any], key: str) -> list[tuple[re.Pattern[str], float]]:
+    def _alpha_of(self, key: str, value: object) -> float:
+        alpha = finite_number(value)
+        if alpha is None:
+            raise FormatError(f"{key} is {show(value)}, which is no finite number", where=self._where)
+        return float(alpha)
+
+    def _patterns(self, config: Mapping[str, Any], key: str, number: Callable[[str, object], float]) -> Patterns:
         value = config.get(key) or {}
         if not isinstance(value, dict):
             raise FormatError(f"{key} is {show(value)}, which is no object", where=self._where)
-        single = "r" if key == "rank_pattern" else "lora_alpha"
-        return [(self._pattern(text, key), self._number({single: number}, single)) for text, number in value.items()]
-
-    def _pattern(self, text: str, key: str) -> re.Pattern[str]:
-        """A pattern of PEFT: a regular expression for the end of a module's name.
-
-        Repeated groups are refused: in an expression that a stranger wrote they may take for ever.
-        """
+        numbers = {text: number(f"{key} of {show(text)}", given) for text, given in value.items()}
         try:
-            if len(text) > 1000 or re.search(r"\)[*+?{]|\(\?|\\[1-9]", text) or len(re.findall(r"[*+{]", text)) > 4:
-                raise FormatError(f"{key} has a pattern that is not a plain one: {show(text)}", where=self._where)
-            return re.compile(rf"(?:.*\.)?(?:{text})")
-        except (re.error, RecursionError, OverflowError) as error:
-            raise FormatError(f"{key} has no regular expression: {show(text)}: {error}", where=self._where) from error
+            return Patterns(numbers)
+        except PatternError as error:
+            raise self._unread(key, error) from error
 
+    def _first(self, key: str, patterns: Patterns, module: str, otherwise: float) -> float:
+        try:
+            return patterns.find(module, otherwise)
+        except PatternError as error:
+            raise self._unread(key, error) from error
 
-def _first(patterns: Iterable[tuple[re.Pattern[str], float]], module: str, otherwise: float) -> float:
-    return next((number for pattern, number in patterns if pattern.fullmatch(module)), otherwise)
+    def _unread(self, key: str, error: PatternError) -> FormatError:
+        why, *pattern = error.args
+        shown = f" {show(pattern[0])}" if pattern else ""
+        return FormatError(f"{key} has a pattern{shown} that is not read: {why}", where=self._where, fix=_NAMES)

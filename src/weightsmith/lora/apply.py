@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from weightsmith.checkpoint import Checkpoint
-from weightsmith.errors import Finding, ShapeError, nearest
+from weightsmith.errors import CheckpointError, Finding, ShapeError, nearest
+from weightsmith.formats.files import open_regular, show
 from weightsmith.lora.adapter import Adapter, Factors
 from weightsmith.sources.adapted import Adapted, AdaptedTensor, Update
 from weightsmith.structure.configs import replace_value
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _SHOWN = 8  # problems that a message lists
+_COPY_BYTES = 1 << 20
 
 Shape = tuple[int, ...]
 
@@ -34,6 +36,7 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str) -> Checkpoint:
     """
     match, own = _Match(base, adapter, ref), adapter.checkpoint
     notes = [*base.notes, *own.notes, *match.notes]
+    base.fetch([name for name in adapter.tokenizer if name in base.files])
     if other := [name for name in adapter.tokenizer if not _same(own.folder / name, base.folder / name)]:
         fix = "if the adapter was trained with it, copy it into the output"
         what = f"tokenizer files beside the adapter differ from the base's, and are not used: {', '.join(other)}"
@@ -49,6 +52,7 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str) -> Checkpoint:
         ignored=base.ignored,
         metadata=base.metadata,
         notes=tuple(notes),
+        repositories=(*base.repositories, *own.repositories),
     )
 
 
@@ -102,7 +106,7 @@ class _Match:
             shown = [*problems[:_SHOWN], *([f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else [])]
             what = f"the adapter does not fit {self.base.ref}: {len(problems)} of its targets have no place there"
             fix = "name the base model that the adapter was trained on; its adapter_config.json says "
-            fix += repr((adapter.checkpoint.config or {}).get("base_model_name_or_path"))
+            fix += show((adapter.checkpoint.config or {}).get("base_model_name_or_path"))
             raise ShapeError(what, where=adapter.checkpoint.ref, details=shown, fix=fix)
         if tied:
             self._untie(tied)
@@ -211,6 +215,10 @@ class _Match:
 def _same(a: Path, b: Path) -> bool:
     """Two files hold the same bytes."""
     try:
-        return a.stat().st_size == b.stat().st_size and a.read_bytes() == b.read_bytes()
-    except OSError:
-        return False
+        with open_regular(a) as one, open_regular(b) as other:
+            while (piece := one.read(_COPY_BYTES)) == other.read(_COPY_BYTES):
+                if not piece:
+                    return True
+    except (OSError, CheckpointError):
+        pass
+    return False

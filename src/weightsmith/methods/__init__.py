@@ -12,7 +12,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from weightsmith.errors import MethodError, UnknownName, nearest
+from weightsmith.errors import MethodError, UnknownMethod, nearest
 from weightsmith.methods.base import Method
 from weightsmith.methods.steps import with_steps
 
@@ -29,7 +29,7 @@ NAMES = (
 def get(name: str) -> Method:
     """The method of this name: weightsmith's, an installed package's, or one of the user's own that is loaded.
 
-    Raises UnknownName with the nearest one, and MethodError for one of a package that does not work.
+    Raises UnknownMethod with the nearest one, and MethodError for one of a package that does not work.
 
     >>> get("ties").base
     'required'
@@ -55,9 +55,15 @@ def _from_elsewhere(name: str) -> Method:
     if name in user_files.installed_names():
         return user_files.load_installed(name)
     if user_files.names_file(name):
-        raise UnknownName(f"{name} is code of your own, which only a recipe names", fix="in Python give the function itself")
+        raise UnknownMethod(f"{name} is code of your own, which only a recipe names", fix="give the function itself in Python")
+    if name in _MIXTURES:
+        raise UnknownMethod(f"'{name}' is no merge method: a mixture of experts has a recipe of its own", fix=TO_MOE)
     known = (*NAMES, *user_files.installed_names())
-    raise UnknownName(f"no merge method is called '{name}'{nearest(name, known)}", fix=f"methods: {', '.join(known)}")
+    raise UnknownMethod(f"no merge method is called '{name}'{nearest(name, known)}", fix=f"write one of {', '.join(known)}")
+
+
+_MIXTURES = frozenset({"moe", "mixtral", "mixture", "mixture_of_experts", "experts"})
+TO_MOE = "Write a recipe with base_model and experts, without merge_method and models, and run `weightsmith moe`."
 
 
 @cache

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from weightsmith.plans import Parameters, Product, Settings, Step, Value
+from weightsmith.plans import Parameters, Product, Role, Settings, Step, Value
 
 if TYPE_CHECKING:
     from weightsmith.jobs.job import Job, Matrix
@@ -74,7 +74,8 @@ class Method:
     copies      says whether these parameters leave the single input as it is, so that its bytes are copied
     needs       says whether tensors with these parameters wait for the method's product
     product     what must be known of all those tensors before the first is merged, from their steps and settings; or None
-    ignored     says whether the result depends on nothing of a model with these parameters of its own, so that it is not read
+    ignored     says whether a model with these parameters of its own is left out of the merge of a tensor: its weight is 0
+    keeps_base  says whether tensors of this role stay as the base has them
     elementwise says whether, with these parameters (of the tensor), an element depends on its own position in the inputs and
                 perhaps on the whole model, but not on the matrix it is in: fused matrices then need not be taken apart
     otherwise   of a method of linear layers' weights: what is done with all other tensors, `averaged`; "" for other methods
@@ -98,5 +99,6 @@ class Method:
     needs: Callable[[Parameters], bool] = lambda shared: False
     product: Callable[[Sequence[tuple[Step, Settings]]], Product | None] = lambda merged: None
     ignored: Callable[[Parameters], bool] = lambda own: False
+    keeps_base: Callable[[Parameters, Role], bool] = lambda shared, role: False
     elementwise: Callable[[Parameters], bool] = lambda shared: False
     otherwise: str = ""

@@ -1,4 +1,4 @@
-"""breadcrumbs_ties: drop the largest and the smallest deltas, then sign election."""
+"""breadcrumbs_ties: drop the largest and smallest deltas, then sign election."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weightsmith.methods.signature import merge_method
 
 
 @merge_method(
-    title="drop the largest and the smallest deltas, then sign election",
+    title="drop the largest and smallest deltas, then sign election",
     summary="""The deltas of breadcrumbs (see there), then the sign election of TIES. As in mergekit what agrees is
 summed; `normalize: true` averages it.""",
     use="As breadcrumbs, for models that contradict each other.",
@@ -36,7 +36,7 @@ def breadcrumbs_ties(
     density: family.Density = 1.0,
     gamma: family.Gamma = 0.01,
     scope: family.Scope = "tensor",
-    normalize: family.Normalize = False,
+    normalize: family.NormalizeElected = False,
     rescale: family.Rescale = "none",
     lambda_: Lambda = 1.0,
     int8_mask: Int8Mask = False,

@@ -1,4 +1,4 @@
-"""cabs: n of every m neighbours, models in turn on what is still free."""
+"""cabs: n of every m neighbours, models in turn on what is free."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from weightsmith.methods.signature import merge_method
 
 
 @merge_method(
-    title="n of every m neighbours, models in turn on what is still free",
+    title="n of every m neighbours, models in turn on what is free",
     summary="""The models take turns, in the recipe's order: each keeps, of every `group` neighbours, the share
 `density` that it changed most, among the positions that no earlier model has kept. So masks are balanced over the
 matrix and never overlap, and the deltas are simply added. The authors keep 64 of 256 and weigh two 7 B models by 1.2
-each.""",
+each. Groups here end with their row; the authors' run on over the flattened matrix, which is the same where the columns are a
+multiple of `group` (with 576 columns 3 % of the positions kept are others).""",
     use="""For two models of about the same base skill, the more important one first: what it keeps the next cannot
 touch. With densities that sum to more than 1 the last models find little left.""",
     passes="One: the result is written as the inputs are read.",

@@ -32,7 +32,7 @@ def dare_ties(
     matrix: Matrix,
     weight: Share,
     density: family.Density = 1.0,
-    normalize: family.Normalize = False,
+    normalize: family.NormalizeElected = False,
     rescale: family.Rescale = "l1",
     lambda_: Lambda = 1.0,
     int8_mask: Int8Mask = False,

@@ -39,7 +39,7 @@ def della(
     weight: Share,
     density: family.Density = 1.0,
     epsilon: family.Epsilon = 0.15,
-    normalize: family.Normalize = True,
+    normalize: family.NormalizeElected = True,
     rescale: family.AnyRescale = "l1",
     lambda_: Lambda = 1.0,
     int8_mask: Int8Mask = False,

@@ -35,7 +35,8 @@ Scope = Annotated[
     "What magnitudes are ranked among: the `tensor` (mergekit's way), each `row`, or all tensors of the `model`, which "
     "takes a pass over them before the merge and keeps all elements as large as the threshold.",
 ]
-Normalize = Annotated[bool, "Divide by the sum of the weights that contributed."]
+Normalize = Annotated[bool, "Divide by the sum of the weights."]
+NormalizeElected = Annotated[bool, "Divide by the sum of |weight| of the models that agree."]
 
 _RESCALE = (
     "What the mask took away is made up for: `none` does nothing; `l1` (mergekit's `true`) restores each delta's L1 norm; "

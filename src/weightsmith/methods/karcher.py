@@ -43,7 +43,8 @@ base are so small that the result is close to `linear`. The iteration runs on th
 nothing, however many steps it takes.""",
     use="For averages of several models that lie far apart. For fine-tunes of one base it equals linear in bf16; use that.",
     passes="Two: inner products, then the result.",
-    source="Karcher 1977, Riemannian center of mass and mollifier smoothing; mergekit, karcher",
+    source="Karcher 1977, Riemannian center of mass and mollifier smoothing; for models Wang et al. 2026, "
+    "Functionality-Oriented LLM Merging on the Fisher-Rao Manifold, https://arxiv.org/abs/2603.04972; mergekit, karcher",
     formula="u ← exp_u(Σ log_u(Wᵢ/|Wᵢ|) / n), from the normalised mean of the Wᵢ/|Wᵢ|;  out = u · Σ |Wᵢ| / n",
     base="input",
     example="""merge_method: karcher

@@ -31,7 +31,6 @@ models:
 dtype: bfloat16
 """,
     check=check_normalize,
-    ignored=lambda weight: weight[0] == 0,
     elementwise=always,
 )
 def linear(matrix: Matrix, weight: Share, normalize: Annotated[bool, "Divide by the sum of the weights."] = True) -> Job:

@@ -19,7 +19,7 @@ first.""",
     use="""For depth up-scaling and for taking whole layers, or parts of layers by `modules`, from different models.
 A stack of repeated layers must be trained on before it is better than its source.""",
     passes="One: the result is written as the inputs are read.",
-    source="Kim et al. 2023, SOLAR 10.7B: depth up-scaling, section 3, https://arxiv.org/abs/2312.15166",
+    source="Kim et al. 2023, SOLAR 10.7B: depth up-scaling, section 2, https://arxiv.org/abs/2312.15166",
     formula="out = scale · W",
     base="input",
     max_models=1,

@@ -19,7 +19,7 @@ matters.""",
     use="""For models trained by reinforcement learning from one base, each on its own task. Not for supervised
 fine-tunes: nearly every weight is active in all of them, and ram is their average.""",
     passes="One: the result is written as the inputs are read.",
-    source="Reinforced Agent Merging, 2026, https://arxiv.org/abs/2601.13572",
+    source="Yuan et al. 2026, Behavior Knowledge Merge in Reinforced Agentic Models (RAM), https://arxiv.org/abs/2601.13572",
     formula="Aᵢ = |δᵢ| > ε, n = Σ Aᵢ;  out = base + δᵢ where n = 1;  base + Σ Aᵢδᵢ / n where n ≥ 2",
     example="""merge_method: ram
 base_model: ./base

@@ -1,4 +1,4 @@
-"""ramplus_tl: ram, with what is unique to a model strengthened, tensor by tensor."""
+"""ramplus_tl: ram, with unique deltas strengthened tensor by tensor."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from weightsmith.methods.signature import Bounds, merge_method
 
 
 @merge_method(
-    title="ram, with what is unique to a model strengthened, tensor by tensor",
+    title="ram, with unique deltas strengthened tensor by tensor",
     summary="""RAM, but where a model is active alone its delta is multiplied by λᵢ: the more a model shares with
 others, and so loses by averaging, the more its own part is strengthened. Counted within each tensor, as mergekit
 does; with the defaults λᵢ is at most 1.02. `ramplus` is the authors' form.""",
     use="As ram; with mergekit's defaults the difference to ram is at most 2 % of a delta.",
     passes="Two: counts, then the result.",
-    source="Reinforced Agent Merging, 2026, https://arxiv.org/abs/2601.13572; tensor by tensor as in mergekit",
+    source="Yuan et al. 2026, Behavior Knowledge Merge in Reinforced Agentic Models (RAM+), https://arxiv.org/abs/2601.13572; "
+    "tensor by tensor as in mergekit",
     formula="λᵢ = 1 + r · clip(sharedᵢ / uniqueᵢ, 0, alpha);  ram with λᵢδᵢ where only model i is active",
     example="""merge_method: ramplus_tl
 base_model: ./base

@@ -83,10 +83,11 @@ def _check(beta_min: float, beta_max: float) -> str:
 rests are averaged as directions, so that the result is not shorter than they are because they differ; the heads are added
 at a small share of that length, the smaller the less they agree. Made for experts from reinforcement learning, whose deltas
 are spread out and nearly orthogonal, and published for such (Qwen2.5-7B, Qwen3-4B). Not for LoRA fine-tunes of low rank:
-their deltas are mostly head, and little would be left. Embeddings, norms, biases and routers take the mean of the deltas.
-Takes torch.""",
+their deltas are mostly head, and little would be left. Embeddings, norms, biases and routers take the mean of the deltas (the
+authors' code decomposes the router weights of a mixture too). Takes torch.""",
     use="For models trained by reinforcement learning from one base, whose deltas have one strong common direction each.",
-    source="ResMerge 2026, https://arxiv.org/abs/2606.02252, and the authors' code for the exponent",
+    source="Sun et al. 2026, ResMerge: Residual-based Spectral Merging of Large Language Models, "
+    "https://arxiv.org/abs/2606.02252, and the authors' code for the exponent",
     formula="wᵢδᵢ = Hᵢ + Rᵢ;  q = Σ Rᵢ/‖Rᵢ‖ normalised;  c = mean cos(Rᵢ, q);  B = q · mean ‖Rᵢ‖ · c^β;  "
     "out = base + λ (B + head_share · mean cos⁺(Hᵢ, Hⱼ) · ‖B‖ · H̄/‖H̄‖)",
     example="""merge_method: resmerge

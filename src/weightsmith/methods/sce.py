@@ -15,7 +15,8 @@ from weightsmith.methods.signature import Bounds, merge_method
 gives each model a share by the energy (mean square) of its delta there, and averages, by these shares, the deltas
 that have the sign of their sum. mergekit changes only the selected positions (`select_applies_to: update`, the
 default); in the authors' code the selection counts for the shares alone (`weights`), and their value is 0.1. Of equal
-variances those with the lower index are selected.""",
+variances those with the lower index are selected. The shares are by energy however small the deltas are; mergekit makes them
+equal where the mean squares sum to less than 1e-6, as those of most fine-tunes do.""",
     use="""For three models or more that were fine-tuned from one base on different data, as in FuseChat. With two
 models the variance is half the squared difference, and selection prefers what one model alone changed.""",
     passes="Two with `select_topk: 1`: energies, then the result. Else four, or six when the guess of the threshold fails.",

@@ -205,21 +205,23 @@ def merge_method(
     copies: Callable[..., bool] = lambda: False,
     needs: Callable[..., bool] = lambda: False,
     product: Callable[[Sequence[tuple[Step, Settings]]], Product | None] = lambda merged: None,
-    ignored: Callable[..., bool] = lambda: False,
+    keeps_base: Callable[..., bool] = lambda role: False,
     elementwise: Callable[..., bool] = lambda: False,
     otherwise: str = "",
 ) -> Callable[[Callable[..., Job]], Method]:
     """Make a merge method of a function from one logical matrix, `matrix`, and its parameters to the job that merges it.
 
-    Its name is the function's; `Method` says what the rest is. `check`, `copies`, `needs`, `ignored` and `elementwise` take
-    parameters of the method by name, as many as they want to know. Raises MethodError for a signature that is wrong.
+    Its name is the function's; `Method` says what the rest is. `check`, `copies`, `needs` and `elementwise` take parameters of
+    the method by name, as many as they want to know; `keeps_base` also the tensor's `role`. A model whose `weight` is 0 is left
+    out. Raises MethodError for a signature that is wrong.
     """
 
     def make(function: Callable[..., Job]) -> Method:
         parameters = parameters_of(function, beside=("matrix",))
         job = bound(function, parameters, beside=("matrix",))
         checked, copied = bound(check, parameters), bound(copies, parameters)
-        needed, unread, by_element = bound(needs, parameters), bound(ignored, parameters), bound(elementwise, parameters)
+        needed, by_element = bound(needs, parameters), bound(elementwise, parameters)
+        kept = bound(keeps_base, parameters, beside=("role",))
         return Method(
             name=function.__name__,
             title=title,
@@ -238,7 +240,8 @@ def merge_method(
             copies=lambda models: copied(shared={}, models=models),
             needs=lambda shared: needed(shared=shared),
             product=product,
-            ignored=lambda own: bool(unread(shared={}, models=[own])),
+            ignored=lambda own: own.get("weight") == 0,
+            keeps_base=lambda shared, role: kept(role, shared=shared),
             elementwise=lambda shared: by_element(shared=shared),
             otherwise=otherwise,
         )

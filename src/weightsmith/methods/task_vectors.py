@@ -70,8 +70,8 @@ def task_vectors(
     elect: Annotated[Election, "Only deltas of the elected sign count: of the `sum` of all, or by `count` of models."] = "none",
     combine: Annotated[
         Combine,
-        "`sum`; `mean`, divided by the weights that contributed; `disjoint_mean`, divided by the number of models that "
-        "did; `absmax`, the largest alone.",
+        "`sum`; `mean`, divided by the sum of the weights, after an election by the sum of |weight| of the models that agree; "
+        "`disjoint_mean`, divided by the number of models that contributed; `absmax`, the largest alone.",
     ] = "sum",
     lambda_: Lambda = 1.0,
 ) -> Job:

@@ -17,7 +17,9 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from weightsmith.errors import MethodError, nearest
+from weightsmith.errors import CheckpointError, MethodError, nearest
+from weightsmith.formats.carried import MAX_CODE_BYTES
+from weightsmith.formats.files import read_bounded
 from weightsmith.methods.base import Method
 from weightsmith.methods.steps import with_steps
 from weightsmith.methods.user import OwnMethod, method_of
@@ -64,9 +66,9 @@ def load_file(name: str, folder: Path, *, allow_code: bool) -> Method:
     file, colon, function = name.rpartition(":")
     path = (folder / Path(file if colon else name).expanduser()).resolve()
     try:
-        source = path.read_bytes()
-    except OSError as error:
-        raise MethodError(f"the file of the merge method, {path}, cannot be read: {error.strerror}") from None
+        source = read_bounded(path, MAX_CODE_BYTES)
+    except CheckpointError as error:
+        raise MethodError(f"the file of the merge method, {path}, cannot be read: {error.finding.what}") from None
     if not colon or not function.isidentifier():
         raise MethodError(f"merge_method {name} names no function", fix=f"write {file if colon else name}:FUNCTION")
     if not allow_code:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,8 +14,8 @@ from weightsmith import recipe as recipes
 from weightsmith._version import __version__
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import CheckpointError, Finding, PlanError, WeightsmithError
-from weightsmith.formats.carried import left_out_findings
-from weightsmith.formats.files import expand_user
+from weightsmith.formats.carried import MAX_CARRIED_BYTES, left_out_findings
+from weightsmith.formats.files import expand_user, read_bounded
 from weightsmith.mixture.assembly import Assembly, Donor
 from weightsmith.mixture.checks import Checks
 from weightsmith.mixture.choose import choose_layout
@@ -31,7 +30,7 @@ from weightsmith.mixture.steps import Steps
 from weightsmith.mixture.surgery.build import prepare_surgery
 from weightsmith.mixture.transforms import Transforms, check_transforms, sharded, spread
 from weightsmith.options import RecipeOptions
-from weightsmith.planner.build import Prepared, folder_of, parameter_names, prepare_recipe
+from weightsmith.planner.build import Prepared, folder_of, loaded_recipe, prepare_recipe
 from weightsmith.planner.dtypes import main_dtype
 from weightsmith.planner.encode import check_name, quantise
 from weightsmith.planner.inputs import at, open_models
@@ -40,7 +39,7 @@ from weightsmith.recipe import Expert, ModelRef, Recipe, Surgery, Upcycling
 
 
 def prepare_moe(
-    source: str | os.PathLike[str] | Mapping[str, Any],
+    source: recipes.Source,
     options: RecipeOptions = RecipeOptions(),  # noqa: B008  frozen
 ) -> Prepared:
     """Read a `weightsmith moe` recipe and the headers of its models, and plan the output.
@@ -49,12 +48,9 @@ def prepare_moe(
 
     Raises PlanError with all problems. No tensor data is read.
     """
-    if isinstance(source, os.PathLike):
-        source = Path(source)
-    recipe, problems = recipes.load_moe(source, lenient=options.lenient, parameter_names=parameter_names())
-    if recipe is None:
-        raise PlanError(problems)
-    return prepare_mixture(recipe, options, problems, folder_of(source))
+    with loaded_recipe(source, "moe", options) as (recipe, problems):
+        assert not isinstance(recipe, Recipe)
+        return prepare_mixture(recipe, options, problems, folder_of(source))
 
 
 def prepare_mixture(
@@ -123,7 +119,7 @@ class _Builder:
         n, groups = len(self.recipe.experts), self.recipe.virtual_groups
         donors = [*(shard for donor in donors[:n] for shard in sharded(donor, groups)), *donors[n:]]
         facts = Facts(
-            config=semantics(base.donor.config),
+            config=semantics(base.donor.config, base.donor.label),
             present=frozenset(base.layers[0].rest),
             experts=n * groups,
             shared=len(self.recipe.shared_experts),
@@ -177,6 +173,7 @@ class _Builder:
             report=report,
             where=recipe.section.at("gate_mode"),
             packages={name: package_version(name) for name in ("torch", "transformers", "tokenizers")} if seen else {},
+            lenient=self.options.lenient,
         )
 
     def _router(self, gating: Gating, base: Dense, steps: Steps) -> Product:
@@ -196,11 +193,12 @@ class _Builder:
     def _tokenizer_files(self, checkpoint: Checkpoint) -> tuple[FileRead, ...]:
         """The files a tokenizer may read, with their checksums."""
         number, found = self.assembly.add(checkpoint), []
+        checkpoint.fetch(checkpoint.files)
         for name in checkpoint.files:
             try:
-                content = (checkpoint.folder / name).read_bytes()
-            except OSError as error:
-                self.problems.append(CheckpointError(f"cannot be read: {error.strerror}", where=str(checkpoint.folder / name)))
+                content = read_bounded(checkpoint.folder / name, MAX_CARRIED_BYTES)
+            except CheckpointError as error:
+                self.problems.append(error)
                 continue
             found.append(FileRead(number, name, hashlib.sha256(content).hexdigest()))
         return tuple(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from weightsmith.errors import Finding, ParameterError, ShapeError, WeightsmithError
@@ -14,12 +15,14 @@ from weightsmith.mixture.routing.route import missing_packages
 from weightsmith.recipe import Expert, Upcycling
 from weightsmith.structure.vocabulary import is_embedding
 
+_AS_WARNING = "; --mergekit-lenient makes this a warning"
+
 
 class Checks:
     """Collects problems and warnings.
 
     folder   base for relative paths of text files
-    lenient  report a different vocabulary as a warning
+    lenient  report different vocabularies and equal prompts as warnings
     """
 
     def __init__(self, recipe: Upcycling, folder: Path, *, lenient: bool) -> None:
@@ -68,7 +71,7 @@ class Checks:
             if own.has_prompts and recipe.experts[first].section is not expert.section:  # else: intended copies
                 what = f"experts {first} and {e} have the same prompts, so their router weights would be the same"
                 fix = "give each expert different prompts, or write gate_mode: random"
-                self.problems.append(ParameterError(what, where=expert.section.where, fix=fix))
+                self._lenient(ParameterError(what, where=expert.section.where, fix=f"{fix}{_AS_WARNING}"))
 
     def warn_of_silent(self, texts: Sequence[Texts]) -> None:
         """Warn about shared experts that have a gate but no prompts for it."""
@@ -94,18 +97,23 @@ class Checks:
         if donor is not base and (more := sorted({n for layer in donor.layers for n in layer.rest if n.startswith("mlp.")})):
             what = f"{expert.model} has {more[0]} in its layers, which an expert cannot hold"
             self.problems.append(ShapeError(what, where=where, fix="use a model whose MLPs are gate, up and down projections"))
-        acts = [str(semantics(each.donor.config)["hidden_act"]).replace("swish", "silu") for each in (donor, base)]
+        configs = [semantics(each.donor.config, each.donor.label) for each in (donor, base)]
+        acts = [str(config["hidden_act"]).replace("swish", "silu") for config in configs]
         if acts[0] != acts[1]:
             what = f"{expert.model} uses the activation {acts[0]}, but {label} uses {acts[1]}; a mixture has only one"
             self.problems.append(ShapeError(what, where=where, fix="use experts with the base's activation"))
         ours, theirs = _vocabulary(base), _vocabulary(donor)
         if ours != theirs:
             what = f"{expert.model} has {theirs} tokens, but {label}, whose tokenizer the mixture uses, has {ours}"
-            fix = "use experts with the base's tokenizer"
-            if self.lenient:
-                self.warnings.append(Finding(what, where, fix=fix))
-            else:
-                self.problems.append(ShapeError(what, where=where, fix=f"{fix}; --mergekit-lenient makes this a warning"))
+            self._lenient(ShapeError(what, where=where, fix=f"use experts with the base's tokenizer{_AS_WARNING}"))
+
+    def _lenient(self, problem: WeightsmithError) -> None:
+        """Add a problem, or with --mergekit-lenient a warning."""
+        if self.lenient:
+            found = problem.finding
+            self.warnings.append(replace(found, fix=found.fix.removesuffix(f"{_AS_WARNING}.")))
+        else:
+            self.problems.append(problem)
 
 
 def _vocabulary(dense: Dense) -> int:

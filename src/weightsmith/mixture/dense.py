@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from weightsmith.errors import ShapeError, WeightsmithError
+from weightsmith.errors import FormatError, ShapeError, WeightsmithError
 from weightsmith.mixture.assembly import Donor
+from weightsmith.mixture.layouts.dense_config import semantics
 from weightsmith.planner.match import is_buffer
 from weightsmith.plans import Block
 from weightsmith.structure.fused import fused_parts
@@ -72,7 +73,11 @@ class Dense:
 
 
 def dense_parts(donor: Donor) -> Dense | WeightsmithError:
-    """The parts of a donor, or an error that says what is missing."""
+    """The parts of a donor, or an error that says what is missing or which value of config.json is invalid."""
+    try:
+        semantics(donor.config, donor.label)
+    except FormatError as error:
+        return error
     stack = donor.structure.main
     if stack is None:
         return ShapeError("it has no single stack of decoder layers", where=donor.label)

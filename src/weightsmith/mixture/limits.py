@@ -16,7 +16,7 @@ _OUTSIDE = frozenset({"model.embed_tokens.weight", "model.norm.weight", "lm_head
 
 def why_not(layout: ExpertLayout, base: Dense, experts: int, shared: int) -> str:
     """Why a layout cannot hold a base with these numbers of routed and shared experts; "" if it can."""
-    config = semantics(base.donor.config)
+    config = semantics(base.donor.config, base.donor.label)
     problems = (*layout.check(config), *_config(layout, config), *_names(layout, base), *_shapes(layout, base, config))
     return next(iter((*problems, *_counts(layout, experts, shared))), "")
 
@@ -35,7 +35,7 @@ def _config(layout: ExpertLayout, config: Mapping[str, Any]) -> Iterator[str]:
         yield "all its layers have rotary embeddings, but not all of the base's do"
     if not layout.multipliers:
         for key, neutral in _neutral(config).items():
-            if not math.isclose(value := float(config.get(key) or neutral), neutral, rel_tol=1e-6):
+            if not math.isclose(value := config.get(key) or neutral, neutral, rel_tol=1e-6):
                 yield f"it has no {key}, but the base's is {value:g}"
 
 
@@ -43,15 +43,15 @@ def _rotated(config: Mapping[str, Any]) -> list[bool]:
     """Whether each layer has rotary embeddings: some of SmolLM3's have none."""
     if (given := config.get("no_rope_layers")) is not None:
         return [bool(one) for one in given]
-    every = int(config.get("no_rope_layer_interval") or 0)
-    return [(i + 1) % every != 0 for i in range(int(config["num_hidden_layers"]))] if every else []
+    every = config.get("no_rope_layer_interval") or 0
+    return [(i + 1) % every != 0 for i in range(config["num_hidden_layers"])] if every else []
 
 
 def _neutral(config: Mapping[str, Any]) -> dict[str, float]:
     """The values of Granite's factors that have no effect."""
     size = config.get("head_dim")
     factors = dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), 1.0)
-    return factors | ({"attention_multiplier": float(size) ** -0.5} if size else {})
+    return factors | ({"attention_multiplier": size**-0.5} if size else {})
 
 
 def _names(layout: ExpertLayout, base: Dense) -> Iterator[str]:
@@ -71,8 +71,7 @@ def _names(layout: ExpertLayout, base: Dense) -> Iterator[str]:
 
 def _shapes(layout: ExpertLayout, base: Dense, config: Mapping[str, Any]) -> Iterator[str]:
     """Attention whose shapes contradict config.json, and norms of another width."""
-    heads, size = int(config.get("num_attention_heads") or 0), int(config.get("head_dim") or 0)
-    groups = int(config.get("num_key_value_heads") or 0)
+    heads, size, groups = (config.get(key) or 0 for key in ("num_attention_heads", "head_dim", "num_key_value_heads"))
     if "self_attn.k_proj.weight" not in layout.layer or not heads * size * groups:
         return
     wide, narrow, together = heads * size, groups * size, layout.norms == "all heads"

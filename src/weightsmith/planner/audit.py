@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weightsmith.errors import Finding, ParameterError, UnknownName, WeightsmithError, nearest
+from weightsmith.errors import Finding, ParameterError, UnknownParameter, WeightsmithError, nearest, nearest_names
 from weightsmith.methods.base import Method, Parameter
 from weightsmith.planner.parameters import coerce
 from weightsmith.planner.segments import Feed, Segment
@@ -28,6 +28,7 @@ class Audit:
         self.wrong: set[int] = set()
         self._known = {p.name: p for p in method.parameters}
         self._seen: set[int] = set()
+        self._misspelled: dict[int, set[str]] = {}  # id of a `parameters:` block → parameters that are meant by others
 
     def run(self, segments: Sequence[Segment]) -> None:
         """Check the parameters of all segments."""
@@ -49,13 +50,14 @@ class Audit:
             if parameter is None and name in HARMLESS:
                 self.warnings.append(Finding(HARMLESS[name], setting.where, fix="remove it"))
             elif parameter is None:
-                others = ", ".join(self._known) or "none"
+                self._misspelled.setdefault(id(settings), set()).update(close := nearest_names(name, self._known))
+                known = f"write one of {', '.join(self._known)}" if self._known else "remove it"
                 self._misused(
-                    UnknownName(
+                    UnknownParameter(
                         f"merge_method {self.method.name} has no parameter '{name}'{nearest(name, self._known)}; "
                         "mergekit ignores it",
                         where=setting.where,
-                        fix=f"parameters of {self.method.name}: {others}",
+                        fix=f"write '{close[0]}'" if close else known,
                     )
                 )
             elif place == "base" and parameter.scope == "model":
@@ -67,7 +69,7 @@ class Audit:
                     ParameterError(
                         f"'{name}' stands under a model, but belongs to the whole merge; mergekit ignores it here",
                         where=setting.where,
-                        fix="move it to 'parameters:' at the top level, or of the slice",
+                        fix="move it to 'parameters:' at the top level, or in the slice",
                     )
                 )
             else:
@@ -132,34 +134,40 @@ class Audit:
             if not parameter.required:
                 continue
             if parameter.scope == "tensor":
-                without = [s for s in segments if not any(parameter.name in level for level in s.levels)]
+                without = [s for s in segments if not self._gives(parameter.name, s.levels)]
                 if len(without) == len(segments):
                     self._needed(parameter, self.where, "at the top level")
                 else:
                     for segment in without:
-                        self._needed(parameter, segment.where, "of the slice, or at the top level")
+                        self._needed(parameter, segment.where, "in the slice, or at the top level")
                 continue
             seen: set[int] = set()
             for segment in segments:
+                if self.method.base == "required" and not segment.base:
+                    continue  # reported; which of the models is the base, and needs none, is not known
                 for feed in segment.feeds[1 if segment.base else 0 :]:
                     levels = (feed.parameters, *segment.levels)
-                    if feed.model not in seen and not any(parameter.name in level for level in levels):
+                    if feed.model not in seen and not self._gives(parameter.name, levels):
                         seen.add(feed.model)
-                        self._needed(parameter, feed.where, "to the model, or at the top level", feed)
+                        self._needed(parameter, feed.where, "in its entry, or at the top level", feed)
+
+    def _gives(self, name: str, levels: Sequence[Parameters]) -> bool:
+        """True if one of the levels gives the parameter, or misspells it, which is reported."""
+        return any(name in level or name in self._misspelled.get(id(level), ()) for level in levels)
 
     def _needed(self, parameter: Parameter, where: str, place: str, feed: Feed | None = None) -> None:
         name = self.method.name
-        whose = f" for {self.labels[feed.model]}" if feed is not None else ""
+        whose = " for each model" if feed is not None else ""
         details = []
         if feed is not None and feed.appended:
             details = [f"the base_model counts as one more input of {name}"]
-            place = "at the top level, or list the base under 'models' with its own"
+            place = "at the top level, or list the base under 'models' with parameters of its own"
         self.problems.append(
             ParameterError(
                 f"merge_method {name} needs the parameter '{parameter.name}'{whose}",
                 where=where,
                 details=details,
-                fix=f"add 'parameters: {{{parameter.name}: 0.5}}' {place}",
+                fix=f"write parameters: {{{parameter.name}: 0.5}} {place}",
             )
         )
 
@@ -172,4 +180,7 @@ def _scheduled(parameters: Parameters) -> list[Entry]:
 
 def wrong_value(parameter: Parameter, error: ValueError, value: object, entry: Entry) -> ParameterError:
     """The problem of a value that `coerce` refuses."""
-    return ParameterError(f"{parameter.name} {error}, not {value!r}", where=entry.where)
+    from weightsmith.methods.describe import values
+
+    fix = f"write {parameter.name}: {values(parameter).replace(' | ', ' or ')}"
+    return ParameterError(f"{parameter.name} {error}, not {value!r}", where=entry.where, fix=fix)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ from weightsmith.formats.hf_folder import natural_key
 from weightsmith.methods.base import Method
 from weightsmith.methods.user_files import loaded
 from weightsmith.options import RecipeOptions
+from weightsmith.planner import loading
 from weightsmith.planner.account import Account
 from weightsmith.planner.audit import Audit
 from weightsmith.planner.config import output_config
@@ -30,7 +30,7 @@ from weightsmith.planner.decide import decide
 from weightsmith.planner.donor import choose_donor
 from weightsmith.planner.dtypes import DTypes, kept_specs
 from weightsmith.planner.encode import check_name, quantise
-from weightsmith.planner.inputs import analyse_all, at, number_models, open_models
+from weightsmith.planner.inputs import analyse_all, at, missing_models, number_models, open_models
 from weightsmith.planner.match import ModelNames
 from weightsmith.planner.outputs import Models, Origins, Outputs
 from weightsmith.planner.parameters import Origin, Resolver
@@ -38,8 +38,9 @@ from weightsmith.planner.patterns import match_patterns
 from weightsmith.planner.placement import Placement, Placer
 from weightsmith.planner.segments import Region, SegmentMaker
 from weightsmith.plans import Made, ModelInput, Plan, Step
-from weightsmith.recipe import Recipe
+from weightsmith.recipe import Recipe, Surgery, Upcycling
 from weightsmith.structure import Structure
+from weightsmith.structure.resize import UNSAID
 from weightsmith.tensors import TensorSpec
 
 
@@ -70,6 +71,16 @@ class Prepared:
             raise UnknownName(f"the output has no tensor '{tensor}'{nearest(tensor, names)}")
         return self.resolver.explain(self.origins[tensor][0], tensor, *self.origins[tensor][1:])
 
+    @property
+    def missing(self) -> dict[Path, int]:
+        """Files of hub models that must be downloaded before tensors are read, and their sizes."""
+        return {path: nbytes for checkpoint in self.inputs for path, nbytes in checkpoint.missing.items()}
+
+    def download(self) -> None:
+        """Download what is missing. Raises CheckpointError."""
+        for checkpoint in self.inputs:
+            checkpoint.download()
+
     def close(self) -> None:
         """Close the checkpoints."""
         for checkpoint in self.inputs:
@@ -83,7 +94,7 @@ class Prepared:
 
 
 def prepare(
-    source: str | os.PathLike[str] | Mapping[str, Any],
+    source: recipes.Source,
     options: RecipeOptions = RecipeOptions(),  # noqa: B008  frozen
 ) -> Prepared:
     """Read a recipe and its models' headers and plan the merge.
@@ -92,12 +103,33 @@ def prepare(
 
     Raises PlanError with all problems. No tensor data is read. Cost: headers, and about 20 µs a tensor.
     """
-    if isinstance(source, os.PathLike):
-        source = Path(source)
-    recipe, problems = recipes.load(source, lenient=options.lenient, parameter_names=parameter_names())
-    if recipe is None:
-        raise PlanError(problems)
-    return prepare_recipe(recipe, options, problems, folder=folder_of(source))
+    with loaded_recipe(source, "merge", options) as (recipe, problems):
+        assert isinstance(recipe, Recipe)
+        return prepare_recipe(recipe, options, problems, folder=folder_of(source))
+
+
+@contextmanager
+def loaded_recipe(
+    source: recipes.Source, command: recipes.Command | None, options: RecipeOptions
+) -> Iterator[tuple[Recipe | Upcycling | Surgery, tuple[WeightsmithError, ...]]]:
+    """A recipe and its problems. A PlanError inside the block gets the lines of the recipe.
+
+    Raises PlanError for a recipe of which nothing can be planned, with the models that it names and that do not exist.
+    """
+    loaded = recipes.load(
+        source,
+        command,
+        settings=dict(options.settings),
+        lenient=options.lenient,
+        parameter_names=parameter_names(),
+    )
+    try:
+        if loaded.recipe is None:
+            raise PlanError([*loaded.problems, *missing_models(loaded.models)])
+        yield loaded.recipe, loaded.problems
+    except PlanError as error:
+        error.source = loaded.source
+        raise
 
 
 def prepare_recipe(
@@ -124,7 +156,7 @@ def parameter_names() -> list[str]:
     return sorted({p.name for m in methods.all_methods() for p in m.parameters})
 
 
-def folder_of(source: str | Path | Mapping[str, Any]) -> Path:
+def folder_of(source: recipes.Source) -> Path:
     """Where the paths of a recipe's own code start: the folder of its file, else the current one."""
     return Path() if isinstance(source, Mapping) or (isinstance(source, str) and "\n" in source) else Path(source).parent
 
@@ -249,6 +281,8 @@ class _Planner:
         config = self._config(inputs[donor], shape, outputs, steps, specs[donor])
         if self.problems:
             raise self._refusal()
+        if outputs.layers and self.options.check_loading:
+            self._check_loading(inputs[donor], config, steps)
         self.warnings += [*self._untouched(placements, self.labels[donor]), *outputs.warnings]
         self.warnings += [*account.findings(), *dtypes.findings(), *idle]
         plan = Plan(
@@ -312,13 +346,26 @@ class _Planner:
                 untie=outputs.untie,
             )
         except WeightsmithError as error:
-            recipe = self.recipe
-            key = "slices" if recipe.slices else "modules" if recipe.modules else "models"
-            self.problems.append(at(error, recipe.at(key)))
+            self.problems.append(at(error, self.recipe.at(self._layers_key)))
             return None
-        if notes:
-            self.warnings.append(Finding("config.json follows the new layers", "config.json", notes))
+        self.warnings += [Finding(note, "config.json") for note in notes if UNSAID in note]  # the others are seen in the plan
         return config
+
+    def _check_loading(self, donor: Checkpoint, config: dict[str, Any] | None, steps: Sequence[Step]) -> None:
+        """Compare the output with what transformers builds from its config.json."""
+        where = self.recipe.at(self._layers_key)
+        stored = donor.config, list(donor.specs.values())
+        found = loading.check_loading((config, [step.out for step in steps]), stored, donor.ref, where=where)
+        if isinstance(found, WeightsmithError):
+            self.problems.append(found)
+            raise self._refusal()
+        if found is not None:
+            self.warnings.append(found)
+
+    @property
+    def _layers_key(self) -> str:
+        """The key of the recipe that says which layers the output has."""
+        return "slices" if self.recipe.slices else "modules" if self.recipe.modules else "models"
 
     def _untouched(self, placements: Sequence[Placement], donor: str) -> list[Finding]:
         """A warning for the modules that the recipe does not mention."""

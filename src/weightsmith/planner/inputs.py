@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from weightsmith.checkpoint import Checkpoint, open_checkpoint
+from weightsmith.checkpoint import Checkpoint, locate, open_checkpoint
 from weightsmith.errors import Unsupported, WeightsmithError
 from weightsmith.formats.files import expand_user
 from weightsmith.lora import apply_adapter, open_adapter
+from weightsmith.planner.patterns import is_pattern
 from weightsmith.recipe import ModelRef, Module, Recipe
 from weightsmith.structure import Structure, analyse
 
@@ -54,9 +55,21 @@ def open_models(refs: Sequence[ModelRef], stack: ExitStack) -> tuple[list[Checkp
     return opened, problems
 
 
+def missing_models(refs: Iterable[ModelRef]) -> list[WeightsmithError]:
+    """What can be said of the models of a recipe that is broken: those that are neither a local path nor a hub id."""
+    problems = []
+    for ref in refs:
+        try:
+            if not is_pattern(ref):
+                locate(ref.path, ref.revision or None)
+        except WeightsmithError as error:
+            problems.append(at(error, ref.where))
+    return problems
+
+
 def _open(ref: ModelRef, stack: ExitStack) -> Checkpoint:
     """A model, its adapter applied to it; `stack` closes what was opened, also when the rest fails."""
-    checkpoint = open_checkpoint(ref.path, revision=ref.revision or None)
+    checkpoint = open_checkpoint(ref.path, revision=ref.revision or None, download=False)
     stack.callback(checkpoint.close)
     if ref.lora is None or checkpoint.quantised is not None:
         return checkpoint

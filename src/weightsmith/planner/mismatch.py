@@ -41,7 +41,7 @@ class Mismatches:
         fix = ""
         vocabulary = any(map(is_vocabulary, specs))
         if vocabulary and len({s.shape[1:] for s in specs}) == 1:
-            fix = "the vocabularies differ in size: give all models the same tokenizer and number of rows first"
+            fix = "give all models the same tokenizer and number of rows first: the vocabularies differ in size"
         self._add(
             ("unequal", id(segment), _pattern(name), tuple(s.shape for s in specs)),
             ShapeError(

@@ -22,6 +22,7 @@ from weightsmith.planner.segments import Feed, Segment
 from weightsmith.plans import CAST, COPY, Read, Step
 from weightsmith.structure import Structure, vocabulary
 from weightsmith.structure.fused import fused_parts
+from weightsmith.structure.roles import role_of
 from weightsmith.tensors import TensorSpec
 
 Specs = Mapping[str, TensorSpec]
@@ -358,17 +359,20 @@ class Outputs:
         settings = self.resolver.index(segment, name, sources, t)
         self.origins[name] = (segment, tuple(sources), t)
         dtype = self.dtypes.of(inputs)
-        op = self.method.name
-        if len(specs) == 1 and self.method.copies(self.resolver.settings[settings].models):
-            op = COPY if dtype == first.dtype else CAST
         out = first if first.name == name and first.dtype is dtype else TensorSpec(name, dtype, first.shape)
-        settings, needed = self.resolver.needed(settings)
+        role = role_of(out)
+        kept = self.method.keeps_base(self.resolver.settings[settings].shared, role)
+        settings, places = self.resolver.taken(settings, role, base=segment.base)
         for k, used in enumerate(inputs):
-            if k in needed:
+            if k in places:
                 self.account.use(used)
             else:
-                self.account.drop(used.model, used.tensor, _UNREAD)
-        step = Step(out, op, tuple(inputs[k] for k in needed), segment.base, settings)
+                self.account.drop(used.model, used.tensor, f"{self.method.name} keeps the base's" if kept else _UNREAD)
+        op = self.method.name
+        base_alone = segment.base and len(places) == 1
+        if base_alone or (len(specs) == 1 and self.method.copies(self.resolver.settings[settings].models)):
+            op = COPY if dtype == specs[places[0]].dtype else CAST
+        step = Step(out, op, tuple(inputs[k] for k in places), segment.base, settings)
         if step.merges and not self.method.elementwise(self.resolver.settings[settings].shared):
             models, k = self.models, feeds[0].model
             step = split_fused(step, fused_parts(first, all_specs[k], models.structures[k], models.configs[k], name))

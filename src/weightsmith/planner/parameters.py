@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from weightsmith.errors import Finding, ParameterError, WeightsmithError, nearest
 from weightsmith.methods.base import Method, Parameter
 from weightsmith.planner.segments import Segment
-from weightsmith.plans import Settings, Value
+from weightsmith.plans import Role, Settings, Value
 from weightsmith.recipe import Entry, Parameters, Scalar, Schedule, Setting, numeric
 
 
@@ -59,6 +59,32 @@ def coerce(parameter: Parameter, value: Scalar) -> Value:
     return int(number) if parameter.kind == "int" else float(number)
 
 
+def taking_part(method: Method, settings: Settings, role: Role, *, base: bool) -> tuple[int, ...]:
+    """Places of the inputs that take part in the merge of a tensor: not those of weight 0, which are as good as not listed.
+
+    base  the first input is the base
+
+    (0,), the base alone, when no model's weight is another, or the method leaves tensors of this role to the base: it is the
+    result. All inputs where the method needs more than are left, or there is no base.
+
+    >>> from weightsmith import methods
+    >>> taking_part(methods.get("ties"), Settings({}, ({}, {"weight": 0.0}, {"weight": 1.0})), "linear", base=True)
+    (0, 2)
+    """
+    models = settings.models
+    if base and method.keeps_base(settings.shared, role):
+        return (0,)
+    places = tuple(k for k, own in enumerate(models) if not method.ignored(own))
+    count = len(places) - base
+    left = count >= method.min_models or (base and count == 0 and method.min_models == 1)
+    return places if left else tuple(range(len(models)))
+
+
+def without(settings: Settings, places: Sequence[int]) -> Settings:
+    """The settings of the inputs at these places alone."""
+    return Settings(settings.shared, tuple(settings.models[k] for k in places), tuple(places))
+
+
 Place = tuple[int, int]
 """A number among so many, counted from 0."""
 
@@ -69,10 +95,11 @@ class Lookup:
     places  for each level the feed's place among those over which a schedule written there spreads, and how many they are
     """
 
-    __slots__ = ("_places", "constant", "parameter", "settings")
+    __slots__ = ("_places", "_stepped", "constant", "parameter", "settings")
 
     def __init__(self, parameter: Parameter, levels: Sequence[Parameters], places: Sequence[Place] = ()) -> None:
         self.parameter = parameter
+        self._stepped = parameter.kind in ("bool", "str")
         self.settings: tuple[Setting, ...] = tuple(level[parameter.name] for level in levels if parameter.name in level)
         self._places = {id(level.get(parameter.name)): place for level, place in zip(levels, places, strict=False)}
         self.constant: tuple[Scalar | None, Entry | None] | None = None
@@ -88,7 +115,7 @@ class Lookup:
         if self.constant is not None:
             return self.constant
         for setting in self.settings:
-            found = setting.at(name, t)
+            found = setting.at(name, t, stepped=self._stepped)
             if found is not None:
                 return self._plain(found[0], setting), found[1]
         return None, None
@@ -122,7 +149,7 @@ class Resolver:
         self._interned: dict[object, int] = {}
         self._lookups: dict[int, tuple[list[Lookup], list[list[Lookup]]]] = {}
         self._constants: dict[int, int] = {}
-        self._needed: dict[int, int] = {}
+        self._taken: dict[tuple[int, tuple[int, ...]], int] = {}
         self._used: set[int] = set()
         self._values: dict[tuple[str, object, type, int], Value | None] = {}
         self._missing: dict[tuple[str, int | None], tuple[Lookup, str]] = {}
@@ -202,19 +229,15 @@ class Resolver:
                     self.problems.append(ParameterError(f"{parameter.name} {error}, not {value!r}", where=entry.where))
         return self._values[key]
 
-    def needed(self, index: int) -> tuple[int, list[int]]:
-        """The settings of the models that the result depends on, and the places of these models among the inputs.
-
-        All models where it depends on none.
-        """
-        settings = self.settings[index]
-        places = [k for k, own in enumerate(settings.models) if not self.method.ignored(own)]
-        if not places or len(places) == len(settings.models):
-            return index, list(range(len(settings.models)))
-        if index not in self._needed:
-            self.settings.append(Settings(settings.shared, tuple(settings.models[k] for k in places)))
-            self._needed[index] = len(self.settings) - 1
-        return self._needed[index], places
+    def taken(self, index: int, role: Role, *, base: bool) -> tuple[int, tuple[int, ...]]:
+        """The settings with those inputs alone that take part, and the places of these; see `taking_part`."""
+        places = taking_part(self.method, self.settings[index], role, base=base)
+        if len(places) == len(self.settings[index].models):
+            return index, places
+        if (index, places) not in self._taken:
+            self.settings.append(without(self.settings[index], places))
+            self._taken[index, places] = len(self.settings) - 1
+        return self._taken[index, places], places
 
     def explain(self, segment: Segment, out_name: str, names: Sequence[str], t: float) -> list[Origin]:
         """Every parameter's value for one tensor, with its origin."""

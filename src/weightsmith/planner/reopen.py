@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +10,7 @@ from weightsmith import methods
 from weightsmith.checkpoint import Checkpoint, open_checkpoint
 from weightsmith.encodings import find_encoding
 from weightsmith.errors import CheckpointError, FormatError, PlanError, WeightsmithError
-from weightsmith.formats.files import read_bounded
+from weightsmith.formats.strict_json import read_object
 from weightsmith.methods import user_files
 from weightsmith.methods.base import Parameter
 from weightsmith.planner.build import Prepared, code_files
@@ -24,7 +23,9 @@ from weightsmith.recipe.references import parse_reference
 from weightsmith.structure import analyse
 from weightsmith.tensors import TensorSpec
 
-MAX_PLAN_BYTES = 4 << 30
+MAX_PLAN_BYTES = 256 << 20  # 100,000 tensors of two models take 28 MB
+_MAX_PLAN_MEMORY = 2 << 30
+_MAKE = "make it with: weightsmith plan RECIPE --json > plan.json"
 
 _NEEDED = {
     FILL: frozenset({"value"}),
@@ -35,12 +36,7 @@ _NEEDED = {
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """The plan in a JSON file. Raises FormatError, NotFound and CheckpointError."""
-    try:
-        data = json.loads(read_bounded(Path(path), MAX_PLAN_BYTES))
-    except (ValueError, RecursionError) as error:
-        fix = "make it with: weightsmith plan RECIPE --json > plan.json"
-        raise FormatError(f"not a plan: {error}", where=str(path), fix=fix) from None
-    return plan_from_json(data)
+    return plan_from_json(read_object(Path(path), MAX_PLAN_BYTES, "the plan", _MAKE, max_memory=_MAX_PLAN_MEMORY))
 
 
 def reopen(plan: Plan, *, allow_code: bool = False) -> Prepared:
@@ -86,7 +82,7 @@ def _open(planned: ModelInput, ref: ModelRef, stack: ExitStack) -> Checkpoint | 
         return opened
     if ref.lora is None and (opened is None or opened.quantised is None):
         try:
-            raw = open_checkpoint(ref.path, revision=ref.revision or None, raw=True)
+            raw = open_checkpoint(ref.path, revision=ref.revision or None, raw=True, download=False)
         except WeightsmithError:
             return problems
         stack.callback(raw.close)

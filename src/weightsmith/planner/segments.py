@@ -157,13 +157,7 @@ class SegmentMaker:
         if method.base == "input" or (method.base == "optional" and base is None):
             self._check_count(feeds, where, "")
         elif base is None:
-            self.problems.append(
-                ParameterError(
-                    f"merge_method {method.name} needs a base_model",
-                    where=self.recipe.at("merge_method"),
-                    fix="add 'base_model:' with the model that the others were tuned from",
-                )
-            )
+            self.problems.append(self._no_base(feeds))
         else:
             bases = [f for f in feeds if f.model == self.models[base]]
             others = [f for f in feeds if not bases or f is not bases[0]]
@@ -180,6 +174,19 @@ class SegmentMaker:
             self._check_count(others, where, " besides the base")
         return Segment(tuple(feeds), has_base, length, levels, where, broken or len(self.problems) > before)
 
+    def _no_base(self, feeds: Sequence[Feed]) -> ParameterError:
+        method = self.method
+        bare = [self.labels[feed.model] for feed in feeds if not feed.parameters]
+        if method.max_models == 1:
+            first = self.labels[feeds[0].model] if feeds else "one of the two"
+            fix = f"write base_model: {first}: {method.name} starts there and goes towards the other model"
+        elif len(bare) == 1 and len(feeds) > 1:  # listed first and without parameters, as many published recipes do
+            fix = f"write base_model: {bare[0]} if the others were tuned from it"
+        else:
+            fix = "write base_model: and the model that the others were tuned from"
+        what = f"merge_method {method.name} needs a base_model"
+        return ParameterError(what, where=self.recipe.at("merge_method"), fix=fix)
+
     def _check_count(self, feeds: Sequence[Feed], where: str, besides: str) -> None:
         method, count = self.method, len(feeds)
         low, high = method.min_models, method.max_models
@@ -190,10 +197,20 @@ class SegmentMaker:
         details = [self.labels[f.model] for f in feeds]
         if any(f.appended for f in feeds):
             details[-1] += f" (base_model, which counts as an input of {method.name})"
+        if count == 0:
+            fix = "write merge_method: passthrough to write the one model as it is, its adapter baked in"
+        elif count < low:
+            fix = f"write {low - count} more under 'models' or 'sources'"
+        elif any(f.appended for f in feeds) and count - 1 == high:
+            fix = "remove base_model"
+        else:
+            fix = f"remove {count - (high or low)} of them, or write a method that takes more"
+        here = "there is one" if count == 1 else f"there are {count}" if count else "there is none"
         self.problems.append(
             MismatchError(
-                f"merge_method {method.name} takes {wanted} model{'s' if bound != 1 else ''}{besides}, and here are {count}",
+                f"merge_method {method.name} takes {wanted} model{'s' if bound != 1 else ''}{besides}, and {here}",
                 where=where,
                 details=details,
+                fix=fix,
             )
         )

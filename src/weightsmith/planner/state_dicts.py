@@ -15,23 +15,24 @@ from weightsmith.errors import (
     ParameterError,
     PlanError,
     ShapeError,
-    UnknownName,
+    UnknownParameter,
     Unsupported,
     WeightsmithError,
     nearest,
 )
 from weightsmith.methods.base import Method, Parameter
+from weightsmith.options import output_dtype
 from weightsmith.planner.build import made_by
 from weightsmith.planner.decide import decide
 from weightsmith.planner.dtypes import DTypes
 from weightsmith.planner.logical import split_fused
-from weightsmith.planner.parameters import coerce
+from weightsmith.planner.parameters import coerce, taking_part, without
 from weightsmith.plans import CAST, COPY, ModelInput, Plan, Read, Settings, Step, Value
-from weightsmith.recipe.single import DTYPE_NAMES
 from weightsmith.sources.views import View, view_of
 from weightsmith.structure import analyse
 from weightsmith.structure.fused import fused_parts
-from weightsmith.tensors import BY_TORCH_NAME, DType, TensorSpec
+from weightsmith.structure.roles import role_of
+from weightsmith.tensors import DType, TensorSpec
 
 StateDict = Mapping[str, Any]
 
@@ -142,11 +143,11 @@ class _Call:
         for written, value in given.items():
             name = written[:-1] if iskeyword(written[:-1]) and written.endswith("_") else written
             if name not in known:
-                others = ", ".join(p + "_" * iskeyword(p) for p in known) or "none"
+                others = ", ".join(p + "_" * iskeyword(p) for p in known)
                 self.problems.append(
-                    UnknownName(
+                    UnknownParameter(
                         f"method {self.method.name} has no parameter '{written}'{nearest(written, known)}",
-                        fix=f"parameters of {self.method.name}: {others}",
+                        fix=f"write one of {others}" if others else "remove it",
                     )
                 )
             elif value is not None:
@@ -232,8 +233,8 @@ class _Call:
         specs = [{name: view.spec for name, view in views.items()} for views in held]
         dtypes, structure = DTypes(asked, specs), analyse(specs[self.donor].values(), None)
         steps, same, found = [], dict[str, str](), self.findings
-        needed = [k for k, own in enumerate(settings.models) if not self.method.ignored(own)] or [*range(len(held))]
         first_with: dict[tuple[Any, ...], str] = {}
+        taken = {tuple(range(len(held))): 0}  # places of the inputs that take part → index of their settings
         for name, spec in specs[self.donor].items():
             identity = tuple(views[name].identity for views in held)
             if None not in identity and first_with.setdefault(identity, name) != name:
@@ -241,7 +242,7 @@ class _Call:
                 continue
             own = [s[name] for s in specs]
             if all(s.dtype.floating for s in own):
-                step = self._merged(name, own, needed, dtypes, settings)
+                step = self._merged(name, own, dtypes, settings, taken)
                 if step.merges and not self.method.elementwise(settings.shared):
                     step = split_fused(step, fused_parts(spec, specs[self.donor], structure, None))
                 steps.append(step)
@@ -249,18 +250,22 @@ class _Call:
                 steps.append(self._copied(name, own, found))
         warned = (*found, *dtypes.findings())
         inputs = tuple(ModelInput(label, "", "") for label in self.labels)
-        settings = Settings(settings.shared, tuple(settings.models[k] for k in needed))
-        made, products = decide(steps, (settings,), self.method)
-        return Plan(made_by(self.method), inputs, tuple(made), (settings,), products, seed=seed, warnings=warned), same
+        table = (settings, *(without(settings, places) for places in list(taken)[1:]))
+        made, products = decide(steps, table, self.method)
+        return Plan(made_by(self.method), inputs, tuple(made), table, products, seed=seed, warnings=warned), same
 
-    def _merged(self, name: str, own: Sequence[TensorSpec], needed: Sequence[int], dtypes: DTypes, settings: Settings) -> Step:
-        """The step of one merged tensor. needed: places of the inputs that the result depends on."""
+    def _merged(
+        self, name: str, own: Sequence[TensorSpec], dtypes: DTypes, settings: Settings, taken: dict[tuple[int, ...], int]
+    ) -> Step:
+        """The step of one merged tensor. taken: see `plan`."""
         dtype = dtypes.of([Read(k, name) for k in range(len(own))])
-        sources = tuple(Read(k, name) for k in needed)
+        out = TensorSpec(name, dtype, own[0].shape)
+        places = taking_part(self.method, settings, role_of(out), base=self.has_base)
         op = self.method.name
-        if len(own) == 1 and self.method.copies(settings.models):
-            op = COPY if dtype == own[0].dtype else CAST
-        return Step(TensorSpec(name, dtype, own[0].shape), op, sources, self.has_base)
+        if (self.has_base and len(places) == 1) or (len(own) == 1 and self.method.copies(settings.models)):
+            op = COPY if dtype == own[places[0]].dtype else CAST
+        index = taken.setdefault(places, len(taken))
+        return Step(out, op, tuple(Read(k, name) for k in places), self.has_base, index)
 
     def _copied(self, name: str, own: Sequence[TensorSpec], found: list[Finding]) -> Step:
         """Integers and booleans: the donor's, compared with the others' while they are copied."""
@@ -299,15 +304,11 @@ def _views(label: str, model: object, problems: list[WeightsmithError]) -> dict[
 
 
 def _dtype(asked: object, problems: list[WeightsmithError]) -> DType | None:
-    if asked is None or isinstance(asked, DType):
-        return asked
-    name = str(getattr(asked, "name", None) or getattr(asked, "__name__", None) or asked).removeprefix("torch.")
-    if name in DTYPE_NAMES:
-        return BY_TORCH_NAME[name]
-    problems.append(
-        ParameterError(f"must be one of {', '.join(DTYPE_NAMES)}{nearest(name, DTYPE_NAMES)}, not {asked!r}", where="out_dtype")
-    )
-    return None
+    try:
+        return output_dtype(asked)
+    except ParameterError as error:
+        problems.append(error)
+        return None
 
 
 def _some(names: Sequence[str]) -> str:

@@ -90,7 +90,10 @@ class _Decoder:
 
     def _settings(self, data: Json, at: str) -> Settings:
         models = tuple(_parameters(m, where) for where, m in _objects(data, "models", at))
-        return Settings(_parameters(_object(data, "shared", at), f"{at}.shared"), models)
+        places = tuple(_of(p, int, f"{at}.places") for p in _list(data, "places", at))
+        if places and (len(places) != len(models) or min(places) < 0):
+            raise _wrong(f"{at}.places", f"{list(places)} are not the places of {len(models)} inputs")
+        return Settings(_parameters(_object(data, "shared", at), f"{at}.shared"), models, places)
 
     def _product(self, data: Json, at: str) -> Product:
         return Product(

@@ -14,6 +14,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field, fields
 from functools import cached_property
+from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
 from weightsmith._version import __version__
@@ -150,10 +151,12 @@ class Settings:
 
     shared   parameters of the output tensor
     models   parameters of each input of the step, in order ({} for a base without parameters)
+    places   for each input, its position among the recipe's models, if some are left out; else ()
     """
 
     shared: Parameters
     models: tuple[Parameters, ...]
+    places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,6 +392,23 @@ class Plan:
         data.pop("warnings")
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
+    def __repr__(self) -> str:
+        nbytes = sum(out.nbytes for step in self.steps for out in step.outs)
+        return f"<Plan {self.made.name} of {len(self.models)} models: {len(self.steps):,} tensors, {nbytes:,} bytes>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: totals, ops and warnings."""
+        ops: dict[str, tuple[int, int]] = {}
+        for step in self.steps:
+            tensors, nbytes = ops.get(step.made_by, (0, 0))
+            ops[step.made_by] = tensors + 1, nbytes + sum(out.nbytes for out in step.outs)
+        rows = [("method", self.made.name), ("models", ", ".join(model.ref for model in self.models))]
+        rows += [(f"by {op}", f"{tensors:,} tensors, {nbytes:,} bytes") for op, (tensors, nbytes) in ops.items()]
+        rows += [("not in the output", f"{len(self.dropped):,} tensors")] if self.dropped else []
+        rows += [("warning", str(finding)) for finding in self.warnings]
+        cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows)
+        return f"<table>{cells}</table>"
+
     def __getstate__(self) -> dict[str, Any]:
         # Skip cached properties: the layout is large and holds a view that cannot be pickled.
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -399,7 +419,10 @@ class Plan:
             "weightsmith": __version__,
             "made": _encode_made(self.made),
             "models": [{"ref": m.ref, "revision": m.revision, "identity": m.identity} for m in self.models],
-            "settings": [{"shared": dict(s.shared), "models": [dict(m) for m in s.models]} for s in self.settings],
+            "settings": [
+                {"shared": dict(s.shared), "models": [dict(m) for m in s.models], "places": list(s.places)}
+                for s in self.settings
+            ],
             "products": [_encode_product(p) for p in self.products],
             "tables": [base64.b64encode(t.data).decode() for t in self.tables],
             "steps": [_encode_step(s) for s in self.steps],

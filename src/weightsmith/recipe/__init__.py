@@ -11,9 +11,10 @@
 A value that is wrong never stops the reading: all problems come back at once, each with file, line and column.
 """
 
+from weightsmith.recipe.load import Command as Command
+from weightsmith.recipe.load import Loaded as Loaded
+from weightsmith.recipe.load import Source as Source
 from weightsmith.recipe.load import load as load
-from weightsmith.recipe.load import load_any as load_any
-from weightsmith.recipe.load import load_moe as load_moe
 from weightsmith.recipe.load import parse as parse
 from weightsmith.recipe.misuse import HARMLESS as HARMLESS
 from weightsmith.recipe.misuse import RETIRED as RETIRED

@@ -9,12 +9,15 @@ import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from weightsmith.errors import ParameterError, RecipeError, UnknownName
+from weightsmith.errors import ParameterError, UnknownKey, Unsupported, WeightsmithError
 from weightsmith.recipe.grammar import INPUT, LEVELS, RECIPE, SOURCE
-from weightsmith.recipe.kinds import Level
+from weightsmith.recipe.kinds import NOT_SUPPORTED, Level
+from weightsmith.recipe.moe_grammar import SURGERY, UPCYCLING
 from weightsmith.recipe.nodes import Node, Pair, short
 
 IGNORED = "mergekit silently ignored it"
+
+TO_MOE = "Write a recipe with base_model and experts, without merge_method and models, and run `weightsmith moe`."
 
 RETIRED = {
     "embed_slerp": (
@@ -74,7 +77,7 @@ class Misuse:
 
     what: str
     fix: str
-    error: type[RecipeError] = UnknownName
+    error: type[WeightsmithError] = UnknownKey
     harmless: bool = False
     meant: str = ""
 
@@ -90,6 +93,10 @@ def explain(name: str, pair: Pair, level: Level, siblings: Mapping[str, Pair], p
         return _revision(pair.value, siblings)
     if name in parameter_names:
         return _misplaced(name, pair.value, level)
+    if name in NOT_SUPPORTED and level in (UPCYCLING, SURGERY):
+        return Misuse(*NOT_SUPPORTED[name], error=Unsupported)
+    if level is RECIPE and any(other.key(name) for other in (UPCYCLING, SURGERY)):
+        return Misuse(f"the key {name!r} is of a recipe of `weightsmith moe`", TO_MOE)
     option = _OPTIONS.get(name.replace("-", "_")) if level is RECIPE else None
     if option is not None:
         what = f"{shown!r} is a command-line option, not a key of a recipe; {IGNORED}"
@@ -108,13 +115,14 @@ def elsewhere(name: str, level: Level | None) -> Misuse | None:
         return None
     place = level.place if level else "inside 'parameters'"
     what = f"the key {name!r} has no meaning {place}; {IGNORED}"
-    fix = f"It belongs {' or '.join(other.place for other in homes)}."
+    places = [other.place if level is None or other.place != level.place else "in a recipe of a merge" for other in homes]
+    fix = f"Move it: it belongs {' or '.join(places)}."
     if name == "merge_method":
         what = f"one recipe has one merge_method, not one {place}; {IGNORED}"
-        fix = "Make one recipe per method and name the output of the first as a model of the next."
+        fix = "Write one recipe per method and name the output of the first as a model of the next."
     if name == "layer_range" and level is INPUT:
         what = f"'layer_range' {level.place}: mergekit ignored it and merged all layers"
-        fix = "To merge some layers, use 'slices' with 'sources' instead of 'models'."
+        fix = "Write 'slices' with 'sources' instead of 'models', to merge some layers."
     return Misuse(what, fix)
 
 
@@ -141,7 +149,7 @@ def _unknown(name: str, level: Level, parameter_names: Collection[str]) -> Misus
     plain = _SYNONYMS.get(plain, plain)
     close = difflib.get_close_matches(plain, [*level.names, *parameter_names], n=1)
     if not close:
-        fix = f"Known keys here: {', '.join(level.names)}. Keys of your own start with x- or _."
+        fix = f"Write one of {', '.join(level.names)}; keys of your own start with x- or _."
         return Misuse(f"unknown key {short(name)!r} {level.place}; {IGNORED}", fix)
     (meant,) = close
     what = f"unknown key {short(name)!r} {level.place} (did you mean {meant!r}?); {IGNORED}"

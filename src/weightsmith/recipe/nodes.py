@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weightsmith.errors import Finding, SyntaxProblem, WeightsmithError
+from weightsmith.tensors import dtype_name
 
 MAX_NODES = 200_000  # values in a recipe, aliases expanded: 100 times the largest ones published
 MAX_DEPTH = 64  # the grammar itself is 9 deep; the walk over the tree is recursive
@@ -107,13 +108,15 @@ def plain(node: Node) -> Any:
     return node.value
 
 
-def from_python(source: Mapping[str, Any]) -> Document:
-    """The tree of a Python mapping: lists, tuples, mappings, scalars, paths, numpy scalars; others are problems.
+def from_python(source: Mapping[str, Any], place: str = "") -> Document:
+    """The tree of a Python mapping: lists, tuples, mappings, scalars, paths, dtypes, numpy scalars; others are problems.
+
+    place  the position of everything in it, instead of key paths
 
     >>> from_python({"models": [{"model": "a"}]}).root.value["models"].value.value[0].where
     'models[0]'
     """
-    reader = _PythonReader()
+    reader = _PythonReader(place)
     try:
         root = reader.node(source, "", 0)
     except SyntaxProblem as problem:  # too deep or too large: there is no tree
@@ -122,19 +125,21 @@ def from_python(source: Mapping[str, Any]) -> Document:
 
 
 class _PythonReader:
-    def __init__(self) -> None:
+    def __init__(self, place: str) -> None:
+        self.place = place
         self.problems: list[WeightsmithError] = []
         self.count = 0
 
     def node(self, value: Any, where: str, depth: int) -> Node:
         self.count += 1
+        where = self.place or where
         if depth > MAX_DEPTH or self.count > MAX_NODES:
             limit = f"nested more than {MAX_DEPTH} deep" if depth > MAX_DEPTH else f"of more than {MAX_NODES:,} values"
             raise SyntaxProblem(f"a recipe {limit} is refused", where=where)
         if isinstance(value, Mapping):
             pairs: dict[str, Pair] = {}
             for key, item in value.items():
-                inner = f"{where}.{key}" if where else str(key)
+                inner = self.place or (f"{where}.{key}" if where else str(key))
                 if isinstance(key, str) or (isinstance(key, int) and not isinstance(key, bool) and key >= 0):
                     pairs[str(key)] = Pair(inner, self.node(item, inner, depth + 1))
                 else:
@@ -147,6 +152,8 @@ class _PythonReader:
     def scalar(self, value: Any, where: str) -> Scalar | None:
         if hasattr(value, "dtype") and getattr(value, "shape", None) == () and hasattr(value, "item"):
             value = value.item()  # a numpy scalar
+        if type(value).__name__ == "dtype" or isinstance(value, type) or hasattr(value, "newbyteorder"):
+            value = dtype_name(value)  # torch.bfloat16, np.float32, np.dtype("float32")
         if isinstance(value, os.PathLike):
             value = os.fspath(value)
         if isinstance(value, str) and not is_text(value):

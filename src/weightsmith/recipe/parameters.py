@@ -6,12 +6,12 @@ import math
 from typing import cast
 
 from weightsmith.errors import ParameterError
-from weightsmith.recipe.kinds import Key, Kind, Level, Walk
+from weightsmith.recipe.kinds import Key, Kind, Level, Walk, list_schema
 from weightsmith.recipe.nodes import Node, Pair, Scalar, describe, float_of
 from weightsmith.recipe.records import Section
 from weightsmith.recipe.schedules import Rule, Schedule
 from weightsmith.recipe.single import DECAY, FILTER, SHARE, count
-from weightsmith.recipe.values import Entry, Setting, numeric
+from weightsmith.recipe.values import Entry, Setting
 
 # ---- schedules
 
@@ -62,24 +62,19 @@ def _value(node: Node, name: str, walk: Walk) -> Scalar | tuple[Scalar, ...] | S
         return _schedule(node, walk)
     if not isinstance(node.value, tuple):
         return _scalar(node, repr(name), walk)
+    if not node.value:
+        fix = f"Write one value, {name}: 0.5, or values from the first layer to the last, {name}: [0.2, 0.8]."
+        walk.problem(f"the list of {name!r} is empty", node.where, fix, ParameterError)
+        return None
     read = [_scalar(item, f"an entry of {name!r}", walk) for item in node.value]
     values = tuple(v for v in read if v is not None)
-    if len(values) < len(read):
-        return None
-    texts = [v for v in values if isinstance(v, str)]
-    if texts and not any(isinstance(v, bool) for v in values) and all(numeric(v) is not None for v in values):
-        # mergekit 0.1.5 steps through such a list, 0.1.4 interpolated it: no reader can tell which was meant.
-        what = f"the list of {name!r} holds {texts[0]!r} as text: the list makes steps instead of interpolating"
-        number = repr(float(texts[0]))
-        number = number if "." in number else number.replace("e", ".0e")  # YAML 1.1 reads 1e-05 as text
-        walk.misused(what, node.where, f"Write the number {number}, without quotes.", ParameterError)
-    return values
+    return values if len(values) == len(read) else None
 
 
 ANY_SCALAR = {"type": ["number", "string", "boolean"]}
 VALUE = Kind(
     lambda pair, key, walk: _value(pair.value, key.name, walk),
-    {"anyOf": [ANY_SCALAR, {"type": "array", "items": ANY_SCALAR}, SCHEDULE.schema]},
+    {"anyOf": [ANY_SCALAR, list_schema(ANY_SCALAR), SCHEDULE.schema]},
     "a number, `true`, `false` or text; a list of them; or a [schedule](#schedule)",
 )
 

@@ -11,9 +11,7 @@ from weightsmith.recipe.kinds import Key, Kind, Schema, Walk
 from weightsmith.recipe.nodes import Pair, describe, short
 from weightsmith.recipe.schedules import DECAYS
 from weightsmith.recipe.values import numeric
-from weightsmith.tensors import BY_TORCH_NAME, DType
-
-DTYPE_NAMES = ("bfloat16", "float16", "float32", "float64")
+from weightsmith.tensors import BY_TORCH_NAME, DTYPE_NAMES, DType
 
 _DTYPE_SYNONYMS = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "f16": "float16"} | {
     name: "float32" for name in ("fp32", "f32", "float", "single")
@@ -41,14 +39,14 @@ def _texts(pair: Pair, key: Key, walk: Walk) -> tuple[str, ...] | None:
     value = pair.value.value
     items = value if isinstance(value, tuple) else (pair.value,)
     for item in items:
-        if not isinstance(item.value, str) or not item.value:
-            what = "an empty text" if item.value == "" else describe(item)
-            walk.problem(f"{key.name!r} takes a list of texts, not {what}", item.where, 'Write - "text", in quotes.')
+        if not isinstance(item.value, str):
+            walk.problem(f"{key.name!r} takes a list of texts, not {describe(item)}", item.where, 'Write - "text", in quotes.')
             return None
     return tuple(str(item.value) for item in items)
 
 
-TEXTS = Kind(_texts, {"anyOf": [TEXT.schema, {"type": "array", "items": TEXT.schema}]}, "a text, or a list of texts")
+_ANY_TEXT = {"type": "string"}
+TEXTS = Kind(_texts, {"anyOf": [_ANY_TEXT, {"type": "array", "items": _ANY_TEXT}]}, "a text, or a list of texts")
 
 
 def choice(names: Sequence[str], what: str = "", error: type[WeightsmithError] = UnknownName) -> Kind:

@@ -34,23 +34,26 @@ def numeric(value: Scalar) -> int | float | None:
     return value if math.isfinite(float_of(value)) else None
 
 
-def gradient(values: Sequence[Scalar], t: float) -> Scalar | None:
-    """The value of a list at depth t, 0..1: linear between numbers, a step when the list holds truth values or text.
+def gradient(values: Sequence[Scalar], t: float, *, stepped: bool = False) -> Scalar | None:
+    """The value of a list at depth t, 0..1: linear between numbers (see `numeric`), a step when one entry is none.
 
-    t     position in the slice: layer i of L has i / (L - 1); a slice of one layer has 1; tensors outside layers have 0
-    None for an empty list. Numbers come back as float.
+    t        position in the slice: layer i of L has i / (L - 1); a slice of one layer has 1; tensors outside layers have 0
+    stepped  of a flag or a choice: there is nothing between its values, 0 and 1 among them
 
-    >>> gradient([0, 0.5, 1], 0.25), gradient([True, False], 0.9), gradient([True, False], 1.0)
-    (0.25, True, False)
+    None for an empty list. Numbers between which it is linear come back as float.
+
+    >>> gradient([0, 0.5, 1], 0.25), gradient(["1e-4", "3e-4"], 0.5), gradient([0, 1], 0.9, stepped=True)
+    (0.25, 0.0002, 0)
     """
     n = len(values)
     if n == 0:
         return None
-    if any(isinstance(v, bool | str) for v in values):
-        return values[min(math.floor(t * (n - 1)), n - 1)]
     s = t * (n - 1)
     i = min(math.floor(s), n - 1)
-    low, high = float(values[i]), float(values[min(i + 1, n - 1)])
+    numbers = [numeric(v) for v in values]
+    low, high = numbers[i], numbers[min(i + 1, n - 1)]
+    if stepped or low is None or high is None or None in numbers:
+        return values[i]
     return (1.0 - (s - i)) * low + (s - i) * high
 
 
@@ -91,11 +94,11 @@ class Setting:
         """True when the value was wrong and its problem is in the list of problems."""
         return not self.entries
 
-    def at(self, name: str, t: float) -> tuple[Scalar | Schedule, Entry] | None:
+    def at(self, name: str, t: float, *, stepped: bool = False) -> tuple[Scalar | Schedule, Entry] | None:
         """The value for a tensor and the entry it came from; None when no filter fits, or the list that fits is empty.
 
-        name  tensor name the filters look at; plain case-sensitive substrings: `layers.1` also fits `layers.10`
-        t     depth, see `gradient`
+        name        tensor name the filters look at; plain case-sensitive substrings: `layers.1` also fits `layers.10`
+        t, stepped  see `gradient`; `stepped` is a property of the parameter, and the same in all calls
 
         >>> s = Setting((Entry((0.0, 1.0), "mlp", "r.yml:3:5"), Entry(0.5, None, "r.yml:4:5")), "r.yml:2:3")
         >>> s.at("layers.3.mlp.up.weight", 0.25)[0], s.at("lm_head.weight", 0.0)[0]
@@ -106,7 +109,7 @@ class Setting:
                 try:
                     return rule.known[t]
                 except KeyError:
-                    return rule.evaluate(t)
+                    return rule.evaluate(t, stepped)
         return None
 
 
@@ -120,9 +123,9 @@ class _Rule:
         self.part = "" if entry.filter in (None, "*") else str(entry.filter)  # "" is part of every name
         self.known: dict[float, tuple[Scalar | Schedule, Entry] | None] = {}
 
-    def evaluate(self, t: float) -> tuple[Scalar | Schedule, Entry] | None:
+    def evaluate(self, t: float, stepped: bool) -> tuple[Scalar | Schedule, Entry] | None:
         entry = self.entry
-        value = gradient(entry.value, t) if isinstance(entry.value, tuple) else entry.value
+        value = gradient(entry.value, t, stepped=stepped) if isinstance(entry.value, tuple) else entry.value
         found = None if value is None else (value, entry)
         self.known[t] = found
         return found

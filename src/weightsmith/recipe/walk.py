@@ -14,7 +14,7 @@ from weightsmith.errors import Finding, ParameterError, SyntaxProblem, Weightsmi
 from weightsmith.recipe.kinds import Level
 from weightsmith.recipe.misuse import HARMLESS, RETIRED, Misuse, elsewhere, explain
 from weightsmith.recipe.nodes import Document, Node, Pair, describe, short
-from weightsmith.recipe.records import Section
+from weightsmith.recipe.records import ModelRef, Section
 from weightsmith.recipe.values import Setting
 
 # Keys of which a misspelling, or a fault inside, leaves a hole that the plan must not take for the user's intention.
@@ -29,6 +29,7 @@ class Walker:
     lenient          what mergekit ignores silently is a warning instead of an error
     parameter_names  of all methods: to recognise a parameter outside `parameters:`
     whole            False once the skeleton of the recipe has a hole
+    models           every reference that was read
     """
 
     def __init__(self, document: Document, filename: str, *, lenient: bool, parameter_names: Collection[str]) -> None:
@@ -39,6 +40,7 @@ class Walker:
         self.problems: list[WeightsmithError] = []
         self.findings = dict.fromkeys(document.findings)  # an ordered set: an aliased value is read at each of its uses
         self.whole = True
+        self.models: list[ModelRef] = []
 
     # ---- what is found
 
@@ -97,6 +99,8 @@ class Walker:
                     self._broken(name)
                 else:
                     values[name] = value
+                    if isinstance(value, ModelRef):
+                        self.models.append(value)
         required = [key for key in level.keys if key.required]
         for key in required:
             if key.name not in node.value:

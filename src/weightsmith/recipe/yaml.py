@@ -17,6 +17,8 @@ from weightsmith.recipe.nodes import MAX_DEPTH, MAX_NODES, Document, Node, Pair,
 
 MAX_BYTES = 2_000_000  # 50 times the largest recipes published; PyYAML reads 0.1 MB in a second
 
+MAX_NUMBER = 1000  # characters of a number
+
 _TAG = "tag:yaml.org,2002:"
 _WHOLE = re.compile(r"0|[1-9][0-9]{0,8}")  # a layer's number, as the only key that need not be text
 # A recipe has no use for dates, and `=` or `<<` as a value are plain text: these stay as they were written.
@@ -163,6 +165,9 @@ class _Reader:
         tag = self.tag(event)
         if not is_text(event.value):
             self.problem("text that is not valid Unicode (a lone surrogate)", where)
+            return ""
+        if tag in _CONVERTED and len(event.value) > MAX_NUMBER:  # PyYAML takes minutes for `1:1:1:...` (base 60) of 1 MB
+            self.problem(f"{short(event.value)!r} has more than {MAX_NUMBER} characters, and no {_CONVERTED[tag]} has", where)
             return ""
         if tag in _CONVERTED:
             convert = getattr(self.loader, f"construct_yaml_{_CONVERTED[tag]}")

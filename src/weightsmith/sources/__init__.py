@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsmith.errors import Unsupported
+from weightsmith.formats.files import Opener, open_local
 from weightsmith.formats.hf_folder import Weights, natural_key, no_weights, read_index
 from weightsmith.sources import fp8_block, pytorch, safetensors
 from weightsmith.sources.base import Tensors
@@ -64,9 +65,9 @@ class WeightFiles:
     index: Index | None
     ignored: tuple[str, ...]
 
-    def open(self, where: str) -> Opened:
+    def open(self, where: str, open_file: Opener = open_local) -> Opened:
         """Open them; see `Kind.open`. where: the model as the user named it."""
-        return self.kind.open(self.paths, self.index, where)
+        return self.kind.open(self.paths, self.index, where, open_file)
 
 
 def choose_kind(names: Collection[str], where: str) -> tuple[Kind, Weights]:
@@ -99,11 +100,11 @@ def find_weights(folder: Path, names: Collection[str], where: str) -> WeightFile
     return WeightFiles(kind, tuple(folder / name for name in files), index, ignored)
 
 
-def open_file(path: Path, where: str) -> Opened:
+def open_file(path: Path, where: str, opener: Opener = open_local) -> Opened:
     """Open a single weight file. Raises Unsupported for an unknown suffix, else as `Kind.open`."""
     for kind in KINDS:
         if path.name.lower().endswith(kind.suffixes):
-            return kind.open((path,), None, where)
+            return kind.open((path,), None, where, opener)
     *others, last = suffixes()
     raise Unsupported(
         f"not a weight file: its name does not end with {', '.join(others)} or {last}",

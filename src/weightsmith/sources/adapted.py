@@ -66,10 +66,13 @@ class Adapted:
         self.specs: Mapping[str, TensorSpec] = {name: self._spec(name, origin) for name, origin in self._origins.items()}
         changes = [repr((name, origin)) for name, origin in self._origins.items() if origin != AdaptedTensor(name)]
         self.identity = digest([base.identity, adapter.identity, changes])
-        self.state = digest([self.identity, base.state, adapter.state])
         self.paths: tuple[Path, ...] = (*base.paths, *adapter.paths)
         self._factors: dict[str, tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]] = {}
         self._lock = threading.Lock()
+
+    @property
+    def state(self) -> str:
+        return digest([self.identity, self._base.state, self._adapter.state])
 
     def kept_as(self, name: str) -> DType:
         return self._base.kept_as(self._origin(name).base)

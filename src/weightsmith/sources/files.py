@@ -6,6 +6,7 @@ file position, so many threads can read at once.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from weightsmith.errors import CheckpointError, FormatError
-from weightsmith.formats.files import FileState, StoredTensor, show
+from weightsmith.formats.files import FileState, StoredTensor, raise_open_files, read_into, show
 from weightsmith.formats.hf_folder import natural_key
 from weightsmith.sources.base import byte_view, check_range, closed, digest, spec_of
 from weightsmith.tensors import DType, TensorSpec
@@ -47,7 +48,6 @@ class SourceFiles:
 
     paths     of all files, as given
     identity  hash of names, sizes and tables; equal for a copy of the files
-    state     hash of the identity and of each file's inode and change time
     """
 
     def __init__(self, files: Sequence[SourceFile], where: str) -> None:
@@ -58,8 +58,6 @@ class SourceFiles:
         self.paths = tuple(file.path for file in files)
         facts = [(file.path.name, file.state.nbytes, file.digest) for file in files]
         self.identity = digest(facts)
-        # Without the device number, which changes with each mount of a network file system.
-        self.state = digest([facts, [(f.state.inode, f.state.mtime_ns, f.state.ctime_ns) for f in files]])
         self._where = where
         self._states = {file.path: file.state for file in files}
         self._lock = threading.Lock()
@@ -67,6 +65,13 @@ class SourceFiles:
         # Never closed early, because `location` hands out descriptors.
         self._fds: dict[Path, int] = {}
         self._finalizer = weakref.finalize(self, _close_all, self._fds)
+
+    @property
+    def state(self) -> str:
+        """Hash of the identity and of each file's inode and change time."""
+        states = [self._state(path) for path in self.paths]
+        # Without the device number, which changes with each mount of a network file system.
+        return digest([self.identity, [(s.inode, s.mtime_ns, s.ctime_ns) for s in states]])
 
     def fd(self, path: Path) -> int:
         """The descriptor of a file, open until `close`. Raises CheckpointError if the file has changed, or after `close`."""
@@ -81,7 +86,7 @@ class SourceFiles:
         fd, done = self.fd(path), 0
         while done < len(out):  # one call reads at most 2 GiB, and may read less
             try:
-                n = os.preadv(fd, [out[done:]], offset + done)
+                n = read_into(fd, out[done:], offset + done)
             except OSError as error:
                 raise CheckpointError(
                     f"tensor {show(name)} cannot be read at byte {offset + done:,}: {error.strerror}", where=str(path)
@@ -97,8 +102,8 @@ class SourceFiles:
 
     def check_unchanged(self) -> None:
         """As `Tensors.check_unchanged`."""
-        for path, opened in self._states.items():
-            fd = self._fds.get(path)
+        for path in self._states:
+            fd, opened = self._fds.get(path), self._state(path)
             try:
                 now = [path.stat(), *([] if fd is None else [os.fstat(fd)])]
             except OSError as error:
@@ -116,17 +121,32 @@ class SourceFiles:
             self._closed = True
             _close_all(self._fds)
 
+    def _state(self, path: Path) -> FileState:
+        """The file's state when its table was read, or when it was downloaded if the table was read from the hub."""
+        state = self._states[path]
+        if state.is_elsewhere:
+            with contextlib.suppress(OSError):  # not downloaded: opening it raises
+                arrived = FileState.of(path.stat())
+                if arrived.nbytes == state.nbytes:
+                    self._states[path] = state = arrived
+        return state
+
     def _open(self, path: Path) -> int:
         with self._lock:
             if self._closed:
                 raise closed(self._where)
             if path in self._fds:  # another thread opened it first
                 return self._fds[path]
+            state = self._state(path)
+            if state.is_elsewhere:
+                what = "not downloaded: only its header was read from the hub"
+                raise CheckpointError(what, where=str(path), fix="Call the checkpoint's download() first.")
             fd = _open_readonly(path)
             try:
-                _check_same(path, self._states[path], os.fstat(fd))
+                _check_same(path, state, os.fstat(fd))
                 if hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                    with contextlib.suppress(OSError):  # only a hint
+                        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             except BaseException:
                 os.close(fd)
                 raise
@@ -162,7 +182,11 @@ class FileTensors(ABC, Generic[_InFile]):
         self._stored = stored
         self._where = where
         self._files = SourceFiles(files, where)
-        self.paths, self.identity, self.state = self._files.paths, self._files.identity, self._files.state
+        self.paths, self.identity = self._files.paths, self._files.identity
+
+    @property
+    def state(self) -> str:
+        return self._files.state
 
     def kept_as(self, name: str) -> DType:
         return self._find(name).spec.dtype
@@ -269,22 +293,10 @@ def _open_readonly(path: Path) -> int:
     try:
         return os.open(path, flags)
     except OSError as error:
-        if error.errno == errno.EMFILE and _raise_open_files_limit():
+        if error.errno == errno.EMFILE and raise_open_files(MAX_OPEN_FILES):
             return os.open(path, flags)
         fix = "Raise the limit: ulimit -n 65536" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
         raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from error
-
-
-def _raise_open_files_limit() -> bool:
-    """Raise the soft limit of open files towards the hard limit; False if it cannot be raised."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return False
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return True
 
 
 def _close_all(fds: dict[Path, int]) -> None:

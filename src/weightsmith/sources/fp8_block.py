@@ -51,8 +51,11 @@ class DequantisedFp8:
         }
         facts = ["fp8", [(weight.name, weight.scale, weight.block) for weight in layout.weights], layout.dtype.name]
         self.identity = digest([stored.identity, facts])
-        self.state = digest([stored.state, facts])
         self.paths: tuple[Path, ...] = stored.paths
+
+    @property
+    def state(self) -> str:
+        return digest([self.identity, self._stored.state])
 
     def kept_as(self, name: str) -> DType:
         """The default output dtype: config.json's for a dequantised tensor."""

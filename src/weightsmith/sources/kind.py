@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsmith.errors import Finding
+from weightsmith.formats.files import Opener
 from weightsmith.formats.hf_folder import Weights
 from weightsmith.sources.base import Tensors
 from weightsmith.tensors import TensorSpec
@@ -40,15 +41,15 @@ class Kind:
     choose    the weight files among the files of a folder: (names, where for messages) → None if there are none of this
               format (as with an adapter). Looks only at names, so it works before a hub repository is downloaded. Raises
               FormatError for files that contradict each other
-    open      the tensors of its files: (paths, index or None, the model as the user named it). Reads only headers. Raises
-              FormatError, Unsupported, NotFound, CheckpointError
+    open      the tensors of its files: (paths, index or None, the model as the user named it, opener of files). Reads only
+              headers. Raises FormatError, Unsupported, NotFound, CheckpointError
     """
 
     name: str
     suffixes: tuple[str, ...]
     indexes: tuple[str, ...]
     choose: Callable[[Sequence[str], str], Weights | None]
-    open: Callable[[Sequence[Path], Index | None, str], Opened]
+    open: Callable[[Sequence[Path], Index | None, str, Opener], Opened]
 
 
 @dataclass(frozen=True, slots=True)

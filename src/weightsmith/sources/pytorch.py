@@ -9,6 +9,7 @@ from pathlib import Path
 
 from weightsmith.errors import Unsupported
 from weightsmith.formats.carried import TRAINING
+from weightsmith.formats.files import Opener, open_local
 from weightsmith.formats.hf_folder import Weights, choose_weights
 from weightsmith.formats.pytorch import SUFFIXES, StoredView, read_pickle_header, read_view
 from weightsmith.sources.files import FileTensors, SourceFile, unite
@@ -58,12 +59,12 @@ def choose(names: Sequence[str], where: str) -> Weights | None:
     return chosen
 
 
-def open_files(paths: Sequence[Path], index: Index | None, where: str) -> Opened:
+def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file: Opener = open_local) -> Opened:
     """The tensors of PyTorch files; paths in natural order. Reads and checks only pickles and zip directories.
 
     Raises as `read_pickle_header` and `unite`.
     """
-    headers = {path: read_pickle_header(path) for path in paths}
+    headers = {path: read_pickle_header(path, open_file) for path in paths}
     stored = unite((header.tensors for header in headers.values()), paths[0].parent, index)
     files = [SourceFile(path, header.state, header.digest) for path, header in headers.items()]
     notes = tuple(note for header in headers.values() for note in header.notes)

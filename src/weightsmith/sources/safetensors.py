@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from weightsmith.formats.files import Opener, open_local
 from weightsmith.formats.hf_folder import choose_weights
 from weightsmith.formats.safetensors import Header, read_header
 from weightsmith.sources.files import PlainFiles, SourceFile, unite
 from weightsmith.sources.kind import Index, Kind, Opened
 
 
-def open_files(paths: Sequence[Path], index: Index | None, where: str) -> Opened:
+def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file: Opener = open_local) -> Opened:
     """The tensors of safetensors files; paths in natural order. Reads and checks only headers.
 
     `metadata` is the files' `__metadata__` without keys on which files disagree. Raises as `read_header` and `unite`.
     """
-    headers = {path: read_header(path) for path in paths}
+    headers = {path: read_header(path, open_file) for path in paths}
     stored = unite((header.tensors for header in headers.values()), paths[0].parent, index)
     files = [SourceFile(path, header.state, header.digest) for path, header in headers.items()]
     return Opened(PlainFiles(stored, files, where), _common_metadata(headers.values()))

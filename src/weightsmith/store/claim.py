@@ -13,12 +13,12 @@ from pathlib import Path
 from weightsmith.errors import NOTHING_WRITTEN, StoreError
 from weightsmith.store.journal import Entries, read_journal
 
-LOCK, JOURNAL, CONTENT, OLD, PRODUCTS, PARTS = "lock", "journal", "content", "old", "products", "parts"
+LOCK, JOURNAL, SPACE, CONTENT, OLD, PRODUCTS, PARTS = "lock", "journal", "space", "content", "old", "products", "parts"
 OWNER = "process "
 """What the text in a lock of ours begins with."""
 
 _FOLDERS = (CONTENT, OLD, PRODUCTS, PARTS)
-_FILES = (LOCK, JOURNAL)
+_FILES = (LOCK, JOURNAL, SPACE)
 
 
 def check_kinds(folder: Path) -> None:

@@ -1,13 +1,14 @@
 """What the store asks of the operating system: whole writes, reserved space, atomic renames, fsync.
 
-Linux has all of it; where a file system or another system lacks a call, the caller is told (False) and says what it
-does instead.
+Linux has all of it. Where a file system or another system lacks a call, another one takes its place, or the caller is
+told (False) and does without it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import functools
 import os
 import shutil
@@ -18,9 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from weightsmith.errors import NOTHING_WRITTEN, NoSpace, StoreError
+from weightsmith.formats import files
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # disk full, quota, file size limit
-_UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+TOO_MANY_FILES = frozenset({errno.EMFILE, errno.ENFILE})  # open, by this process or by all
+_UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
+_NO_LINKS = _UNSUPPORTED | {errno.EPERM, errno.EMLINK}
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
 _AT_FDCWD = -100
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 
@@ -70,6 +75,8 @@ _SHARING = frozenset({0x9123683E, 0x58465342, 0xCA451A4E, 0x6969, 0xFE534D42, 0x
 
 def copies_by_reference(fd: int) -> bool:
     """The file system of this open file may copy without moving the bytes through memory (copy_file_range)."""
+    if sys.platform != "linux" or not hasattr(os, "copy_file_range"):
+        return False  # elsewhere struct statfs is laid out otherwise, and longer than the buffer
     fstatfs = _libc("fstatfs")
     about = ctypes.create_string_buffer(256)  # struct statfs is 120 bytes; f_type comes first
     if fstatfs is None or fstatfs(fd, about) != 0:
@@ -151,20 +158,52 @@ def read_into(fd: int, view: memoryview, offset: int) -> int:
     """pread until the view is full or the file ends; the number of bytes read. Thread-safe."""
     total = 0
     while total < view.nbytes:
-        done = os.preadv(fd, [view[total:]], offset + total)
+        done = files.read_into(fd, view[total:], offset + total)
         if done == 0:
             break
         total += done
     return total
 
 
+def sync_data(fd: int) -> None:
+    """Make the bytes of an open file durable."""
+    full = getattr(fcntl, "F_FULLFSYNC", None)  # of macOS, whose fsync leaves them in the drive's own memory
+    if full is not None:
+        try:
+            fcntl.fcntl(fd, full)
+            return
+        except OSError:  # a network file system
+            pass
+    getattr(os, "fdatasync", os.fsync)(fd)
+
+
 def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make the names in a folder durable, where the file system can: some network file systems refuse it for folders."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED | {errno.EBADF}:
+            raise
     finally:
         os.close(fd)
+
+
+def lock(fd: int, *, shared: bool = False) -> bool:
+    """Lock an open file, or raise BlockingIOError when another process holds it. False where there are no locks.
+
+    shared  together with others that ask for the same
+    """
+    flock = getattr(fcntl, "flock", None)
+    if flock is None:
+        return False
+    try:
+        flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
 
 
 def _renameat2(source: Path, target: Path, flags: int) -> bool:
@@ -185,10 +224,18 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def rename_new(source: Path, target: Path) -> None:
-    """Rename a file to a name that must not exist, in one atomic step. Raises FileExistsError."""
+    """Rename a file to a name that must not exist, in one atomic step where the file system can. Raises FileExistsError."""
     if _renameat2(source, target, _RENAME_NOREPLACE):
         return
-    os.link(source, target, follow_symlinks=False)  # atomic too, and refuses an existing name
+    try:
+        os.link(source, target, follow_symlinks=False)  # atomic too, and refuses an existing name
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(target)) from None
+        source.rename(target)
+        return
     source.unlink()
 
 
@@ -200,13 +247,7 @@ def available_bytes(folder: Path) -> int:
 
 def allow_open_files(count: int) -> None:
     """Raise the soft limit of open files if `count` more would not fit; the hard limit stays as it is."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + 256  # inputs, libraries, sockets
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
+    files.raise_open_files(count + 256)  # inputs, libraries, sockets
 
 
 def no_space(folder: Path, needed_bytes: int, *, state: str, cause: OSError | None = None) -> NoSpace:

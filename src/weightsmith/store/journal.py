@@ -1,6 +1,7 @@
 """The record of finished tensors and products, from which interrupted work is resumed.
 
-A text file of lines `<xxh3_64 of the rest, 16 hex digits> <JSON array>`. The first line names the plan; then one line
+A text file of lines `<xxh3_64 of the rest, 16 hex digits> <JSON array>`. The first line names the plan, and what it was made
+from; then one line
 for each finished tensor or product. Each line is one append, and stands on its own: a line torn by a crash does not match its
 hash and is ignored.
 """
@@ -11,16 +12,19 @@ import errno
 import json
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from weightsmith.formats.strict_json import JsonError, parse
 from weightsmith.store import disk
 
-VERSION = 3
-MAX_JOURNAL_BYTES = 1 << 30  # 100,000 tensors take 15 MB
+VERSION = 4
+MAX_JOURNAL_BYTES = 128 << 20  # 100,000 tensors take 15 MB
 
 
 Distance = tuple[float, float]
@@ -31,6 +35,7 @@ class Entries:
     """What a journal says.
 
     plan, layout  hashes of the plan and of all weight files' headers; "" when the first line is unreadable
+    facts         what the plan was made from, for messages
     tensors       name -> checksum of each finished tensor
     distances     name -> squared norms of the tensor - its base, and of the base, where it has one
     made_from     name -> digest of the products that the tensor was made from, where there are some
@@ -41,6 +46,7 @@ class Entries:
 
     plan: str = ""
     layout: str = ""
+    facts: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, str] = field(default_factory=dict)
     distances: dict[str, Distance] = field(default_factory=dict)
     made_from: dict[str, str] = field(default_factory=dict)
@@ -60,20 +66,22 @@ def read_journal(path: Path) -> Entries:
     """The readable lines of a journal; a missing file is an empty journal. Raises StoreError for what is no file."""
     data = disk.read_own(path, MAX_JOURNAL_BYTES) or b""
     plan = layout = ""
+    facts: dict[str, str] = {}
     tensors: dict[str, str] = {}
     distances: dict[str, Distance] = {}
     made_from: dict[str, str] = {}
     products: dict[str, str] = {}
     published: tuple[int, int] | None = None
     count = 0
-    for line in data.split(b"\n"):
+    for line in BytesIO(data):
         entry = _decode(line)
         if entry is None:
             continue
         count += 1
         match entry:
-            case ["plan", int(version), str(plan_hash), str(layout_hash)] if version == VERSION:
+            case ["plan", int(version), str(plan_hash), str(layout_hash), dict(described)] if version == VERSION:
                 plan, layout = plan_hash, layout_hash
+                facts = {term: value for term, value in described.items() if isinstance(value, str)}
             case ["tensor", str(name), str(checksum), str(source)]:
                 tensors[name], made_from[name] = checksum, source
                 distances.pop(name, None)
@@ -84,16 +92,16 @@ def read_journal(path: Path) -> Entries:
                 products[name] = checksum
             case ["publish", int(device), int(inode)]:
                 published = (device, inode)
-    return Entries(plan, layout, tensors, distances, made_from, products, published, count)
+    return Entries(plan, layout, facts, tensors, distances, made_from, products, published, count)
 
 
 def _decode(line: bytes) -> Any:
-    digest, _, body = line.partition(b" ")
+    digest, _, body = line.rstrip(b"\n").partition(b" ")
     if not body or digest != xxhash.xxh3_64_hexdigest(body).encode():
         return None
     try:
-        return json.loads(body)
-    except (ValueError, RecursionError):  # not a line of ours, though its hash is right
+        return parse(body)
+    except JsonError:  # not a line of ours, though its hash is right
         return None
 
 
@@ -108,11 +116,13 @@ class Journal:
         self._fd = disk.open_own(path, os.O_RDWR | os.O_APPEND, keep=True)
         self._lock = threading.Lock()
         size = os.fstat(self._fd).st_size
-        self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+        last = bytearray(1)
+        disk.read_into(self._fd, memoryview(last), max(0, size - 1))
+        self._torn = size > 0 and last != b"\n"
 
-    def start(self, plan: str, layout: str) -> None:
+    def start(self, plan: str, layout: str, facts: Mapping[str, str]) -> None:
         """The first line."""
-        self._append(["plan", VERSION, plan, layout])
+        self._append(["plan", VERSION, plan, layout, dict(facts)])
         os.fsync(self._fd)
 
     def tensor(self, name: str, checksum: str, distance: Distance | None, made_from: str = "") -> None:
@@ -135,7 +145,7 @@ class Journal:
             if fd >= 0:
                 os.close(fd)
 
-    def _append(self, entry: list[str | int | float]) -> None:
+    def _append(self, entry: list[str | int | float | dict[str, str]]) -> None:
         body = json.dumps(entry, separators=(",", ":")).encode()
         line = xxhash.xxh3_64_hexdigest(body).encode() + b" " + body + b"\n"
         with self._lock:

@@ -18,10 +18,12 @@ from weightsmith.containers import Layout
 from weightsmith.containers.safetensors import MAX_HEADER_BYTES
 from weightsmith.errors import Corrupt, FormatError, StoreError, Unsupported
 from weightsmith.formats.files import read_bounded, show
+from weightsmith.formats.strict_json import parse
 from weightsmith.store.checksum import grain_bytes, hash_bytes
 
 MANIFEST_NAME = "weightsmith.json"
-MAX_MANIFEST_BYTES = 512 << 20  # 100,000 tensors take 20 MB
+MAX_MANIFEST_BYTES = 128 << 20  # 100,000 tensors take 20 MB
+_MAX_MEMORY = 800 << 20  # of a manifest of 128 MiB, which takes half of that in fact
 VERSION = 1
 _OWN_KEYS = ("checksum", "weightsmith_manifest", "plan", "weights", "files", "tensors")
 _AGAIN = "restore it from a copy, or make the checkpoint again"
@@ -123,7 +125,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
             fix=_AGAIN,
         )
     try:
-        fields = json.loads(data)
+        fields = parse(data, max_memory=_MAX_MEMORY)
         version = fields["weightsmith_manifest"]
         if version != VERSION or isinstance(version, bool):
             raise Unsupported(f"manifest version {show(version)}; this weightsmith reads {VERSION}", where=where)
@@ -143,7 +145,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
             data=fields,
         )
         fits = _fits(manifest)
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = f"{type(error).__name__}: {show(str(error))}"
         raise FormatError(f"not a manifest of weightsmith ({reason})", where=where, fix=_AGAIN) from error
     if not fits:

@@ -92,7 +92,7 @@ def save_file(
                     disk.write_all(fd, piece, offset)
                     offset += piece.nbytes
             if fsync:
-                os.fsync(fd)
+                disk.sync_data(fd)
         finally:
             os.close(fd)
         if overwrite:
@@ -219,6 +219,13 @@ def _check_file(target: Path, overwrite: bool) -> None:
     if target.is_dir():
         raise OutputExists(
             "a folder has this name", where=str(target), fix="name a file, or use save_model", state=NOTHING_WRITTEN
+        )
+    if target.is_symlink():
+        raise OutputExists(
+            f"a symbolic link to {target.readlink()}, and links are not followed",
+            where=str(target),
+            fix="name the file itself",
+            state=NOTHING_WRITTEN,
         )
     if target.exists() and not target.is_file():
         raise OutputExists("not a file, but a pipe or device", where=str(target), fix="name a file", state=NOTHING_WRITTEN)

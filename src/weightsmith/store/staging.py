@@ -4,6 +4,7 @@
       out/                              the final name: nothing, or the checkpoint that will be replaced
       .out.weightsmith-staging/
         lock                            held (flock) by the process at work; holds its id
+        space                           reserves the room of the files beside the weights, until they are added
         journal                         which tensors are finished, with checksums
         content/                        becomes out/
         products/                       what had to be computed before some tensors, one file each
@@ -17,7 +18,6 @@ on from the journal; what the journal says is compared with the bytes on disk fi
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import socket
@@ -45,6 +45,7 @@ from weightsmith.store.claim import (
     OWNER,
     PARTS,
     PRODUCTS,
+    SPACE,
     check_content,
     check_kinds,
     check_made_by_us,
@@ -69,9 +70,12 @@ _BOOKKEEPING_BYTES = 400  # of journal and manifest, for each tensor
 _CHECKSUM = re.compile("[0-9a-f]{32}")
 
 
+STAGING_SUFFIX = ".weightsmith-staging"
+
+
 def staging_folder(out: Path) -> Path:
     """The staging folder of an output folder: in the same parent, so that publishing is a rename."""
-    return out.parent / f".{out.name}.weightsmith-staging"
+    return out.parent / f".{out.name}{STAGING_SUFFIX}"
 
 
 def staged_plan(out: str | os.PathLike[str]) -> str:
@@ -93,13 +97,21 @@ class Staging:
     """
 
     def __init__(
-        self, out: Path, layout: Layout, plan_hash: str, *, overwrite: bool, protected: Sequence[Path], other_bytes: int
+        self,
+        out: Path,
+        layout: Layout,
+        plan_hash: str,
+        facts: Mapping[str, str],
+        overwrite: bool,
+        protected: Sequence[Path],
+        other_bytes: int,
     ) -> None:
         """Use `Staging.open`."""
         self.out = out
         self.folder = staging_folder(out)
         self.layout = layout
         self.plan_hash = plan_hash
+        self._facts = facts
         self._content = self.folder / CONTENT
         self.warnings: tuple[Finding, ...] = ()
         self._overwrite = overwrite
@@ -126,6 +138,7 @@ class Staging:
         layout: Layout,
         plan_hash: str,
         *,
+        facts: Mapping[str, str] | None = None,
         resume: bool = True,
         overwrite: bool = False,
         protected: Sequence[Path] = (),
@@ -137,16 +150,18 @@ class Staging:
 
         out        the final folder: new, empty, or (with `overwrite`) a checkpoint that `publish` will replace; folders on
                    the way to it are made, and stay whatever happens
+        plan_hash  identity of the work: only work with the same one is resumed
+        facts      what the plan was made from, each under the name that the user knows it by: what has changed is told by them
         resume     False discards what an earlier run left
         protected  every file and folder that the run reads: never replaced
-        other_bytes  of the files that will be added beside the weights: their space is counted, not reserved
+        other_bytes  of the files that will be added beside the weights: their space is reserved
         threads, progress   of re-reading the finished tensors; progress(bytes done, bytes in all)
 
         Raises OutputExists, CannotResume (another plan's work is there), NoSpace, and StoreError for a folder that
         cannot be written or that another process is building. Nothing is written then, except that resumable work
         stays.
         """
-        staging = cls(check_out(out), layout, plan_hash, overwrite=overwrite, protected=protected, other_bytes=other_bytes)
+        staging = cls(check_out(out), layout, plan_hash, facts or {}, overwrite, protected, other_bytes)
         with staging._preparing():
             staging._open(resume, None, threads, progress)
         return staging
@@ -160,9 +175,8 @@ class Staging:
             self.close()
             if error.errno in disk.FULL:
                 raise disk.no_space(self.out.parent, self.layout.total_bytes, state=NOTHING_WRITTEN, cause=error) from error
-            raise StoreError(
-                f"cannot be prepared: {error.strerror}", where=str(self.folder), fix="choose another output folder"
-            ) from error
+            fix = "raise the limit: ulimit -n 65536" if error.errno in disk.TOO_MANY_FILES else "choose another output folder"
+            raise StoreError(f"cannot be prepared: {error.strerror}", where=str(self.folder), fix=fix) from error
         except BaseException:
             self.close()
             raise
@@ -185,7 +199,7 @@ class Staging:
         try:
             self._journal = Journal(self.folder / JOURNAL)
             if fresh:
-                self._journal.start(self.plan_hash, self._layout_hash())
+                self._journal.start(self.plan_hash, self._layout_hash(), self._facts)
                 self._content.mkdir()
             self._reserve()
         except (NoSpace, OSError):
@@ -212,6 +226,7 @@ class Staging:
         part: tuple[int, int],
         names: Collection[str],
         *,
+        facts: Mapping[str, str] | None = None,
         overwrite: bool = False,
         protected: Sequence[Path] = (),
         other_bytes: int = 0,
@@ -226,7 +241,7 @@ class Staging:
         A Staging made so cannot publish: `Staging.open` does, when no part is being done any more. Else as `open`, with which
         it resumes.
         """
-        staging = cls(check_out(out), layout, plan_hash, overwrite=overwrite, protected=protected, other_bytes=other_bytes)
+        staging = cls(check_out(out), layout, plan_hash, facts or {}, overwrite, protected, other_bytes)
         with staging._preparing():
             staging._attach(part, names, threads, progress)
         return staging
@@ -254,7 +269,7 @@ class Staging:
         lock = FileIO(disk.open_own(folder / f"lock-{label}", os.O_RDWR), "r+")
         self._part_lock = lock
         try:
-            _flock(lock.fileno())
+            disk.lock(lock.fileno())
         except BlockingIOError:
             raise Busy(
                 f"another process is doing part {part[0]} of {part[1]}",
@@ -276,7 +291,7 @@ class Staging:
         try:
             while True:
                 try:
-                    _flock(lock.fileno())
+                    disk.lock(lock.fileno())
                     break
                 except BlockingIOError:
                     time.sleep(0.1)
@@ -292,7 +307,12 @@ class Staging:
         except FileNotFoundError:
             return None
         try:
-            fcntl.flock(lock.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if not disk.lock(lock.fileno(), shared=True):
+                raise StoreError(
+                    "this file system has no locks, which the processes that do parts need",
+                    where=str(self.out.parent),
+                    fix="run the plan in one process, without a part, or choose an output folder on another disk",
+                )
             entries = read_journal(self.folder / JOURNAL)
             if (self.folder / LOCK).lstat().st_ino != os.fstat(lock.fileno()).st_ino or not entries.lines:
                 return None
@@ -327,7 +347,7 @@ class Staging:
             except FileNotFoundError:
                 continue
             try:
-                locked = _flock(lock.fileno())
+                locked = disk.lock(lock.fileno())
                 about = os.fstat(lock.fileno())
                 if path.lstat().st_ino != about.st_ino:
                     continue
@@ -358,6 +378,10 @@ class Staging:
                     lock.close()
         raise StoreError("the lock cannot be taken: other processes keep removing it", where=str(self.folder))
 
+    def recover(self) -> None:
+        """Take the lock, and finish or undo a publish that was cut off. The folder may be gone then: see `is_open`."""
+        self._recover(self._take_lock())
+
     def _recover(self, entries: Entries) -> None:
         """Finish, or undo, a publish that was cut off between two steps."""
         old = self.folder / OLD
@@ -384,25 +408,29 @@ class Staging:
             )
 
     def _resumable(self, entries: Entries, resume: bool) -> bool:
-        """True if the journal is of this very plan; raises CannotResume if it is of another."""
+        """True if the journal is of this very plan; raises CannotResume if it is of another that has finished something."""
         if not resume:
             return False
         if entries.lines == 0 or not self._content.is_dir():
             return False  # cut off before the first line, or while being discarded: nothing to lose
         if (entries.plan, entries.layout) == (self.plan_hash, self._layout_hash()):
             return True
-        same_plan = entries.plan == self.plan_hash
+        if not (entries.tensors or entries.products):
+            return False  # nothing to lose
+        details: list[str] = []
+        if not entries.plan:
+            what = "unfinished work is here, but the first line of its journal is unreadable"
+        elif entries.plan == self.plan_hash:
+            what = "unfinished work of this plan is here, but its files are laid out otherwise (another version?)"
+        else:
+            what = "unfinished work is here that was made from something else"
+            details = changes(entries.facts, self._facts) if entries.facts else []
+        lost = f"{len(entries.tensors):,} of {len(self.layout.places):,} tensors" if entries.tensors else "a computed product"
         raise CannotResume(
-            "unfinished work of another plan is here"
-            if not same_plan
-            else "unfinished work of this plan is here, but its files are laid out otherwise (another version?)",
+            what,
             where=str(self.folder),
-            details=(
-                f"there    plan {entries.plan or 'unreadable'}, layout {entries.layout or 'unreadable'}",
-                f"wanted   plan {self.plan_hash}, layout {self._layout_hash()}",
-                f"{len(entries.tensors):,} finished tensors would be lost",
-            ),
-            fix="run the earlier plan again to finish it, discard it with --no-resume (resume=False), "
+            details=(*details, f"discarding it would lose: {lost}"),
+            fix="undo the change and run again to resume, discard the work with --no-resume (resume=False), "
             "or choose another output folder",
             state=f"Nothing was written. The unfinished work stays in {self.folder}",
         )
@@ -416,6 +444,7 @@ class Staging:
             disk.remove_tree(self.folder / name, last=MANIFEST_NAME)  # which says that the rest of a replaced one is ours
         for name in (PRODUCTS, PARTS):
             disk.remove_tree(self.folder / name)
+        (self.folder / SPACE).unlink(missing_ok=True)
         (self.folder / JOURNAL).unlink(missing_ok=True)
 
     def _check_replaced(self) -> None:
@@ -439,7 +468,15 @@ class Staging:
             self._weights.append(WeightFile(self._content / shard.name))
         for file in self._weights:  # after all that are needed: descriptors may run short
             file.open_direct()
-        held = sum(os.fstat(file.fd).st_blocks * 512 for file in self._weights)
+        space = disk.open_own(self.folder / SPACE, os.O_RDWR)
+        try:
+            self._reserve_all(space)
+        finally:
+            os.close(space)
+
+    def _reserve_all(self, space: int) -> None:
+        """space: the open file that reserves the room of the files beside the weights."""
+        held = sum(os.fstat(fd).st_blocks * 512 for fd in (space, *(file.fd for file in self._weights)))
         needed = self.layout.total_bytes + self._bookkeeping_bytes + self._other_bytes - held
         state = f"{NOTHING_WRITTEN[:-1]}; the space reserved so far is released."
         if held:
@@ -450,6 +487,7 @@ class Staging:
             for file, shard in zip(self._weights, self.layout.shards, strict=True):
                 disk.reserve(file.fd, shard.nbytes)
                 file.write(memoryview(shard.header), 0)
+            disk.reserve(space, self._other_bytes)
         except OSError as error:
             if error.errno in disk.FULL:
                 raise disk.no_space(self.out.parent, needed, state=state, cause=error) from error
@@ -576,6 +614,7 @@ class Staging:
         relative = check_file_name(name)
         if name in self._files:
             raise StoreError("the output has a file of this name already", where=name)
+        (self.folder / SPACE).unlink(missing_ok=True)
         source = self._source(data) if isinstance(data, Path) else BytesIO(byte_view(data))
         with source:
             nbytes = source.seek(0, os.SEEK_END)
@@ -620,6 +659,7 @@ class Staging:
         self._check_vacant(state=f"Everything is finished in {self.folder}")
         self._check_complete()
         try:
+            (self.folder / SPACE).unlink(missing_ok=True)
             if self.layout.index is not None:
                 self._files[INDEX_NAME] = self._write_own(INDEX_NAME, self.layout.index)
             self._write_own(
@@ -646,7 +686,7 @@ class Staging:
         except OSError as error:
             raise self._leftover(str(error.strerror)) from error
         except StoreError as error:
-            raise self._leftover(str(error)) from error
+            raise self._leftover(error.finding.what) from error
         return self.out
 
     def _check_vacant(self, state: str = NOTHING_WRITTEN) -> None:
@@ -705,7 +745,7 @@ class Staging:
 
     def _fsync(self) -> None:
         for file in self._weights:
-            os.fdatasync(file.fd)
+            disk.sync_data(file.fd)
         folders = {self._content}
         for name in [*self._files, MANIFEST_NAME]:
             path = self._content / name
@@ -790,19 +830,31 @@ class Staging:
         self.close()
 
 
+def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What differs between two sets of facts, the first 20 of them.
+
+    >>> changes({"parameters.t": "0.3", "files of ./b": "#51f0"}, {"parameters.t": "0.4", "files of ./b": "#77aa", "seed": "1"})
+    ['parameters.t: 0.3 -> 0.4', 'files of ./b: changed', 'seed: not set -> 1']
+    """
+    found = []
+    for term in dict.fromkeys([*before, *now]):
+        old, new = before.get(term, "not set"), now.get(term, "not set")
+        if old != new:
+            opaque = old.startswith("#") and new.startswith("#")
+            found.append(f"{term}: changed" if opaque else f"{term}: {_short(old)} -> {_short(new)}")
+    found = found or ["other details of the plan: comments in the recipe, or an option"]
+    return [*found[:20], *([f"and {len(found) - 20:,} more"] if len(found) > 20 else [])]
+
+
+def _short(value: str) -> str:
+    if value.startswith("#"):
+        return "other"
+    return value if len(value) <= 60 else f"{value[:57]}..."
+
+
 def _text(lock: FileIO) -> str:
-    return os.pread(lock.fileno(), 300, 0).decode(errors="replace")
-
-
-def _flock(fd: int) -> bool:
-    """Lock an open file, or raise BlockingIOError when another process holds it. False where the file system has no locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-        return False  # some network file systems: better to work there than not
-    return True
+    text = bytearray(300)
+    return text[: disk.read_into(lock.fileno(), memoryview(text), 0)].decode(errors="replace")
 
 
 def hash_file(path: Path) -> OtherFile:

@@ -10,8 +10,8 @@ from pathlib import Path, PurePosixPath
 
 from weightsmith.errors import NOTHING_WRITTEN, OutputExists, StoreError, WeightsmithError
 from weightsmith.formats.carried import is_checkpoint_file
-from weightsmith.formats.files import expand_user, read_bounded, show
-from weightsmith.formats.strict_json import parse_object
+from weightsmith.formats.files import expand_user, show
+from weightsmith.formats.strict_json import read_object
 from weightsmith.store.manifest import MANIFEST_NAME, read_manifest
 
 _VERSION_CONTROL = (".git", ".hg", ".svn", ".jj")
@@ -248,7 +248,7 @@ def _is_checkpoint(path: Path) -> bool:
     if (path / MANIFEST_NAME).is_file() or any(entry.name.endswith(".safetensors") for entry in path.iterdir()):
         return True
     try:
-        config = parse_object(read_bounded(path / "config.json", _MAX_CONFIG_BYTES), "", "", "", unique=False)
+        config = read_object(path / "config.json", _MAX_CONFIG_BYTES, "config.json", "", unique=False)
     except WeightsmithError:
         return False
     return "model_type" in config or "architectures" in config
@@ -288,9 +288,8 @@ def create_file(folder: Path, name: PurePosixPath) -> int:
                 os.mkdir(part, dir_fd=at)  # pathlib has no dir_fd
             except FileExistsError:
                 pass
-            inner = os.open(part, flags, dir_fd=at)
-            os.close(at)
-            at = inner
+            outer, at = at, os.open(part, flags, dir_fd=at)
+            os.close(outer)
         try:
             os.unlink(name.name, dir_fd=at)
         except FileNotFoundError:

@@ -1,7 +1,8 @@
-"""Traverses config.json as nested mappings. Values may have any type, and nesting may be deep."""
+"""Traverses config.json as nested mappings, and reads its values, which may have any type."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -16,6 +17,8 @@ MAX_DEPTH = 6
 
 MAX_COUNT = 1 << 24
 """The largest plausible number of layers, heads or columns."""
+
+MAX_LAYERS = 1 << 16
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Keys for the number of routed experts."""
@@ -70,27 +73,43 @@ def whole_numbers(value: object) -> list[int]:
     return [n for n in map(whole_number, value if isinstance(value, list) else [value]) if n is not None]
 
 
-def count_of(config: Mapping[str, Any], key: str) -> int:
-    """A number of layers, heads or columns, 0 to 2^24; 0 if missing or null. Raises FormatError.
+def finite_number(value: object) -> float | None:
+    """The value if it is an int or a float, and finite as a float; None for a bool, text, NaN, 10**400."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def count_of(config: Mapping[str, Any], key: str, *, where: str = "", most: int = MAX_COUNT) -> int:
+    """A number of layers, heads or columns, 0 to `most`; 0 if missing or null. Raises FormatError.
 
     >>> count_of({"num_attention_heads": 8, "head_dim": None}, "num_attention_heads")
     8
     """
     value = config.get(key)
     count = 0 if value is None else whole_number(value)
-    if count is None or not 0 <= count <= MAX_COUNT:
-        raise FormatError(f"{key} of config.json is {show(value)}", fix=f"it must be a whole number, 0 to {MAX_COUNT:,}")
+    if count is None or not 0 <= count <= most:
+        raise wrong_value(key, value, f"a whole number, 0 to {most:,}", where)
     return count
 
 
-def texts(value: object) -> Iterator[str]:
-    """Every string in a value, including keys."""
-    todo = [value]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, Mapping):
-            todo += [*value, *value.values()]
-        elif isinstance(value, list):
-            todo += value
+def number_of(config: Mapping[str, Any], key: str, default: float, *, where: str = "") -> float:
+    """A finite number; `default` if missing or null. Raises FormatError.
+
+    >>> number_of({"rope_theta": 1e6}, "rope_theta", 1e4), number_of({}, "rope_theta", 1e4)
+    (1000000.0, 10000.0)
+    """
+    value = config.get(key)
+    number = default if value is None else finite_number(value)
+    if number is None:
+        raise wrong_value(key, value, "a finite number", where)
+    return number
+
+
+def wrong_value(key: str, value: object, wanted: str, where: str = "") -> FormatError:
+    """The error for an invalid value of config.json. wanted: the valid values."""
+    what = f"{key} of config.json is {show(value)}, not {wanted}"
+    return FormatError(what, where=where, fix="Repair config.json, or download it again.")

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightsmith.structure.configs import Path, sections, whole_number
-from weightsmith.structure.names import overlap, words
+from weightsmith.structure.names import overlap, side_words, words
 
 _COUNT = re.compile(r"^(nlayers?|depth|(\w+_)?(layers?|blocks?|stages?|depth))$")
 # Keys about layers that are not a stack's number of layers.
 _NOT_COUNT = re.compile(
     r"(^|_)(max|min|kv|shared|dense|nextn|mtp|predict|window|per|hash|first|last|skip|drop|freeze|feature|mem|of|"
-    r"sparse|rescale|pooler|attention|attn|proj|global_attention|iou|bits|group|cla)(_|$)"
+    r"sparse|rescale|residual|pooler|attention|attn|proj|global_attention|iou|bits|group|cla)(_|$)"
 )
 # Lists with one kind per layer; their length counts the layers of a config without a number (Nemotron-H, transformers 5).
 _LISTS = ("layers_block_type", "layer_types", "block_configs", "hybrid_override_pattern")
@@ -94,7 +94,7 @@ def match_counts(prefix: str, found: int, counts: Iterable[Count], extras: bool)
     >>> match_counts("visual.blocks.", 2, tuple(find_counts(config)), extras=False)
     (('vision_config', 'depth'),)
     """
-    stack = words(prefix)
+    stack = side_words(prefix)
     scored = [(score, count) for count in counts if (score := _affinity(stack, count))]
     if not scored:
         return ()

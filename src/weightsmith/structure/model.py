@@ -6,7 +6,8 @@ Cost: one regular expression per name; 100,000 names take about a third of a sec
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ Part = tuple[str, tuple[int, ...]]
 Signature = frozenset[Part]
 """The tensors of a layer."""
 
+_NORM = re.compile(r"norm|(^|[._])(ln|bn)")
 _EXPERT_COUNT = re.compile(r"experts?$")
 _NOT_EXPERT_COUNT = re.compile(r"per_tok|shared|topk|top_k")
 
@@ -35,6 +37,7 @@ class Structure:
     modules     module name -> its tensors, in model order; every tensor is in exactly one
     aliases     mergekit's module names -> ours
     signatures  stack prefix -> one small int per layer; equal ints = same tensor suffixes and shapes
+    tapered     prefixes of stacks whose layers have different widths (the stages of Swin) and cannot be moved
     """
 
     stacks: tuple[Stack, ...]
@@ -42,6 +45,7 @@ class Structure:
     modules: Mapping[str, tuple[str, ...]]
     aliases: Mapping[str, str]
     signatures: Mapping[str, tuple[int, ...]]
+    tapered: frozenset[str]
     _partition: Modules
     _expert_counts: frozenset[int]
     _by_prefix: Mapping[str, Stack] = field(repr=False)
@@ -145,6 +149,7 @@ def analyse(specs: Iterable[TensorSpec], config: Mapping[str, Any] | None) -> St
         {},
         partition.aliases,
         {},
+        frozenset(),
         partition,
         frozenset(_expert_counts(config or {})),
         by_prefix,
@@ -164,6 +169,7 @@ def analyse(specs: Iterable[TensorSpec], config: Mapping[str, Any] | None) -> St
         draft,
         modules={name: tuple(tensors) for name, tensors in members.items()},
         signatures={prefix: _numbered(map(frozenset, parts)) for prefix, parts in layers.items()},
+        tapered=frozenset(prefix for prefix, parts in layers.items() if _is_tapered(parts)),
     )
 
 
@@ -171,6 +177,15 @@ def _numbered(layers: Iterable[Signature]) -> tuple[int, ...]:
     """Maps equal signatures to equal small ints."""
     seen: dict[Signature, int] = {}
     return tuple(seen.setdefault(layer, len(seen)) for layer in layers)
+
+
+def _is_tapered(layers: Sequence[AbstractSet[Part]]) -> bool:
+    """True if no norm has the same shape in all layers, and one has several: the residual stream changes its width."""
+    norms = [found for layer in layers if (found := {part for part in layer if _NORM.search(part[0]) and len(part[1]) == 1})]
+    if len(norms) < 2 or set.intersection(*norms):
+        return False
+    shapes = set[Part]().union(*norms)
+    return len({suffix for suffix, _ in shapes}) < len(shapes)
 
 
 def _expert_counts(config: Mapping[str, Any]) -> Iterator[int]:

@@ -33,6 +33,18 @@ def words(*texts: str) -> frozenset[str]:
     return frozenset(_SYNONYMS.get(p, p) for p in parts if p and not p.isdigit()) - _NO_MEANING
 
 
+def side_words(prefix: str) -> frozenset[str]:
+    """The words of a stack's prefix. Of `encoder` and `decoder`, only the inner one counts.
+
+    >>> sorted(side_words("pixel.decoder.encoder.layers.")), sorted(side_words("decoder.block."))
+    (['encoder', 'layers', 'pixel'], ['block', 'decoder'])
+    """
+    found = words(prefix)
+    if {"encoder", "decoder"} <= found:
+        found -= {"decoder" if prefix.rfind("encoder") > prefix.rfind("decoder") else "encoder"}
+    return found
+
+
 def overlap(a: Iterable[str], b: Iterable[str]) -> int:
     """How many words of `a` are in `b`. Words match if their first four letters do.
 

@@ -1,11 +1,13 @@
 """Re-indexes per-layer lists and maps of config.json after layers are dropped, repeated or reordered.
 
-Four forms:
+Five forms:
 
 * a list (or a string such as Nemotron-H's "M-M*") with one entry per layer: `layer_types`, `block_configs`
 * a list of layer numbers: `mlp_only_layers`, `cross_attention_layers`; from 0, or from 1 (Kimi-Linear's `kda_layers`)
 * a list of the source layer that each layer shares with: `kv_source_layers`
 * a map keyed by layer number: `{"0": ..., "1": ...}`
+
+* a backbone's list of stages, starting with the stem: `stage_names`, with `out_features` and `out_indices` selected from it
 
 Length, values and name determine the form of a list. Lists that have the right length by chance (`eos_token_id`,
 `mrope_section`, `id2label` of a 12-class, 12-layer model) are excluded by name.
@@ -22,14 +24,26 @@ from weightsmith.errors import LayerError
 from weightsmith.structure.configs import whole_numbers
 
 _NEVER = re.compile(
-    r"label|token|architectures|auto_map|factor|section|mean|std|(^|_)(size|sizes|stride|strides|kernel|dim|dims)$"
+    r"label|token|architectures|auto_map|factor|section|mean|std|(^|_)(?<!^intermediate_)(size|sizes|stride|strides|kernel|dim|dims)$"
     r"|image|out_features|stage_names|bos|eos|pad_|betas|range|tags|languages|grid|pinpoints|bins|^conv_|resolution"
 )
 _NEVER_MAP = re.compile(r"label|token|task_specific_params|generation_config|auto_map|^rope_(scaling|parameters)$")
 _INDICES = re.compile(r"(layers?|idxs?|indices|indexes|layer_ids|block_ids|blocks_enum|layers_enum|block_indices)$")
 _TAPS = re.compile(r"deepstack|out_indices|intermediate_layers_indices|extract_layers|feature_layers?$|tap_layers")
-_SOURCES = re.compile(r"_source_layers$")
+_NOT_INDICES = re.compile(r"_source_layers$|summary")
+_ALL_LAYERS = re.compile(
+    r"(^|[._])per_layer_|_per_layer\.|(^|\.)(contact_head|mid_position_embeddings|layer_weights|attn_res)(\.|$)"
+)
 _FLAGS = re.compile(r"^no_rope_layers$|_types?$|_freq$")
+
+
+def has_all_layers(name: str) -> bool:
+    """True if the shape of a tensor outside the layers depends on their number, judged by its name.
+
+    >>> has_all_layers("model.embed_tokens_per_layer.weight"), has_all_layers("esm.contact_head.regression.weight")
+    (True, True)
+    """
+    return _ALL_LAYERS.search(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +79,8 @@ def is_per_layer(key: str, value: Any, remap: Remap) -> bool:
         return key.endswith("pattern") and len(value) == remap.n_old > 1
     if not isinstance(value, list) or _NEVER.search(key):
         return False
+    if key == "attn_layers" and len(value) > remap.n_old:  # Reformer's
+        return True
     if len(value) != remap.n_old and len(value) - remap.n_old not in remap.extra:
         return False
     return not is_indices(key, value, remap)
@@ -73,12 +89,13 @@ def is_per_layer(key: str, value: Any, remap: Remap) -> bool:
 def is_indices(key: str, value: Any, remap: Remap) -> bool:
     """True for a list of layer numbers.
 
-    An ambiguous list (n distinct ints below n) holds layer numbers unless its name suggests flags.
+    An ambiguous list (n distinct ints below n) holds layer numbers unless its name suggests flags. Some
+    numbers may exceed the stack, because a config may keep the numbers of dropped layers.
     """
-    if not _is_ints(value) or not (_INDICES.search(key) or _TAPS.search(key)) or _SOURCES.search(key):
+    if not _is_ints(value) or not (_INDICES.search(key) or _TAPS.search(key)) or _NOT_INDICES.search(key):
         return False
     distinct = len(set(value)) == len(value)
-    inside = all(0 <= v <= remap.n_old for v in value)
+    inside = all(v >= 0 for v in value) and (not value or min(value) <= remap.n_old)
     return distinct and inside and not (_FLAGS.search(key) and len(value) == remap.n_old)
 
 
@@ -89,7 +106,7 @@ def first_number(key: str, value: Sequence[int], siblings: Mapping[str, Any], n_
     """
     lists = [v for k, v in siblings.items() if _INDICES.search(k) and _is_ints(v) and v]
     together = sorted(v for part in lists for v in part)
-    if n_old in value or together == list(range(1, n_old + 1)):
+    if max(value, default=0) == n_old or together == list(range(1, n_old + 1)):
         return 1
     return 0
 
@@ -106,6 +123,8 @@ def move_indices(key: str, value: Sequence[int], remap: Remap, first: int) -> li
     taps = []
     for v in value:
         copies = [new for new, old in enumerate(remap.source) if old == v - first]
+        if v - first >= remap.n_old:
+            continue
         if not copies:
             raise LayerError(
                 f"{key} of config.json uses the output of layer {v - first}, which the new stack does not have",
@@ -113,6 +132,44 @@ def move_indices(key: str, value: Sequence[int], remap: Remap, first: int) -> li
             )
         taps.append(copies[-1] + first)
     return taps
+
+
+def is_stages(config: Mapping[str, Any], remap: Remap) -> bool:
+    """True for a backbone's section whose stages are its layers: `stage_names` is stem, stage1, stage2, …"""
+    names = config.get("stage_names")
+    return names == _stage_names(remap.n_old) or (
+        names is None
+        and isinstance(config.get("out_features"), list)
+        and set(config["out_features"]) <= set(_stage_names(remap.n_old))
+    )
+
+
+def move_stages(config: Mapping[str, Any], remap: Remap) -> dict[str, Any]:
+    """`stage_names`, `out_features` and `out_indices` of such a section for the new stack, if present.
+
+    Each output stage becomes the last copy of its layer; if only the last stage is output, it stays the last. Raises
+    LayerError if the layer of an output stage was dropped.
+    """
+    names, new_names = _stage_names(remap.n_old), _stage_names(remap.n_new)
+    features, numbers = config.get("out_features"), config.get("out_indices")
+    if not features and not numbers:
+        taps = []
+    else:
+        taps = [names.index(f) for f in features] if features else [n % len(names) for n in whole_numbers(numbers)]
+    if taps == [remap.n_old]:
+        taps = [remap.n_new]
+    else:
+        taps = [0 if tap == 0 else move_indices("out_indices", [tap], remap, 1)[0] for tap in taps]
+    moved: dict[str, Any] = {"stage_names": new_names} if config.get("stage_names") else {}
+    if features:
+        moved["out_features"] = [new_names[tap] for tap in taps]
+    if numbers:
+        moved["out_indices"] = taps
+    return moved
+
+
+def _stage_names(n_layers: int) -> list[str]:
+    return ["stem", *(f"stage{i}" for i in range(1, n_layers + 1))]
 
 
 def move_sources(key: str, value: Sequence[int], remap: Remap) -> list[int]:
@@ -132,13 +189,15 @@ def move_sources(key: str, value: Sequence[int], remap: Remap) -> list[int]:
 
 def move_map(key: str, value: Mapping[str, Any], remap: Remap) -> dict[str, Any] | None:
     """A map keyed by layer number for the new stack; None if the keys are not layer numbers."""
-    if not value or _NEVER_MAP.search(key) or not all(re.fullmatch(r"0|[1-9][0-9]{0,8}", str(k)) for k in value):
+    if not value or _NEVER_MAP.search(key) or not all(re.fullmatch(r"[0-9]{1,9}", str(k)) for k in value):
         return None
     keys = {int(k) for k in value}
     if max(keys) >= remap.n_old or not (len(keys) == remap.n_old or "layer" in key or "block" in key):
         return None
     by_int = {int(k): v for k, v in value.items()}
-    return {str(new): by_int[old] for new, old in enumerate(remap.source) if old in by_int}
+    padded = any(len(str(k)) > 1 and str(k)[0] == "0" for k in value)  # transformers pads them so that they sort as text
+    width = len(str(remap.n_new - 1)) if padded else 1
+    return {f"{new:0{width}}": by_int[old] for new, old in enumerate(remap.source) if old in by_int}
 
 
 def move_names(values: Sequence[Any], prefix: str, remap: Remap) -> list[Any]:

@@ -13,21 +13,24 @@ from typing import Any
 
 from weightsmith.errors import LayerError, UnknownName, nearest
 from weightsmith.structure.configs import MAX_DEPTH, Path, section_at, whole_number
-from weightsmith.structure.counts import is_count_key
+from weightsmith.structure.counts import find_counts, is_count_key
 from weightsmith.structure.model import Structure
 from weightsmith.structure.names import words
 from weightsmith.structure.perlayer import (
     Remap,
     first_number,
+    has_all_layers,
     is_indices,
     is_per_layer,
+    is_stages,
     move_indices,
     move_map,
     move_names,
     move_sources,
+    move_stages,
 )
 from weightsmith.structure.rules import rules_for
-from weightsmith.structure.stacks import Stack
+from weightsmith.structure.stacks import TOWERS, Stack
 
 Explained = list[tuple[Hashable, ...]]
 """Kinds of the old layers, one tuple per list or number of the config that distinguishes layers."""
@@ -62,6 +65,13 @@ def resize_config(
             continue
         _check_source(stack, remap)
         _check_siblings(structure, stack, layers)
+        _check_outside(structure, stack)
+        _check_owner(config, structure, stack)
+        if prefix in structure.tapered:
+            raise LayerError(
+                f"the layers of {prefix} have different widths, so they cannot be dropped, repeated or moved",
+                fix="use the whole stack, in order",
+            )
         notes += _Resize(config, new, structure, stack, remap).run()
     return new, tuple(dict.fromkeys(notes))
 
@@ -81,7 +91,7 @@ def _check_source(stack: Stack, remap: Remap) -> None:
         raise LayerError(f"{stack.prefix} has layers 0 to {stack.n_layers - 1}, not {wrong[0]}", fix="correct layer_range")
     if stack.config_path is None:
         raise LayerError(
-            f"no key of config.json holds the number of layers of {stack.prefix}, {stack.n_layers}, so it cannot be changed",
+            f"no key of config.json holds the layer count of {stack.prefix} ({stack.n_layers}), so it cannot be changed",
             fix="use the whole stack, in order",
         )
 
@@ -96,6 +106,32 @@ def _check_siblings(structure: Structure, stack: Stack, layers: Mapping[str, Seq
                     f"{stack.prefix} and {other.prefix} share {'.'.join(stack.config_path or ())} of config.json",
                     fix="use the same layers of both",
                 )
+
+
+def _check_owner(config: Mapping[str, Any], structure: Structure, stack: Stack) -> None:
+    """Raise if a section of no other stack counts as many layers as an encoder, because it may be the encoder's."""
+    owned = {path[:-1] for other in structure.stacks for path in other.config_paths}
+    for count in find_counts(config) if stack.kind == "encoder" else ():
+        if count.path[:-1] and count.path[:-1] not in owned and count.value == stack.n_layers:
+            raise LayerError(
+                f"{'.'.join(stack.config_path or ())} and {'.'.join(count.path)} of config.json may both be the number of "
+                f"layers of {stack.prefix}, so it cannot be changed",
+                fix="use the whole stack, in order",
+            )
+
+
+def _check_outside(structure: Structure, stack: Stack) -> None:
+    """Raise for tensors outside the layers with a part for each layer (Gemma 3n's second embedding)."""
+    for name in structure.modules.get(stack.module, ()):
+        if stack.kind not in TOWERS and has_all_layers(name) and structure.locate(name) is None:
+            raise LayerError(
+                f"{name} has a part for each layer of {stack.prefix}, so layers cannot be dropped, repeated or moved",
+                fix="use the whole stack, in order",
+            )
+
+
+UNSAID = "but config.json does not say which layers use it"
+"""Marks a note on what the new config may not express. All other notes are changes."""
 
 
 class _Resize:
@@ -133,8 +169,11 @@ class _Resize:
 
     def _walk(self, old: Mapping[str, Any], new: dict[str, Any], path: Path) -> None:
         """Move every per-layer value of a dict and of the plain dicts in it."""
+        stages = move_stages(old, self.remap) if is_stages(old, self.remap) else {}
+        for key, value in stages.items():
+            self._set(new, key, value, None)
         for key, value in old.items():
-            if not self._is_mine(key, path):
+            if key in stages or not self._is_mine(key, path):
                 continue
             if isinstance(value, Mapping):
                 moved = move_map(key, value, self.remap)
@@ -157,6 +196,8 @@ class _Resize:
         if "decoder" in about and kind == "encoder":
             return False
         if "encoder" in about and kind == "decoder" and "encoder" not in own:
+            return False
+        if key == "attention_window" and kind == "decoder" and "encoder_layers" in self.old:  # LED's encoder alone has windows
             return False
         if path == () and (about & {"vision", "audio"} - own) & self.parts:
             return False
@@ -200,7 +241,7 @@ class _Resize:
         patterns = ("sliding_window_pattern", "_sliding_window_pattern", "window_pattern", "full_attention_interval")
         if old.get("sliding_window") and not any(old.get(key) for key in (*said, *patterns)):
             self.notes.append(
-                f"sliding_window = {old['sliding_window']}, but config.json does not say which layers use it; if the "
+                f"sliding_window = {old['sliding_window']}, {UNSAID}; if the "
                 "model's code alternates by position (Gemma 2), first save the config with a current transformers, which "
                 "writes layer_types"
             )
@@ -222,20 +263,19 @@ class _Resize:
                 continue
             for new, old in enumerate(self.remap.source):
                 key = (said[old], place(new, self.remap.n_new))
-                if expected.get(key, signature[old]) != signature[old]:
+                if expected.get(key) != signature[old]:  # what is built there, or not known
                     raise self._misplaced(new, old)
             return
-        if self.remap.source != tuple(range(self.remap.n_new)):
-            raise LayerError(
-                f"the layers of {self.stack.prefix} have different tensors, and no key of config.json gives the kind of "
-                "each layer, so they cannot be reordered",
-                fix="drop layers only at the end, or use the whole stack",
-            )
+        raise LayerError(
+            f"the layers of {self.stack.prefix} have different tensors, and no key of config.json gives the kind of "
+            "each layer, so they cannot be dropped, repeated or moved",
+            fix="use the whole stack, in order",
+        )
 
     def _misplaced(self, new: int, old: int) -> LayerError:
         return LayerError(
             f"layer {old} of {self.stack.prefix} cannot be layer {new} of the new stack: the model class builds "
-            "another kind of layer there (other tensors or shapes)",
+            "another kind of layer there (other tensors or shapes), or an unknown kind",
             fix=f"leave layer {old} in its place, or use a layer of the kind found there",
         )
 

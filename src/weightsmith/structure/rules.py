@@ -8,6 +8,8 @@ A rule gives each layer a kind. The new config is valid if every new layer has t
 
 * Threshold: kind changes once, at the number (`first_k_dense_replace`, `max_window_layers`)
 * Tail: the same, counted from the end (`num_kv_shared_layers`)
+* Spread: a number of evenly spaced layers of one kind (`aligner_num_add_layers`)
+* Last: the last layer always has a fixed kind
 * Period: kind depends on the remainder (`sliding_window_pattern`, `full_attention_interval`)
 * Cycle: a short list or string repeated over the layers (RecurrentGemma's `block_types`); expanded, it can express any order
 * Sparse: decoder_sparse_step with mlp_only_layers; the list can express any order
@@ -171,6 +173,56 @@ class Period:
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """A number of evenly spaced layers of one kind: `hit` if i + 1 is a multiple of layers // number (Evolla)."""
+
+    key: str
+    hit: str
+
+    def applies(self, old: Config) -> bool:
+        return (whole_number(old.get(self.key)) or 0) > 0
+
+    def _of(self, number: int, n_layers: int) -> tuple[bool, ...]:
+        period = max(n_layers // number, 1)
+        return tuple((i + 1) % period == 0 for i in range(n_layers))
+
+    def kinds(self, old: Config, n_layers: int) -> Kinds:
+        return self._of(int(old[self.key]), n_layers)
+
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap) -> str | None:
+        before = int(old[self.key])
+        kinds = self._of(before, remap.n_old)
+        wanted = tuple(kinds[i] for i in remap.source)
+        for number in (before, *range(1, remap.n_new + 1)):
+            if wanted == self._of(number, remap.n_new):
+                new[self.key] = number
+                return None if number == before else f"{self.key}: {before} -> {number}"
+        raise _refuse(self.key, before, wanted, {True: self.hit, False: "other"}, f"{self.hit} layers must be evenly spaced")
+
+
+@dataclass(frozen=True, slots=True)
+class Last:
+    """The model class gives the last layer the kind `kind`, whatever its list says (Gemma 4). markers: keys of such configs."""
+
+    key: str
+    kind: str
+    markers: tuple[str, ...]
+
+    def applies(self, old: Config) -> bool:
+        kinds = old.get(self.key)
+        return isinstance(kinds, list) and self.kind in kinds and any(old.get(marker) for marker in self.markers)
+
+    def kinds(self, old: Config, n_layers: int) -> Kinds:
+        return tuple(old[self.key][:n_layers])
+
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap) -> str | None:
+        wanted = tuple(old[self.key][i] for i in remap.source)
+        if wanted[-1] != self.kind:
+            raise _refuse(self.key, "[…]", wanted, {}, f"the last layer must be {self.kind}")
+        return None
+
+
+@dataclass(frozen=True, slots=True)
 class PeriodOffset:
     """Jamba's pairs: `hit` if i % period == offset. Tries other pairs before it raises."""
 
@@ -331,6 +383,9 @@ _RULES: tuple[Rule, ...] = (
     ),
     Tail("num_kv_shared_layers", "KV-sharing"),
     Tail("num_last_full_attention_layers", "full attention"),
+    Tail("num_timestamp_prediction_layers", "timestamp"),
+    Spread("aligner_num_add_layers", "adapter"),
+    Last("layer_types", "full_attention", ("global_head_dim", "per_layer_config")),
     *(
         Period(key, "full_attention", "sliding_attention", 1, _TYPES, "layer_types", active=_windowed)
         for key in ("sliding_window_pattern", "_sliding_window_pattern")

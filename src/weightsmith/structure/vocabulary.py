@@ -26,9 +26,6 @@ HEADS = ("lm_head", "embed_out", "output", "output_layer", "head", "proj_out", "
 
 _OUTSIDE_LAYERS = ("output", "output_layer", "proj_out", "decoder", "shared")
 
-PER_LAYER = "embed_tokens_per_layer"
-"""The module of Gemma 3n's and Gemma 4's second embedding, with values for each token and layer."""
-
 _FIRST = re.compile(
     r"embed(?!_out|ding_norm)|(^|\.)(wte|wpe|shared|stem|patch|class_token|cls_token|token_type|pos_emb|ln_pre|pre_la?y[er]+norm)"
 )
@@ -64,21 +61,6 @@ def is_head(spec: TensorSpec) -> bool:
 def is_vocabulary(spec: TensorSpec) -> bool:
     """True for a matrix [tokens, hidden] that may be an embedding or a head, by its name."""
     return is_embedding(spec) or is_head(spec)
-
-
-def token_axis(spec: TensorSpec) -> int | None:
-    """The axis of a tensor that is indexed by token, judged by its name; None if there is none.
-
-    An embedding or a head [tokens, hidden], the bias of a head [tokens], an embedding for each layer [tokens, layers · size].
-
-    >>> from weightsmith.tensors import DTYPES
-    >>> names = {"lm_head.bias": (8,), "model.embed_tokens_per_layer.weight": (8, 6), "model.norm.bias": (4,)}
-    >>> [token_axis(TensorSpec(name, DTYPES["BF16"], shape)) for name, shape in names.items()]
-    [0, 0, None]
-    """
-    if len(spec.shape) == 1:
-        return 0 if spec.name.endswith(".bias") and _is_named(spec, HEADS) else None
-    return 0 if len(spec.shape) == 2 and _is_named(spec, (*EMBEDDINGS, PER_LAYER, *HEADS)) else None
 
 
 def comes_first(name: str) -> bool:

@@ -47,7 +47,7 @@ def _config(facts: Facts) -> dict[str, Any]:
 
 
 def _check(config: Mapping[str, Any]) -> Iterable[str]:
-    heads, size = int(config.get("num_attention_heads") or 0), int(config.get("head_dim") or 0)
+    heads, size = config.get("num_attention_heads") or 0, config.get("head_dim") or 0
     if heads * size != config.get("hidden_size"):
         yield f"its heads together are as wide as the hidden state; the base has {heads} heads of {size}"
     if rope_type(config) not in ("default", "linear", "dynamic"):

@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weightsmith.errors import FormatError
-from weightsmith.formats.files import show
-from weightsmith.structure.configs import count_of
+from weightsmith.structure.configs import MAX_COUNT, MAX_LAYERS, count_of, number_of, wrong_value
 
 ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"})
 """Keys of rotary embeddings: `rope_parameters` since transformers 5, `rope_theta` and `rope_scaling` before."""
@@ -154,17 +152,36 @@ KNOWN: frozenset[str] = frozenset().union(*DEFAULTS.values())
 """Every key that any of these classes reads."""
 
 
-def semantics(config: Mapping[str, Any]) -> dict[str, Any]:
+_COUNTS = frozenset(
+    """
+    num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_size intermediate_size vocab_size sliding_window
+    max_window_layers no_rope_layer_interval q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
+    """.split()
+)
+_NUMBERS = frozenset(_MULTIPLIERS) | {"rope_theta", "partial_rotary_factor"}
+_TYPES: Mapping[str, tuple[type, str]] = {
+    **dict.fromkeys(("layer_types", "no_rope_layers"), (list, "a list")),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict, "an object")),
+    **dict.fromkeys(("hidden_act", "model_type"), (str, "a string")),
+}
+
+
+def semantics(config: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     """A dense config with every key that affects what the model computes.
+
+    where  the model, for messages
 
     Always includes heads, their size, the window of each layer (`sliding_window`, `layer_types`) and the RoPE base. Drops
     keys that only other model types read. For a model type that is not in `DEFAULTS`, keeps config.json's values.
+
+    Raises FormatError for values of a wrong type or an absurd size.
 
     >>> semantics({"model_type": "llama", "num_attention_heads": 4, "hidden_size": 64, "sliding_window": 8})["head_dim"]
     16
     >>> semantics({"model_type": "mistral", "num_hidden_layers": 2, "rope_theta": 5e5})["layer_types"]
     ['sliding_attention', 'sliding_attention']
     """
+    _check_values(config, where)
     model_type = str(config.get("model_type"))
     defaults = DEFAULTS.get(model_type)
     if defaults is None:
@@ -173,15 +190,27 @@ def semantics(config: Mapping[str, Any]) -> dict[str, Any]:
         foreign = KNOWN - defaults.keys() - ROPE
         full = {**defaults, **{key: value for key, value in config.items() if key not in foreign}}
         _write_rope(full, config, model_type)
-    heads = count_of(full, "num_attention_heads")
+    heads = full.get("num_attention_heads") or 0
     given = full.get("num_key_value_heads")
-    full["num_key_value_heads"] = heads if given is None else count_of(full, "num_key_value_heads")
-    if full.get("head_dim") is None and heads and (hidden := count_of(full, "hidden_size")):
+    full["num_key_value_heads"] = heads if given is None else given
+    if full.get("head_dim") is None and heads and (hidden := full.get("hidden_size")):
         full["head_dim"] = hidden // heads
     full["layer_types"] = _windows(full, model_type)
     if "sliding_attention" not in full["layer_types"]:
         full["sliding_window"] = None
     return full
+
+
+def _check_values(config: Mapping[str, Any], where: str) -> None:
+    for key in config.keys() & _COUNTS:
+        count_of(config, key, where=where, most=MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT)
+    for key in config.keys() & _NUMBERS:
+        number_of(config, key, 1.0, where=where)
+    for key, (kind, words) in _TYPES.items():
+        if not isinstance(value := config.get(key), kind | None):
+            raise wrong_value(key, value, words, where)
+    number_of(rope_scaling(config), "partial_rotary_factor", 1.0, where=where)
+    number_of(rope_scaling(config), "factor", 1.0, where=where)
 
 
 def rope_type(config: Mapping[str, Any]) -> str:
@@ -197,9 +226,7 @@ def rotary_share(config: Mapping[str, Any]) -> float:
 
 def rope_scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The RoPE scaling. If both keys exist, the old one takes precedence, as in transformers."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise FormatError(f"rope_scaling of config.json is {show(rope)}", fix="it must be an object")
+    rope: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return rope
 
 
@@ -227,13 +254,13 @@ def _write_rope(full: dict[str, Any], config: Mapping[str, Any], model_type: str
 
 def _windows(full: Mapping[str, Any], model_type: str) -> list[str]:
     """For each layer, `full_attention` or `sliding_attention`."""
-    layers, window = count_of(full, "num_hidden_layers"), full.get("sliding_window")
+    layers, window = full.get("num_hidden_layers") or 0, full.get("sliding_window")
     given = full.get("layer_types")
     if not window or full.get("use_sliding_window") is False:
         return ["full_attention"] * layers
     if given:
-        return [str(kind) for kind in given] if isinstance(given, list) else []
+        return list(map(str, given))
     first = layers if model_type == "smollm3" else 0
     if model_type in ("qwen2", "qwen3"):
-        first = count_of(full, "max_window_layers")
+        first = full.get("max_window_layers") or 0
     return ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]

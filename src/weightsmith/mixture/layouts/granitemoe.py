@@ -12,7 +12,7 @@ def _config(facts: Facts) -> dict[str, Any]:
         "embedding_multiplier": 1.0,
         "logits_scaling": 1.0,
         "residual_multiplier": 1.0,
-        "attention_multiplier": int(facts.config["head_dim"]) ** -0.5,
+        "attention_multiplier": facts.config["head_dim"] ** -0.5,
     }
     return moe_config(
         facts,

@@ -19,7 +19,7 @@ from weightsmith.mixture.layouts.olmo_family import ROUTING, config
 
 
 def _check(dense: Mapping[str, Any]) -> Iterable[str]:
-    heads, size = int(dense.get("num_attention_heads") or 0), int(dense.get("head_dim") or 0)
+    heads, size = dense.get("num_attention_heads") or 0, dense.get("head_dim") or 0
     if heads * size != dense.get("hidden_size"):
         yield f"its heads together are as wide as the hidden state; the base has {heads} heads of {size}"
 

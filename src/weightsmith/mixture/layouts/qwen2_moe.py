@@ -42,9 +42,9 @@ def _fixed(facts: Facts) -> list[Fixed]:
     """Zero biases: the original models have biases, so programs expect them."""
     if facts.biased:
         return []
-    size = int(facts.config["head_dim"])
+    size = facts.config["head_dim"]
     heads = {"q": "num_attention_heads", "k": "num_key_value_heads", "v": "num_key_value_heads"}
-    return [Fixed(f"self_attn.{part}_proj.bias", (int(facts.config[key]) * size,), 0.0) for part, key in heads.items()]
+    return [Fixed(f"self_attn.{part}_proj.bias", (facts.config[key] * size,), 0.0) for part, key in heads.items()]
 
 
 def _warnings(facts: Facts) -> Iterable[str]:

@@ -62,6 +62,7 @@ class Gating:
     report         whether to report where the rows route the prompts
     where          position of the gate mode in the recipe
     packages       versions of the packages that hidden states depend on
+    lenient        warn about rows that cannot distinguish the experts, instead of raising
     """
 
     mode: str
@@ -77,6 +78,7 @@ class Gating:
     report: bool
     where: str
     packages: Mapping[str, str]
+    lenient: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:

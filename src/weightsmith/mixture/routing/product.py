@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from weightsmith.errors import Finding
+from weightsmith.mixture.routing.gates import MODES
 from weightsmith.mixture.routing.gating import Gating, router_dtype
 from weightsmith.mixture.routing.heat_map import heat_map
 from weightsmith.mixture.routing.report import Group, Routing
-from weightsmith.mixture.routing.route import route
+from weightsmith.mixture.routing.route import route, useless_rows
 from weightsmith.plans import Product
 from weightsmith.products import Bench, Kind
 from weightsmith.products.base import Arrays
@@ -40,17 +41,26 @@ def _compute(bench: Bench) -> Arrays:
 
 @dataclass(frozen=True, slots=True)
 class RoutingReport:
-    """Where the router routes the tokens of the experts' texts."""
+    """Where the router routes the tokens of the experts' texts, and problems with its rows.
 
-    routing: Routing
+    routing  None if not requested
+    useless  warnings about rows that cannot distinguish experts
+    """
+
+    routing: Routing | None
+    useless: tuple[Finding, ...] = ()
 
     def files(self) -> dict[str, bytes]:
         """routing.json and a heat map."""
+        if self.routing is None:
+            return {}
         data = json.dumps(self.routing.to_json(), indent=1, ensure_ascii=False) + "\n"
         return {JSON_NAME: data.encode(), PICTURE_NAME: heat_map(self.routing).encode()}
 
     def section(self) -> str:
         """The model card's section on routing."""
+        if self.routing is None:
+            return ""
         return f"""
 ## Routing
 
@@ -64,19 +74,24 @@ states of the base; in this model they differ after the first layer. Per-layer v
 
     def warnings(self, where: str) -> list[Finding]:
         """Warnings about a router that cannot work."""
-        return self.routing.warnings(where)
+        return [*self.useless, *([] if self.routing is None else self.routing.warnings(where))]
 
 
 def _report(product: Product, arrays: Arrays) -> RoutingReport | None:
     gating = Gating.of(product)
+    useless: tuple[Finding, ...] = ()
+    if gating.lenient and MODES[gating.mode].needs != "nothing":
+        per_layer = sum(not out.name.startswith("routing: ") for out in product.outs) // gating.base.layers
+        rows = np.stack([layer[:: gating.groups] for layer in arrays[: per_layer * gating.base.layers : per_layer]])
+        useless = tuple(replace(p.finding, fix="") for p in useless_rows(rows, gating))
     if not gating.report:
-        return None
+        return RoutingReport(None, useless) if useless else None
     first, sent, tokens = arrays[-3:]
     present = np.flatnonzero(tokens)  # a held-out text may have no token
     groups = tuple(Group(*gating.counted[g], int(tokens[g])) for g in present)
     names = tuple(expert.name for expert in gating.experts[: gating.routed])
     per_token = max(1, gating.per_token // gating.groups)
-    return RoutingReport(Routing(names, per_token, groups, first[:, present], sent[:, present]))
+    return RoutingReport(Routing(names, per_token, groups, first[:, present], sent[:, present]), useless)
 
 
 KIND = Kind("computing hidden states and router weights", compute=_compute, report=_report)

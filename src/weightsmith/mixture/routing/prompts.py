@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightsmith.errors import NotFound, ParameterError, SyntaxProblem, WeightsmithError
-from weightsmith.formats.files import expand_user
+from weightsmith.errors import CheckpointError, NotFound, ParameterError, SyntaxProblem, WeightsmithError
+from weightsmith.formats.files import expand_user, read_bounded
 from weightsmith.recipe import Expert
 
 MAX_BYTES = 4 << 20
@@ -77,15 +77,13 @@ def paragraphs(text: str) -> list[str]:
 
 def _read(path: Path, where: str) -> str | WeightsmithError:
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
-        reason = error.strerror if isinstance(error, OSError) else error
+        data = read_bounded(path, MAX_BYTES)
+    except NotFound as error:
         fix = "relative paths start at the recipe's folder"
-        return NotFound(f"the text file {path} cannot be read: {reason}", where=where, fix=fix)
-    if len(data) > MAX_BYTES:
-        what = f"the text file {path} is larger than {MAX_BYTES:,} bytes"
-        return ParameterError(what, where=where, fix="use a part of it: about ten thousand tokens are plenty")
+        return NotFound(f"the text file {path} cannot be read: {error.finding.what}", where=where, fix=fix)
+    except CheckpointError as error:
+        fix = "use a part of it: about ten thousand tokens are plenty"
+        return ParameterError(f"the text file {path} cannot be read: {error.finding.what}", where=where, fix=fix)
     try:
         text = data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
@@ -122,6 +120,7 @@ class Tokens:
 
     def __init__(self, tokenizer: Any, *, plain: bool) -> None:
         self._tokenizer = tokenizer
+        self._plain = plain
         bos = tokenizer.bos_token_id
         self._bos_text = (tokenizer.bos_token or "") if plain else ""
         self._prefix: list[int] = [bos] if bos is not None else []
@@ -134,7 +133,11 @@ class Tokens:
         whole = texts.whole or {}
         positive = [*map(self._row, texts.positive), *self._cut(whole.get("positive", ""), prompt_tokens)]
         held_out = [*map(self._row, texts.held_out), *self._cut(whole.get("held_out", ""), prompt_tokens)]
-        return Rows(_full(positive), _full(map(self._row, texts.negative)), _full(held_out))
+        return Rows(self._full(positive), self._full(map(self._row, texts.negative)), self._full(held_out))
+
+    def _full(self, rows: Iterable[Row]) -> tuple[Row, ...]:
+        """The rows with tokens. With `plain`, the bos token alone counts as one, for empty prompts, as in mergekit."""
+        return tuple(row for row in rows if len(row.ids) > (0 if self._plain else row.start))
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -148,10 +151,6 @@ class Tokens:
         ids = self._ids(text) if text and size else []
         step = size or 1
         return [Row((*self._prefix, *ids[k : k + step]), len(self._prefix)) for k in range(0, len(ids), step)]
-
-
-def _full(rows: Any) -> tuple[Row, ...]:
-    return tuple(row for row in rows if len(row.ids) > row.start)
 
 
 def too_long(rows: Sequence[Rows], names: Sequence[tuple[str, str]], limit: int) -> list[WeightsmithError]:

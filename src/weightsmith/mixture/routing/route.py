@@ -170,6 +170,8 @@ class _Route:
             if not own:
                 continue
             seen = [states.mlp_input[k][self.all[k].start :] for k in own]
+            if not any(len(x) for x in seen):
+                continue  # empty prompts
             counter.add(states.index, g, np.concatenate([_numpy(x) @ stored for x in seen]).astype(np.float64))
 
     def _not_finite(self, what: str) -> PlanError:
@@ -183,25 +185,38 @@ class _Route:
             raise self._not_finite(
                 f"the router weights of expert {e} in layer {i} are not finite: the base's hidden states are not"
             )
-        problems: list[WeightsmithError] = []
-        routed = rows[:, : gating.routed].astype(np.float64)
-        norms = np.linalg.norm(routed, axis=2)
-        fix = "give each expert different prompts, or write gate_mode: random"
-        for e in range(gating.routed if gating.routed > 1 else 0):
-            if (layers := np.flatnonzero(norms[:, e] == 0)).size:
-                what = f"the router weights of expert {e}, {gating.experts[e].name}, are zero in {runs(layers)}"
-                problems.append(ParameterError(what, where=gating.experts[e].where, fix=fix))
-            for other in range(e):
-                if gating.experts[other].where == gating.experts[e].where:
-                    continue  # copies of one entry
-                distance = np.linalg.norm(routed[:, e] - routed[:, other], axis=1)
-                if (layers := np.flatnonzero((distance <= SAME * norms[:, e]) & (norms[:, e] > 0))).size:
-                    what = (
-                        f"experts {other} and {e} have the same router weights in {runs(layers)}: their prompts are too similar"
-                    )
-                    problems.append(ParameterError(what, where=gating.experts[e].where, fix=fix))
-        if problems:
+        problems = useless_rows(rows, gating)
+        if problems and not gating.lenient:
             raise PlanError(problems)
+
+
+def useless_rows(rows: Any, gating: Gating) -> list[WeightsmithError]:
+    """Errors for rows [layers, experts, hidden] that cannot distinguish experts: zero and equal rows."""
+    problems: list[WeightsmithError] = []
+    routed = np.asarray(rows)[:, : gating.routed].astype(np.float64)
+    norms = np.linalg.norm(routed, axis=2)
+    for e in range(gating.routed if gating.routed > 1 else 0):
+        where = gating.experts[e].where
+        if (layers := np.flatnonzero(norms[:, e] == 0)).size:
+            what = f"the router weights of expert {e}, {gating.experts[e].name}, are zero in {runs(layers)}"
+            problems.append(_useless(what, layers, where, gating.mode))
+        for other in range(e):
+            if gating.experts[other].where == where:
+                continue  # copies of one entry
+            distance = np.linalg.norm(routed[:, e] - routed[:, other], axis=1)
+            if (layers := np.flatnonzero((distance <= SAME * norms[:, e]) & (norms[:, e] > 0))).size:
+                what = f"experts {other} and {e} have the same router weights in {runs(layers)}"
+                problems.append(_useless(what, layers, where, gating.mode))
+    return problems
+
+
+def _useless(what: str, layers: Any, where: str, mode: str) -> ParameterError:
+    if MODES[mode].make == "hidden:last" and list(layers) == [0]:
+        what += ": their prompts end in the same token, and in layer 0 gate_mode hidden only uses the last token"
+        fix = "write gate_mode: router_input or hidden_avg, which use all tokens"
+    else:
+        fix = "give each expert different prompts, or write gate_mode: random"
+    return ParameterError(what, where=where, fix=f"{fix}; --mergekit-lenient makes this a warning")
 
 
 def _scaled(rows: Any, gating: Gating) -> Rows:

@@ -88,7 +88,7 @@ def _open(
         opened, problems = open_models([ref], stack)
         return opened[0], problems
     try:
-        checkpoint = open_checkpoint(ref.path, revision=ref.revision or None, raw=True)
+        checkpoint = open_checkpoint(ref.path, revision=ref.revision or None, raw=True, download=False)
     except WeightsmithError as error:
         return None, [at(error, ref.where)]
     stack.callback(checkpoint.close)

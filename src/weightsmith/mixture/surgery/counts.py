@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightsmith.errors import LayerError, Unsupported, WeightsmithError
-from weightsmith.structure.configs import EXPERT_COUNTS, sections, texts, whole_numbers
+from weightsmith.formats.strict_json import texts
+from weightsmith.structure.configs import EXPERT_COUNTS, sections, whole_numbers
 
 PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 """Keys for the number of experts per token, or a list of one for each layer."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from weightsmith.errors import LayerError, NotFound, ParameterError, WeightsmithError
-from weightsmith.formats.files import expand_user, read_bounded
-from weightsmith.formats.strict_json import parse_object
+from weightsmith.formats.files import expand_user, show
+from weightsmith.formats.strict_json import read_object
 from weightsmith.mixture.surgery.experts import ExpertLayer
 from weightsmith.recipe import Surgery
 
@@ -95,7 +94,7 @@ class ExpertSelection:
             return {}
         fix = 'write {"0": [one number for each expert of layer 0], "1": ...}'
         try:
-            given = parse_object(read_bounded(path, MAX_SALIENCY_BYTES), "a saliency file", str(path), fix, unique=True)
+            given = read_object(path, MAX_SALIENCY_BYTES, "a saliency file", fix)
         except WeightsmithError as error:
             self.problems.append(error)
             return {}
@@ -105,8 +104,8 @@ class ExpertSelection:
                 found = f"{len(numbers)} values" if isinstance(numbers, list) else type(numbers).__name__
                 bad = next((k for k, x in enumerate(numbers) if not _is_number(x)), 0) if isinstance(numbers, list) else 0
                 if isinstance(numbers, list) and len(numbers) == n:
-                    found = f"{json.dumps(numbers[bad])} for expert {bad}"
-                what = f"layer {layer} needs one finite number for each of its {n} experts, not {found}"
+                    found = f"{show(numbers[bad])} for expert {bad}"
+                what = f"layer {show(layer)} needs one finite number for each of its {n} experts, not {found}"
                 self.problems.append(ParameterError(what, where=str(path), fix=fix))
         known = self._known(given, "saliency", str(path))
         return {layer: tuple(map(float, numbers)) for layer, numbers in known.items()} if len(self.problems) == before else {}
@@ -179,7 +178,7 @@ class ExpertSelection:
         strange = [layer for layer in given if layer not in layers]
         missing = [layer for layer in layers if layer not in given]
         if strange:
-            what = f"layer {strange[0]} has no experts, or does not exist"
+            what = f"layer {show(strange[0])} has no experts, or does not exist"
             self.problems.append(LayerError(what, where=where, fix=f"layers with experts: {_runs(layers)}"))
         if missing:
             one = len(missing) == 1

@@ -44,7 +44,7 @@ class Mode:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The function `make` names."""
+        """The function that `make` names."""
         file, _, name = self.make.partition(":")
         function: Callable[..., Any] = getattr(import_module(f"weightsmith.mixture.routing.gates.{file}"), name)
         return function

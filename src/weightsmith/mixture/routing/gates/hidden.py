@@ -1,8 +1,8 @@
 """mergekit's `hidden` modes: an expert's row is the mean residual stream before the layer over its prompts, with norm 1.
 
 A router's input differs: attention and a norm come in between. These modes exist for compatibility with recipes. Unlike
-mergekit's, the mean of `hidden_avg` excludes padding. mergekit's includes the padding of shorter prompts in a batch, so an
-expert's longest prompt affects the rows of the others. With prompts of equal length both give the same.
+mergekit's, the mean of `hidden_avg` excludes padding. mergekit blends shorter prompts of a batch with padding tokens, so the
+longest prompt of an expert affects the means of its others. With prompts of equal length both give the same.
 """
 
 from __future__ import annotations

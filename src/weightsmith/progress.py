@@ -1,4 +1,4 @@
-"""How far the work is: a bar on a terminal, a line every ten seconds in a log, nothing when asked to be quiet."""
+"""How far the work is: a bar on a terminal or in a notebook, a line every ten seconds in a log, nothing if asked."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from html import escape
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from weightsmith.cli.text import duration, is_terminal, note, size
+from weightsmith.text import count, duration, is_terminal, note, size
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
+
+    from weightsmith.engine.local import Progress
 
 LINE_SECONDS = 10.0
 """Between two lines in a log."""
@@ -86,6 +89,10 @@ class Meter(ABC):
         """Show a reading, or not, if it is too soon."""
 
     @abstractmethod
+    def say(self, text: str) -> None:
+        """Show what the work waits for. May be called as often as `show`."""
+
+    @abstractmethod
     def close(self) -> None:
         """Leave the screen as it was. May be called twice."""
 
@@ -102,6 +109,9 @@ class Silent(Meter):
     def show(self, reading: Reading) -> None:
         """Show nothing."""
 
+    def say(self, text: str) -> None:
+        """Show nothing."""
+
     def close(self) -> None:
         """Nothing to clear up."""
 
@@ -115,6 +125,7 @@ class Lines(Meter):
         self._label = ""
         self._rate = Rate(clock)
         self._last = 0.0
+        self._said: set[str] = set()
 
     def show(self, reading: Reading) -> None:
         """One line if it is time for one."""
@@ -126,6 +137,12 @@ class Lines(Meter):
         if begins or now - self._last >= LINE_SECONDS:
             self._last = now
             self._write(line(reading, speed, left))
+
+    def say(self, text: str) -> None:
+        """One line, the first time."""
+        if text not in self._said:
+            self._said.add(text)
+            self._write(text)
 
     def close(self) -> None:
         """Lines stay."""
@@ -174,13 +191,98 @@ class Bar(Meter):
         facts = [f"{int(100 * reading.share):3d} %", f"{size(reading.done_bytes)} of {size(reading.total_bytes)}"]
         facts += [f"{size(speed)}/s"] if speed is not None else []
         facts += [f"{duration(left)} left"] if left else []
+        self._draw(reading.label, "  ".join(facts), reading.share)
+
+    def say(self, text: str) -> None:
+        """The text in place of the label; the bar stays as it was."""
+        now = self._clock()
+        if now - self._last >= 0.1:
+            self._last = now
+            self._draw(text, "", None)
+
+    def _draw(self, label: str, facts: str, share: float | None) -> None:
         if self._task is None:
             self._task = self._bar.add_task("", total=1.0, label="", facts="")
-        self._bar.update(self._task, completed=reading.share, label=reading.label, facts="  ".join(facts), refresh=True)
+        self._bar.update(self._task, completed=share, label=label, facts=facts, refresh=True)
 
     def close(self) -> None:
         """Take the bar away."""
         self._bar.stop()
+
+
+class Cell(Meter):
+    """A line under a notebook's cell, with a bar; gone when the work is done."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        from IPython.display import HTML, display
+
+        self._html = HTML
+        self._clock = clock
+        self._rate = Rate(clock)
+        self._label = ""
+        self._last = 0.0
+        self._handle: Any = display(HTML(""), display_id=True)
+
+    def show(self, reading: Reading) -> None:
+        """Draw the line, at most twice a second."""
+        now = self._clock()
+        if reading.label == self._label and now - self._last < 0.5:
+            return
+        if reading.label != self._label:
+            self._label, self._rate = reading.label, Rate(self._clock)
+        self._last = now
+        text = line(reading, *self._rate.take(reading))
+        self._handle.update(self._html(f"<progress value='{reading.share:.3f}' max='1'></progress> {escape(text)}"))
+
+    def say(self, text: str) -> None:
+        """The text alone."""
+        self._handle.update(self._html(escape(text)))
+
+    def close(self) -> None:
+        """Take the line away."""
+        self._handle.update(self._html(""))
+
+
+def in_notebook() -> bool:
+    """A Jupyter kernel runs this."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+def watched_meter() -> Meter:
+    """The meter of a Python call: where somebody watches, in a notebook or on a terminal, and silent elsewhere."""
+    if in_notebook():
+        return Cell()
+    return Bar() if is_terminal(sys.stderr) else Silent()
+
+
+def callbacks(shown: Meter, doing: str) -> tuple[Callable[[Progress], None], Callable[[int, int], None]]:
+    """What shows the progress of a run, and of checking what an earlier one has finished. doing: what makes the tensors."""
+    return (
+        lambda progress: show_progress(shown, progress, doing),
+        lambda done, total: shown.show(Reading("checking finished tensors", done, total, done)),
+    )
+
+
+def show_progress(shown: Meter, progress: Progress, doing: str) -> None:
+    """One line of the meter. doing: what the tensors are made by."""
+    computation = progress.computation
+    if progress.compiling:
+        from weightsmith.kernels.jit import cache_folder
+
+        kept = "first run only" if cache_folder() else "in every run: there is no folder to keep them in, set NUMBA_CACHE_DIR"
+        shown.say(f"compiling kernels ({kept})")
+        return
+    if progress.waiting and computation is not None:
+        if computation.total_bytes:  # else it has not begun: torch and transformers are being imported
+            done, total = computation.done_bytes, computation.total_bytes
+            shown.show(Reading(computation.doing, done, total, done))
+        return
+    done, total = progress.written_bytes, progress.total_bytes
+    label = doing if progress.tensors < progress.total_tensors else "saving to disk"
+    detail = f"{progress.tensors:,} of {count(progress.total_tensors, 'tensor')}"
+    shown.show(Reading(label, done, total, progress.read_bytes + done, detail))
 
 
 def no_bars_in_logs(*, quiet: bool) -> None:

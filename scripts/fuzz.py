@@ -1,0 +1,868 @@
+"""Spoils a good input of each kind in many small ways, and looks whether weightsmith takes it or refuses it, in bounds.
+
+    python scripts/fuzz.py                                   # 1,000 files of each kind
+    python scripts/fuzz.py --kinds plan recipe --cases 10000 --seed 3
+    python scripts/fuzz.py --kinds config --only 4711 --keep /tmp/case     # one case again; its files stay
+
+A mutated file must end in success or in a WeightsmithError whose text is short and printable; within 5 seconds, and with at
+most 500 MB of resident memory more than before it. Anything else is a failure: another exception, a dead process, a hang.
+Cases run in a child process, one after another; a case depends on kind, seed and number alone. The parent starts another
+child after one that has died or does not answer. Prints each failure of a new sort, and a line of numbers for each kind; the
+status is 1 if there is a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import random
+import re
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 5.0
+MEGABYTES = 500
+MAX_MESSAGE = 20_000
+"""Characters of a message."""
+_SPARE = 20.0  # seconds more, after which a child that does not answer is killed
+_LIMIT_MEGABYTES = 2 * MEGABYTES  # beyond what a child has at the start: it cannot take the machine with it
+
+Rng = random.Random
+
+
+class Hang(BaseException):
+    """The time of a case is over. No Exception: nobody on the way may catch it."""
+
+
+# ---- mutators
+
+
+def odd(rng: Rng) -> str:
+    """A JSON value that is seldom expected, as text."""
+    choice = rng.random()
+    if choice < 0.75:
+        return rng.choice(_ODD)
+    if choice < 0.85:
+        return str(rng.choice((1, -1)) * rng.randrange(1, 10) * 10 ** rng.randrange(0, 30))
+    if choice < 0.9:
+        depth = rng.choice((5, 40, 70, 500, 5000, 100_000))
+        return rng.choice(("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth))
+    if choice < 0.95:
+        return "[" + ",".join([rng.choice(_ODD)] * rng.choice((2, 3, 8, 300, 20_000))) + "]"
+    return json.dumps(rng.choice("aé\n\x1b\u202e😀x.*") * rng.choice((1, 100, 5000, 200_000)))
+
+
+_ODD = (
+    *r"""
+    null true false 0 -0 1 -1 2 3 4 7 255 65536 2147483648 1099511627776 9223372036854775807 9223372036854775808 1.0
+    0.5 -0.0 1e-320 1e308 1e999 -1e999 NaN Infinity -Infinity 1.5 [] {} [[]] [null] [{}] [0] [1,2] [-1] [true] "" "0"
+    "1" "2" "gpt2" "nan" "true" "../../etc/passwd" "/dev/zero" "a/b" ".." "." "~" "None" "full_attention"
+    "sliding_attention" "linear" "yarn" "default" "F32" "model.layers.0." "(a+)+$" "(.*)*x" "["
+    """.split(),
+    "9" * 400,
+    "9" * 4300,
+    "-1" + "0" * 4000,
+    "9" * 5000,
+    '{"a": 1, "a": 2}',
+    '{"rope_type": "yarn", "factor": "x"}',
+    '{"0": 1, "1": 2, "2": 3}',
+    '{"model_type": [], "num_hidden_layers": 1099511627776, "layer_types": "x"}',
+    '"' + "A" * 100_000 + '"',
+    '"\\u0000"',
+    '"\\ud800"',
+    '"\\u001b[2J"',
+    '"\\u202e"',
+    '"a?a?a?a?a?a?a?a?a?a?a?a?a?a?a?a?a?a?a?a?aaaaaaaaaaaaaaaaaaaa"',
+    '"\\\\"',
+)
+
+
+def mutate_json(rng: Rng, data: bytes, words: Sequence[str] = ()) -> bytes:
+    """JSON with one to five of its values replaced, removed, renamed or added, and perhaps some bytes changed on top.
+
+    words  further keys that the readers know
+    """
+    value = json.loads(data)
+    raw: dict[str, str] = {}
+
+    def put() -> str:
+        name = f"@{len(raw)}@"
+        raw[name] = odd(rng)
+        return name
+
+    for _ in range(rng.choice((1, 1, 1, 1, 2, 2, 3, 5))):
+        place = value
+        while True:
+            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+            key = rng.choice(keys) if keys else None
+            inner = place[key] if key is not None else None
+            if not isinstance(inner, dict | list) or rng.random() < 0.25:
+                break
+            place = inner
+        what = rng.random()
+        if key is None or what < 0.1:
+            new = rng.choice(words) if words and rng.random() < 0.9 else str(rng.choice(("", "a", 0, "x.y")))
+            if isinstance(place, dict):
+                place[new] = put()
+            else:
+                place.insert(rng.randrange(len(place) + 1), put())
+        elif what < 0.2:
+            del place[key]
+        elif what < 0.3 and words and isinstance(place, dict):
+            place[rng.choice(words)] = put()
+        elif what < 0.4:
+            other = rng.choice(list(place) if isinstance(place, dict) else list(range(len(place))))
+            place[key], place[other] = place[other], place[key]
+        elif what < 0.5 and type(inner) is int:
+            place[key] = inner + rng.choice((-1, 1, -2, 8, 2**31, -(2**31)))
+        else:
+            place[key] = put()
+    text = json.dumps(value)
+    for name, new in raw.items():
+        text = text.replace(f'"{name}"', new)
+    encoded = text.encode(errors="replace")
+    return mutate_bytes(rng, encoded) if rng.random() < 0.1 else encoded
+
+
+def mutate_bytes(rng: Rng, data: bytes) -> bytes:
+    """Some of the bytes changed, removed, doubled, moved or added."""
+    changed = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 4, 8))):
+        at = rng.randrange(len(changed) + 1)
+        end = min(len(changed), at + rng.choice((1, 1, 2, 4, 16, 200)))
+        match rng.randrange(7):
+            case 0:
+                changed[at:end] = rng.randbytes(end - at)
+            case 1:
+                del changed[at:end]
+            case 2:
+                changed[at:at] = changed[at:end] * rng.choice((1, 1, 2, 50, 5000))
+            case 3:
+                changed[at:at] = rng.choice(
+                    (b"\0", b"\xff", b"\n", b'"', b"{", b"[", b",", b"9" * 50, b"\x80\x02", b"\xed\xa0\x80")
+                )
+            case 4:
+                del changed[at:]
+            case 5 if at < len(changed):
+                changed[at] ^= 1 << rng.randrange(8)
+            case _:
+                changed[at:end] = rng.choice((b"\xff", b"\0", b"\x7f")) * (end - at)
+    return bytes(changed)
+
+
+def mutate_safetensors(rng: Rng, data: bytes) -> bytes:
+    """Another header, a header length that lies, a header of one thing only, or other bytes."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    header, body = data[8:start], data[start:]
+    choice = rng.random()
+    if choice < 0.02:
+        piece = rng.choice((b"[]", b"{}", b'"a"', b"0", b'{"a":0}', b"[[]]", b'"\\ud83d\\ude00"'))
+        header = b"[" + b",".join([piece] * rng.choice((1000, 100_000, 3_000_000))) + b"]"
+    elif choice < 0.8:
+        header = mutate_json(rng, header, ("__metadata__", "dtype", "shape", "data_offsets", "w"))
+    elif choice < 0.9:
+        body = body[: rng.randrange(len(body) + 1)] if rng.random() < 0.5 else body + bytes(rng.randrange(1, 9))
+    else:
+        return mutate_bytes(rng, data)
+    length = len(header) if rng.random() < 0.97 else rng.choice((0, 1, len(header) - 1, len(header) + 1, 2**63, 2**64 - 1))
+    return length.to_bytes(8, "little") + header + body
+
+
+def mutate_pytorch(rng: Rng, data: bytes) -> bytes:
+    """Another pickle in the same archive, or another archive around the same pickle."""
+    if rng.random() < 0.25:
+        return mutate_bytes(rng, data)
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w") as new:
+        for info in old.infolist():
+            content = old.read(info)
+            if info.filename.endswith("/data.pkl"):
+                content = _mutate_pickle(rng, content)
+            elif rng.random() < 0.1:
+                content = mutate_bytes(rng, content)
+            new.writestr(zipfile.ZipInfo(info.filename), content)
+    return out.getvalue()
+
+
+def _mutate_pickle(rng: Rng, data: bytes) -> bytes:
+    """Numbers of the pickle changed in place, instructions doubled, pieces put elsewhere."""
+    choice = rng.random()
+    if choice < 0.02:
+        return b"\x80\x02" + rng.choice((b"]", b"}", b"(", b"N", b"K\x01", b"]q\0h\0", b"NN\x86")) * 1_000_000 + b"."
+    if choice < 0.5:
+        return mutate_bytes(rng, data)
+    changed = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        at, end = sorted(rng.randrange(len(changed) + 1) for _ in range(2))
+        piece = changed[at : min(end, at + 60)]
+        place = rng.randrange(len(changed) + 1)
+        new = rng.choice(
+            (
+                piece,
+                b"J\xff\xff\xff\xff",
+                b"J\xff\xff\xff\x7f",
+                b"\x8a\x08" + b"\xff" * 8,
+                b"N",
+                b"]",
+                b")",
+                b"t",
+                b"R",
+                b"(",
+                b"2",
+            )
+        )
+        changed[place : place + rng.choice((0, 0, 1, len(new)))] = new
+    return bytes(changed)
+
+
+def mutate_recipe(rng: Rng, data: bytes) -> bytes:
+    """Lines removed, moved in or out, doubled, replaced; values replaced; now and then one that is very long."""
+    lines = data.decode().splitlines()
+    for _ in range(rng.choice((1, 1, 2, 3, 4))):
+        i = rng.randrange(len(lines))
+        match rng.randrange(8):
+            case 0 if len(lines) > 1:
+                del lines[i]
+            case 1:
+                lines[i] = "  " + lines[i]
+            case 2:
+                lines[i] = lines[i].removeprefix("  ")
+            case 3:
+                lines.insert(rng.randrange(len(lines) + 1), lines[i])
+            case 4:
+                lines[i] = " " * rng.randrange(8) + rng.choice(("", "- ")) + rng.choice(_RECIPE_KEYS) + ": " + _yaml(rng)
+            case 5:
+                lines[i] = lines[i] + " " + _yaml(rng)
+            case _:
+                lines[i] = lines[i].partition(": ")[0].rstrip(":") + ": " + _yaml(rng)
+    encoded = "\n".join(lines).encode(errors="replace")
+    return mutate_bytes(rng, encoded) if rng.random() < 0.15 else encoded
+
+
+def _yaml(rng: Rng) -> str:
+    choice = rng.random()
+    if choice < 0.6:
+        return rng.choice(_YAML)
+    if choice < 0.97:
+        return odd(rng)
+    unit = rng.choice(("1:", "9", "0x1", "1_", "a: {", "[", "- ", "*a, ", "!!int ", "? ", "\x1b", "&a ", "'", "x"))
+    return unit * rng.choice((100, 5000, 60_000)) + "1"
+
+
+_YAML = (
+    *r"""
+    null ~ true yes off 0 1 -1 0.5 1e-4 1e400 .nan .inf -.inf 0x_ 0b2 0o9 1:2 190:20:30 2024-13-45 = << * & ! | > % @
+    ` - linear ties slerp dare_ties della passthrough task_arithmetic nuslerp karcher sce model_stock bfloat16 float16
+    int8 a b a+lora a+a +lora a@v a+lora@ union base mlp [0] [0,1] [2,1] [0,99] [1e-4,3e-4] [] {} {a} [[]] [a,b] *b &b
+    """.split(),
+    "{model: a}",
+    "{model: {path: a, lora: lora}}",
+    "[{filter: mlp, value: 0.5}, {value: 1}]",
+    "[{filter: mlp, value: [0, 1, .nan]}]",
+    "!!binary x",
+    "!!python/object:os.system x",
+    '"\\UFFFFFFFF"',
+    "/dev/zero",
+    "/proc/self/environ",
+)
+_RECIPE_KEYS = """
+    merge_method base_model models model slices sources layer_range parameters weight density t normalize lambda dtype
+    out_dtype tokenizer_source tokenizer modules filter value embed_slerp int8_mask experts source_model gate_mode
+    positive_prompts prune_experts merge_experts keep groups saliency architecture experts_per_token shared_experts <<
+""".split()
+
+
+def mutate_checksummed(rng: Rng, data: bytes) -> bytes:
+    """A manifest with other values and the checksum that goes with them; or a damaged one."""
+    from weightsmith.store.checksum import hash_bytes
+
+    if rng.random() < 0.1:
+        return mutate_bytes(rng, data)
+    fields = json.loads(data)
+    del fields["checksum"]
+    body = mutate_json(rng, json.dumps(fields).encode(), ("weights", "files", "tensors", "bytes", "file", "offset", "plan"))
+    body = body[1:] if body.startswith(b"{") else body
+    return b'{\n  "checksum": "' + hash_bytes(body).encode() + b'",\n' + body
+
+
+def mutate_journal(rng: Rng, data: bytes) -> bytes:
+    """Lines with other values and the hash that goes with them; lines lost, doubled, moved; other bytes."""
+    import xxhash
+
+    lines = data.split(b"\n")
+    for _ in range(rng.choice((1, 1, 2, 5))):
+        i = rng.randrange(len(lines))
+        match rng.randrange(6):
+            case 0:
+                del lines[i]
+                lines = lines or [b""]
+            case 1:
+                lines.insert(rng.randrange(len(lines) + 1), lines[i])
+            case 2:
+                lines[i] = mutate_bytes(rng, lines[i])
+            case _ if b" [" in lines[i]:
+                body = mutate_json(rng, lines[i].partition(b" ")[2], ()).replace(b"\n", b"")
+                lines[i] = xxhash.xxh3_64_hexdigest(body).encode() + b" " + body
+    return b"\n".join(lines)
+
+
+# ---- kinds
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of input.
+
+    make    writes good inputs into an empty folder, which is the current one
+    files   those of them that are mutated, one for each case
+    mutate  the bytes of such a file -> others
+    use     what weightsmith does with the folder (the current one), as calls; gets the name of the mutated file, and the rng.
+            Each call ends in success or in a WeightsmithError, whatever the others do
+    start   what is done once with the folder before the first case
+    """
+
+    make: Callable[[], None]
+    files: tuple[str, ...]
+    mutate: Callable[[Rng, bytes], bytes]
+    use: Callable[[str, Rng], Iterator[Callable[[], Any]]]
+    start: Callable[[], None] = lambda: None
+
+
+LINEAR = {"merge_method": "linear", "models": [{"model": name, "parameters": {"weight": 0.5}} for name in ("a", "b")]}
+_CONFIG_WORDS = """
+    num_hidden_layers n_layer layer_types sliding_window use_sliding_window max_window_layers rope_theta rope_scaling
+    rope_parameters partial_rotary_factor no_rope_layers no_rope_layer_interval head_dim num_key_value_heads
+    num_attention_heads hidden_size intermediate_size vocab_size tie_word_embeddings model_type architectures dtype
+    torch_dtype quantization_config text_config vision_config auto_map attention_types attention_layers block_types
+    first_k_dense_replace num_kv_shared_layers sliding_window_pattern full_attention_interval attn_layer_period
+    attn_layer_offset decoder_sparse_step mlp_only_layers moe_layer_start_index moe_layer_end_index n_group topk_group
+    num_local_experts num_experts n_routed_experts num_experts_per_tok ep_size cross_attention_layers deepstack_layers
+    kv_source_layers embedding_multiplier attention_multiplier logits_scaling kv_lora_rank hidden_act id2label
+    num_nextn_predict_layers hybrid_override_pattern weight_block_size config_groups window_pattern layer_map
+""".split()
+
+
+def _make_models(*, layers: int = 3) -> None:
+    """`a` and `b`, dense; `x` with experts, `q` with FP8 weights; `lora`, an adapter of a."""
+    import ml_dtypes
+    import numpy as np
+
+    from tests.mini import write_checkpoint
+
+    rng = np.random.default_rng(0)
+
+    def tensors(inside: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+        shapes = {"model.embed_tokens.weight": (16, 8), "model.norm.weight": (8,), "lm_head.weight": (16, 8)}
+        shapes |= {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in inside.items()}
+        return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+    common = {
+        **{"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 16, "rope_theta": 10000.0},
+        **{"num_hidden_layers": layers, "intermediate_size": 12, "head_dim": 4, "tie_word_embeddings": False},
+        **{"dtype": "float32", "hidden_act": "silu", "rms_norm_eps": 1e-6, "eos_token_id": [1, 2]},
+        **{"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 8},
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8},
+    }
+    attention = {
+        **{f"{norm}_layernorm.weight": (8,) for norm in ("input", "post_attention")},
+        **{"self_attn.q_proj.weight": (8, 8), "self_attn.k_proj.weight": (4, 8), "self_attn.v_proj.weight": (4, 8)},
+        "self_attn.o_proj.weight": (8, 8),
+    }
+    dense = {**attention, "mlp.gate_proj.weight": (12, 8), "mlp.up_proj.weight": (12, 8), "mlp.down_proj.weight": (8, 12)}
+    experts = {"block_sparse_moe.gate.weight": (4, 8)}
+    for e in range(4):
+        experts |= {
+            f"block_sparse_moe.experts.{e}.{w}.weight": s for w, s in (("w1", (12, 8)), ("w2", (8, 12)), ("w3", (12, 8)))
+        }
+    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **common}
+    for name in "ab":
+        write_checkpoint(Path(name), tensors(dense), llama)
+    mixtral = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    write_checkpoint(Path("x"), tensors({**attention, **experts}), {**mixtral, **common})
+    quantised = tensors(dense)
+    for name in [n for n in quantised if ".mlp." in n]:
+        quantised[name] = quantised[name].astype(ml_dtypes.float8_e4m3fn)
+        quantised[name + "_scale_inv"] = np.ones((1, 1), np.float32)
+    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}}
+    write_checkpoint(Path("q"), quantised, {**llama, **fp8})
+    factors = {}
+    for module, (rows, cols) in {"model.layers.0.self_attn.q_proj": (8, 8), "model.layers.1.mlp.down_proj": (8, 12)}.items():
+        factors[f"base_model.model.{module}.lora_A.weight"] = rng.standard_normal((4, cols)).astype(np.float32)
+        factors[f"base_model.model.{module}.lora_B.weight"] = rng.standard_normal((rows, 4)).astype(np.float32)
+    write_checkpoint(Path("lora"), factors)
+    Path("lora/model.safetensors").rename("lora/adapter_model.safetensors")
+    adapter = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none", "use_rslora": False}
+    patterns = {"rank_pattern": {r"^model\.layers\.[0-9]+\.self_attn\.(q|k)_proj": 4, "down_proj": 4}}
+    adapter |= {
+        **patterns,
+        "alpha_pattern": {"layers.0.*q_proj": 2.5},
+        "base_model_name_or_path": "a",
+        "init_lora_weights": True,
+    }
+    Path("lora/adapter_config.json").write_text(json.dumps(adapter))
+    Path("a/tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": ["tokenization_x.X", None]}, "n": [1]})
+    )
+    Path("a/tokenization_x.py").write_text("from .helper import y\nfrom . import z, w\n")
+    Path("a/helper.py").write_text("")
+
+
+def _merge(recipe: Any, **options: Any) -> Any:
+    import weightsmith
+
+    return weightsmith.merge(recipe, "out", threads=1, fsync=False, **options)
+
+
+def _use_config(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
+    import weightsmith
+    from weightsmith.mixture import layouts, prepare_moe
+    from weightsmith.options import RecipeOptions
+
+    def moe(recipe: dict[str, Any]) -> None:
+        prepare_moe(recipe, RecipeOptions()).close()
+
+    name = file[0]
+    other = name if name in "xq" else "b"
+    both = {"merge_method": "linear", "models": [{"model": n, "parameters": {"weight": 0.5}} for n in (name, other)]}
+    stack = [
+        {"sources": [{"model": name, "layer_range": r}]}
+        for r in rng.choice(([[0, 2], [1, 3]], [[0, 1], [2, 3]], [[2, 3], [0, 3]]))
+    ]
+    yield lambda: weightsmith.plan(both)
+    yield lambda: weightsmith.plan({"merge_method": "passthrough", "slices": stack})
+    yield lambda: weightsmith.plan({"merge_method": "passthrough", "models": [{"model": f"{name}+lora"}]})
+    layout = rng.choice(layouts.NAMES)
+    shared = {"shared_experts": [{"source_model": name, "residual_scale": 0.1}]} if rng.random() < 0.5 else {}
+    experts = [{"source_model": n} for n in (name, other)]
+    yield lambda: moe({"base_model": name, "experts": experts, "gate_mode": "random", "architecture": layout, **shared})
+    yield lambda: moe({"base_model": name, "experts": experts, "gate_mode": "random"})
+    yield lambda: moe({"model": name, "prune_experts": {"keep": [0, 2]}})
+    if rng.random() < 0.2:
+        yield lambda: _merge(both)
+        yield lambda: _merge(both, quantize="fp8-dynamic")
+
+
+def _use_checkpoint(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
+    def read() -> None:
+        from weightsmith import open_checkpoint
+
+        with open_checkpoint(Path(file).parent) as checkpoint:
+            for name in checkpoint.specs:
+                checkpoint.read(name)
+
+    yield read
+    if rng.random() < 0.2:
+        yield lambda: _merge(LINEAR)
+
+
+def _use_adapter(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
+    import weightsmith
+
+    recipe = {"merge_method": "passthrough", "models": [{"model": "a+lora"}]}
+    yield lambda: weightsmith.plan(recipe)
+    if rng.random() < 0.2:
+        yield lambda: _merge(recipe)
+
+
+def _use_recipe(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
+    from weightsmith.api import prepare_any
+    from weightsmith.options import RecipeOptions
+
+    lenient = rng.random() < 0.5
+    yield lambda: prepare_any(file, RecipeOptions(lenient=lenient)).close()
+
+
+def _use_manifest(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
+    import weightsmith
+    from weightsmith.store.target import check_vacant
+
+    yield lambda: weightsmith.verify("made")
+    yield lambda: check_vacant(Path("made").absolute(), overwrite=True)
+
+
+def _use_plan(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
+    import weightsmith
+
+    yield lambda: weightsmith.run(file, "out", threads=1, fsync=False)
+
+
+def _use_journal(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
+    yield lambda: _merge(LINEAR)
+
+
+def _make_index() -> None:
+    from tests.mini import write_checkpoint
+    from weightsmith import open_checkpoint
+
+    _make_models()
+    with open_checkpoint("a") as checkpoint:
+        tensors = {name: checkpoint.read(name) for name in checkpoint.specs}
+        config = checkpoint.config
+    shutil.rmtree("a")
+    write_checkpoint(Path("a"), tensors, config, max_shard_bytes=1500)
+
+
+def _make_pytorch() -> None:
+    import torch
+
+    _make_models()
+    weights = {f"model.layers.{i}.w.weight": torch.arange(12.0).reshape(3, 4).t() for i in range(2)}
+    weights |= {"half": torch.ones(3, dtype=torch.float16), "view": weights["model.layers.0.w.weight"][1:]}
+    Path("p").mkdir()
+    torch.save(weights, "p/pytorch_model.bin")
+    Path("p/config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
+
+
+def _make_recipes() -> None:
+    _make_models()
+    for name, text in _RECIPES.items():
+        Path(name).write_text(text)
+    Path("saliency.json").write_text(json.dumps({str(i): [0.1, 0.4, 0.2, 0.3] for i in range(3)}))
+
+
+_RECIPES = {
+    "linear.yml": "merge_method: linear\nmodels:\n  - &m\n    model: a\n    parameters:\n      weight: [0, 0.5, 1]\n"
+    "  - <<: *m\n    model: b\ndtype: bfloat16\n",
+    "ties.yml": "merge_method: ties\nbase_model: a\nmodels:\n  - model: b\n    parameters:\n      density: 0.5\n      weight:\n"
+    "        - filter: mlp\n          value: 0.3\n        - value: 1\nparameters:\n  normalize: true\ntokenizer_source: base\n",
+    "stack.yml": "merge_method: passthrough\nslices:\n  - sources:\n      - model: a\n        layer_range: [0, 2]\n"
+    "  - sources:\n      - model: a+lora\n        layer_range: [1, 3]\n        parameters:\n          scale: 0.5\n",
+    "moe.yml": "base_model: a\ngate_mode: random\nexperts:\n  - source_model: a\n    noise_scale: 0.01\n  - source_model: b\n"
+    "shared_experts:\n  - source_model: b\n    residual_scale: 0.1\nexperts_per_token: 1\n",
+    "prune.yml": "model: x\nprune_experts:\n  saliency: saliency.json\n  experts: 2\n",
+    "groups.yml": "model: x\nmerge_experts:\n  groups: [[0, 1], [2, 3]]\n  weights: [[1, 2], [1, 1]]\n",
+}
+
+
+def _make_manifest() -> None:
+    _make_models()
+    from weightsmith import merge
+
+    merge(LINEAR, "made", threads=1, fsync=False)
+
+
+def _make_plan() -> None:
+    import weightsmith
+
+    _make_models()
+    with contextlib.suppress(FileExistsError):
+        Path("plans").mkdir()
+    recipes = {
+        "linear": LINEAR,
+        "stack": {"merge_method": "passthrough", "slices": [{"sources": [{"model": "a", "layer_range": [0, 2]}]}]},
+    }
+    for name, recipe in recipes.items():
+        Path(f"plans/{name}.json").write_text(json.dumps(weightsmith.plan(recipe).to_json()))
+    from weightsmith.mixture import prepare_moe
+    from weightsmith.options import RecipeOptions
+
+    with prepare_moe(
+        {"base_model": "a", "experts": [{"source_model": n} for n in "ab"], "gate_mode": "random"}, RecipeOptions()
+    ) as made:
+        Path("plans/moe.json").write_text(json.dumps(made.plan.to_json()))
+
+
+def _interrupt() -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(now: Any) -> None:
+        if now.tensors > 5:
+            raise Stop
+
+    with contextlib.suppress(Stop):
+        _merge(LINEAR, progress=stop)
+
+
+_JOURNAL = ".out.weightsmith-staging/journal"
+KINDS: dict[str, Kind] = {
+    "config": Kind(
+        _make_models,
+        ("a/config.json", "x/config.json", "q/config.json"),
+        lambda rng, data: mutate_json(rng, data, _CONFIG_WORDS),
+        _use_config,
+    ),
+    "safetensors": Kind(_make_models, ("a/model.safetensors", "q/model.safetensors"), mutate_safetensors, _use_checkpoint),
+    "index": Kind(
+        _make_index,
+        ("a/model.safetensors.index.json",),
+        lambda rng, data: mutate_json(rng, data, ("weight_map", "metadata", "total_size")),
+        _use_checkpoint,
+    ),
+    "pytorch": Kind(_make_pytorch, ("p/pytorch_model.bin",), mutate_pytorch, _use_checkpoint),
+    "adapter-config": Kind(
+        _make_models,
+        ("lora/adapter_config.json",),
+        lambda rng, data: mutate_json(
+            rng, data, ("r", "rank_pattern", "alpha_pattern", "use_dora", "modules_to_save", "q_proj")
+        ),
+        _use_adapter,
+    ),
+    "adapter-weights": Kind(_make_models, ("lora/adapter_model.safetensors",), mutate_safetensors, _use_adapter),
+    "settings": Kind(
+        _make_models,
+        ("a/tokenizer_config.json",),
+        lambda rng, data: mutate_json(rng, data, ("auto_map", "AutoTokenizer")),
+        _use_checkpoint,
+    ),
+    "recipe": Kind(_make_recipes, tuple(_RECIPES), mutate_recipe, _use_recipe),
+    "saliency": Kind(_make_recipes, ("saliency.json",), mutate_json, lambda file, rng: _use_recipe("prune.yml", rng)),
+    "manifest": Kind(_make_manifest, ("made/weightsmith.json",), mutate_checksummed, _use_manifest),
+    "plan": Kind(
+        _make_plan,
+        ("plans/linear.json", "plans/stack.json", "plans/moe.json"),
+        lambda rng, data: mutate_json(rng, data, ("pieces", "needs", "stored", "encoding", "layer", "role", "op", "shape")),
+        _use_plan,
+    ),
+    "journal": Kind(_make_models, (_JOURNAL,), mutate_journal, _use_journal, _interrupt),
+}
+
+
+# ---- one case
+
+
+def run_case(kind: str, seed: int, case: int, folder: Path) -> Iterator[Callable[[], Any]]:
+    """Put the mutated file of a case in place; the calls to make. folder: of the good inputs, the current one."""
+    found, rng = KINDS[kind], Rng(f"{kind} {seed} {case}")
+    file = rng.choice(found.files)
+    (folder / file).write_bytes(found.mutate(rng, (folder / file).read_bytes()))
+    return found.use(file, rng)
+
+
+def problem_of(error: BaseException) -> str:
+    """What is wrong with an exception as the end of a call; "" if it is a good one."""
+    from weightsmith.errors import WeightsmithError
+
+    if not isinstance(error, WeightsmithError):
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    text = str(error)
+    if len(text) > MAX_MESSAGE:
+        return f"a message of {len(text):,} characters: {text[:100]!r}"
+    strange = [c for c in text if not c.isprintable() and c != "\n"]
+    return f"a message with {strange[0]!r}: {text[:200]!r}" if strange else ""
+
+
+def work(kind: str, seed: int, cases: Sequence[int], good: Path) -> None:
+    """Run cases one after another in this process; lines of JSON to stdout. good: a folder with the good inputs."""
+    from weightsmith.errors import WeightsmithError
+
+    signal.signal(signal.SIGALRM, _too_late)
+    place, pristine = good.parent / f"work-{os.getpid()}", good.parent / f"pristine-{os.getpid()}"
+    os.chdir(shutil.copytree(good, place))
+    KINDS[kind].start()
+    shutil.copytree(place, pristine)
+    for file in KINDS[kind].files:  # what is good must be good; this also compiles and imports what the cases use
+        calls = [call for n in range(9) for call in KINDS[kind].use(file, _Always(n))]
+        taken = 0
+        for call in calls:
+            with contextlib.suppress(WeightsmithError):  # a layout or a method that is not for these models
+                call()
+                taken += 1
+            _restore(place, pristine)
+        if not taken:
+            raise RuntimeError(f"{file} is refused as it is")
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + (_LIMIT_MEGABYTES << 20), resource.RLIM_INFINITY))
+    for case in cases:
+        print(json.dumps({"begin": case}), flush=True)
+        problems, refused, before, began = [], 0, _reset_peak(), time.perf_counter()
+        for call in run_case(kind, seed, case, place):
+            signal.setitimer(signal.ITIMER_REAL, SECONDS)
+            try:
+                call()
+            except BaseException as error:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                refused += 1
+                if problem := problem_of(error):
+                    problems.append((problem, _where(error), traceback.format_exc()[-3000:]))
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        seconds, megabytes = time.perf_counter() - began, (_status("VmHWM") - before) / (1 << 20)
+        if megabytes > MEGABYTES:
+            problems.append((f"{megabytes:.0f} MB", "memory", ""))
+        fact = {"end": case, "refused": refused > 0, "problems": problems, "seconds": seconds, "megabytes": megabytes}
+        print(json.dumps(fact), flush=True)
+        _restore(place, pristine)
+    os.chdir(good.parent)
+
+
+class _Always(random.Random):
+    """Chooses as others do, but makes every call that is only sometimes made."""
+
+    def random(self) -> float:
+        return 0.0
+
+
+def _restore(place: Path, pristine: Path) -> None:
+    """Undo what a case did. Files keep their inodes: work that was begun is of these very files."""
+    for entry in list(place.iterdir()):
+        if entry.name.startswith(".") or not (pristine / entry.name).exists():
+            shutil.rmtree(entry)
+            if (pristine / entry.name).exists():
+                shutil.copytree(pristine / entry.name, entry)
+    for entry in pristine.glob(".*"):
+        if not (place / entry.name).exists():
+            shutil.copytree(entry, place / entry.name)
+    for path in [path for pattern in ("*", "[!.]*/*") for path in pristine.glob(pattern) if path.is_file()]:
+        own = place / path.relative_to(pristine)
+        if not own.is_file() or own.read_bytes() != path.read_bytes():
+            own.write_bytes(path.read_bytes())
+
+
+def _too_late(*_: object) -> None:
+    raise Hang(f"over {SECONDS:g} s")
+
+
+def _where(error: BaseException) -> str:
+    """The last place in weightsmith where an error came by."""
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if "weightsmith/" in f.filename and "site-packages" not in f.filename
+    ]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
+
+
+def _status(key: str) -> int:
+    """A number of bytes that the kernel knows of this process; 0 where it does not."""
+    with contextlib.suppress(OSError, AttributeError):
+        return int(re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)[1]) << 10  # type: ignore[index]
+    return 0
+
+
+def _reset_peak() -> int:
+    """Bytes that are resident now; the peak counts from here."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+# ---- all cases
+
+
+@dataclass
+class Result:
+    """What came of the cases of one kind. problems: (what, where) -> numbers of the cases, and one traceback."""
+
+    cases: int = 0
+    refused: int = 0
+    slowest: float = 0.0
+    largest: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.problems: dict[tuple[str, str], tuple[list[int], str]] = {}
+
+    def add(self, what: str, where: str, trace: str, case: int) -> None:
+        """A failure. Those that differ in numbers and names alone are of one sort."""
+        sort = (re.sub(r"\d+|'[^']*'", "…", what)[:80], where)
+        self.problems.setdefault(sort, ([], f"{what}\n{trace}"))[0].append(case)
+
+
+def fuzz(kind: str, seed: int, cases: Sequence[int], good: Path) -> Result:
+    """Run cases in children. good: a folder with the good inputs."""
+    result, left = Result(), list(cases)
+    while left:
+        command = [sys.executable, __file__, "--child", str(good), "--kinds", kind, "--seed", str(seed)]
+        child = subprocess.Popen([*command, "--only", *map(str, left[:1000])], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        running: int | None = None
+        errors = b""
+        assert child.stdout is not None
+        assert child.stderr is not None
+        os.set_blocking(child.stderr.fileno(), False)
+        answered = True
+        while answered:
+            answered = bool(select.select([child.stdout], [], [], 60 + _SPARE)[0])
+            line = child.stdout.readline() if answered else b""
+            errors = (errors + (child.stderr.read() or b""))[-2000:]
+            if not line:
+                break
+            fact = json.loads(line)
+            if "begin" in fact:
+                running = fact["begin"]
+                continue
+            running = None
+            left.remove(fact["end"])
+            result.cases += 1
+            result.refused += fact["refused"]
+            result.slowest = max(result.slowest, fact["seconds"])
+            result.largest = max(result.largest, fact["megabytes"])
+            for what, where, trace in fact["problems"]:
+                result.add(what, where, trace, fact["end"])
+        child.kill()
+        status = child.wait()
+        child.stdout.close()
+        errors = (errors + (child.stderr.read() or b""))[-2000:]
+        child.stderr.close()
+        if running is not None:
+            what = f"the process died with status {status}" if answered else "the process did not answer"
+            result.add(what, "process", errors.decode(errors="replace"), running)
+            result.cases += 1
+            left.remove(running)
+        elif status not in (0, -signal.SIGKILL) and errors:
+            raise RuntimeError(f"{kind}: no case could be run:\n{errors.decode(errors='replace')}")
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Fuzz every kind of input.", epilog=f"kinds: {', '.join(KINDS)}")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
+    parser.add_argument("--cases", type=int, default=1000, help="of each kind")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of cases")
+    parser.add_argument("--keep", type=Path, help="copy the files of the first case of --only here, and run nothing")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    cases = given.only or range(given.cases)
+    if given.child:
+        work(given.kinds[0], given.seed, cases, given.child)
+        return 0
+    failures = 0
+    for kind in given.kinds:
+        with tempfile.TemporaryDirectory(prefix="weightsmith-fuzz-") as folder:
+            good = Path(folder, "good")
+            good.mkdir()
+            with contextlib.chdir(good):
+                KINDS[kind].make()
+            if given.keep:
+                shutil.copytree(good, given.keep)
+                with contextlib.chdir(given.keep):
+                    run_case(kind, given.seed, cases[0], given.keep.absolute())
+                continue
+            began = time.monotonic()
+            result = fuzz(kind, given.seed, cases, good)
+        failures += len(result.problems)
+        print(
+            f"{kind:16} {result.cases:7,} files, {result.refused:7,} refused, {time.monotonic() - began:6.0f} s, "
+            f"slowest {result.slowest:5.2f} s, at most {result.largest:4.0f} MB, "
+            f"{sum(len(cases) for cases, _ in result.problems.values()):,} failures of {len(result.problems)} sorts",
+            flush=True,
+        )
+        for (what, where), (numbers, trace) in result.problems.items():
+            print(f"  {what} ({where}): {len(numbers)} times, cases {', '.join(map(str, numbers[:5]))}\n{trace}", flush=True)
+    return 1 if failures else 0
+
+
+sys.path[:0] = [str(ROOT)]
+if __name__ == "__main__":
+    sys.exit(main())

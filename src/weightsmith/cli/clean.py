@@ -1,0 +1,75 @@
+"""`weightsmith clean`."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weightsmith.cli import options
+from weightsmith.cli.failures import failures
+from weightsmith.text import count, note, printable, result, say, show_table, size
+
+
+def clean(
+    folders: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FOLDER]...", help="Where to look: the parents of output folders.", show_default=False),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove them. Without it they are listed only.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """List the unfinished work of interrupted merges, and remove it with --yes.
+
+    Looks in the current folder unless FOLDERs are named. Only folders that weightsmith made are removed, and none in which a
+    process is working.
+    """
+    with failures(checking=True, as_json=as_json):
+        from weightsmith.errors import NotFound
+        from weightsmith.store.unfinished import find_unfinished, remove_unfinished
+
+        parents = [Path(folder) for folder in folders or ["."]]
+        for parent in parents:
+            if not parent.is_dir():
+                raise NotFound("no such folder", where=str(parent), fix="write the folder that the output folder is in")
+        found = [each for parent in parents for each in find_unfinished(parent)]
+        removable = [each for each in found if not each.reason]
+        if yes:
+            for each in removable:
+                remove_unfinished(each)
+        if as_json:
+            facts = [
+                {
+                    "folder": str(each.folder),
+                    "out": str(each.out),
+                    "tensors": each.tensors,
+                    "bytes": each.nbytes,
+                    "changed": round(each.changed),
+                    "removed": yes and not each.reason,
+                    "kept_because": each.reason,
+                }
+                for each in found
+            ]
+            result(json.dumps(facts, ensure_ascii=False))
+            return
+        for each in found:
+            if each.reason:
+                note(f"not removable: {printable(str(each.folder))}: {printable(each.reason)}")
+        if not removable:
+            say("no unfinished work to remove")
+            return
+        rows = [
+            (
+                str(each.folder),
+                f"{each.tensors:,}",
+                size(each.nbytes),
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(each.changed)),
+            )
+            for each in removable
+        ]
+        show_table(("unfinished work", "tensors", "on disk", "last change"), rows, right={1, 2})
+        folders_ = f"{count(len(removable), 'folder')}, {size(sum(each.nbytes for each in removable))}"
+        say(f"removed {folders_}" if yes else f"{folders_}; weightsmith clean --yes removes them, the same merge resumes them")

@@ -1,0 +1,82 @@
+"""What transformers would miss in a checkpoint. Run by `loading.py` in a process of its own: JSON in, JSON out.
+
+No module of weightsmith is imported. The model is built on the meta device, where a tensor is a shape; nothing is downloaded,
+and no code of a model is executed but transformers' own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+MAX_DATA_BYTES = 16 << 30
+"""Of this process: a config.json may ask for a model of any size."""
+
+
+def main() -> None:
+    """Read `[config, tensors]`, write the answer of `compare`."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (MAX_DATA_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    answer = os.dup(1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    with os.fdopen(answer, "w") as out:
+        json.dump(compare(*json.load(sys.stdin)), out)
+
+
+def compare(config: Mapping[str, Any], tensors: Sequence[tuple[str, str, Sequence[int]]]) -> dict[str, Any]:
+    """How a checkpoint differs from the model that transformers builds from its config.json.
+
+    tensors  name, torch's name of the dtype, shape
+
+    Returns {"unknown": why} where transformers has no such model, {"failed": message} where it cannot build or load one,
+    {"differences": [[kind, name in transformers, details], ...]} otherwise; kind is missing, unexpected or shape.
+    """
+    import torch
+    import transformers
+
+    transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
+    model_type, names = config.get("model_type"), config.get("architectures")
+    if model_type not in transformers.CONFIG_MAPPING:
+        return {"unknown": f"model_type {model_type!r}"}
+    name = names[0] if isinstance(names, list) and names else None
+    model_class = getattr(transformers, name, None) if isinstance(name, str) else transformers.AutoModel
+    if not hasattr(model_class, "from_pretrained"):
+        return {"unknown": f"the model class {name!r}"}
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            plain = {key: value for key, value in config.items() if key not in ("auto_map", "quantization_config")}
+            (Path(folder) / "config.json").write_text(json.dumps(plain))
+            loaded = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        if model_class is transformers.AutoModel:
+            model_class = transformers.MODEL_MAPPING[type(loaded)]
+        empty = {n: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for n, dtype, shape in tensors}
+        _, info = model_class.from_pretrained(
+            None,
+            config=loaded,
+            state_dict=empty,
+            device_map={"": torch.device("meta")},
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            local_files_only=True,
+        )
+    except ImportError as error:  # a package that this architecture needs
+        return {"unknown": f"this model class without {error.name or str(error).splitlines()[0]}"}
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]}
+    differences = [["missing", key, ""] for key in sorted(info["missing_keys"])]
+    differences += [["unexpected", key, ""] for key in sorted(info["unexpected_keys"])]
+    for key, shape, expected in sorted(info["mismatched_keys"], key=str):
+        differences.append(["shape", key, f"{list(shape)}, and the model class builds {list(expected)}"])
+    return {"differences": differences}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Words on the two streams: results to stdout, everything said about the work to stderr.
+
+Text from recipes, paths and tensor names goes out as it is: no markup is interpreted, no name is cut, and control characters
+are shown as escapes, so that a file from the internet cannot paint over the terminal. On a terminal, sentences and tables are
+wrapped at spaces to its width; in a pipe a line stays a line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import textwrap
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from weightsmith.errors import Finding
+
+_ESCAPES = {c: f"\\x{c:02x}" for c in (*range(32), 127, *range(128, 160)) if c not in (9, 10)}
+
+BOLD, RED, YELLOW = "1", "1;31", "33"
+
+
+def prepare_streams() -> None:
+    """Show what a stream's encoding lacks as escapes, and Python's own warnings like ours."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+    warnings.showwarning = lambda message, *_args, **_kwargs: note(f"{colour('warning:', YELLOW, sys.stderr)} {message}")
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """True when someone watches: a terminal that can move its cursor."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def colour(text: str, code: str, stream: TextIO) -> str:
+    """The text in a colour, on terminals whose user has not set NO_COLOR."""
+    if not is_terminal(stream) or os.environ.get("NO_COLOR"):
+        return text
+    return f"\033[{code}m{text}\033[0m"
+
+
+def printable(text: str) -> str:
+    r"""The text with control characters as escapes; newlines and tabs stay.
+
+    >>> print(printable("model\x1b[2Jlayers"))
+    model\x1b[2Jlayers
+    """
+    return text.translate(_ESCAPES)
+
+
+def columns(stream: TextIO) -> int | None:
+    """The width of a terminal; None for anything else, which has none."""
+    if not is_terminal(stream):
+        return None
+    try:
+        return int(os.environ.get("COLUMNS", "")) or 80
+    except ValueError:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+
+
+def wrapped(text: str, width: int | None, indent: str = "    ") -> str:
+    """The text with lines of at most `width` characters, broken at spaces; a longer word stays whole.
+
+    indent  before each continued line, after the indentation of the line itself
+
+    >>> print(wrapped("error: one two\\n  three four", 10))
+    error: one
+        two
+      three
+          four
+    """
+    if width is None:
+        return text
+    lines: list[str] = []
+    for line in text.split("\n"):
+        own = line[: len(line) - len(line.lstrip())]
+        later = f"{own}{indent}"
+        lines += (
+            [line]
+            if len(line) <= width
+            else textwrap.wrap(line.strip(), width, initial_indent=own, subsequent_indent=later, **_AT_SPACES)
+        )
+    return "\n".join(lines)
+
+
+_AT_SPACES: Mapping[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+
+
+def result(text: str = "") -> None:
+    """A line of the result, to stdout, as it is. The text is printable already, or is JSON."""
+    print(text)
+
+
+def say(text: str) -> None:
+    """A sentence of the result, to stdout, wrapped on a terminal."""
+    print(wrapped(text, columns(sys.stdout)))
+
+
+def note(text: str) -> None:
+    """A line about the work, to stderr, wrapped on a terminal."""
+    print(wrapped(text, columns(sys.stderr)), file=sys.stderr, flush=True)
+
+
+def warn(finding: Finding) -> None:
+    """A warning in full."""
+    text = wrapped(f"warning: {printable(str(finding))}", columns(sys.stderr))
+    print(text.replace("warning:", colour("warning:", YELLOW, sys.stderr), 1), file=sys.stderr, flush=True)
+
+
+def heading(text: str) -> str:
+    """A heading of the result."""
+    return colour(text, BOLD, sys.stdout)
+
+
+def table(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = (), width: int | None = None
+) -> list[str]:
+    """Lines of aligned columns; columns in `right` are aligned right.
+
+    width  of the lines: the widest columns are wrapped at spaces to fit; None: however long they become
+
+    >>> for line in table(("op", "tensors"), [("ties", "199"), ("copy", "2")], right={1}):
+    ...     print(line)
+    op    tensors
+    ties      199
+    copy        2
+    """
+    cells = [[printable(c).replace("\n", " ") for c in row] for row in (headers, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
+    if width is not None:
+        least = [max(len(word) for row in cells for word in (row[i].split() or [""])) for i in range(len(headers))]
+        for i in sorted(range(len(headers)), key=lambda i: -widths[i]):
+            excess = sum(widths) + 2 * (len(widths) - 1) - width
+            if excess > 0 and i not in right:
+                widths[i] = max(least[i], widths[i] - excess)
+    lines: list[str] = []
+    for number, row in enumerate(cells):
+        parts = [textwrap.wrap(c, max(w, 1), **_AT_SPACES) if len(c) > w else [c] for c, w in zip(row, widths, strict=True)]
+        for line in itertools.zip_longest(*parts, fillvalue=""):
+            aligned = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
+            lines.append(heading("  ".join(aligned).rstrip()) if number == 0 else "  ".join(aligned).rstrip())
+    return lines
+
+
+def show_table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = (), indent: str = "") -> None:
+    """`table`, as a part of the result."""
+    width = columns(sys.stdout)
+    for line in table(headers, rows, right=right, width=None if width is None else width - len(indent)):
+        result(indent + line)
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people, in the decimal units that file sizes and disks have.
+
+    >>> size(999), size(2_200_000_000), size(1_300_000_000_000)
+    ('999 bytes', '2.20 GB', '1.30 TB')
+    """
+    if nbytes < 1000:
+        return f"{nbytes:.0f} bytes"
+    for unit in ("kB", "MB", "GB"):
+        nbytes /= 1000
+        if nbytes < 999.5:
+            return f"{nbytes:.3g} {unit}" if nbytes >= 100 else f"{nbytes:.{1 if nbytes >= 10 else 2}f} {unit}"
+    return f"{nbytes / 1000:.2f} TB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people.
+
+    >>> duration(3.14), duration(75), duration(3725)
+    ('3.1 s', '1:15', '1:02:05')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def count(n: int, what: str) -> str:
+    """A number and its noun.
+
+    >>> count(1, "tensor"), count(1200, "tensor")
+    ('1 tensor', '1,200 tensors')
+    """
+    return f"{n:,} {what}{'' if n == 1 else 's'}"

@@ -1,0 +1,133 @@
+"""Every architecture of transformers as a small checkpoint without data: right headers, and a hole for the numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from weightsmith.structure.counts import is_count_key
+
+LAYERS = 4
+Specs = dict[str, tuple[str, tuple[int, ...]]]
+"""Name on disk → torch's name of the dtype, shape."""
+
+_EXPERTS = re.compile(r"(^|_)experts?(_|$)")
+
+_AUTO = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
+    "MODEL_FOR_MASKED_LM_MAPPING",
+    "MODEL_FOR_BACKBONE_MAPPING",
+    "MODEL_FOR_OBJECT_DETECTION_MAPPING",
+    "MODEL_MAPPING",
+)
+
+
+def model_types() -> list[str]:
+    """All model types that transformers knows."""
+    import transformers
+
+    return sorted(transformers.CONFIG_MAPPING.keys())
+
+
+def classes_of(model_type: str) -> Iterator[type]:
+    """The config's model classes: a language model, an encoder-decoder, a backbone, the bare one."""
+    import transformers
+
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    seen: set[type] = set()
+    for name in _AUTO:
+        try:
+            found = getattr(transformers, name).get(config_class, None)
+        except ValueError:  # the mapping names a class that does not exist
+            continue
+        for model_class in found if isinstance(found, tuple) else (found,):
+            if model_class is not None and model_class not in seen:
+                if name != "MODEL_MAPPING" or not seen:
+                    yield model_class
+                seen.add(model_class)
+                break
+
+
+def small_configs(model_type: str) -> Iterator[Any]:
+    """Configs with few layers, as far as the class lets itself be made so; at last the default one."""
+    import transformers
+
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    try:
+        default = config_class().to_dict()
+    except Exception:
+        return
+    tries = [_small(default), {key: value for key, value in _small(default).items() if not isinstance(value, dict)}]
+    for arguments in (*tries, {"num_hidden_layers": LAYERS}, {}):
+        try:
+            yield config_class(**arguments)
+        except Exception:
+            continue
+
+
+def _small(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that make every stack of a config LAYERS deep."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            inner = _small(value)
+            if inner:
+                found[key] = inner
+                if "model_type" in value:
+                    found[key] = {"model_type": value["model_type"], **inner}
+        elif isinstance(key, str) and isinstance(value, int) and value > LAYERS:
+            if is_count_key(key):
+                found[key] = LAYERS - ("encoder" in key)
+            elif _EXPERTS.search(key):
+                found[key] = 2 if "per_tok" in key or "top" in key else 4
+            elif key in ("n_group", "num_expert_group", "topk_group"):
+                found[key] = 1
+    return found
+
+
+def build(config: Any, model_class: Any) -> tuple[dict[str, Any], Specs] | None:
+    """config.json and the tensors that `save_pretrained` would write; None when the class does not build from this config."""
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = model_class(config) if not hasattr(model_class, "_from_config") else model_class._from_config(config)
+        state = {name: t for name, t in model.state_dict().items() if name not in model.all_tied_weights_keys}
+        state = revert_weight_conversion(model, state)
+    except Exception:
+        return None
+    said = json.loads(model.config.to_json_string(use_diff=True))
+    said["architectures"] = [model_class.__name__]
+    specs = {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in state.items()}
+    return said, specs
+
+
+def write(folder: Path, config: Mapping[str, Any], specs: Specs) -> str:
+    """Write config.json, and a sparse model.safetensors without data; the folder."""
+    from weightsmith.tensors import BY_TORCH_NAME
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    header: dict[str, Any] = {}
+    end = 0
+    for name, (dtype, shape) in specs.items():
+        size = BY_TORCH_NAME[dtype].itemsize
+        for n in shape:
+            size *= n
+        header[name] = {"dtype": BY_TORCH_NAME[dtype].name, "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    data = json.dumps(header).encode()
+    data += b" " * (-len(data) % 8)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(data).to_bytes(8, "little") + data)
+        file.truncate(8 + len(data) + end)
+    return str(folder)

@@ -1,0 +1,113 @@
+"""NaN and infinities that all the inputs share are constants of the model: copied, and out of the way of every method."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import weightsmith
+from tests import plan_help
+from tests.cases import CASES
+from tests.cases.case import fine_tunes
+from tests.methods.test_methods import run_case
+from tests.mini import write_checkpoint
+from weightsmith.errors import NonFinite
+from weightsmith.tensors import DTYPES
+
+BF16 = DTYPES["BF16"]
+SPOTS = {(0, 0): np.inf, (199, 516): np.nan, (200, 7): -np.inf}
+
+
+def spoiled(arrays: list[np.ndarray], value: float | None = None) -> list[np.ndarray]:
+    """The same constants, or `value` in their place, in each."""
+    found = [array.copy() for array in arrays]
+    for array in found:
+        for spot, constant in SPOTS.items():
+            array[spot] = constant if value is None else value
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if 2 in case.dims and case.inputs > 1])
+def test_constants_that_are_not_finite_are_copied_and_all_else_is_as_if_they_were_zeros(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    arrays = fine_tunes((300, 517), case.inputs - 1)
+    got = run_case(case, tmp_path / "a", spoiled(arrays), out=BF16)
+    wanted = run_case(case, tmp_path / "b", spoiled(arrays, 0), out=BF16).copy()
+    for spot, constant in SPOTS.items():
+        assert np.array_equal(got[spot].astype(np.float64), constant, equal_nan=True)
+        wanted[spot] = constant
+    assert got.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize(("first", "second"), [(np.inf, -np.inf), (np.inf, np.nan), (np.nan, 1.0), (1.0, np.inf)])
+def test_inputs_that_differ_in_one_are_refused(first: float, second: float) -> None:
+    models = [{"w": np.float32([3, value, np.inf])} for value in (first, second)]
+    with pytest.raises(NonFinite, match=r"tensor w: element \[[12]\] is (inf|nan|-inf)"):
+        weightsmith.merge_state_dicts("linear", models, weight=1)
+
+
+def test_nan_of_two_kinds_are_not_the_same() -> None:
+    models = [{"w": np.array([bits], np.uint32).view(np.float32)} for bits in (0x7FC00000, 0x7FC00001)]
+    with pytest.raises(NonFinite):
+        weightsmith.merge_state_dicts("linear", models, weight=1)
+
+
+def test_one_model_alone_has_nobody_to_agree_with() -> None:
+    with pytest.raises(NonFinite):
+        weightsmith.merge_state_dicts("passthrough", [{"w": np.float32([1, np.inf])}], scale=2)
+
+
+def test_dtypes_may_differ() -> None:
+    models = [{"w": np.array([2, -np.inf, np.nan], kind)} for kind in (np.float32, ml_dtypes.bfloat16)]
+    with pytest.warns(UserWarning, match="w: this tensor holds a NaN or an infinity that is the same in all the models"):
+        got = weightsmith.merge_state_dicts("linear", models, weight=1, out_dtype="float16")["w"]
+    assert np.array_equal(got, np.float16([2, -np.inf, np.nan]), equal_nan=True)
+
+
+@pytest.mark.parametrize("method", ["linear", "ties", "slerp", "model_stock"])
+def test_bounds_that_clip_nothing_are_merged_with_their_model(method: str, tmp_path: Path) -> None:
+    """As in the audio tower of Gemma 4: scalars, infinite in every model."""
+    bounds = {"model.audio.input_max": np.float32(np.inf), "model.audio.input_min": np.float32(-np.inf)}
+    for k, name in enumerate("abc"):
+        write_checkpoint(tmp_path / name, {**plan_help.decoder(seed=k), **bounds}, plan_help.config())
+    parameters = {"ties": {"weight": 1, "density": 0.5}, "slerp": {"t": 0.3}, "linear": {"weight": 1}}.get(method, {})
+    names = {"slerp": "b"}.get(method, "bc")
+    recipe = {
+        "merge_method": method,
+        **({} if method == "linear" else {"base_model": str(tmp_path / "a")}),
+        "models": [{"model": str(tmp_path / name)} for name in names],
+        "parameters": parameters,
+    }
+    done = weightsmith.merge(recipe, tmp_path / "out", fsync=False)
+    with weightsmith.open_checkpoint(tmp_path / "out") as model:
+        assert {name: float(model.read(name)) for name in bounds} == {n: float(v) for n, v in bounds.items()}
+    said = [str(w) for w in done.warnings if "infinity" in str(w)]
+    assert said == [
+        "model.audio.input_max: 2 tensors hold a NaN or an infinity that is the same in all the models: it is copied"
+    ]
+
+
+@pytest.mark.slow
+def test_a_threshold_of_the_whole_model_does_not_see_them(tmp_path: Path) -> None:
+    outs = []
+    for k, value in enumerate((np.inf, 0)):
+        for seed, name in enumerate("abc"):
+            extra = {"model.w.weight": np.full((30, 40), 0.5, np.float32)}
+            extra["model.w.weight"][3, 5] = value
+            extra["model.w.weight"][7] += seed
+            write_checkpoint(tmp_path / f"{k}{name}", {**plan_help.decoder(seed=seed), **extra}, plan_help.config())
+        recipe = {
+            "merge_method": "ties",
+            "base_model": str(tmp_path / f"{k}a"),
+            "models": [{"model": str(tmp_path / f"{k}{name}")} for name in "bc"],
+            "parameters": {"weight": 1, "density": 0.3, "scope": "model"},
+        }
+        weightsmith.merge(recipe, tmp_path / f"out{k}", fsync=False)
+        with weightsmith.open_checkpoint(tmp_path / f"out{k}") as model:
+            outs.append({name: model.read(name) for name in model.specs})
+    outs[1]["model.w.weight"][3, 5] = np.inf
+    assert all(outs[0][name].tobytes() == outs[1][name].tobytes() for name in outs[1])

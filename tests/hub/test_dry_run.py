@@ -1,0 +1,208 @@
+"""A plan of hub models reads headers by byte range; a merge downloads after everything else was checked."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save
+
+from tests.cli_help import Ran
+from tests.fake_hub import COMMIT, FakeHub, Files, cache, environment, serve, silent
+
+WEIGHTS = "model.safetensors"
+CONFIG = json.dumps({"model_type": "llama", "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}).encode()
+
+
+def tensors(seed: int) -> dict[str, np.ndarray]:
+    """1.2 MB: many times what is read of a header."""
+    rng = np.random.default_rng(seed)
+    return {f"model.layers.0.mlp.{part}.weight": rng.normal(size=(320, 320)).astype(np.float32) for part in ("a", "b", "c")}
+
+
+def pickled(arrays: dict[str, np.ndarray]) -> bytes:
+    file = io.BytesIO()
+    torch.save({name: torch.from_numpy(array) for name, array in arrays.items()}, file)
+    return file.getvalue()
+
+
+def repos() -> dict[tuple[str, str], Files]:
+    small = {"config.json": CONFIG, "tokenizer.json": b"{}", "README.md": b"# card"}
+    return {
+        ("org/base", COMMIT): {**small, WEIGHTS: save(tensors(0))},
+        ("org/tuned", COMMIT): {**small, WEIGHTS: save(tensors(1))},
+        ("org/torch", COMMIT): {**small, "pytorch_model.bin": pickled(tensors(2))},
+    }
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    with serve(repos()) as hub:
+        yield hub
+
+
+def weightsmith(hub: FakeHub | None, home: Path, *args: object, **env: str) -> Ran:
+    given = (environment(home) if hub is None else hub.environment(home)) | env
+    command = [sys.executable, "-m", "weightsmith", *map(str, args)]
+    done = subprocess.run(command, env=given, cwd=home, capture_output=True, text=True, timeout=120, check=False)
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
+def recipe(folder: Path, *models: str, weight: str = "0.5") -> Path:
+    path = folder / "recipe.yml"
+    lines = "".join(f"  - model: {model}\n    parameters: {{weight: {weight}}}\n" for model in models)
+    path.write_text(f"merge_method: linear\nmodels:\n{lines}")
+    return path
+
+
+def cached(home: Path) -> set[str]:
+    return {path.name for path in home.glob("hub/*/snapshots/*/*")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["org/tuned", "org/torch"])
+def test_a_plan_reads_headers_by_byte_range_and_a_merge_downloads_the_rest(other: str, hub: FakeHub, tmp_path: Path) -> None:
+    path = recipe(tmp_path, "org/base", other)
+    weights = {WEIGHTS} if other == "org/tuned" else {WEIGHTS, "pytorch_model.bin"}
+    planned = weightsmith(hub, tmp_path, "plan", path, "--json")
+    assert planned.code == 0, planned.err
+    assert hub.whole() == {"config.json"}
+    spans = [seen.range.removeprefix("bytes=").split("-") for seen in hub.seen if seen.range]
+    assert 2 <= len(spans) <= 12
+    assert sum(int(last) - int(first) + 1 for first, last in spans) < 400_000
+    assert cached(tmp_path) == {"config.json"}
+    summary = json.loads(planned.out)["summary"]
+    sizes = {(repo, name): len(data) for (repo, _), files in hub.repos.items() for name, data in files.items()}
+    expected = {
+        (repo, name)
+        for repo, name in sizes
+        if repo in ("org/base", other) and name in (*weights, "tokenizer.json", "README.md")
+    }
+    assert {(d["model"], d["file"]): d["bytes"] for d in summary["downloads"]} == {key: sizes[key] for key in expected}
+    assert summary["download_bytes"] == sum(sizes[key] for key in expected)
+
+    (tmp_path / "plan.json").write_text(planned.out)
+    hub.seen.clear()
+    done = weightsmith(hub, tmp_path, "run", "plan.json", tmp_path / "out")
+    assert done.code == 0, done.err
+    assert weights <= hub.whole()
+    merged = load_file(tmp_path / "out" / WEIGHTS)
+    for name, array in tensors(0).items():
+        np.testing.assert_allclose(merged[name], (array + tensors(1 if other == "org/tuned" else 2)[name]) / 2, atol=1e-6)
+    assert (tmp_path / "out/tokenizer.json").is_file()
+
+    hub.seen.clear()
+    again = weightsmith(hub, tmp_path, "plan", path)
+    assert "download" not in again.out
+    assert hub.downloads() == set()
+
+
+@pytest.mark.slow
+def test_a_plan_says_in_words_what_would_be_downloaded(hub: FakeHub, tmp_path: Path) -> None:
+    planned = weightsmith(hub, tmp_path, "plan", recipe(tmp_path, "org/base", "org/tuned"))
+    assert "download 2.46 MB in 6 files, before the merge begins; only headers were read" in planned.out
+
+
+@pytest.mark.slow
+def test_mistakes_cost_no_download(hub: FakeHub, tmp_path: Path) -> None:
+    wrong = weightsmith(hub, tmp_path, "merge", recipe(tmp_path, "org/base", "org/tuned", weight="heavy"), "out")
+    assert wrong.code == 1
+    assert hub.downloads() <= {"config.json", WEIGHTS}
+    assert hub.whole() <= {"config.json"}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("mine")
+    taken = weightsmith(hub, tmp_path, "merge", recipe(tmp_path, "org/base", "org/tuned"), "out")
+    assert "OutputExists" in taken.err
+    assert cached(tmp_path) == {"config.json"}
+
+
+@pytest.mark.slow
+def test_a_hub_without_byte_ranges_is_read_from_the_start_only(hub: FakeHub, tmp_path: Path) -> None:
+    hub.ranges = False
+    assert weightsmith(hub, tmp_path, "plan", recipe(tmp_path, "org/base", "org/tuned")).code == 0
+    refused = weightsmith(hub, tmp_path, "plan", recipe(tmp_path, "org/base", "org/torch"))
+    assert refused.code == 1
+    assert "the hub sent others: status 200" in refused.err
+    assert f"hf download org/torch --revision {COMMIT}" in refused.err
+    assert cached(tmp_path) == {"config.json"}
+
+
+@pytest.mark.slow
+def test_a_hub_that_never_answers_is_an_error_or_the_cache(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "org/base", "org/tuned")
+    with silent() as hub:
+        began = time.monotonic()
+        refused = weightsmith(hub, tmp_path, "plan", path, HF_HUB_ETAG_TIMEOUT="2")
+        assert refused.code == 1
+        assert f"{hub.url} did not answer (ReadTimeout, timeout 2 s)" in refused.err
+        assert f"cache  {tmp_path / 'hub'}" in refused.err
+        for (name, commit), files in repos().items():
+            cache(tmp_path, files, name, commit)
+        planned = weightsmith(hub, tmp_path, "merge", path, "out", HF_HUB_ETAG_TIMEOUT="2")
+        assert planned.code == 0, planned.err
+        assert time.monotonic() - began < 60
+    for name in ("org/base", "org/tuned"):
+        assert f"{name}: {hub.url} did not answer (ReadTimeout, timeout 2 s), so the cached revision {COMMIT}" in planned.err
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    from weightsmith import hub
+    from weightsmith.errors import NotFound
+
+    asked = []
+
+    def info(self: object, repo: str, **more: Any) -> None:
+        asked.append(repo)
+        raise TimeoutError("nothing")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", info)
+    monkeypatch.setattr(hub, "_silent", {})
+    for name in ("org/one", "org/two"):
+        with pytest.raises(NotFound, match="did not answer"):
+            hub.open_repository(name, None, cache_dir=tmp_path)
+    assert asked == ["org/one"]
+    monkeypatch.setattr(hub, "SILENT_SECONDS", -1.0)
+    monkeypatch.setattr(hub, "_silent", {})
+    for name in ("org/one", "org/two"):
+        with pytest.raises(NotFound, match="did not answer"):
+            hub.open_repository(name, None, cache_dir=tmp_path)
+    assert asked == ["org/one", "org/one", "org/two"]
+
+
+def test_every_request_of_huggingface_hub_has_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    from weightsmith import hub
+
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
+    monkeypatch.setattr(hub, "UPLOAD_SECONDS", 1.0)
+    hub._bound_requests()
+    hub._bound_requests()
+    assert get_session().event_hooks["request"].count(hub._bound) == 1
+    with silent() as never:
+        for method in ("GET", "POST"):
+            with pytest.raises(Exception, match="timed out") as caught:
+                get_session().request(method, never.url, timeout=None)
+            assert type(caught.value).__name__ == "ReadTimeout"
+
+
+@pytest.mark.slow
+def test_offline_without_the_model_says_how_to_get_it(tmp_path: Path) -> None:
+    refused = weightsmith(None, tmp_path, "plan", recipe(tmp_path, "org/base@v1", "org/tuned"), HF_HUB_OFFLINE="1")
+    assert refused.code == 1
+    what = "neither a local path nor a model in the hub cache, and HF_HUB_OFFLINE=1 forbids downloading it"
+    assert f"org/base@v1: {what}" in refused.err
+    assert f"cache  {tmp_path / 'hub'}" in refused.err
+    assert "HF_HUB_OFFLINE=0 hf download org/base --revision v1" in refused.err
