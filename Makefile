@@ -11,6 +11,7 @@
 #   make bench-methods   every method compared with mergekit's: errors, times and memory (over an hour; resumes if interrupted)
 #   make bench-moe       mixtures of experts compared with mergekit-moe's (20 GB of disk, half an hour)
 #   make docs      the pages of docs/ that are generated from the code
+#   make dist      wheel and sdist, their metadata checked, and a merge with the wheel in a fresh environment
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -28,7 +29,7 @@ MERGEKIT_VENV := benchmarks/.venv-mergekit
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test test-fast test-python mutants check lint types format docs bench bench-toy bench-methods bench-moe mergekit clean help
+.PHONY: demo test test-fast test-python mutants check lint types format docs dist bench bench-toy bench-methods bench-moe mergekit clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -64,6 +65,9 @@ format: $(VENV)/.dev
 docs: $(VENV)/.core
 	$(BIN)/python scripts/docs.py $(DOCS_OPTIONS)
 
+dist: $(VENV)/.dist
+	$(BIN)/python scripts/dist.py $(DIST_OPTIONS)
+
 bench: $(VENV)/.core $(MERGEKIT_VENV)/.done
 	$(BIN)/python -m benchmarks.bench $(BENCH_OPTIONS)
 
@@ -93,6 +97,10 @@ $(VENV)/.core: pyproject.toml | $(BIN)/python
 
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	$(PIP) install -e '.[dev]'
+	@touch $@
+
+$(VENV)/.dist: pyproject.toml | $(BIN)/python
+	$(PIP) install 'build>=1.2' 'twine>=6.1'
 	@touch $@
 
 $(VENV)/.torch: | $(BIN)/python

@@ -40,6 +40,7 @@ class FakeHub:
     repos      (org/name, commit) → files
     refs       branch or tag → commit, of every repository
     ranges     False: every answer is the whole file
+    sizes      False: the list of files does not say how large they are, as of some mirrors
     fails      start of a path → status with which requests for it are refused
     created    body of each request that creates a repository
     pushed     org/name → files that were committed to it
@@ -48,6 +49,7 @@ class FakeHub:
     repos: dict[tuple[str, str], Files] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=lambda: {"main": COMMIT})
     ranges: bool = True
+    sizes: bool = True
     fails: dict[str, int] = field(default_factory=dict)
     seen: list[Seen] = field(default_factory=list)
     created: list[dict[str, Any]] = field(default_factory=list)
@@ -129,7 +131,8 @@ class _Handler(BaseHTTPRequestHandler):
             known = any(name == repo for name, _ in self.hub.repos)
             self._error("RevisionNotFound" if known else "RepoNotFound", 404)
         elif what == "revision":
-            siblings = [{"rfilename": name, "size": len(data)} for name, data in files.items()]
+            sizes = {name: {"size": len(data)} if self.hub.sizes else {} for name, data in files.items()}
+            siblings = [{"rfilename": name, **size} for name, size in sizes.items()]
             self._json({"id": repo, "sha": commit, "siblings": siblings})
         elif what == "tree":
             self._json([{"type": "file", "path": n, "size": len(d), "oid": _sha1(d)} for n, d in files.items()])

@@ -26,6 +26,7 @@ UPLOAD_SECONDS = 300.0  # for an answer to what changes a repository: the hub ha
 HEAD_BYTES = 128 << 10  # read at once from the start of a file: the header of most shards
 RANGE_BYTES = 4 << 10  # read at least, elsewhere
 SILENT_SECONDS = 60.0  # a hub that did not answer is not asked again for so long: each question takes a timeout
+UNKNOWN = -1  # size of a file
 _CONNECTIONS = 8
 _COMMIT = re.compile("[0-9a-f]{40,64}")
 
@@ -69,8 +70,24 @@ class Repository:
         self._files: dict[str, _HubFile] = {}
 
     def want(self, names: Iterable[str]) -> None:
-        """Name files that are needed: `download` brings them."""
+        """Name files that are needed: `download` brings them. Raises CheckpointError."""
         self._wanted |= dict.fromkeys(name for name in names if name in self.sizes)
+        for name in self._wanted:
+            if self.sizes[name] == UNKNOWN:
+                self.sizes[name] = self._ask_size(name)
+
+    def _ask_size(self, name: str) -> int:
+        """The size of a file, from a hub that does not list sizes (some mirrors). Raises CheckpointError."""
+        import huggingface_hub
+
+        url = huggingface_hub.hf_hub_url(self.name, name, revision=self.commit)
+        try:
+            size = huggingface_hub.get_hf_file_metadata(url, token=self._token, timeout=_timeouts()[0]).size
+        except Exception as error:
+            raise _explain(error, f"{self.name}, {name}") from error
+        if size is None:
+            raise CheckpointError("the hub does not say how large the file is", where=f"{self.name}, {name}")
+        return size
 
     @property
     def missing(self) -> dict[str, int]:
@@ -215,7 +232,7 @@ def open_repository(
     commit, folder = info.sha or "", _folder(name, cache_dir)
     if not _COMMIT.fullmatch(commit):
         raise CheckpointError(f"the hub names no commit, but {show(commit)}", where=where, fix="Check HF_ENDPOINT.")
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    sizes = {file.rfilename: UNKNOWN if file.size is None else file.size for file in info.siblings or ()}
     _write_ref(folder, revision or constants.DEFAULT_REVISION, commit)
     return Repository(name, commit, folder / "snapshots" / commit, sizes, (), cache_dir=cache_dir, token=token)
 
@@ -246,7 +263,7 @@ def _cached(
 def _write_ref(folder: Path, revision: str, commit: str) -> None:
     """Record in the cache what a branch or tag stands for, as huggingface_hub does: by this it is found without the hub."""
     path = folder / "refs" / revision
-    if revision == commit or ".." in path.parts:
+    if revision == commit or ".." in path.parts or not path.is_relative_to(folder):
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -137,6 +137,25 @@ def test_a_hub_without_byte_ranges_is_read_from_the_start_only(hub: FakeHub, tmp
 
 
 @pytest.mark.slow
+def test_a_hub_that_lists_no_sizes_is_asked_for_them(hub: FakeHub, tmp_path: Path) -> None:
+    hub.sizes = False
+    planned = weightsmith(hub, tmp_path, "plan", recipe(tmp_path, "org/base", "org/tuned"))
+    assert planned.code == 0, planned.err
+    assert "download 2.46 MB in 6 files" in planned.out
+    assert hub.whole() == {"config.json"}
+
+
+def test_a_revision_is_not_written_outside_the_cache(tmp_path: Path) -> None:
+    from weightsmith import hub
+
+    for revision in ("../../outside", str(tmp_path / "outside"), "main/../../../outside"):
+        hub._write_ref(tmp_path / "models--org--x", revision, COMMIT)
+    assert list(tmp_path.iterdir()) == []
+    hub._write_ref(tmp_path / "models--org--x", "pr/1", COMMIT)
+    assert (tmp_path / "models--org--x/refs/pr/1").read_text() == COMMIT
+
+
+@pytest.mark.slow
 def test_a_hub_that_never_answers_is_an_error_or_the_cache(tmp_path: Path) -> None:
     path = recipe(tmp_path, "org/base", "org/tuned")
     with silent() as hub:

@@ -103,6 +103,10 @@ class Report(Protocol):
         """Warnings. where: the recipe."""
 
 
+def _no_problem(product: Product) -> str:
+    return ""
+
+
 def _no_report(product: Product, arrays: Arrays) -> None:
     return None
 
@@ -112,6 +116,7 @@ class Kind:
     """A kind of product: either `survey` or `compute` is set.
 
     doing    text of the progress display, with a verb in -ing
+    check    why a product's settings, steps and arrays are invalid, or ""; plans may come from untrusted sources
     survey   for streaming
     compute  for computing; raises WeightsmithError for invalid inputs
     report   the report of a finished product, or None
@@ -121,3 +126,4 @@ class Kind:
     survey: Callable[[Product], Survey] | None = None
     compute: Callable[[Bench], Arrays] | None = None
     report: Callable[[Product, Arrays], Report | None] = _no_report
+    check: Callable[[Product], str] = _no_problem
