@@ -471,7 +471,7 @@ def _other_bytes(plan: Plan, donor: Checkpoint) -> int:
 
 def _disagreement(plan: Plan, step: Step) -> Finding:
     taken = plan.models[step.inputs[0].model].ref
-    return Finding(f"the models differ in this {step.out.dtype.torch} tensor; copied from {taken}", step.out.name)
+    return Finding(f"the models differ in this {step.out.dtype.torch} tensor; taken from {taken}", step.out.name)
 
 
 def _files(

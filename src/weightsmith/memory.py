@@ -77,7 +77,7 @@ def merge_state_dicts(
             error.finding = replace(error.finding, fix=fix)
             raise
     label = plan.models[first].ref
-    differing = [Finding(f"the models differ; copied from {label}", name) for name in outcome.differing]
+    differing = [Finding(f"the models differ; taken from {label}", name) for name in outcome.differing]
     for finding in (*plan.warnings, *differing, *copied(outcome.nonfinite)):
         warnings.warn(str(finding), stacklevel=2)
     return {name: output.tensors[planned.same.get(name, name)] for name in planned.views[first]}

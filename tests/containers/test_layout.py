@@ -89,7 +89,7 @@ def test_metadata_is_format_pt_unless_given() -> None:
     ("specs", "bound", "metadata", "words"),
     [
         ([spec("a", 1), spec("a", 1)], 9, None, ["a:", "two tensors"]),
-        ([spec("__metadata__", 1)], 9, None, ["__metadata__", "keeps this name"]),
+        ([spec("__metadata__", 1)], 9, None, ["__metadata__", "reserved"]),
         ([spec("bad\ud800", 1)], 9, None, ["surrogate"]),
         ([spec("a", 1)], 0, None, ["0 bytes", "max_shard_bytes"]),
         ([spec("a", 1)], -5, None, ["-5 bytes"]),

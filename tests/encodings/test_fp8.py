@@ -168,7 +168,7 @@ def test_plain_is_the_cast_of_numpy(dtype: str) -> None:
         (TensorSpec("x.bias", DTYPES["BF16"], (4, 4)), "does not end in .weight"),
         (TensorSpec("x.weight", DTYPES["BF16"], (4,)), "not a matrix"),
         (TensorSpec("experts.weight", DTYPES["BF16"], (2, 4, 4)), "not a matrix"),
-        (TensorSpec("x.weight", DTYPES["I64"], (4, 4)), "I64, not floating point"),
+        (TensorSpec("x.weight", DTYPES["I64"], (4, 4)), "I64, not 16-bit"),
         (TensorSpec("x.weight", DTYPES["F8_E4M3"], (4, 4)), "F8_E4M3, not 16-bit or 32-bit floating point"),
         (TensorSpec("x.weight", DTYPES["F64"], (4, 4)), "F64, not 16-bit or 32-bit floating point"),
         (TensorSpec("x.weight", DTYPES["BF16"], (4, 0)), "has no elements"),

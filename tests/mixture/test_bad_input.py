@@ -123,7 +123,7 @@ def test_a_mixture_as_an_expert(tmp_path: Path) -> None:
     other = model(tmp_path / "b", more={**gone, **there})
     for found in (refused(base, experts=[base, other]), refused(other, experts=[base, base])):
         assert "layer 0 already has experts" in found
-        assert "prune_experts and merge_experts work on mixtures" in found
+        assert "for mixtures use prune_experts, merge_experts" in found
 
 
 def test_a_router_that_cannot_route(tmp_path: Path) -> None:

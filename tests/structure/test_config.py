@@ -185,7 +185,7 @@ def test_whole_stack_in_order_changes_nothing_even_without_a_count() -> None:
 
 
 def test_stack_without_a_count_key_cannot_change() -> None:
-    with pytest.raises(LayerError, match=r"no key of config\.json holds the 4 layer"):
+    with pytest.raises(LayerError, match=r"no key of config\.json holds the layer count of model\.layers\. \(4\)"):
         resized({"whatever": 4}, [0, 1])
 
 

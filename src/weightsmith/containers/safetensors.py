@@ -47,7 +47,7 @@ def make_layout(
     """
     if max_shard_bytes <= 0:
         raise StoreError(
-            f"invalid max_shard_bytes: {max_shard_bytes}",
+            f"must be positive, not {max_shard_bytes} bytes",
             where="max_shard_bytes",
             fix="pass a positive number of bytes, such as 5_000_000_000",
             state=NOTHING_WRITTEN,

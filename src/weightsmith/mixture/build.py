@@ -290,7 +290,7 @@ class _Builder:
         )
 
     def _checked(self, plan: Plan, base: Donor) -> Plan:
-        """The plan, if transformers would load its output; with a warning where that is not known."""
+        """The plan, if transformers can load its output; adds a warning if that is not known."""
         stored = base.config, [step.out for step in base.steps.values()]
         output = plan.config, [step.out for step in plan.steps]
         found = loading.check_loading(output, stored, base.label, where=self.recipe.filename)

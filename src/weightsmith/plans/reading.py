@@ -227,7 +227,7 @@ def _check_step(plan: Plan, step: Step, products: set[str], arrays: set[str]) ->
 
 
 def has_type(value: object, hint: Any) -> bool:
-    """A JSON value is of a type: a scalar, `tuple[int, ...]` (a list), `Mapping[str, X]`, `X | None`, a dataclass (an object).
+    """Whether a JSON value has a type: a scalar, `tuple[int, ...]` (list), `Mapping[str, X]`, `X | None`, a dataclass (object).
 
     >>> has_type([1, "a"], tuple[int, str]), has_type([1, "a"], tuple[int, ...]), has_type(True, int), has_type(1, float)
     (True, False, False, True)

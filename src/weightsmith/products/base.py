@@ -116,7 +116,7 @@ class Kind:
     """A kind of product: either `survey` or `compute` is set.
 
     doing    text of the progress display, with a verb in -ing
-    check    why the settings, steps and arrays of a product are invalid, "" if they are valid: a plan may come from anyone
+    check    why a product's settings, steps and arrays are invalid, or ""; plans may come from untrusted sources
     survey   for streaming
     compute  for computing; raises WeightsmithError for invalid inputs
     report   the report of a finished product, or None

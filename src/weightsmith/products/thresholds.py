@@ -151,9 +151,9 @@ def _check(product: Product) -> str:
     if not has_type(sizes, tuple[int, ...]) or not has_type(wanted, tuple[tuple[int, float, float], ...]):
         return "its settings are sizes, and wanted: [place, density, gamma] each"
     if len(sizes) != len(product.models) or any(not 0 < size < 1 << 62 for size in sizes):
-        return "it has not one size for each model"
+        return "it needs one size for each model"
     if any(not (0 <= k < len(sizes) and 0 <= density <= 1 and 0 <= gamma <= 1) for k, density, gamma in wanted):
-        return "it wants a model, a density or a gamma that cannot be"
+        return "its wanted models, densities or gammas are out of range"
     return "" if [out.shape for out in product.outs] == [(len(wanted), 2)] else "its array is not [wanted, 2]"
 
 

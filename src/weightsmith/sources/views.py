@@ -62,7 +62,7 @@ def view_of(name: str, tensor: Any) -> View:
 
 
 def _refused(name: str, what: str, fix: str) -> StoreError:
-    return StoreError(f"cannot store {what}", where=name, fix=fix, state=NOTHING_WRITTEN)
+    return StoreError(f"this is {what}; it cannot be stored", where=name, fix=fix, state=NOTHING_WRITTEN)
 
 
 def _known(name: str, dtype_name: str) -> DType:

@@ -135,7 +135,7 @@ def move_indices(key: str, value: Sequence[int], remap: Remap, first: int) -> li
 
 
 def is_stages(config: Mapping[str, Any], remap: Remap) -> bool:
-    """True for the section of a backbone whose stages are its layers: `stage_names` is stem, stage1, stage2, …"""
+    """True for a backbone's section whose stages are its layers: `stage_names` is stem, stage1, stage2, …"""
     stages, features = _stage_names(remap.n_old), config.get("out_features")
     if "stage_names" in config:
         return bool(config["stage_names"] == stages)

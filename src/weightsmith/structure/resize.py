@@ -280,11 +280,11 @@ class _Resize:
                 if expected.get(key) != signature[old]:  # what is built there, or not known
                     raise self._misplaced(new, old)
             return
-        # A class may count from either end. A last layer like the one before it is a sign that it counts from the first.
+        # Classes may count from either end. If the last two layers are alike, it probably counts from the first.
         if self.remap.source != tuple(range(self.remap.n_new)) or signature[-1] != signature[-2]:
             raise LayerError(
-                f"the layers of {self.stack.prefix} have different tensors, and no key of config.json says which layer "
-                "is of which kind, so they cannot be reordered",
+                f"the layers of {self.stack.prefix} have different tensors, and no key of config.json gives the kind of "
+                "each layer, so they cannot be reordered",
                 fix="use the whole stack, in order",
             )
 

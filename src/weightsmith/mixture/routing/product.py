@@ -97,7 +97,7 @@ def _report(product: Product, arrays: Arrays) -> RoutingReport | None:
 
 def _check(product: Product) -> str:
     if not has_type(product.settings, Gating):
-        return "its settings are not those of router weights"
+        return "its settings are not those of a router product"
     gating = Gating.of(product)
     layers, experts, hidden = gating.shape
     if (
@@ -105,7 +105,7 @@ def _check(product: Product) -> str:
         or not 1 <= gating.routed <= experts
         or min(layers, hidden, gating.groups, gating.per_token) < 1
     ):
-        return "its settings are of a router that cannot be"
+        return "its settings are inconsistent"
     if gating.seed < 0 or (gating.prompt_tokens or 1) < 1:
         return "its seed or its prompt_tokens is negative"
     rows = [out for out in product.outs if not out.name.startswith("routing: ")]

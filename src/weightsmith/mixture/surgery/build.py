@@ -83,7 +83,7 @@ def prepare_surgery(
 
 
 def _checked(prepared: Prepared, recipe: Surgery) -> Prepared:
-    """The plan, if transformers would load its output; with a warning where that is not known.
+    """The plan, if transformers can load its output; adds a warning if that is not known.
 
     A quantised model is not checked: what its tensors are is up to its own loader.
     """

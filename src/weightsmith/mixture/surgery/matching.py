@@ -111,7 +111,7 @@ def _matrix(bench: Bench, spec: TensorSpec, axis: int) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """`Product.settings`; a matrix is [name of the first, of the other, axis, pattern]."""
+    """`Product.settings`; a matrix is [name of the first, name of the other, axis, pattern]."""
 
     label: str
     pairs: tuple[_Pair, ...]
@@ -127,7 +127,7 @@ class _Pair:
 
 def _check(product: Product) -> str:
     if not has_type(product.settings, _Settings):
-        return "its settings are not those of a matching"
+        return "its settings are not those of a neuron_order product"
     shapes = {step.out.name: step.out.shape for step in product.steps}
     sizes = []
     for pair in product.settings["pairs"]:
@@ -136,7 +136,7 @@ def _check(product: Product) -> str:
             shape = shapes.get(first, ())
             places = neurons if pattern == "plain" else 2 * neurons
             if len(shape) != 2 or shapes.get(second) != shape or axis not in (0, 1) or shape[axis] != places:
-                return f"{first!r} and {second!r} are no matrices of {neurons:,} neurons"
+                return f"{first!r} and {second!r} are not matrices of {neurons:,} neurons"
         if not pair["matrices"]:
             return "a pair has no matrices"
         sizes += [(neurons if pattern == "plain" else 2 * neurons,) for pattern in pair["patterns"]]
