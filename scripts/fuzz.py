@@ -4,11 +4,11 @@
     python scripts/fuzz.py --kinds plan recipe --cases 10000 --seed 3
     python scripts/fuzz.py --kinds config --only 4711 --keep /tmp/case     # one case again; its files stay
 
-A mutated file must end in success or in a WeightsmithError whose text is short and printable; within 5 seconds, and with at
-most 500 MB of resident memory more than before it. Anything else is a failure: another exception, a dead process, a hang.
-Cases run in a child process, one after another; a case depends on kind, seed and number alone. The parent starts another
-child after one that has died or does not answer. Prints each failure of a new sort, and a line of numbers for each kind; the
-status is 1 if there is a failure.
+A mutated file must end in success or in a WeightsmithError whose text is short and printable; within 5 seconds of processor
+time (30 by the clock), and with at most 500 MB of resident memory more than before it. Anything else is a failure: another
+exception, a dead process, a hang. Cases run in a child process, one after another; a case depends on kind, seed and number
+alone. The parent starts another child after one that has died or does not answer. Prints each failure of a new sort, and a line
+of numbers for each kind; the status is 1 if there is a failure.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 5.0
+"""Of processor time."""
+WAITING = 30.0
+"""Seconds by the clock: the machine may be busy with other things."""
 MEGABYTES = 500
 MAX_MESSAGE = 20_000
 """Characters of a message."""
-_SPARE = 20.0  # seconds more, after which a child that does not answer is killed
+_SPARE = 30.0  # seconds more, after which a child that does not answer is killed
 _LIMIT_MEGABYTES = 2 * MEGABYTES  # beyond what a child has at the start: it cannot take the machine with it
 
 Rng = random.Random
@@ -669,7 +672,8 @@ def work(kind: str, seed: int, cases: Sequence[int], good: Path) -> None:
     """Run cases one after another in this process; lines of JSON to stdout. good: a folder with the good inputs."""
     from weightsmith.errors import WeightsmithError
 
-    signal.signal(signal.SIGALRM, _too_late)
+    signal.signal(signal.SIGALRM, lambda *_: _too_late("by the clock"))
+    signal.signal(signal.SIGPROF, lambda *_: _too_late("of processor time"))
     place, pristine = good.parent / f"work-{os.getpid()}", good.parent / f"pristine-{os.getpid()}"
     os.chdir(shutil.copytree(good, place))
     KINDS[kind].start()
@@ -688,19 +692,19 @@ def work(kind: str, seed: int, cases: Sequence[int], good: Path) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + (_LIMIT_MEGABYTES << 20), resource.RLIM_INFINITY))
     for case in cases:
         print(json.dumps({"begin": case}), flush=True)
-        problems, refused, before, began = [], 0, _reset_peak(), time.perf_counter()
+        problems, refused, before, began = [], 0, _reset_peak(), time.process_time()
         for call in run_case(kind, seed, case, place):
-            signal.setitimer(signal.ITIMER_REAL, SECONDS)
+            _set_limits(SECONDS, WAITING)
             try:
                 call()
             except BaseException as error:
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                _set_limits(0, 0)
                 refused += 1
                 if problem := problem_of(error):
                     problems.append((problem, _where(error), traceback.format_exc()[-3000:]))
             finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-        seconds, megabytes = time.perf_counter() - began, (_status("VmHWM") - before) / (1 << 20)
+                _set_limits(0, 0)
+        seconds, megabytes = time.process_time() - began, (_status("VmHWM") - before) / (1 << 20)
         if megabytes > MEGABYTES:
             problems.append((f"{megabytes:.0f} MB", "memory", ""))
         fact = {"end": case, "refused": refused > 0, "problems": problems, "seconds": seconds, "megabytes": megabytes}
@@ -732,8 +736,13 @@ def _restore(place: Path, pristine: Path) -> None:
             own.write_bytes(path.read_bytes())
 
 
-def _too_late(*_: object) -> None:
-    raise Hang(f"over {SECONDS:g} s")
+def _set_limits(seconds: float, waiting: float) -> None:
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, waiting)
+
+
+def _too_late(how: str) -> None:
+    raise Hang(f"too long {how}")
 
 
 def _where(error: BaseException) -> str:
@@ -794,7 +803,7 @@ def fuzz(kind: str, seed: int, cases: Sequence[int], good: Path) -> Result:
         os.set_blocking(child.stderr.fileno(), False)
         answered = True
         while answered:
-            answered = bool(select.select([child.stdout], [], [], 60 + _SPARE)[0])
+            answered = bool(select.select([child.stdout], [], [], 8 * WAITING + _SPARE)[0])
             line = child.stdout.readline() if answered else b""
             errors = (errors + (child.stderr.read() or b""))[-2000:]
             if not line:

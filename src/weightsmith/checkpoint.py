@@ -296,7 +296,7 @@ def _check_links(folder: Path, names: Sequence[str]) -> None:
     """Refuse links out of the folder among the files that will be copied into a model, and perhaps published with it.
 
     A cloned repository can hold `tokenizer.json -> ~/.ssh/id_rsa`. Links into the hub's cache, whose files bear their
-    hash as name, are fine. Weight files may be links to anywhere: they are parsed, and only tensors leave them.
+    hash as name, are fine if a snapshot of that model has the same file under the same name. Weight files may be links to anywhere: they are parsed, and only tensors leave them.
     """
     root = folder.resolve()
     for name in names:
@@ -306,14 +306,21 @@ def _check_links(folder: Path, names: Sequence[str]) -> None:
         target = path.resolve()
         if not target.is_file():
             raise NotFound(f"{name} is a symbolic link to {target}, which is not a file", where=str(folder))
-        in_hub_cache = _BLOB.fullmatch(target.name) and re.fullmatch(r"models--[^/]+/blobs", "/".join(target.parts[-3:-1]))
-        if not target.is_relative_to(root) and not in_hub_cache:
+        if not target.is_relative_to(root) and not _is_in_hub_cache(target, name):
             raise CheckpointError(
                 f"{name} is a symbolic link that leaves the folder, to {target}; its content would be copied into the "
                 "merged model",
                 where=str(folder),
                 fix=f"If that is meant, replace the link by the file: cp --remove-destination {target} {path}",
             )
+
+
+def _is_in_hub_cache(blob: Path, name: str) -> bool:
+    """The hub has published this file under this name: `models--org--name/snapshots/COMMIT/NAME` is a link to it."""
+    if not _BLOB.fullmatch(blob.name) or not re.fullmatch(r"models--[^/]+/blobs", "/".join(blob.parts[-3:-1])):
+        return False
+    snapshots = blob.parent.parent / "snapshots"
+    return snapshots.is_dir() and any((commit / name).resolve() == blob for commit in snapshots.iterdir())
 
 
 def _exists(path: Path) -> bool:
