@@ -295,8 +295,8 @@ def _local_names(folder: Path) -> list[str]:
 def _check_links(folder: Path, names: Sequence[str]) -> None:
     """Refuse links out of the folder among the files that will be copied into a model, and perhaps published with it.
 
-    A cloned repository can hold `tokenizer.json -> ~/.ssh/id_rsa`. Links into the hub's cache, whose files bear their
-    hash as name, are fine if a snapshot of that model has the same file under the same name. Weight files may be links to anywhere: they are parsed, and only tensors leave them.
+    A cloned repository can hold `tokenizer.json -> ~/.ssh/id_rsa`. Links into the hub's cache are fine if a snapshot there has
+    the same file under the same name. Weight files may be links to anywhere: they are parsed, and only tensors leave them.
     """
     root = folder.resolve()
     for name in names:
