@@ -644,12 +644,43 @@ KINDS: dict[str, Kind] = {
 }
 
 
+def _broken(misbehave: Callable[[], Any]) -> Kind:
+    """A kind whose mutated files make it misbehave, to see that this is noticed."""
+
+    def use(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
+        yield (lambda: None) if Path(file).read_bytes() == b"good" else misbehave
+
+    return Kind(lambda: Path("x").write_bytes(b"good") and None, ("x",), lambda rng, data: data[::-1], use)
+
+
+def _hang() -> None:
+    while True:
+        with contextlib.suppress(Exception):
+            pass
+
+
+def _long_message() -> None:
+    from weightsmith.errors import PlanError, StoreError
+
+    raise PlanError([StoreError("x" * 900, details=["y" * 900] * 40)])
+
+
+BROKEN = {
+    "traceback": _broken(lambda: {}["x"]),
+    "hang": _broken(_hang),
+    "memory": _broken(lambda: bytearray(b"x") * ((MEGABYTES + 100) << 20)),
+    "death": _broken(lambda: os._exit(3)),
+    "message": _broken(_long_message),
+}
+"""Not among the kinds that are run: each is a failure."""
+
+
 # ---- one case
 
 
 def run_case(kind: str, seed: int, case: int, folder: Path) -> Iterator[Callable[[], Any]]:
     """Put the mutated file of a case in place; the calls to make. folder: of the good inputs, the current one."""
-    found, rng = KINDS[kind], Rng(f"{kind} {seed} {case}")
+    found, rng = (KINDS | BROKEN)[kind], Rng(f"{kind} {seed} {case}")
     file = rng.choice(found.files)
     (folder / file).write_bytes(found.mutate(rng, (folder / file).read_bytes()))
     return found.use(file, rng)
@@ -676,10 +707,10 @@ def work(kind: str, seed: int, cases: Sequence[int], good: Path) -> None:
     signal.signal(signal.SIGPROF, lambda *_: _too_late("of processor time"))
     place, pristine = good.parent / f"work-{os.getpid()}", good.parent / f"pristine-{os.getpid()}"
     os.chdir(shutil.copytree(good, place))
-    KINDS[kind].start()
+    (KINDS | BROKEN)[kind].start()
     shutil.copytree(place, pristine)
-    for file in KINDS[kind].files:  # what is good must be good; this also compiles and imports what the cases use
-        calls = [call for n in range(9) for call in KINDS[kind].use(file, _Always(n))]
+    for file in (KINDS | BROKEN)[kind].files:  # what is good must be good; this also compiles and imports what the cases use
+        calls = [call for n in range(9) for call in (KINDS | BROKEN)[kind].use(file, _Always(n))]
         taken = 0
         for call in calls:
             with contextlib.suppress(WeightsmithError):  # a layout or a method that is not for these models
@@ -837,7 +868,7 @@ def fuzz(kind: str, seed: int, cases: Sequence[int], good: Path) -> Result:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Fuzz every kind of input.", epilog=f"kinds: {', '.join(KINDS)}")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS | BROKEN, default=list(KINDS), metavar="KIND")
     parser.add_argument("--cases", type=int, default=1000, help="of each kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, nargs="+", help="numbers of cases")
@@ -854,7 +885,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             good = Path(folder, "good")
             good.mkdir()
             with contextlib.chdir(good):
-                KINDS[kind].make()
+                (KINDS | BROKEN)[kind].make()
             if given.keep:
                 shutil.copytree(good, given.keep)
                 with contextlib.chdir(given.keep):
