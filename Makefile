@@ -6,6 +6,7 @@
 #   make test-fast     the tests that take less than a second each: under a minute
 #   make test-python   the kernels as plain Python, not compiled
 #   make mutants   how many one-token mutations the tests catch (half an hour for 200: MUTANTS_OPTIONS='--count 20 --rooms store')
+#   make fuzz      every kind of input mutated in 1,000 ways: accepted or rejected, in bounded time and memory (FUZZ_OPTIONS='--cases 10000')
 #   make check     lint and types
 #   make bench     weightsmith, mergekit and the copy floor, side by side (about 15 GB of disk, an hour)
 #   make bench-methods   every method compared with mergekit's: errors, times and memory (over an hour; resumes if interrupted)
@@ -29,7 +30,7 @@ MERGEKIT_VENV := benchmarks/.venv-mergekit
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test test-fast test-python mutants check lint types format docs dist bench bench-toy bench-methods bench-moe mergekit clean help
+.PHONY: demo test test-fast test-python mutants fuzz check lint types format docs dist bench bench-toy bench-methods bench-moe mergekit clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -49,6 +50,9 @@ test-python: $(VENV)/.test
 
 mutants: $(VENV)/.test
 	$(BIN)/python scripts/mutants.py $(MUTANTS_OPTIONS)
+
+fuzz: $(VENV)/.test
+	$(BIN)/python scripts/fuzz.py $(FUZZ_OPTIONS)
 
 check: lint types
 

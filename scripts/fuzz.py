@@ -4,11 +4,11 @@
     python scripts/fuzz.py --kinds plan recipe --cases 10000 --seed 3
     python scripts/fuzz.py --kinds config --only 4711 --keep /tmp/case     # one case again; its files stay
 
-A mutated file must end in success or in a WeightsmithError whose text is short and printable; within 5 seconds, and with at
-most 500 MB of resident memory more than before it. Anything else is a failure: another exception, a dead process, a hang.
-Cases run in a child process, one after another; a case depends on kind, seed and number alone. The parent starts another
-child after one that has died or does not answer. Prints each failure of a new sort, and a line of numbers for each kind; the
-status is 1 if there is a failure.
+A mutated file must end in success or in a WeightsmithError whose text is short and printable; within 5 seconds of processor
+time (30 by the clock), and with at most 500 MB of resident memory more than before it. Anything else is a failure: another
+exception, a dead process, a hang. Cases run in a child process, one after another; a case depends on kind, seed and number
+alone. The parent starts another child after one that has died or does not answer. Prints each failure of a new sort, and a line
+of numbers for each kind; the status is 1 if there is a failure.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 5.0
+"""Of processor time."""
+WAITING = 30.0
+"""Seconds by the clock: the machine may be busy with other things."""
 MEGABYTES = 500
 MAX_MESSAGE = 20_000
 """Characters of a message."""
-_SPARE = 20.0  # seconds more, after which a child that does not answer is killed
+_SPARE = 30.0  # seconds more, after which a child that does not answer is killed
 _LIMIT_MEGABYTES = 2 * MEGABYTES  # beyond what a child has at the start: it cannot take the machine with it
 
 Rng = random.Random
@@ -641,12 +644,43 @@ KINDS: dict[str, Kind] = {
 }
 
 
+def _broken(misbehave: Callable[[], Any]) -> Kind:
+    """A kind whose mutated files make it misbehave, to see that this is noticed."""
+
+    def use(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
+        yield (lambda: None) if Path(file).read_bytes() == b"good" else misbehave
+
+    return Kind(lambda: Path("x").write_bytes(b"good") and None, ("x",), lambda rng, data: data[::-1], use)
+
+
+def _hang() -> None:
+    while True:
+        with contextlib.suppress(Exception):
+            pass
+
+
+def _long_message() -> None:
+    from weightsmith.errors import PlanError, StoreError
+
+    raise PlanError([StoreError("x" * 900, details=["y" * 900] * 40)])
+
+
+BROKEN = {
+    "traceback": _broken(lambda: {}["x"]),
+    "hang": _broken(_hang),
+    "memory": _broken(lambda: bytearray(b"x") * ((MEGABYTES + 100) << 20)),
+    "death": _broken(lambda: os._exit(3)),
+    "message": _broken(_long_message),
+}
+"""Not among the kinds that are run: each is a failure."""
+
+
 # ---- one case
 
 
 def run_case(kind: str, seed: int, case: int, folder: Path) -> Iterator[Callable[[], Any]]:
     """Put the mutated file of a case in place; the calls to make. folder: of the good inputs, the current one."""
-    found, rng = KINDS[kind], Rng(f"{kind} {seed} {case}")
+    found, rng = (KINDS | BROKEN)[kind], Rng(f"{kind} {seed} {case}")
     file = rng.choice(found.files)
     (folder / file).write_bytes(found.mutate(rng, (folder / file).read_bytes()))
     return found.use(file, rng)
@@ -669,13 +703,14 @@ def work(kind: str, seed: int, cases: Sequence[int], good: Path) -> None:
     """Run cases one after another in this process; lines of JSON to stdout. good: a folder with the good inputs."""
     from weightsmith.errors import WeightsmithError
 
-    signal.signal(signal.SIGALRM, _too_late)
+    signal.signal(signal.SIGALRM, lambda *_: _too_late("by the clock"))
+    signal.signal(signal.SIGPROF, lambda *_: _too_late("of processor time"))
     place, pristine = good.parent / f"work-{os.getpid()}", good.parent / f"pristine-{os.getpid()}"
     os.chdir(shutil.copytree(good, place))
-    KINDS[kind].start()
+    (KINDS | BROKEN)[kind].start()
     shutil.copytree(place, pristine)
-    for file in KINDS[kind].files:  # what is good must be good; this also compiles and imports what the cases use
-        calls = [call for n in range(9) for call in KINDS[kind].use(file, _Always(n))]
+    for file in (KINDS | BROKEN)[kind].files:  # what is good must be good; this also compiles and imports what the cases use
+        calls = [call for n in range(9) for call in (KINDS | BROKEN)[kind].use(file, _Always(n))]
         taken = 0
         for call in calls:
             with contextlib.suppress(WeightsmithError):  # a layout or a method that is not for these models
@@ -688,19 +723,19 @@ def work(kind: str, seed: int, cases: Sequence[int], good: Path) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + (_LIMIT_MEGABYTES << 20), resource.RLIM_INFINITY))
     for case in cases:
         print(json.dumps({"begin": case}), flush=True)
-        problems, refused, before, began = [], 0, _reset_peak(), time.perf_counter()
+        problems, refused, before, began = [], 0, _reset_peak(), time.process_time()
         for call in run_case(kind, seed, case, place):
-            signal.setitimer(signal.ITIMER_REAL, SECONDS)
+            _set_limits(SECONDS, WAITING)
             try:
                 call()
             except BaseException as error:
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                _set_limits(0, 0)
                 refused += 1
                 if problem := problem_of(error):
                     problems.append((problem, _where(error), traceback.format_exc()[-3000:]))
             finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-        seconds, megabytes = time.perf_counter() - began, (_status("VmHWM") - before) / (1 << 20)
+                _set_limits(0, 0)
+        seconds, megabytes = time.process_time() - began, (_status("VmHWM") - before) / (1 << 20)
         if megabytes > MEGABYTES:
             problems.append((f"{megabytes:.0f} MB", "memory", ""))
         fact = {"end": case, "refused": refused > 0, "problems": problems, "seconds": seconds, "megabytes": megabytes}
@@ -732,8 +767,13 @@ def _restore(place: Path, pristine: Path) -> None:
             own.write_bytes(path.read_bytes())
 
 
-def _too_late(*_: object) -> None:
-    raise Hang(f"over {SECONDS:g} s")
+def _set_limits(seconds: float, waiting: float) -> None:
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, waiting)
+
+
+def _too_late(how: str) -> None:
+    raise Hang(f"too long {how}")
 
 
 def _where(error: BaseException) -> str:
@@ -794,7 +834,7 @@ def fuzz(kind: str, seed: int, cases: Sequence[int], good: Path) -> Result:
         os.set_blocking(child.stderr.fileno(), False)
         answered = True
         while answered:
-            answered = bool(select.select([child.stdout], [], [], 60 + _SPARE)[0])
+            answered = bool(select.select([child.stdout], [], [], 8 * WAITING + _SPARE)[0])
             line = child.stdout.readline() if answered else b""
             errors = (errors + (child.stderr.read() or b""))[-2000:]
             if not line:
@@ -828,7 +868,7 @@ def fuzz(kind: str, seed: int, cases: Sequence[int], good: Path) -> Result:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Fuzz every kind of input.", epilog=f"kinds: {', '.join(KINDS)}")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS | BROKEN, default=list(KINDS), metavar="KIND")
     parser.add_argument("--cases", type=int, default=1000, help="of each kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, nargs="+", help="numbers of cases")
@@ -845,7 +885,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             good = Path(folder, "good")
             good.mkdir()
             with contextlib.chdir(good):
-                KINDS[kind].make()
+                (KINDS | BROKEN)[kind].make()
             if given.keep:
                 shutil.copytree(good, given.keep)
                 with contextlib.chdir(given.keep):

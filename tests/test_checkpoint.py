@@ -464,10 +464,20 @@ def test_a_carried_file_may_not_be_a_link_out_of_the_folder(tmp_path: Path) -> N
     refused(NotFound, "tokenizer.json is a symbolic link to", "not a file", ref=folder)
     (folder / "config.json").write_text("{}")  # inside the folder is fine
     assert open_checkpoint(folder).files == ("config.json", "tokenizer.json")
-    for place, fine in (("models--org--name/blobs", True), ("home/blobs", False), ("models--x/blobs/deep", False)):
-        blob = tmp_path / place / ("a" * 40)  # and so is the hub's cache
+    for place, published, fine in (
+        ("models--org--name/blobs", "tokenizer.json", True),  # and so is the hub's cache
+        ("models--org--other/blobs", "secret.json", False),
+        ("models--org--none/blobs", "", False),
+        ("home/blobs", "tokenizer.json", False),
+        ("models--x/blobs/deep", "tokenizer.json", False),
+    ):
+        blob = tmp_path / place / ("a" * 40)
         blob.parent.mkdir(parents=True)
         blob.write_text("{}")
+        if published:
+            snapshot = blob.parent.parent / "snapshots" / "c"
+            snapshot.mkdir(parents=True)
+            (snapshot / published).symlink_to(blob)
         link.unlink()
         link.symlink_to(blob)
         if fine:

@@ -327,8 +327,8 @@ def _local_names(folder: Path) -> list[str]:
 def _check_links(folder: Path, names: Sequence[str]) -> None:
     """Reject links that leave the folder, among the files to copy into a model, which may then be published.
 
-    A cloned repository can contain `tokenizer.json -> ~/.ssh/id_rsa`. Links into the hub's cache, where files are named by
-    their hash, are allowed. Weight files may be links to anywhere, because only their tensors are copied.
+    A cloned repository can contain `tokenizer.json -> ~/.ssh/id_rsa`. Links into the hub's cache are allowed if a snapshot there
+    has the same file under the same name. Weight files may be links to anywhere, because only their tensors are copied.
     """
     root = folder.resolve()
     for name in names:
@@ -338,14 +338,21 @@ def _check_links(folder: Path, names: Sequence[str]) -> None:
         target = path.resolve()
         if not target.is_file():
             raise NotFound(f"{name} is a symbolic link to {target}, which is not a file", where=str(folder))
-        in_hub_cache = _BLOB.fullmatch(target.name) and re.fullmatch(r"models--[^/]+/blobs", "/".join(target.parts[-3:-1]))
-        if not target.is_relative_to(root) and not in_hub_cache:
+        if not target.is_relative_to(root) and not _is_in_hub_cache(target, name):
             raise CheckpointError(
                 f"{name} is a symbolic link that leaves the folder, to {target}; its content would be copied into the "
                 "merged model",
                 where=str(folder),
                 fix=f"Replace the link by the file, if that is meant: `cp --remove-destination {target} {path}`",
             )
+
+
+def _is_in_hub_cache(blob: Path, name: str) -> bool:
+    """The hub has published this file under this name: `models--org--name/snapshots/COMMIT/NAME` is a link to it."""
+    if not _BLOB.fullmatch(blob.name) or not re.fullmatch(r"models--[^/]+/blobs", "/".join(blob.parts[-3:-1])):
+        return False
+    snapshots = blob.parent.parent / "snapshots"
+    return snapshots.is_dir() and any((commit / name).resolve() == blob for commit in snapshots.iterdir())
 
 
 def _exists(path: Path) -> bool:

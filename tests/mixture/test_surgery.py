@@ -373,7 +373,7 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "prune_experts: {saliency: text.json, experts: 2}",
-        'FOLDER/text.json: layer 0 needs one finite number for each of its 4 experts, not "3" for expert 2\n'
+        "FOLDER/text.json: layer 0 needs one finite number for each of its 4 experts, not '3' for expert 2\n"
         '  -> Write {"0": [one number for each expert of layer 0], "1": ...}',
     ),
     (

@@ -22,8 +22,8 @@ from weightsmith.errors import FormatError, Unsupported
 from weightsmith.formats.files import DAMAGED, show
 
 MAX_PICKLE_BYTES = 64 << 20  # a tensor of a state dict takes about 150 bytes
-MAX_VALUES = 2_000_000  # a tensor takes about 20: 100,000 tensors; about 250 MB if a hostile file makes so many
-MAX_STEPS = 6_000_000  # instructions, a tensor takes about 50; about 4 s
+MAX_VALUES = 2_000_000  # a tensor takes about 20: 80,000 tensors; about 250 MB if a hostile file makes so many
+MAX_STEPS = 4_000_000  # instructions, a tensor takes about 50; about 3 s
 MAX_STACK = 1_000_000
 
 CONVERT = (

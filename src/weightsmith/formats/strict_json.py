@@ -20,7 +20,7 @@ MAX_DEPTH = 64
 """Objects and lists inside each other; what libraries write has up to ten."""
 
 MAX_MEMORY = 400 << 20
-"""Bytes that a text and its values may take: 250,000 tensors of a safetensors header, 1,000,000 of an index."""
+"""Bytes that a text and its values may take: 180,000 tensors of a safetensors header, 700,000 of an index."""
 
 MAX_DIGITS = 300
 """Digits of an integer: float() takes those and no longer ones."""
@@ -108,10 +108,10 @@ def texts(value: object) -> Iterator[str]:
 
 
 def _memory(data: bytes) -> int:
-    """A bound of the bytes that a text takes with its values: 80 for a value, 80 more for a list or object, 160 for a name."""
+    """A bound of the bytes that a text takes with its values: 80 for a value, 80 more for a list or object, 240 for a name."""
     wide = not data.isascii() or b"\\u" in data  # Python stores a text with one emoji in four bytes a character
-    text = len(data) * (9 if wide else 3)
-    return text + 80 * sum(map(data.count, (b",", b"[", b"{"))) + 160 * data.count(b":")
+    text = len(data) * (10 if wide else 3)
+    return text + 80 * sum(map(data.count, (b",", b"[", b"{"))) + 240 * data.count(b":")
 
 
 def _is_deep(value: object) -> bool:

@@ -51,11 +51,11 @@ def cache_folder() -> str:
     sources = sorted(Path(__file__).parent.glob("*.py"))
     sources.append(Path(__file__).parent.parent / "tensors.py")  # the codes of the dtypes
     digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:16]
-    home = config.CACHE_DIR or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "weightsmith"
-    folder = Path(home) / f"kernels-{digest}"
     try:
+        home = config.CACHE_DIR or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "weightsmith"
+        folder = Path(home) / f"kernels-{digest}"
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: no HOME, and no such user
         return ""
     return str(folder) if os.access(folder, os.W_OK) else ""
 

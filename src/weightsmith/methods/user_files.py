@@ -19,7 +19,7 @@ from typing import Any
 
 from weightsmith.errors import CheckpointError, MethodError, nearest
 from weightsmith.formats.carried import MAX_CODE_BYTES
-from weightsmith.formats.files import read_bounded
+from weightsmith.formats.files import expand_user, read_bounded
 from weightsmith.methods.base import Method
 from weightsmith.methods.steps import with_steps
 from weightsmith.methods.user import OwnMethod, method_of
@@ -64,7 +64,7 @@ def load_file(name: str, folder: Path, *, allow_code: bool) -> Method:
     Raises MethodError.
     """
     file, colon, function = name.rpartition(":")
-    path = (folder / Path(file if colon else name).expanduser()).resolve()
+    path = (folder / expand_user(file if colon else name)).resolve()
     try:
         source = read_bounded(path, MAX_CODE_BYTES)
     except CheckpointError as error:

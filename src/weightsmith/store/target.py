@@ -29,6 +29,13 @@ def check_out(out: str | os.PathLike[str]) -> Path:
     given = os.fspath(out)
     if not given or "\0" in given:
         raise StoreError(f"{given!r} is not a path", where="output folder", state=NOTHING_WRITTEN)
+    if given.startswith("~") and str(expand_user(given)) == str(Path(given)):
+        raise StoreError(
+            f"{given!r} is in a home folder that does not exist",
+            where="output folder",
+            fix=f"write ./{given} for a folder of this name, or name another",
+            state=NOTHING_WRITTEN,
+        )
     path = absolute(given)
     try:
         path.name.encode()

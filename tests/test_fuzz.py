@@ -1,0 +1,48 @@
+"""The fuzzer, shortly: every kind of input, and that it notices what it is for. `make fuzz` runs more of it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from scripts import fuzz
+
+CASES = 60
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not fuzz.Path("/proc/self/clear_refs").exists(), reason="no /proc")]
+
+
+@pytest.mark.parametrize("kind", fuzz.KINDS)
+def test_mutated_input_is_taken_or_refused(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if kind == "pytorch":
+        pytest.importorskip("torch")
+    status = fuzz.main(["--kinds", kind, "--cases", str(CASES), "--seed", "1"])
+    said = capsys.readouterr().out
+    assert status == 0, said
+    assert f"{CASES} files" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("traceback", "KeyError"),
+        ("hang", "Hang: too long of processor time"),
+        ("memory", " MB (memory)"),
+        ("death", "the process died with status 3"),
+        ("message", "a message of "),
+    ],
+)
+def test_what_must_not_happen_is_noticed(kind: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fuzz.main(["--kinds", kind, "--cases", "2"]) == 1
+    out = capsys.readouterr().out
+    assert "2 failures of 1 sorts" in out
+    assert said.replace("3", "\N{HORIZONTAL ELLIPSIS}") in out.replace("3", "\N{HORIZONTAL ELLIPSIS}")
+
+
+def test_a_case_depends_on_its_numbers_alone() -> None:
+    data = b'{"a": [1, 2, {"b": null}], "c": "d"}'
+    for mutate in (fuzz.mutate_json, fuzz.mutate_bytes):
+        mutated = [[mutate(random.Random(f"{seed}"), data) for seed in range(200)] for _ in range(2)]
+        assert mutated[0] == mutated[1]
+        assert len(set(mutated[0])) > 100
