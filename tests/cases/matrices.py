@@ -146,8 +146,8 @@ CASES = (
     case("star", "star", {"eta": 0.4, "lambda": 1.3}, [1.0, 0.5], lambda ds: star(ds, 0.4)),
     Case(
         "star, known rank", "star", {"eta": 0.5, "lambda": 1.0},
-        [{}, {"weight": 1.0, "known_rank": 6}, {"weight": 0.5, "known_rank": None}],
-        lambda a: merged(a, [1.0, 0.5], lambda ds, raw: star(ds, 0.5, [6, None]), 1.0),
+        [{}, {"weight": 1.0, "known_rank": 6}, {"weight": 0.5, "known_rank": 9}],
+        lambda a: merged(a, [1.0, 0.5], lambda ds, raw: star(ds, 0.5, [6, 9]), 1.0),
     ),
     Case(
         "wudi", "wudi", {"ridge": 0.1, "lambda": 0.7}, [{}, {"weight": 1.0}, {"weight": 0.5}],

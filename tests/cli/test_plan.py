@@ -81,13 +81,14 @@ def test_json_is_the_plan_with_the_place_of_every_tensor_and_the_sums(cli: Cli, 
 
 
 def test_the_passes_for_statistics_count_as_reading(cli: Cli, work: Path) -> None:
-    (work / "ties.yml").write_text(TIES)
+    everywhere = TIES.replace("[0, 1]", "1")  # where its weight is 0 a model is not read
+    (work / "ties.yml").write_text(everywhere)
     found = json.loads(cli("plan", "ties.yml", "--json").out)["summary"]
     assert found["read_bytes_at_most"] % found["input_bytes"] == 0
     assert found["read_bytes_at_most"] > found["input_bytes"]
     times = found["read_bytes_at_most"] // found["input_bytes"]
     assert f"read up to {times} times" in cli("plan", "ties.yml").out
-    (work / "ties.yml").write_text(TIES.replace("0.5", "1").replace("0.25", "1"))
+    (work / "ties.yml").write_text(everywhere.replace("0.5", "1").replace("0.25", "1"))
     found = json.loads(cli("plan", "ties.yml", "--json").out)["summary"]
     assert found["read_bytes_at_most"] == found["input_bytes"] == 2 * found["bytes"]
 
@@ -109,7 +110,9 @@ def test_explain_shows_each_value_and_the_line_it_comes_from(cli: Cli, work: Pat
     assert row(ran.out, "density") == ["density", "b", "0.5", "ties.yml:9:18"]
     assert row(ran.out, "normalize") == ["normalize", "false", "ties.yml:12:14"]
     assert row(ran.out, "lambda") == ["lambda", "1", "default"]
+    assert "the base's: no model takes part in it" in cli("plan", "ties.yml", "--explain", "model.norm.weight").out
     ran = cli("plan", "ties.yml", "--explain", "model.layers.0.self_attn.q_proj.weight", "--json")
+    assert [read["model"] for read in json.loads(ran.out)["inputs"]] == ["a"]
     found = {p["parameter"]: (p["model"], p["value"], p["where"]) for p in json.loads(ran.out)["parameters"]}
     assert found["weight"] == ("b", 0.0, "ties.yml:6:15")
     assert found["density"] == ("b", 0.25, "ties.yml:10:18")

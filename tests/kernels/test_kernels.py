@@ -195,11 +195,9 @@ def test_task_vectors_are_float64_results_to_float32_rounding(
     )
     got = out.view(np.float32).astype(np.float64)
     size = np.abs(stack[0]) + np.abs(factor) * np.abs(np.array(masked)).sum(0) / (0.1 if normalize else 1.0)
-    # Each elected contribution, their sum, the quotient and the addition round to float32 once; weights of both signs may
-    # cancel in the divisor, down to 0.1 with these.
-    cancels = normalize and elect and min(weights) < 0 < max(weights)
-    roundings = models + 3 + (models * np.abs(weights).sum() / 0.1 if cancels else 0)
-    np.testing.assert_array_less(np.abs(got - expected), roundings * 2.0**-24 * size + 1e-30)
+    # Each elected contribution, their sum, the quotient and the addition round to float32 once. Without an election weights of
+    # both signs may cancel in the divisor, down to 0.1 with these; after one its terms are magnitudes.
+    np.testing.assert_array_less(np.abs(got - expected), (models + 3) * 2.0**-24 * size + 1e-30)
 
 
 @given(stacks(2), st.integers(64, 5000))
