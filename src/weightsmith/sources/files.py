@@ -271,7 +271,7 @@ def _open_readonly(path: Path) -> int:
     except OSError as error:
         if error.errno == errno.EMFILE and _raise_open_files_limit():
             return os.open(path, flags)
-        fix = "Raise the limit: ulimit -n 65536" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+        fix = "Raise the limit: `ulimit -n 65536`" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
         raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from error
 
 
