@@ -49,7 +49,9 @@ BESIDE = {
     **{
         "options.py": ["cli", "test_run.py"],
         "tensors.py": ["engine", "formats"],
-        "errors.py": ["cli"],
+        "errors.py": ["test_errors.py", "cli"],
+        "text.py": ["cli"],
+        "progress.py": ["cli", "test_python.py"],
         "engine": ["test_merge.py"],
     },
     **{"store": ["test_merge.py"], "testing": ["sources", "encodings"], "formats": ["sources"], "planner": ["test_merge.py"]},

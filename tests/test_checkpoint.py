@@ -755,7 +755,7 @@ def test_no_more_files_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with open_checkpoint(tmp_path / "m.safetensors") as c:
         monkeypatch.setattr(files, "raise_open_files", lambda wanted: False)
         monkeypatch.setattr(os, "open", refuse)
-        with pytest.raises(CheckpointError, match=r"Too many open files\n  -> Raise the limit: ulimit -n 65536."):
+        with pytest.raises(CheckpointError, match=r"Too many open files\n  -> Raise the limit: `ulimit -n 65536`."):
             c.read("a")
 
 

@@ -309,11 +309,11 @@ def excerpt(where: str, filename: str, text: str) -> Iterator[str]:
           |    ^
     """
     match = re.match(r":(\d+):(\d+)(?::|$)", where.removeprefix(filename)) if filename and where.startswith(filename) else None
-    lines = text.split("\n")
+    lines = re.split(r"\r\n|[\n\r\x85\u2028\u2029]", text.replace("\ufeff", ""))  # as YAML counts lines and columns
     if match is None or not 0 < int(match[1]) <= len(lines):
         return
     number, column = int(match[1]), int(match[2])
-    line = lines[number - 1].rstrip("\r")
+    line = "".join(c if c.isprintable() or c == "\t" else "\ufffd" for c in lines[number - 1])
     start = 0
     if len(line) > _EXCERPT:  # the part around the place
         start = max(0, min(column - 1 - _EXCERPT // 2, len(line) - _EXCERPT))

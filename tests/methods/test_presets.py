@@ -141,7 +141,7 @@ def test_a_preset_means_what_it_says(name: str, folder: Path, tmp_path: Path, mo
 
 def test_an_adapter_is_baked_in(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    weightsmith.merge(PRESETS[0].parent / "bake_in_lora.yml", tmp_path / "out", fsync=False)
+    weightsmith.merge(PRESETS[0].parent / "bake-in-lora.yml", tmp_path / "out", fsync=False)
     a, b = load_file("adapters/fr/adapter_model.safetensors").values()
     base = read(folder / "models/base")
     for tensor, got in read(tmp_path / "out").items():
@@ -151,7 +151,7 @@ def test_an_adapter_is_baked_in(folder: Path, tmp_path: Path, monkeypatch: pytes
 
 def test_warp_s_slerp_is_of_task_vectors(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    weightsmith.merge(PRESETS[0].parent / "warp_slerp.yml", tmp_path / "out", fsync=False)
+    weightsmith.merge(PRESETS[0].parent / "warp-slerp.yml", tmp_path / "out", fsync=False)
     sft, one, two = (read(folder / "models" / name) for name in ("sft", "policy-1", "policy-2"))
     for tensor, got in read(tmp_path / "out").items():
         a, b = one[tensor] - sft[tensor], two[tensor] - sft[tensor]
@@ -165,7 +165,7 @@ def test_the_two_stages_of_dare_with_ties_follow_each_other(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").symlink_to(folder / "models")
-    stage1, stage2 = (PRESETS[0].parent / f"dare_ties_stage{i}.yml" for i in (1, 2))
+    stage1, stage2 = (PRESETS[0].parent / f"dare-ties-stage{i}.yml" for i in (1, 2))
     for seed, name in enumerate(("fr", "de")):
         text = stage1.read_text().replace("./models/fr", f"./models/{name}")
         weightsmith.merge(text, f"merged/{name}-dropped", seed=seed, fsync=False)

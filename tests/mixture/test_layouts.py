@@ -454,7 +454,7 @@ def test_names_of_mergekit(written: str, expected: str, models: Models) -> None:
 
 
 def test_deepseek_alone_is_the_first_of_them(models: Models) -> None:
-    with pytest.raises(PlanError, match=r"deepseek: .*\n.*write architecture: deepseek_v3"):
+    with pytest.raises(PlanError, match=r"deepseek: .*\n.*Write architecture: deepseek_v3"):
         planned(recipe(models.dense("youtu"), architecture="deepseek"))
 
 

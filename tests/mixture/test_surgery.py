@@ -343,7 +343,7 @@ WRONG: list[tuple[str, str]] = [
     (
         "prune_experts: {keep_by_layer: {0: [0, 1], 1: [1, 2, 3]}}",
         "r.yml:2:32: layer 0 would have 2 experts, but layer 1 3\n"
-        "  -> keep the same number in each layer, because config.json has one for all.",
+        "  -> Keep the same number in each layer, because config.json has one for all.",
     ),
     (
         "prune_experts: {keep_by_layer: {0: [0, 1]}}",
@@ -351,7 +351,7 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "prune_experts: {keep_by_layer: {0: [0, 1], 1: [0, 1], 2: [0, 1]}}",
-        "r.yml:2:32: layer 2 has no experts, or does not exist\n  -> Layers with experts: 0, 1.",
+        "r.yml:2:32: layer 2 has no experts, or does not exist\n  -> Write layers that have experts: 0, 1.",
     ),
     (
         "prune_experts: {keep: [0, 1], experts: 2}",
@@ -369,12 +369,12 @@ WRONG: list[tuple[str, str]] = [
     (
         "prune_experts: {saliency: short.json, experts: 2}",
         "FOLDER/short.json: layer 1 needs one finite number for each of its 4 experts, not 3 values\n"
-        '  -> Write {"0": [one number for each expert of layer 0], "1": ...}',
+        '  -> Write {"0": [one number for each expert of layer 0], "1": ...}.',
     ),
     (
         "prune_experts: {saliency: text.json, experts: 2}",
         "FOLDER/text.json: layer 0 needs one finite number for each of its 4 experts, not '3' for expert 2\n"
-        '  -> Write {"0": [one number for each expert of layer 0], "1": ...}',
+        '  -> Write {"0": [one number for each expert of layer 0], "1": ...}.',
     ),
     (
         "prune_experts: {saliency: one.json, experts: 2}",

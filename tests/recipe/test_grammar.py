@@ -285,7 +285,10 @@ ONLY_ONE = "SyntaxProblem: r.yml:3:1: exactly one of models, slices or modules i
         ),
         (
             "merge_method:\nmodels: [{model: a}]\n",
-            ["SyntaxProblem: r.yml:1:1: the key 'merge_method' at the top level has no value"],
+            [
+                "SyntaxProblem: r.yml:1:1: the key 'merge_method' at the top level has no value\n"
+                "  -> Write a value after 'merge_method:'."
+            ],
         ),
         (
             "merge_method: linear\nmodels: org/a\n",
@@ -294,7 +297,10 @@ ONLY_ONE = "SyntaxProblem: r.yml:3:1: exactly one of models, slices or modules i
                 "  -> Write each entry after a dash: - model: ..."
             ],
         ),
-        ("merge_method: linear\nmodels: []\n", ["SyntaxProblem: r.yml:2:9: 'models' is empty"]),
+        (
+            "merge_method: linear\nmodels: []\n",
+            ["SyntaxProblem: r.yml:2:9: 'models' is empty\n  -> Write at least one entry: - model: ..."],
+        ),
         (
             "merge_method: linear\nmodels:\n- org/a\n",
             [
@@ -406,19 +412,25 @@ def test_model_references_that_cannot_be_read(model: str, message: str) -> None:
             "ParameterError: r.yml:3:22: the list of 'weight' is empty\n"
             "  -> Write one value, weight: 0.5, or values from the first layer to the last, weight: [0.2, 0.8].",
         ),
-        (".nan", "ParameterError: r.yml:3:22: 'weight' is nan; a value must be finite"),
-        ("[1, -.inf]", "ParameterError: r.yml:3:26: an entry of 'weight' is -inf; a value must be finite"),
+        (".nan", "ParameterError: r.yml:3:22: 'weight' is nan; a value must be finite\n  -> Write a finite number."),
+        (
+            "[1, -.inf]",
+            "ParameterError: r.yml:3:26: an entry of 'weight' is -inf; a value must be finite\n  -> Write a finite number.",
+        ),
         (
             "1" + "0" * 400,
-            "ParameterError: r.yml:3:22: 'weight' is a number too large for a float; a value must be finite",
+            "ParameterError: r.yml:3:22: 'weight' is a number too large for a float; a value must be finite\n"
+            "  -> Write a finite number.",
         ),
         (
             "[1, [2]]",
-            "ParameterError: r.yml:3:26: an entry of 'weight' takes a number, true, false or a text, not a list of 1",
+            "ParameterError: r.yml:3:26: an entry of 'weight' takes a number, true, false or a text, not a list of 1\n"
+            "  -> Write one value, such as 0.5.",
         ),
         (
             "[1, ~]",
-            "ParameterError: r.yml:3:26: an entry of 'weight' takes a number, true, false or a text, not nothing",
+            "ParameterError: r.yml:3:26: an entry of 'weight' takes a number, true, false or a text, not nothing\n"
+            "  -> Write one value, such as 0.5.",
         ),
         (
             "{mlp: 1}",
@@ -427,9 +439,14 @@ def test_model_references_that_cannot_be_read(model: str, message: str) -> None:
         ),
         (
             "{value: {a: 1}}",
-            "ParameterError: r.yml:3:30: 'value' takes a number, true, false or a text, not a mapping with the keys a",
+            "ParameterError: r.yml:3:30: 'value' takes a number, true, false or a text, not a mapping with the keys a\n"
+            "  -> Write one value, such as 0.5.",
         ),
-        ("{value: ~}", "SyntaxProblem: r.yml:3:23: the key 'value' in a value with a filter has no value"),
+        (
+            "{value: ~}",
+            "SyntaxProblem: r.yml:3:23: the key 'value' in a value with a filter has no value\n"
+            "  -> Write a value after 'value:'.",
+        ),
         ("{value: 1, filter: [a]}", "SyntaxProblem: r.yml:3:41: 'filter' takes a text, not a list of 1"),
         (
             "[1, {value: 1}]",

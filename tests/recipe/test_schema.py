@@ -103,7 +103,6 @@ ACCEPTED = [
     LINEAR + "dtype:\nslices: ~\ntokenizer: null\nparameters: ~\n",
     "merge_method: linear\nbase_model: {model: {path: a+b@c, revision: v}}\nmodels: [{model: a@v}]\n",
     "merge_method: linear\nmodels: [{model: a, parameters: {weight: [0, 1]}}]\n",
-    "merge_method: linear\nmodels: [{model: a, parameters: {weight: []}}]\n",
     "merge_method: linear\nmodels: [{model: a, parameters: {weight: 1e-5}}]\n",
     "merge_method: linear\nmodels: [{model: a, parameters: {weight: {value: 1, filter: ~}}}]\n",
     "merge_method: linear\nmodels: [{model: ./run/checkpoint-*, parameters: {weight: {ema: 0.9}}}]\n",
@@ -114,6 +113,7 @@ ACCEPTED = [
     "merge_method: passthrough\nslices: [{sources: [{model: a, layer_range: [0, 8]}], residual_weight: 1}]\n",
 ]
 REFUSED = [
+    "merge_method: linear\nmodels: [{model: a, parameters: {weight: []}}]\n",
     LINEAR + "dtyp: float16\n",
     LINEAR + "weight: 1\n",
     LINEAR + "dtype: auto\n",

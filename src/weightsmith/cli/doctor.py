@@ -39,7 +39,7 @@ def doctor(
     ] = ".",
     as_json: options.Json = False,
 ) -> None:
-    """Show what a merge has here: packages, cores, memory, disk, hub access.
+    """Show packages, cores, memory, disk space and hub access.
 
     Ends with 1 if a package that weightsmith needs is missing.
     """

@@ -98,7 +98,10 @@ def _say(error: WeightsmithError) -> None:
 
 def _show(text: str) -> None:
     """An error on stderr, wrapped to the terminal; its code and the carets in colour."""
-    lines = wrapped(text, columns(sys.stderr)).split("\n")
+    width = columns(sys.stderr)
+    lines: list[str] = []
+    for line in text.split("\n"):  # a line of the recipe and its carets belong together, however narrow the terminal
+        lines += [line] if re.match(r" +\d* \| ", line) else wrapped(line, width).split("\n")
     for i, line in enumerate(lines):
         head = re.match(r"error\[[a-z-]+\]:|     +\| *\^+$", line)
         if head:

@@ -80,7 +80,7 @@ def _modules(pair: Pair, key: Key, walk: Walk) -> tuple[Module, ...] | None:
         walk.problem(f"{key.name!r} takes a mapping of names, not {describe(pair.value)}", pair.value.where, fix)
         return None
     if not value:
-        walk.problem(f"{key.name!r} is empty", pair.value.where)
+        walk.problem(f"{key.name!r} is empty", pair.value.where, "Write at least one module, under its name.")
         return None
     found = [(name, inner, walk.mapping(inner.value, MODULE)) for name, inner in value.items()]
     return tuple(Module(name, where=inner.where, **section.values) for name, inner, section in found if section is not None)

@@ -139,7 +139,7 @@ def list_of(level: Level) -> Kind:
             fix = f"Write each entry after a dash: - {level.names[0]}: ..."
             walk.problem(f"{key.name!r} takes a list, not {describe(pair.value)}", pair.value.where, fix)
         elif not entries:
-            walk.problem(f"{key.name!r} is empty", pair.value.where)
+            walk.problem(f"{key.name!r} is empty", pair.value.where, f"Write at least one entry: - {level.names[0]}: ...")
         else:
             return tuple(made for node in entries if (made := walk.mapping(node, level)) is not None)
         return None

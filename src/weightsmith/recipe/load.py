@@ -217,7 +217,7 @@ def _read(source: Source, *, lenient: bool) -> _Written | WeightsmithError:
     text_or_problem = _text(Path(source))
     if isinstance(text_or_problem, WeightsmithError):
         return text_or_problem
-    name = str(source)
+    name = os.fspath(source)
     return _Written(read_yaml(text_or_problem, name, lenient=lenient), text_or_problem, name, (name, text_or_problem))
 
 

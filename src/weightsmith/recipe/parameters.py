@@ -48,11 +48,11 @@ def _scalar(node: Node, name: str, walk: Walk) -> Scalar | None:
     value = node.value
     if value is None or isinstance(value, dict | tuple):
         what = f"{name} takes a number, true, false or a text, not {describe(node)}"
-        walk.problem(what, node.where, error=ParameterError)
+        walk.problem(what, node.where, "Write one value, such as 0.5.", ParameterError)
         return None
     if isinstance(value, int | float) and not math.isfinite(float_of(value)):
         what = f"{name} is {describe(value).removeprefix('the number ')}; a value must be finite"
-        walk.problem(what, node.where, error=ParameterError)
+        walk.problem(what, node.where, "Write a finite number.", ParameterError)
         return None
     return value
 

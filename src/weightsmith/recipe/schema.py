@@ -152,8 +152,8 @@ def _setting(name: str, parameters: Sequence[ParameterFacts]) -> dict[str, Any]:
     scheduled = name == SCHEDULED and any(p.scope == "model" for p in parameters)
     schedules = [SCHEDULE.schema] if scheduled else []
     condition = _level(CONDITION)
-    condition["properties"]["value"] |= {"anyOf": [scalar, {"type": "array", "items": scalar}, *schedules]}
-    lists = {"type": "array", "anyOf": [{"items": scalar}, {"items": condition}]}
+    condition["properties"]["value"] |= {"anyOf": [scalar, {"type": "array", "items": scalar, "minItems": 1}, *schedules]}
+    lists = {"type": "array", "minItems": 1, "anyOf": [{"items": scalar}, {"items": condition}]}
     return {"anyOf": [scalar, condition, lists, *schedules]}
 
 

@@ -118,7 +118,7 @@ def number(minimum: float = -math.inf, maximum: float = math.inf) -> Kind:
         if value is not None and minimum <= value <= maximum:
             return float(value)
         what = f"{key.name!r} takes a number{bounds}, not {describe(pair.value)}"
-        walk.problem(what, pair.value.where, error=ParameterError)
+        walk.problem(what, pair.value.where, f"Write a number{bounds}.", ParameterError)
         return None
 
     finite = {name: bound for name, bound in (("minimum", minimum), ("maximum", maximum)) if math.isfinite(bound)}
@@ -157,7 +157,7 @@ SHARE = Kind(_share, {"anyOf": [_BELOW_1, NUMERAL]}, "a number from 0 to below 1
 def _flag(pair: Pair, key: Key, walk: Walk) -> bool | None:
     if isinstance(pair.value.value, bool):
         return pair.value.value
-    walk.problem(f"{key.name!r} takes true or false, not {describe(pair.value)}", pair.value.where)
+    walk.problem(f"{key.name!r} takes true or false, not {describe(pair.value)}", pair.value.where, "Write true or false.")
     return None
 
 

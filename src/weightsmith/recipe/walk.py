@@ -92,7 +92,7 @@ class Walker:
             elif pair.value.value is None:
                 if key.required:
                     self._broken(name)
-                    self.problem(f"the key {name!r} {level.place} has no value", pair.where)
+                    self.problem(f"the key {name!r} {level.place} has no value", pair.where, f"Write a value after '{name}:'.")
             else:
                 value = key.kind.read(pair, key, self)
                 if value is None:

@@ -295,7 +295,7 @@ def _open_readonly(path: Path) -> int:
     except OSError as error:
         if error.errno == errno.EMFILE and raise_open_files(MAX_OPEN_FILES):
             return os.open(path, flags)
-        fix = "Raise the limit: ulimit -n 65536" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+        fix = "Raise the limit: `ulimit -n 65536`" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
         raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from error
 
 
