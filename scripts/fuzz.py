@@ -64,7 +64,8 @@ def odd(rng: Rng) -> str:
         depth = rng.choice((5, 40, 70, 500, 5000, 100_000))
         return rng.choice(("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth))
     if choice < 0.95:
-        return "[" + ",".join([rng.choice(_ODD)] * rng.choice((2, 3, 8, 300, 20_000))) + "]"
+        item = rng.choice(_ODD)
+        return "[" + ",".join([item] * min(rng.choice((2, 3, 8, 300, 20_000)), 1_000_000 // len(item))) + "]"
     return json.dumps(rng.choice("aé\n\x1b\u202e😀x.*") * rng.choice((1, 100, 5000, 200_000)))
 
 
@@ -317,8 +318,9 @@ def mutate_journal(rng: Rng, data: bytes) -> bytes:
             case 2:
                 lines[i] = mutate_bytes(rng, lines[i])
             case _ if b" [" in lines[i]:
-                body = mutate_json(rng, lines[i].partition(b" ")[2], ()).replace(b"\n", b"")
-                lines[i] = xxhash.xxh3_64_hexdigest(body).encode() + b" " + body
+                with contextlib.suppress(ValueError, RecursionError):  # it is damaged already
+                    body = mutate_json(rng, lines[i].partition(b" ")[2], ()).replace(b"\n", b"")
+                    lines[i] = xxhash.xxh3_64_hexdigest(body).encode() + b" " + body
     return b"\n".join(lines)
 
 
@@ -542,10 +544,10 @@ def _make_recipes() -> None:
 
 
 _RECIPES = {
-    "linear.yml": "merge_method: linear\nmodels:\n  - &m\n    model: a\n    parameters:\n      weight: [0, 0.5, 1]\n"
+    "linear.yml": "merge_method: linear\nmodels:\n  - &m\n    model: a\n    parameters:\n      weight: [0.2, 0.5, 1]\n"
     "  - <<: *m\n    model: b\ndtype: bfloat16\n",
     "ties.yml": "merge_method: ties\nbase_model: a\nmodels:\n  - model: b\n    parameters:\n      density: 0.5\n      weight:\n"
-    "        - filter: mlp\n          value: 0.3\n        - value: 1\nparameters:\n  normalize: true\ntokenizer_source: base\n",
+    "        - filter: mlp\n          value: 0.3\n        - value: 1\nparameters:\n  normalize: true\nout_dtype: bfloat16\n",
     "stack.yml": "merge_method: passthrough\nslices:\n  - sources:\n      - model: a\n        layer_range: [0, 2]\n"
     "  - sources:\n      - model: a+lora\n        layer_range: [1, 3]\n        parameters:\n          scale: 0.5\n",
     "moe.yml": "base_model: a\ngate_mode: random\nexperts:\n  - source_model: a\n    noise_scale: 0.01\n  - source_model: b\n"

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -19,7 +20,8 @@ import pytest
 
 import weightsmith
 from tests.mini import write_checkpoint
-from weightsmith.errors import NonFinite, NoSpace, ParameterError, StoreError
+from weightsmith.errors import CannotResume, NonFinite, NoSpace, ParameterError, StoreError
+from weightsmith.identity import program_digest
 from weightsmith.store.staging import staging_folder
 
 RECIPE = """
@@ -134,14 +136,7 @@ def test_killed_at_any_point_and_run_again_gives_the_same_bytes(here: Path, meth
 
 @pytest.mark.parametrize("how", ["touched", "replaced"])
 def test_an_input_that_changed_is_not_mixed_with_finished_work(how: str, here: Path) -> None:
-    class Stop(Exception):
-        pass
-
-    def stop(progress: weightsmith.Progress) -> None:
-        raise Stop
-
-    with pytest.raises(Stop):
-        weightsmith.merge("ties.yml", "out", progress=stop)
+    interrupt("ties.yml")
     shard = next((here / "a").glob("*.safetensors"))
     if how == "touched":
         os.utime(shard, ns=(1, 1))
@@ -153,9 +148,63 @@ def test_an_input_that_changed_is_not_mixed_with_finished_work(how: str, here: P
         os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
         other.replace(shard)
         assert (shard.stat().st_size, shard.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    with pytest.raises(StoreError, match="another plan"):
+    with pytest.raises(CannotResume) as caught:
         weightsmith.merge("ties.yml", "out")
+    assert caught.value.finding.details[0] == "files of a: changed"
+    assert len(caught.value.finding.details) == 2
     weightsmith.merge("ties.yml", "out", resume=False)
+
+
+class Stop(Exception):
+    pass
+
+
+def interrupt(recipe: str, tensors: int = 1) -> None:
+    """Begin the merge into `out`, and stop when so many tensors are finished."""
+
+    def stop(progress: weightsmith.Progress) -> None:
+        if progress.tensors >= tensors:
+            raise Stop
+
+    with pytest.raises(Stop):
+        weightsmith.merge(recipe, "out", progress=stop)
+
+
+def test_work_that_had_finished_nothing_is_begun_anew_when_the_recipe_changes(here: Path) -> None:
+    interrupt("ties.yml", tensors=0)
+    assert staging_folder(here / "out").exists()
+    weightsmith.merge("dare_ties.yml", "out")
+    weightsmith.merge("dare_ties.yml", "fresh")
+    assert weights(here / "out") == weights(here / "fresh")
+
+
+def test_what_changed_since_work_was_interrupted_is_said_in_the_terms_of_the_recipe(here: Path) -> None:
+    interrupt("ties.yml")
+    text = (here / "ties.yml").read_text()
+    changed = text.replace("weight: 0.7", "weight: 0.8").replace("dtype: bfloat16", "parameters: {normalize: false}")
+    (here / "ties.yml").write_text(changed)
+    with pytest.raises(CannotResume) as caught:
+        weightsmith.merge("ties.yml", "out", max_shard_bytes=10**6)
+    *details, lost = caught.value.finding.details
+    assert details == [
+        "models[0].parameters.weight: 0.7 -> 0.8",
+        "dtype: bfloat16 -> not set",
+        "max_shard_bytes: 5,000,000,000 -> 1,000,000",
+        "parameters.normalize: not set -> false",
+    ]
+    assert re.fullmatch(r"discarding it would lose: \d+ of 15 tensors", lost)
+
+    (here / "ties.yml").write_text(f"# a comment\n{text}")
+    with pytest.raises(CannotResume, match="comments in the recipe, or an option"):
+        weightsmith.merge("ties.yml", "out")
+    (here / "ties.yml").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weightsmith.identity.__version__", "9.9")
+        program_digest.cache_clear()
+        with pytest.raises(CannotResume, match=r"program version: .* -> 9\.9"):
+            weightsmith.merge("ties.yml", "out")
+    program_digest.cache_clear()
+    assert weightsmith.merge("ties.yml", "out").resumed
 
 
 @pytest.mark.slow

@@ -344,7 +344,7 @@ def _check_links(folder: Path, names: Sequence[str]) -> None:
                 f"{name} is a symbolic link that leaves the folder, to {target}; its content would be copied into the "
                 "merged model",
                 where=str(folder),
-                fix=f"If that is meant, replace the link by the file: cp --remove-destination {target} {path}",
+                fix=f"Replace the link by the file, if that is meant: `cp --remove-destination {target} {path}`",
             )
 
 

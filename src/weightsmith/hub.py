@@ -386,13 +386,13 @@ def _explain(error: Exception, where: str, *, cached: Path | None = None) -> Che
             details=(_reason(error), *details, *((f"cache  {cached}",) if cached is not None else ())),
             fix="Check the path, the network connection and HF_ENDPOINT."
             if cached is not None
-            else "Run the same command again: what has arrived is kept in the cache.",
+            else "Run the same command again to resume: what has arrived is kept in the cache.",
         )
     return CheckpointError(
         "the hub answered with an error",
         where=where,
         details=details,
-        fix="Run the same command again: what has arrived is kept in the cache.",
+        fix="Run the same command again to resume: what has arrived is kept in the cache.",
     )
 
 

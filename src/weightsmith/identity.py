@@ -38,6 +38,8 @@ def facts(plan: Plan, inputs: Sequence[Tensors]) -> dict[str, str]:
     found["tensors that are copied"] = f"{sum(step.op == COPY for step in plan.steps):,} of {len(plan.steps):,}"
     for planned, model in zip(plan.models, inputs, strict=True):
         found[f"files of {planned.ref}"] = _digest(model.state)
+    if plan.made.code is not None:
+        found[f"code of {plan.made.code.name}"] = _digest(plan.made.code.sha256)
     found["program version"] = __version__
     found["program code, or the version of numpy, numba or torch"] = _digest(program_digest())
     return found

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
+from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -214,14 +215,13 @@ class Cell(Meter):
     """A line under a notebook's cell, with a bar; gone when the work is done."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        from IPython.display import HTML, display
-
-        self._html = HTML
+        notebook: Any = import_module("IPython.display")  # no dependency: a notebook's kernel has it
+        self._html = notebook.HTML
         self._clock = clock
         self._rate = Rate(clock)
         self._label = ""
         self._last = 0.0
-        self._handle: Any = display(HTML(""), display_id=True)
+        self._handle: Any = notebook.display(notebook.HTML(""), display_id=True)
 
     def show(self, reading: Reading) -> None:
         """Draw the line, at most twice a second."""

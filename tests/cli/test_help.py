@@ -14,7 +14,7 @@ from weightsmith.cli.exits import Exit
 
 __all__ = ["cli"]
 
-COMMANDS = ("merge", "moe", "plan", "run", "verify", "methods", "schema")
+COMMANDS = ("merge", "moe", "plan", "run", "verify", "init", "methods", "schema", "clean", "doctor")
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
 HEAVY = ("torch", "transformers", "numba", "numpy", "ml_dtypes", "huggingface_hub", "yaml", "xxhash", "rich", "pydantic")
 

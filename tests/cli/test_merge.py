@@ -26,7 +26,8 @@ def test_a_merge_prints_its_summary_to_stdout_and_its_progress_lines_to_stderr(c
     assert ran.code == 0
     assert ran.out.startswith(f"{work / 'out'}: 6 tensors, 400 bytes in ")
     assert ran.out.count("\n") == 1
-    assert list(dict.fromkeys(line.split(":")[0] for line in ran.err.splitlines())) == ["merging", "saving to disk"]
+    lines = [line for line in ran.err.splitlines() if not line.startswith("compiling kernels")]  # unless they are cached
+    assert list(dict.fromkeys(line.split(":")[0] for line in lines)) == ["merging", "saving to disk"]
     assert {p.name for p in (work / "out").iterdir()} >= {"model.safetensors", "config.json", "tokenizer.json", "README.md"}
 
 
@@ -214,6 +215,35 @@ def test_ctrl_c_keeps_the_work_and_the_same_command_finishes_it_with_equal_bytes
     fresh = run_process("merge", "ties.yml", "fresh", "--no-fsync", "--quiet", cwd=tmp_path)
     assert fresh.code == 0, fresh.err
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "fresh/model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_ctrl_c_does_not_wait_for_kernels(work: Path) -> None:
+    """DELLA's kernels take seconds: the process ends before they are compiled, and the same command does the rest."""
+    recipe = "merge_method: della\nbase_model: a\nmodels: [{model: b}]\nparameters: {weight: 1, density: 0.5, epsilon: 0.2}\n"
+    (work / "della.yml").write_text(recipe)
+    env = environment(NUMBA_CACHE_DIR=str(work / "kernels"))
+    args = ["merge", "della.yml", "out", "--no-fsync"]
+    with subprocess.Popen([sys.executable, "-c", _START, *args], env=env, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        seen = []
+        for line in process.stderr:
+            seen.append(line)
+            if line == "compiling kernels (first run only)\n":
+                break
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        seen += process.stderr
+        assert process.wait() == 130, seen
+        assert time.monotonic() - began < 1
+    assert "Interrupted. Finished tensors are kept" in "".join(seen)
+    assert "Traceback" not in "".join(seen)
+    again = run_process(*args, env=env)
+    assert again.code == 0, again.err
+    assert "compiling kernels (first run only)" in again.err
+    warm = run_process("merge", "della.yml", "warm", "--no-fsync", env=env)
+    assert "compiling" not in warm.err
+    assert (work / "out/model.safetensors").read_bytes() == (work / "warm/model.safetensors").read_bytes()
 
 
 def test_ctrl_c_before_anything_was_made_says_that_nothing_is_left(

@@ -54,6 +54,17 @@ def test_the_speed_is_of_the_last_seconds_and_the_time_left_of_this_run() -> Non
     assert left == pytest.approx(101 * 899 / 101)
 
 
+def test_a_log_says_once_what_the_work_waits_for() -> None:
+    clock, lines = Clock(), list[str]()
+    log = Lines(lines.append, clock)
+    log.show(Reading("merging", 0, 1000, 0))
+    for _ in range(3):
+        log.say("compiling kernels")
+        clock.now += 1
+        log.show(Reading("merging", 10, 1000, 10))
+    assert lines == ["merging:   0 %, 0 bytes of 1.00 kB", "compiling kernels"]
+
+
 def test_nothing_to_do_is_all_done() -> None:
     assert Reading("merging", 0, 0, 0).share == 1.0
 
@@ -83,6 +94,26 @@ def test_a_terminal_gets_a_bar_with_speed_and_time_left_that_goes_away(monkeypat
     assert "[b]merging" in text  # brackets are text
     assert " 25 %  1.00 GB of 4.00 GB  3.00 GB/s  6.0 s left" in text
     assert text.rstrip().endswith("\x1b[2K")  # its line is cleared at the end
+
+
+def test_a_bar_shows_what_the_work_waits_for_in_place_of_its_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, clock = Terminal(), Clock()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    with Bar(clock) as shown:
+        shown.show(Reading("merging", 500, 1000, 0))
+        clock.now += 1
+        begin = len(terminal.getvalue())
+        shown.say("compiling kernels")
+        shown.say("too soon")
+        text = terminal.getvalue()[begin:]
+        assert "compiling kernels" in text
+        assert "too soon" not in text
+        assert "50 %" not in text
+        clock.now += 1
+        shown.show(Reading("merging", 600, 1000, 0))
+    assert " 60 %  600 bytes of 1.00 kB" in terminal.getvalue()
 
 
 def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:

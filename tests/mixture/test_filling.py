@@ -179,7 +179,7 @@ def test_work_with_other_prompts_is_not_resumed(models: Path, tmp_path: Path) ->
 
     with pytest.raises(KeyboardInterrupt):
         moe(recipe_of(models, told(0, 1)), tmp_path / "out", progress=interrupt)
-    with pytest.raises(CannotResume):
+    with pytest.raises(CannotResume, match=r"experts\[1\]\.positive_prompts\[0\]: .* -> "):
         moe(recipe_of(models, told(0, 2)), tmp_path / "out")
 
 

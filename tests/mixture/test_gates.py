@@ -13,6 +13,7 @@ import tokenizers
 import torch
 import transformers
 
+import weightsmith
 from tests.mixture.test_hidden_states import save_model
 from tests.zoo import SIZES
 from weightsmith.engine.bench import MemoryOutput
@@ -290,3 +291,45 @@ def test_a_base_that_transformers_cannot_build_is_one_error(models: Path, tmp_pa
 def test_a_device_that_is_not_there_is_one_error(models: Path) -> None:
     with pytest.raises(PlanError, match="the device 'warp'"):
         made_router(recipe_of(models, told(0, 1)), device="warp")
+
+
+# ---- prompts that cannot tell experts apart
+
+SAME_END = [{"positive_prompts": ["w0 w1 w5"]}, {"positive_prompts": ["w2 w3 w5"]}]
+
+
+def test_prompts_that_end_in_the_same_token_are_advised_another_mode(models: Path) -> None:
+    (found,) = problems_of(recipe_of(models, SAME_END, gate_mode="hidden"), fill=True)
+    assert "experts 0 and 1 have the same router weights in layer 0: their prompts end in the same token" in found
+    assert "Write gate_mode: router_input, or hidden_avg" in found
+    negative = [SAME_END[0] | {"negative_prompts": ["w7 w5"]}, SAME_END[1] | {"negative_prompts": ["w8 w5"]}]
+    first, second = problems_of(recipe_of(models, negative, gate_mode="hidden"), fill=True)
+    assert "the router weights of expert 0" in first
+    assert "are zero in layer 0: their prompts end in the same token" in first
+    assert "Write gate_mode: router_input, or hidden_avg" in second
+
+
+def test_leniently_rows_of_zeros_are_written_with_a_warning(models: Path, tmp_path: Path) -> None:
+    negative = [SAME_END[0] | {"negative_prompts": ["w7 w5"]}, SAME_END[1] | {"negative_prompts": ["w8 w5"]}]
+    recipe = recipe_of(models, negative, gate_mode="hidden")
+    for options in ({"report": False}, {"report": True}):
+        made = weightsmith.moe(recipe, tmp_path / f"out{options['report']}", lenient=True, fsync=False, **options)
+        said = [finding.what for finding in made.warnings]
+        assert sum("are zero in layer 0" in what for what in said) == 2, said
+        with weightsmith.open_checkpoint(made.out) as out:
+            router = next(name for name in out.specs if "layers.0." in name and name.endswith("gate.weight"))
+            assert not out.read(router).astype("f4").any()
+
+
+def test_an_empty_prompt_is_the_bos_token_as_in_mergekit(models: Path, tmp_path: Path) -> None:
+    experts = [{"positive_prompts": [""]}, *told(1)]
+    made = weightsmith.moe(recipe_of(models, experts, gate_mode="hidden"), tmp_path / "out", fsync=False)
+    assert made.out.is_dir()
+    (found,) = problems_of(recipe_of(models, experts), fill=True)  # router_input counts no bos token
+    assert "have no token" in found
+    with pytest.raises(PlanError, match="have the same prompts"):
+        weightsmith.plan(recipe_of(models, [{"positive_prompts": [""]}] * 2, gate_mode="hidden"))
+    placeholders = [{"positive_prompts": [""]}, {"positive_prompts": [""]}]
+    assert weightsmith.plan(recipe_of(models, placeholders, gate_mode="random")).warnings == ()
+    (warning,) = weightsmith.plan(recipe_of(models, placeholders, gate_mode="hidden"), lenient=True).warnings
+    assert "have the same prompts" in warning.what

@@ -333,7 +333,7 @@ WRONG: list[tuple[str, str]] = [
     ("prune_experts: {keep: []}", "r.yml:2:23: 'keep' is empty\n  -> Write [0, 2, 5]."),
     (
         "prune_experts: {keep: [0, -1]}",
-        "r.yml:2:27: 'keep' takes whole numbers from 0 on, not the number -1\n  -> Experts are numbered from 0.",
+        "r.yml:2:27: 'keep' takes whole numbers from 0 on, not the number -1\n  -> Write numbers from 0 on.",
     ),
     (
         "prune_experts: {keep: [3]}",
@@ -343,11 +343,11 @@ WRONG: list[tuple[str, str]] = [
     (
         "prune_experts: {keep_by_layer: {0: [0, 1], 1: [1, 2, 3]}}",
         "r.yml:2:32: layer 0 would have 2 experts, and layer 1 3\n"
-        "  -> config.json has one number for all layers: leave as many in each.",
+        "  -> leave as many in each layer: config.json has one number for all.",
     ),
     (
         "prune_experts: {keep_by_layer: {0: [0, 1]}}",
-        "r.yml:2:32: layer 1 has experts and is not in 'keep_by_layer'\n  -> Say it of every layer that has experts.",
+        "r.yml:2:32: layer 1 has experts and is not in 'keep_by_layer'\n  -> Write it for every layer that has experts.",
     ),
     (
         "prune_experts: {keep_by_layer: {0: [0, 1], 1: [0, 1], 2: [0, 1]}}",
@@ -363,7 +363,7 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "prune_experts: {saliency: good.json, experts: 5}",
-        "r.yml:2:47: experts: 5 are to stay in each layer, and there are 4\n  -> At most 4.",
+        "r.yml:2:47: experts: 5 are to stay in each layer, and there are 4\n  -> Write at most 4.",
     ),
     ("prune_experts: {saliency: none.json, experts: 2}", "r.yml:2:27: FOLDER/none.json: no such saliency file"),
     (
@@ -378,7 +378,7 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "prune_experts: {saliency: one.json, experts: 2}",
-        "FOLDER/one.json: layer 1 has experts and is not in 'saliency'\n  -> Say it of every layer that has experts.",
+        "FOLDER/one.json: layer 1 has experts and is not in 'saliency'\n  -> Write it for every layer that has experts.",
     ),
     (
         "merge_experts: {groups: [[0, 1], [2], [1, 3]]}",

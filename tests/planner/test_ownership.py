@@ -279,7 +279,7 @@ def test_a_tensor_that_would_be_lost_is_an_error(tmp_path: Path, monkeypatch: py
     assert [type(f) for f in found] == [TensorLost, TensorLost]
     assert str(found[0]) == (
         f"model.layers.1.input_layernorm.weight: 4 tensors of {a} would not be in the output\n"
-        "  -> Please report this recipe: every tensor must be used, or be left out for a stated reason."
+        "  -> Report this recipe: every tensor must be used, or be left out for a stated reason."
     )
 
 

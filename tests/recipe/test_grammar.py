@@ -259,7 +259,10 @@ ONLY_ONE = "SyntaxProblem: r.yml:3:1: exactly one of models, slices or modules i
         ),
         (
             "merge_method: linear\n",
-            ["SyntaxProblem: r.yml:1:1: one of models, slices or modules is needed at the top level"],
+            [
+                "SyntaxProblem: r.yml:1:1: one of models, slices or modules is needed at the top level\n"
+                "  -> Write models: and what it takes."
+            ],
         ),
         (
             "merge_method: linear\nmodels: [{model: a}]\nmodules: {m: {models: [{model: a}]}}\n",
@@ -267,7 +270,7 @@ ONLY_ONE = "SyntaxProblem: r.yml:3:1: exactly one of models, slices or modules i
         ),
         (
             "merge_method: linear\nmodules:\n  m: {}\n",
-            ["SyntaxProblem: r.yml:3:6: one of models or slices is needed in a module"],
+            ["SyntaxProblem: r.yml:3:6: one of models or slices is needed in a module\n  -> Write models: and what it takes."],
         ),
         (
             "- merge_method: linear\n",

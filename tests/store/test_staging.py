@@ -11,12 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.store_help import NAMES, build, data, layout, put, tree
 from weightsmith.errors import CannotResume, OutputExists, StoreError
+from weightsmith.plans import Product
 from weightsmith.store import Staging, disk, make_layout, staging_folder, verify
 from weightsmith.store.staging import staged_plan
+from weightsmith.tensors import DTYPES, TensorSpec
 
 ZERO = "0" * 32
 
@@ -349,15 +352,38 @@ def test_a_damaged_journal_never_vouches_for_wrong_bytes(out: Path, position: in
 
 
 def test_work_of_another_plan_is_not_resumed_and_not_lost(out: Path) -> None:
-    with Staging.open(out, layout(), "first") as staging:
+    with Staging.open(out, layout(), "first", facts={"t": "0.3", "files of b": "#1", "seed": "0"}) as staging:
         put(staging, NAMES[:2])
     before = tree(staging_folder(out))
     with pytest.raises(CannotResume) as caught:
-        Staging.open(out, layout(), "second")
-    for word in ("first", "second", "--no-resume", str(staging_folder(out)), "2 finished tensors"):
+        Staging.open(out, layout(), "second", facts={"t": "0.4", "files of b": "#2", "seed": "0"})
+    assert caught.value.finding.details == (
+        "t: 0.3 -> 0.4",
+        "files of b: changed",
+        f"discarding it would lose: 2 of {len(NAMES)} tensors",
+    )
+    for word in ("made from something else", "--no-resume", str(staging_folder(out))):
         assert word in str(caught.value)
     after = tree(staging_folder(out))
     assert {**after, "lock": b""} == {**before, "lock": b""}
+
+
+def test_work_of_another_plan_that_finished_nothing_is_replaced(out: Path) -> None:
+    with Staging.open(out, layout(), "first") as staging:
+        staging.add_file("stale.json", b"x")
+    with Staging.open(out, layout(), "second") as staging:
+        assert staged_plan(out) == "second"
+        put(staging)
+        staging.publish({}, fsync=False)
+    assert "stale.json" not in tree(out)
+
+
+def test_a_finished_product_of_another_plan_is_not_lost(out: Path) -> None:
+    product = Product("rows", "test", (TensorSpec("rows", DTYPES["F32"], (2,)),), {})
+    with Staging.open(out, layout(), "first") as staging:
+        staging.keep(product, {"rows": np.zeros(2, np.float32)})
+    with pytest.raises(CannotResume, match="would lose: a computed product"):
+        Staging.open(out, layout(), "second")
 
 
 def test_the_same_plan_with_another_layout_is_not_resumed(out: Path) -> None:

@@ -33,7 +33,8 @@ def main() -> None:
         code = _run(app)
     except KeyboardInterrupt:  # between the commands' own handlers: while modules are imported
         code = 130
-    if code == 130:  # all is closed; Python itself would wait for a thread that compiles a kernel
+    jit = sys.modules.get("weightsmith.kernels.jit")
+    if jit is not None and jit.is_left():  # all is closed; Python would wait for the compiler
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)

@@ -18,7 +18,7 @@ from weightsmith._version import __version__
 from weightsmith.cli import options
 from weightsmith.cli.exits import Exit
 from weightsmith.cli.failures import failures
-from weightsmith.text import heading, printable, result, size
+from weightsmith.text import columns, heading, printable, result, size, wrapped
 
 REQUIRED = ("numpy", "numba", "ml_dtypes", "PyYAML", "typer", "rich", "huggingface_hub", "xxhash")
 OPTIONAL = {
@@ -133,7 +133,8 @@ def _ask(endpoint: str) -> str:
 
 def _show(facts: dict[str, Any]) -> None:
     def fact(label: str, text: str) -> None:
-        result(f"{heading(f'{label:<12}')} {printable(text)}")
+        lines = wrapped(f"{label:<12} {printable(text)}", columns(sys.stdout), " " * 13)
+        result(heading(lines[:12]) + lines[12:])
 
     fact("weightsmith", f"{facts['weightsmith']}, Python {facts['python']} ({sys.executable})")
     fact("system", facts["platform"])

@@ -96,7 +96,7 @@ def _bake(models: Sequence[str], base: str) -> str:
     return f"""# A LoRA adapter baked into its base: a model that needs no PEFT.
 merge_method: passthrough
 models:
-{_entries([f"{base}+{models[0]}"])}dtype: bfloat16
+{_entries(models)}dtype: bfloat16
 """
 
 
@@ -229,6 +229,8 @@ def _recipe(name: str, models: list[str], base: str) -> str:
         models.append(more)
     if len(models) < goal.least or (goal.most and len(models) > goal.most) or (goal.base == "needed" and not base):
         raise typer.BadParameter(f"{name} takes {goal.wants}.", param_hint="--model")
+    if name == "bake":
+        models = [f"{base}+{models[0]}"]
     return goal.write([_yaml(model) for model in models], _yaml(base or models[0]))
 
 
@@ -246,7 +248,7 @@ def _ask(what: str, default: str | None = None) -> str:
 
 def _yaml(text: str) -> str:
     """A text as a YAML value; in quotes where it would be something else without."""
-    return text if re.fullmatch(r"(?:[./~]|[A-Za-z_])[\w./~@+-]*[\w/]", text) and not _is_other(text) else json.dumps(text)
+    return text if re.fullmatch(r"[A-Za-z_./~](?:[\w./~@+-]*[\w/])?", text) and not _is_other(text) else json.dumps(text)
 
 
 def _is_other(text: str) -> bool:

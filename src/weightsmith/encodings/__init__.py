@@ -11,7 +11,7 @@ def find_encoding(name: str) -> Encoding:
     """The encoding of this name. Raises UnknownName."""
     if name not in ENCODINGS:
         raise UnknownName(
-            f"there is no encoding called '{name}'{nearest(name, ENCODINGS)}", fix=f"encodings: {', '.join(ENCODINGS)}"
+            f"there is no encoding called '{name}'{nearest(name, ENCODINGS)}", fix=f"write one of {', '.join(ENCODINGS)}"
         )
     return ENCODINGS[name]
 

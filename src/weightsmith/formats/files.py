@@ -266,7 +266,7 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
         raise FormatError(
             f"{nbytes:,} bytes, and at most {max_bytes:,} are read from a file of this kind",
             where=str(path),
-            fix="Such a size is a mistake or an attack: look at the file before using it.",
+            fix="Look at the file before using it: such a size is a mistake or an attack.",
         )
     return data
 

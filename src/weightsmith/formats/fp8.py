@@ -105,7 +105,7 @@ def fp8_layout(config: Mapping[str, Any] | None, specs: Mapping[str, TensorSpec]
     )
     if not weights:
         what = f"{place} in config.json says that the weights are FP8, and no tensor is F8_E4M3"
-        raise FormatError(what, where=where, fix=f"If the weights are plain numbers, remove {place} from config.json.")
+        raise FormatError(what, where=where, fix=f"Remove {place} from config.json, if the weights are plain numbers.")
     scales = {weight.scale for weight in weights}
     _check_others(specs, scales, where)
     dropped = tuple(name for name in specs if name.rpartition(".")[2] in _UNUSED)

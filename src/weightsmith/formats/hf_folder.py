@@ -115,7 +115,7 @@ def read_index(path: Path, present: Collection[str], suffixes: tuple[str, ...] =
     a path separator, has another suffix or does not exist.
     """
     where = str(path)
-    fix = "The index is damaged or hostile: download the checkpoint again from a source you trust."
+    fix = "Download the checkpoint again from a source you trust: the index is damaged or hostile."
     data = read_object(path, MAX_INDEX_BYTES, "the index", fix)
     weight_map = data.get("weight_map")
     if not isinstance(weight_map, dict):
@@ -137,7 +137,7 @@ def read_index(path: Path, present: Collection[str], suffixes: tuple[str, ...] =
             raise FormatError(
                 f"the index names the file {show(file)} (tensor {show(first_tensor[file])}), which does not exist",
                 where=where,
-                fix="The download was probably interrupted: get the missing file.",
+                fix="Get the missing file: the download was probably interrupted.",
             )
     if single in present and single not in first_tensor:
         raise two_models(str(path.parent), path.name, single)
@@ -187,7 +187,7 @@ def _check_numbers_complete(files: Iterable[str], where: str) -> None:
                 f"{expected - len(numbers)} of {expected} shards are missing: {listed}"
                 + (", …" if expected - len(numbers) > 3 else ""),
                 where=where,
-                fix="The download was probably interrupted: get the missing files.",
+                fix="Get the missing files: the download was probably interrupted.",
             )
 
 

@@ -198,7 +198,7 @@ def _check_members(records: dict[str, Record], where: str) -> str:
         raise FormatError(
             f"its member {show(packed[0])} is compressed; torch.save stores them as they are",
             where=where,
-            fix="Another tool packed it again: unpack it, and pack it without compression (zip -0).",
+            fix="Unpack it, and pack it without compression (zip -0): another tool packed it again.",
         )
     return prefix
 

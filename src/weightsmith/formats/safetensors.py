@@ -130,7 +130,7 @@ def _read_text(path: Path, open_file: Opener) -> tuple[FileState, bytes]:
             raise FormatError(
                 f"{nbytes} bytes: too short for a safetensors file, which starts with 8 bytes of header length",
                 where=str(path),
-                fix="The download was probably interrupted: get the file again.",
+                fix="Get the file again: the download was probably interrupted.",
             )
         length = int.from_bytes(prefix, "little")
         if length > MAX_HEADER_BYTES:
@@ -145,14 +145,14 @@ def _read_text(path: Path, open_file: Opener) -> tuple[FileState, bytes]:
                 f"header length {length:,}, but the file ends after {nbytes:,} bytes: "
                 f"{8 + length - nbytes:,} bytes of the header are missing",
                 where=str(path),
-                fix="The download was probably interrupted: get the file again.",
+                fix="Get the file again: the download was probably interrupted.",
             )
         text = file.read_at(8, length)
     if len(text) < length:
         raise FormatError(
             f"shrank while it was read: header length {length:,}, {len(text):,} bytes came",
             where=str(path),
-            fix="Another program is writing the file: wait for it, then try again.",
+            fix="Wait, then try again: another program is writing the file.",
         )
     return file.state, text
 
@@ -239,7 +239,7 @@ def _check_cover(placed: list[tuple[int, int, int, str, DType, tuple[int, ...]]]
         raise FormatError(
             f"truncated: {covered - data_bytes:,} of {covered:,} bytes of tensor data are missing",
             where=str(path),
-            fix="The download was probably interrupted: get the file again.",
+            fix="Get the file again: the download was probably interrupted.",
         )
     if covered < data_bytes:
         raise FormatError(

@@ -22,8 +22,8 @@ from weightsmith.errors import FormatError, Unsupported
 from weightsmith.formats.files import DAMAGED, show
 
 MAX_PICKLE_BYTES = 64 << 20  # a tensor of a state dict takes about 150 bytes
-MAX_VALUES = 4_000_000  # a tensor takes about 20: 200,000 tensors; about 500 MB if a hostile file makes so many
-MAX_STEPS = 16_000_000  # instructions, a tensor takes about 50; about 10 s
+MAX_VALUES = 2_000_000  # a tensor takes about 20: 100,000 tensors; about 250 MB if a hostile file makes so many
+MAX_STEPS = 6_000_000  # instructions, a tensor takes about 50; about 4 s
 MAX_STACK = 1_000_000
 
 CONVERT = (
@@ -203,7 +203,7 @@ class _Machine:
             operation(self)
         else:
             raise Unsupported(
-                f"the pickle has more than {MAX_STEPS:,} instructions", where=self.where, fix=f"It may be an attack. {CONVERT}"
+                f"the pickle has more than {MAX_STEPS:,} instructions", where=self.where, fix=f"{CONVERT} It may be an attack."
             )
         if len(self.stack) != 1 or self.marks:
             self.reject(f"ends with {len(self.stack)} values on its stack and {len(self.marks)} open marks, not with one value")
@@ -241,7 +241,7 @@ class _Machine:
         self.made += 1
         if self.made > MAX_VALUES:
             raise Unsupported(
-                f"the pickle makes more than {MAX_VALUES:,} values", where=self.where, fix=f"It may be an attack. {CONVERT}"
+                f"the pickle makes more than {MAX_VALUES:,} values", where=self.where, fix=f"{CONVERT} It may be an attack."
             )
 
     def push(self, value: Any) -> None:
@@ -249,7 +249,7 @@ class _Machine:
             raise Unsupported(
                 f"the pickle has more than {MAX_STACK:,} values on its stack",
                 where=self.where,
-                fix=f"It may be an attack. {CONVERT}",
+                fix=f"{CONVERT} It may be an attack.",
             )
         self.stack.append(value)
 

@@ -19,7 +19,7 @@ from weightsmith.formats.files import DAMAGED, RandomAccess, show
 MAX_DIRECTORY_BYTES = 64 << 20  # 250,000 entries of torch take about 20 MB
 MAX_RECORDS = 250_000
 
-_INTERRUPTED = "The download was probably interrupted: get the file again."
+_INTERRUPTED = "Get the file again: the download was probably interrupted."
 
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
@@ -175,7 +175,7 @@ def _check_name(raw: bytes, where: str) -> str:
         raise FormatError(
             f"the zip archive has a member whose name is no plain relative path: {show(name)}",
             where=where,
-            fix="No PyTorch file has such a name: do not unpack it, and get the file from a source you trust.",
+            fix="Get the file from a source you trust, and do not unpack this one: no PyTorch file has such a name.",
         )
     return name
 

@@ -245,6 +245,12 @@ def is_compiling() -> bool:
     return bool(_watch.compiling)
 
 
+def is_left() -> bool:
+    """A thread that nobody waits for is still in the compiler."""
+    with _watch.lock:
+        return any(thread in _watch.abandoned for thread in _watch.inside)
+
+
 def leave(threads: Sequence[threading.Thread]) -> None:
     """Wait for threads that were told to end, but not for the compiler: a thread in it raises Abandoned at its next step."""
     with _watch.lock:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from weightsmith.kernels.codecs import as_bits, or_zero
-from weightsmith.kernels.jit import kernel
+from weightsmith.kernels.jit import Switch, kernel
 
 DIGIT = 11  # bits of a radix pass: three of them sort 31-bit magnitudes
 BINS = 1 << DIGIT
@@ -19,6 +19,8 @@ BINS = 1 << DIGIT
 FINE_BINS = 4096  # of the first 16 bits of a magnitude, from a row's largest down: 128 to a power of two
 SHORT = 32  # rows up to this length are sorted by insertion
 PATIENCE = 8  # moves an element that insertion may cost before a row is given to the radix sort
+
+_UNBIASED, _BIASED = Switch("unbiased", [True]), Switch("unbiased", [False])
 
 
 @kernel
@@ -301,12 +303,12 @@ def keep_by_rank(
     highest, step = (density + epsilon, 2.0 * epsilon / (n - 1)) if n > 1 else (density, 0.0)
     x, w, r = row[:n], words[:n], order[0][:n]
     # In the row's order and without a branch: half of them would be mispredicted.
-    if unbiased:
+    if _UNBIASED and unbiased:
         for j in range(n):
             p = highest - np.float64(r[j]) * step
             value = x[j] / p
             x[j] = value if np.float64(w[j]) < p * 4294967296.0 else 0.0
-    else:
+    elif _BIASED:
         for j in range(n):
             p = highest - np.float64(r[j]) * step
             x[j] = or_zero(x[j], np.float64(w[j]) < p * 4294967296.0)

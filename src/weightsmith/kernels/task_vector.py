@@ -226,7 +226,7 @@ def add_total(base: np.ndarray, factor: float, total: np.ndarray, n: int) -> Non
         b[j] = np.float64(b[j]) + factor * t[j]
 
 
-@kernel(codes="in", out_code="out", modes="keep", elect="elect", mean="mean")
+@kernel(codes="in", out_code="out", modes="keep", unbiased="unbiased", elect="elect", mean="mean")
 def merge_task_vectors(
     raw: np.ndarray,
     codes: np.ndarray,
@@ -327,7 +327,7 @@ def merge_task_vectors(
         encode(base, m, out_code, start, out)
 
 
-@kernel(codes="in", modes="keep")
+@kernel(codes="in", modes="keep", unbiased="unbiased")
 def l1_norms(
     raw: np.ndarray,
     codes: np.ndarray,

@@ -196,7 +196,7 @@ def _sort(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[dict[str, 
     if problems:
         where, n = str(checkpoint.paths[0]), len(problems)
         shown = [*problems[:8], *([f"and {n - 8} more"] if n > 8 else [])]
-        fix = "The config and the weights are of different adapters, or this is not one of PEFT's: save it again with peft."
+        fix = "Save it again with peft: the config and the weights are of different adapters, or this is not one of PEFT's."
         raise FormatError(f"{n} problem(s) with the adapter's tensors", where=where, details=shown, fix=fix)
     return updates, replacements
 

@@ -38,7 +38,7 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str) -> Checkpoint:
     notes = [*base.notes, *own.notes, *match.notes]
     base.fetch([name for name in adapter.tokenizer if name in base.files])
     if other := [name for name in adapter.tokenizer if not _same(own.folder / name, base.folder / name)]:
-        fix = "if the adapter was trained with it, copy it into the output"
+        fix = "copy it into the output, if the adapter was trained with it"
         what = f"tokenizer files beside the adapter differ from the base's, and are not used: {', '.join(other)}"
         notes.append(Finding(what, ref, fix=fix))
     return Checkpoint(
@@ -187,7 +187,7 @@ class _Match:
             untie(self.config)
             what = f"the adapter was trained on the {'embedding' if changed else 'head'}, which the base ties to its "
             what += f"{'head' if changed else 'embedding'}: they are two tensors now"
-            self.notes.append(Finding(what, self.ref, fix="peft's merge_and_unload would change both at once"))
+            self.notes.append(Finding(what, self.ref, fix="merge it with peft's merge_and_unload, which changes both at once"))
 
     # --- tensors -------------------------------------------------------------------------------------------------------------
 

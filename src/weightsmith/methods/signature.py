@@ -115,7 +115,7 @@ def _parameter(given: inspect.Parameter, hint: Any, called: str) -> Parameter:
         shown = given.annotation if isinstance(given.annotation, str) else inspect.formatannotation(given.annotation)
         raise MethodError(
             f"the parameter '{name}' of {called} has the type {shown}",
-            fix="a parameter is float, int, bool, str or a Literal of str, or one of these or None, or PerModel[...] of one",
+            fix="write float, int, bool, str or a Literal of str, one of these or None, or PerModel[...] of one",
         )
     bounds = next((s for s in said if isinstance(s, Bounds)), Bounds())
     booleans = next((s for s in said if isinstance(s, Booleans)), None)

@@ -118,10 +118,11 @@ def method_of(own: OwnMethod, name: str, source: str) -> Method:
     for wanted in ("models", "out") if own.form == "block" else ("models",):
         if wanted not in given:
             raise MethodError(
-                f"{called}{signature} has no argument '{wanted}'", fix=f"a {own.form}_method takes {_wanted(own.form)}"
+                f"{called}{signature} has no argument '{wanted}'",
+                fix=f"write {_wanted(own.form)} as its arguments",
             )
     if own.form == "tensor" and "out" in given:
-        raise MethodError(f"{called}{signature} has an argument 'out'", fix="a tensor_method returns its result")
+        raise MethodError(f"{called}{signature} has an argument 'out'", fix="return the result: a tensor_method has no out")
     parameters = parameters_of(plain, beside=_ARRAYS, called=called)
     doc = inspect.getdoc(plain) or ""
     base: BaseRole = "input"

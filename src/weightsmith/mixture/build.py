@@ -30,6 +30,8 @@ from weightsmith.mixture.steps import Steps
 from weightsmith.mixture.surgery.build import prepare_surgery
 from weightsmith.mixture.transforms import Transforms, check_transforms, sharded, spread
 from weightsmith.options import RecipeOptions
+from weightsmith.planner import loading
+from weightsmith.planner.agreement import compared, tokenizer_disagreements
 from weightsmith.planner.build import Prepared, folder_of, loaded_recipe, prepare_recipe
 from weightsmith.planner.dtypes import main_dtype
 from weightsmith.planner.encode import check_name, quantise
@@ -140,7 +142,12 @@ class _Builder:
         self.assembly.products.append(self._router(gating, base, makes))
         if self.problems:
             raise PlanError(self.problems)
-        plan = quantise(self._plan(layout, facts, base, steps), self.options.quantize)
+        alike = {id(d): compared(d.donor.label, d.donor.checkpoint, d.donor.structure) for d in (base, *donors)}
+        self.warnings += tokenizer_disagreements(list(alike.values()), 0)
+        plan = self._plan(layout, facts, base, steps)
+        if self.options.check_loading:
+            plan = self._checked(plan, base.donor)
+        plan = quantise(plan, self.options.quantize)
         self.named += [self.folder / expand_user(n) for e in listed for n in (e.prompts_file, e.held_out_file) if n]
         return Prepared(plan, tuple(self.assembly.inputs), base.donor.structure, named=tuple(self.named))
 
@@ -281,6 +288,15 @@ class _Builder:
             warnings=tuple(dict.fromkeys([*self.warnings, *left_out_findings(checkpoint.left_out, checkpoint.ref)])),
             recipe=self.recipe.text,
         )
+
+    def _checked(self, plan: Plan, base: Donor) -> Plan:
+        """The plan, if transformers would load its output; with a warning where that is not known."""
+        stored = base.config, [step.out for step in base.steps.values()]
+        output = plan.config, [step.out for step in plan.steps]
+        found = loading.check_loading(output, stored, base.label, where=self.recipe.filename)
+        if isinstance(found, WeightsmithError):
+            raise PlanError([found])
+        return plan if found is None else replace(plan, warnings=(*plan.warnings, found))
 
     def _made(self, config: Mapping[str, Any]) -> Made:
         """What the card says."""

@@ -18,6 +18,9 @@ from weightsmith.structure.vocabulary import is_embedding
 _AS_WARNING = "; --mergekit-lenient makes this a warning"
 
 
+_SAME_SIZES = "take experts with the depth and widths of the base"
+
+
 class Checks:
     """Collects problems and warnings.
 
@@ -38,7 +41,7 @@ class Checks:
         if recipe.experts_per_token > n:
             there = "there is 1 expert" if n == 1 else f"there are {n} experts"
             what = f"experts_per_token is {recipe.experts_per_token}, and {there}"
-            self.problems.append(ParameterError(what, where=recipe.section.at("experts_per_token"), fix=f"at most {n}"))
+            self.problems.append(ParameterError(what, where=recipe.section.at("experts_per_token"), fix=f"write at most {n}"))
         if recipe.router_scale == 0:
             what = "router_scale is 0: to such a router all experts are the same"
             fix = "write a number above 0, or leave it out"
@@ -85,18 +88,18 @@ class Checks:
         where, label = expert.section.at("source_model"), base.donor.label
         if len(donor.layers) != len(base.layers):
             what = f"{expert.model} has {len(donor.layers)} layers, and {label} has {len(base.layers)}"
-            self.problems.append(ShapeError(what, where=where, fix="experts need the depth and widths of the base"))
+            self.problems.append(ShapeError(what, where=where, fix=_SAME_SIZES))
             return
         for i, (own, wanted) in enumerate(zip(donor.layers, base.layers, strict=True)):
             for part, block in own.mlp.items():
                 if block.shape != wanted.mlp[part].shape:
                     what = f"{block.tensor} of {expert.model} is {list(block.shape)}, and layer {i} of {label} has"
                     what += f" {list(wanted.mlp[part].shape)}"
-                    self.problems.append(ShapeError(what, where=where, fix="experts need the depth and widths of the base"))
+                    self.problems.append(ShapeError(what, where=where, fix=_SAME_SIZES))
                     return
         if donor is not base and (more := sorted({n for layer in donor.layers for n in layer.rest if n.startswith("mlp.")})):
             what = f"{expert.model} has {more[0]} in its layers, for which an expert has no place"
-            self.problems.append(ShapeError(what, where=where, fix="an expert is gate, up and down projections alone"))
+            self.problems.append(ShapeError(what, where=where, fix="take an expert of gate, up and down projections alone"))
         configs = [semantics(each.donor.config, each.donor.label) for each in (donor, base)]
         acts = [str(config["hidden_act"]).replace("swish", "silu") for config in configs]
         if acts[0] != acts[1]:

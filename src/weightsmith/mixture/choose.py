@@ -22,7 +22,7 @@ def choose_layout(recipe: Upcycling, base: Dense) -> tuple[ExpertLayout, list[Fi
         if not layouts:
             names = [layout.name for layout in all_layouts()]
             what = f"no architecture is called '{named}'{nearest(named, names)}"
-            return UnknownName(what, where=where, fix=f"architectures: {', '.join(names)}")
+            return UnknownName(what, where=where, fix=f"write one of {', '.join(names)}")
     model_type = str(base.donor.config.get("model_type", ""))
     counts = len(recipe.experts) * recipe.virtual_groups, len(recipe.shared_experts)
     reasons = {layout.name: why_not(layout, base, *counts) for layout in layouts}

@@ -121,11 +121,11 @@ def _uneven(donor: Donor, layers: Sequence[Layer]) -> ShapeError | None:
     shape = layers[0].mlp["gate"].shape
     if len(shape) != 2:
         what = f"{layers[0].mlp['gate'].tensor} is {list(shape)} and no matrix"
-        return ShapeError(what, where=donor.label, fix="an expert needs its weights as they are before they are quantised")
+        return ShapeError(what, where=donor.label, fix="name its checkpoint from before it was quantised")
     wanted = {"gate": shape, "up": shape, "down": shape[::-1]}
     for i, layer in enumerate(layers):
         for part, place in layer.mlp.items():
             if place.shape != wanted[part]:
                 what = f"{place.tensor} of layer {i} has the {part} projection {list(place.shape)}, not {list(wanted[part])}"
-                return ShapeError(what, where=donor.label, fix="an expert needs MLPs of one width in all layers")
+                return ShapeError(what, where=donor.label, fix="take an expert with MLPs of one width in all layers")
     return None

@@ -83,7 +83,7 @@ def _lost(label: str, lost: Sequence[str]) -> TensorLost:
     return TensorLost(
         f"{_count(lost)} of {label} would not be in the output",
         where=lost[0],
-        fix="please report this recipe: every tensor must be used, or be left out for a stated reason",
+        fix="report this recipe: every tensor must be used, or be left out for a stated reason",
     )
 
 

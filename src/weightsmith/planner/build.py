@@ -24,6 +24,7 @@ from weightsmith.methods.user_files import loaded
 from weightsmith.options import RecipeOptions
 from weightsmith.planner import loading
 from weightsmith.planner.account import Account
+from weightsmith.planner.agreement import compared, disagreements, of_different_architectures
 from weightsmith.planner.audit import Audit
 from weightsmith.planner.config import output_config
 from weightsmith.planner.decide import decide
@@ -272,7 +273,9 @@ class _Planner:
         outputs = Outputs(facts, method, resolver, account, dtypes)
         outputs.make(placements)
         found, idle = resolver.finish()
-        self.problems += [*outputs.problems, *found]
+        alike = [compared(label, c, s) for label, c, s in zip(self.labels, inputs, facts.structures, strict=True)]
+        where = self.recipe.at(self._layers_key)
+        self.problems += [*of_different_architectures(outputs.problems, alike, donor, where), *found]
         if outputs.problems or placer.problems or any(segment.broken for region in regions for segment in region.segments):
             raise self._refusal()
         dropped, lost = account.settle(shape, donor, placements)
@@ -283,6 +286,7 @@ class _Planner:
             raise self._refusal()
         if outputs.layers and self.options.check_loading:
             self._check_loading(inputs[donor], config, steps)
+        self.warnings += disagreements(alike, donor)
         self.warnings += [*self._untouched(placements, self.labels[donor]), *outputs.warnings]
         self.warnings += [*account.findings(), *dtypes.findings(), *idle]
         plan = Plan(
@@ -376,7 +380,7 @@ class _Planner:
         if self.recipe.slices:
             why = f"{what} copied from {donor}: 'slices' is about the layers of one module"
             return [Finding(why, self.recipe.at("slices"))]
-        fix = "mergekit leaves such a module out of the output"
+        fix = "write the module in the recipe, if that is not meant; mergekit leaves it out of the output"
         return [Finding(f"{what} not mentioned, and copied from {donor}", self.recipe.at("modules"), fix=fix)]
 
     def _refusal(self) -> PlanError:

@@ -73,7 +73,7 @@ class Counterparts:
             "own layers has these tensors and shapes",
             where=f"{prefix}{layer}.{differing}",
             details=[f"{self.labels[model]}: {here}", f"{self.labels[self.donor]}: {there}"],
-            fix="stack layers of models of one architecture and size",
+            fix="take layers of models of one architecture and size",
         )
 
     def _shapes_of(self, model: int, prefix: str) -> list[Shapes]:

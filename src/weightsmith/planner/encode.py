@@ -144,7 +144,7 @@ def _fused_findings(plain: Sequence[TensorSpec], reasons: Mapping[str, str], nam
     fused = [spec for spec in plain if reasons[spec.name] == FUSED_EXPERTS]
     if fused:
         what = f"fused experts are stored as they are, not as {name}, which takes matrices: {len(fused):,} tensors"
-        yield Finding(what, fused[0].name, fix="layouts with one matrix for each expert, such as Mixtral's, are quantised")
+        yield Finding(what, fused[0].name, fix="choose a layout with one matrix for each expert, such as Mixtral's")
 
 
 # ---- the ignored modules

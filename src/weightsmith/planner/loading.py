@@ -39,7 +39,7 @@ def check_loading(output: Checked, donor: Checked, label: str, *, where: str) ->
 
     Cost: 2 to 10 seconds, and a second pass over the donor when a difference is found.
     """
-    if output[0] is None or not _installed():
+    if output[0] is None or not installed():
         return None
     answer = _ask(output)
     if "unknown" in answer:
@@ -58,7 +58,7 @@ def check_loading(output: Checked, donor: Checked, label: str, *, where: str) ->
     return _refused([f"{name}: {text or _KINDS[kind]}" for kind, name, text in found], where)
 
 
-def _installed() -> bool:
+def installed() -> bool:
     """True where the check can run: from_pretrained places tensors on the meta device by accelerate."""
     return all(find_spec(name) is not None for name in ("torch", "transformers", "accelerate"))
 

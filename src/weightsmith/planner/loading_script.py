@@ -47,7 +47,7 @@ def compare(config: Mapping[str, Any], tensors: Sequence[tuple[str, str, Sequenc
     if model_type not in transformers.CONFIG_MAPPING:
         return {"unknown": f"model_type {model_type!r}"}
     name = names[0] if isinstance(names, list) and names else None
-    model_class = getattr(transformers, name, None) if isinstance(name, str) else transformers.AutoModel
+    model_class: Any = getattr(transformers, name, None) if isinstance(name, str) else transformers.AutoModel
     if not hasattr(model_class, "from_pretrained"):
         return {"unknown": f"the model class {name!r}"}
     try:

@@ -274,7 +274,7 @@ class Outputs:
                 Finding(
                     f"tied tensors are written once: the copy in {' and '.join(labels)} is left out",
                     name,
-                    fix="if it is a tensor of its own, set tie_word_embeddings to false in that model's config.json",
+                    fix="set tie_word_embeddings to false in that model's config.json, if it is a tensor of its own",
                 )
             )
 

@@ -285,5 +285,5 @@ class Resolver:
                 yield Finding(
                     f"the filter '{entry.filter}' of {parameter.name} decides for no tensor",
                     entry.filter_where or entry.where,
-                    fix="a filter is a part of a tensor name, and the first that fits counts",
+                    fix="check its spelling and place: a filter is a part of a tensor name, and the first that fits counts",
                 )

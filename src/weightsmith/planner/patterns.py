@@ -162,7 +162,7 @@ def _no_match(ref: ModelRef, pattern: str) -> NotFound:
         names = sorted((p.name for p in fixed.iterdir() if p.is_dir() and not p.name.startswith(".")), key=natural_key)
         shown = f"{', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''}"
         details = (f"folders in {where}: {shown}" if names else f"{where} holds no folders",)
-    fix = "" if Path(pattern).is_absolute() else f"A pattern stands for local folders, seen from {Path.cwd()}."
+    fix = "" if Path(pattern).is_absolute() else f"Check the pattern: it stands for local folders, seen from {Path.cwd()}."
     return NotFound(f"no folder matches {ref}", where=ref.where, details=details, fix=fix)
 
 

@@ -129,5 +129,5 @@ class Placer:
         return LayerError(
             f"layer_range {[feed.first, feed.end]} of {label}, which has {n} layers",
             where=feed.range_where or feed.where,
-            fix=f"layers count from 0 and the end is not included: at most [0, {n}]",
+            fix=f"write at most [0, {n}]: layers count from 0, and the end is not included",
         )

@@ -10,6 +10,7 @@ from weightsmith import methods
 from weightsmith.checkpoint import Checkpoint, open_checkpoint
 from weightsmith.encodings import find_encoding
 from weightsmith.errors import CheckpointError, FormatError, PlanError, WeightsmithError
+from weightsmith.formats.files import show
 from weightsmith.formats.strict_json import read_object
 from weightsmith.methods import user_files
 from weightsmith.methods.base import Parameter
@@ -25,6 +26,7 @@ from weightsmith.tensors import TensorSpec
 
 MAX_PLAN_BYTES = 256 << 20  # 100,000 tensors of two models take 28 MB
 _MAX_PLAN_MEMORY = 2 << 30
+_MAX_ARRAYS = 8 << 30  # bytes of one product: the router of the largest mixtures takes 0.2 GB
 _MAKE = "make it with: weightsmith plan RECIPE --json > plan.json"
 
 _NEEDED = {
@@ -67,7 +69,7 @@ def reopen(plan: Plan, *, allow_code: bool = False) -> Prepared:
                 problems += found
         if problems:
             raise PlanError(problems)
-        problems = _check_steps(plan, inputs)
+        problems = _check_carried(plan, inputs[plan.donor]) or _check_steps(plan, inputs)
         if problems:
             raise PlanError(problems[:20])
         structure = analyse(list(inputs[plan.donor].specs.values()), inputs[plan.donor].config)
@@ -112,11 +114,22 @@ def _load_method(plan: Plan, *, allow_code: bool) -> None:
         raise PlanError([CheckpointError(what, where=code.name, fix="make the plan again")])
 
 
+def _check_carried(plan: Plan, donor: Checkpoint) -> list[WeightsmithError]:
+    """A plan cannot have files copied that no plan of ours would: `id_rsa` beside the weights."""
+    wrong = [name for name in plan.carried if name not in donor.files]
+    what = "the plan carries a file that the model does not have, or that no loader reads"
+    return [FormatError(f"{what}: {show(name)}", where=donor.ref, fix="make the plan again") for name in wrong]
+
+
 def _check_steps(plan: Plan, inputs: list[Checkpoint]) -> list[WeightsmithError]:
     """What of the steps does not fit the inputs. The values of a plan may come from anyone."""
     problems: list[WeightsmithError] = []
     arrays = {out.name: out for product in plan.products for out in product.outs}
     for product in plan.products:
+        if problem := find_kind(product.op).check(product):
+            problems.append(FormatError(f"not a plan that can be run: {problem}", where=f"product {product.name}", fix=_MAKE))
+        if sum(out.nbytes for out in product.outs) > _MAX_ARRAYS:
+            problems.append(FormatError("its arrays do not fit into memory", where=f"product {product.name}", fix=_MAKE))
         known = {*product.needs, *([product.name] if find_kind(product.op).survey else [])}
         steps = product.steps or [step for step in plan.steps if product.name in plan.needs(step)]
         for step in steps if product.steps or product.name in known else ():

@@ -6,8 +6,11 @@ That a plan fits its inputs (blocks inside tensors, sizes that agree) is checked
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Mapping
-from typing import Any, TypeVar, cast
+from dataclasses import is_dataclass
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from weightsmith.containers import CONTAINERS
 from weightsmith.errors import Finding, FormatError
@@ -221,6 +224,32 @@ def _check_step(plan: Plan, step: Step, products: set[str], arrays: set[str]) ->
                 table = read.view.table
                 if table not in arrays if isinstance(table, str) else table >= len(plan.tables):
                     raise _wrong(at, f"there is no table {table!r}")
+
+
+def has_type(value: object, hint: Any) -> bool:
+    """A JSON value is of a type: a scalar, `tuple[int, ...]` (a list), `Mapping[str, X]`, `X | None`, a dataclass (an object).
+
+    >>> has_type([1, "a"], tuple[int, str]), has_type([1, "a"], tuple[int, ...]), has_type(True, int), has_type(1, float)
+    (True, False, False, True)
+    """
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if is_dataclass(hint):
+        hints = get_type_hints(hint)
+        return isinstance(value, dict) and value.keys() == hints.keys() and all(has_type(value[k], h) for k, h in hints.items())
+    if kind in (Union, UnionType):
+        return any(has_type(value, one) for one in inner)
+    if kind is Literal:
+        return value in inner
+    if kind is tuple:
+        if not isinstance(value, list | tuple):
+            return False
+        kinds = inner[:1] * len(value) if inner[1:] == (...,) else inner
+        return len(kinds) == len(value) and all(map(has_type, value, kinds))
+    if kind is Mapping:
+        return isinstance(value, dict) and all(has_type(v, inner[1]) for v in value.values())
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    return kind is Any or type(value) is kind  # type(None) is NoneType, which `X | None` holds
 
 
 def _wrong(at: str, what: str) -> FormatError:

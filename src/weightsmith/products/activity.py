@@ -35,4 +35,9 @@ class Activity(Survey):
         return [self._counts]
 
 
-KIND = Kind("counting where models are active", survey=Activity)
+def _check(product: Product) -> str:
+    fits = [out.shape for out in product.outs] == [(len(product.models), 2)]
+    return "" if fits else "its array is not [models, 2]"
+
+
+KIND = Kind("counting where models are active", survey=Activity, check=_check)

@@ -103,6 +103,10 @@ class Report(Protocol):
         """What the user should know. where: the recipe."""
 
 
+def _no_problem(product: Product) -> str:
+    return ""
+
+
 def _no_report(product: Product, arrays: Arrays) -> None:
     return None
 
@@ -112,6 +116,7 @@ class Kind:
     """A kind of product: it streams or computes.
 
     doing    what progress says, with a verb in -ing
+    check    why the settings, steps and arrays of a product cannot be, "" if they can: a plan may come from anyone
     survey   of one that streams
     compute  of one that computes; raises WeightsmithError for what is wrong with its inputs
     report   of a finished product; None where there is nothing to report
@@ -121,3 +126,4 @@ class Kind:
     survey: Callable[[Product], Survey] | None = None
     compute: Callable[[Bench], Arrays] | None = None
     report: Callable[[Product, Arrays], Report | None] = _no_report
+    check: Callable[[Product], str] = _no_problem

@@ -12,6 +12,7 @@ from weightsmith.jobs.job import Matrix, Tile
 from weightsmith.jobs.selection import Counts, Search, count_patterns, kept_ranks
 from weightsmith.kernels.select import HIGH_BINS, count_high, find_bin
 from weightsmith.plans import Product
+from weightsmith.plans.reading import has_type
 from weightsmith.products.base import Arrays, Kind, Survey
 
 NO_FACTORS = np.zeros(0)
@@ -145,4 +146,15 @@ class Thresholds(Survey):
                 search.missed = True
 
 
-KIND = Kind("finding thresholds of the whole model", survey=Thresholds)
+def _check(product: Product) -> str:
+    sizes, wanted = product.settings.get("sizes", 0), product.settings.get("wanted", 0)
+    if not has_type(sizes, tuple[int, ...]) or not has_type(wanted, tuple[tuple[int, float, float], ...]):
+        return "its settings are sizes, and wanted: [place, density, gamma] each"
+    if len(sizes) != len(product.models) or any(not 0 < size < 1 << 62 for size in sizes):
+        return "it has not one size for each model"
+    if any(not (0 <= k < len(sizes) and 0 <= density <= 1 and 0 <= gamma <= 1) for k, density, gamma in wanted):
+        return "it wants a model, a density or a gamma that cannot be"
+    return "" if [out.shape for out in product.outs] == [(len(wanted), 2)] else "its array is not [wanted, 2]"
+
+
+KIND = Kind("finding thresholds of the whole model", survey=Thresholds, check=_check)

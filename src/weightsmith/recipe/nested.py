@@ -25,7 +25,7 @@ def _lists(depth: int, *, whole: bool) -> tuple[Kind, Kind]:
             if not whole or (value == int(value) and value >= 0):
                 return int(value) if whole else float(value)
         what = "whole numbers from 0 on" if whole else "finite numbers"
-        fix = "Experts are numbered from 0." if whole else ""
+        fix = "Write numbers from 0 on." if whole else ""
         walk.problem(f"{key.name!r} takes {what}, not {describe(node)}", node.where, fix, ParameterError)
         return None
 

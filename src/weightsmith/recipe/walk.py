@@ -129,7 +129,7 @@ class Walker:
             what = f"exactly one of {choice} is allowed {level.place}, not {len(given)}"
             self.problem(what, pairs[given[1]].where, "Keep one of them.", details=details)
         else:
-            self.problem(f"one of {choice} is needed {level.place}", where)
+            self.problem(f"one of {choice} is needed {level.place}", where, f"Write {level.one_of[0]}: and what it takes.")
 
     # ---- keys that the level does not have
 

@@ -96,7 +96,7 @@ class SourceFiles:
                     f"the file shrank while reading tensor {show(name)}: it ends at byte {offset + done:,}, "
                     f"{len(out) - done:,} bytes early",
                     where=str(path),
-                    fix="Another program is writing the file: wait for it, then start again.",
+                    fix="Wait, then start again: another program is writing the file.",
                 )
             done += n
 
@@ -264,7 +264,7 @@ def unite(
                 raise FormatError(
                     f"the index says that tensor {show(name)} is in {file}, but {found}",
                     where=str(path),
-                    fix="The index and the weight files are of different versions: download both again.",
+                    fix="Download both again: the index and the weight files are of different versions.",
                 )
         if len(united) > len(weight_map):
             extra = [t for name, t in united.items() if name not in weight_map]
@@ -272,7 +272,7 @@ def unite(
                 f"{len(extra):,} tensor(s) that the index does not list, the first is {show(extra[0].spec.name)} in "
                 f"{extra[0].file.name}",
                 where=str(path),
-                fix="The index and the weight files are of different versions: download both again, or remove the "
+                fix="Download both again, as the index and the weight files are of different versions; or remove the "
                 "index to read all tensors in the files.",
             )
     return united
@@ -284,7 +284,7 @@ def _check_same(path: Path, opened: FileState, stat: os.stat_result) -> None:
         raise CheckpointError(
             f"the file changed after it was opened: {difference}",
             where=str(path),
-            fix="Another program writes or replaces the file: wait for it, then start again.",
+            fix="Wait, then start again: another program writes or replaces the file.",
         )
 
 

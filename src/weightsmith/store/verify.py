@@ -53,7 +53,7 @@ def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progre
         raise NotFound(
             "there is no manifest, so nothing to compare with" if root.is_dir() else "there is no such folder",
             where=str(root / MANIFEST_NAME if root.is_dir() else root),
-            fix="verify reads folders written by weightsmith",
+            fix="name a folder that weightsmith wrote",
         )
     manifest = read_manifest(root)
     problems: list[str] = []

@@ -136,12 +136,10 @@ def move_indices(key: str, value: Sequence[int], remap: Remap, first: int) -> li
 
 def is_stages(config: Mapping[str, Any], remap: Remap) -> bool:
     """True for the section of a backbone whose stages are its layers: `stage_names` is stem, stage1, stage2, …"""
-    names = config.get("stage_names")
-    return names == _stage_names(remap.n_old) or (
-        names is None
-        and isinstance(config.get("out_features"), list)
-        and set(config["out_features"]) <= set(_stage_names(remap.n_old))
-    )
+    stages, features = _stage_names(remap.n_old), config.get("out_features")
+    if "stage_names" in config:
+        return bool(config["stage_names"] == stages)
+    return isinstance(features, list) and bool(features) and all(feature in stages for feature in features)
 
 
 def move_stages(config: Mapping[str, Any], remap: Remap) -> dict[str, Any]:

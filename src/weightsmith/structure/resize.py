@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from weightsmith.errors import LayerError, UnknownName, nearest
-from weightsmith.structure.configs import MAX_DEPTH, Path, section_at, whole_number
+from weightsmith.structure.configs import MAX_DEPTH, Path, section_at, sections, whole_number, whole_numbers
 from weightsmith.structure.counts import find_counts, is_count_key
 from weightsmith.structure.model import Structure
 from weightsmith.structure.names import words
@@ -66,6 +66,7 @@ def resize_config(
         _check_source(stack, remap)
         _check_siblings(structure, stack, layers)
         _check_outside(structure, stack)
+        _check_taps(config, stack, remap)
         _check_owner(config, structure, stack)
         if prefix in structure.tapered:
             raise LayerError(
@@ -112,7 +113,7 @@ def _check_owner(config: Mapping[str, Any], structure: Structure, stack: Stack) 
     """An encoder beside a section that counts as many layers, and is nobody's, may be that section's."""
     owned = {path[:-1] for other in structure.stacks for path in other.config_paths}
     for count in find_counts(config) if stack.kind == "encoder" else ():
-        if count.path[:-1] and count.path[:-1] not in owned and count.value == stack.n_layers:
+        if count.path[:-1] and count.path[:-1] not in owned and count.value == stack.n_layers + stack.n_extra:
             raise LayerError(
                 f"{'.'.join(stack.config_path or ())} and {'.'.join(count.path)} of config.json may both be the number of "
                 f"layers of {stack.prefix}, so they cannot be changed",
@@ -120,10 +121,23 @@ def _check_owner(config: Mapping[str, Any], structure: Structure, stack: Stack) 
             )
 
 
+def _check_taps(config: Mapping[str, Any], stack: Stack, remap: Remap) -> None:
+    """Layers of a tower that another section takes the output of by number (Molmo 2) must stay where they are."""
+    for path, section in sections(config) if stack.kind in TOWERS else ():
+        for key, value in section.items() if path not in {p[:-1] for p in stack.config_paths} else ():
+            last = max(whole_numbers(value), default=-1) if key.endswith(("feature_layer", "feature_layers")) else -1
+            if last > 0 and (last > remap.n_new or remap.source[:last] != tuple(range(last))):
+                raise LayerError(
+                    f"{'.'.join((*path, key))} of config.json takes the output of layer {last - 1} of {stack.prefix}, "
+                    "which the new stack does not have in its place",
+                    fix=f"keep layers 0 to {last - 1} as they are",
+                )
+
+
 def _check_outside(structure: Structure, stack: Stack) -> None:
     """Tensors outside the layers that have something for each of them (Gemma 3n's second embedding) cannot follow."""
     for name in structure.modules.get(stack.module, ()):
-        if stack.kind not in TOWERS and has_all_layers(name) and structure.locate(name) is None:
+        if has_all_layers(name) and structure.locate(name) is None:
             raise LayerError(
                 f"{name} has a part for each layer of {stack.prefix}, so no layer can be left out, repeated or moved",
                 fix="use the whole stack, in order",
@@ -266,11 +280,13 @@ class _Resize:
                 if expected.get(key) != signature[old]:  # what is built there, or not known
                     raise self._misplaced(new, old)
             return
-        raise LayerError(
-            f"the layers of {self.stack.prefix} have different tensors, and no key of config.json says which layer "
-            "is of which kind, so none can be left out, repeated or moved",
-            fix="use the whole stack, in order",
-        )
+        # A class may count from either end. A last layer like the one before it is a sign that it counts from the first.
+        if self.remap.source != tuple(range(self.remap.n_new)) or signature[-1] != signature[-2]:
+            raise LayerError(
+                f"the layers of {self.stack.prefix} have different tensors, and no key of config.json says which layer "
+                "is of which kind, so they cannot be reordered",
+                fix="use the whole stack, in order",
+            )
 
     def _misplaced(self, new: int, old: int) -> LayerError:
         return LayerError(

@@ -9,11 +9,12 @@ import numpy as np
 
 from weightsmith.errors import Finding
 from weightsmith.mixture.routing.gates import MODES
-from weightsmith.mixture.routing.gating import Gating, router_dtype
+from weightsmith.mixture.routing.gating import Gating, outs_of, router_dtype
 from weightsmith.mixture.routing.heat_map import heat_map
 from weightsmith.mixture.routing.report import Group, Routing
 from weightsmith.mixture.routing.route import route, useless_rows
 from weightsmith.plans import Product
+from weightsmith.plans.reading import has_type
 from weightsmith.products import Bench, Kind
 from weightsmith.products.base import Arrays
 
@@ -94,4 +95,26 @@ def _report(product: Product, arrays: Arrays) -> RoutingReport | None:
     return RoutingReport(Routing(names, per_token, groups, first[:, present], sent[:, present]), useless)
 
 
-KIND = Kind("computing hidden states and router weights", compute=_compute, report=_report)
+def _check(product: Product) -> str:
+    if not has_type(product.settings, Gating):
+        return "its settings are not those of router weights"
+    gating = Gating.of(product)
+    layers, experts, hidden = gating.shape
+    if (
+        gating.mode not in MODES
+        or not 1 <= gating.routed <= experts
+        or min(layers, hidden, gating.groups, gating.per_token) < 1
+    ):
+        return "its settings are of a router that cannot be"
+    if gating.seed < 0 or (gating.prompt_tokens or 1) < 1:
+        return "its seed or its prompt_tokens is negative"
+    rows = [out for out in product.outs if not out.name.startswith("routing: ")]
+    n = max(len(rows) // layers, 1)
+    routers = [rows[i : i + n] for i in range(0, len(rows), n)]
+    shapes = [(gating.routed * gating.groups, hidden), (experts - gating.routed, hidden)][:n]
+    if len(routers) != layers or any([out.shape for out in layer] != shapes for layer in routers):
+        return "its arrays are not the rows of its experts"
+    return "" if outs_of(gating, routers) == product.outs else "its arrays are not those of its report"
+
+
+KIND = Kind("computing hidden states and router weights", compute=_compute, report=_report, check=_check)

@@ -79,7 +79,7 @@ def _read(path: Path, where: str) -> str | WeightsmithError:
     try:
         data = read_bounded(path, MAX_BYTES)
     except NotFound as error:
-        fix = "a relative path starts at the recipe's folder"
+        fix = "check the path: a relative one starts at the recipe's folder"
         return NotFound(f"the text file {path} cannot be read: {error.finding.what}", where=where, fix=fix)
     except CheckpointError as error:
         fix = "name a part of it: some ten thousand tokens are plenty"
@@ -164,6 +164,6 @@ def too_long(rows: Sequence[Rows], names: Sequence[tuple[str, str]], limit: int)
         longest = max((len(r.ids) for r in (*own.positive, *own.negative, *own.held_out)), default=0)
         if longest > limit:
             what = f"a prompt of {name} has {longest:,} tokens, and the base takes at most {limit:,}"
-            fix = "shorten it; a text file is cut into rows with prompt_tokens: 512"
+            fix = "write a shorter one; prompt_tokens: 512 cuts a text file into rows"
             problems.append(ParameterError(what, where=where, fix=fix))
     return problems

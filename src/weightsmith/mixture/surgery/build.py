@@ -22,6 +22,7 @@ from weightsmith.mixture.surgery.matching import MatchedPair, matching, read_mat
 from weightsmith.mixture.surgery.neurons import neuron_tensors
 from weightsmith.mixture.surgery.selection import ExpertGroup, ExpertSelection, Groups
 from weightsmith.options import RecipeOptions
+from weightsmith.planner import loading
 from weightsmith.planner.build import Prepared
 from weightsmith.planner.config import output_config
 from weightsmith.planner.dtypes import DTypes, kept_specs
@@ -74,9 +75,29 @@ def prepare_surgery(
         if problems or selection.problems or surgeon.problems:
             raise PlanError([*problems, *selection.problems, *surgeon.problems])
         prepared = surgeon.prepare(config, options.max_shard_bytes)
+        if options.check_loading:
+            prepared = _checked(prepared, recipe)
         prepared = replace(prepared, plan=quantise(prepared.plan, options.quantize))
         stack.pop_all()
         return prepared
+
+
+def _checked(prepared: Prepared, recipe: Surgery) -> Prepared:
+    """The plan, if transformers would load its output; with a warning where that is not known.
+
+    A quantised model is not checked: what its tensors are is up to its own loader.
+    """
+    plan, model = prepared.plan, prepared.inputs[0]
+    if model.quantised is not None:
+        return prepared
+    stored = model.config, list(model.specs.values())
+    output = plan.config, [step.out for step in plan.steps]
+    found = loading.check_loading(output, stored, model.ref, where=recipe.model.where)
+    if isinstance(found, WeightsmithError):
+        raise PlanError([found])
+    if found is None:
+        return prepared
+    return replace(prepared, plan=replace(plan, warnings=(*plan.warnings, found)))
 
 
 def _open(

@@ -31,7 +31,7 @@ def with_experts(config: Mapping[str, Any], old: int, new: int, where: str) -> t
     counted = [part for _, part in sections(changed) if any(_is(part.get(key), old) for key in EXPERT_COUNTS)]
     if not counted:
         said = [f"{key}: {part[key]}" for _, part in sections(changed) for key in EXPERT_COUNTS if key in part]
-        fix = f"one of {', '.join(EXPERT_COUNTS)} must say {old}"
+        fix = f"write {old} as one of {', '.join(EXPERT_COUNTS)}"
         what = f"config.json does not say that there are {old} experts, as the tensors do"
         problems.append(Unsupported(what, where="config.json", details=said, fix=fix))
     for part in counted:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from weightsmith.errors import NonFinite
 from weightsmith.mixture.surgery.neurons import NeuronTensor, Pattern, neurons_of, places_of
 from weightsmith.plans import COPY, Gather, Product, Read, Step
+from weightsmith.plans.reading import has_type
 from weightsmith.products import Bench, Kind
 from weightsmith.products.base import Arrays, Floats
 from weightsmith.tensors import DTYPES, TensorSpec
@@ -108,4 +109,38 @@ def _matrix(bench: Bench, spec: TensorSpec, axis: int) -> Floats:
     return values if axis == 0 else np.ascontiguousarray(values.T)
 
 
-KIND = Kind("matching neurons", compute=_compute)
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """`Product.settings`; a matrix is [name of the first, of the other, axis, pattern]."""
+
+    label: str
+    pairs: tuple[_Pair, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    owner: str
+    neurons: int
+    matrices: tuple[tuple[str, str, int, Pattern], ...]
+    patterns: tuple[Pattern, ...]
+
+
+def _check(product: Product) -> str:
+    if not has_type(product.settings, _Settings):
+        return "its settings are not those of a matching"
+    shapes = {step.out.name: step.out.shape for step in product.steps}
+    sizes = []
+    for pair in product.settings["pairs"]:
+        neurons = pair["neurons"]
+        for first, second, axis, pattern in pair["matrices"]:
+            shape = shapes.get(first, ())
+            places = neurons if pattern == "plain" else 2 * neurons
+            if len(shape) != 2 or shapes.get(second) != shape or axis not in (0, 1) or shape[axis] != places:
+                return f"{first!r} and {second!r} are no matrices of {neurons:,} neurons"
+        if not pair["matrices"]:
+            return "a pair has no matrices"
+        sizes += [(neurons if pattern == "plain" else 2 * neurons,) for pattern in pair["patterns"]]
+    return "" if [out.shape for out in product.outs] == sizes else "its arrays are not the orders of its pairs"
+
+
+KIND = Kind("matching neurons", compute=_compute, check=_check)

@@ -69,7 +69,7 @@ class ExpertSelection:
             self._problem("'saliency' needs 'experts': how many stay in each layer", "saliency", "Write experts: 32.")
             return {}
         if wanted > n:
-            fix = f"at most {n}"
+            fix = f"write at most {n}"
             self._problem(f"experts: {wanted} are to stay in each layer, and there are {n}", "experts", fix)
             return {}
         kept = {}
@@ -89,12 +89,12 @@ class ExpertSelection:
         path = self.saliency_path
         assert path is not None
         where = self.section.at("saliency")
-        if not path.is_file():
-            self.problems.append(NotFound("no such saliency file", where=f"{where}: {path}"))
-            return {}
         fix = 'write {"0": [one number for each expert of layer 0], "1": ...}'
         try:
             given = read_object(path, MAX_SALIENCY_BYTES, "a saliency file", fix)
+        except NotFound:
+            self.problems.append(NotFound("no such saliency file", where=f"{where}: {path}"))
+            return {}
         except WeightsmithError as error:
             self.problems.append(error)
             return {}
@@ -105,7 +105,7 @@ class ExpertSelection:
                 bad = next((k for k, x in enumerate(numbers) if not _is_number(x)), 0) if isinstance(numbers, list) else 0
                 if isinstance(numbers, list) and len(numbers) == n:
                     found = f"{show(numbers[bad])} for expert {bad}"
-                what = f"layer {show(layer)} needs one finite number for each of its {n} experts, not {found}"
+                what = f"layer {layer} needs one finite number for each of its {n} experts, not {found}"
                 self.problems.append(ParameterError(what, where=str(path), fix=fix))
         known = self._known(given, "saliency", str(path))
         return {layer: tuple(map(float, numbers)) for layer, numbers in known.items()} if len(self.problems) == before else {}
@@ -178,13 +178,13 @@ class ExpertSelection:
         strange = [layer for layer in given if layer not in layers]
         missing = [layer for layer in layers if layer not in given]
         if strange:
-            what = f"layer {show(strange[0])} has no experts, or is not there"
-            self.problems.append(LayerError(what, where=where, fix=f"layers with experts: {_runs(layers)}"))
+            what = f"layer {strange[0]} has no experts, or is not there"
+            self.problems.append(LayerError(what, where=where, fix=f"write layers that have experts: {_runs(layers)}"))
         if missing:
             one = len(missing) == 1
             what = f"layer{'' if one else 's'} {_runs(missing)} {'has' if one else 'have'} experts and {'is' if one else 'are'}"
             self.problems.append(
-                LayerError(f"{what} not in '{key}'", where=where, fix="say it of every layer that has experts")
+                LayerError(f"{what} not in '{key}'", where=where, fix="write it for every layer that has experts")
             )
         return {layer: given[layer] for layer in layers if layer in given}
 
@@ -210,7 +210,7 @@ class ExpertSelection:
             first, n = next(iter(counts.items()))
             other, m = next((layer, k) for layer, k in counts.items() if k != n)
             what = f"layer {first} would have {n} experts, and layer {other} {m}"
-            fix = "config.json has one number for all layers: leave as many in each"
+            fix = "leave as many in each layer: config.json has one number for all"
             self.problems.append(LayerError(what, where=self.where, fix=fix))
 
     @property

@@ -1,0 +1,177 @@
+"""Kernels are compiled only with the branches that a call takes; who compiles is known, and can be left alone."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import numba.core.config
+import numba.core.errors
+import numpy as np
+import pytest
+from numba.core import event
+
+from tests.cli_help import run_process
+from tests.mini import write_checkpoint
+from weightsmith.kernels.jit import Abandoned, Switch, is_compiling, kernel, leave
+
+EVEN, ODD = Switch("parity", [0]), Switch("parity", [1])
+compiled = pytest.mark.skipif(bool(numba.core.config.DISABLE_JIT), reason="numba does not compile")
+
+
+@kernel
+def inner(out: np.ndarray) -> None:
+    if EVEN:
+        out[0] += 1
+    if ODD:
+        out[1].no_such_attribute()  # numba cannot compile this
+
+
+@kernel(parities="parity")
+def outer(parities: np.ndarray, out: np.ndarray) -> None:
+    inner(out)
+    if ODD and parities[0] == 1:
+        out.no_such_attribute()
+
+
+@kernel(known={"parity": [0]})
+def always_even(out: np.ndarray) -> None:
+    inner(out)
+
+
+def test_a_branch_that_no_value_takes_is_not_compiled() -> None:
+    out = np.zeros(2)
+    outer(np.array([0]), out)
+    outer(np.array([0, 0]), out)
+    always_even(out)
+    assert out.tolist() == [3, 0]
+
+
+@compiled
+def test_a_branch_that_a_value_takes_is_compiled() -> None:
+    for parities in ([1], [0, 1]):
+        with pytest.raises(numba.core.errors.TypingError, match="no_such_attribute"):
+            outer(np.array(parities), np.zeros(2))
+    with pytest.raises(numba.core.errors.TypingError, match="no_such_attribute"):
+        inner(np.zeros(2))  # nothing rules it out
+
+
+class Worker(threading.Thread, event.Listener):  # type: ignore[misc]
+    """Compiles a kernel, and stops in the compiler until it may go on."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.ended_with: BaseException | None = None
+        self.result = -1
+
+    def on_start(self, found: object) -> None:
+        if threading.current_thread() is self:
+            self.reached.set()
+            self.go_on.wait(60)
+
+    def on_end(self, found: object) -> None:
+        pass
+
+    def run(self) -> None:
+        @kernel
+        def fresh(x: int) -> int:
+            return x + 1
+
+        try:
+            with event.install_listener("numba:run_pass", self):
+                self.result = fresh(1)
+        except BaseException as error:
+            self.ended_with = error
+
+
+@compiled
+def test_a_thread_in_the_compiler_is_not_waited_for_and_does_nothing_more() -> None:
+    assert not is_compiling()
+    worker = Worker()
+    worker.start()
+    assert worker.reached.wait(60)
+    assert is_compiling()
+    assert not gc.isenabled()
+    leave([worker])  # returns, though it has not ended
+    assert worker.is_alive()
+    worker.go_on.set()
+    worker.join(60)
+    assert isinstance(worker.ended_with, Abandoned)
+    assert worker.result == -1
+    assert not is_compiling()
+    assert gc.isenabled()
+
+
+@compiled
+def test_a_thread_that_is_not_left_gets_its_kernel() -> None:
+    worker = Worker()
+    worker.start()
+    assert worker.reached.wait(60)
+    worker.go_on.set()
+    worker.join(60)
+    assert (worker.ended_with, worker.result) == (None, 2)
+    assert gc.isenabled()
+
+
+def test_a_thread_that_does_not_compile_is_waited_for() -> None:
+    done: list[int] = []
+    release = threading.Event()
+
+    def work() -> None:
+        release.wait(60)
+        done.append(1)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    threading.Timer(0.1, release.set).start()
+    leave([thread])
+    assert done == [1]
+
+
+@compiled
+def test_a_thread_that_was_left_begins_no_kernel() -> None:
+    ended: list[BaseException] = []
+    told, release = threading.Event(), threading.Event()
+
+    @kernel
+    def fresh(x: int) -> int:
+        return x + 1
+
+    def work() -> None:
+        told.set()
+        release.wait(60)
+        try:
+            fresh(1)
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    told.wait(60)
+    threading.Timer(0.1, release.set).start()
+    leave([thread])
+    assert [type(error) for error in ended] == [Abandoned]
+
+
+FIRST_RUN = """
+import sys, weightsmith
+seen = []
+weightsmith.merge(sys.argv[1], sys.argv[2], progress=lambda now: seen.append(now.compiling), fsync=False)
+print(any(seen))
+"""
+
+
+@compiled
+def test_progress_says_that_kernels_are_compiled_in_the_first_run_alone(tmp_path: Path) -> None:
+    tensors = {"w": np.ones((8, 8), np.float32)}
+    for name in "ab":
+        write_checkpoint(tmp_path / name, tensors)
+    recipe = tmp_path / "linear.yml"
+    recipe.write_text(
+        f"merge_method: linear\nmodels: [{{model: {tmp_path}/a}}, {{model: {tmp_path}/b}}]\nparameters: {{weight: 1}}\n"
+    )
+    cache = {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
+    ran = [run_process(recipe, tmp_path / out, code=FIRST_RUN, env=cache) for out in ("cold", "warm")]
+    assert [(one.out, one.err) for one in ran] == [("True\n", ""), ("False\n", "")]

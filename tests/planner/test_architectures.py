@@ -1,0 +1,135 @@
+"""Stacks of every model type of transformers: right, as transformers loads it, or refused. Nothing in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import architectures
+from weightsmith.errors import LayerError, PlanError
+from weightsmith.options import RecipeOptions
+from weightsmith.planner import prepare
+from weightsmith.structure import Stack
+
+pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from weightsmith.planner.loading_script import compare  # noqa: E402  torch first
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of default configs is not our concern
+UNASKED = RecipeOptions(check_loading=False)
+
+ONLY_ASKED = {
+    "neomme": "its config class wants a full_attention layer among the others",
+    "olmo_hybrid": "its config class wants a full_attention layer among the others",
+}
+"""Model types whose config class refuses what no key of config.json tells: found only by asking transformers."""
+
+Right = tuple[str, dict[str, Any], list[tuple[str, str, list[int]]]]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
+    transformers.utils.logging.disable_progress_bar()
+
+
+def choices(n: int) -> dict[str, list[tuple[int, int]]]:
+    """Slices of one model: the last layer left out, the first, some twice, all twice, reversed."""
+    if n < 2:
+        return {"twice": [(0, n), (0, n)]}
+    return {
+        "without the last": [(0, n - 1)],
+        "without the first": [(1, n)],
+        "middle twice": [(0, 2), (1, n)],
+        "all twice": [(0, n), (0, n)],
+        "reversed": [(i, i + 1) for i in reversed(range(n))],
+    }
+
+
+def recipe_for(folder: str, stack: Stack, cuts: list[tuple[int, int]], *, modules: bool) -> dict[str, Any]:
+    slices = [{"sources": [{"model": folder, "layer_range": list(cut)}]} for cut in cuts]
+    return {
+        "merge_method": "passthrough",
+        **({"modules": {stack.module: {"slices": slices}}} if modules else {"slices": slices}),
+    }
+
+
+def stacks_of(folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Recipes that stack every list of layers of a model in several ways, each with a name."""
+    with prepare({"merge_method": "passthrough", "models": [{"model": folder}]}) as whole:
+        structure = whole.structure
+    for stack in structure.stacks:
+        if stack.kind != "other":
+            for name, cuts in choices(stack.n_layers).items():
+                yield f"{stack.prefix} {name}", recipe_for(folder, stack, cuts, modules=len(structure.modules) > 1)
+
+
+def tensors(specs: architectures.Specs) -> list[tuple[str, str, list[int]]]:
+    return [(name, dtype, list(shape)) for name, (dtype, shape) in specs.items()]
+
+
+def buildable(model_type: str) -> Iterator[tuple[str, dict[str, Any], architectures.Specs]]:
+    """The model classes of a type that build small, and load what they would save: class, config.json, tensors."""
+    for model_class in architectures.classes_of(model_type):
+        for config in architectures.small_configs(model_type):
+            made = architectures.build(config, model_class)
+            if made is not None and compare(made[0], tensors(made[1])) == {"differences": []}:
+                yield model_class.__name__, *made
+                break
+
+
+def sweep(model_type: str, folder: Path) -> tuple[list[str], int, int]:
+    """Stacks that are wrong; how many are right, and how many are refused."""
+    wrong, right, refused = [], 0, 0
+    for model_class, config, specs in buildable(model_type):
+        path = architectures.write(folder / model_class, config, specs)
+        for name, recipe in stacks_of(path):
+            try:
+                with prepare(recipe, UNASKED) as prepared:
+                    plan = prepared.plan
+            except PlanError as error:
+                assert all(isinstance(problem, LayerError) for problem in error.problems), error
+                refused += 1
+                continue
+            assert plan.config is not None
+            found = compare(plan.config, [(s.out.name, s.out.dtype.torch, list(s.out.shape)) for s in plan.steps])
+            if found == {"differences": []}:
+                right += 1
+            else:
+                wrong.append(f"{model_class} {name}: {str(found)[:300]}")
+    return wrong, right, refused
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("letter", "abcdefghijklmnopqrstuvwxyz")
+def test_a_stack_is_right_or_refused(letter: str, tmp_path: Path) -> None:
+    """Without asking transformers: what config.json and the tensors tell is enough."""
+    problems: list[str] = []
+    right = built = 0
+    for model_type in architectures.model_types():
+        if model_type.lower().startswith(letter) and model_type not in ONLY_ASKED:
+            wrong, good, refused = sweep(model_type, tmp_path / model_type)
+            problems += [f"{model_type} {problem}" for problem in wrong]
+            right += good
+            built += good + refused + len(wrong) > 0
+    assert problems == []
+    assert right > 0 or built == 0
+
+
+@pytest.mark.slow
+@pytest.mark.loading
+@pytest.mark.parametrize("model_type", ["olmo_hybrid"])
+def test_what_only_transformers_knows_is_refused_where_it_is_installed(model_type: str, tmp_path: Path) -> None:
+    wrong, _, _ = sweep(model_type, tmp_path)
+    assert wrong, "no longer an exception"
+    _, config, specs = next(iter(buildable(model_type)))
+    path = architectures.write(tmp_path / "m", config, specs)
+    name = wrong[0].partition(" ")[2].partition(":")[0]
+    recipe = dict(stacks_of(path))[name]
+    with pytest.raises(PlanError, match="transformers could not load the output"), prepare(recipe):
+        pass
