@@ -183,7 +183,7 @@ class _HubFile:
                     raise CheckpointError(
                         f"bytes {first:,} to {end:,} of {self.state.nbytes:,} were requested, and the hub sent others: {found}",
                         where=where,
-                        fix=f"Download the model first: hf download {self._repo} --revision {self._commit}",
+                        fix=f"Download the model first: `hf download {self._repo} --revision {self._commit}`",
                     )
                 for chunk in response.iter_bytes():
                     data += chunk
@@ -377,7 +377,7 @@ def _explain(error: Exception, where: str, *, cached: Path | None = None) -> Che
             "neither a local path nor a model in the hub cache, and HF_HUB_OFFLINE=1 forbids downloading it",
             where=where,
             details=(f"cache  {cached}",) if cached is not None else (),
-            fix=f"Check the path, or download the model once: HF_HUB_OFFLINE=0 hf download {_command(where)}",
+            fix=f"Check the path, or download the model once: `HF_HUB_OFFLINE=0 hf download {_command(where)}`",
         )
     if not _answered(error):
         return NotFound(
@@ -462,7 +462,7 @@ def push(api: HfApi, folder: Path, repo: str, *, public: bool, message: str) -> 
             "the upload failed",
             where=repo,
             details=(_first_lines(error),),
-            fix=f"upload it again: {shlex.join(command)}",
+            fix=f"upload it again: `{shlex.join(command)}`",
             state=f"The output is finished and complete in {folder}",
         ) from error
     return str(url)
