@@ -58,7 +58,9 @@ class Repository:
         *,
         cache_dir: str | Path | None,
         token: str | bool | None,
+        revision: str = "",
     ) -> None:
+        """revision: branch, tag or commit, if the hub has said what it stands for."""
         self.name = name
         self.commit = commit
         self.folder = folder
@@ -66,6 +68,7 @@ class Repository:
         self.notes = notes
         self._cache_dir = cache_dir
         self._token = token
+        self._revision = revision
         self._wanted: dict[str, None] = {}
         self._files: dict[str, _HubFile] = {}
 
@@ -101,11 +104,15 @@ class Repository:
 
         Raises CheckpointError.
         """
+        wanted = list(self.missing) if patterns is None else self._absent(patterns)
+        if wanted:
+            self._bring(wanted, quiet=quiet)
+        if patterns is None and self._revision:  # not for a dry run: the cache may have an older commit, whole
+            _write_ref(self.folder.parents[1], self._revision, self.commit)
+
+    def _bring(self, wanted: Sequence[str], *, quiet: bool) -> None:
         import huggingface_hub
 
-        wanted = list(self.missing) if patterns is None else self._absent(patterns)
-        if not wanted:
-            return
         _bound_requests()
         try:
             huggingface_hub.snapshot_download(
@@ -119,6 +126,9 @@ class Repository:
             )
         except Exception as error:
             raise _explain(error, self.name) from error
+        if left := [name for name in wanted if not (self.folder / name).is_file()]:  # it is satisfied with a part, off line
+            what = f"{len(left)} of {len(wanted)} files were not downloaded, the first is {show(left[0])}"
+            raise CheckpointError(what, where=self.name, fix="Check the network connection, and run the same command again.")
 
     def _absent(self, patterns: Sequence[str]) -> list[str]:
         """The files at the top level, not in the cache, whose names match."""
@@ -233,8 +243,8 @@ def open_repository(
     if not _COMMIT.fullmatch(commit):
         raise CheckpointError(f"the hub names no commit, but {show(commit)}", where=where, fix="Check HF_ENDPOINT.")
     sizes = {file.rfilename: UNKNOWN if file.size is None else file.size for file in info.siblings or ()}
-    _write_ref(folder, revision or constants.DEFAULT_REVISION, commit)
-    return Repository(name, commit, folder / "snapshots" / commit, sizes, (), cache_dir=cache_dir, token=token)
+    known = revision or constants.DEFAULT_REVISION
+    return Repository(name, commit, folder / "snapshots" / commit, sizes, (), cache_dir=cache_dir, token=token, revision=known)
 
 
 def _cached(
