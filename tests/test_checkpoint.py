@@ -327,7 +327,7 @@ def test_what_does_not_exist_is_not_found(tmp_path: Path, monkeypatch: pytest.Mo
     refused(NotFound, "did you mean 'llama-medic'?", ref=Path("./llama-medik"))
     refused(NotFound, "not a hub id, which has the form org/name", "'llama-medic'", ref="llama-medik")
     refused(NotFound, "a local path has no revisions", ref="./llama-medic@main")
-    refused(NotFound, "a symbolic link to nowhere, which does not exist", ref="gone")
+    refused(NotFound, "broken symbolic link to nowhere", ref="gone")
     refused(NotFound, "Write a hub model as org/name", ref="https://huggingface.co/org/name")
     refused(NotFound, "no such folder or file", ref="models/missing.safetensors")
     refused(NotFound, "no such folder or file", ref=Path("org/name"))
@@ -342,8 +342,8 @@ def test_what_does_not_exist_is_not_found(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_revisions_that_cannot_be(tmp_path: Path) -> None:
-    refused(ParameterError, "'main' is given for a local path", ref=tmp_path, revision="main")
-    refused(ParameterError, "two revisions: 'a' in the name, 'b' beside it", ref="org/name@a", revision="b")
+    refused(ParameterError, "'main' for a local path", ref=tmp_path, revision="main")
+    refused(ParameterError, "two revisions: 'a' in the name, and revision='b'", ref="org/name@a", revision="b")
 
 
 # What the index says.
@@ -448,7 +448,7 @@ def test_weights_may_be_links_to_anywhere(tmp_path: Path) -> None:
     with open_checkpoint(tmp_path / "m") as c:
         assert arrays(c) == {"a": A.tolist()}
     (tmp_path / "elsewhere").unlink()
-    refused(NotFound, "a symbolic link to ../elsewhere, which does not exist", ref=tmp_path / "m")
+    refused(NotFound, "broken symbolic link to ../elsewhere", ref=tmp_path / "m")
 
 
 def test_a_carried_file_may_not_be_a_link_out_of_the_folder(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_tied_tensors_stay_tied() -> None:
 
 def test_integers_are_the_bases_and_a_difference_is_a_warning() -> None:
     base, a, b = ({"i": np.int64([n]), "w": np.float32([n])} for n in (1, 2, 2))
-    with pytest.warns(UserWarning, match="^i: the models disagree; taken from base$"):
+    with pytest.warns(UserWarning, match="^i: the models differ; taken from base$"):
         got = merge_state_dicts("task_arithmetic", [a, b], base=base, weight=1.0)
     assert got["i"] == 1
     with pytest.warns(UserWarning, match=r"^i: dtypes differ and are not all floating; taken from models\[0\]"):

@@ -322,7 +322,7 @@ def test_a_mutated_plan_is_one_clear_error_or_runs_inside_its_inputs(tmp_path: P
     ("edit", "message"),
     [
         (lambda d: d.pop("steps"), "'steps' is missing"),
-        (lambda d: d["carried"].append("../id_rsa"), "is not the name of a file in a folder"),
+        (lambda d: d["carried"].append("../id_rsa"), "is not a file name"),
         (lambda d: d.__setitem__("models", []), "there is no model 0"),
         (lambda d: d["steps"][0]["inputs"][0].__setitem__(0, 9), "there is no model 9"),
         (lambda d: d["steps"][0]["inputs"][0].extend([0, 1 << 40, 8, 8]), "ends at element"),

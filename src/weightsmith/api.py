@@ -1,4 +1,4 @@
-"""The Python front door: `plan`, `merge`, `moe` and `run`."""
+"""The Python API: `plan`, `merge`, `moe` and `run`."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ RecipeSource = str | os.PathLike[str] | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What a run did.
+    """The result of a run.
 
     out            the finished folder
-    plan           what was planned, and done
-    resumed        tensors that an interrupted run had finished
+    plan           the plan that was run
+    resumed        number of tensors that an interrupted run had finished
     read_bytes, written_bytes   of tensor data, in this run
-    seconds        of this run, planning included
-    distance       how far it has moved from the base: the whole, then layer by layer; () when nothing has a base
+    seconds        of this run, including planning
+    distance       distance from the base: in total, then per layer; () without a base
     warnings       the plan's and those found in the data
-    reports        what products tell, by their names: where a router sends the prompts
-    url            of the model on the hub, if it was pushed
+    reports        reports of products, by name: where a router routes the prompts
+    url            of the model on the hub, if pushed
     """
 
     out: Path
@@ -68,10 +68,10 @@ class Merged:
 
 @dataclass(frozen=True, slots=True)
 class Callbacks:
-    """What is called while a plan runs, from the calling thread.
+    """Callbacks during a run, from the calling thread.
 
-    progress    about ten times a second
-    rechecking  with (bytes done, bytes in all) while the finished tensors of an interrupted run are re-read
+    progress    called about ten times per second
+    rechecking  called with (bytes done, total bytes) while the finished tensors of an interrupted run are verified
     """
 
     progress: Callable[[Progress], None] | None = None
@@ -79,18 +79,18 @@ class Callbacks:
 
 
 def plan(recipe: RecipeSource, **options: Unpack[RecipeKeywords]) -> Plan:
-    """What a recipe of `merge` or `moe` would do: every output tensor, its op, inputs and parameters.
+    """Plan a recipe of `merge` or `moe`: every output tensor with its op, inputs and parameters.
 
-    Reads headers only, writes nothing. options: see `weightsmith.options.RecipeOptions`.
+    Reads only headers and writes nothing. options: see `weightsmith.options.RecipeOptions`.
 
-    Raises PlanError with every problem of the recipe and the models.
+    Raises PlanError with all problems of the recipe and the models.
     """
     with prepare_any(recipe, split("plan", options)[0]) as prepared:
         return prepared.plan
 
 
 def prepare_any(recipe: RecipeSource, options: RecipeOptions) -> Prepared:
-    """The plan and open checkpoints of a recipe of `merge` or of `moe`, as its keys say; see `plan`."""
+    """The plan and open checkpoints of a recipe, of `merge` or `moe` depending on its keys; see `plan`."""
     with loaded_recipe(recipe, None, options) as (loaded, problems):
         if isinstance(loaded, Recipe):
             return prepare_recipe(loaded, options, problems, folder=folder_of(recipe))
@@ -107,16 +107,16 @@ def merge(
     rechecking: Callable[[int, int], None] | None = None,
     **options: Unpack[Keywords],
 ) -> Merged:
-    """Merge checkpoints as a recipe says, into a new folder.
+    """Merge checkpoints into a new folder, as described by a recipe.
 
     recipe      path of a YAML file, YAML text, or a mapping
-    out         folder to create; it is created only when complete
-    progress    called about ten times a second from this thread; True: a bar on a terminal and in a notebook, False: none
-    rechecking  called with (bytes done, bytes in all) while the finished tensors of an interrupted run are re-read
+    out         output folder, created only when complete
+    progress    called about ten times per second from this thread; True: a bar in terminals and notebooks, False: none
+    rechecking  called with (bytes done, total bytes) while the finished tensors of an interrupted run are verified
     options     see `weightsmith.options`: RecipeOptions (seed, out_dtype, …) and RunOptions (threads, overwrite, …)
 
-    Raises PlanError before anything is written, StoreError for problems with the output, CheckpointError when an input
-    changes or fails meanwhile, PushFailed when the finished output cannot be uploaded. After KeyboardInterrupt, or a crash, the
+    Raises PlanError before anything is written, StoreError for problems with the output, CheckpointError if an input
+    changes or cannot be read, PushFailed if the finished output cannot be uploaded. After KeyboardInterrupt or a crash, the
     same call resumes.
     """
     began = time.monotonic()
@@ -134,13 +134,13 @@ def moe(
     rechecking: Callable[[int, int], None] | None = None,
     **options: Unpack[Keywords],
 ) -> Merged:
-    """Make a mixture-of-experts checkpoint as a recipe says, into a new folder.
+    """Build a mixture-of-experts checkpoint in a new folder, as described by a recipe.
 
-    The recipe is one of mergekit-moe's, or has weightsmith's own keys; see docs/moe.md. All else is as for `merge`.
+    Accepts mergekit-moe's recipes and weightsmith's own keys; see docs/moe.md. Arguments and errors are as for `merge`.
 
-    Hidden states are computed while the engine copies, with torch's threads, and a layer in float32 beside the engine's memory.
-    A PlanError of the prompts, or of what transformers makes of the base, comes then: nothing is left of this run; work of an
-    earlier one stays.
+    Hidden states are computed while the engine copies, on torch's threads, and need memory for one layer in float32 besides
+    the engine's. A PlanError for the prompts or the base's config may be raised at that point. Nothing of this run is then
+    left on disk; work of an earlier one is kept.
     """
     from weightsmith.mixture import prepare_moe
 
@@ -161,14 +161,14 @@ def run(
     rechecking: Callable[[int, int], None] | None = None,
     **options: Unpack[RunKeywords],
 ) -> Merged | None:
-    """Run a plan that was made before, perhaps by another process.
+    """Run an existing plan, possibly from another process.
 
-    plan  a Plan, or the path of a JSON file with what `Plan.to_json` gave
-    part  (k, n): do the k-th of n parts of the plan (k from 1) and publish nothing; several processes of one machine may do
-          different parts at once. When all parts are done, a run without `part` publishes. Returns None
+    plan  a Plan, or the path of a JSON file with the output of `Plan.to_json`
+    part  (k, n): run part k of n of the plan (k from 1) without publishing, and return None. Several processes on one machine
+          may run different parts at once. When all parts are done, a run without `part` publishes
 
     Everything else is as for `merge`. Relative paths of models start at the current folder, as in the recipe. Raises PlanError
-    for models that are not those of the plan.
+    if the models are not those of the plan.
     """
     from weightsmith.planner.reopen import load_plan, reopen
 
@@ -186,7 +186,7 @@ def run(
 def _watched(
     doing: str, progress: Callable[[Progress], None] | bool, rechecking: Callable[[int, int], None] | None
 ) -> Iterator[Callbacks]:
-    """The callbacks of a call: the user's, or those of a bar where somebody watches."""
+    """The callbacks of a call: the user's, or a progress bar's in terminals and notebooks."""
     if not isinstance(progress, bool):
         yield Callbacks(progress, rechecking)
     elif not progress:
@@ -205,7 +205,7 @@ def execute(
     *,
     began: float | None = None,
 ) -> Merged:
-    """Run a prepared plan and publish its output; see `merge`. began: time.monotonic() at the start of what is timed."""
+    """Run a prepared plan and publish its output; see `merge`. began: time.monotonic() at the start of the timed work."""
     from weightsmith.engine.constants import copied
     from weightsmith.engine.local import run
     from weightsmith.hub import check_push, push
@@ -244,7 +244,7 @@ def execute(
                 folders=[model.folder for model in inputs],
             )
         except WeightsmithError as error:
-            if error.product and not earlier:  # as if the product had been computed before anything was written
+            if error.product and not earlier:  # a failed product leaves nothing behind
                 staging.discard()
                 error.state = NOTHING_WRITTEN
             raise
@@ -284,7 +284,7 @@ def execute_part(
     options: RunOptions,
     callbacks: Callbacks = Callbacks(),
 ) -> None:
-    """Do one part of a prepared plan, beside other processes; see `run`."""
+    """Run one part of a prepared plan, in parallel with other processes; see `run`."""
     from weightsmith.engine.local import run
     from weightsmith.store.staging import Staging
 
@@ -318,7 +318,7 @@ def execute_part(
             allow_nonfinite=options.allow_nonfinite,
             folders=[model.folder for model in inputs],
         )
-        with staging.only_process():  # what one process computes, the others find
+        with staging.only_process():  # other processes reuse these products
             results = _kept_products(plan, staging)
             if products := plan.products_for(steps):
                 do(steps=(), products=products, results=results)
@@ -330,7 +330,7 @@ def execute_part(
 def make_product(
     prepared: Prepared, name: str, options: RunOptions, progress: Callable[[Progress], None] | None = None
 ) -> Report | None:
-    """Make one product of a plan, and those that it needs, in memory; what it reports. Nothing is written."""
+    """Compute one product of a plan and its dependencies in memory. Returns its report; writes nothing."""
     from weightsmith.engine.local import run
 
     prepared.download()
@@ -352,9 +352,9 @@ def make_product(
 def measure_distance(
     prepared: Prepared, options: RunOptions, progress: Callable[[Progress], None] | None = None
 ) -> tuple[Moved, ...]:
-    """How far the merge would move from its base, layer by layer: computed as `execute` does, and not written.
+    """The distance of the merge from its base: in total, then per layer; () without a base.
 
-    The whole comes first; () when nothing has a base. Cost: that of the merge without writing.
+    Computes like `execute`, without writing anything. Cost: that of the merge without writing.
     """
     from weightsmith.engine.local import run
 
@@ -374,7 +374,7 @@ def measure_distance(
 
 
 def _resources(plan: Plan, options: RunOptions) -> Resources:
-    """What the engine may take, with these threads (default: the processors this process may use) and this memory."""
+    """The engine's resources, by the options for threads (default: all available processors) and memory."""
     from weightsmith.engine.local import Resources
     from weightsmith.engine.schedule import RESIDENT_BYTES
     from weightsmith.engine.tiles import ALIGNED_BYTES, fit_resident_bytes, fit_tile_bytes
@@ -391,7 +391,7 @@ def _resources(plan: Plan, options: RunOptions) -> Resources:
 
 
 def _download(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions) -> None:
-    """Download what is missing of hub models, unless the output folder is refused anyway."""
+    """Download missing files of hub models, after checking that the output folder can be written."""
     from weightsmith.store.target import check_out, check_vacant
 
     if prepared.missing:
@@ -400,13 +400,13 @@ def _download(prepared: Prepared, out: str | os.PathLike[str], options: RunOptio
 
 
 def _protected(prepared: Prepared) -> tuple[Path, ...]:
-    """Every folder and file that a run reads: the inputs, their adapters, and what else the recipe names."""
+    """Every folder and file that a run reads: the inputs, their adapters, and other files the recipe names."""
     paths = [path for model in prepared.inputs for path in (*(() if model.alone else (model.folder,)), *model.paths)]
     return tuple(dict.fromkeys([*paths, *prepared.named]))
 
 
 def _kept_products(plan: Plan, staging: Staging) -> Results:
-    """The products that an earlier run, or another process, has made."""
+    """The products that an earlier run or another process has finished."""
     from weightsmith.engine.results import Results
 
     results = Results(plan)
@@ -420,8 +420,8 @@ def _kept_products(plan: Plan, staging: Staging) -> Results:
 def _finished(plan: Plan, staging: Staging, results: Results, allow_nonfinite: bool) -> dict[str, tuple[float, float] | None]:
     """The tensors that an earlier run has finished, with their distances from the base.
 
-    A tensor counts only if the very products that it was made from still exist (computed again they might differ), and
-    if it was checked for NaN as this run checks.
+    A tensor counts only if the products it was computed from still exist (recomputed, they might differ), and if it was
+    checked for NaN in the same way as in this run.
     """
     finished, distances = staging.finished, staging.distances
 
@@ -448,7 +448,7 @@ def _reports(products: Iterable[Product], results: Results) -> dict[str, Report]
 
 
 class _Discarded:
-    """An engine output that keeps nothing."""
+    """An engine output that discards everything."""
 
     def location(self, name: str) -> None:
         return None
@@ -464,20 +464,20 @@ class _Discarded:
 
 
 def _other_bytes(plan: Plan, donor: Checkpoint) -> int:
-    """Sizes of the files that `_files` names, about: those that are carried, the recipe (the card has it too), the rest."""
+    """Approximate size of all files except weights: carried files, the recipe (also in the card), and others."""
     carried = sum(path.stat().st_size for name in plan.carried if (path := donor.folder / name).is_file())
     return carried + len(json.dumps(plan.config)) + 2 * len(plan.recipe.encode()) + (64 << 10)
 
 
 def _disagreement(plan: Plan, step: Step) -> Finding:
     taken = plan.models[step.inputs[0].model].ref
-    return Finding(f"the models disagree on this {step.out.dtype.torch} tensor; taken from {taken}", step.out.name)
+    return Finding(f"the models differ in this {step.out.dtype.torch} tensor; copied from {taken}", step.out.name)
 
 
 def _files(
     prepared: Prepared, name: str, distance: tuple[Moved, ...], reports: Mapping[str, Report], *, card: bool, repo: str
 ) -> dict[str, bytes | Path]:
-    """Everything that is not a weight. Later ones take the place of the donor's."""
+    """All files except weights. These replace the donor's files of the same name."""
     plan = prepared.plan
     donor = prepared.inputs[plan.donor]
     files: dict[str, bytes | Path] = {name: donor.folder / name for name in plan.carried}
@@ -496,7 +496,7 @@ def _files(
 
 
 def _provenance(plan: Plan, distance: tuple[Moved, ...]) -> dict[str, Any]:
-    """Where the output comes from, for its manifest."""
+    """The provenance of the output, for its manifest."""
     own = plan.made.code
     code = {} if own is None else {"merge_method_code": {"name": own.name, "sha256": own.sha256}}
     return {

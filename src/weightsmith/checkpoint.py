@@ -1,6 +1,6 @@
-"""Checkpoint: a model's tensors and the files beside them, for a folder, a file or a hub model.
+"""Checkpoint: a model's tensors and other files, from a folder, a file or a hub model.
 
-Opening reads headers and small files only. What tensors are read from is a source (`weightsmith.sources`).
+Opening reads only headers and small files. Tensors are read from a source (`weightsmith.sources`).
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 @final
 class Checkpoint:
-    """A model: a source of tensors, and the files beside them. Made by `open_checkpoint`; a context manager.
+    """A model: a source of tensors, and its other files. Created by `open_checkpoint`; a context manager.
 
     ref          as the user named it
-    folder       where config.json and the other files are
-    source       what the tensors are read from; all its members are here too, so that a checkpoint is a source itself
+    folder       contains config.json and the other files
+    source       source of the tensors; its members are available here too, so a checkpoint is itself a source
     revision     commit hash of a hub model, "" otherwise
-    config       config.json, or None when there is none
-    files        names of the files to carry into a new model (config.json and the tokenizer among them), sorted
-    left_out     names of other files at the top level that no loader reads: they are not carried
+    config       config.json, or None if missing
+    files        names of the files to copy into a new model (including config.json and the tokenizer), sorted
+    left_out     names of other top-level files, which no loader reads and which are not copied
     ignored      weight files in the folder that are not part of the model (`consolidated.safetensors`, variants)
-    metadata     the weight files' metadata (`__metadata__` of safetensors); keys on which two files disagree are left out
-    quantised    what the weights are quantised with, None when they are plain numbers
-    repositories of the hub, whose files may have to be downloaded before tensors are read
-    notes        what the user should know of the model
-    alone        it is one file, named as such: the folder around it is not the model's
+    metadata     the weight files' metadata (`__metadata__` of safetensors), without keys on which files disagree
+    quantised    the quantisation of the weights, None if not quantised
+    repositories hub repositories whose files may have to be downloaded before tensors are read
+    notes        warnings about the model
+    alone        a single file, opened without its folder
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Checkpoint:
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
-        """Name → what a tensor is, in model order: names sorted with their numbers as numbers."""
+        """Name → dtype and shape, in model order: names sorted with their numbers as numbers."""
         return self.source.specs
 
     @property
@@ -104,66 +104,66 @@ class Checkpoint:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Every weight file that is read."""
+        """Paths of the weight files."""
         return self.source.paths
 
     @property
     def identity(self) -> str:
-        """Hash of the weight files' names, sizes and headers: another checkpoint has another one."""
+        """Hash of the weight files' names, sizes and headers."""
         return self.source.identity
 
     @property
     def state(self) -> str:
-        """Hash of the identity, and of which files these are and when they were changed."""
+        """Hash of the identity and of each file's inode and change time."""
         return self.source.state
 
     @property
     def missing(self) -> dict[Path, int]:
-        """Files of hub models that a merge needs and that are not in the cache yet, and their sizes."""
+        """Files of hub models that a merge needs and that are not cached yet, with their sizes."""
         return {repo.folder / name: nbytes for repo in self.repositories for name, nbytes in repo.missing.items()}
 
     def download(self) -> None:
-        """Download what is missing. Raises CheckpointError, and what arrived stays in the cache."""
+        """Download missing files. Raises CheckpointError; completed files stay in the cache."""
         for repository in self.repositories:
             repository.download()
 
     def fetch(self, names: Sequence[str]) -> None:
-        """Download these of the files beside the weights, if the model is on the hub and they are not in the cache."""
+        """Download these files of a hub model, unless cached. Not for weights."""
         for repository in self.repositories[:1]:
             repository.download([glob.escape(name) for name in names], quiet=True)
 
     def kept_as(self, name: str) -> DType:
-        """The dtype that a tensor is written as where nobody asks for another."""
+        """The default output dtype of a tensor."""
         return self.source.kept_as(name)
 
     def preferred_rows(self, name: str) -> int:
-        """Rows that are read together without reading anything twice."""
+        """The number of rows to read at once so that no byte is read twice."""
         return self.source.preferred_rows(name)
 
     def location(self, name: str) -> tuple[int, int] | None:
-        """(file descriptor, offset of the tensor's first byte in that file), or None for a tensor that is not bytes of a file.
+        """(file descriptor, offset of the tensor's first byte in that file), or None if not stored as plain bytes.
 
-        The descriptor stays open, and belongs to this checkpoint, until `close`. Raises NotFound for an unknown tensor,
-        CheckpointError when the file has changed since the checkpoint was opened.
+        The descriptor belongs to this checkpoint and stays open until `close`. Raises NotFound for an unknown tensor,
+        CheckpointError if the file has changed since the checkpoint was opened.
         """
         return self.source.location(name)
 
     def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
         """Fill `out` with the tensor's bytes from `start_byte` on. Thread-safe.
 
-        out  writable, C-contiguous bytes (numpy uint8, memoryview); all of it is filled
+        out  writable, C-contiguous bytes (numpy uint8, memoryview); filled completely
 
-        Raises NotFound for an unknown tensor, ParameterError when the range is not inside the tensor, FormatError when
-        the file ends early, CheckpointError when it has changed and for an I/O error.
+        Raises NotFound for an unknown tensor, ParameterError for a range outside the tensor, FormatError if the file ends
+        early, CheckpointError if it has changed and for an I/O error.
         """
         self.source.read_into(name, start_byte, out)
 
     def read(self, name: str, rows: slice | None = None) -> np.ndarray:
         """A tensor as a new numpy array, in the machine's byte order (ml_dtypes for bf16 and fp8).
 
-        rows  a slice with step 1 along the first dimension: only these bytes are read
+        rows  a slice with step 1 along the first dimension; only these rows are read
 
-        Raises ParameterError for another step or rows of a 0-d tensor, else as `read_into`.
+        Raises ParameterError for another step and for rows of a 0-d tensor, else as `read_into`.
         """
         return read(self, name, rows, where=self.ref)
 
@@ -172,7 +172,7 @@ class Checkpoint:
         self.source.check_unchanged()
 
     def close(self) -> None:
-        """Close all files. Call it when no thread reads any more; closing twice is fine."""
+        """Close all files, once no thread reads any more. May be called twice."""
         self.source.close()
 
     def __enter__(self) -> Checkpoint:
@@ -196,14 +196,14 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a model: a local folder, one weight file, or a hub id `org/name[@revision]`.
 
-    Weights are safetensors, or PyTorch's zip checkpoints (.bin, .pt, .pth, .ckpt), which are read without running anything.
-    FP8 weights with scales are shown as float32; what else is quantised as it is stored.
+    Weights are safetensors, or PyTorch's zip checkpoints (.bin, .pt, .pth, .ckpt), which are read without executing code.
+    FP8 weights with scales are dequantised to float32; other quantised weights are returned as stored.
 
-    A local path wins over a hub id of the same spelling; a Path is never a hub id. A single file stands alone, without
-    the config.json beside it: name the folder to have both. Hub models are downloaded into huggingface_hub's cache
-    (`cache_dir`, else HF_HOME) unless they are there.
+    A local path takes precedence over a hub id of the same name; a Path is never a hub id. A single file is opened without
+    the config.json next to it: open the folder to get both. Hub models are downloaded to huggingface_hub's cache
+    (`cache_dir`, else HF_HOME) unless cached.
 
-    raw       tensors as they are stored, also those of an encoding that could be decoded
+    raw       return tensors as stored, without decoding
     download  False reads the headers of a hub model by byte range; tensors can be read after `Checkpoint.download`
 
     Raises NotFound, FormatError (a byte that breaks the format), Unsupported (GGUF, adapters, dtypes, FP8 in another layout),
@@ -226,7 +226,7 @@ def open_checkpoint(
     try:
         repository = hub.open_repository(*place, cache_dir=cache_dir, token=token)
     except NotFound as error:
-        if hint := _nearest_sibling(expand_user(name)):  # `models/lama` is spelled like a hub id
+        if hint := _nearest_sibling(expand_user(name)):  # `models/lama` looks like a hub id
             found = error.finding
             raise NotFound(found.what + hint, where=found.where, details=found.details, fix=found.fix) from error
         raise
@@ -241,29 +241,29 @@ def open_checkpoint(
 
 
 def locate(ref: str | Path, revision: str | None = None) -> Path | tuple[str, str | None]:
-    """The local path that a name stands for, or else the hub id and revision.
+    """The local path of a name, else its hub id and revision.
 
-    Raises NotFound for a name that can be neither, ParameterError for a revision of a local path and for two revisions.
+    Raises NotFound for a name that is neither, ParameterError for a revision of a local path and for two revisions.
     """
     name = os.fspath(ref)
     path = expand_user(name)
     if name and _exists(path):
         if revision is not None:
-            raise ParameterError(f"revision {show(revision)} is given for a local path, which has no revisions", where=name)
+            raise ParameterError(f"revision {show(revision)} for a local path, which has no revisions", where=name)
         return path
     match = _HUB_ID.fullmatch(name) if isinstance(ref, str) and not name.lower().endswith(_FILE_SUFFIXES) else None
     if match is None:
         raise _not_found(name, path)
     repo, in_name = match[1], match[2]
     if revision is not None and in_name is not None and revision != in_name:
-        raise ParameterError(f"two revisions: {show(in_name)} in the name, {show(revision)} beside it", where=name)
+        raise ParameterError(f"two revisions: {show(in_name)} in the name, and revision={show(revision)}", where=name)
     return repo, in_name or revision
 
 
 def _open_folder(
     ref: str, folder: Path, names: Sequence[str], repository: Repository | None = None, *, raw: bool
 ) -> Checkpoint:
-    """A folder whose files are `names`; of a repository, when it is in the hub's cache (whose links need no check)."""
+    """A folder with the files `names`; `repository` if it is in the hub's cache (whose links need no check)."""
     found = sources.find_weights(folder, names, str(folder) if repository is None else ref)
     config = _read_config(folder / "config.json") if "config.json" in names else None
     files, left_out = choose_carried(folder, names, config)
@@ -289,7 +289,7 @@ def _checkpoint(
     raw: bool,
     alone: bool = False,
 ) -> Checkpoint:
-    """A checkpoint of weight files that are open; decoded, unless `raw`, where a wrapper recognises their encoding."""
+    """A checkpoint of open weight files; decoded if a wrapper recognises their encoding, unless `raw`."""
     wrapped = sources.Wrapped(opened.source, config) if raw else sources.wrap(opened.source, config, ref)
     return Checkpoint(
         ref,
@@ -308,12 +308,12 @@ def _checkpoint(
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    # A name twice is accepted here, the last one counts: that is how every other reader takes a config.json.
+    # Duplicate keys are accepted, and the last one counts, as in every other reader of config.json.
     return read_object(path, MAX_CONFIG_BYTES, "config.json", "Repair config.json, or download it again.", unique=False)
 
 
 def _local_names(folder: Path) -> list[str]:
-    """Names of the files at the top level; with no weights there, also one level down, for the message."""
+    """Names of the top-level files; without weights among them also one level down, for the error message."""
     try:
         entries = sorted(folder.iterdir())
         names = [p.name for p in entries if not p.is_dir()]
@@ -325,10 +325,10 @@ def _local_names(folder: Path) -> list[str]:
 
 
 def _check_links(folder: Path, names: Sequence[str]) -> None:
-    """Refuse links out of the folder among the files that will be copied into a model, and perhaps published with it.
+    """Reject links that leave the folder, among the files to copy into a model, which may then be published.
 
-    A cloned repository can hold `tokenizer.json -> ~/.ssh/id_rsa`. Links into the hub's cache, whose files bear their
-    hash as name, are fine. Weight files may be links to anywhere: they are parsed, and only tensors leave them.
+    A cloned repository can contain `tokenizer.json -> ~/.ssh/id_rsa`. Links into the hub's cache, where files are named by
+    their hash, are allowed. Weight files may be links to anywhere, because only their tensors are copied.
     """
     root = folder.resolve()
     for name in names:
@@ -351,7 +351,7 @@ def _check_links(folder: Path, names: Sequence[str]) -> None:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except (OSError, ValueError):  # a name too long, or with a NUL
+    except (OSError, ValueError):  # name too long, or contains NUL
         return False
 
 
@@ -359,8 +359,8 @@ def _not_found(name: str, path: Path) -> NotFound:
     base, at, _ = name.rpartition("@")
     if at and _exists(expand_user(base)):
         return NotFound(f"no such folder; {base} is one, but a local path has no revisions", where=name, fix="Drop the @.")
-    with contextlib.suppress(OSError, ValueError):  # no link, or no possible path at all
-        return NotFound(f"a symbolic link to {path.readlink()}, which does not exist", where=name)
+    with contextlib.suppress(OSError, ValueError):  # not a link, or not a valid path
+        return NotFound(f"broken symbolic link to {path.readlink()}", where=name)
     if name.startswith(("http://", "https://", "hf://")):
         return NotFound("neither a local path nor a hub id", where=name, fix="Write a hub model as org/name[@revision].")
     kind = "no such folder or file"

@@ -1,7 +1,7 @@
-"""How far a merge has moved from its base, by layer: on language models that decides whether it works.
+"""The distance of a merge from its base, per layer, which predicts the quality of merged language models.
 
 In-the-wild fine-tunes merged by eight methods got worse with ‖merged - base‖ (https://arxiv.org/abs/2511.21437), so the card
-and the manifest of every merge with a base say it.
+and the manifest of every merge with a base contain it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weightsmith.structure import analyse
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Frobenius norms over one layer, or all tensors: of merged - base, and of the base."""
+    """Frobenius norms of merged - base and of the base, over one layer or all tensors."""
 
     name: str
     delta: float
@@ -25,14 +25,14 @@ class Moved:
 
     @property
     def share(self) -> float:
-        """delta / base; 0 when both are zero."""
+        """delta / base; 0 if both are zero."""
         return self.delta / self.base if self.base else math.inf if self.delta else 0.0
 
 
 def distance_by_layer(plan: Plan, squares: Mapping[str, tuple[float, float]]) -> tuple[Moved, ...]:
-    """The whole first, then every layer in order, then what lies outside the layers; () when nothing has a base.
+    """The distance in total, then of every layer in order, then outside the layers; () without a base.
 
-    squares  tensor → squared norms of its delta and of its base, as the engine found them
+    squares  tensor → squared norms of its delta and of its base, from the engine
     """
     if not squares:
         return ()
@@ -55,7 +55,7 @@ def _sum(name: str, pairs: list[tuple[float, float]]) -> Moved:
 
 
 def to_json(moved: tuple[Moved, ...]) -> list[dict[str, Any]]:
-    """For the manifest; None where a norm is no finite number."""
+    """For the manifest; None for a norm that is not finite."""
     return [{"name": m.name, "delta_norm": _finite(m.delta), "base_norm": _finite(m.base)} for m in moved]
 
 

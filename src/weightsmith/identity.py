@@ -1,4 +1,4 @@
-"""Identity of work that may be resumed: the plan, the input files as they are, and the program."""
+"""The identity of resumable work: the plan, the state of the input files, and the program."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from weightsmith.recipe.yaml import read_yaml
 from weightsmith.sources import Tensors
 
 ROOMS = ("encodings", "engine", "formats", "jobs", "kernels", "lora", "methods", "mixture", "products", "sources", "structure")
-"""Whose code decides what the bytes of an output are, once the plan is made."""
+"""Rooms whose code determines the bytes of an output, given the plan."""
 FILES = ("tensors.py", "plans/values.py", "store/checksum.py")
-"""And these."""
+"""Modules that do so too."""
 PACKAGES = ("numpy", "numba", "torch")
-"""Whose numbers may differ from version to version."""
+"""Packages whose numbers may differ between versions."""
 
 
 def work_identity(plan: Plan, inputs: Sequence[Tensors]) -> str:
@@ -29,7 +29,7 @@ def work_identity(plan: Plan, inputs: Sequence[Tensors]) -> str:
 
 
 def facts(plan: Plan, inputs: Sequence[Tensors]) -> dict[str, str]:
-    """What an identity follows from, by the names that the user knows; `#` begins a digest. For messages alone."""
+    """What the identity depends on, by user-facing names; `#` starts a digest. Only for messages."""
     root = read_yaml(plan.recipe, "").root
     found = dict(_leaves(root, "")) if root is not None else {}
     found["seed"] = str(plan.seed)
@@ -46,7 +46,7 @@ def facts(plan: Plan, inputs: Sequence[Tensors]) -> dict[str, str]:
 
 
 def _leaves(node: Node, path: str) -> Iterator[tuple[str, str]]:
-    """`models[0].parameters.weight`, and its value as it was read."""
+    """Key paths such as `models[0].parameters.weight`, and their values."""
     if isinstance(node.value, dict):
         for name, pair in node.value.items():
             yield from _leaves(pair.value, f"{path}.{name}" if path else name)
@@ -63,7 +63,7 @@ def _digest(text: str) -> str:
 
 @cache
 def program_digest() -> str:
-    """Of the version and of the code that makes bytes (sha256, hex): another program's work is not resumed."""
+    """Digest of the version and the code that computes bytes (sha256, hex). Work of another program is not resumed."""
     digest = hashlib.sha256(__version__.encode())
     package = Path(__file__).parent
     for room in ROOMS:

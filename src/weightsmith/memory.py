@@ -1,6 +1,6 @@
-"""Merging models that are in memory: state dicts in, a state dict out. Same plan, same engine, same kernels as for files.
+"""Merges state dicts in memory, with the same plan, engine and kernels as for files.
 
-The tensors are read where they lie, tile by tile (`sources.views`); the only memory of a model's size is the output's.
+Tensors are read in place, tile by tile (`sources.views`); only the output needs memory of a model's size.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ def merge_state_dicts(
     allow_nonfinite: bool = False,
     **parameters: Any,
 ) -> dict[str, Any]:
-    """Merge models that are in memory. The bytes are those that a merge of the same tensors from files has.
+    """Merge models in memory. The result has the same bytes as a merge of the same tensors from files.
 
-    method      as in a recipe, or a method of your own: what `block_method` and `tensor_method` make
-    models      state dicts: name → numpy array or torch tensor of any strides and device, all with the same names and shapes;
-                read and not changed
-    base        the model that the others were tuned from, for methods that have one
-    out_dtype   of the floating tensors: `"bfloat16"`, a numpy or torch dtype; by default the smallest that holds all inputs
-    threads     default: the processors this process may use; the result does not depend on it
+    method      as in a recipe, or your own method from `block_method` or `tensor_method`
+    models      state dicts: name → numpy array or torch tensor with any strides and device, all with the same names and
+                shapes; not modified
+    base        the model that the others were fine-tuned from, for methods with a base
+    out_dtype   of the floating-point tensors: `"bfloat16"`, a numpy or torch dtype; default: the smallest that holds all inputs
+    threads     default: all available processors; does not affect the result
     seed        of random masks (DARE, DELLA, `task_vectors`)
-    allow_nonfinite   merge NaN and infinities as any number; else they are an error that names tensor and model
-    parameters  the method's, as in a recipe: one value, or for what each model has of its own a sequence of one value for each
-                of `models`. A name that Python keeps for itself gets an underscore: `lambda_`
+    allow_nonfinite   merge NaN and infinity like any number; else they raise an error that names tensor and model
+    parameters  the method's, as in a recipe: one value, or a sequence with one value for each of `models` for per-model
+                parameters. Append an underscore to Python keywords: `lambda_`
 
-    Returns the tensors in the base's order (else the first model's): torch tensors on the CPU where these are torch's, numpy
-    arrays (ml_dtypes for bf16 and fp8) where they are numpy's. Names that are one tensor in every model, as tied embeddings
-    are, are one tensor in the result. Integers and booleans are copied from the base (else the first model); where the models
-    disagree on them, a UserWarning says so.
+    Returns the tensors in the base's order (else the first model's): torch tensors on the CPU if these are torch tensors,
+    else numpy arrays (ml_dtypes for bf16 and fp8). Names that share a tensor in every model, such as tied embeddings, share
+    one in the result. Integers and booleans are copied from the base (else the first model), with a UserWarning if the models
+    differ.
 
-    Raises PlanError with every problem, before anything is merged; UnknownName; NonFinite; MethodError for an own method.
-    Memory: the output's, and some MB a thread.
+    Raises PlanError with all problems before anything is merged; UnknownName; NonFinite; MethodError for your own method.
+    Memory: the output's, and a few MB per thread.
 
     >>> a, b = {"w": np.float32([1, 2])}, {"w": np.float32([3, 6])}
     >>> merge_state_dicts("linear", [a, b], weight=[0.5, 0.5])
@@ -72,19 +72,19 @@ def merge_state_dicts(
         try:
             outcome = run(plan, inputs, output, Resources(threads or 0), allow_nonfinite=allow_nonfinite)
         except WeightsmithError as error:
-            error.state = ""  # it speaks of files, and here are none
+            error.state = ""  # it describes files, which do not apply here
             fix = error.finding.fix.replace("--allow-nonfinite (allow_nonfinite=True)", "allow_nonfinite=True")
             error.finding = replace(error.finding, fix=fix)
             raise
     label = plan.models[first].ref
-    differing = [Finding(f"the models disagree; taken from {label}", name) for name in outcome.differing]
+    differing = [Finding(f"the models differ; copied from {label}", name) for name in outcome.differing]
     for finding in (*plan.warnings, *differing, *copied(outcome.nonfinite)):
         warnings.warn(str(finding), stacklevel=2)
     return {name: output.tensors[planned.same.get(name, name)] for name in planned.views[first]}
 
 
 class _Output:
-    """The engine's output: new tensors, of numpy or torch as those of `like` are."""
+    """The engine's output: new numpy or torch tensors, whichever `like` has."""
 
     def __init__(self, plan: Plan, like: Mapping[str, Any]) -> None:
         self.tensors: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Options, written once: what the Python functions take as keywords and the commands as flags."""
+"""The options of the Python functions (keywords) and commands (flags)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class RecipeOptions:
     """How a recipe is planned.
 
     out_dtype        overrides the recipe's dtype
-    max_shard_bytes  bound of a weight file
+    max_shard_bytes  maximum size of a weight file
     seed             of random masks, router weights and noise
-    lenient          settings that mergekit ignores are warnings, not errors
-    allow_code       run the Python file that merge_method may name; without it that is an error
-    report           where the router of a mixture sends the prompts, in OUT/routing.json and OUT/routing.svg: True takes a
-                     pass of the base over the prompts where the router weights need none, False skips it, None skips it there
-    quantize         encoding of the weights of linear layers, `fp8-dynamic`; None: plain numbers
-    check_loading    compare stacks, mixtures and surgery with the model that transformers builds from the new config.json,
-                     where it is installed
-    settings         values put into the recipe before it is read, by key path: {"parameters.t": 0.3}
+    lenient          report settings that mergekit ignores as warnings, not errors
+    allow_code       allow merge_method to run a Python file; otherwise that is an error
+    report           write where a mixture's router routes the prompts to OUT/routing.json and OUT/routing.svg. True: always,
+                     with a pass of the base over the prompts; False: never; None: only if the router weights need that pass
+    quantize         encoding of the weights of linear layers, `fp8-dynamic`; None: not quantised
+    check_loading    compare stacks, mixtures and surgery with the model that transformers, if installed, builds from the new
+                     config.json
+    settings         values to set in the recipe, by key path: {"parameters.t": 0.3}
     """
 
     out_dtype: DType | None = None
@@ -40,18 +40,18 @@ class RecipeOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """How a plan is run. None of it changes a weight.
+    """How a plan is run. These options do not affect the weights.
 
-    threads           default: the processors this process may use
-    max_memory_bytes  bound of resident memory; tiles shrink to fit
+    threads           default: all available processors
+    max_memory_bytes  limit of resident memory; tiles shrink to fit
     overwrite         replace a checkpoint that already exists
     resume            resume interrupted work of the same plan; False discards it
-    fsync             wait until the bytes are on the disk before the folder gets its name
+    fsync             flush the data to disk before the output is published
     card              write README.md, a model card
-    allow_nonfinite   merge NaN and infinities as any number; else they are an error that names tensor and model
-    device            for hidden states, as torch names it
+    allow_nonfinite   merge NaN and infinity like any number; else they raise an error that names tensor and model
+    device            torch device name for hidden states
     push              upload the finished folder to the hub, as the model `org/name`
-    public            make the model that `push` creates visible to everyone; it is private otherwise
+    public            make the model that `push` creates public; the default is private
     """
 
     threads: int | None = None
@@ -67,7 +67,7 @@ class RunOptions:
 
 
 def output_dtype(asked: object) -> DType | None:
-    """A dtype to write weights in: text, or numpy's, torch's or ours. Raises ParameterError.
+    """An output dtype, from a string or a numpy, torch or weightsmith dtype. Raises ParameterError.
 
     >>> output_dtype("bfloat16").name
     'BF16'
@@ -82,7 +82,7 @@ def output_dtype(asked: object) -> DType | None:
 
 
 class RecipeKeywords(TypedDict, total=False):
-    """`RecipeOptions` as keywords of a function. out_dtype: also as text, or as numpy or torch has it."""
+    """`RecipeOptions` as keywords. out_dtype may also be a string, a numpy dtype or a torch dtype."""
 
     out_dtype: Any
     max_shard_bytes: int
@@ -96,7 +96,7 @@ class RecipeKeywords(TypedDict, total=False):
 
 
 class RunKeywords(TypedDict, total=False):
-    """`RunOptions` as keywords of a function."""
+    """`RunOptions` as keywords."""
 
     threads: int | None
     max_memory_bytes: int | None
@@ -115,7 +115,7 @@ class Keywords(RecipeKeywords, RunKeywords, total=False):
 
 
 def split(function: str, keywords: Mapping[str, Any]) -> tuple[RecipeOptions, RunOptions]:
-    """The two records of a function's keywords. Raises TypeError for any other name, ParameterError for a wrong dtype.
+    """A function's keywords as the two records. Raises TypeError for an unknown name, ParameterError for a wrong dtype.
 
     >>> split("merge", {"seed": 3, "threads": 2})[1].threads
     2

@@ -1,12 +1,12 @@
-"""What a tensor is, apart from its bytes: dtype, name, shape, and how it is cut into grains. Frozen, no I/O.
+"""The description of a tensor: dtype, name, shape, and its division into grains. Frozen values, no I/O.
 
-Start here. Every other room passes these values around:
+Start here. Every other room uses these values:
 
-* `DType`: one of the element types a safetensors file can hold, by its name there (`BF16`).
+* `DType`: an element type of safetensors files, by its name there (`BF16`).
 * `TensorSpec`: name, dtype, shape.
-* a *grain*: the unit in which a tensor is cut. Whole rows, about 65,536 elements, a function of the shape alone. Tiles are
-  runs of whole grains, statistics are summed per grain and then over grains in order, checksums are taken per grain. So no
-  result can depend on the tile size or on which thread did what.
+* a *grain*: the unit of division of a tensor. Whole rows, about 65,536 elements, depending only on the shape. Tiles are runs
+  of whole grains, statistics are summed per grain and then over grains in order, and checksums are computed per grain. So
+  results do not depend on the tile size or the assignment to threads.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class DType:
 
     name       safetensors' name: `BF16`
     itemsize   bytes
-    torch      the name in config.json and in recipes: `bfloat16`
-    floating   merged by arithmetic; the others are copied
-    code       small integer the compiled codecs switch on; -1 where there is no codec
+    torch      name in config.json and recipes: `bfloat16`
+    floating   whether it can be merged; other dtypes are copied
+    code       small integer for the compiled codecs; -1 without a codec
     """
 
     name: str
@@ -80,11 +80,11 @@ DTYPES = {
 BY_TORCH_NAME = {d.torch: d for d in DTYPES.values()}
 
 DTYPE_NAMES = ("bfloat16", "float16", "float32", "float64")
-"""What weights can be written as, by torch's names."""
+"""The possible dtypes of output weights, by torch's names."""
 
 
 def dtype_name(given: object) -> str:
-    """The name of a dtype, given as text, or as numpy or torch has it.
+    """The name of a dtype, given as a string, a numpy dtype or a torch dtype.
 
     >>> import numpy as np
     >>> dtype_name("torch.bfloat16"), dtype_name(np.float16), dtype_name(np.dtype("float32"))
@@ -97,7 +97,7 @@ BY_CODE = {d.code: d for d in DTYPES.values() if d.code >= 0}
 
 
 def promote(a: DType, b: DType) -> DType:
-    """The smallest floating dtype that holds both: what a merge of the two is written as when no dtype is asked for.
+    """The smallest floating-point dtype that holds both, which is the default output dtype of a merge.
 
     >>> promote(DTYPES["BF16"], DTYPES["F16"]).name
     'F32'
@@ -139,14 +139,14 @@ class TensorSpec:
 
 
 MAX_STACKED = 1024
-"""A three-dimensional tensor whose first dimension is at most this may be a stack of logical matrices, one per expert."""
+"""A three-dimensional tensor whose first dimension is at most this may be a stack of matrices, one per expert."""
 
 
 def grain_elements(shape: tuple[int, ...]) -> int:
-    """Elements in one grain of a tensor of this shape: whole rows, about 65,536 elements.
+    """Elements per grain of a tensor of this shape: whole rows, about 65,536 elements.
 
-    A vector is cut anywhere; a row longer than 65,536 is a grain of its own. In a stack of matrices no grain reaches over
-    from one into the next, so that each expert has statistics of its own.
+    Vectors are divided anywhere; a row longer than 65,536 is a grain. In a stack of matrices, no grain spans two matrices,
+    so each expert has separate statistics.
 
     >>> grain_elements((1000, 4096)), grain_elements((7,)), grain_elements((5, 100_000))
     (65536, 65536, 100000)

@@ -169,9 +169,9 @@ def test_plain_is_the_cast_of_numpy(dtype: str) -> None:
         (TensorSpec("x.weight", DTYPES["BF16"], (4,)), "not a matrix"),
         (TensorSpec("experts.weight", DTYPES["BF16"], (2, 4, 4)), "not a matrix"),
         (TensorSpec("x.weight", DTYPES["I64"], (4, 4)), "I64, not floating point"),
-        (TensorSpec("x.weight", DTYPES["F8_E4M3"], (4, 4)), "F8_E4M3, not floating point of 16 or 32 bits"),
-        (TensorSpec("x.weight", DTYPES["F64"], (4, 4)), "F64, not floating point of 16 or 32 bits"),
-        (TensorSpec("x.weight", DTYPES["BF16"], (4, 0)), "holds no element"),
+        (TensorSpec("x.weight", DTYPES["F8_E4M3"], (4, 4)), "F8_E4M3, not 16-bit or 32-bit floating point"),
+        (TensorSpec("x.weight", DTYPES["F64"], (4, 4)), "F64, not 16-bit or 32-bit floating point"),
+        (TensorSpec("x.weight", DTYPES["BF16"], (4, 0)), "has no elements"),
     ],
 )
 def test_what_fp8_dynamic_does_not_take_is_refused_with_the_reason(spec: TensorSpec, reason: str) -> None:

@@ -280,7 +280,7 @@ with open_checkpoint(sys.argv[1], download=False) as c:
 
 def test_tensors_are_read_after_the_download(hub: FakeHub, tmp_path: Path) -> None:
     got = run(hub, tmp_path, "org/good", script=LATER)
-    assert "not downloaded: only its header was read, on the hub" in got["error"]
+    assert "not downloaded: only its header was read from the hub" in got["error"]
     assert got["missing"] == {name: len(GOOD[name]) for name in (ONE, TWO, "tokenizer.json", "README.md")}
     assert (got["a"], got["left"], got["same"]) == (A.tolist(), [], True)
 

@@ -237,9 +237,9 @@ def test_all_that_is_wrong_with_prompts_is_told_at_once(models: Path, tmp_path: 
     files = [{"prompts_file": str(tmp_path / f"{name}.txt")} for name in ("empty", "latin", "long", "none")]
     found = problems_of(recipe_of(models, [{}, *files, same, same]))
     for part in (
-        "needs prompts",
+        "requires prompts",
         "is empty",
-        "is not UTF-8: byte 0xe9 at 3",
+        "is not UTF-8: byte 0xe9 at offset 3",
         f"at most {MAX_BYTES:,} are read",
         "no such file",
         "5 and 6 have the same",
@@ -273,7 +273,7 @@ def test_prompts_that_look_the_same_to_the_model_are_one_error(models: Path) -> 
 def test_a_prompt_longer_than_the_model_takes_names_the_way_out(models: Path) -> None:
     experts = [*told(0), {"positive_prompts": [text_of(1, 80)]}]
     (found,) = problems_of(recipe_of(models, experts), fill=True)
-    assert "has 81 tokens, and the base takes at most 64" in found
+    assert "has 81 tokens, but the base supports at most 64" in found
     assert "prompt_tokens: 512" in found
 
 

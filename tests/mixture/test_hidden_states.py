@@ -259,8 +259,8 @@ def test_the_peak_of_memory_is_a_layer_and_not_the_model(tmp_path: Path) -> None
     ("change", "message"),
     [
         ({"model_type": "no_such_model"}, "transformers cannot build a model of type 'no_such_model'"),
-        ({"num_hidden_layers": 3}, "the tensors are not those of the model that transformers builds"),
-        ({"num_attention_heads": 8}, "the tensors are not those of the model that transformers builds"),
+        ({"num_hidden_layers": 3}, "the tensors do not match the model that transformers builds"),
+        ({"num_attention_heads": 8}, "the tensors do not match the model that transformers builds"),
         ({"intermediate_size": "wide"}, "transformers cannot build a model of type 'llama'"),
     ],
 )

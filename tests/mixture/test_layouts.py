@@ -163,14 +163,14 @@ def test_a_shared_qwen_expert_is_told(models: Models, tmp_path: Path) -> None:
     assert any("residual_scale: 0 for the shared expert" in warning for warning in made(source, tmp_path / "out"))
     source["shared_experts"] = [{"source_model": str(base), "residual_scale": 0}]
     (warning,) = made(source, tmp_path / "silent")
-    assert "llama.cpp does not read norm_topk_prob" in warning
+    assert "llama.cpp ignores norm_topk_prob" in warning
     assert not made(source | {"experts_per_token": 4}, tmp_path / "all")  # of all experts the weights sum to 1
 
 
 def test_deepseek_v2_says_what_transformers_does_not_read(models: Models, tmp_path: Path) -> None:
     base = models.dense("deepseek_v2")
     warnings = made(recipe(base, architecture="deepseek_v2"), tmp_path / "out")
-    assert any("norm_topk_prob is true, and transformers does not read it" in warning for warning in warnings)
+    assert any("transformers ignores norm_topk_prob: true" in warning for warning in warnings)
     assert float((logits(tmp_path / "out") - models.logits("deepseek_v2")).abs().max()) > 0.01
 
 
@@ -260,7 +260,7 @@ def test_olmoe_of_a_model_with_its_norms(models: Models, tmp_path: Path) -> None
     edit_tensors(tmp_path / "single", tmp_path / "renamed", as_dense)
     dense = edit_config(tmp_path / "renamed", tmp_path / "dense", lambda config: config.update(model_type="mine"))
     warnings = made(recipe(dense, architecture="olmoe"), tmp_path / "out")
-    assert any("whether it computes what a mine model does is not known" in warning for warning in warnings)
+    assert any("it is not known to be equivalent to mine models" in warning for warning in warnings)
     expected = logits(tmp_path / "single")
     assert_equal(logits(tmp_path / "out"), expected)
 
@@ -496,6 +496,6 @@ def test_what_is_left_out_is_listed(models: Models, tmp_path: Path) -> None:
         everything = {(c.ref, tensor) for c in prepared.inputs for tensor in c.specs}
     assert reasons.keys() | inputs == everything
     assert not reasons.keys() & inputs
-    assert reasons[str(base), "model.layers.0.mlp.down_proj.weight"] == "its place is taken by the experts"
-    assert reasons[str(base), buffer] == "models compute it for themselves"
+    assert reasons[str(base), "model.layers.0.mlp.down_proj.weight"] == "replaced by the experts"
+    assert reasons[str(base), buffer] == "models compute it themselves"
     assert reasons[str(other), "lm_head.weight"] == "only the MLPs of this model are used"

@@ -111,7 +111,7 @@ def test_every_tensor_of_every_model_is_used_or_left_out_for_a_reason(models: di
         for name in llama(0):
             assert ((number, name) in used) != ((number, name) in dropped), (ref, name)
     base = refs.index(str(models["base"]))
-    assert dropped[base, "model.layers.0.mlp.up_proj.weight"] == "its place is taken by the experts"
+    assert dropped[base, "model.layers.0.mlp.up_proj.weight"] == "replaced by the experts"
 
 
 def test_fused_donors_give_the_same_checkpoint(models: dict[str, Path], tmp_path: Path) -> None:
@@ -155,8 +155,8 @@ def test_a_merge_in_the_place_of_the_base_is_that_merge(models: dict[str, Path],
     assert [m.ref for m in made.plan.models].count(str(models["a"])) == 1, "one model, however often it is named"
     assert made.distance, "the part that is merged has moved from its base"
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "Frobenius norms of merged - base, over the tensors that a merge made on the way and that merge's base." in card
-    assert "Random numbers follow from seed 3." in card
+    assert "Frobenius norms of merged - base, over the tensors shared by an inline merge and its base." in card
+    assert "Random seed: 3." in card
 
 
 def test_a_merge_of_another_depth_is_the_base_and_the_experts(models: dict[str, Path], tmp_path: Path) -> None:
@@ -326,6 +326,6 @@ def test_an_expert_that_is_merged_on_the_way_is_not_changed_besides(models: dict
     merge = {"merge_method": "linear", "models": [{"model": str(models["a"]), "parameters": {"weight": 1}}]}
     mixed = recipe(models, ["a"], experts_per_token=1)
     mixed["experts"].append({"source_model": merge, "noise_scale": 0.1})
-    with pytest.raises(PlanError, match="merged on the way") as caught:
+    with pytest.raises(PlanError, match="an inline merge") as caught:
         weightsmith.moe(mixed, "never")
     assert caught.value.problems[0].finding.where == "experts[1].source_model"

@@ -38,7 +38,7 @@ def test_tokens_go_to_the_largest_logits_and_of_equal_ones_to_the_first() -> Non
 def test_an_expert_that_gets_all_and_one_that_gets_nothing_are_warned_of() -> None:
     found = report_of([[3, 2, 1]] * 10, Group(2, False, 10)).warnings("r.yml")
     assert [f.what for f in found] == [
-        "expert 0 a is first for nearly all tokens of all prompts in layer 0",
+        "expert 0 a comes first for nearly all tokens of all prompts in layer 0",
         "expert 2 c gets nothing of its own prompts in layer 0",
     ]
     assert report_of([[1, 2, 3], [2, 1, 3], [3, 2, 1]] * 3, Group(2, False, 9)).warnings("r.yml") == []

@@ -128,10 +128,10 @@ def test_a_router_that_chooses_among_groups_of_experts(tmp_path: Path) -> None:
     assert kept.warnings == ()
     assert moe_zoo.load("deepseek-v3", tmp_path / "kept").config.n_routed_experts == 4
     mixed = surgery(model, tmp_path / "mixed", "prune_experts", {"keep": [0, 1, 2, 5]})
-    assert "experts change their group" in str(mixed.warnings[0])
+    assert "some experts change groups" in str(mixed.warnings[0])
     with pytest.raises(PlanError, match="3 experts do not make 2 equal groups"):
         surgery(model, tmp_path / "out", "prune_experts", {"keep": [0, 1, 4]})
-    with pytest.raises(PlanError, match="2 groups of 1 are too small: a token is sent to 2 experts of 1 groups"):
+    with pytest.raises(PlanError, match="2 groups of 1 are too small: a token is routed to 2 experts of 1 groups"):
         surgery(model, tmp_path / "out", "prune_experts", {"keep": [0, 4]})
 
 
@@ -294,7 +294,7 @@ def test_quantised_experts_move_with_their_scales_and_are_not_averaged(tmp_path:
         with pytest.raises(PlanError, match="is quantised"):
             surgery(model, tmp_path / "no", key, value, **more)
     (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"ignore": ["layers.0.mlp.experts.3"]}}))
-    with pytest.raises(PlanError, match="names experts by their number"):
+    with pytest.raises(PlanError, match="names experts by number"):
         surgery(model, tmp_path / "no", "prune_experts", {"keep": [0]})
 
 
@@ -312,7 +312,7 @@ def test_every_count_of_the_experts_follows() -> None:
     }
     assert nested["num_experts"] == [8, 8]
     _, problems = with_experts({"num_experts": 6}, 8, 5, "here")
-    assert [p.finding.what for p in problems] == ["config.json does not say that there are 8 experts, as the tensors do"]
+    assert [p.finding.what for p in problems] == ["the tensors have 8 experts, but config.json does not say so"]
 
 
 # ---- what is refused
@@ -329,7 +329,7 @@ def model(tmp_path: Path) -> Path:
 
 WRONG: list[tuple[str, str]] = [
     ("prune_experts: {keep: [0, 4]}", "r.yml:2:23: there is no expert 4: there are 4 experts, 0 to 3"),
-    ("prune_experts: {keep: [0, 1, 0]}", "r.yml:2:23: expert 0 is kept twice\n  -> Write each expert once."),
+    ("prune_experts: {keep: [0, 1, 0]}", "r.yml:2:23: expert 0 is listed twice\n  -> Write each expert once."),
     ("prune_experts: {keep: []}", "r.yml:2:23: 'keep' is empty\n  -> Write [0, 2, 5]."),
     (
         "prune_experts: {keep: [0, -1]}",
@@ -337,13 +337,13 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "prune_experts: {keep: [3]}",
-        "r.yml:2:23: each token is sent to 2 experts (num_experts_per_tok in config.json), and 1 expert is left\n"
+        "r.yml:2:23: each token is routed to 2 experts (num_experts_per_tok in config.json), but only 1 expert is left\n"
         "  -> Leave at least 2 in each layer.",
     ),
     (
         "prune_experts: {keep_by_layer: {0: [0, 1], 1: [1, 2, 3]}}",
-        "r.yml:2:32: layer 0 would have 2 experts, and layer 1 3\n"
-        "  -> leave as many in each layer: config.json has one number for all.",
+        "r.yml:2:32: layer 0 would have 2 experts, but layer 1 3\n"
+        "  -> keep the same number in each layer, because config.json has one for all.",
     ),
     (
         "prune_experts: {keep_by_layer: {0: [0, 1]}}",
@@ -351,15 +351,15 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "prune_experts: {keep_by_layer: {0: [0, 1], 1: [0, 1], 2: [0, 1]}}",
-        "r.yml:2:32: layer 2 has no experts, or is not there\n  -> Layers with experts: 0, 1.",
+        "r.yml:2:32: layer 2 has no experts, or does not exist\n  -> Layers with experts: 0, 1.",
     ),
     (
         "prune_experts: {keep: [0, 1], experts: 2}",
-        "r.yml:2:40: 'experts' says how many stay by saliency, and there is no saliency\n  -> Remove it.",
+        "r.yml:2:40: 'experts' has no effect without 'saliency'\n  -> Remove it.",
     ),
     (
         "prune_experts: {saliency: good.json}",
-        "r.yml:2:27: 'saliency' needs 'experts': how many stay in each layer\n  -> Write experts: 32.",
+        "r.yml:2:27: 'saliency' requires 'experts', the number of experts to keep in each layer\n  -> Write experts: 32.",
     ),
     (
         "prune_experts: {saliency: good.json, experts: 5}",
@@ -387,21 +387,20 @@ WRONG: list[tuple[str, str]] = [
     ("merge_experts: {groups: [[0, 1, 2, 3], []]}", "r.yml:2:40: a group in 'groups' is empty\n  -> Write [[0, 3], [1, 2]]."),
     (
         "merge_experts: {groups: [[0, 1], [2]]}",
-        "r.yml:2:25: expert 3 is in no group\n  -> Write [3] to keep it as it is; prune_experts leaves experts out.",
+        "r.yml:2:25: expert 3 is in no group\n  -> Write [3] to keep it unchanged; to remove experts, use prune_experts.",
     ),
     ("merge_experts: {groups: [[0, 1], [2, 7]]}", "r.yml:2:25: there is no expert 7: there are 4 experts, 0 to 3"),
     (
         "merge_experts: {groups: [[0, 1], [2, 3]], weights: [[1, 1], [1]]}",
-        "r.yml:2:52: [2, 1] weights are given for groups of [2, 2] experts\n"
-        "  -> Write one weight for each expert of each group.",
+        "r.yml:2:52: groups of [2, 2] experts have [2, 1] weights\n  -> Write one weight for each expert of each group.",
     ),
     (
         "merge_experts: {groups: [[0, 1], [2, 3]], weights: [[1, 1], [2, -1]]}",
-        "r.yml:2:52: the weights [2.0, -1.0] are no shares: they must not be negative, nor all 0",
+        "r.yml:2:52: invalid weights [2.0, -1.0]: they must be non-negative, and not all 0",
     ),
     (
         "merge_experts: {groups: [[0, 1], [2, 3]], weights_by_layer: {0: [[1, 1], [1, 1]]}}",
-        "r.yml:2:61: 'weights_by_layer' does not go with 'groups'\n  -> Write weights.",
+        "r.yml:2:61: 'weights_by_layer' cannot be combined with 'groups'\n  -> Write weights.",
     ),
     (
         "merge_experts: {groups: [[0, 1], [2, 3]], router: last}",
@@ -443,20 +442,19 @@ GATE = {"layers.0.mlp.gate.weight": (3, 4)}
 @pytest.mark.parametrize(
     ("tensors", "what"),
     [
-        ({"layers.0.mlp.up_proj.weight": (8, 4)}, "m has no experts that are stored in a way that is known"),
-        (OWN, "0 routers are found for the experts, and not one"),
-        ({**OWN, "layers.0.mlp.gate.weight": (5, 4)}, "there are 3 experts, and this tensor is [5, 4]"),
+        ({"layers.0.mlp.up_proj.weight": (8, 4)}, "no experts were found in m"),
+        (OWN, "the experts need one router, but 0 were found"),
+        ({**OWN, "layers.0.mlp.gate.weight": (5, 4)}, "there are 3 experts, but this tensor is [5, 4]"),
         ({**OWN, **GATE, "layers.0.mlp.experts.4.w1.weight": (8, 4)}, "expert 3 is missing"),
-        ({**OWN, **GATE, "layers.0.mlp.experts.2.w1.weight": (8, 5)}, "experts are not all alike"),
-        ({**OWN, **GATE, "layers.0.mlp.experts.2.w2.weight": (4, 8)}, "experts are not all alike"),
+        ({**OWN, **GATE, "layers.0.mlp.experts.2.w1.weight": (8, 5)}, "experts have different tensors"),
+        ({**OWN, **GATE, "layers.0.mlp.experts.2.w2.weight": (4, 8)}, "experts have different tensors"),
         (
             {**OWN, **GATE, "layers.0.mlp.gate.tid2eid": (64, 2)},
-            "gate.tid2eid, beside the experts, is neither an expert's, nor a router's, nor a shared expert's tensor, as far as"
-            " is known",
+            "unknown tensor gate.tid2eid next to the experts: not an expert's, a router's or a shared expert's",
         ),
         (
             {**GATE, "layers.0.mlp.experts.gate_up_proj": (3, 8, 4), "layers.0.mlp.experts.b": (4, 3)},
-            "there are 3 experts, and this tensor is [4, 3]",
+            "there are 3 experts, but this tensor is [4, 3]",
         ),
         (
             {
@@ -467,11 +465,11 @@ GATE = {"layers.0.mlp.gate.weight": (3, 4)}
                     for k, v in {**OWN, "layers.0.mlp.gate.weight": (2, 4)}.items()
                 },
             },
-            "not all layers have the same number of experts",
+            "layers have different numbers of experts",
         ),
         (
             {"mlp.experts.0.w1.weight": (8, 4), "mlp.gate.weight": (1, 4)},
-            "experts outside numbered layers, or in numbered parts of a layer, are not known",
+            "experts outside numbered layers, or in numbered parts of a layer, are not supported",
         ),
     ],
 )
@@ -507,7 +505,7 @@ def test_neurons_are_not_matched_where_it_is_not_known_where_they_are(tmp_path: 
     (folder / "config.json").write_text(json.dumps(moe_zoo.config(model_type="stranger")))
     value = {"groups": [[0, 1], [2, 3]]}
     surgery(folder, tmp_path / "out", "merge_experts", value)
-    with pytest.raises(PlanError, match="side by side or take turns in this tensor is not known for stranger models"):
+    with pytest.raises(PlanError, match="this tensor interleaves gate and up is not known for stranger models"):
         surgery(folder, tmp_path / "no", "merge_experts", {**value, "match": True})
 
 
@@ -515,7 +513,7 @@ def test_experts_with_a_nan_are_not_matched(tmp_path: Path) -> None:
     listed = moe_zoo.experts()
     listed[1]["up"][0, 0] = np.nan
     folder = moe_zoo.store(tmp_path / "model", "own", listed)
-    with pytest.raises(WeightsmithError, match="cannot be matched: there is a NaN"):
+    with pytest.raises(WeightsmithError, match="cannot be matched: their weights contain NaN"):
         surgery(folder, tmp_path / "out", "merge_experts", {"groups": [[0, 1], [2, 3]], "match": True})
     assert {f.name for f in tmp_path.iterdir()} == {"model"}
 
@@ -571,7 +569,7 @@ def test_experts_with_factors_are_pruned_and_not_merged(tmp_path: Path) -> None:
         "router.proj.weight": (2, 6),
         "router.scale": (6,),
     }
-    with pytest.raises(PlanError, match="each expert has a factor of its own"):
+    with pytest.raises(PlanError, match="each expert has its own output factor"):
         surgery(folder, tmp_path / "no", "merge_experts", {"groups": [[0, 1], [2, 3]]})
 
 
@@ -619,7 +617,7 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     done = run("moe", str(recipe), str(tmp_path / "out"), "--no-fsync")
     assert done.code == 0, done.err
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "Mixture of experts of which some were averaged into one" in card
+    assert "Mixture of experts, some of which were averaged" in card
     recipe.write_text(f"model: {model}\nprune_experts:\n  keep: [0, 3, 9]\n")
     done = run("moe", str(recipe), str(tmp_path / "no"))
     assert done.code != 0

@@ -365,9 +365,9 @@ def test_an_expert_with_an_adapter_is_the_expert_with_the_adapter_baked_in(tmp_p
         ({"noise_fraction": 1.5, "noise_scale": 1}, "'noise_fraction' takes a number from 0 to 1"),
         ({"drop_fraction": -0.1}, "'drop_fraction' takes a number from 0 to 1"),
         ({"experts": 2000}, "'copies' takes a whole number from 1 to 1024"),
-        ({"virtual_groups": 4, "experts_per_token": 2}, "experts_per_token is 2, and virtual_groups 4 are chosen together"),
-        ({"virtual_groups": 5, "experts_per_token": 5}, "an MLP of 96 neurons cannot be cut into 5 of one size"),
-        ({"virtual_groups": 2, "experts_per_token": 6}, "experts_per_token is 6, and there are 4 experts"),
+        ({"virtual_groups": 4, "experts_per_token": 2}, "experts_per_token is 2, not a multiple of virtual_groups, 4"),
+        ({"virtual_groups": 5, "experts_per_token": 5}, "an MLP of 96 neurons cannot be split into 5 equal parts"),
+        ({"virtual_groups": 2, "experts_per_token": 6}, "experts_per_token is 6, but there are 4"),
     ],
 )
 def test_what_makes_no_sense_is_refused(keys: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -380,7 +380,7 @@ def test_what_makes_no_sense_is_refused(keys: dict[str, Any], words: str, tmp_pa
 def test_virtual_groups_and_shared_experts_do_not_go_together(tmp_path: Path) -> None:
     model = dense(tmp_path / "a")
     source = recipe(model, architecture="glm4_moe", virtual_groups=2, experts_per_token=2)
-    with pytest.raises(PlanError, match="a shared expert would not have their size"):
+    with pytest.raises(PlanError, match="a shared expert would differ in size"):
         weightsmith.moe({**source, "shared_experts": [{"source_model": str(model)}]}, tmp_path / "out")
 
 

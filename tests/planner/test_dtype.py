@@ -156,7 +156,7 @@ def test_integers_that_disagree_are_told_after_the_merge(tmp_path: Path) -> None
     a = write(tmp_path / "a", decoder() | {COUNTER: np.arange(3), "model.same": np.arange(2)})
     b = write(tmp_path / "b", decoder(seed=1) | {COUNTER: np.arange(1, 4), "model.same": np.arange(2)})
     done = weightsmith.merge(linear(a, b, base_model=b), tmp_path / "out", fsync=False)
-    assert [str(w) for w in done.warnings] == [f"{COUNTER}: the models disagree on this int64 tensor; taken from {b}"]
+    assert [str(w) for w in done.warnings] == [f"{COUNTER}: the models differ in this int64 tensor; taken from {b}"]
     with weightsmith.open_checkpoint(tmp_path / "out") as out:
         assert out.read(COUNTER).tolist() == [1, 2, 3]
 

@@ -322,7 +322,7 @@ def test_fused_experts_stay_as_they_are_with_a_warning() -> None:
 @pytest.mark.parametrize("what", [TIES, MIXTURE, SURGERY], ids=["merge", "moe", "surgery"])
 def test_an_unknown_encoding(what: Mapping[str, Any]) -> None:
     text = problems(what, quantize="fp8-dynamc")
-    assert "quantize: there is no encoding called 'fp8-dynamc' (did you mean 'fp8-dynamic'?)" in text
+    assert "quantize: unknown encoding 'fp8-dynamc' (did you mean 'fp8-dynamic'?)" in text
     assert text.endswith("Nothing was written. (1 problem)")
 
 
@@ -334,7 +334,7 @@ def test_an_unknown_encoding_is_one_of_several_problems() -> None:
 
 def test_a_dtype_that_cannot_be_encoded() -> None:
     text = problems(TIES, quantize=FP8, out_dtype=DTYPES["F64"])
-    assert "cannot be stored as fp8-dynamic: it is F64, not floating point of 16 or 32 bits (and 13 more)" in text
+    assert "cannot be stored as fp8-dynamic: it is F64, not 16-bit or 32-bit floating point (and 13 more)" in text
     assert "--out-dtype bfloat16" in text
 
 

@@ -147,7 +147,7 @@ def test_files_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
 def test_slices_for_several_devices_are_refused(tmp_path: Path) -> None:
     for k in range(2):
         torch.save(W, tmp_path / f"consolidated.0{k}.pth")
-    with pytest.raises(Unsupported, match=r"consolidated\.00\.pth and the files like it hold slices"):
+    with pytest.raises(Unsupported, match=r"consolidated\.00\.pth and similar files hold slices"):
         weightsmith.open_checkpoint(tmp_path)
 
 

@@ -21,7 +21,7 @@ from weightsmith.formats.files import FileState, Opener, StoredTensor
 from weightsmith.formats.hf_folder import Weights
 from weightsmith.lora import apply_adapter, open_adapter
 from weightsmith.sources import Kind, Opened, Tensors, Wrapped, Wrapper
-from weightsmith.sources.adapted import Adapted, Origin, Update
+from weightsmith.sources.adapted import Adapted, AdaptedTensor, Update
 from weightsmith.sources.files import PlainFiles, SourceFile, unite
 from weightsmith.sources.memory import StateDict
 from weightsmith.sources.safetensors import open_files
@@ -90,15 +90,15 @@ class TestAdapted(SourceTests):
         }
         write_checkpoint(tmp_path / "base", base, max_shard_bytes=2000)
         write_checkpoint(tmp_path / "adapter", factors)
-        origins = {name: Origin(name) for name in base} | {
-            "head": Origin("tied"),
-            "layers.2.w": Origin("layers.2.w", update=Update("a", "b", 0.5, transposed=False)),
-            "tied": Origin("tied", replacement="saved"),
-            "wide": Origin("wide", update=Update("a", "b.wide", -2, transposed=False)),
-            "z": Origin("z", update=Update("a.t", "b.t", 2, transposed=True)),
+        origins = {name: AdaptedTensor(name) for name in base} | {
+            "head": AdaptedTensor("tied"),
+            "layers.2.w": AdaptedTensor("layers.2.w", update=Update("a", "b", 0.5, transposed=False)),
+            "tied": AdaptedTensor("tied", replacement="saved"),
+            "wide": AdaptedTensor("wide", update=Update("a", "b.wide", -2, transposed=False)),
+            "z": AdaptedTensor("z", update=Update("a.t", "b.t", 2, transposed=True)),
         }
 
-        def adapted(changed: Mapping[str, Origin]) -> Tensors:
+        def adapted(changed: Mapping[str, AdaptedTensor]) -> Tensors:
             return Adapted(opened(tmp_path / "base"), opened(tmp_path / "adapter"), changed, "here")
 
         def low_rank(a: str, b: str) -> np.ndarray:
@@ -113,7 +113,7 @@ class TestAdapted(SourceTests):
             "z": (base["z"] + 2 * low_rank("a.t", "b.t").T).astype(np.float32),
         }
         order = ["empty", "head", "layers.2.w", "layers.10.w", "long", "scalar", "tied", "wide", "z"]
-        doubled = origins | {"wide": Origin("wide", update=Update("a", "b.wide", 4, transposed=False))}
+        doubled = origins | {"wide": AdaptedTensor("wide", update=Update("a", "b.wide", 4, transposed=False))}
         return SourceCase(lambda: adapted(origins), {n: expected[n] for n in order}, lambda: adapted(doubled))
 
     def test_what_is_written_and_where(self, case: SourceCase) -> None:

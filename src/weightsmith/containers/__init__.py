@@ -1,7 +1,7 @@
-"""How tensors are laid out in files, one file per kind of container. Pure: nothing is read or written.
+"""How tensors are laid out in files, one file per kind of container. Does no I/O.
 
-A container is a function `(specs, max_shard_bytes) -> Layout`, which knows every offset and every header byte before the
-first tensor byte is written. Adding one is adding a file and its name to `CONTAINERS`.
+A container is a function `(specs, max_shard_bytes) -> Layout`, which determines every offset and header byte before the
+first tensor byte is written. To add one, add a file and its name to `CONTAINERS`.
 """
 
 from __future__ import annotations
@@ -17,4 +17,4 @@ from weightsmith.tensors import TensorSpec
 SAFETENSORS = "safetensors"
 
 CONTAINERS: Mapping[str, Callable[[Sequence[TensorSpec], int], Layout]] = {SAFETENSORS: make_layout}
-"""Name in `Plan.container` → the function that lays tensors out."""
+"""Name in `Plan.container` → layout function."""

@@ -1,4 +1,4 @@
-"""Where every output byte goes: weight files, their headers, each tensor's offset."""
+"""The position of every output byte: weight files, their headers, each tensor's offset."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weightsmith.tensors import TensorSpec
 
 
 class TensorPlace(NamedTuple):
-    """Where one tensor lies: file number `shard`, from byte `offset` of that file, `nbytes` long."""
+    """Where one tensor is stored: `nbytes` bytes from byte `offset` of file number `shard`."""
 
     shard: int
     offset: int
@@ -39,7 +39,7 @@ class Layout:
 
     shards       in file order
     places       tensor name -> place, in model order
-    index        bytes of `model.safetensors.index.json`, None when there is one shard
+    index        bytes of `model.safetensors.index.json`; None with one shard
     total_bytes  sizes of all weight files and the index
     """
 

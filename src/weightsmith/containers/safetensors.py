@@ -1,15 +1,15 @@
 """safetensors shards: `model.safetensors`, or `model-00001-of-00007.safetensors` … and an index.
 
-A safetensors file is an 8-byte little-endian length, that many bytes of JSON, then the tensors' bytes without holes.
+A safetensors file is an 8-byte little-endian length, that many bytes of JSON, then the tensors' bytes without gaps.
 The JSON is padded with spaces so that tensor data starts on a 4,096-byte boundary, and tensors of wider dtypes come
-first, so every tensor is aligned to its element size and a reader may map the file and use it in place.
+first, so every tensor is aligned to its element size and readers can use it in place from a memory map.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from json.encoder import encode_basestring as quote  # JSON string, non-ASCII kept as it is
+from json.encoder import encode_basestring as quote  # JSON string, non-ASCII unchanged
 from types import MappingProxyType
 from typing import Any
 
@@ -18,9 +18,9 @@ from weightsmith.errors import NOTHING_WRITTEN, StoreError
 from weightsmith.tensors import TensorSpec
 
 DATA_ALIGNMENT_BYTES = 4096
-MAX_HEADER_BYTES = 100_000_000  # the safetensors library refuses to read longer headers
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library rejects longer headers
 INDEX_NAME = "model.safetensors.index.json"
-PT_METADATA: Mapping[str, str] = MappingProxyType({"format": "pt"})  # transformers refuses files that do not say this
+PT_METADATA: Mapping[str, str] = MappingProxyType({"format": "pt"})  # transformers rejects files without it
 
 
 def make_layout(
@@ -30,15 +30,15 @@ def make_layout(
     *,
     index_metadata: Mapping[str, str] | None = None,
 ) -> Layout:
-    """Lay out tensors in as few weight files as their order allows.
+    """Lay out tensors in as few weight files as possible in their order.
 
     specs           in model order; names are unique
-    max_shard_bytes bound of one file's tensor data; a larger tensor has a file of its own
+    max_shard_bytes maximum bytes of tensor data per file; a larger tensor gets its own file
     metadata        `__metadata__` of every weight file; None means `{"format": "pt"}`
-    index_metadata  further keys beside `total_size` in the index; unused with one file
+    index_metadata  keys of the index's metadata besides `total_size`; unused with one file
 
-    No tensors at all give one valid, empty file. Raises StoreError for names that cannot be stored, a bound of 0 or
-    less, and headers longer than readers accept. Cost: about 6 us a tensor.
+    Without tensors, lays out one valid, empty file. Raises StoreError for names that cannot be stored, a maximum of 0 or
+    less, and headers longer than readers accept. Cost: about 6 us per tensor.
 
     >>> from weightsmith.tensors import DTYPES
     >>> layout = make_layout([TensorSpec("a", DTYPES["BF16"], (3,)), TensorSpec("b", DTYPES["F32"], (2,))], 100)
@@ -47,9 +47,9 @@ def make_layout(
     """
     if max_shard_bytes <= 0:
         raise StoreError(
-            f"the largest weight file cannot be {max_shard_bytes} bytes",
+            f"invalid max_shard_bytes: {max_shard_bytes}",
             where="max_shard_bytes",
-            fix="give a positive number of bytes, such as 5_000_000_000",
+            fix="pass a positive number of bytes, such as 5_000_000_000",
             state=NOTHING_WRITTEN,
         )
     if not isinstance(specs, Sequence):
@@ -82,10 +82,10 @@ def _check_names(names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise StoreError("two tensors have this name, and a file can hold one", where=name, state=NOTHING_WRITTEN)
+            raise StoreError("two tensors have this name", where=name, state=NOTHING_WRITTEN)
         if name == "__metadata__":
             raise StoreError(
-                "a safetensors file keeps this name for itself",
+                "this name is reserved in safetensors files",
                 where=name,
                 fix="rename the tensor",
                 state=NOTHING_WRITTEN,
@@ -104,15 +104,15 @@ def _check_metadata(metadata: Mapping[Any, Any]) -> None:
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise StoreError(
-                f"the metadata of a safetensors file maps text to text, not {key!r} to {value!r}",
+                f"safetensors metadata must map strings to strings, not {key!r} to {value!r}",
                 where="metadata",
-                fix="turn the value into a string, for instance with json.dumps",
+                fix="convert the value to a string, for example with json.dumps",
                 state=NOTHING_WRITTEN,
             )
 
 
 def _split(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
-    """Cut the model-order list into runs of at most `max_shard_bytes`; always at least one run."""
+    """Split the model-order list into runs of at most `max_shard_bytes`; at least one run."""
     groups: list[list[TensorSpec]] = [[]]
     filled = 0
     for spec in specs:
@@ -140,14 +140,14 @@ def _header(group: Sequence[TensorSpec], metadata: Mapping[str, str], name: str)
         raise StoreError(
             f"the header of {len(group):,} tensors would be {length:,} bytes; readers accept {MAX_HEADER_BYTES:,}",
             where=name,
-            fix="use a smaller max_shard_bytes, so that the tensors are spread over more files",
+            fix="use a smaller max_shard_bytes to spread the tensors over more files",
             state=NOTHING_WRITTEN,
         )
     return length.to_bytes(8, "little") + text + b" " * padding
 
 
 def _index(shards: Sequence[ShardLayout], places: Mapping[str, TensorPlace], index_metadata: Mapping[str, str]) -> bytes:
-    """The index as transformers writes it: indented by two, keys sorted, a newline at the end."""
+    """The index as transformers writes it: indented by two, keys sorted, with a trailing newline."""
     metadata = {**index_metadata, "total_size": sum(place.nbytes for place in places.values())}
     head = json.dumps(metadata, indent=2, sort_keys=True).replace("\n", "\n  ")
     lines = [f'    {quote(name)}: "{shards[places[name].shard].name}"' for name in sorted(places)]

@@ -1,7 +1,7 @@
-"""An encoding: how the rows of a tensor become stored bytes, in one tensor or in several that belong together.
+"""The interface of an encoding: how the rows of a tensor become stored bytes, in one or several tensors.
 
-A new one is a file with an `Encoding`, listed in `ENCODINGS`. Which tensors of a model are encoded is not decided here: the
-planner knows embeddings, heads, norms and routers; an encoding only says which names, dtypes and shapes it can take.
+To add one, add a file with an `Encoding` and list it in `ENCODINGS`. An encoding only defines which names, dtypes and shapes
+it supports; the planner decides which tensors of a model to encode (not embeddings, heads, norms and routers).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Rows = npt.NDArray[np.float32]
 
 
 class Encoding(Protocol):
-    """One way to store a tensor. Without state: any thread may encode any rows in any order.
+    """One way to store a tensor. Stateless: any thread may encode any rows in any order.
 
     name        in recipes and plans: `fp8-dynamic`
-    align_rows  rows are encoded in runs that begin at a multiple of this many, and end at one or with the tensor
+    align_rows  runs of rows start at a multiple of this, and end at a multiple or at the end of the tensor
     """
 
     @property
@@ -32,13 +32,13 @@ class Encoding(Protocol):
     def align_rows(self) -> int: ...
 
     def refusal(self, spec: TensorSpec) -> str:
-        """Why a tensor cannot be encoded, or "" when it can: its name, dtype and shape alone."""
+        """Why a tensor cannot be encoded, judged by name, dtype and shape; "" if it can."""
         ...
 
     def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """The stored tensors. The first dimension of each is that of `spec`, so that rows of one are rows of all.
+        """The stored tensors. All have the first dimension of `spec`, so that their rows correspond.
 
-        spec  the tensor, with the dtype that it would have without this encoding
+        spec  the tensor, with its dtype without this encoding
 
         Raises Unsupported with the reason of `refusal`.
         """
@@ -49,15 +49,15 @@ class Encoding(Protocol):
 
         rows       float32 [n, cols], C-contiguous
         first_row  a multiple of `align_rows`
-        outs       one uint8 buffer for each of `outs(spec)`, of exactly the bytes of these rows
+        outs       one uint8 buffer for each of `outs(spec)`, exactly the size of these rows
 
-        NaN and infinities are encoded as the format allows; refusing them is the caller's.
+        Encodes NaN and infinity as the format allows; callers reject them.
         """
         ...
 
     def config(self, ignored: Sequence[str]) -> dict[str, Any]:
-        """What config.json must hold for readers to find the codes, as keys of its top level; {} for plain tensors.
+        """Top-level keys that config.json needs so that readers decode the tensors; {} for plain tensors.
 
-        ignored  names of the linear modules that are stored as they are: `lm_head`, `model.layers.0.mlp.gate`
+        ignored  names of the linear modules that are not encoded: `lm_head`, `model.layers.0.mlp.gate`
         """
         ...

@@ -1,19 +1,19 @@
-"""fp8-dynamic: 8-bit weights with a scale for each output channel, as compressed-tensors' FP8_DYNAMIC.
+"""fp8-dynamic: 8-bit weights with a scale for each output channel, like compressed-tensors' FP8_DYNAMIC.
 
-    X.weight        F8_E4M3 [rows, cols]   codes; readers multiply them by their row's scale
+    X.weight        F8_E4M3 [rows, cols]   codes, to be multiplied by their row's scale
     X.weight_scale  BF16 [rows, 1]         largest magnitude of the row / 448
 
-Activations are not in the checkpoint: vLLM and SGLang scale and round each token's as it comes.
+Activations are quantised at run time: vLLM and SGLang scale and round them per token.
 
-**The scale is bfloat16 whatever the weights were.** transformers casts a scale to the dtype that the model is loaded in, so a
-float32 one would be rounded after the codes were made for it (0.3 % on every weight of a bfloat16 model). One that is bfloat16
-already is exact in all readers, and nothing is lost: the row is divided by the scale as it is stored.
+**The scale is always bfloat16.** transformers casts scales to the dtype in which the model is loaded, so a float32 scale would
+be rounded after the codes were computed from it (an error of 0.3 % on every weight of a bfloat16 model). A bfloat16 scale is
+exact in all readers, and rows are divided by the scale as stored.
 
 **Error.** For every finite x of a row with scale s, |code · s - x| ≤ 2^-4 · |x| + 2^-10 · s: half a unit in the last place of a
 4-bit significand, or half the spacing of e4m3's subnormals (relative to the row's largest magnitude, 2^-10 / 448 = 2.2e-6).
 
-**Special rows.** A row of zeros has the scale 2^-7, as compressed-tensors writes it. Scales are at least 2^-126, the smallest
-normal bfloat16: below that they could not be told from zero.
+**Special rows.** A row of zeros has the scale 2^-7, as in compressed-tensors. Scales are at least 2^-126, the smallest normal
+bfloat16: smaller ones could be flushed to zero.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Fp8Dynamic:
     align_rows: int = 1
 
     def refusal(self, spec: TensorSpec) -> str:
-        """Matrices of floating point named `….weight`, with at least one element; readers look for no other names."""
+        """Accepts non-empty floating-point matrices named `….weight`, because readers expect that name."""
         if not spec.name.endswith(_SUFFIX):
-            return f"its name does not end in {_SUFFIX}, by which readers find the scales"
+            return f"its name does not end in {_SUFFIX}, which readers need to find the scales"
         if len(spec.shape) != 2:
             return f"its shape is {list(spec.shape)}, not a matrix"
         if not spec.dtype.floating or spec.dtype.itemsize not in (2, 4):
-            return f"it is {spec.dtype}, not floating point of 16 or 32 bits"
-        return "" if spec.size else f"its shape {list(spec.shape)} holds no element"
+            return f"it is {spec.dtype}, not 16-bit or 32-bit floating point"
+        return "" if spec.size else f"its shape {list(spec.shape)} has no elements"
 
     def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """Codes and scales.
@@ -65,7 +65,7 @@ class Fp8Dynamic:
         return codes, TensorSpec(spec.name + "_scale", DTYPES["BF16"], (spec.shape[0], 1))
 
     def encode(self, spec: TensorSpec, rows: Rows, first_row: int, outs: Sequence[Bytes]) -> None:
-        """As `Encoding.encode`. NaN becomes NaN; a row with an infinity is zeros and NaN."""
+        """As `Encoding.encode`. NaN stays NaN; a row with an infinity becomes zeros and NaN."""
         from weightsmith.kernels import codecs, fp8
 
         codes, stored_scales = outs
@@ -81,7 +81,7 @@ class Fp8Dynamic:
         fp8.quantise(flat, cols, scales, codes)
 
     def config(self, ignored: Sequence[str]) -> dict[str, Any]:
-        """`quantization_config` of a model whose linear modules are all encoded but for the ignored ones.
+        """`quantization_config` of a model with all linear modules encoded except the ignored ones.
 
         >>> Fp8Dynamic().config(["lm_head"])["quantization_config"]["ignore"]
         ['lm_head']

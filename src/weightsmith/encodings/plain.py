@@ -1,4 +1,4 @@
-"""Plain numbers: one tensor of the dtype that was asked for, rounded to nearest even."""
+"""Plain values: one tensor of the requested dtype, rounded to nearest even."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from weightsmith.tensors import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Rows → a tensor of `spec.dtype`, of any shape."""
+    """Rows → a tensor of `spec.dtype` and any shape."""
 
     name: str = "plain"
     align_rows: int = 1
 
     def refusal(self, spec: TensorSpec) -> str:
-        """Only what is no floating-point tensor cannot be encoded."""
+        """Accepts every floating-point tensor."""
         return "" if spec.dtype.floating else f"it is {spec.dtype}, not floating point"
 
     def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
@@ -41,7 +41,7 @@ class Plain:
         encode(rows.reshape(-1), rows.size, spec.dtype.code, 0, outs[0])
 
     def config(self, ignored: Sequence[str]) -> dict[str, Any]:
-        """Nothing: every reader takes plain tensors."""
+        """No keys: every reader supports plain tensors."""
         return {}
 
 

@@ -1,4 +1,4 @@
-"""What the methods of the task-vector family are made of. `task_vectors.py` is the job."""
+"""The building blocks of the task-vector methods. `task_vectors.py` is the job."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ Combine = Literal["sum", "mean", "disjoint_mean", "absmax"]
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """A method of the family, and its parameters. Those of each model (weight, density to group) are in the models' order.
+    """A method of the family and its parameters. Per-model parameters (weight, density to group) are in the models' order.
 
-    sparsifier  `magnitude` keeps the largest deltas, `magnitude_outliers` the largest but for the very largest, `random` each
-                with probability density, `row_rank` each with a probability that grows with its rank in the row, `groups`
-                the largest of each group of neighbours that no earlier model has kept
+    sparsifier  `magnitude` keeps the largest deltas, `magnitude_outliers` the largest except for outliers, `random` each with
+                probability density, `row_rank` each with a probability that grows with its rank in the row, `groups` the
+                largest of each group of neighbours that no earlier model has kept
     weight      factor on a model's delta
     factor      lambda
-    density     share of a delta that is kept; () for `none`, as the next three are where the sparsifier does not use them
-    gamma       share that is too large, of `magnitude_outliers`
-    epsilon     half of the range of probabilities, of `row_rank`
-    group       neighbours in a group, of `groups`
-    scope       what magnitudes are ranked among: the tensor, each row, or all tensors of the model
-    rescale     what is left of a delta is multiplied by: `l1` what restores the tensor's L1 norm, `inv_density` 1/density,
+    density     share of a delta to keep; () for `none`. The next three are also () if the sparsifier does not use them
+    gamma       share of outliers, for `magnitude_outliers`
+    epsilon     half of the range of probabilities, for `row_rank`
+    group       group size, for `groups`
+    scope       where magnitudes are ranked: in the tensor, each row, or all tensors of the model
+    rescale     factor on the remaining delta: `l1` restores the tensor's L1 norm, `inv_density` is 1/density,
                 `inv_probability` the inverse of each element's probability
-    elect       contributions against the elected sign are left out
-    combine     `sum`; `mean`, divided by the sum of the weights, after an election of |weight| of those that agree;
-                `disjoint_mean`, divided by the number of models that contributed; `absmax`, the largest alone
+    elect       drop contributions against the elected sign
+    combine     `sum`; `mean`, divided by the sum of the weights (after an election, by the sum of |weight| of those that
+                agree); `disjoint_mean`, divided by the number of contributing models; `absmax`, only the largest
     """
 
     sparsifier: Sparsifier

@@ -1,7 +1,7 @@
-"""Jobs whose result is a linear combination of the inputs: coefficients given, or a function of the Gram matrix.
+"""Linear combinations of the inputs, with given coefficients or with a function of the Gram matrix.
 
-slerp, karcher, model_stock and their kin all compute Σ cᵢ xᵢ where the cᵢ depend on the inputs' inner products alone: one
-statistics pass, a small function from the Gram matrix to coefficients in float64, one linear pass.
+slerp, karcher, model_stock and similar methods compute Σ cᵢ xᵢ, where the cᵢ depend only on the inputs' inner products: one
+statistics pass, a small float64 function from the Gram matrix to coefficients, one linear pass.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def symmetric(products: Vector, k: int) -> Vector:
 
 
 class CombinationJob(Job):
-    """Σ coefficients[i] · input[i], the coefficients (float64 [inputs]) known beforehand."""
+    """Σ coefficients[i] · input[i], with given coefficients (float64 [inputs])."""
 
     def __init__(self, matrix: Matrix, coefficients: Vector) -> None:
         super().__init__(matrix)
@@ -48,7 +48,7 @@ class CombinationJob(Job):
 class GramJob(CombinationJob):
     """Coefficients from inner products: `solve` maps the Gram matrix (float64 [k, k]) to coefficients (float64 [inputs]).
 
-    With `deltas` the vectors are the inputs minus the first one, the base, and k = inputs - 1.
+    With `deltas`, the vectors are the inputs minus the first one, the base, and k = inputs - 1.
     """
 
     def __init__(self, matrix: Matrix, solve: Callable[[Vector], Vector], *, deltas: bool = False) -> None:
@@ -69,9 +69,9 @@ class GramJob(CombinationJob):
         return out
 
     def fold(self, number: int, results: list[Any]) -> None:
-        # cumsum adds grain after grain; sum would add pairwise, in an order that depends on the tiles.
+        # cumsum adds sequentially; sum would add pairwise, in an order that depends on the tiles.
         totals = np.zeros(self.vectors * (self.vectors + 1) // 2)
         for result in results:
             totals = np.cumsum(np.concatenate([totals[None], result]), axis=0)[-1]
-        with np.errstate(all="ignore"):  # NaN and infinities are found in the tiles, or allowed
+        with np.errstate(all="ignore"):  # NaN and infinity are reported by the tiles, or allowed
             self.coefficients = self.solve(symmetric(totals, self.vectors))

@@ -1,24 +1,24 @@
-"""Linear algebra of the matrix methods, in torch: singular vectors and polar factors from Gram matrices, in float64.
+"""Linear algebra of the matrix methods: singular vectors and polar factors from Gram matrices, with torch in float64.
 
-eigh of the smaller Gram matrix is faster than an SVD, on a GPU much so, and in float64 loses nothing that matters: singular
-values down to 1e-6 of the largest are kept, and what lies below has no direction that can be told from rounding. It counts as
-zero here, with no singular vectors (columns of zeros), where an SVD makes up some.
+eigh of the smaller Gram matrix is faster than an SVD, especially on a GPU, and accurate enough in float64: it resolves
+singular values down to 1e-6 of the largest. The directions of smaller ones are rounding noise. Here they count as zero, with
+columns of zeros as singular vectors, where an SVD returns arbitrary ones.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-Tensor = Any  # torch is optional: without it mypy could not name its type
+Tensor = Any  # torch is optional, so mypy cannot use its type
 
 TINY = 1e-6
-"""Singular values below this share of the largest are zero."""
+"""Singular values below this share of the largest count as zero."""
 
 
 def thin_svd(a: Tensor, keep: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The `keep` largest singular values of a (float64 [m, n]) with their vectors: u [m, k], s [k], vt [k, n].
 
-    s descends. Where s is zero the columns of u and the rows of vt are zero.
+    s is descending. Where s is zero, the columns of u and the rows of vt are zero.
     """
     import torch
 
@@ -37,7 +37,7 @@ def thin_svd(a: Tensor, keep: int | None = None) -> tuple[Tensor, Tensor, Tensor
 def polar(a: Tensor) -> Tensor:
     """The orthonormal matrix nearest to a (float64 [m, n]): a (aᵀa)^-½.
 
-    Where a has no full rank it is orthonormal on a's own space only, and of the same rank.
+    If a is rank-deficient, the result has the same rank and is orthonormal only on a's row and column space.
     """
     u, _, vt = thin_svd(a)
     return u @ vt

@@ -1,4 +1,4 @@
-"""Jobs that look at one position of all models at a time: a kernel call a tile, and for RAM+ a count before it."""
+"""Elementwise jobs: one kernel call per tile, after a counting pass for RAM+."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
 from weightsmith.kernels.elementwise import count_active, merge_active
 
 Counts = npt.NDArray[np.int64]
-"""[models, 2]: positions where a model is active alone, and where others are too."""
+"""[models, 2]: the number of positions where only this model is active, and where others are too."""
 
 
 class ElementwiseJob(Job):
-    """Calls `kernel(raw, codes, n, *arguments, out, out_code, rows, sums)` on each tile; `sums` rows of float64 scratch."""
+    """Calls `kernel(raw, codes, n, *arguments, out, out_code, rows, sums)` per tile, with `sums` rows of float64 scratch."""
 
     def __init__(self, matrix: Matrix, kernel: Callable[..., None], *arguments: Any, sums: int = 2) -> None:
         super().__init__(matrix)
@@ -31,7 +31,7 @@ class ElementwiseJob(Job):
 
 
 def count_tile(matrix: Matrix, tile: Tile, epsilon: float) -> Counts:
-    """Where each model of one tile is active, |delta| > epsilon."""
+    """Counts where each model is active (|delta| > epsilon) in one tile."""
     counts = np.zeros((len(matrix.codes) - 1, 2), np.int64)
     rows = tile.scratch.rows(len(matrix.codes), matrix.codes, matrix.out_code)
     count_active(tile.raw, matrix.codes, tile.size, epsilon, counts, rows, tile.scratch.sums(1))
@@ -39,10 +39,10 @@ def count_tile(matrix: Matrix, tile: Tile, epsilon: float) -> Counts:
 
 
 class ActiveJob(Job):
-    """RAM: the delta of the one model that is active, |delta| > epsilon, else the mean of the active ones; factor · either.
+    """RAM: factor · the mean delta of the active models (|delta| > epsilon) at each position.
 
-    alone  factors (float64 [models]) on deltas that are active alone, or a function to them from the counts of the matrix;
-           None: RAM, all 1
+    alone  factors (float64 [models]) on deltas where only one model is active, or a function from the matrix's counts to
+           such factors; None: all 1, as in RAM
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A tensor of one number."""
+"""Fills a tensor with one number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weightsmith.tensors import BY_CODE
 
 
 class FillJob(Job):
-    """Every element is the shared parameter `value`, rounded to the output's dtype."""
+    """Fills with the shared parameter `value`, rounded to the output's dtype."""
 
     def __init__(self, matrix: Matrix) -> None:
         super().__init__(matrix)

@@ -1,10 +1,10 @@
-"""What the engine runs: a `Job` merges one logical matrix, tile by tile.
+"""The interface of a job, which merges one logical matrix, tile by tile.
 
     statistics(0, every tile) → fold(0) → … → statistics(k-1, every tile) → fold(k-1) → apply(every tile)
 
-`statistics` and `apply` are called from many threads in any order; `fold` once a pass, when all its tiles are in. What
-`statistics` returns must depend on the grains of the tile alone, and `fold` gets the results in tile order, so that a job's
-outcome is the same for any tile size and number of threads.
+`statistics` and `apply` are called from many threads in any order; `fold` once per pass, after all its tiles. The result of
+`statistics` may depend only on the grains of the tile, and `fold` receives the results in tile order, so the outcome does not
+depend on tile size or number of threads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a product has made: its settings, the numbers of the models that these speak of, and its arrays in order."""
+    """A finished product: its settings, the indices of the models they refer to, and its arrays in order."""
 
     settings: Mapping[str, Any]
     models: tuple[int, ...]
@@ -33,23 +33,23 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One logical matrix, an output tensor or a piece of one, and all that is known before its bytes are read.
+    """One logical matrix, an output tensor or a piece of one, and everything known before its bytes are read.
 
-    name          of the tensor; a piece has the name that it would have as a tensor of its own
-    size, cols    elements, and elements in a row
-    grain         elements in a grain
+    name          of the tensor; a piece has its name as a separate tensor
+    size, cols    elements, and elements per row
+    grain         elements per grain
     codes         int64 [inputs]: `DType.code` of each input
     out_code      of the output
-    base          True when input 0 is the base
+    base          whether input 0 is the base
     shared        parameters of the tensor
-    models        parameters of each input (of the base too: usually none)
+    models        parameters of each input (including the base, which usually has none)
     seed          of the random masks
-    inputs        for each input its model's number in the plan
-    places        for each input its place among those that the recipe lists
+    inputs        for each input, its model's index in the plan
+    places        for each input, its position among the recipe's models
     results       of the products that its step needs, in that order
     shape         of the matrix
-    role          what it is to a method
-    layer         prefix of the layer it belongs to, "" outside the layers
+    role          how methods treat it
+    layer         prefix of its layer; "" outside the layers
     """
 
     name: str
@@ -71,28 +71,28 @@ class Matrix:
 
     @property
     def row(self) -> int:
-        """Elements of what counts as a row for methods that work on whole rows: a vector is one row, up to a grain."""
+        """Elements per row, for methods that work on whole rows. A vector is one row, up to the size of a grain."""
         return min(self.cols, self.grain)
 
     @property
     def wide(self) -> bool:
-        """Rows are float64: the output is F32 or F64, or an input F64."""
+        """Whether rows are float64: if the output is F32 or F64, or an input is F64."""
         return needs_float64(self.codes, self.out_code)
 
     @property
     def own(self) -> tuple[Parameters, ...]:
-        """The parameters of each input but the base."""
+        """The parameters of each input except the base."""
         return self.models[1 if self.base else 0 :]
 
     def number(self, name: str) -> float:
-        """A parameter of the tensor that is a number."""
+        """A numeric parameter of the tensor."""
         value = self.shared[name]
         assert isinstance(value, float | int), f"{name} is {value!r}"
         return float(value)
 
 
 def needs_float64(codes: npt.NDArray[np.int64], out_code: int) -> bool:
-    """Rows must be float64: for an output of F32 or F64, or an input of F64."""
+    """Whether rows must be float64: if the output is F32 or F64, or an input is F64."""
     from weightsmith.kernels.codecs import F32, F64
 
     return out_code in (F32, F64) or bool((codes == F64).any())
@@ -118,7 +118,7 @@ class Scratch:
         self.bits = np.empty(BLOCK, np.uint32)
 
     def rows(self, count: int, codes: npt.NDArray[np.int64], out_code: int, length: int = 0) -> np.ndarray:
-        """At least `count` rows of max(BLOCK, length): float64 if the output is F32 or F64 or an input F64; else float32."""
+        """At least `count` rows of max(BLOCK, length): float64 if `needs_float64`, else float32."""
         kind = np.float64 if needs_float64(codes, out_code) else np.float32
         held = self._rows.get(kind)
         if held is None or len(held) < count or held.shape[1] < length:
@@ -140,7 +140,7 @@ class Scratch:
         return self._sorting[length]
 
     def table(self, slots: int, used: int) -> tuple[npt.NDArray[np.uint32], ...]:
-        """A hash table of `slots`: patterns and numbers, and a list of `used` slots. Whoever uses it leaves numbers zero."""
+        """A hash table of `slots`: patterns and numbers, and a list of `used` slots. Users must reset numbers to zero."""
         if not self._table:
             self._table = np.empty(slots, np.uint32), np.zeros(slots, np.uint32), np.empty(used, np.uint32)
         return self._table
@@ -154,9 +154,9 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A run of whole grains of a matrix, its input bytes read.
+    """A run of whole grains of a matrix, with its input bytes.
 
-    start    first element, counted from the start of the matrix
+    start    index of the first element in the matrix
     size     elements
     raw      uint8 [inputs, bytes]
     scratch  of the thread that works on it
@@ -175,8 +175,8 @@ class Tile:
 class Job(ABC):
     """The merge of one logical matrix.
 
-    sequential      statistics tiles come one after the other, in order (a job whose sums cannot be split by grain)
-    resident_bytes  what it holds in memory while it works, when that is much: jobs are begun as the memory allows
+    sequential      pass statistics tiles one by one, in order (for sums that cannot be split by grain)
+    resident_bytes  memory that it holds while it runs, if large: the scheduler starts jobs as memory allows
     """
 
     sequential = False
@@ -186,7 +186,7 @@ class Job(ABC):
         self.matrix = matrix
 
     def passes(self) -> int:
-        """Number of statistics passes; asked again after each `fold`, so a pass may turn out not to be needed."""
+        """Number of statistics passes. Called again after each `fold`, so it may change."""
         return 0
 
     def statistics(self, number: int, tile: Tile) -> Any:
@@ -194,7 +194,7 @@ class Job(ABC):
         raise NotImplementedError
 
     def fold(self, number: int, results: list[Any]) -> None:
-        """Take in the statistics of all tiles, in tile order."""
+        """Process the statistics of all tiles, in tile order."""
         raise NotImplementedError
 
     @abstractmethod

@@ -1,13 +1,13 @@
 """The job of methods that need a whole matrix at once: singular vectors, polar factors, solutions of linear systems.
 
-The statistics pass copies what it sees of each input into memory (float32, float64 where rows are); `fold` computes an
-update with torch, in float64; the apply pass adds it to a combination of the inputs. How many matrices are in memory at a
-time is the scheduler's business (`Job.resident_bytes`).
+The statistics pass copies the inputs into memory (in the dtype of rows); `fold` computes an update with torch, in float64;
+the apply pass adds it to a combination of the inputs. The scheduler limits the number of matrices in memory
+(`Job.resident_bytes`).
 
-The same bytes for any tiles and threads: each computation is done by one thread, alone, on arrays that torch aligns. Matrices
-are computed side by side on as many threads as the merge has, memory permitting. torch's number of threads is one number for
-the process, so it is 1 while any update is being computed and is set back after the last. Another processor, another
-version of torch, or a GPU rounds differently: the last bits of a float32 merge may differ between machines.
+The bytes do not depend on tiles and threads: a single thread does each computation, on arrays that torch aligns. Several
+matrices are computed in parallel, on as many threads as the merge has, memory permitting. torch's number of threads is global,
+so it is set to 1 while any update is being computed and restored afterwards. Other processors, other versions of torch, and
+GPUs round differently: the last bits of a float32 merge may differ between machines.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
 from weightsmith.jobs.requires import needs_torch
 from weightsmith.kernels.matrix import combine_with, copy_rows
 
-Tensor = Any  # torch is optional: without it mypy could not name its type
+Tensor = Any  # torch is optional, so mypy cannot use its type
 Vector = npt.NDArray[np.float64]
 
 WORK_SQUARES = 4
-"""Square matrices of float64 that a computation holds: a Gram matrix, its vectors, and what eigh needs beside them."""
+"""Square float64 matrices in memory during a computation: a Gram matrix, its eigenvectors, and eigh's workspace."""
 
 
 class _OneThread:
-    """torch computes on one thread while any block is inside, and as before after the last.
+    """Context manager: torch uses one thread while any block is active, and the previous number after the last.
 
-    OpenMP keeps a number for each thread, so every thread sets its own to 1. One that leaves before the last keeps the 1 (to
-    set it back would set the process's too): it is not asked what the number was before.
+    OpenMP has a number for each thread, so every thread sets its own to 1. A thread that leaves before the last keeps 1,
+    because restoring it would change the process's too; its number does not count as the previous one.
     """
 
     def __init__(self) -> None:
@@ -69,17 +69,17 @@ one_thread = _OneThread()
 
 
 def device() -> Any:
-    """Where updates are computed: a GPU when torch sees one."""
+    """The device for updates: a GPU if torch finds one."""
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Deltas(Sequence[Tensor]):
-    """Deltas as float64 tensors on the device, made one at a time when they are asked for."""
+    """Deltas as float64 tensors on the device, computed one at a time on access."""
 
     def __init__(self, rows: Tensor, weights: Vector, *, from_mean: bool = False) -> None:
-        """rows: [models, rows, cols]; weights: a factor on each; from_mean: rows are weights, and the base is their mean."""
+        """rows: [models, rows, cols]; weights: a factor on each; from_mean: rows are models, and their mean is the base."""
         import torch
 
         self._rows, self._weights, self._kind = rows, weights, torch.float64
@@ -103,15 +103,15 @@ class Deltas(Sequence[Tensor]):
 class MatrixJob(Job):
     """Σ coefficients[i] · input[i] + factor · merge(deltas), for one logical matrix.
 
-    merge         deltas (a sequence of torch float64 [rows, cols]) → merged delta, the same
+    merge         deltas (a sequence of torch float64 [rows, cols]) → merged delta, of the same form
     coefficients  float64 [inputs]
     weights       float64, of each delta
     factor        lambda
-    from_mean     there is no base: deltas are inputs minus their mean
-    copies        matrices of float64 that merge holds at most, beside square ones
-    side          of the largest square matrix that merge makes; None: the shorter side of the matrix
+    from_mean     without a base: deltas are inputs minus their mean
+    copies        maximum number of float64 matrices that merge holds, besides square ones
+    side          side of the largest square matrix in merge; None: the shorter side of the matrix
 
-    Where a delta is not finite (only with allow_nonfinite) there is nothing to decompose: the update is factor times the mean.
+    If a delta is not finite (only with allow_nonfinite), it cannot be decomposed: the update is factor times the mean.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class MatrixJob(Job):
     def _empty(self, *shape: int) -> Tensor:
         import torch
 
-        return torch.empty(shape, dtype=torch.float64 if self.width == 8 else torch.float32)  # aligned, as numpy's are not
+        return torch.empty(shape, dtype=torch.float64 if self.width == 8 else torch.float32)  # aligned, unlike numpy's
 
     def fold(self, number: int, results: list[Any]) -> None:
         held = self._held.view(len(self.weights), self.rows, self.matrix.cols)
@@ -170,7 +170,7 @@ class MatrixJob(Job):
         self._update = update.view(-1).numpy()
 
     def update(self, tile: Tile) -> npt.NDArray[Any]:
-        """factor · merge(deltas), the elements of one tile."""
+        """The tile's elements of factor · merge(deltas)."""
         return self._update[tile.start : tile.start + tile.size]
 
     def apply(self, tile: Tile, out: Bytes) -> None:

@@ -1,4 +1,4 @@
-"""What a step may do beside merging: one entry an operation. The engine copies bytes and joins pieces itself."""
+"""The operations of steps other than merging. The engine itself copies bytes and joins pieces."""
 
 from __future__ import annotations
 
@@ -38,4 +38,4 @@ OPERATIONS: Mapping[str, Callable[[Matrix], Job]] = {
     FILL: _fill,
     PERTURB: _perturbed,
 }
-"""Name of the op → the job of one logical matrix."""
+"""Name of the op → function that creates the job of one logical matrix."""

@@ -1,7 +1,7 @@
-"""One matrix of an expert made unlike its donor's: noise, neurons drawn anew, a factor. For upcycling.
+"""Perturbs one matrix of an expert, for upcycling: noise, reinitialised neurons, a factor.
 
-The neurons that are drawn anew are the same in an expert's gate, up and down: rows of the first two, columns of the last. Which
-they are, and all random numbers, follow from the seed, the layer and the expert's number alone.
+An expert's gate, up and down have the same reinitialised neurons: rows of the first two, columns of the last. Their choice and
+all random numbers depend only on the seed, the layer and the expert's number.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
 
 
 class PerturbedJob(Job):
-    """factor · (W + noise), with a share of the neurons drawn anew from a normal distribution like theirs.
+    """factor · (W + noise), with a share of the neurons reinitialised from a normal distribution like theirs.
 
     The matrix's shared parameters:
 
-    expert          its number; of shared experts "shared" and the number
+    expert          its number; for shared experts, "shared" and the number
     part            gate, up or down
     noise_scale     standard deviation of the noise
-    noise_fraction  of the elements, taken at random, that get noise
-    drop_fraction   of the neurons that are drawn anew, rounded to whole ones: from N(μ, σ²) with mean and standard deviation of
-                    the elements they replace (Drop-Upcycling: Nakamura et al. 2025, arXiv 2502.19261)
-    factor          on all of it, at last
+    noise_fraction  share of the elements, chosen at random, that get noise
+    drop_fraction   share of the neurons to reinitialise, rounded to whole ones: from N(μ, σ²) with mean and standard deviation
+                    of the elements they replace (Drop-Upcycling: Nakamura et al. 2025, arXiv 2502.19261)
+    factor          on the result
     """
 
     def __init__(self, matrix: Matrix) -> None:
@@ -41,12 +41,12 @@ class PerturbedJob(Job):
         self._mean = self._deviation = 0.0
 
     def _key(self, what: str, part: str | None = None) -> Any:
-        """uint64: the key of one kind of random number of this expert's part; part "" for all its parts."""
+        """uint64: the key of one kind of random numbers for this expert's part; part "" for all parts."""
         part = str(self.matrix.shared["part"]) if part is None else part
         return np.uint64(xxhash.xxh3_64_intdigest(f"{self._expert}\0{part}\0{what}".encode(), self.matrix.seed & (2**64 - 1)))
 
     def _choose(self, fraction: float) -> npt.NDArray[np.uint8]:
-        """1 for each neuron that is drawn anew; [0] when none is."""
+        """1 for each neuron to reinitialise; [0] if there are none."""
         from weightsmith.kernels.philox import random_words
 
         m = self.matrix
@@ -75,7 +75,7 @@ class PerturbedJob(Job):
     def fold(self, number: int, results: list[Any]) -> None:
         m = self.matrix
         count = int(self._chosen.sum()) * (m.cols if self._by_rows else m.size // m.cols)
-        total, squares = np.cumsum(np.concatenate(results), axis=0)[-1]  # grain after grain, in order
+        total, squares = np.cumsum(np.concatenate(results), axis=0)[-1]  # adds sequentially
         self._mean = float(total / count)
         self._deviation = float(np.sqrt(max(squares / count - self._mean**2, 0.0)))
 

@@ -1,4 +1,4 @@
-"""Packages that some jobs need and weightsmith does not install."""
+"""Optional packages that some jobs require."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import importlib.util
 
 
 def needs_torch() -> str:
-    """What to say where torch is not installed; "" where it is."""
+    """An error message if torch is not installed, else ""."""
     try:
         found = importlib.util.find_spec("torch") is not None
     except ImportError:
         found = False
-    return "" if found else "this method computes with torch, which is not installed: pip install 'weightsmith[torch]'"
+    return "" if found else "this method requires torch, which is not installed: pip install 'weightsmith[torch]'"

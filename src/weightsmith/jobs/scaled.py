@@ -1,4 +1,4 @@
-"""A step after a merge: the merged delta of a tensor is measured, and scaled before it is added to the base."""
+"""Measures the merged delta of a tensor, and scales it before it is added to the base."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
 
 
 class ScaledJob(Job):
-    """Another job, its delta scaled. The other's result is held in float32 (float64 for outputs of 32 bits and more)."""
+    """Scales the delta of another job, whose result it keeps in float32 (float64 for outputs of 32 bits or more)."""
 
     def __init__(self, matrix: Matrix, make: Callable[[Matrix], Job], norm: str, scale: float) -> None:
         from weightsmith.kernels.codecs import F32, F64
@@ -53,7 +53,7 @@ class ScaledJob(Job):
         return out
 
     def _squares(self, tile: Tile) -> npt.NDArray[np.float64]:
-        """float64 [grains, 2 + models]: squared norms of the merged delta, of the weighted sum, of each model's delta."""
+        """float64 [grains, 2 + models]: squared norms of the merged delta, the weighted sum, and each model's delta."""
         from weightsmith.kernels.delta import delta_squares
 
         m, scratch = self.matrix, tile.scratch

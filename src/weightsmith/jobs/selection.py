@@ -1,13 +1,12 @@
-"""The exact k-th largest of a score over a matrix that is seen tile by tile: `Selection`, a part of a job.
+"""The exact k-th largest score of a matrix that is processed tile by tile: `Selection`, a part of a job.
 
-One pass as a rule: whichever tile comes first guesses a window of bit patterns around each k-th from itself, and all tiles
-count what is in and above the windows. Where a guess was wrong two more passes find the k-th for certain (see
-`kernels/select.py`).
+Usually one pass: the first tile to arrive estimates a window of bit patterns around each k-th largest, and all tiles count the
+elements in and above the windows. If an estimate missed, two more passes find the exact value (see `kernels/select.py`).
 
-The counts of each tile are held until the pass ends, for they also say in which tile the last of equal magnitudes lies. A
-large float32 tensor has too many patterns for that: beyond a bound they are added up in one array for the whole window, and if
-that would be too long as well, the window counts as missed. Should the last of equal magnitudes then lie among several, one
-more pass looks for its tile. None of it changes the result.
+The counts of each tile are kept until the pass ends, because they also locate the tile of the last tie. A large float32 tensor
+has too many patterns for that: beyond a limit, the counts are summed in one array for the whole window, and if that would be
+too long as well, the window counts as missed. If the last tie may then be in several tiles, one more pass locates it. None of
+this affects the result.
 """
 
 from __future__ import annotations
@@ -33,27 +32,27 @@ from weightsmith.kernels.select import (
 )
 
 Key = tuple[int, int]
-"""What is scored (the number of an input: its delta's magnitude; or a score of `kernels.select`), and which rank of it."""
+"""The score (an input's number for its delta's magnitude, or a score of `kernels.select`), and the index of a rank."""
 
 
 MAX_HELD = 1 << 20
-"""Patterns of single tiles that one search holds: 8 MB. Those of 10 GB of bf16 are fewer."""
+"""Maximum number of per-tile patterns of one search: 8 MB. 10 GB of bf16 have fewer."""
 
 MAX_WINDOW = 1 << 21
-"""Patterns of a window whose counts are added up in one array: 8 MB."""
+"""Maximum number of patterns of a window whose counts are summed in one array: 8 MB."""
 
 
 @dataclass(slots=True)
 class Search:
-    """The search for one k-th largest.
+    """The search for one k-th largest element.
 
     rank    k, from 1
-    first   first bit pattern of the window that is counted; -1: not guessed yet
-    end     one past its last
-    missed  the guess was wrong: `high`, int64 [HIGH_BINS], is counted next, and then a window that is sure
-    found   the bits of the k-th; -1 until known
-    quota   of the elements equal to the k-th, the first so many are among the k
-    unknown  it is not known in which tile the last of these lies
+    first   first bit pattern of the window; -1: not estimated yet
+    end     one past its last bit pattern
+    missed  the estimate was wrong: the next pass counts `high`, int64 [HIGH_BINS], and the one after it a certain window
+    found   the bits of the k-th largest; -1 until known
+    quota   how many of the elements equal to it are among the k
+    unknown  the tile of the last of these is not known
     """
 
     rank: int
@@ -68,9 +67,9 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What one tile holds of one window: elements above it, patterns inside, how often each; and the tile's start.
+    """One tile's counts for one window: elements above it, patterns inside with their numbers, and the tile's start.
 
-    complete  False when there were too many patterns to count
+    complete  False if there were too many patterns to count
     """
 
     start: int
@@ -88,7 +87,7 @@ def count_patterns(
     factors: npt.NDArray[np.float64],
     rows: npt.NDArray[Any],
 ) -> list[Counts]:
-    """Count one tile's scores in the windows of searches, for each; what and factors as for `kernels.select.score_bits`."""
+    """Count one tile's scores in the window of each search; what and factors as for `kernels.select.score_bits`."""
     scratch = tile.scratch
     patterns, numbers, slots = scratch.table(TABLE, MAX_PATTERNS)
     firsts, ends = np.array([s.first for s in searches]), np.array([s.end for s in searches])
@@ -99,8 +98,8 @@ def count_patterns(
     )
     used = slots[: n if n >= 0 else MAX_PATTERNS]
     found, often = patterns[used], numbers[used]
-    numbers[used] = 0  # the table is clean again
-    if n < 0 and len(searches) > 1:  # too many together may be few enough one by one
+    numbers[used] = 0  # reset the table
+    if n < 0 and len(searches) > 1:  # too many for one table: count one by one
         return [count_patterns(matrix, tile, what, [search], factors, rows)[0] for search in searches]
     inside = [(found >= search.first) & (found < search.end) for search in searches]
     return [
@@ -109,9 +108,9 @@ def count_patterns(
 
 
 def kept_ranks(size: int, density: float, gamma: float) -> tuple[int, int]:
-    """First rank that is kept, and one past the last, of `size` magnitudes with the largest first.
+    """The first rank to keep, and one past the last, of `size` magnitudes in descending order.
 
-    The share gamma, the largest, is dropped and density · size of the rest kept; when so much is not left, fewer are dropped.
+    Drops the share gamma of the largest and keeps density · size of the rest; drops fewer if not enough would be left.
 
     >>> kept_ranks(1000, 0.9, 0.01), kept_ranks(1000, 1.0, 0.01), kept_ranks(50, 0.5, 0.01)
     ((10, 910), (0, 1000), (0, 25))
@@ -122,13 +121,13 @@ def kept_ranks(size: int, density: float, gamma: float) -> tuple[int, int]:
 
 
 class Counted:
-    """The counts of all tiles in one window, as they come.
+    """Accumulates the counts of all tiles in one window.
 
     first, end  the window: its first bit pattern, and one past the last
     size        elements of the matrix
-    above       elements beyond the window so far
-    whole       False when a tile, or the window, had too many patterns to count
-    tiles       by tile; empty once they are added up in `total`, unsigned [end - first]
+    above       elements above the window so far
+    whole       False if a tile, or the window, had too many patterns to count
+    tiles       by tile; empty once they are summed in `total`, unsigned [end - first]
     """
 
     def __init__(self, first: int, end: int, size: int) -> None:
@@ -142,7 +141,7 @@ class Counted:
         self._held = 0
 
     def add(self, counts: Counts) -> None:
-        """Take in one tile, in any order."""
+        """Add the counts of a tile, in any order."""
         self.above += counts.above
         self.whole &= counts.complete
         if not self.whole:
@@ -154,10 +153,10 @@ class Counted:
             self.tiles.append(counts)
             self._held += len(counts.patterns)
             if self._held > MAX_HELD:
-                self._let_go()
+                self._free_tiles()
 
-    def _let_go(self) -> None:
-        """Hold the sum of the counts, and not those of each tile."""
+    def _free_tiles(self) -> None:
+        """Sum the counts of all tiles, and free them."""
         self.whole = self.end - self.first <= MAX_WINDOW
         if self.whole:
             self.total = np.zeros(self.end - self.first, self._kind)
@@ -167,10 +166,10 @@ class Counted:
 
     def _add_up(self, counts: Counts) -> None:
         assert self.total is not None
-        self.total[counts.patterns - np.uint32(self.first)] += counts.numbers  # a pattern is in a tile's list once
+        self.total[counts.patterns - np.uint32(self.first)] += counts.numbers  # patterns are unique within a tile
 
     def patterns(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
-        """The patterns found, ascending, and how often each occurs."""
+        """The patterns found, ascending, and their numbers."""
         if self.total is not None:
             used = np.flatnonzero(self.total)
             return (used + self.first).astype(np.uint32), self.total[used].astype(np.int64)
@@ -181,10 +180,10 @@ class Counted:
 
 
 class Selection:
-    """Finds the k-th largest of several scores at once. Thread-safe as a job's statistics are.
+    """Finds the k-th largest of several scores at once. Thread-safe, like a job's statistics.
 
-    matrix   whose tiles are counted
-    ranks    for each key its k, from 1 to the number of elements
+    matrix   the matrix of the tiles
+    ranks    k for each key, from 1 to the number of elements
     factors  float64 [rows of the tile] that a score of rows is multiplied by (`kernels.select.IMPORTANCE`)
     """
 
@@ -198,11 +197,11 @@ class Selection:
         self.searches = {key: Search(rank) for key, rank in ranks.items()}
         self._factors = factors
         self._lock = threading.Lock()
-        self._counted: dict[Key, Counted] = {}  # in the pass that is on
-        self._ties: dict[Key, tuple[int, int]] = {}  # the tile that holds the last tie among the k, and how many are in it
+        self._counted: dict[Key, Counted] = {}  # of the current pass
+        self._ties: dict[Key, tuple[int, int]] = {}  # the tile of the last tie among the k, and how many are in it
 
     def plan(self) -> list[str]:
-        """The passes, each to be given to `statistics` and `fold`; known for certain once the first is folded in."""
+        """The passes, as arguments for `statistics` and `fold`. May grow until the first `fold`."""
         searches = self.searches.values()
         if not searches:
             return []
@@ -210,14 +209,14 @@ class Selection:
         return ["window", *missed, *(["ties"] if any(s.unknown for s in searches) else [])]
 
     def statistics(self, kind: str, tile: Tile) -> None:
-        """Count one tile. What is counted stays here: the pass that is on needs no results."""
+        """Count one tile. The counts are stored in this object, so the pass returns no results."""
         if kind == "high":
             self._count_high(tile)
         else:
             self._count_window(kind, tile)
 
     def fold(self, kind: str) -> None:
-        """All tiles are counted."""
+        """Finish a pass, after all tiles."""
         if kind == "high":
             for search in self.searches.values():
                 if search.missed:
@@ -232,11 +231,11 @@ class Selection:
         self._counted = {}
 
     def threshold(self, key: Key) -> int:
-        """Bits of the k-th largest, once all passes are folded in."""
+        """Bits of the k-th largest, after all passes."""
         return self.searches[key].found
 
     def cut(self, key: Key, tile: Tile) -> int:
-        """The flat index below which, in this tile, elements equal to the threshold are among the k."""
+        """The flat index in this tile below which elements equal to the threshold are among the k."""
         m = self.matrix
         start, quota = self._ties[key]
         if tile.start < start:
@@ -254,7 +253,7 @@ class Selection:
         m, scratch = self.matrix, tile.scratch
         rows = scratch.rows(2, m.codes, m.out_code)
         factors = self._row_factors(tile)
-        together: dict[int, list[tuple[Key, Search]]] = {}  # the searches in one score, which is then computed once
+        together: dict[int, list[tuple[Key, Search]]] = {}  # grouped by score, which is computed once
         for key, search in self.searches.items():
             if (kind == "sure" and not search.missed) or (kind == "ties" and not search.unknown):
                 continue
@@ -268,7 +267,7 @@ class Selection:
                     self._counted.setdefault(key, Counted(search.first, search.end, m.size)).add(counts)
 
     def _guess(self, key: Key, search: Search, tile: Tile, factors: npt.NDArray[np.float64]) -> None:
-        """Whichever tile comes first guesses, from itself alone, where the k-th will be."""
+        """Estimate the window of the k-th largest from the first tile to arrive."""
         with self._lock:
             if search.first >= 0:
                 return
@@ -277,7 +276,7 @@ class Selection:
             high = scratch.counts(HIGH_BINS)
             count_high(tile.raw, m.codes, key[0], tile.size, high, factors, m.row, rows, scratch.bits)
             share = search.rank / m.size
-            # Ranks within a tile scatter like sqrt(p (1 - p) n); rows differ among each other by a little more.
+            # The standard deviation of ranks in a tile is about sqrt(p (1 - p) n); rows differ by slightly more.
             slack = 6 * math.sqrt(share * (1 - share) * tile.size) + tile.size / 500
             search.first = int(find_bin(high, min(tile.size, round(share * tile.size + slack)))[0]) << 16
             search.end = (int(find_bin(high, max(1, round(share * tile.size - slack)))[0]) + 1) << 16
@@ -294,7 +293,7 @@ class Selection:
                     np.add(search.high, counts, out=search.high)
 
     def _find(self, key: Key, search: Search, counted: Counted) -> None:
-        """The k-th among the patterns of a window, if it is there."""
+        """Find the k-th largest among the patterns of a window, if it is there."""
         patterns, numbers = counted.patterns()
         rank = search.rank - counted.above  # among the patterns
         if not counted.whole or not 0 < rank <= int(numbers.sum()):
@@ -309,13 +308,13 @@ class Selection:
         if counted.total is None:
             self._find_tie(key, search, counted)
         elif search.quota == int(numbers[at]):
-            self._ties[key] = self.matrix.size, 0  # all of them: none lies beyond the cut of any tile
+            self._ties[key] = self.matrix.size, 0  # all ties are among the k: no tile has a cut
         else:
             search.unknown = True
             search.first, search.end = search.found, search.found + 1
 
     def _find_tie(self, key: Key, search: Search, counted: Counted) -> None:
-        """The tile in which the last of the first `quota` elements equal to the threshold lies."""
+        """Find the tile of the last of the first `quota` elements equal to the threshold."""
         left = search.quota
         for tile in sorted(counted.tiles, key=lambda counts: counts.start):
             ties = int(tile.numbers[tile.patterns == search.found].sum())
@@ -329,8 +328,8 @@ _NONE = np.zeros(0)
 
 
 def model_limits(result: Result, model: int, density: float, gamma: float) -> tuple[int, int]:
-    """What a model's magnitudes are compared with, from a `thresholds` product: bits of the smallest that is kept, and of the
-    smallest that is too large (2^31 - 1: none)."""
+    """A model's limits from a `thresholds` product: bits of the smallest magnitude to keep, and of the smallest that is too
+    large (2^31 - 1: none)."""
     k = result.settings["wanted"].index([result.models.index(model), density, gamma])
     low, high = result.arrays[0][k]
     return int(low), int(high)

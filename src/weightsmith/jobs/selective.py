@@ -24,19 +24,19 @@ _KEY = (VARIANCE, 0)
 
 
 class SceJob(Job):
-    """Select positions by variance, calculate each model's share from its energy there, erase the minority's signs.
+    """Select positions by variance, calculate each model's share from its energy there, erase minority signs.
 
-    Passes: positions that vary (only when a part is selected), their threshold (one, two more when its guess was wrong),
-    energies, apply.
+    Passes: count positions that vary (only if a part is selected), find their threshold (one pass, or three if the estimate
+    missed), energies, apply.
     """
 
     def __init__(self, matrix: Matrix, select_topk: float, *, mask_update: bool) -> None:
-        """mask_update: positions not selected keep the base; else the selection counts for the shares alone."""
+        """mask_update: positions not selected keep the base's value; else the selection affects only the shares."""
         super().__init__(matrix)
         self._topk = select_topk
         self._mask_update = mask_update
         self._selection = Selection(matrix, {_KEY: 1} if select_topk < 1 else {})  # the rank is known after the first pass
-        self._nothing = False  # not one position is selected
+        self._nothing = False  # no position is selected
         self._selected_bits: dict[int, npt.NDArray[np.uint8]] = {}  # by tile, from the pass for energies
         self.resident_bytes = -(-matrix.size // 8) if select_topk < 1 else 0
         self.shares = np.zeros(len(matrix.codes) - 1)
@@ -69,13 +69,13 @@ class SceJob(Job):
         elif kind == "energies":
             total = np.cumsum(np.concatenate(results), axis=0)[-1]
             whole = total.sum()
-            with np.errstate(invalid="ignore"):  # infinities, where they were allowed
+            with np.errstate(invalid="ignore"):  # infinities, if allowed
                 self.shares = total / whole if whole > 0 else np.full(len(total), 1 / len(total))
         else:
             self._selection.fold(kind)
 
     def _selected(self, tile: Tile) -> npt.NDArray[np.uint8]:
-        """uint8 [tile.size]: 1 where a position is selected; empty for all."""
+        """uint8 [tile.size]: 1 for selected positions; empty if all are selected."""
         if self._topk >= 1:
             return _ALL
         m, scratch = self.matrix, tile.scratch
@@ -100,9 +100,9 @@ class SceJob(Job):
 
 
 class FusionJob(Job):
-    """Keeps the deltas whose importance is at least median + 1.5 · interquartile range of all.
+    """Keeps deltas with an importance of at least median + 1.5 · interquartile range.
 
-    One pass as a rule, for the exact quartiles. The divergence of each row is kept: 8 bytes a row.
+    Usually one pass, for the exact quartiles. Stores the divergence of each row: 8 bytes per row.
     """
 
     def __init__(self, matrix: Matrix, epsilon: float) -> None:
@@ -129,7 +129,7 @@ class FusionJob(Job):
         self.limit = median + 1.5 * (high - low)
 
     def _factors(self, tile: Tile) -> npt.NDArray[np.float64]:
-        """The divergence of each row of the tile: found when first asked for."""
+        """The divergence of each row of the tile, cached."""
         m = self.matrix
         rows = self._divergence[tile.start // m.row : -(-(tile.start + tile.size) // m.row)]
         if len(rows) and np.isnan(rows[0]):

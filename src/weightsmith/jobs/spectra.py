@@ -1,4 +1,4 @@
-"""What can be done to the singular values of a merged delta (torch, float64)."""
+"""Transforms of the singular values of a merged delta (torch, float64)."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 
 from weightsmith.jobs.decompose import thin_svd
 
-Tensor = Any  # torch is optional: without it mypy could not name its type
+Tensor = Any  # torch is optional, so mypy cannot use its type
 
 NOTHING = 1e-12
-"""A delta has no part along a direction when it is below this share of its norm: rounding, with any angle."""
+"""A delta's component along a direction below this share of its norm is rounding noise, and counts as zero."""
 
 
 def flatten(total: Any, beta: float) -> Any:
-    """A matrix (float64 [rows, cols]) with singular values (1 - β) S + β · mean S; zeros stay zero."""
+    """The matrix (float64 [rows, cols]) with singular values (1 - β) S + β · mean S; zeros stay zero."""
     u, s, vt = thin_svd(total)
     flat = ((1.0 - beta) * s + beta * s.mean()) * (s > 0)
     return (u * flat) @ vt
 
 
 def raise_floor(total: Tensor, share: float) -> Tensor:
-    """The smaller singular values raised to the first at which their sum, from the largest, reaches `share` of all."""
+    """Raise smaller singular values to the first one at which the cumulative sum, from the largest, reaches `share`."""
     import torch
 
     u, s, vt = thin_svd(total)
@@ -33,8 +33,8 @@ def raise_floor(total: Tensor, share: float) -> Tensor:
 def calibrate(total: Any, deltas: Sequence[Any], alpha: float) -> Any:
     """A merged delta A = U diag(S) Vᵀ (float64 [rows, cols]) with Sᵣ multiplied by K / Σᵢ max(alpha, cᵢᵣ).
 
-    cᵢᵣ = ⟨uᵣᵀA, uᵣᵀδᵢ⟩ / ‖uᵣᵀδᵢ‖² says how much of model i's delta along uᵣ the merged delta A repeats. Models that
-    have no part in a direction are left out of its K.
+    cᵢᵣ = ⟨uᵣᵀA, uᵣᵀδᵢ⟩ / ‖uᵣᵀδᵢ‖² is the share of model i's delta along uᵣ that the merged delta A contains. K counts the
+    models with a component along uᵣ.
     """
     import torch
 

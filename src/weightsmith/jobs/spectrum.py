@@ -1,7 +1,7 @@
-"""A step after a merge: the singular values of each linear layer's merged delta are made more equal, or calibrated.
+"""Flattens or calibrates the singular values of each linear layer's merged delta.
 
-It follows any method with a base, before the norm is matched (`scaled.py`). What is not the weight of a linear layer stays as
-it was merged. Computed in float64 with torch, the whole matrix at a time, by the job of the matrix methods.
+Applies after any method with a base, before norm matching (`scaled.py`). Tensors that are not weights of linear layers are
+not changed. The job of the matrix methods computes it with torch in float64, one whole matrix at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weightsmith.jobs.spectra import transform
 
 
 class SpectrumJob(Job):
-    """Another job, the spectrum of its delta changed: one pass more, in which the merged delta is gathered in memory."""
+    """Changes the spectrum of another job's delta, in one more pass that collects the merged delta in memory."""
 
     def __init__(self, matrix: Matrix, make: Callable[[Matrix], Job], how: str, strength: float | None) -> None:
         from weightsmith.jobs.matrix import MatrixJob
@@ -28,7 +28,7 @@ class SpectrumJob(Job):
         self.inner = make(replace(matrix, out_code=self._code))
         self.sequential = self.inner.sequential
         models = len(matrix.codes) - 1
-        # The merged delta is one more model of the matrix job: what it gathers, holds and adds is the same.
+        # The merged delta is passed to the matrix job as one more model.
         self._gathered = MatrixJob(
             replace(matrix, codes=np.append(matrix.codes, self._code), models=(*matrix.models, {})),
             lambda deltas: transform(deltas[models], [deltas[i] for i in range(models)], how, strength),

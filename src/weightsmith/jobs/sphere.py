@@ -1,7 +1,7 @@
-"""Means of directions, found from the angles between them.
+"""Means of directions, computed from the angles between them.
 
-A direction is given by its coefficients: float64 [k] over the k unit vectors, of which only the cosines are known. Each
-function adds products in its own order and calls no BLAS, so the result is the same on every machine.
+A direction is represented by coefficients, float64 [k], over k unit vectors of which only the cosines are known. The order of
+additions is fixed and no BLAS is called, so the result is the same on every machine.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ Vector = npt.NDArray[np.float64]
 
 
 def unit_vectors(gram: Vector) -> tuple[Vector, Vector]:
-    """Norms [k] of the vectors, and the cosines [k, k] between them; a vector of zeros has the cosine 0 even with itself."""
+    """Norms [k] of the vectors, and cosines [k, k] between them. A zero vector has cosine 0, even with itself."""
     norms = np.sqrt(np.diagonal(gram))
     inverse = np.where(norms > 0, 1.0 / np.where(norms > 0, norms, 1.0), 0.0)
     return norms, np.clip(gram * inverse * inverse[:, None], -1.0, 1.0)
 
 
 def length(cosines: Vector, coefficients: Vector) -> float:
-    """Length of a combination of the unit vectors."""
+    """The length of a combination of the unit vectors."""
     square = float((coefficients * (cosines * coefficients).sum(axis=1)).sum())
     return math.sqrt(max(square, 0.0))
 
 
 def mean_direction(cosines: Vector, weights: Vector, least: float) -> Vector | None:
-    """The direction of Σ wᵢ uᵢ; None when that is no longer than `least`, or no number."""
+    """The direction of Σ wᵢ uᵢ; None if its length is at most `least`, or NaN."""
     size = length(cosines, weights)
     return weights / size if size > least else None
 
 
 def karcher_steps(cosines: Vector, shares: Vector, direction: Vector, steps: int, tol: float) -> Vector:
-    """Walk at most `steps` steps from `direction` u to the Karcher mean of the unit vectors: u ← exp_u(Σ shareᵢ log_u(uᵢ)).
+    """At most `steps` iterations u ← exp_u(Σ shareᵢ log_u(uᵢ)) from `direction` u to the Karcher mean of the unit vectors.
 
-    Stops before a step no longer than `tol`. A vector opposite to u has no shortest path from u and does not pull.
+    Stops before a step of length `tol` or less. A vector opposite to u has no unique shortest path and is ignored.
 
-    Nearly parallel vectors are safe: coefficients depend on an angle through θ / sin θ = 1 + θ²/6 + … alone, so that they are
-    as accurate as the cosines. Only the length of a step loses digits (1e-8 remain), and that decides when to stop.
+    Nearly parallel vectors are safe: coefficients depend on an angle only through θ / sin θ = 1 + θ²/6 + …, so they are as
+    accurate as the cosines. Only the length of a step, used as stopping criterion, loses digits (1e-8 remain).
     """
     for _ in range(steps):
         along = np.clip((cosines * direction).sum(axis=1), -1.0, 1.0)

@@ -1,7 +1,7 @@
-"""The job behind task arithmetic, TIES, DARE, DELLA, breadcrumbs and their kin: a few axes, one kernel.
+"""The job of task arithmetic, TIES, DARE, DELLA, breadcrumbs and similar methods: a few axes, one kernel.
 
-Passes over the inputs, each only if needed: one for exact thresholds (two more when its guess was wrong, see
-`selection.py`), one for L1 norms, one to apply. Thresholds over the whole model are a product.
+Passes over the inputs, each only if needed: one for exact thresholds (two more if the estimate missed, see `selection.py`),
+one for L1 norms, one to apply. Thresholds over the whole model are a product.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SLOW = (*_WHOLE_ROWS, kernel.KEEP_RANDOM)
 _NOTHING_LARGER = 0x7FFFFFFF
 
 REMEMBER_BYTES = 64 << 20
-"""Masks that are slow to make are remembered from the pass for norms, a bit an element, if a matrix has no more of them."""
+"""Maximum size of masks that are kept from the pass for norms (1 bit per element) because they are slow to compute."""
 
 
 def random_key(seed: int, model: int, tensor: str) -> int:
@@ -45,10 +45,10 @@ class TaskVectorJob(Job):
         self.modes = np.full(models, kernel.KEEP_ALL, np.int64)
         self.limits = np.zeros((models, 2), np.int64)
         self.shares = np.zeros((models, 2))
-        # Among the fine-tunes, those of weight 0 too: the masks of the others must not change when a weight becomes 0.
+        # Counts fine-tunes of weight 0 too: the masks of the others must not change if a weight becomes 0.
         self.keys = np.array([random_key(matrix.seed, place - 1, matrix.name) for place in matrix.places[1:]], np.uint64)
         self._own_cuts = np.zeros((models, 2), np.int64)
-        self._selected: list[tuple[int, int, Key]] = []  # model, which of its two limits, and that limit's key
+        self._selected: list[tuple[int, int, Key]] = []  # model, index of the limit, and the limit's key
         ranks: dict[Key, int] = {}
         if axes.sparsifier != "none":
             for i in range(models):
@@ -67,13 +67,13 @@ class TaskVectorJob(Job):
         slow = bool(np.isin(self.modes, _SLOW).any())
         self._remember = self._norms_needed and slow and mask_bytes <= REMEMBER_BYTES
         self.resident_bytes = mask_bytes if self._remember else 0
-        self._masks_of: dict[int, npt.NDArray[np.uint8]] = {}  # by tile: its mask's bits, [models, bytes]
+        self._masks_of: dict[int, npt.NDArray[np.uint8]] = {}  # by tile: bits of its masks, [models, bytes]
         self.block = matrix.row if self._in_rows else BLOCK
 
     # ---- masks
 
     def _set_mode(self, i: int, ranks: dict[Key, int]) -> None:
-        """The mask of model i from its parameters; `ranks` takes the order statistics it needs."""
+        """Set the mask of model i from its parameters; adds the order statistics it needs to `ranks`."""
         axes, sparsifier = self.axes, self.axes.sparsifier
         density = float(axes.density[i])
         gamma = float(axes.gamma[i]) if sparsifier == "magnitude_outliers" else 0.0
@@ -84,7 +84,7 @@ class TaskVectorJob(Job):
             self.modes[i] = kernel.KEEP_GROUPS
             self.limits[i] = max(1, round(density * group)), group
         elif density >= 1:
-            pass  # all is kept
+            pass  # everything is kept
         elif sparsifier == "random":
             self.modes[i] = kernel.KEEP_RANDOM
             self.limits[i, 0] = round(density * 2.0**32)
@@ -104,7 +104,7 @@ class TaskVectorJob(Job):
             return
         self.modes[i] = kernel.KEEP_LARGE if gamma <= 0 else kernel.KEEP_BAND
         if scope == "model":
-            # All that are as large as the lower threshold stay, and none as large as the upper one.
+            # Keeps ties with the lower threshold, and drops ties with the upper one.
             self.limits[i] = model_limits(m.results[0], m.inputs[1 + i], density, gamma)
             self._own_cuts[i] = m.size
             return
@@ -114,13 +114,13 @@ class TaskVectorJob(Job):
             ranks[i + 1, 0] = end
             self._selected.append((i, 0, (i + 1, 0)))
         else:
-            self._own_cuts[i, 0] = m.size  # the smallest stay too
+            self._own_cuts[i, 0] = m.size  # keeps all ties
         if first > 0:
             ranks[i + 1, 1] = first
             self._selected.append((i, 1, (i + 1, 1)))
 
     def _cuts(self, tile: Tile) -> npt.NDArray[np.int64]:
-        """Per model: the flat indices below which elements equal to its thresholds are among the largest."""
+        """Per model, the flat indices below which elements equal to its thresholds are among the largest."""
         cuts = self._own_cuts.copy()
         for i, which, key in self._selected:
             cuts[i, which] = self._selection.cut(key, tile)
@@ -129,7 +129,7 @@ class TaskVectorJob(Job):
     # ---- passes
 
     def passes(self) -> int:
-        """Known for certain once the first pass is folded in."""
+        """May grow until the first `fold`."""
         return len(self._plan())
 
     def _plan(self) -> list[str]:
@@ -174,7 +174,7 @@ class TaskVectorJob(Job):
     def _fold_norms(self, results: list[Any]) -> None:
         totals = np.cumsum(np.concatenate(results), axis=0)[-1]
         for i, (before, after) in enumerate(totals):
-            # mergekit leaves a delta alone when either norm is below 1e-7, and so do we.
+            # Like mergekit, do not rescale if either norm is below 1e-7.
             if self.modes[i] != kernel.KEEP_ALL and before >= 1e-7 and after >= 1e-7:
                 self.scales[i] = before / after
         if self._remember:
@@ -183,7 +183,7 @@ class TaskVectorJob(Job):
             self._in_rows = False
 
     def _masks(self, tile: Tile) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, bool, Any]:
-        """The kernels' arguments from `modes` to `keys`."""
+        """The kernels' arguments `modes` to `keys`."""
         unbiased = self.axes.rescale == "inv_probability"
         return self.modes, self.limits, self._cuts(tile), self.shares, unbiased, self.keys
 

@@ -1,4 +1,4 @@
-"""Jobs whose result is a linear combination of the inputs, with coefficients of its own for each row or column of a matrix."""
+"""Linear combinations of the inputs, with separate coefficients for each row or column of a matrix."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from weightsmith.kernels.vectors import combine_columns, combine_rows, gram_colu
 
 Vector = npt.NDArray[np.float64]
 Solve = Callable[[Vector], Vector]
-"""Gram matrices, float64 [vectors, k, k], to coefficients, float64 [vectors, inputs]; of each vector by itself."""
+"""Gram matrices, float64 [vectors, k, k] → coefficients, float64 [vectors, inputs], for each vector separately."""
 
 AT_ONCE = 1 << 17
-"""Elements of the Gram matrices that are held at a time: 1 MiB, however narrow the rows and however many the models."""
+"""Maximum number of Gram matrix elements in memory, 1 MiB, for any width of rows and number of models."""
 
 
 class RowJob(Job):
-    """Each row has its own coefficients: found and used within a tile, in one pass.
+    """Separate coefficients for each row, computed and used within a tile, in one pass.
 
     deltas  the vectors are the inputs minus the first one, the base
     """
@@ -48,12 +48,12 @@ class RowJob(Job):
 
 
 class ColumnJob(Job):
-    """Each column has its own coefficients: one pass sums the products down the columns, row after row.
+    """Separate coefficients for each column. A first pass sums the products along the columns, row by row.
 
     deltas  the vectors are the inputs minus the first one, the base
     """
 
-    # A sum over rows that tiles took in any order would round differently from run to run.
+    # Sequential, because sums in varying tile order would round differently from run to run.
     sequential = True
 
     def __init__(self, matrix: Matrix, solve: Solve, *, deltas: bool) -> None:

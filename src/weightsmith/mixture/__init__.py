@@ -1,16 +1,16 @@
-"""Mixture-of-experts checkpoints from dense ones. This room only plans: the engine and the store are everybody's.
+"""Plans mixture-of-experts checkpoints: built from dense models, or with fewer experts. Engine and store are shared.
 
 assembly.py   one Plan from the tensors of several models and merges
-dense.py      the parts of a dense model: gate, up and down of each layer, and the rest
+dense.py      the parts of a dense model: gate, up and down projections of each layer, and the rest
 layouts/      how each architecture stores experts: one file each
-choose.py, limits.py   which layout, and why not another
-transforms.py experts with noise, partly drawn anew, cut, scaled
-checks.py     what is wrong with the recipe and the models
+choose.py, limits.py   which layout is used, and why others do not fit
+transforms.py experts that are noised, partly reinitialised, split or scaled
+checks.py     validates the recipe and the models
 steps.py      the steps of every output tensor
-build.py      recipe + headers → Plan, with every problem found before tensor data is read
-packages.py   what only some recipes need
+build.py      recipe + headers → Plan; reports every problem before tensor data is read
+packages.py   optional dependencies
 routing/      router weights, and where they send the prompts
-surgery/      mixtures that are there, with fewer experts
+surgery/      prunes and merges the experts of existing mixtures
 """
 
 from weightsmith.mixture.build import prepare_mixture as prepare_mixture

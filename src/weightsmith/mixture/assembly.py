@@ -1,4 +1,4 @@
-"""One Plan from the tensors of several models, and of merges that are made on the way."""
+"""One Plan from the tensors of several models and inline merges."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from weightsmith.tensors import DType, TensorSpec
 
 @dataclass(frozen=True)
 class Donor:
-    """A model that tensors are taken from: a checkpoint, or the result of a merge that is made on the way.
+    """A model that supplies tensors: a checkpoint, or the result of an inline merge.
 
     label      as the user named it
-    checkpoint that gives config, tokenizer and other files: itself, or the merge's donor
+    checkpoint supplies config, tokenizer and other files: itself, or the merge's donor
     config     its config.json
-    steps      how each of its tensors is made, by name, in model order
+    steps      the step that produces each tensor, by name, in model order
     structure  of its tensors
-    merged     it is made on the way
+    merged     whether it is an inline merge
     """
 
     label: str
@@ -37,7 +37,7 @@ class Donor:
 
 
 class Assembly:
-    """Collects the models, settings and products that the steps of one plan point into."""
+    """Collects the models, settings and products that the steps of one plan refer to."""
 
     def __init__(self) -> None:
         self.inputs: list[Checkpoint] = []
@@ -48,7 +48,7 @@ class Assembly:
         self._numbers: dict[tuple[tuple[str, ...], str, str], int] = {}
 
     def add(self, checkpoint: Checkpoint) -> int:
-        """The number of a model in the plan; the same for the same files."""
+        """The model's index in the plan; equal files share one."""
         key = tuple(map(str, checkpoint.paths)), checkpoint.revision, checkpoint.identity
         if key not in self._numbers:
             self._numbers[key] = len(self.inputs)
@@ -57,14 +57,14 @@ class Assembly:
         return self._numbers[key]
 
     def setting(self, shared: Parameters, inputs: int = 1) -> int:
-        """The index of settings for steps with so many inputs."""
+        """The index of the settings; `inputs` is the step's number of inputs."""
         settings = Settings(shared, ({},) * inputs)
         if settings not in self.settings:
             self.settings.append(settings)
         return self.settings.index(settings)
 
     def checkpoint(self, checkpoint: Checkpoint, label: str) -> Donor:
-        """A donor that is a checkpoint."""
+        """The donor for a checkpoint."""
         number = self.add(checkpoint)
         steps = {}
         for name, kept in kept_specs(checkpoint).items():
@@ -74,7 +74,7 @@ class Assembly:
         return Donor(label, checkpoint, checkpoint.config or {}, steps, structure)
 
     def merge(self, prepared: Prepared) -> Donor:
-        """A donor that a merge makes: its models, settings and products become the plan's."""
+        """The donor for an inline merge: its models, settings and products are added to the plan."""
         plan = prepared.plan
         numbers = [self.add(checkpoint) for checkpoint in prepared.inputs]
         first = len(self.settings)
@@ -115,15 +115,15 @@ class Assembly:
             )
             self.products.append(own)
         label = f"the merge of {' and '.join(m.ref for m in plan.models)} by {plan.made.name}"
-        # Not `prepared.structure`, which is the donor's: slices change the depth.
+        # `prepared.structure` is the donor's, and slices change the depth.
         structure = analyse([step.out for step in steps.values()], plan.config)
         return Donor(label, prepared.inputs[plan.donor], plan.config or {}, steps, structure, merged=True)
 
 
 def take(step: Step, out: TensorSpec, block: Block | None = None) -> Step:
-    """A donor's tensor, or a block of it, as another tensor: bytes as they are where the dtype stays.
+    """The step that writes a donor's tensor, or a block of it, as `out`. Copies the bytes if the dtype is unchanged.
 
-    Raises Unsupported for a block of what is merged on the way.
+    Raises Unsupported for a block of an inline merge's tensor.
     """
     if step.op in (COPY, CAST):
         plain = step.op == COPY and step.out.dtype is out.dtype
@@ -135,12 +135,12 @@ def take(step: Step, out: TensorSpec, block: Block | None = None) -> Step:
                 return replace(piece, out=out)
     if block is not None:
         raise Unsupported(
-            "a fused tensor that is merged on the way cannot be taken apart",
+            "a fused tensor of an inline merge cannot be split",
             where=step.out.name,
-            fix="make that merge first, and name its folder here",
+            fix="run that merge first and use its output folder here",
         )
     if step.out.name != out.name and not step.pieces:
-        # Random masks follow from a tensor's name: as a piece it keeps the one that it has in the merge.
+        # Random masks depend on the tensor's name. A piece keeps the name it has in the merge.
         return Step(out, JOIN, (), pieces=(_with_dtype(step, out.dtype),))
     return replace(step, out=out, pieces=tuple(_with_dtype(piece, out.dtype) for piece in step.pieces))
 

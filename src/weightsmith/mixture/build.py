@@ -1,4 +1,4 @@
-"""A recipe of `weightsmith moe` and the headers of its models in, a Plan out; or every problem at once."""
+"""Plans a `weightsmith moe` recipe from the headers of its models, or reports all problems at once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def prepare_moe(
     source: recipes.Source,
     options: RecipeOptions = RecipeOptions(),  # noqa: B008  frozen
 ) -> Prepared:
-    """Read a recipe of `weightsmith moe` and its models' headers and plan the checkpoint.
+    """Read a `weightsmith moe` recipe and the headers of its models, and plan the output.
 
     source  path of a YAML file, YAML text (with a newline), or a mapping
 
@@ -58,10 +58,10 @@ def prepare_moe(
 def prepare_mixture(
     recipe: Upcycling | Surgery, options: RecipeOptions, problems: Sequence[WeightsmithError], folder: Path
 ) -> Prepared:
-    """Plan a recipe that has been read; see `prepare_moe`.
+    """Plan a parsed recipe; see `prepare_moe`.
 
-    problems  found while it was read
-    folder    where relative paths of text files, saliency and own code start
+    problems  found while parsing it
+    folder    base for relative paths of text files, saliency files and user code
     """
     if isinstance(recipe, Surgery):
         return prepare_surgery(recipe, options, problems, folder=folder)
@@ -152,7 +152,7 @@ class _Builder:
         return Prepared(plan, tuple(self.assembly.inputs), base.donor.structure, named=tuple(self.named))
 
     def _gating(self, mode: str, base: Dense, layout: ExpertLayout, gated: Sequence[Expert], texts: Sequence[Texts]) -> Gating:
-        """What the router weights are made from."""
+        """The settings of the router weights."""
         recipe, routed = self.recipe, len(self.recipe.experts)
         report = uses_states(mode, report=False) if self.options.report is None else self.options.report
         report = report and any(t.has_prompts or t.has_held_out for t in texts[:routed])
@@ -184,7 +184,7 @@ class _Builder:
         )
 
     def _router(self, gating: Gating, base: Dense, steps: Steps) -> Product:
-        """The product that makes the router weights; the base's tensors are for what needs hidden states or its embedding."""
+        """The router product. It reads the base's tensors if the gate mode needs hidden states or the embedding."""
         seen = gating.report or MODES[gating.mode].needs != "nothing"
         shown = tuple(base.donor.steps.values()) if seen else ()
         return Product(
@@ -198,7 +198,7 @@ class _Builder:
         )
 
     def _tokenizer_files(self, checkpoint: Checkpoint) -> tuple[FileRead, ...]:
-        """The files that a tokenizer may be made of, with what is in them."""
+        """The files a tokenizer may read, with their checksums."""
         number, found = self.assembly.add(checkpoint), []
         checkpoint.fetch(checkpoint.files)
         for name in checkpoint.files:
@@ -219,7 +219,7 @@ class _Builder:
         return self._merged(base, self.recipe.section.at("base_model"), stack, merge)
 
     def _merged(self, recipe: Recipe, where: str, stack: ExitStack, merge: Callable[[Recipe], Prepared]) -> Dense | None:
-        """A merge that is made on the way."""
+        """The parts of an inline merge."""
         try:
             prepared = merge(recipe)
         except PlanError as error:
@@ -231,7 +231,7 @@ class _Builder:
         return self._parts(self.assembly.merge(prepared), where)
 
     def _experts(self, base: Dense | None, stack: ExitStack, merge: Callable[[Recipe], Prepared]) -> list[Dense | None]:
-        """The model of every expert, shared ones last; one that is named often, or is the base, is opened once."""
+        """The model of every expert, shared ones last. Each distinct model is opened once."""
         listed = [*self.recipe.experts, *self.recipe.shared_experts]
         refs = dict.fromkeys(e.model for e in listed if isinstance(e.model, ModelRef) and e.model != self.recipe.base)
         opened = dict(zip(refs, self._open(list(refs), stack), strict=True))
@@ -299,14 +299,14 @@ class _Builder:
         return plan if found is None else replace(plan, warnings=(*plan.warnings, found))
 
     def _made(self, config: Mapping[str, Any]) -> Made:
-        """What the card says."""
-        title = f"Mixture of experts ({config.get('model_type', '')}) made of dense models with weightsmith {__version__}."
-        seed = f"\n\nRandom numbers follow from seed {self.options.seed}." if self.options.seed else ""
-        source = f"Its router was not trained: train it on text like that which the experts are for.{seed}"
-        return Made("moe", title, source, ", over the tensors that a merge made on the way and that merge's base")
+        """The text of the model card."""
+        title = f"Mixture of experts ({config.get('model_type', '')}) built from dense models with weightsmith {__version__}."
+        seed = f"\n\nRandom seed: {self.options.seed}." if self.options.seed else ""
+        source = f"The router is not trained: train it on text from the experts' domains.{seed}"
+        return Made("moe", title, source, ", over the tensors shared by an inline merge and its base")
 
     def _dropped(self, base: Dense, steps: Sequence[Step]) -> tuple[Dropped, ...]:
-        """Every tensor of every model that no step reads, and why."""
+        """Every input tensor that no step reads, and why."""
         used = {(i.model, i.tensor) for step in steps for leaf in step.leaves for i in leaf.inputs}
         of_base = {(i.model, i.tensor) for step in base.donor.steps.values() for leaf in step.leaves for i in leaf.inputs}
         buffers = {(i.model, i.tensor) for name in base.dropped for i in base.donor.steps[name].inputs}
@@ -314,9 +314,9 @@ class _Builder:
         for number, checkpoint in enumerate(self.assembly.inputs):
             for tensor in checkpoint.specs:
                 if (number, tensor) in buffers:
-                    dropped.append(Dropped(number, tensor, "models compute it for themselves"))
+                    dropped.append(Dropped(number, tensor, "models compute it themselves"))
                 elif (number, tensor) not in used:
                     own = (number, tensor) in of_base
-                    reason = "its place is taken by the experts" if own else "only the MLPs of this model are used"
+                    reason = "replaced by the experts" if own else "only the MLPs of this model are used"
                     dropped.append(Dropped(number, tensor, reason))
         return tuple(dropped)

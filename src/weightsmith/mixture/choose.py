@@ -1,4 +1,4 @@
-"""Which layout the output has: the one that the recipe names, else the first that can hold the models."""
+"""Chooses the output layout: the one the recipe names, else the first that can hold the models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weightsmith.recipe import Upcycling
 
 
 def choose_layout(recipe: Upcycling, base: Dense) -> tuple[ExpertLayout, list[Finding]] | WeightsmithError:
-    """The layout, with what the user should know of the choice; or why there is none."""
+    """The layout and warnings about it, or an error that says why none fits."""
     layouts = all_layouts()
     where = recipe.section.at("architecture")
     named = recipe.architecture
@@ -21,7 +21,7 @@ def choose_layout(recipe: Upcycling, base: Dense) -> tuple[ExpertLayout, list[Fi
         layouts = _called(named)
         if not layouts:
             names = [layout.name for layout in all_layouts()]
-            what = f"no architecture is called '{named}'{nearest(named, names)}"
+            what = f"unknown architecture '{named}'{nearest(named, names)}"
             return UnknownName(what, where=where, fix=f"write one of {', '.join(names)}")
     model_type = str(base.donor.config.get("model_type", ""))
     counts = len(recipe.experts) * recipe.virtual_groups, len(recipe.shared_experts)
@@ -31,11 +31,11 @@ def choose_layout(recipe: Upcycling, base: Dense) -> tuple[ExpertLayout, list[Fi
             continue
         if model_type in layout.dense:
             return layout, []
-        known = f"computes what {', '.join(layout.dense)} models do" if layout.dense else "is made for no dense model"
-        what = f"{layout.title} {known}; whether it computes what a {model_type} model does is not known"
+        known = f"is equivalent to {', '.join(layout.dense)} models" if layout.dense else "has no dense equivalent"
+        what = f"{layout.title} {known}; it is not known to be equivalent to {model_type} models"
         return layout, [Finding(what, where, fix="compare the output with the base before you use it")]
     tried = [
-        f"{layout.name}: {reasons[layout.name] or f'not known to compute what a {model_type} model does'}" for layout in layouts
+        f"{layout.name}: {reasons[layout.name] or f'not known to be equivalent to {model_type} models'}" for layout in layouts
     ]
     fits = [o.name for o in all_layouts() if o not in layouts and model_type in o.dense and not why_not(o, base, *counts)]
     whose = f"experts of {base.donor.label} ({model_type or 'no model type'})"
@@ -48,7 +48,7 @@ def choose_layout(recipe: Upcycling, base: Dense) -> tuple[ExpertLayout, list[Fi
 
 
 def _called(name: str) -> tuple[ExpertLayout, ...]:
-    """Layouts of this name; where none has exactly this one, those of a name that begins so, as in mergekit."""
+    """Layouts with this name. If there are none, those whose names start with it, as in mergekit."""
     wanted = _plain(name)
     names = {o.name: {_plain(n) for n in (o.name, o.title, o.architecture, o.model_type, *o.aliases)} for o in all_layouts()}
     exact = tuple(o for o in all_layouts() if wanted in names[o.name])

@@ -1,4 +1,4 @@
-"""The parts of a dense decoder: gate, up and down of every layer's MLP, and the rest. Fused matrices are taken apart."""
+"""The parts of a dense decoder: gate, up and down of every layer's MLP, and the rest. Fused matrices are split."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from weightsmith.structure.fused import fused_parts
 PARTS = ("gate", "up", "down")
 
 MOST = 12
-"""Names that an error lists."""
+"""Maximum number of names in an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a matrix or vector is: the tensor that has it, its shape, and which block of the tensor (None: the whole)."""
+    """Where a matrix or vector is stored: the tensor, its shape, and the block of the tensor (None: all of it)."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Layer:
     """One decoder layer.
 
     mlp   `gate` [I, H], `up` [I, H], `down` [H, I]; I: intermediate size, H: hidden size
-    rest  everything else, by its name inside the layer in the unfused form
+    rest  everything else, by its unfused name inside the layer
     """
 
     mlp: Mapping[str, Place]
@@ -45,7 +45,7 @@ class Dense:
 
     prefix   before the layer number: `model.layers.`
     outside  tensors outside the layers
-    dropped  buffers that models compute for themselves
+    dropped  buffers that models compute themselves
     """
 
     donor: Donor
@@ -65,7 +65,7 @@ class Dense:
         return self.layers[0].mlp["gate"].shape[0]
 
     def used(self, *, mlp: bool, rest: bool) -> set[str]:
-        """Names of the tensors that the MLPs, or the rest, are made of."""
+        """Names of the tensors that hold the MLPs, the rest, or both."""
         names = {p.tensor for layer in self.layers for p in layer.mlp.values()} if mlp else set()
         if rest:
             names |= {p.tensor for layer in self.layers for p in layer.rest.values()} | set(self.outside)
@@ -73,7 +73,7 @@ class Dense:
 
 
 def dense_parts(donor: Donor) -> Dense | WeightsmithError:
-    """The parts of a donor, or why it has them not: among the reasons are values of config.json that cannot be."""
+    """The parts of a donor, or an error that says what is missing or which value of config.json is invalid."""
     try:
         semantics(donor.config, donor.label)
     except FormatError as error:
@@ -102,10 +102,10 @@ def dense_parts(donor: Donor) -> Dense | WeightsmithError:
         if len(whole) < len(PARTS):
             missing = ", ".join(f"mlp.{part}_proj.weight" for part in PARTS if part not in whole)
             if any("experts" in name.split(".") for name in places):
-                what = f"layer {i} has experts: it is a mixture already, and experts are made of dense models"
-                fix = "name a dense model; prune_experts and merge_experts work on mixtures, and so does weightsmith merge"
+                what = f"layer {i} already has experts, and a mixture is built from dense models"
+                fix = "name a dense model; for mixtures use prune_experts, merge_experts or weightsmith merge"
                 return ShapeError(what, where=donor.label, fix=fix)
-            what = f"layer {i} has no {missing}: an expert is made of a dense MLP of gate, up and down"
+            what = f"layer {i} has no {missing}; an expert needs a dense MLP with gate, up and down projections"
             there = ", ".join(sorted(places)[:MOST]) or "nothing"
             more = f" and {len(places) - MOST:,} more" if len(places) > MOST else ""
             fix = "name a model whose MLPs have these three"
@@ -117,15 +117,15 @@ def dense_parts(donor: Donor) -> Dense | WeightsmithError:
 
 
 def _uneven(donor: Donor, layers: Sequence[Layer]) -> ShapeError | None:
-    """MLPs that are not all of one width: config.json has one number for all experts of all layers."""
+    """An error if MLPs differ in width: config.json has one number for all experts of all layers."""
     shape = layers[0].mlp["gate"].shape
     if len(shape) != 2:
-        what = f"{layers[0].mlp['gate'].tensor} is {list(shape)} and no matrix"
-        return ShapeError(what, where=donor.label, fix="name its checkpoint from before it was quantised")
+        what = f"{layers[0].mlp['gate'].tensor} is {list(shape)}, not a matrix"
+        return ShapeError(what, where=donor.label, fix="use an unquantised checkpoint of the same model")
     wanted = {"gate": shape, "up": shape, "down": shape[::-1]}
     for i, layer in enumerate(layers):
         for part, place in layer.mlp.items():
             if place.shape != wanted[part]:
-                what = f"{place.tensor} of layer {i} has the {part} projection {list(place.shape)}, not {list(wanted[part])}"
-                return ShapeError(what, where=donor.label, fix="take an expert with MLPs of one width in all layers")
+                what = f"the {part} projection of layer {i}, {place.tensor}, is {list(place.shape)}, not {list(wanted[part])}"
+                return ShapeError(what, where=donor.label, fix="use a model whose MLPs have the same width in all layers")
     return None

@@ -1,4 +1,4 @@
-"""Packages that only some recipes need."""
+"""Optional dependencies."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from weightsmith.errors import Unsupported, WeightsmithError
 
 
 def missing(names: Sequence[str], whose: str, instead: str) -> list[WeightsmithError]:
-    """An error when one of the packages is not installed.
+    """An error if one of the packages is not installed.
 
-    whose    what needs them, in the plural
-    instead  what does without
+    whose    what requires them, in the plural
+    instead  an alternative that does not
     """
     absent = [name for name in names if find_spec(name) is None]
     if not absent:
         return []
-    what = f"{whose} need {' and '.join(absent)}, which {'is' if len(absent) == 1 else 'are'} not installed"
+    what = f"{whose} require {' and '.join(absent)}, which {'is' if len(absent) == 1 else 'are'} not installed"
     return [Unsupported(what, fix=f"run pip install 'weightsmith[moe]'; {instead}")]
 
 

@@ -1,4 +1,4 @@
-"""The steps of a mixture: what is no expert's from the base, experts from their donors, routers from a product."""
+"""The steps of a mixture: experts come from their donors, routers from a product, everything else from the base."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weightsmith.tensors import DTYPES, DType, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Makes them. asked: the dtype of the output; None: the base's."""
+    """Builds the steps. asked: the dtype of the output; None: the base's."""
 
     recipe: Upcycling
     base: Dense
@@ -33,11 +33,11 @@ class Steps:
 
     @property
     def router_dtype(self) -> DType:
-        """Of router weights, and of constants that have none of their own."""
+        """The dtype of router weights and of constants without their own."""
         return self._dtype(main_dtype(step.out for step in self.base.donor.steps.values()) or DTYPES["F32"])
 
     def routers(self, i: int) -> list[TensorSpec]:
-        """The router weights of layer i: the routed experts', and those of shared experts that have one."""
+        """The router weights of layer i: the routed experts', then the shared expert's if the layout has them."""
         prefix, layout, facts = f"{self.base.prefix}{i}.", self.layout, self.facts
         made = [TensorSpec(prefix + layout.router, self.router_dtype, (facts.experts, facts.hidden))]
         if layout.shared_router:
@@ -45,7 +45,7 @@ class Steps:
         return made
 
     def make(self, donors: Sequence[Dense]) -> list[Step]:
-        """The steps, in model order. donors: of every expert, shared ones last."""
+        """The steps, in model order. donors: one for each expert, shared ones last."""
         base, layout, facts = self.base, self.layout, self.facts
         steps = []
         for name in base.outside:
@@ -75,7 +75,7 @@ class Steps:
         experts: Sequence[Expert],
         alone: bool = False,
     ) -> list[Step]:
-        """The tensors of all experts of layer i. alone: there is one at most, and its tensors are matrices."""
+        """The tensors of all experts of layer i. alone: at most one expert, stored as plain matrices."""
         steps: list[Step] = []
         label = "shared {e}" if alone else "{e}"
         for template, parts in tensors if donors else ():
@@ -91,7 +91,7 @@ class Steps:
         return steps
 
     def _part_step(self, name: str, part: str, i: int, donor: Dense, expert: Expert, label: str) -> Step:
-        """One part of one expert: the donor's bytes, in the dtype that the base has there, or what the recipe makes of them."""
+        """One part of one expert: the donor's values in the base's dtype, transformed if the recipe asks for it."""
         place = donor.layers[i].mlp[part]
         stored = self.base.donor.steps[self.base.layers[i].mlp[part].tensor].out.dtype
         plain = take(donor.donor.steps[place.tensor], TensorSpec(name, self._dtype(stored), place.shape), place.block)
@@ -99,7 +99,7 @@ class Steps:
 
 
 def _joined(name: str, pieces: Sequence[Step], experts: int = 0) -> Step:
-    """One matrix of several parts, one under the other; of several experts, [experts, rows, cols]."""
+    """Parts stacked along the rows into one matrix; with several experts, [experts, rows, cols]."""
     first = pieces[0].out
     if len(pieces) == 1 and not experts:
         return _named(pieces[0], name)

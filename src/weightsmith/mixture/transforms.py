@@ -1,4 +1,4 @@
-"""Experts that are not their donor's MLP as it is: cut into smaller ones, with noise, partly drawn anew, scaled."""
+"""Experts that differ from their donor's MLP: split into smaller ones, noised, partly reinitialised or scaled."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from weightsmith.recipe import Expert, Recipe, Upcycling
 
 
 def sharded(donor: Dense, groups: int) -> list[Dense]:
-    """A dense model cut into `groups`: the same rows of gate and up, and columns of down, of every layer. I must divide.
+    """Split a dense model by neurons: the same rows of gate and up, and columns of down. `groups` must divide I.
 
-    The sum of what the shards put out is what the whole does: down @ (act(gate x) * (up x)) is a sum over the neurons.
+    The shards' outputs sum to the model's: down @ (act(gate x) * (up x)) is a sum over the neurons.
     """
     if groups == 1:
         return [donor]
@@ -42,7 +42,7 @@ def _shard(part: str, place: Place, g: int, groups: int) -> Place:
 
 
 class Transforms:
-    """Makes the steps of an expert's tensors what its keys in the recipe ask for."""
+    """Adds the transforms that an expert's recipe keys ask for to its steps."""
 
     def __init__(self, assembly: Assembly, groups: int) -> None:
         self._assembly = assembly
@@ -50,16 +50,16 @@ class Transforms:
         self._known: dict[tuple[float | str, ...], int] = {}
 
     def step(self, plain: Step, expert: Expert, label: str, part: str, layer: str) -> Step:
-        """The step of one part of one expert, from the one that takes it from its donor.
+        """The step of one part of one expert. plain: the step that copies it from the donor.
 
-        label  the expert's number, of a shared one with "shared " before it
+        label  the expert's number, prefixed with "shared " for a shared one
         part   gate, up or down
         layer  prefix of its layer
 
-        Virtual groups (He et al. 2024, arXiv 2410.07524) are scaled so that the mixture begins as the dense model. In every
-        layout here the weights of a token's experts sum to 1, and those of one group are equal, as their router rows are. So
-        each of a group's G shards has 1/G of the group's weight, and down times G gives the sum of the shards all of it. That
-        is exact where G is a power of two. (The paper's factor is for weights that are not made to sum to 1.)
+        Virtual groups (He et al. 2024, arXiv 2410.07524) are scaled so that the mixture starts as the dense model. In every
+        layout here the weights of a token's experts sum to 1, and shards of one group have equal router rows. So each of
+        the G shards has 1/G of the group's weight, and scaling down by G restores it, exactly if G is a power of two.
+        (The paper's factor is for weights that do not sum to 1.)
         """
         noise = expert.noise_scale if expert.noise_fraction else 0.0
         factor = expert.residual_scale * self._groups if part == "down" else 1.0
@@ -73,7 +73,7 @@ class Transforms:
 
 
 def check_transforms(recipe: Upcycling, intermediate: int | None) -> list[WeightsmithError]:
-    """What of these keys cannot be. intermediate: I of the experts, where it is known."""
+    """Problems with these keys. intermediate: I of the experts, if known."""
     problems: list[WeightsmithError] = []
     entries = {id(expert.section): expert for expert in (*recipe.experts, *recipe.shared_experts)}
     for expert in entries.values():
@@ -84,20 +84,20 @@ def check_transforms(recipe: Upcycling, intermediate: int | None) -> list[Weight
     for expert in entries.values():
         changed = expert.noise_scale or expert.drop_fraction or expert.residual_scale != 1 or groups > 1
         if changed and isinstance(expert.model, Recipe):
-            what = "an expert that is merged on the way can have no noise, be scaled, redrawn or cut"
-            fix = "make that merge first, and name its folder here"
+            what = "an expert that is an inline merge cannot be noised, scaled, reinitialised or split"
+            fix = "run that merge first and use its output folder here"
             problems.append(ParameterError(what, where=expert.section.at("source_model"), fix=fix))
     if groups == 1:
         return problems
     if recipe.shared_experts:
-        what = "virtual_groups cuts the routed experts, and a shared expert would not have their size"
-        problems.append(ParameterError(what, where=where, fix="leave shared_experts or virtual_groups out"))
+        what = "virtual_groups splits the routed experts, so a shared expert would differ in size"
+        problems.append(ParameterError(what, where=where, fix="remove shared_experts or virtual_groups"))
     if recipe.experts_per_token % groups:
-        what = f"experts_per_token is {recipe.experts_per_token}, and virtual_groups {groups} are chosen together"
+        what = f"experts_per_token is {recipe.experts_per_token}, not a multiple of virtual_groups, {groups}"
         fix = f"write experts_per_token: {groups}, or a multiple of it"
         problems.append(ParameterError(what, where=recipe.section.at("experts_per_token"), fix=fix))
     if intermediate is not None and intermediate % groups:
-        what = f"an MLP of {intermediate} neurons cannot be cut into {groups} of one size"
+        what = f"an MLP of {intermediate} neurons cannot be split into {groups} equal parts"
         problems.append(ParameterError(what, where=where, fix=f"choose a divisor of {intermediate}"))
     return problems
 

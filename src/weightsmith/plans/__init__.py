@@ -1,8 +1,8 @@
-"""The Plan: everything that will happen, as a value. `values.py` says what it is, `reading.py` reads one from JSON,
-`parts.py` divides one among processes.
+"""The Plan: everything a run will do, as a value. `values.py` defines it, `reading.py` reads it from JSON, `parts.py` divides
+it among processes.
 
-Every command makes one from headers alone; the engine runs it; the store knows from it where every byte goes.
-(The room is not called `plan`: a module of that name would hide `weightsmith.plan`, a function.)
+Commands build a plan from headers only; the engine runs it; the store takes the position of every byte from it.
+(A module named `plan` would hide the function `weightsmith.plan`.)
 """
 
 from weightsmith.plans.reading import plan_from_json as plan_from_json

@@ -1,4 +1,4 @@
-"""Parts of a plan, for several processes: which steps each does."""
+"""Divides the steps of a plan among processes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from weightsmith.plans.values import Plan, Step
 
 
 def part_of(plan: Plan, k: int, n: int) -> tuple[Step, ...]:
-    """The steps of the k-th of n parts (k from 1), in plan order: about the same bytes of output in each.
+    """The steps of part k of n (k from 1), in plan order. Parts have about the same number of output bytes.
 
-    A function of the plan alone; every step is in exactly one part. A part may be empty.
+    Depends only on the plan. Every step is in exactly one part; a part may be empty.
     """
     if not 1 <= k <= n:
-        raise ValueError(f"there is no part {k} of {n}")
+        raise ValueError(f"invalid part {k} of {n}")
     total = max(1, sum(step.out.nbytes for step in plan.steps))
     steps, before = [], 0
     for step in plan.steps:

@@ -1,6 +1,6 @@
-"""A Plan from JSON values. They may come from anyone, so every value is checked for its type.
+"""Reads a Plan from JSON values. The source is untrusted, so the type of every value is checked.
 
-That a plan fits its inputs (blocks inside tensors, sizes that agree) is checked when it meets them: `planner.reopen`.
+`planner.reopen` checks that a plan fits its inputs (blocks inside tensors, equal sizes).
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ Json = dict[str, Any]
 
 
 def plan_from_json(data: Any) -> Plan:
-    """The plan of which `Plan.to_json` gave these values. Raises FormatError for anything else."""
+    """The inverse of `Plan.to_json`. Raises FormatError for invalid values."""
     plan = _Decoder().plan(_of(data, dict, "the plan"))
     _check(plan)
     return plan
 
 
 class _Decoder:
-    """Reads values, with the place of each for messages."""
+    """Reads values and tracks their position for messages."""
 
     def plan(self, data: Json) -> Plan:
         config = _get(data, "config", "plan")
@@ -115,7 +115,7 @@ class _Decoder:
             raise _wrong(at, "a file is [model, name, sha256]")
         name = _of(data[1], str, at)
         if "/" in name or "\\" in name or name in ("", ".", ".."):
-            raise _wrong(at, f"{name!r} is not the name of a file in a model's folder")
+            raise _wrong(at, f"{name!r} is not a file name")
         return FileRead(_of(data[0], int, at), name, _of(data[2], str, at))
 
     def _dropped(self, data: list[Any]) -> Dropped:
@@ -127,7 +127,7 @@ class _Decoder:
         op = _text(data, "op", at)
         pieces = tuple(self.step(p, where, piece=True) for where, p in _objects(data, "pieces", at)) if "pieces" in data else ()
         if piece and (pieces or op == JOIN):
-            raise _wrong(at, "a piece cannot have pieces")
+            raise _wrong(at, "a piece cannot contain pieces")
         role = data.get("role", "other")
         if role not in ("linear", "vocabulary", "other"):
             raise _wrong(f"{at}.role", f"{role!r} is not a role")
@@ -147,7 +147,7 @@ class _Decoder:
 
     def _read(self, data: list[Any], at: str) -> Read:
         if len(data) < 2:
-            raise _wrong(at, "a read is [model, tensor], and perhaps a view")
+            raise _wrong(at, "a read is [model, tensor], optionally with a view")
         return Read(_of(data[0], int, at), _of(data[1], str, at), self._view(data[2:], at))
 
     def _view(self, data: list[Any], at: str) -> View | None:
@@ -160,35 +160,35 @@ class _Decoder:
                 raise _wrong(at, "a table is an index or a product's array")
             axis = _int(gather, "axis", at)
             if axis not in (0, 1):
-                raise _wrong(at, "an axis is 0 or 1")
+                raise _wrong(at, "an axis must be 0 or 1")
             block = _block(_list(gather, "block", at), at)
             if not block.whole_rows:
-                raise _wrong(at, "the rows of a gathered block follow each other")
+                raise _wrong(at, "a gathered block must be contiguous")
             return Gather(table, block, cast("Any", axis))
         return _block(data, at)
 
 
 def _check(plan: Plan) -> None:
-    """What can be said without the inputs: indices point somewhere, names are unique, pieces make the whole."""
+    """Check everything that does not depend on the inputs: valid indices, unique names, complete pieces."""
     models, known = len(plan.models), set[str]()
     if not 0 <= plan.donor < models:
         raise _wrong("plan.donor", f"there is no model {plan.donor}")
     for name in plan.carried:
         if "/" in name or "\\" in name or name in ("", ".", ".."):
-            raise _wrong("plan.carried", f"{name!r} is not the name of a file in a folder")
+            raise _wrong("plan.carried", f"{name!r} is not a file name")
     arrays: set[str] = set()
     for product in plan.products:
         if product.name in known:
-            raise _wrong("plan.products", f"two products are called {product.name!r}")
+            raise _wrong("plan.products", f"duplicate product {product.name!r}")
         if not known.issuperset(product.needs):
-            raise _wrong(f"product {product.name}", f"it needs {product.needs}, which do not come before it")
+            raise _wrong(f"product {product.name}", f"it needs {product.needs}, which are not defined before it")
         for step in product.steps:
-            _check_step(plan, step, known | {product.name}, arrays)  # its own: what a survey waits to be applied
+            _check_step(plan, step, known | {product.name}, arrays)  # a survey's steps may need the survey itself
         if any(not 0 <= m < models for m in (*product.models, *(file.model for file in product.files))):
             raise _wrong(f"product {product.name}", f"there are {models} models")
         for out in product.outs:
             if out.name in arrays:
-                raise _wrong(f"product {product.name}", f"two arrays are called {out.name!r}")
+                raise _wrong(f"product {product.name}", f"duplicate array {out.name!r}")
             arrays.add(out.name)
         known.add(product.name)
     for step in plan.steps:
@@ -200,24 +200,24 @@ def _check(plan: Plan) -> None:
 def _check_step(plan: Plan, step: Step, products: set[str], arrays: set[str]) -> None:
     at = f"step {step.out.name}"
     if (step.op == JOIN) != bool(step.pieces):
-        raise _wrong(at, "a join has pieces, and only a join")
+        raise _wrong(at, "a join must have pieces, and other steps must not")
     if (step.encoding == PLAIN) == bool(step.stored):
-        raise _wrong(at, "an encoding other than plain names the tensors that it stores")
+        raise _wrong(at, "an encoding other than plain must list its stored tensors")
     if step.pieces and sum(piece.out.size for piece in step.pieces) != step.out.size:
-        raise _wrong(at, f"its pieces have not {step.out.size:,} elements in all")
+        raise _wrong(at, f"its pieces do not have {step.out.size:,} elements in total")
     for leaf in step.leaves:
         if leaf.out.dtype is not step.out.dtype:
-            raise _wrong(at, "a piece has another dtype than the whole")
+            raise _wrong(at, "a piece has a different dtype than its tensor")
         if not 0 <= leaf.settings < len(plan.settings):
             raise _wrong(at, f"there are no settings {leaf.settings}")
         if leaf.merges and len(plan.settings[leaf.settings].models) != len(leaf.inputs):
-            raise _wrong(at, f"settings {leaf.settings} are for another number of inputs")
+            raise _wrong(at, f"settings {leaf.settings} are for a different number of inputs")
         if not products.issuperset(leaf.needs):
             raise _wrong(at, f"it needs {leaf.needs}, which are not all products of this plan")
         for read in leaf.inputs:
             if read.model == PRODUCTS:
                 if read.tensor not in arrays:
-                    raise _wrong(at, f"no product makes {read.tensor!r}")
+                    raise _wrong(at, f"no product provides {read.tensor!r}")
             elif not 0 <= read.model < len(plan.models):
                 raise _wrong(at, f"there is no model {read.model}")
             if isinstance(read.view, Gather):
@@ -253,12 +253,12 @@ def has_type(value: object, hint: Any) -> bool:
 
 
 def _wrong(at: str, what: str) -> FormatError:
-    return FormatError(f"not a plan that can be run: {what}", where=at, fix="make it again: weightsmith plan RECIPE --json")
+    return FormatError(f"invalid plan: {what}", where=at, fix="create the plan again: weightsmith plan RECIPE --json")
 
 
 def _of(value: Any, kind: type[T], at: str) -> T:
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise _wrong(at, f"{kind.__name__} is wanted, not {type(value).__name__}")
+        raise _wrong(at, f"expected {kind.__name__}, not {type(value).__name__}")
     return value
 
 
@@ -320,12 +320,12 @@ def _table(text: str) -> Table:
     except ValueError:
         data = b"?"
     if len(data) % 4:
-        raise _wrong("plan.tables", "a table is int32 numbers in base64")
+        raise _wrong("plan.tables", "a table must be int32 numbers in base64")
     return Table(data)
 
 
 def _parameters(data: Json, at: str) -> dict[str, Value | None]:
     for key, value in data.items():
         if value is not None and not isinstance(value, bool | int | float | str):
-            raise _wrong(f"{at}.{key}", "a parameter is a number, a text, true, false or null")
+            raise _wrong(f"{at}.{key}", "a parameter must be a number, a string, true, false or null")
     return data

@@ -1,9 +1,9 @@
-"""What a Plan is made of. Frozen values; nothing here reads, writes or computes.
+"""The frozen values of a Plan. Nothing here reads, writes or computes.
 
-Read      a tensor of a model or of a product: whole, a block of it, or rows and columns picked by a table
-Product   a value that must exist before some steps can run: thresholds of a whole model, router rows, an order of neurons
-Step      one tensor: the op that makes it, from which reads, and how it is stored
-Plan      models, products, steps, and all that is not a tensor
+Read      a tensor of a model or product: all of it, a block, or rows or columns selected by a table
+Product   a value that must exist before some steps can run: thresholds of a model, router rows, an order of neurons
+Step      one output tensor: its op, its reads, and how it is stored
+Plan      models, products, steps, and everything that is not a tensor
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ Value = bool | int | float | str
 Parameters = Mapping[str, Value | None]
 
 Role = Literal["linear", "vocabulary", "other"]
-"""What a tensor is to a method: the weight of a linear layer inside a block; rows that are tokens; anything else."""
+"""How methods treat a tensor: the weight of a linear layer inside a block; one row per token; anything else."""
 
 COPY = "copy"
-"""Bytes as they are."""
+"""Copies bytes unchanged."""
 
 CAST = "cast"
-"""The same numbers in another dtype."""
+"""Converts to another dtype."""
 
 JOIN = "join"
-"""The pieces of a step, one after another."""
+"""Concatenates the pieces of a step."""
 
 PERTURB = "perturb"
-"""Numbers of an expert with noise, some of them drawn anew, times a factor."""
+"""Adds noise to an expert's values, reinitialises some of them, and scales the result."""
 
 FILL = "fill"
-"""One number everywhere; no inputs."""
+"""Fills the tensor with one number; no inputs."""
 
 OPERATIONS = frozenset({COPY, CAST, JOIN, PERTURB, FILL})
-"""The ops that are not merge methods."""
+"""Ops other than merge methods."""
 
 PLAIN = "plain"
-"""The encoding of a tensor that is stored as numbers of its dtype."""
+"""The encoding of a tensor stored as plain values of its dtype."""
 
 PRODUCTS = -1
-"""`Read.model` of what a product makes."""
+"""`Read.model` of a product's array."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block of a tensor's elements: `rows` runs of `cols` elements, the first at `offset`, `stride` from one to the next."""
+    """A block of a tensor: `rows` runs of `cols` elements, the first at `offset`, each starting `stride` after the last."""
 
     offset: int
     rows: int
@@ -68,12 +68,12 @@ class Block:
 
     @property
     def whole_rows(self) -> bool:
-        """The block is one run of elements."""
+        """Whether the block is one run of elements."""
         return self.cols == self.stride or self.rows == 1
 
     @property
     def end(self) -> int:
-        """One past the flat index of its last element.
+        """One past the flat index of the last element.
 
         >>> Block(offset=5, rows=3, cols=2, stride=10).end
         27
@@ -81,7 +81,7 @@ class Block:
         return self.offset + (self.rows - 1) * self.stride + self.cols if self.rows and self.cols else self.offset
 
     def flat(self, index: int) -> int:
-        """The tensor's flat index of the block's element `index`.
+        """The index in the flat tensor of the block's element `index`.
 
         >>> Block(offset=5, rows=3, cols=2, stride=10).flat(3)
         16
@@ -92,10 +92,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Rows (axis 0) or columns (axis 1) of a matrix, in the order of a table: place i holds what is at table[i]; -1: zeros.
+    """Rows (axis 0) or columns (axis 1) of a matrix, selected by a table: position i is source position table[i]; -1: zeros.
 
     table  index into `Plan.tables`, or the name of a product's int32 vector
-    block  the matrix; its rows follow each other (`whole_rows`), as those of a whole tensor do
+    block  the matrix, which must be contiguous (`whole_rows`)
     """
 
     table: int | str
@@ -108,7 +108,7 @@ View = Block | Gather
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Tensor `tensor` of `Plan.models[model]`, or of a product (model is `PRODUCTS`): whole, or as a view shows it."""
+    """Tensor `tensor` of `Plan.models[model]`, or a product's array (model is `PRODUCTS`): all of it, or a view."""
 
     model: int
     tensor: str
@@ -116,7 +116,7 @@ class Read:
 
     @property
     def table(self) -> str:
-        """The product's vector that the view is ordered by, "" if there is none."""
+        """The product's vector that the view uses as its table; "" if none."""
         return self.view.table if isinstance(self.view, Gather) and isinstance(self.view.table, str) else ""
 
 
@@ -132,7 +132,7 @@ class Table:
 
     @classmethod
     def of(cls, numbers: npt.ArrayLike) -> Table:
-        """The table of a sequence of integers."""
+        """A table from a sequence of integers."""
         import numpy as np
 
         return cls(np.asarray(numbers, "<i4").tobytes())
@@ -147,11 +147,11 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Resolved parameters, shared by all the steps that have the same ones.
+    """Resolved parameters. Steps with equal parameters share them.
 
-    shared   the parameters of the output tensor
-    models   for each input of the step, in order, its own parameters ({} for a base that takes none)
-    places   for each input its place among those that the recipe lists, where some are left out; else ()
+    shared   parameters of the output tensor
+    models   parameters of each input of the step, in order ({} for a base without parameters)
+    places   for each input, its position among the recipe's models, if some are left out; else ()
     """
 
     shared: Parameters
@@ -161,20 +161,19 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """How one output tensor is made.
+    """How to compute one output tensor.
 
     out       name, dtype and shape of the tensor
-    op        `copy` (bytes as they are), another of `OPERATIONS`, the name of a merge method, or `join`: the pieces one after
-              another
+    op        one of `OPERATIONS`, or the name of a merge method
     inputs    in the recipe's order; with a base, the base first
-    base      True when inputs[0] is the base of the merge
+    base      whether inputs[0] is the base of the merge
     settings  index into `Plan.settings`
-    pieces    of a `join`: steps that each make a run of the tensor's elements, as if it were a tensor of its own
-    needs     products that must be finished first, beside those that it reads
-    role      what the tensor is to a method
-    layer     prefix of the layer it belongs to, `model.layers.3.`; "" outside the layers, and where no op asks
-    encoding  how its numbers are stored
-    stored    the tensors that are written, when the encoding is not `plain`
+    pieces    for `join`: steps that each compute a run of the tensor's elements, as a tensor of its own
+    needs     products that must be finished first, besides those that it reads
+    role      how methods treat the tensor
+    layer     prefix of its layer, `model.layers.3.`; "" outside the layers, and if the op does not use it
+    encoding  how its values are stored
+    stored    the tensors to write, if the encoding is not `plain`
     """
 
     out: TensorSpec
@@ -191,35 +190,35 @@ class Step:
 
     @property
     def outs(self) -> tuple[TensorSpec, ...]:
-        """The tensors that are written: one, or as many as the encoding makes of it."""
+        """The tensors to write: one, or those of the encoding."""
         return self.stored or (self.out,)
 
     @property
     def leaves(self) -> tuple[Step, ...]:
-        """The steps that do the work: the pieces, else the step itself."""
+        """The pieces, or else the step itself."""
         return self.pieces or (self,)
 
     @property
     def merges(self) -> bool:
-        """A merge method makes the tensor; of a `join`, ask its leaves."""
+        """Whether the op is a merge method; for a `join`, check its leaves."""
         return self.op not in OPERATIONS
 
     @property
     def made_by(self) -> str:
-        """The op of the leaves where all have the same, else `join`."""
+        """The op of the leaves if all have the same, else `join`."""
         ops = {leaf.op for leaf in self.leaves}
         return ops.pop() if len(ops) == 1 else self.op
 
     @property
     def reads(self) -> Iterator[Read]:
-        """Everything that is read for it."""
+        """All reads of its leaves."""
         for leaf in self.leaves:
             yield from leaf.inputs
 
 
 @dataclass(frozen=True, slots=True)
 class FileRead:
-    """A file that a product reads, beside tensors: of `Plan.models[model]`, and the sha256 that it had when planned."""
+    """A file of `Plan.models[model]` that a product reads, with its sha256 at planning time."""
 
     model: int
     name: str
@@ -228,16 +227,16 @@ class FileRead:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A value that must exist before some steps can run. It is made once, kept in the staging folder, and found on resume.
+    """A value that must exist before some steps can run. Computed once, stored in the staging folder, and reused on resume.
 
     name      unique in the plan
-    op        which kind it is (`weightsmith.products`)
-    outs      the arrays that it makes; their names are unique in the plan, and steps read them as tensors
-    settings  JSON values: all that it follows from, beside tensors and files
-    steps     how the tensors are made that it looks at; () with a kind that looks at the steps that need it
-    models    numbers of models that `settings` speaks of, by their place here
+    op        its kind (`weightsmith.products`)
+    outs      its arrays, with names that are unique in the plan; steps read them as tensors
+    settings  JSON values: everything it depends on, besides tensors and files
+    steps     steps for the tensors it reads; () if its kind reads the steps that need it
+    models    model indices; `settings` refers to positions in this list
     needs     products that must be finished first
-    files     that it reads
+    files     files that it reads
     """
 
     name: str
@@ -252,11 +251,11 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """One input checkpoint: how the user named it, and what it was when planned.
+    """One input checkpoint: its name, and its identity at planning time.
 
     ref       as written in the recipe (`org/name@revision`, `./folder`, `base+adapter`)
     revision  commit of a hub model, "" otherwise
-    identity  of names, headers and sizes: another checkpoint has another one
+    identity  hash of names, headers and sizes
     """
 
     ref: str
@@ -266,7 +265,7 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """An input tensor that is not in the output, and why."""
+    """An input tensor that is not used, and why."""
 
     model: int
     tensor: str
@@ -275,10 +274,10 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class OwnCode:
-    """The user's own file that a merge method comes from.
+    """The user's file that defines the merge method.
 
-    name    as the recipe names it, `./my_method.py:blend`
-    folder  that the name starts from
+    name    as in the recipe, `./my_method.py:blend`
+    folder  base for a relative name
     sha256  of the file
     """
 
@@ -289,13 +288,13 @@ class OwnCode:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What made a plan: for the model card, the manifest and the summary. Code never compares it.
+    """The method or command of a plan, for the model card, the manifest and the summary. Not used in decisions.
 
     name      the merge method, or the command: `ties`, `moe`
-    title     one sentence: what the checkpoint is
-    source    where that comes from, and what to know of it
-    distance  what follows "Frobenius norms of merged - base" on the card
-    code      the user's own file, if there is one
+    title     one sentence that describes the checkpoint
+    source    the method's source, and remarks
+    distance  the text after "Frobenius norms of merged - base" on the card
+    code      the user's file, if any
     """
 
     name: str
@@ -307,23 +306,23 @@ class Made:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that will happen, before anything does.
+    """Everything a run will do.
 
-    made             what made it
-    models           inputs, in the recipe's order (base first when there is one)
+    made             the method or command
+    models           inputs, in the recipe's order (the base first, if any)
     steps            output tensors in model order
-    settings         the tables `Step.settings` points into
-    products         what must exist before some steps, in an order in which they can be made
-    tables           that `Gather.table` points into
-    dropped          every input tensor that is not used, with its reason
-    config           the new config.json, or None when the donor has none
-    donor            index of the model that gives config, tokenizer and all other files
-    carried          names of the donor's files copied as they are
+    settings         indexed by `Step.settings`
+    products         values that some steps need, in dependency order
+    tables           indexed by `Gather.table`
+    dropped          every unused input tensor, with a reason
+    config           the new config.json, or None if the donor has none
+    donor            index of the model that supplies config, tokenizer and other files
+    carried          names of the donor's files to copy unchanged
     container        how tensors are laid out in files
-    max_shard_bytes  upper bound of a weight file
+    max_shard_bytes  maximum size of a weight file
     seed             of the random masks
-    warnings         what the user should know
-    recipe           the recipe's text, byte for byte
+    warnings         for the user
+    recipe           the recipe's text, unchanged
     """
 
     made: Made
@@ -344,17 +343,17 @@ class Plan:
 
     @cached_property
     def layout(self) -> Layout:
-        """Where every output byte goes."""
+        """The position of every output byte."""
         return CONTAINERS[self.container]([out for step in self.steps for out in step.outs], self.max_shard_bytes)
 
     @cached_property
     def encodings(self) -> tuple[str, ...]:
-        """The encodings of steps that are not stored as plain numbers."""
+        """The encodings in use, other than `plain`."""
         return tuple(dict.fromkeys(step.encoding for step in self.steps if step.encoding != PLAIN))
 
     @cached_property
     def widest(self) -> int:
-        """Inputs of the step that has most."""
+        """The largest number of inputs of any step."""
         steps = [*self.steps, *(step for product in self.products for step in product.steps)]
         return max((len(leaf.inputs) for step in steps for leaf in step.leaves), default=1)
 
@@ -364,14 +363,14 @@ class Plan:
         return {out.name: product.name for product in self.products for out in product.outs}
 
     def products_for(self, steps: Iterable[Step], names: Collection[str] = ()) -> tuple[Product, ...]:
-        """The products that some steps need, or that are named, and those that these need; in the plan's order."""
+        """The products that these steps need, those named, and their dependencies; in plan order."""
         wanted = {*names, *(name for step in steps for name in self.needs(step))}
         for product in reversed(self.products):
             wanted.update(product.needs if product.name in wanted else ())
         return tuple(product for product in self.products if product.name in wanted)
 
     def label(self, read: Read) -> str:
-        """Where a read takes its tensor from, for messages."""
+        """The model or product that a read refers to, for messages."""
         return f"product {self.maker[read.tensor]}" if read.model == PRODUCTS else self.models[read.model].ref
 
     def needs(self, step: Step) -> frozenset[str]:
@@ -388,7 +387,7 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """Identity of the plan: with equal inputs, equal hashes mean equal weight files (sha256, hex)."""
+        """Identity of the plan (sha256, hex). With equal inputs, equal hashes mean equal weight files."""
         data = self.to_json()
         data.pop("warnings")
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
@@ -398,7 +397,7 @@ class Plan:
         return f"<Plan {self.made.name} of {len(self.models)} models: {len(self.steps):,} tensors, {nbytes:,} bytes>"
 
     def _repr_html_(self) -> str:
-        """What notebooks show: the sums, the ops and the warnings."""
+        """For notebooks: totals, ops and warnings."""
         ops: dict[str, tuple[int, int]] = {}
         for step in self.steps:
             tensors, nbytes = ops.get(step.made_by, (0, 0))
@@ -411,7 +410,7 @@ class Plan:
         return f"<table>{cells}</table>"
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without what is computed from the rest: the layout is large, and holds a view that cannot be pickled.
+        # Skip cached properties: the layout is large and holds a view that cannot be pickled.
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def to_json(self) -> dict[str, Any]:
@@ -462,7 +461,7 @@ def _encode_spec(spec: TensorSpec) -> list[Any]:
 
 
 def _encode_step(step: Step) -> dict[str, Any]:
-    """One step as JSON values; what has its default is left out."""
+    """One step as JSON values, without fields that have their default."""
     data: dict[str, Any] = {
         "name": step.out.name,
         "dtype": step.out.dtype.name,

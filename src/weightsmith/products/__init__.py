@@ -1,9 +1,8 @@
-"""Products: values that must exist before some steps of a plan can run. `base.py` is the form; one file a kind.
+"""Products: values that must exist before some steps of a plan can run. `base.py` defines the interface; one file per kind.
 
-A kind either *streams* (the engine shows it the tiles of the steps that need it) or *computes* (a function that runs in a
-thread of its own, and asks for the tensors it wants). Both run in one graph with the steps, are kept in the staging folder
-with a checksum, and are found again when work is resumed. Adding a kind is adding a file with a `KIND` and its name to
-`KINDS`.
+A kind either *streams* (the engine passes it the tiles of the steps that need it) or *computes* (a function that runs in
+its own thread and requests the tensors it needs). Both run in one graph with the steps. Results are stored in the staging
+folder with a checksum and reused on resume. To add a kind, add a file with a `KIND` and its name to `KINDS`.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ KINDS = {
     "router": "weightsmith.mixture.routing.product",
     "neuron_order": "weightsmith.mixture.surgery.matching",
 }
-"""`Product.op` → the module whose `KIND` it is. Modules are imported when a plan has such a product."""
+"""`Product.op` → the module that defines `KIND`, imported when a plan first uses it."""
 
 
 @cache
 def find_kind(op: str) -> Kind:
     """The kind of a product. Raises UnknownName."""
     if op not in KINDS:
-        raise UnknownName(f"there is no kind of product called '{op}'{nearest(op, KINDS)}")
+        raise UnknownName(f"unknown kind of product '{op}'{nearest(op, KINDS)}")
     kind: Kind = import_module(KINDS[op]).KIND
     return kind

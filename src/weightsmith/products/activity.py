@@ -1,4 +1,4 @@
-"""Where models are active, over all tensors of a merge: the counts that RAM+ is made of."""
+"""Counts of where models are active, over all tensors of a merge, for RAM+."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from weightsmith.products.base import Arrays, Kind, Survey
 
 
 class Activity(Survey):
-    """For each of `Product.models`: positions where it is active alone, and where others are too. int64 [models, 2].
+    """For each of `Product.models`, the number of positions where only it is active, and where others are too.
 
-    Every tensor counts with its own `epsilon`.
+    int64 [models, 2]. Each tensor has its own `epsilon`.
     """
 
     def __init__(self, product: Product) -> None:

@@ -1,4 +1,4 @@
-"""What a kind of product is."""
+"""The interface of a kind of product."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from weightsmith.jobs.job import Matrix, Tile
 from weightsmith.plans import Product
 
 Arrays = Sequence[npt.NDArray[Any]]
-"""One array for each of `Product.outs`, in their dtypes and shapes."""
+"""One array for each of `Product.outs`, with its dtype and shape."""
 
 Floats = npt.NDArray[np.float32]
 
 
 class Survey(ABC):
-    """Statistics over the tiles of many tensors, in one pass or more.
+    """Statistics over the tiles of many tensors, in one or more passes.
 
     begin(0) → statistics(0, every tile), take(0, every result) → end(0) → begin(1) → …
 
-    `statistics` is called from many threads; its result must depend on the grains of the tile alone. `take` gets the results
-    one after another, in the order of the plan, so that the outcome is the same for any tile size and number of threads.
+    `statistics` is called from many threads, and its result may depend only on the grains of the tile. `take` receives the
+    results one by one in plan order, so the outcome does not depend on tile size or number of threads.
     """
 
     @abstractmethod
     def passes(self) -> int:
-        """Number of passes; asked again after each `end`."""
+        """Number of passes. Called again after each `end`."""
 
     def sampled(self, number: int) -> bool:
-        """Pass `number` looks at the first grain of each tile only."""
+        """Whether pass `number` reads only the first grain of each tile."""
         return False
 
     def begin(self, number: int) -> None:  # noqa: B027  most have nothing to prepare
-        """Pass `number` begins."""
+        """Start pass `number`."""
 
     @abstractmethod
     def statistics(self, number: int, matrix: Matrix, tile: Tile) -> Any:
@@ -47,22 +47,22 @@ class Survey(ABC):
 
     @abstractmethod
     def take(self, number: int, result: Any) -> None:
-        """The statistics of the next tile."""
+        """Receive the statistics of the next tile."""
 
     def end(self, number: int) -> None:  # noqa: B027
-        """All results of pass `number` are in."""
+        """Finish pass `number`, after its last `take`."""
 
     @abstractmethod
     def arrays(self) -> Arrays:
-        """What the product is, after the last pass; before the first, something of that shape."""
+        """The result, after the last pass. Before the first pass, only shapes and dtypes are valid."""
 
 
 class Bench(Protocol):
-    """What a product that computes works with.
+    """What a computing product can use.
 
-    product  that is made
-    device   for matrix products and forward passes, as torch names it
-    threads  that it may use
+    product  the product to compute
+    device   torch device name for matrix products and forward passes
+    threads  number of threads it may use
     """
 
     product: Product
@@ -70,37 +70,37 @@ class Bench(Protocol):
     threads: int
 
     def fill(self, arrays: Mapping[str, Floats]) -> None:
-        """Fill C-contiguous arrays with whole tensors. arrays: by the names of `product.steps`, each of its tensor's shape.
+        """Fill C-contiguous arrays with whole tensors. arrays: by the names of `product.steps`, with the tensor's shape.
 
-        The numbers are those of the tensor as it is, or would be, stored; they become float32 tile by tile, so that nothing
-        but the arrays takes memory. Raises as the engine does.
+        Values are those of the tensor as stored, converted to float32 tile by tile, so no further memory is needed.
+        Raises as the engine does.
         """
 
     def rows(self, name: str, numbers: Sequence[int]) -> Floats:
         """Some rows of a matrix [R, C]: float32 [len(numbers), C]. numbers: ascending, each once."""
 
     def folder(self, model: int) -> Path:
-        """Where the files of `plan.models[model]` are. Raises CheckpointError when one of `product.files` has changed."""
+        """The folder of `plan.models[model]`. Raises CheckpointError if one of `product.files` has changed."""
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
-        """Report how far it is. Raises Cancelled when nobody waits for the product any more: call it often."""
+        """Report progress. Raises Cancelled if the product is no longer needed: call it often."""
 
 
 class Cancelled(Exception):
-    """The run has ended: let go of everything."""
+    """The run has ended: release all resources."""
 
 
 class Report(Protocol):
-    """What a product tells the user beside its arrays."""
+    """What a product reports to the user, besides its arrays."""
 
     def files(self) -> Mapping[str, bytes]:
-        """Files of the output, by name."""
+        """Files to add to the output, by name."""
 
     def section(self) -> str:
-        """More of the model card, in Markdown."""
+        """A section for the model card, in Markdown."""
 
     def warnings(self, where: str) -> list[Finding]:
-        """What the user should know. where: the recipe."""
+        """Warnings. where: the recipe."""
 
 
 def _no_problem(product: Product) -> str:
@@ -113,13 +113,13 @@ def _no_report(product: Product, arrays: Arrays) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of product: it streams or computes.
+    """A kind of product: either `survey` or `compute` is set.
 
-    doing    what progress says, with a verb in -ing
-    check    why the settings, steps and arrays of a product cannot be, "" if they can: a plan may come from anyone
-    survey   of one that streams
-    compute  of one that computes; raises WeightsmithError for what is wrong with its inputs
-    report   of a finished product; None where there is nothing to report
+    doing    text of the progress display, with a verb in -ing
+    check    why the settings, steps and arrays of a product are invalid, "" if they are valid: a plan may come from anyone
+    survey   for streaming
+    compute  for computing; raises WeightsmithError for invalid inputs
+    report   the report of a finished product, or None
     """
 
     doing: str

@@ -1,4 +1,4 @@
-"""Thresholds over a whole model: the magnitude that a share of all its deltas reach. For `scope: model`."""
+"""Thresholds for `scope: model`: the magnitude that a given share of all deltas of a model reaches."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from weightsmith.products.base import Arrays, Kind, Survey
 NO_FACTORS = np.zeros(0)
 
 MAX_SPAN = 1 << 23
-"""Patterns of a window that are counted one by one: 64 MB of counters. A wider one is narrowed by another pass first."""
+"""Bit patterns per window that are counted individually: 64 MB of counters. Wider windows are narrowed by another pass."""
 
 
 class Thresholds(Survey):
-    """For each wanted model, density and gamma the two limits of what is kept: exact, ties all kept.
+    """The two magnitude limits for each wanted model, density and gamma. Exact; keeps all ties.
 
-    A sample of the tiles says where to look, and one pass counts there; two more when the sample was wrong.
+    A first pass samples the tiles to estimate a window, and a second counts inside it. Two more follow if the estimate missed.
 
-    `Product.settings`: `sizes`, the elements of each of `Product.models`; `wanted`, [place in models, density, gamma] each.
+    `Product.settings`: `sizes`, the element counts of `Product.models`; `wanted`, [index in models, density, gamma] each.
     The array is int64 [wanted, 2]: bits of the smallest magnitude kept, and of the smallest that is too large (2^31 - 1: none).
     """
 
@@ -98,7 +98,7 @@ class Thresholds(Survey):
             self._end_window()
 
     def _high(self, matrix: Matrix, tile: Tile) -> list[tuple[int, npt.NDArray[np.int64]]]:
-        """For each input (a model may be two of them) the bins in use, and their counts."""
+        """For each input (a model may occur twice), the bins in use and their counts."""
         scratch, found = tile.scratch, []
         rows = scratch.rows(2, matrix.codes, matrix.out_code)
         models = {model for model, _ in self.searches}
@@ -119,7 +119,7 @@ class Thresholds(Survey):
                 continue
             seen = int(high.sum())
             share = rank / self._sizes[model]
-            # Grains of one tensor are alike: the sample says less than as many elements drawn one by one would.
+            # Elements of a grain are correlated: the sample is less informative than independent elements would be.
             slack = min(0.01 + 0.05 * share, 0.002 + 0.2 * min(share, 1 - share))
             search.first = int(find_bin(high, min(seen, round((share + slack) * seen)))[0]) << 16
             search.end = (int(find_bin(high, max(1, round((share - slack) * seen)))[0]) + 1) << 16

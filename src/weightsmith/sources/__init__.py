@@ -1,16 +1,16 @@
-"""Sources: what tensors can be read from. One interface, `Tensors`; one file for each kind; composition, no inheritance.
+"""Sources of tensors. One interface, `Tensors`; one file for each kind; composition, no inheritance.
 
 base.py          the interface
-kind.py          what describes a kind
-files.py         tensors that are runs of plain bytes in files
-safetensors.py   the file format
-pytorch.py       the file format: .bin, .pt, .pth and .ckpt, read without running anything
-fp8_block.py     FP8 weights, dequantised as they are read
+kind.py          the description of a kind
+files.py         tensors stored as plain bytes in files
+safetensors.py   the safetensors format
+pytorch.py       PyTorch's format: .bin, .pt, .pth and .ckpt, read without executing code
+fp8_block.py     FP8 weights, dequantised on read
 adapted.py       a source with a LoRA adapter applied
-memory.py        state dicts; views.py reads a tensor in memory as a stream of bytes
+memory.py        state dicts; views.py streams the bytes of a tensor in memory
 
-Adding a file format: a file with a `KIND`, and an entry in `KINDS`. Adding an encoding of tensors: a file with a `WRAPPER`,
-and an entry in `WRAPPERS`. Test either with a subclass of `weightsmith.testing.SourceTests`.
+To add a file format, add a file with a `KIND` and an entry in `KINDS`. To add an encoding of tensors, add a file with a
+`WRAPPER` and an entry in `WRAPPERS`. Test either with a subclass of `weightsmith.testing.SourceTests`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 KINDS: tuple[Kind, ...] = (safetensors.KIND, pytorch.KIND)
-"""File formats, in the order in which they are preferred where a folder holds several."""
+"""File formats, in order of preference if a folder holds several."""
 
 WRAPPERS: tuple[Wrapper, ...] = (fp8_block.WRAPPER,)
 """Encodings of tensors; the first that recognises a model decodes it."""
@@ -52,11 +52,11 @@ WRAPPERS: tuple[Wrapper, ...] = (fp8_block.WRAPPER,)
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The weight files of a folder, not opened yet.
+    """The weight files of a folder, not yet opened.
 
     kind     their format
     paths    in natural order
-    index    the index that lists them, if there is one
+    index    the index that lists them, if any
     ignored  names of weight files of this format that are not part of the model
     """
 
@@ -71,12 +71,12 @@ class WeightFiles:
 
 
 def choose_kind(names: Collection[str], where: str) -> tuple[Kind, Weights]:
-    """The first kind of which a folder has weights, and which files they are. By names alone.
+    """The first kind with weights in the folder, and their files. Looks only at names.
 
-    names  of all files of the folder, relative
+    names  relative names of all files in the folder
     where  the folder or hub repository, for messages
 
-    Raises what `Kind.choose` raises, and the error of `no_weights` where no kind has any.
+    Raises what `Kind.choose` raises, and the error of `no_weights` if there are no weights.
     """
     listed = list(names)
     for kind in KINDS:
@@ -87,7 +87,7 @@ def choose_kind(names: Collection[str], where: str) -> tuple[Kind, Weights]:
 
 
 def find_weights(folder: Path, names: Collection[str], where: str) -> WeightFiles:
-    """The weight files of a folder; arguments as of `choose_kind`. Reads the index, if there is one, and nothing else.
+    """The weight files of a folder; arguments as for `choose_kind`. Reads only the index, if any.
 
     Raises as `choose_kind` and `read_index`.
     """
@@ -101,7 +101,7 @@ def find_weights(folder: Path, names: Collection[str], where: str) -> WeightFile
 
 
 def open_file(path: Path, where: str, opener: Opener = open_local) -> Opened:
-    """Open one weight file alone. Raises Unsupported for a name of no known format, else as `Kind.open`."""
+    """Open a single weight file. Raises Unsupported for an unknown suffix, else as `Kind.open`."""
     for kind in KINDS:
         if path.name.lower().endswith(kind.suffixes):
             return kind.open((path,), None, where, opener)
@@ -114,12 +114,12 @@ def open_file(path: Path, where: str, opener: Opener = open_local) -> Opened:
 
 
 def suffixes() -> tuple[str, ...]:
-    """How the names of weight files of all kinds end, lower case."""
+    """The suffixes of weight files of all kinds, lower case."""
     return tuple(suffix for kind in KINDS for suffix in kind.suffixes)
 
 
 def wrap(source: Tensors, config: Mapping[str, Any] | None, where: str) -> Wrapped:
-    """The tensors of a model decoded by the first wrapper that recognises them, else as they are stored."""
+    """The tensors of a model, decoded by the first wrapper that recognises them, else as stored."""
     for wrapper in WRAPPERS:
         if wrapper.recognises(config or {}, source.specs):
             return wrapper.wrap(source, config or {}, where)

@@ -1,4 +1,4 @@
-"""A source with a LoRA adapter applied: W + scaling · B @ A, computed for the bytes that are asked for, when they are."""
+"""A source with a LoRA adapter applied: W + scaling · B @ A, computed on read."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """scaling · B @ A, or its transpose, that is added to a matrix.
+    """scaling · B @ A, or its transpose, to add to a matrix.
 
     a, b        the adapter's tensors A [rank, inputs] and B [outputs, rank]
-    scaling     what the product is multiplied with
+    scaling     factor on the product
     transposed  the matrix is [inputs, outputs]: (B @ A)ᵀ is added
     """
 
@@ -37,11 +37,11 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedTensor:
-    """What a tensor of an adapted source is made from.
+    """The origin of a tensor of an adapted source.
 
-    base         the base's tensor that it stands for: it is written as the dtype that this one is kept as
-    replacement  the adapter's tensor that takes its place; "" for none
-    update       what is added; None for nothing
+    base         the corresponding tensor of the base, which determines the output dtype
+    replacement  the adapter's tensor that replaces it; "" for none
+    update       the update to add, or None
     """
 
     base: str
@@ -50,13 +50,13 @@ class AdaptedTensor:
 
 
 class Adapted:
-    """A source `base` changed by an adapter.
+    """A source `base` with an adapter applied.
 
-    Tensors with an update are F32 (F64 where they start from F64): base and update, rounded once, so that a merge sees the
-    update as it was trained and not what 16 bits leave of it. All others are read as they are stored.
+    Tensors with an update are F32 (F64 if the base tensor is F64): base plus update, rounded once, so a merge does not lose
+    the part of the update that 16 bits cannot hold. All others are read unchanged.
 
-    base, adapter  the sources; they are closed with this one
-    origins        name → what the tensor is made from
+    base, adapter  the sources; closed with this one
+    origins        name → origin of the tensor
     where          the model as the user named it, for messages
     """
 
@@ -120,7 +120,7 @@ class Adapted:
         return self._origins[spec_of(self.specs, name, self._where).name]
 
     def _stored(self, origin: AdaptedTensor) -> tuple[Tensors, str]:
-        """The source and the name there of what a tensor starts from."""
+        """The source of the unmodified tensor, and its name there."""
         return (self._adapter, origin.replacement) if origin.replacement else (self._base, origin.base)
 
     def _spec(self, name: str, origin: AdaptedTensor) -> TensorSpec:
@@ -129,7 +129,7 @@ class Adapted:
         return spec if origin.update is None or spec.dtype.name == "F64" else replace(spec, dtype=DTYPES["F32"])
 
     def _factors_of(self, name: str, update: Update) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
-        """left [rows, rank] and right [rank, cols] of the update of a tensor [rows, cols]; read once and kept."""
+        """left [rows, rank] and right [rank, cols] of the update of a tensor [rows, cols]; cached."""
         with self._lock:
             if name not in self._factors:
                 a, b = (read(self._adapter, factor).astype(np.float32) for factor in (update.a, update.b))

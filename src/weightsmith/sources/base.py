@@ -1,4 +1,4 @@
-"""What tensors can be read from: the interface of every source, and the checks that all sources share."""
+"""The interface of every source of tensors, and the checks that all sources share."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class Tensors(Protocol):
-    """A source: tensors by name, whose bytes are read when they are asked for.
+    """A source: tensors by name, read on demand.
 
-    Names that a source does not have raise NotFound, byte ranges that are not inside a tensor ParameterError, and reads after
-    `close` CheckpointError. `weightsmith.testing.SourceTests` checks all of this for one kind of source.
+    Unknown names raise NotFound, byte ranges outside a tensor ParameterError, and reads after `close` CheckpointError.
+    `weightsmith.testing.SourceTests` checks all of this for a kind of source.
     """
 
     @property
@@ -36,45 +36,45 @@ class Tensors(Protocol):
 
     @property
     def identity(self) -> str:
-        """Hash of what a plan was made for: names, headers and sizes. Equal for a copy of the same files."""
+        """Hash of names, headers and sizes, which a plan depends on. Equal for a copy of the same files."""
 
     @property
     def state(self) -> str:
-        """Hash of what interrupted work depends on: the identity, and of every file which one it is and when it was changed.
+        """Hash of the identity and of each file's inode and change time, which interrupted work depends on.
 
-        Unequal where a file was replaced by another of equal size and modification time (cp -p, rsync -t, tar x).
+        Differs if a file was replaced by another of equal size and modification time (cp -p, rsync -t, tar x).
         """
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Every file that is read, in natural order."""
+        """All files of the source, in natural order."""
 
     def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
         """Fill `out` with the tensor's bytes from `start_byte` on. Thread-safe.
 
-        Raises CheckpointError for an I/O error and for a file that was changed since it was opened.
+        Raises CheckpointError for an I/O error and for a file that has changed since it was opened.
         """
 
     def location(self, name: str) -> tuple[int, int] | None:
         """(file descriptor, offset of the tensor's first byte in that file), for `os.copy_file_range` and the like.
 
-        The descriptor belongs to the source and stays open until `close`. None for a tensor that is not bytes of a file.
+        The descriptor belongs to the source and stays open until `close`. None for a tensor that is not stored as plain bytes.
         """
 
     def preferred_rows(self, name: str) -> int:
-        """Rows that are read together without reading bytes twice: 1 for plain bytes, more for formats with blocks of rows."""
+        """The number of rows to read at once so that no byte is read twice: 1 for plain bytes, more for blocked formats."""
 
     def kept_as(self, name: str) -> DType:
-        """The dtype that the tensor is written as where nobody asks for another."""
+        """The default output dtype of the tensor."""
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError, naming the file, if a file differs from when it was opened.
 
-        Descriptors and paths are compared: device, inode, size, mtime_ns, ctime_ns. Reading changes none of these.
+        Compares device, inode, size, mtime_ns and ctime_ns of descriptors and paths. Reading changes none of these.
         """
 
     def close(self) -> None:
-        """Close all files. Call it when no thread reads any more; closing twice is fine."""
+        """Close all files, once no thread reads any more. May be called twice."""
 
 
 def spec_of(specs: Mapping[str, TensorSpec], name: str, where: str) -> TensorSpec:
@@ -86,7 +86,7 @@ def spec_of(specs: Mapping[str, TensorSpec], name: str, where: str) -> TensorSpe
 
 
 def check_range(spec: TensorSpec, start_byte: int, count: int, where: str) -> None:
-    """Raise ParameterError unless `count` bytes from `start_byte` on are inside the tensor."""
+    """Raise ParameterError unless `count` bytes from `start_byte` lie inside the tensor."""
     if start_byte < 0 or start_byte + count > spec.nbytes:
         raise ParameterError(
             f"bytes {start_byte:,} to {start_byte + count:,} are not inside tensor {show(spec.name)} of {spec.nbytes:,} bytes",
@@ -95,7 +95,7 @@ def check_range(spec: TensorSpec, start_byte: int, count: int, where: str) -> No
 
 
 def byte_view(out: Buffer) -> memoryview:
-    """A buffer as bytes."""
+    """A buffer as a memoryview of bytes."""
     return (out if isinstance(out, memoryview) else out.data).cast("B")
 
 
@@ -112,10 +112,10 @@ def digest(facts: object) -> str:
 def read(source: Tensors, name: str, rows: slice | None = None, *, where: str = "") -> np.ndarray:
     """A tensor as a new numpy array, in the machine's byte order (ml_dtypes for bf16 and fp8).
 
-    rows   a slice with step 1 along the first dimension: only these bytes are read
+    rows   a slice with step 1 along the first dimension; only these rows are read
     where  the source, for messages
 
-    Raises ParameterError for another step or rows of a 0-d tensor, else as `Tensors.read_into`.
+    Raises ParameterError for another step and for rows of a 0-d tensor, else as `Tensors.read_into`.
     """
     import numpy as np
 
@@ -126,7 +126,7 @@ def read(source: Tensors, name: str, rows: slice | None = None, *, where: str = 
             raise ParameterError(f"tensor {show(name)} has no rows: its shape is []")
         start, stop, step = rows.indices(shape[0])
         if step != 1:
-            raise ParameterError(f"tensor {show(name)}: rows are read with step 1, not {step}")
+            raise ParameterError(f"tensor {show(name)}: the step of rows must be 1, not {step}")
         row_bytes = spec.nbytes // max(1, shape[0])
         shape, start_byte = (max(0, stop - start), *shape[1:]), start * row_bytes
     array = np.empty(shape, dtype=spec.dtype.numpy)

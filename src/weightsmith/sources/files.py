@@ -1,7 +1,7 @@
-"""The files of a source, and tensors that are runs of plain bytes in them: safetensors, and all that is laid out like it.
+"""The files of a source, and tensors stored in them as plain bytes, as in safetensors.
 
-Bytes come through positioned reads into the caller's buffers: no memory map (no crash when a file shrinks, no resident
-gigabytes), no file position, so many threads may read at once.
+Positioned reads fill the caller's buffers. There is no memory map (no crash if a file shrinks, no resident gigabytes) and no
+file position, so many threads can read at once.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from weightsmith.tensors import DType, TensorSpec
 if TYPE_CHECKING:
     from weightsmith.sources.base import Buffer
 
-MAX_OPEN_FILES = 65_536  # as far as the process's soft limit is raised when a model has very many shards
+MAX_OPEN_FILES = 65_536  # the process's soft limit is raised up to this for models with very many shards
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
     """One file of a source.
 
-    path    as it is opened
-    state   as the file was before its table of tensors was read
+    path    path to open
+    state   the file's state before its table of tensors was read
     digest  hash of that table, hex
     """
 
@@ -44,10 +44,10 @@ class SourceFile:
 
 
 class SourceFiles:
-    """The files of a source: opened at first use, then kept open; read from any thread; compared with what they were.
+    """The files of a source. Opened on first use, then kept open; read from any thread; checked for changes.
 
     paths     of all files, as given
-    identity  of names, sizes and tables; equal for a copy of the files
+    identity  hash of names, sizes and tables; equal for a copy of the files
     """
 
     def __init__(self, files: Sequence[SourceFile], where: str) -> None:
@@ -62,29 +62,29 @@ class SourceFiles:
         self._states = {file.path: file.state for file in files}
         self._lock = threading.Lock()
         self._closed = False
-        # Kept open once opened: `location` hands descriptors out, so none may be closed under its user.
+        # Never closed early, because `location` hands out descriptors.
         self._fds: dict[Path, int] = {}
         self._finalizer = weakref.finalize(self, _close_all, self._fds)
 
     @property
     def state(self) -> str:
-        """Hash of the identity, and of which files these are and when they were changed."""
+        """Hash of the identity and of each file's inode and change time."""
         states = [self._state(path) for path in self.paths]
-        # Without the device: network file systems are given another number after each mount.
+        # Without the device number, which changes with each mount of a network file system.
         return digest([self.identity, [(s.inode, s.mtime_ns, s.ctime_ns) for s in states]])
 
     def fd(self, path: Path) -> int:
-        """The descriptor of a file, open until `close`. Raises CheckpointError for one that has changed, and when closed."""
+        """The descriptor of a file, open until `close`. Raises CheckpointError if the file has changed, or after `close`."""
         fd = self._fds.get(path)
         return self._open(path) if fd is None else fd
 
     def read(self, path: Path, name: str, offset: int, out: memoryview) -> None:
-        """Fill `out` with the bytes of a file from `offset` on. name: of the tensor that is read, for messages.
+        """Fill `out` with the bytes of a file from `offset` on. name: the tensor, for messages.
 
-        Raises FormatError when the file ends early, CheckpointError for an I/O error, else as `fd`.
+        Raises FormatError if the file ends early, CheckpointError for an I/O error, else as `fd`.
         """
         fd, done = self.fd(path), 0
-        while done < len(out):  # one call moves at most 2 GiB, and may always move less
+        while done < len(out):  # one call reads at most 2 GiB, and may read less
             try:
                 n = read_into(fd, out[done:], offset + done)
             except OSError as error:
@@ -108,7 +108,7 @@ class SourceFiles:
                 now = [path.stat(), *([] if fd is None else [os.fstat(fd)])]
             except OSError as error:
                 raise CheckpointError(
-                    f"the file was readable when it was opened, and is not any more: {error.strerror}",
+                    f"the file is no longer readable: {error.strerror}",
                     where=str(path),
                     fix="Restore the file, then start again.",
                 ) from error
@@ -122,10 +122,10 @@ class SourceFiles:
             _close_all(self._fds)
 
     def _state(self, path: Path) -> FileState:
-        """As the file was when its table was read; one whose table was read from the hub, as it was downloaded."""
+        """The file's state when its table was read, or when it was downloaded if the table was read from the hub."""
         state = self._states[path]
         if state.is_elsewhere:
-            with contextlib.suppress(OSError):  # not downloaded: opening it says so
+            with contextlib.suppress(OSError):  # not downloaded: opening it raises
                 arrived = FileState.of(path.stat())
                 if arrived.nbytes == state.nbytes:
                     self._states[path] = state = arrived
@@ -139,13 +139,13 @@ class SourceFiles:
                 return self._fds[path]
             state = self._state(path)
             if state.is_elsewhere:
-                what = "not downloaded: only its header was read, on the hub"
-                raise CheckpointError(what, where=str(path), fix="Call download() of the checkpoint first.")
+                what = "not downloaded: only its header was read from the hub"
+                raise CheckpointError(what, where=str(path), fix="Call the checkpoint's download() first.")
             fd = _open_readonly(path)
             try:
                 _check_same(path, state, os.fstat(fd))
                 if hasattr(os, "posix_fadvise"):
-                    with contextlib.suppress(OSError):  # advice
+                    with contextlib.suppress(OSError):  # only a hint
                         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             except BaseException:
                 os.close(fd)
@@ -155,7 +155,7 @@ class SourceFiles:
 
 
 class InFile(Protocol):
-    """A tensor of a file: `StoredTensor`, `StoredView`."""
+    """A tensor of a file: `StoredTensor` or `StoredView`."""
 
     @property
     def spec(self) -> TensorSpec:
@@ -163,16 +163,16 @@ class InFile(Protocol):
 
     @property
     def file(self) -> Path:
-        """As it was opened."""
+        """The file it is in."""
 
 
 _InFile = TypeVar("_InFile", bound=InFile)
 
 
 class FileTensors(ABC, Generic[_InFile]):
-    """A source of tensors that are in files. A kind of file says where the bytes of a tensor are, and how they are read.
+    """A source of tensors in files. Subclasses define how to read a tensor's bytes.
 
-    stored  name → what is known of the tensor
+    stored  name → the stored tensor
     files   every file that `stored` names, in natural order
     where   the model as the user named it, for messages
     """
@@ -206,7 +206,7 @@ class FileTensors(ABC, Generic[_InFile]):
 
     @abstractmethod
     def _read(self, tensor: _InFile, start_byte: int, out: memoryview) -> None:
-        """Fill `out` with the tensor's bytes from `start_byte` on; they are within the tensor."""
+        """Fill `out` with the tensor's bytes from `start_byte` on. The range is already checked."""
 
     def _find(self, name: str) -> _InFile:
         """Raises as `spec_of`."""
@@ -221,7 +221,7 @@ class FileTensors(ABC, Generic[_InFile]):
 
 
 class PlainFiles(FileTensors[StoredTensor]):
-    """A source whose tensors are runs of bytes, little-endian and row-major, in files."""
+    """A source whose tensors are stored as contiguous, little-endian, row-major bytes."""
 
     def location(self, name: str) -> tuple[int, int]:
         tensor = self._find(name)
@@ -240,7 +240,7 @@ def unite(
     folder  of the files, for messages
     index   its path, and its map of tensor name → file name
 
-    Raises FormatError: no tensor, one in two files, one that the index does not list or places elsewhere.
+    Raises FormatError if there is no tensor, if one is in two files, or if files and index disagree.
     """
     united: dict[str, _InFile] = {}
     for tensors in tables:
@@ -248,13 +248,13 @@ def unite(
             other = united.setdefault(tensor.spec.name, tensor)
             if other is not tensor:
                 raise FormatError(
-                    f"tensor {show(tensor.spec.name)} is in two files: which one is meant?",
+                    f"tensor {show(tensor.spec.name)} is in two files",
                     where=str(folder),
                     details=tuple(f"{t.file.name}  {list(t.spec.shape)} {t.spec.dtype}" for t in (other, tensor)),
                     fix="Remove the file that does not belong to this model.",
                 )
     if not united:
-        raise FormatError("there is no tensor in the weight files", where=str(folder))
+        raise FormatError("the weight files contain no tensors", where=str(folder))
     if index is not None:
         path, weight_map = index
         for name, file in weight_map.items():
@@ -279,7 +279,7 @@ def unite(
 
 
 def _check_same(path: Path, opened: FileState, stat: os.stat_result) -> None:
-    """Raise CheckpointError when a file is not as it was when it was opened."""
+    """Raise CheckpointError if a file has changed since it was opened."""
     if difference := opened.difference(FileState.of(stat)):
         raise CheckpointError(
             f"the file changed after it was opened: {difference}",

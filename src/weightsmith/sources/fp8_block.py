@@ -1,4 +1,4 @@
-"""FP8 weights as plain float32 ones: each read takes the codes and scales of the elements it needs, and multiplies."""
+"""FP8 weights as float32: each read multiplies the codes of the elements it needs by their scales."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
     from weightsmith.sources.base import Buffer
 
 CHUNK_ELEMENTS = 1 << 18
-"""Elements dequantised at a time, by each thread that reads: 256 KiB of codes and 1 MiB of float32."""
+"""Elements dequantised at a time by each reading thread: 256 KiB of codes and 1 MiB of float32."""
 
 _F32 = DTYPES["F32"]
 
 
 class DequantisedFp8:
-    """A source that shows another one's FP8 weights as F32, and everything but their scales as it is.
+    """A source that dequantises another one's FP8 weights to F32, hides their scales, and passes all else through.
 
-    specs     the plain model's tensors: no scales, weights F32
-    identity  the other's, and which blocks its scales are for
+    specs     the plain model's tensors: weights in F32, no scales
+    identity  the stored source's, and the layout of the scales
     state     the same
-    paths     the other's
+    paths     the stored source's
 
-    Thread-safe where the other is. Memory of a read: `CHUNK_ELEMENTS` elements and the scales of their rows of blocks.
+    Thread-safe if the stored source is. A read needs memory for `CHUNK_ELEMENTS` elements and their scales.
     """
 
     def __init__(self, stored: Tensors, layout: Fp8Layout, where: str) -> None:
         """
-        stored  the source that holds codes and scales; it is closed with this one
+        stored  the source that holds codes and scales; closed with this one
         layout  what `fp8_layout` found in its specs
         where   the model as the user named it, for messages
         """
@@ -58,26 +58,26 @@ class DequantisedFp8:
         return digest([self.identity, self._stored.state])
 
     def kept_as(self, name: str) -> DType:
-        """What a tensor is written as where no dtype is asked for: config.json's, of a dequantised one."""
+        """The default output dtype: config.json's for a dequantised tensor."""
         return self._dtype if self._weight(name) else self._stored.kept_as(name)
 
     def location(self, name: str) -> tuple[int, int] | None:
-        """(file descriptor, offset) of a tensor that is stored as it is shown; None for a dequantised one."""
+        """(file descriptor, offset) of a tensor that is passed through; None for a dequantised one."""
         return None if self._weight(name) else self._stored.location(name)
 
     def preferred_rows(self, name: str) -> int:
-        """Reads of multiples of this many rows touch no scale twice: the height of a block, 1 where a block is the matrix."""
+        """The height of a block, so that no scale is read twice; 1 if one block is the whole matrix."""
         weight = self._weight(name)
         if weight is None:
             return self._stored.preferred_rows(name)
         return weight.block[0] if weight.block[0] < self.specs[name].shape[0] else 1
 
     def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
-        """Fill `out` with the bytes of a tensor, as `specs` shows it, from `start_byte` on.
+        """Fill `out` with the bytes of a tensor, in the dtype of `specs`, from `start_byte` on.
 
         out  writable, C-contiguous bytes; any range of the tensor, not only whole elements
 
-        Raises NotFound for an unknown tensor, ParameterError when the range is not inside the tensor, else as the other source.
+        Raises NotFound for an unknown tensor, ParameterError for a range outside the tensor, else as the stored source.
         """
         weight = self._weight(name)
         if weight is None:
@@ -97,11 +97,11 @@ class DequantisedFp8:
             first += values.size
 
     def check_unchanged(self) -> None:
-        """As the other source's."""
+        """As the stored source's."""
         self._stored.check_unchanged()
 
     def close(self) -> None:
-        """Close the other source."""
+        """Close the stored source."""
         self._stored.close()
 
     def _weight(self, name: str) -> Fp8Weight | None:
@@ -132,7 +132,7 @@ def _recognises(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> b
 
 def _wrap(stored: Tensors, config: Mapping[str, Any], where: str) -> Wrapped:
     layout = fp8_layout(config, stored.specs, where)
-    if layout is None:  # `_recognises` has seen the entry
+    if layout is None:  # `_recognises` has checked this
         raise AssertionError(where)
     return Wrapped(DequantisedFp8(stored, layout, where), layout.config, layout.notes)
 

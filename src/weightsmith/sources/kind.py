@@ -1,4 +1,4 @@
-"""What describes a kind of source: one file of this folder, and an entry in `sources.KINDS` or `sources.WRAPPERS`."""
+"""The description of a kind of source: one file of this folder, listed in `sources.KINDS` or `sources.WRAPPERS`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from weightsmith.sources.base import Tensors
 from weightsmith.tensors import TensorSpec
 
 Index = tuple[Path, Mapping[str, str]]
-"""Path of an index file, and its map of tensor name → file name."""
+"""The path of an index file, and its map of tensor name → file name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Weight files that are open.
+    """Open weight files.
 
     source    their tensors
-    metadata  what the files say of themselves
-    notes     what the user should know
+    metadata  the files' metadata
+    notes     warnings for the user
     """
 
     source: Tensors
@@ -36,13 +36,13 @@ class Kind:
     """A file format.
 
     name      for messages: `safetensors`
-    suffixes  of its weight files, lower case; a single file of such a name is opened alone
-    indexes   patterns of its index files, which are downloaded before it is known which weight files are needed
-    choose    which of the files of a folder are its weights: (names, where for messages) → None where there are none of this
-              format (an adapter has none). By names alone, so that a hub repository is judged before it is downloaded. Raises
+    suffixes  of its weight files, lower case; a path with such a suffix is opened as a single file
+    indexes   patterns of its index files, which are downloaded first to determine the weight files
+    choose    the weight files among the files of a folder: (names, where for messages) → None if there are none of this
+              format (as with an adapter). Looks only at names, so it works before a hub repository is downloaded. Raises
               FormatError for files that contradict each other
-    open      the tensors of its files: (paths, index if there is one, the model as the user named it, what opens the files to
-              read their headers). Reads no tensor data. Raises FormatError, Unsupported, NotFound, CheckpointError
+    open      the tensors of its files: (paths, index or None, the model as the user named it, opener of files). Reads only
+              headers. Raises FormatError, Unsupported, NotFound, CheckpointError
     """
 
     name: str
@@ -54,11 +54,11 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
-    """A source around another one.
+    """A source that wraps another one.
 
-    source  its tensors; it closes the other one
-    config  config.json as it is for these tensors
-    notes   what the user should know
+    source  its tensors; closes the wrapped source
+    config  config.json to match these tensors
+    notes   warnings for the user
     """
 
     source: Tensors
@@ -68,11 +68,11 @@ class Wrapped:
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """A way to read tensors that are stored encoded, whatever the file format.
+    """A decoder for encoded tensors, independent of the file format.
 
     name        for messages: `FP8 in blocks`
-    recognises  from config.json and the stored tensors, before any is read
-    wrap        the tensors decoded: (stored, config, the model as the user named it). Raises FormatError, Unsupported
+    recognises  whether it applies: (config.json, specs of the stored tensors)
+    wrap        decodes the tensors: (stored, config, the model as the user named it). Raises FormatError, Unsupported
     """
 
     name: str

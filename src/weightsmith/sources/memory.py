@@ -1,4 +1,4 @@
-"""State dicts: tensors in memory, read where they lie."""
+"""State dicts: tensors in memory, read without a copy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StateDict:
-    """A source of numpy arrays or torch tensors of any strides and device. Nothing is copied before it is read.
+    """A source of numpy arrays or torch tensors with any strides and device. Nothing is copied before it is read.
 
     views  of the tensors, by name, in model order
     where  the model, for messages
@@ -39,7 +39,7 @@ class StateDict:
 
     @property
     def state(self) -> str:
-        """The identity: work on tensors in memory is never resumed."""
+        """The identity. Work on tensors in memory is never resumed."""
         return self.identity
 
     def kept_as(self, name: str) -> DType:

@@ -1,4 +1,4 @@
-"""PyTorch's zip checkpoints: .bin, .pt, .pth and .ckpt, one file or shards. Nothing in them is executed."""
+"""PyTorch's zip checkpoints: .bin, .pt, .pth and .ckpt, one file or shards. Executes no code from them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from weightsmith.sources.files import FileTensors, SourceFile, unite
 from weightsmith.sources.kind import Index, Kind, Opened
 
 STRIDED_BYTES = 2 << 20
-"""Of a tensor whose rows are not together in the file: what is best read at once, since each read may sweep its storage."""
+"""Bytes to read at once from a tensor whose rows are scattered: each read may scan its whole storage."""
 
 _FIRST = ("pytorch_model.bin", "diffusion_pytorch_model.bin")  # what transformers and diffusers write
 _SLICED = re.compile(r"consolidated\.\d+\.pth")
 
 
 class StoredViews(FileTensors[StoredView]):
-    """A source whose tensors are views of storages in files: transposed, sliced, expanded, or plain runs of bytes.
+    """A source whose tensors are views of storages in files: transposed, sliced, expanded or contiguous.
 
-    Names that share a storage are tensors of their own, as they are in the file.
+    Names that share a storage are separate tensors.
     """
 
     def preferred_rows(self, name: str) -> int:
@@ -44,7 +44,7 @@ class StoredViews(FileTensors[StoredView]):
 
 
 def choose(names: Sequence[str], where: str) -> Weights | None:
-    """Which PyTorch files hold the model; None where there are none. Optimizer states and the like are not weights.
+    """The PyTorch files that hold the model, or None. Optimizer states and similar files are not weights.
 
     Raises Unsupported for Meta's `consolidated.00.pth`, `.01.pth`, …, which hold slices of each tensor, else as
     `choose_weights`.
@@ -52,15 +52,15 @@ def choose(names: Sequence[str], where: str) -> Weights | None:
     chosen = choose_weights([n for n in names if not TRAINING.fullmatch(n.lower())], where, SUFFIXES, _FIRST)
     if chosen is not None and sum(_SLICED.fullmatch(name) is not None for name in chosen.files) > 1:
         raise Unsupported(
-            f"{chosen.files[0]} and the files like it hold slices of each tensor, one for each device",
+            f"{chosen.files[0]} and similar files hold slices of each tensor, one per device",
             where=where,
-            fix="Use the checkpoint in transformers' format of the same model.",
+            fix="Use the same model's checkpoint in transformers' format.",
         )
     return chosen
 
 
 def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file: Opener = open_local) -> Opened:
-    """The tensors of PyTorch files; paths in natural order. Reads pickles and zip directories only, and checks them.
+    """The tensors of PyTorch files; paths in natural order. Reads and checks only pickles and zip directories.
 
     Raises as `read_pickle_header` and `unite`.
     """

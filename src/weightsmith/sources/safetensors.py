@@ -13,9 +13,9 @@ from weightsmith.sources.kind import Index, Kind, Opened
 
 
 def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file: Opener = open_local) -> Opened:
-    """The tensors of safetensors files; paths in natural order. Reads and checks headers only.
+    """The tensors of safetensors files; paths in natural order. Reads and checks only headers.
 
-    `metadata` is the files' `__metadata__`; keys on which two files disagree are left out. Raises as `read_header` and `unite`.
+    `metadata` is the files' `__metadata__` without keys on which files disagree. Raises as `read_header` and `unite`.
     """
     headers = {path: read_header(path, open_file) for path in paths}
     stored = unite((header.tensors for header in headers.values()), paths[0].parent, index)

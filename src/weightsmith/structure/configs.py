@@ -1,4 +1,4 @@
-"""config.json as nested mappings: the walks over it, and its values by their types. A value may be of any type."""
+"""Traverses config.json as nested mappings, and reads its values, which may have any type."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Path = tuple[str, ...]
 Config = TypeVar("Config", bound=Mapping[str, Any])
 
 MAX_DEPTH = 6
-"""Mappings nested deeper than this are not looked at: published configs have up to three levels."""
+"""Deeper mappings are ignored: published configs have up to three levels."""
 
 MAX_COUNT = 1 << 24
-"""The largest number of layers, heads or columns that is believed."""
+"""The largest plausible number of layers, heads or columns."""
 
 MAX_LAYERS = 1 << 16
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""Keys of the number of routed experts."""
+"""Keys for the number of routed experts."""
 
 
 def sections(config: Config, path: Path = ()) -> Iterator[tuple[Path, Config]]:
-    """The config and every mapping in it, each with its path: the outer before the inner, in the order of the file.
+    """The config and every mapping in it, with paths; outer before inner, in file order.
 
     path  of `config` itself
 
@@ -39,12 +39,12 @@ def sections(config: Config, path: Path = ()) -> Iterator[tuple[Path, Config]]:
 
 
 def text_sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The config, and the sections directly in it that are about text: `text_config`, `get_text_config`."""
+    """The config and its direct text sections: `text_config`, `get_text_config`."""
     return [config, *(value for key, value in config.items() if isinstance(value, Mapping) and "text" in key)]
 
 
 def section_at(config: Config, path: Path) -> Config:
-    """The section at a path that `sections` gave."""
+    """The section at a path from `sections`."""
     for key in path:
         config = config[key]
     return config
@@ -64,17 +64,17 @@ def replace_value(config: dict[str, Any], key: str, old: object, new: object) ->
 
 
 def whole_number(value: object) -> int | None:
-    """An int, as far as it is one: None for a bool, a float, text."""
+    """The value if it is an int; None for a bool, a float or text."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def whole_numbers(value: object) -> list[int]:
-    """The ints in a value that is a number, or a list with a number for each layer."""
+    """The ints in a number or a list of numbers."""
     return [n for n in map(whole_number, value if isinstance(value, list) else [value]) if n is not None]
 
 
 def finite_number(value: object) -> float | None:
-    """An int or a float, as far as it is a number that float() takes: None for a bool, text, NaN, 10**400."""
+    """The value if it is an int or a float, and finite as a float; None for a bool, text, NaN, 10**400."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -84,7 +84,7 @@ def finite_number(value: object) -> float | None:
 
 
 def count_of(config: Mapping[str, Any], key: str, *, where: str = "", most: int = MAX_COUNT) -> int:
-    """A number of layers, heads or columns, 0 to `most`; 0 where it is missing or null. Raises FormatError.
+    """A number of layers, heads or columns, 0 to `most`; 0 if missing or null. Raises FormatError.
 
     >>> count_of({"num_attention_heads": 8, "head_dim": None}, "num_attention_heads")
     8
@@ -97,7 +97,7 @@ def count_of(config: Mapping[str, Any], key: str, *, where: str = "", most: int 
 
 
 def number_of(config: Mapping[str, Any], key: str, default: float, *, where: str = "") -> float:
-    """A finite number; `default` where it is missing or null. Raises FormatError.
+    """A finite number; `default` if missing or null. Raises FormatError.
 
     >>> number_of({"rope_theta": 1e6}, "rope_theta", 1e4), number_of({}, "rope_theta", 1e4)
     (1000000.0, 10000.0)
@@ -110,6 +110,6 @@ def number_of(config: Mapping[str, Any], key: str, default: float, *, where: str
 
 
 def wrong_value(key: str, value: object, wanted: str, where: str = "") -> FormatError:
-    """The error for a value of config.json that cannot be. wanted: what it must be."""
+    """The error for an invalid value of config.json. wanted: the valid values."""
     what = f"{key} of config.json is {show(value)}, not {wanted}"
     return FormatError(what, where=where, fix="Repair config.json, or download it again.")

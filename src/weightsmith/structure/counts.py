@@ -1,8 +1,8 @@
 """Which keys of config.json hold a number of layers, and which stack each belongs to.
 
 A count key ends in `layer(s)`, `block(s)`, `stage(s)` or `depth` and holds an int: `num_hidden_layers`, `n_layer`,
-`encoder_layers`, `vision_config.depth`. A stack's keys are those whose path and key share words with its prefix: a
-`vision_config` goes with `visual.blocks.`, `num_decoder_layers` with `decoder.block.`.
+`encoder_layers`, `vision_config.depth`. A key belongs to a stack if its path or name shares words with the stack's prefix:
+`vision_config` belongs to `visual.blocks.`, `num_decoder_layers` to `decoder.block.`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from weightsmith.structure.configs import Path, sections, whole_number
 from weightsmith.structure.names import overlap, side_words, words
 
 _COUNT = re.compile(r"^(nlayers?|depth|(\w+_)?(layers?|blocks?|stages?|depth))$")
-# Numbers about layers that are not the number of layers of a stack.
+# Keys about layers that are not a stack's number of layers.
 _NOT_COUNT = re.compile(
     r"(^|_)(max|min|kv|shared|dense|nextn|mtp|predict|window|per|hash|first|last|skip|drop|freeze|feature|mem|of|"
     r"sparse|rescale|residual|pooler|attention|attn|proj|global_attention|iou|bits|group|cla)(_|$)"
 )
-# Lists with one kind per layer: the count of a config that has no number (Nemotron-H saved by transformers 5).
+# Lists with one kind per layer; their length counts the layers of a config without a number (Nemotron-H, transformers 5).
 _LISTS = ("layers_block_type", "layer_types", "block_configs", "hybrid_override_pattern")
 _GENERIC_REST = frozenset({"layer", "layers", "block", "blocks", "stage", "stages", "depth", "nlayer", "nlayers"})
 _OTHER_PARTS = frozenset({"vision", "audio"})
-_MAX_EXTRA = 8  # prediction layers beyond the count: 1 in DeepSeek-V3 and GLM-4.5, a few elsewhere
+_MAX_EXTRA = 8  # prediction layers beyond the count: 1 in DeepSeek-V3 and GLM-4.5, a few in others
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """One count key: where it is, its value, and the words of its path and of its key."""
+    """One count key: its path, its value, and the words of its path and of its name."""
 
     path: Path
     value: int
@@ -39,7 +39,7 @@ class Count:
 
 
 def is_count_key(key: str) -> bool:
-    """True for the name of a key that holds a number of layers.
+    """True if a key of this name holds a number of layers.
 
     >>> is_count_key("num_hidden_layers"), is_count_key("depth"), is_count_key("max_window_layers")
     (True, True, False)
@@ -48,9 +48,9 @@ def is_count_key(key: str) -> bool:
 
 
 def find_counts(config: Mapping[str, Any]) -> Iterator[Count]:
-    """Every count key of a config, sub-configs included: the outer before the inner, in the order of the file.
+    """Every count key of a config and its sub-configs; outer before inner, in file order.
 
-    Where a section has no number, its list of layer kinds counts the layers.
+    If a section has no number, the length of its list of layer kinds is used.
     """
     for path, section in sections(config):
         found = {key: n for key, value in section.items() if (n := whole_number(value) or 0) > 0 and is_count_key(key)}
@@ -61,7 +61,7 @@ def find_counts(config: Mapping[str, Any]) -> Iterator[Count]:
 
 
 def _affinity(stack: frozenset[str], count: Count) -> int:
-    """How well a key's words fit a stack's; 0 = it belongs to something else."""
+    """How well a key's words match a stack's; 0 if it belongs to something else."""
     score = 1
     where = count.where - {"text"}
     if where:
@@ -78,7 +78,7 @@ def _affinity(stack: frozenset[str], count: Count) -> int:
     if overlap(count.what, stack):
         score += 3
     elif count.what:
-        # `encoder_layers` of an audio_config is the count of `audio_tower.layers.`, though no word says so.
+        # `encoder_layers` of an audio_config counts `audio_tower.layers.`, although they share no word.
         score -= 2
         if not where:
             return 0
@@ -86,9 +86,9 @@ def _affinity(stack: frozenset[str], count: Count) -> int:
 
 
 def match_counts(prefix: str, found: int, counts: Iterable[Count], extras: bool) -> tuple[Path, ...]:
-    """The count keys of the stack `prefix` with indices 0..found-1: the best first, then its mirrors; () if none.
+    """The count keys of the stack `prefix` with indices 0..found-1, best match first, then its mirrors; () if none.
 
-    extras   also accept a count below `found`: layers beyond it are the model's extra (prediction) layers
+    extras   accept a count below `found`: layers beyond it are extra (prediction) layers
 
     >>> config = {"num_hidden_layers": 2, "vision_config": {"depth": 2}}
     >>> match_counts("visual.blocks.", 2, tuple(find_counts(config)), extras=False)
@@ -104,7 +104,7 @@ def match_counts(prefix: str, found: int, counts: Iterable[Count], extras: bool)
     below = [count for count in top if found - _MAX_EXTRA <= count.value < found]
     chosen = exact or (sorted(below, key=lambda c: -c.value) if extras else [])
     if not chosen:
-        # No key of its own has this value (it may not have one): an exact value elsewhere still names it.
+        # No key of the stack itself has this value: accept a key with the exact value elsewhere.
         chosen = [count for score, count in scored if count.value == found and score > 1]
     if not chosen:
         return ()

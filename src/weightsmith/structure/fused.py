@@ -1,15 +1,15 @@
-"""Tensors that hold several matrices one after another, and where each begins: fused projections and stacked experts.
+"""Tensors that hold several matrices, and where each starts: fused projections and stacked experts.
 
     qkv_proj, qkv, Wqkv                        [(heads + 2 kv_heads) · head_dim, H]   q, k, v
-    query_key_value with one kv head           the same
+    query_key_value with one kv head           as above
     gate_up_proj, input_linear, Wi, dense_h_to_4h   [2I, H]                           gate, up
-    experts [E, rows, cols]                    one after another, each of them fused or not
+    experts [E, rows, cols]                    contiguous, each fused or not
 
-A name says what may be in a tensor, its shape whether it is: the rows of q, k and v must be those that config.json gives,
-gate and up must each fit the matrix that follows them (`down_proj` [H, I]). What does not fit is one matrix. So is what is
-no run of elements, or cannot be told to be: `query_key_value` with several kv heads (GPT-NeoX and Bloom interleave the
-heads of q, k and v, Falcon groups of heads, ChatGLM neither), and what is fused along the columns (GPT-2's `c_attn`
-[H, 3H]; experts [E, H, 2I] of Llama 4 and gpt-oss, which are one matrix for each expert).
+The name suggests the matrices, and the shape confirms them: the rows of q, k and v must match config.json, gate and up must
+each fit the matrix that follows them (`down_proj` [H, I]). Otherwise the tensor counts as one matrix. So does a tensor whose
+matrices are not, or may not be, contiguous: `query_key_value` with several kv heads (GPT-NeoX and Bloom interleave the heads
+of q, k and v, Falcon groups of heads, ChatGLM neither), and tensors fused along the columns (GPT-2's `c_attn` [H, 3H];
+experts [E, H, 2I] of Llama 4 and gpt-oss, one matrix for each expert).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weightsmith.tensors import MAX_STACKED, TensorSpec
 
 Specs = Mapping[str, TensorSpec]
 Rows = tuple[tuple[str, int], ...]
-"""For each matrix the component that names it, and its rows."""
+"""For each matrix, the component that names it, and its rows."""
 
 ATTENTION = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -34,10 +34,10 @@ ATTENTION = {
     "Wqkv": ("Wq", "Wk", "Wv"),
     "query_key_value": ("query", "key", "value"),
 }
-"""Fused projections of attention, by the last component but `weight`, and the names of their matrices."""
+"""Fused attention projections, by the last component before `weight`, with the names of their matrices."""
 
 INTERLEAVED = frozenset({"query_key_value"})
-"""Those whose heads are interleaved in some models: with one kv head there is nothing to interleave."""
+"""Projections whose heads some models interleave. With one kv head they cannot be interleaved."""
 
 GATED = {
     "gate_up_proj": ("gate_proj", "up_proj", "down_proj"),
@@ -45,12 +45,12 @@ GATED = {
     "Wi": ("Wgate", "Wup", "Wo"),
     "dense_h_to_4h": ("gate_proj", "up_proj", "dense_4h_to_h"),
 }
-"""Fused projections of a gated MLP: the names of their halves, and the matrix that follows them."""
+"""Fused projections of a gated MLP, with the names of their halves and of the matrix that follows them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SubMatrix:
-    """A matrix (or a vector) in a tensor: the name that it has in an unfused model, its first element, its shape."""
+    """A matrix or vector in a tensor: its name in an unfused model, its first element, its shape."""
 
     name: str
     offset: int
@@ -58,13 +58,13 @@ class SubMatrix:
 
     @property
     def block(self) -> Block:
-        """Where it is in the tensor."""
+        """Its block of the tensor."""
         cols = self.shape[-1]
         return Block(self.offset, math.prod(self.shape[:-1]), cols, cols)
 
 
 def fused_names(name: str) -> list[str]:
-    """The tensors in which a model with fused matrices would keep a matrix.
+    """The possible names of the fused tensor that contains a matrix.
 
     >>> fused_names("layers.0.mlp.up_proj.weight")
     ['layers.0.mlp.gate_up_proj.weight', 'layers.0.mlp.dense_h_to_4h.weight']
@@ -77,10 +77,10 @@ def fused_names(name: str) -> list[str]:
 def fused_parts(
     spec: TensorSpec, specs: Specs, structure: Structure, config: Mapping[str, Any] | None, name: str = ""
 ) -> tuple[SubMatrix, ...]:
-    """The matrices of a tensor, in the order of their elements; () when it is one.
+    """The matrices of a tensor, in storage order; () if it is a single matrix.
 
-    specs   of all the tensors of its model; structure and config are the model's
-    name    of the tensor in the output, where it has another number or prefix there: the parts are named after it
+    specs   of all tensors of the model; structure and config are the model's
+    name    the tensor's name in the output, if its number or prefix differs there; the parts are named after it
 
     >>> from weightsmith.structure import analyse
     >>> from weightsmith.tensors import DTYPES
@@ -118,7 +118,7 @@ def fused_parts(
 
 
 def _components(name: str) -> tuple[str, str, str]:
-    """What comes before the component that names the matrix, that component, and whether it is a weight or a bias.
+    """The part before the component that names the matrix, that component, and `weight` or `bias`.
 
     >>> _components("layers.0.mlp.gate_up_proj.bias"), _components("layers.0.mlp.experts.down_proj")
     (('layers.0.mlp.', 'gate_up_proj', 'bias'), ('layers.0.mlp.experts.', 'down_proj', 'weight'))
@@ -131,7 +131,7 @@ def _components(name: str) -> tuple[str, str, str]:
 
 
 def _rows(spec: TensorSpec, specs: Specs, structure: Structure, config: Mapping[str, Any]) -> Rows:
-    """The rows of each matrix in a fused projection (of one expert), or () when it is none. A bias is as its weight."""
+    """The rows of each matrix in a fused projection (of one expert); () if it is not fused. A bias is like its weight."""
     head, leaf, kind = _components(spec.name)
     if kind == "bias":
         weight = specs.get(f"{head}{leaf}.weight")
@@ -150,7 +150,7 @@ def _rows(spec: TensorSpec, specs: Specs, structure: Structure, config: Mapping[
 
 
 def _attention(leaf: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Rows:
-    """The rows of q, k and v by the numbers of heads in config.json; () where these do not add up to the tensor's."""
+    """The rows of q, k and v by the numbers of heads in config.json; () if they do not add up to the tensor's."""
     heads = _count(config, "num_attention_heads") or _count(config, "num_heads")
     if not heads:
         return ()
@@ -162,7 +162,7 @@ def _attention(leaf: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> 
 
 
 def _section(name: str, structure: Structure, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of config.json that the tensor's stack is described in: where its number of layers is."""
+    """The section of config.json that describes the tensor's stack: the one with its number of layers."""
     found = structure.locate(name) or structure.extra(name)
     return found[0].section(config) if found is not None and found[0].config_paths else {}
 

@@ -1,6 +1,6 @@
-"""`analyse`: what a model is made of. The answer, `Structure`, says where every tensor is.
+"""`analyse` finds the stacks and modules of a model. The result, a `Structure`, locates every tensor.
 
-Cost: one pass over the names with one regular expression each; 100,000 names in about a third of a second.
+Cost: one regular expression per name; 100,000 names take about a third of a second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weightsmith.tensors import TensorSpec
 Part = tuple[str, tuple[int, ...]]
 """A tensor of a layer: name after the layer number, shape."""
 Signature = frozenset[Part]
-"""What a layer is made of."""
+"""The tensors of a layer."""
 
 _NORM = re.compile(r"norm|(^|[._])(ln|bn)")
 _EXPERT_COUNT = re.compile(r"experts?$")
@@ -33,11 +33,11 @@ class Structure:
     """The stacks and modules of one model.
 
     stacks      in model order
-    main        the stack that top-level `slices` means; None when ambiguous (encoder-decoder)
+    main        the stack that top-level `slices` refers to; None if ambiguous (encoder-decoder)
     modules     module name -> its tensors, in model order; every tensor is in exactly one
     aliases     mergekit's module names -> ours
     signatures  stack prefix -> one small int per layer; equal ints = same tensor suffixes and shapes
-    tapered     prefixes of stacks whose layers have different widths (the stages of Swin): none can take another's place
+    tapered     prefixes of stacks whose layers have different widths (the stages of Swin) and cannot be moved
     """
 
     stacks: tuple[Stack, ...]
@@ -51,7 +51,7 @@ class Structure:
     _by_prefix: Mapping[str, Stack] = field(repr=False)
 
     def _find(self, name: str) -> tuple[Stack, int, int, int] | None:
-        """Stack, index, and where the index starts and ends in the name."""
+        """Stack, index, and start and end of the index in the name."""
         match = INDEX.search(name)
         while match is not None:
             start, end = match.span(1)
@@ -62,14 +62,14 @@ class Structure:
         return None
 
     def locate(self, name: str) -> tuple[Stack, int] | None:
-        """Stack and layer index of a tensor; None outside the stacks and in extra layers (see `extra`)."""
+        """Stack and layer index of a tensor; None outside the stacks and for extra layers (see `extra`)."""
         found = self._find(name)
         return (found[0], found[1]) if found is not None and found[1] < found[0].n_layers else None
 
     def extra(self, name: str) -> tuple[Stack, int] | None:
-        """Stack and 0-based rank of an extra layer, one beyond the count of config.json (multi-token prediction).
+        """Stack and 0-based rank of an extra (multi-token-prediction) layer, beyond config.json's count.
 
-        In a model resized to n layers it is named `rename(name, n + rank)`.
+        In a model resized to n layers its name is `rename(name, n + rank)`.
         """
         found = self._find(name)
         if found is None or found[1] < found[0].n_layers:
@@ -77,9 +77,9 @@ class Structure:
         return found[0], found[1] - found[0].n_layers
 
     def rename(self, name: str, layer: int) -> str:
-        """The same tensor at another layer number. Only the stack's own number changes.
+        """The tensor's name with another layer number. Other numbers in the name stay.
 
-        Raises LayerError for a tensor that is in no stack.
+        Raises LayerError for a tensor outside the stacks.
         """
         found = self._find(name)
         if found is None:
@@ -97,7 +97,7 @@ class Structure:
         return self._partition.of_path(name) if found is None else found[0].module
 
     def find_module(self, name: str) -> str:
-        """A module by its name or by mergekit's name for it. Raises UnknownName."""
+        """The name of a module, given that or mergekit's name. Raises UnknownName."""
         if name in self.modules:
             return name
         if name in self.aliases:
@@ -105,18 +105,18 @@ class Structure:
         known = [*self.modules, *self.aliases]
         raise UnknownName(
             f"the model has no module {name!r}{nearest(name, known)}",
-            details=[f"modules: {', '.join(self.modules)}", f"also known as: {', '.join(self.aliases) or 'nothing'}"],
+            details=[f"modules: {', '.join(self.modules)}", f"aliases: {', '.join(self.aliases) or 'none'}"],
         )
 
     def stacks_of(self, module: str) -> tuple[Stack, ...]:
-        """The stacks of one module (a projector has none, a two-stage vision tower two)."""
+        """The stacks of a module (none for a projector, two for a two-stage vision tower)."""
         return tuple(stack for stack in self.stacks if stack.module == module)
 
     def experts(self, spec: TensorSpec) -> int:
-        """Logical matrices along the first dimension: E of a fused expert tensor [E, rows, cols], else 1.
+        """The number of experts E of a fused expert tensor [E, rows, cols], else 1.
 
-        Fused means three dimensions, not a convolution, and either a component `experts` in the name or, inside a
-        layer, a first dimension equal to an expert count of config.json.
+        A tensor is fused if it has three dimensions, is not a convolution, and either has a component `experts` in its
+        name or, inside a layer, a first dimension equal to an expert count of config.json.
         """
         if len(spec.shape) != 3 or spec.shape[0] < 2 or "conv" in spec.name:
             return 1
@@ -126,7 +126,7 @@ class Structure:
 
 
 def analyse(specs: Iterable[TensorSpec], config: Mapping[str, Any] | None) -> Structure:
-    """The structure of a model from its tensors' names and shapes and its config.json (None: there is none).
+    """The structure of a model, from its tensors' names and shapes and its config.json (None if missing).
 
     >>> from weightsmith.tensors import DTYPES
     >>> names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(3)] + ["lm_head.weight"]
@@ -140,7 +140,7 @@ def analyse(specs: Iterable[TensorSpec], config: Mapping[str, Any] | None) -> St
     bare, loose = find_stacks([spec.name for spec in specs], config)
     main = main_stack(bare)
     partition = find_modules(bare, main, loose)
-    # `of_path` wants a tensor, and a stack's own name decides: `model.layers.` -> `model.layers.x`
+    # `of_path` expects a tensor name: `model.layers.` -> `model.layers.x`
     stacks = tuple(replace(stack, module=partition.of_path(stack.prefix + "x")) for stack in bare)
     by_prefix = {stack.prefix: stack for stack in stacks}
     draft = Structure(
@@ -174,13 +174,13 @@ def analyse(specs: Iterable[TensorSpec], config: Mapping[str, Any] | None) -> St
 
 
 def _numbered(layers: Iterable[Signature]) -> tuple[int, ...]:
-    """Small ints for signatures, equal for equal ones."""
+    """Maps equal signatures to equal small ints."""
     seen: dict[Signature, int] = {}
     return tuple(seen.setdefault(layer, len(seen)) for layer in layers)
 
 
 def _is_tapered(layers: Sequence[AbstractSet[Part]]) -> bool:
-    """True when no norm has the same shape in all layers, and one has two: the residual stream changes its width."""
+    """True if no norm has the same shape in all layers, and one has several: the residual stream changes its width."""
     norms = [found for layer in layers if (found := {part for part in layer if _NORM.search(part[0]) and len(part[1]) == 1})]
     if len(norms) < 2 or set.intersection(*norms):
         return False
@@ -189,7 +189,7 @@ def _is_tapered(layers: Sequence[AbstractSet[Part]]) -> bool:
 
 
 def _expert_counts(config: Mapping[str, Any]) -> Iterator[int]:
-    """Every number of experts in a config, sub-configs included."""
+    """Every number of experts in a config and its sub-configs."""
     for _, section in sections(config):
         for key, value in section.items():
             if _EXPERT_COUNT.search(key) and not _NOT_EXPERT_COUNT.search(key):

@@ -1,9 +1,8 @@
-"""Which part of the model a tensor belongs to: the names that `weightsmith plan` shows and that `modules:` takes.
+"""Assigns tensors to modules, the parts of a model that `weightsmith plan` shows and `modules:` accepts.
 
-A model with one kind of stack is one module, `model`. Otherwise each kind of stack has a module, named by the shortest
-prefix that tells it from the others (`model.language_model`, `model.visual`, `encoder`); heads go with the text
-decoder; what is left (projectors, mergers, `image_newline`; `shared` of an encoder-decoder) is one more module.
-mergekit's names are aliases.
+A model with one kind of stack is one module, `model`. Otherwise each kind of stack has a module, named by its shortest
+unique prefix (`model.language_model`, `model.visual`, `encoder`). Heads belong to the text decoder. The rest (projectors,
+mergers, `image_newline`; `shared` of an encoder-decoder) is one more module. mergekit's names are aliases.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from weightsmith.structure.stacks import TOWERS, Kind, Stack
 from weightsmith.structure.vocabulary import in_head
 
 WHOLE = "model"
-"""Name of the only module of a model that has one."""
+"""Name of the module of a model with only one."""
 
 _PROJECTOR = re.compile(
     r"merger|projector|connector|aligner|resampler|adapter|abstractor|multi_?modal|(^|_)mm(_|$)|perceiver|^mlp1$"
@@ -26,12 +25,12 @@ _TEXT_PROJECTOR = re.compile(r"projector|multi_?modal|^(mm|vision|visual|image|i
 
 @dataclass(frozen=True, slots=True)
 class Modules:
-    """The partition: `roots` maps dotted prefixes to modules, the rest goes by what it is called.
+    """The modules of a model: `roots` maps dotted prefixes to modules; other tensors are assigned by name.
 
     names    module names in model order
-    text     the module that heads belong to, None without a text decoder
-    rest     the module of what belongs to no stack
-    towers   there are vision, audio or other towers
+    text     the module that heads belong to; None without a text decoder
+    rest     the module of tensors that belong to no stack
+    towers   whether there are vision, audio or other towers
     aliases  mergekit's module names (and plain roles) -> ours
     """
 
@@ -58,7 +57,7 @@ class Modules:
         return self.rest
 
     def _root(self, path: str) -> tuple[str | None, str]:
-        """The longest root that `path` is under, and what follows it."""
+        """The longest root that contains `path`, and the rest of the path."""
         at = len(path)
         while at > 0:
             at = path.rfind(".", 0, at)
@@ -81,7 +80,7 @@ def _root_of(stack: Stack, others: Sequence[Stack]) -> str:
         while same < min(len(own), len(theirs)) and own[same] == theirs[same]:
             same += 1
         shared = max(shared, same)
-    # A stack directly in a shared container (`model.layers.` beside `model.vision.blocks.`) owns the container.
+    # A stack directly in a shared container (`model.layers.` with `model.vision.blocks.`) owns the container.
     return ".".join(own[: min(shared + 1, len(own) - 1)])
 
 
@@ -113,7 +112,7 @@ def find_modules(stacks: Sequence[Stack], main: Stack | None, loose: Iterable[st
     text_roots = frozenset(root for root, name in roots.items() if name in text_modules)
     role = "multi_modal_projector" if towers else "shared"
     draft = Modules((*kinds, role), roots, text, role, towers, {}, text_roots)
-    # A stack alone may make it up (a resampler): it is in no loose tensor's name.
+    # A module may consist of a stack only (a resampler), without loose tensors.
     rest = _containers(draft, (*loose, *(stack.prefix + "x" for stack in stacks)))
     rest_name = rest[0] if len(rest) == 1 and rest[0] not in kinds else role
     names = (*kinds, *([rest_name] if rest else []))
@@ -121,7 +120,7 @@ def find_modules(stacks: Sequence[Stack], main: Stack | None, loose: Iterable[st
 
 
 def _containers(draft: Modules, loose: Iterable[str]) -> list[str]:
-    """The sub-modules that the rest is made of: `model.visual.merger`, `shared`."""
+    """The sub-modules of the rest: `model.visual.merger`, `shared`."""
     found: dict[str, None] = {}
     for name in loose:
         if draft.of_path(name) == draft.rest:
@@ -132,7 +131,7 @@ def _containers(draft: Modules, loose: Iterable[str]) -> list[str]:
 
 
 def _aliases(names: Sequence[str], kinds: Mapping[str, Kind], text: str | None, rest: str, role: str) -> dict[str, str]:
-    """mergekit's names for the modules, where one and only one module can be meant."""
+    """mergekit's names for the modules, where they are unambiguous."""
     wanted: dict[str, list[str]] = {}
     for name, kind in kinds.items():
         by_kind = {"vision": ("vision_tower", "vision_model", "visual"), "audio": ("audio_tower",), "tower": ()}

@@ -1,7 +1,7 @@
-"""The words of a name, and where its layer number is.
+"""The words and the layer number of a name.
 
-A name is dotted components; a component that is a plain decimal number is an index (`00012` is not: it could not be
-written back). A path is compared with a config key by its words, under a few synonyms (`visual` is `vision`).
+A name is dotted components; a plain decimal component is an index (`00012` is not, because it does not round-trip). Paths
+and config keys are compared by their words, with a few synonyms (`visual` is `vision`).
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-# Up to 9 digits: longer ones are not layer numbers, and hostile names must not reach int() with a million digits.
-# The leading dot makes the search twice as fast; a name that begins with a number has no stack name before it anyway.
+# Up to 9 digits: longer ones are not layer numbers, and int() of a million digits is slow.
+# The leading dot doubles the speed of the search; a name that starts with a number has no stack name anyway.
 INDEX = re.compile(r"\.(0|[1-9][0-9]{0,8})(?=\.)")
-"""A numeric component with something before and after it; group 1 is the number."""
+"""A numeric component between others; group 1 is the number."""
 
 _SYNONYMS = {
     **dict.fromkeys(["vision", "visual", "vit", "vpm", "image", "img", "siglip", "video"], "vision"),
@@ -24,7 +24,7 @@ _CONTAINER = re.compile(r"^(h|layers?|blocks?|stages?|resblocks|encoders|\w*_(la
 
 
 def words(*texts: str) -> frozenset[str]:
-    """The meaningful words of dotted or underscored texts, synonyms made equal.
+    """The meaningful words of dotted or underscored texts, with synonyms unified.
 
     >>> sorted(words("model.visual.blocks.")), sorted(words("vision_config"))
     (['blocks', 'vision'], ['vision'])
@@ -34,7 +34,7 @@ def words(*texts: str) -> frozenset[str]:
 
 
 def side_words(prefix: str) -> frozenset[str]:
-    """The words of a stack's prefix; of encoder and decoder only the inner one: the encoder of a pixel decoder is an encoder.
+    """The words of a stack's prefix. Of `encoder` and `decoder`, only the inner one counts.
 
     >>> sorted(side_words("pixel.decoder.encoder.layers.")), sorted(side_words("decoder.block."))
     (['encoder', 'layers', 'pixel'], ['block', 'decoder'])
@@ -46,7 +46,7 @@ def side_words(prefix: str) -> frozenset[str]:
 
 
 def overlap(a: Iterable[str], b: Iterable[str]) -> int:
-    """How many words of `a` are in `b`, a shared beginning of four letters counting as the same word.
+    """How many words of `a` are in `b`. Words match if their first four letters do.
 
     >>> overlap(["feat", "extract"], ["feature", "extractor", "conv"])
     2
@@ -56,7 +56,7 @@ def overlap(a: Iterable[str], b: Iterable[str]) -> int:
 
 
 def is_container(prefix: str) -> bool:
-    """True when the last component of a prefix is a usual name for a list of layers.
+    """True if the last component of a prefix is a common name for a list of layers.
 
     >>> is_container("model.layers."), is_container("transformer.h."), is_container("visual.merger.mlp.")
     (True, True, False)

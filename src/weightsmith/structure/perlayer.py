@@ -1,16 +1,16 @@
-"""Lists and maps of config.json with something per layer, re-indexed when layers are dropped, repeated or reordered.
+"""Re-indexes per-layer lists and maps of config.json after layers are dropped, repeated or reordered.
 
 Five forms:
 
 * a list (or a string such as Nemotron-H's "M-M*") with one entry per layer: `layer_types`, `block_configs`
 * a list of layer numbers: `mlp_only_layers`, `cross_attention_layers`; from 0, or from 1 (Kimi-Linear's `kda_layers`)
-* a list of the layer that each layer borrows from: `kv_source_layers`
+* a list of the source layer that each layer shares with: `kv_source_layers`
 * a map keyed by layer number: `{"0": ..., "1": ...}`
 
-* a backbone's list of stages, the stem before the layers: `stage_names`, with `out_features` and `out_indices` chosen from it
+* a backbone's list of stages, starting with the stem: `stage_names`, with `out_features` and `out_indices` selected from it
 
-Which form a list has follows from its length, its values and its name. Lists that have the right length by chance
-(`eos_token_id`, `mrope_section`, `id2label` of a 12-class, 12-layer model) are kept as they are by name.
+Length, values and name determine the form of a list. Lists that have the right length by chance (`eos_token_id`,
+`mrope_section`, `id2label` of a 12-class, 12-layer model) are excluded by name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FLAGS = re.compile(r"^no_rope_layers$|_types?$|_freq$")
 
 
 def has_all_layers(name: str) -> bool:
-    """True for a tensor outside the layers whose shape follows from their number, by its name.
+    """True if the shape of a tensor outside the layers depends on their number, judged by its name.
 
     >>> has_all_layers("model.embed_tokens_per_layer.weight"), has_all_layers("esm.contact_head.regression.weight")
     (True, True)
@@ -48,11 +48,11 @@ def has_all_layers(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Remap:
-    """Where each layer of the new stack comes from.
+    """The source of each layer of the new stack.
 
     source   for each new layer, the old layer
     n_old    layers of the old stack
-    extra    possible numbers of prediction layers after them, which some lists count too
+    extra    possible numbers of prediction layers after them, which some lists include
     """
 
     source: tuple[int, ...]
@@ -65,7 +65,7 @@ class Remap:
         return len(self.source)
 
     def moved(self, values: Sequence[Any]) -> list[Any]:
-        """A per-layer sequence for the new stack; what follows the layers (extra ones) stays at the end."""
+        """A per-layer sequence for the new stack; entries of extra layers stay at the end."""
         return [values[i] for i in self.source] + list(values[self.n_old :])
 
 
@@ -89,8 +89,8 @@ def is_per_layer(key: str, value: Any, remap: Remap) -> bool:
 def is_indices(key: str, value: Any, remap: Remap) -> bool:
     """True for a list of layer numbers.
 
-    A list that could be either (n ints, all different, below n) is one of numbers unless its name says flags. Numbers of
-    layers that the stack does not have are allowed, if it has others: a config whose layers were dropped may keep them.
+    An ambiguous list (n distinct ints below n) holds layer numbers unless its name suggests flags. Some
+    numbers may exceed the stack, because a config may keep the numbers of dropped layers.
     """
     if not _is_ints(value) or not (_INDICES.search(key) or _TAPS.search(key)) or _NOT_INDICES.search(key):
         return False
@@ -100,9 +100,9 @@ def is_indices(key: str, value: Any, remap: Remap) -> bool:
 
 
 def first_number(key: str, value: Sequence[int], siblings: Mapping[str, Any], n_old: int) -> int:
-    """0 or 1: the number of the first layer in a list of layer numbers.
+    """Whether a list of layer numbers counts from 0 or from 1.
 
-    1 when the list, or the lists beside it, name the layer n, or together are exactly 1..n.
+    1 if the list or its siblings contain n, or together are exactly 1..n.
     """
     lists = [v for k, v in siblings.items() if _INDICES.search(k) and _is_ints(v) and v]
     together = sorted(v for part in lists for v in part)
@@ -114,8 +114,8 @@ def first_number(key: str, value: Sequence[int], siblings: Mapping[str, Any], n_
 def move_indices(key: str, value: Sequence[int], remap: Remap, first: int) -> list[int]:
     """A list of layer numbers for the new stack. `first` is the number of the first layer.
 
-    A list of taps (layers whose output goes elsewhere, `deepstack_visual_indexes`) keeps its length: each names the
-    last copy of its layer. Raises LayerError when a tapped layer is gone.
+    A list of taps (layers whose output is used elsewhere, `deepstack_visual_indexes`) keeps its length: each entry
+    becomes the last copy of its layer. Raises LayerError if a tapped layer was dropped.
     """
     if not _TAPS.search(key):
         listed = {v - first for v in value}
@@ -127,7 +127,7 @@ def move_indices(key: str, value: Sequence[int], remap: Remap, first: int) -> li
             continue
         if not copies:
             raise LayerError(
-                f"{key} of config.json takes the output of layer {v - first}, which the new stack does not have",
+                f"{key} of config.json uses the output of layer {v - first}, which the new stack does not have",
                 fix="keep that layer",
             )
         taps.append(copies[-1] + first)
@@ -143,10 +143,10 @@ def is_stages(config: Mapping[str, Any], remap: Remap) -> bool:
 
 
 def move_stages(config: Mapping[str, Any], remap: Remap) -> dict[str, Any]:
-    """`stage_names`, `out_features` and `out_indices` of such a section for the new stack, as far as it has them.
+    """`stage_names`, `out_features` and `out_indices` of such a section for the new stack, if present.
 
-    Each stage that is given out is the last copy of its layer; the last stage alone stays the last. Raises LayerError when
-    the layer of one is gone.
+    Each output stage becomes the last copy of its layer; if only the last stage is output, it stays the last. Raises
+    LayerError if the layer of an output stage was dropped.
     """
     names, new_names = _stage_names(remap.n_old), _stage_names(remap.n_new)
     features, numbers = config.get("out_features"), config.get("out_indices")
@@ -171,13 +171,13 @@ def _stage_names(n_layers: int) -> list[str]:
 
 
 def move_sources(key: str, value: Sequence[int], remap: Remap) -> list[int]:
-    """A list that says, for each layer, which layer it borrows from. Raises LayerError when the lender is gone."""
+    """A list with the source layer of each layer. Raises LayerError if a source does not come before its layer."""
     moved = []
     for new, old in enumerate(remap.source):
         lenders = [n for n in range(new + 1) if remap.source[n] == value[old]]
         if not lenders:
             raise LayerError(
-                f"{key} of config.json: layer {old} borrows from layer {value[old]}, which does not come before it in "
+                f"{key} of config.json: layer {old} depends on layer {value[old]}, which does not come before it in "
                 f"the new stack (new layer {new})",
                 fix=f"keep layer {value[old]} before layer {old}",
             )
@@ -186,20 +186,20 @@ def move_sources(key: str, value: Sequence[int], remap: Remap) -> list[int]:
 
 
 def move_map(key: str, value: Mapping[str, Any], remap: Remap) -> dict[str, Any] | None:
-    """A map keyed by layer number for the new stack, or None when it is not one."""
+    """A map keyed by layer number for the new stack; None if the keys are not layer numbers."""
     if not value or _NEVER_MAP.search(key) or not all(re.fullmatch(r"[0-9]{1,9}", str(k)) for k in value):
         return None
     keys = {int(k) for k in value}
     if max(keys) >= remap.n_old or not (len(keys) == remap.n_old or "layer" in key or "block" in key):
         return None
     by_int = {int(k): v for k, v in value.items()}
-    padded = any(len(str(k)) > 1 and str(k)[0] == "0" for k in value)  # transformers writes them so that they sort as text
+    padded = any(len(str(k)) > 1 and str(k)[0] == "0" for k in value)  # transformers pads them so that they sort as text
     width = len(str(remap.n_new - 1)) if padded else 1
     return {f"{new:0{width}}": by_int[old] for new, old in enumerate(remap.source) if old in by_int}
 
 
 def move_names(values: Sequence[Any], prefix: str, remap: Remap) -> list[Any]:
-    """A list of tensor or module names, each layer's entries given to its copies.
+    """A list of tensor or module names, with each layer's entries repeated for its copies.
 
     >>> move_names(["lm_head", "model.layers.2.mlp"], "model.layers.", Remap((0, 2, 2), 3))
     ['lm_head', 'model.layers.1.mlp', 'model.layers.2.mlp']

@@ -1,8 +1,8 @@
-"""config.json after layers were dropped, repeated or reordered.
+"""Updates config.json after layers are dropped, repeated or reordered.
 
-The layer count is set under every key that holds it, per-layer lists and maps follow the layers (`perlayer.py`),
-numbers that imply a layer's kind are checked and, where possible, rewritten (`rules.py`). At the end the tensors
-decide: if the layers are not all alike, the new config must lead, at each position, to the kind of layer put there.
+Sets every key that holds the layer count, re-indexes per-layer lists and maps (`perlayer.py`), and checks and, if possible,
+rewrites numbers that imply a layer's kind (`rules.py`). Finally compares with the tensors: if layers differ, the new config
+must imply at each position the kind of layer that is placed there.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from weightsmith.structure.rules import rules_for
 from weightsmith.structure.stacks import TOWERS, Stack
 
 Explained = list[tuple[Hashable, ...]]
-"""Kinds of the old layers, one tuple per list or number of the config that tells layers apart."""
+"""Kinds of the old layers, one tuple per list or number of the config that distinguishes layers."""
 
 
 def resize_config(
     config: Mapping[str, Any], structure: Structure, layers: Mapping[str, Sequence[int]]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The config of a model whose stacks are made of other layers of the same model, and notes on what was changed.
+    """The config of a model whose stacks consist of other layers of the same model, and notes on the changes.
 
     config     the donor's config.json; not modified
     structure  the donor's structure
-    layers     for each stack prefix that changes, the donor's layer number of each new layer
+    layers     for each changed stack, by prefix, the donor's layer number of each new layer
 
-    Raises LayerError when no value of the config can express the stack, UnknownName for a prefix that is no stack.
+    Raises LayerError if no config can express the stack, UnknownName for an unknown prefix.
 
     >>> from weightsmith.structure import analyse
     >>> from weightsmith.tensors import DTYPES, TensorSpec
@@ -70,7 +70,7 @@ def resize_config(
         _check_owner(config, structure, stack)
         if prefix in structure.tapered:
             raise LayerError(
-                f"the layers of {prefix} have different widths, so none can be left out, repeated or moved",
+                f"the layers of {prefix} have different widths, so they cannot be dropped, repeated or moved",
                 fix="use the whole stack, in order",
             )
         notes += _Resize(config, new, structure, stack, remap).run()
@@ -78,7 +78,7 @@ def resize_config(
 
 
 def _extra_counts(config: Mapping[str, Any], stack: Stack) -> frozenset[int]:
-    """How many prediction layers there may be: those found, and those config.json speaks of (often not published)."""
+    """Possible numbers of prediction layers: those found, and those in config.json (often not published)."""
     home = stack.section(config)
     said = (home.get(key) for key in ("num_nextn_predict_layers", "num_mtp_layers"))
     return frozenset({stack.n_extra, *(n for n in map(whole_number, said) if n is not None)})
@@ -92,7 +92,7 @@ def _check_source(stack: Stack, remap: Remap) -> None:
         raise LayerError(f"{stack.prefix} has layers 0 to {stack.n_layers - 1}, not {wrong[0]}", fix="correct layer_range")
     if stack.config_path is None:
         raise LayerError(
-            f"no key of config.json holds the {stack.n_layers} layer(s) of {stack.prefix}, so they cannot be changed",
+            f"no key of config.json holds the layer count of {stack.prefix} ({stack.n_layers}), so it cannot be changed",
             fix="use the whole stack, in order",
         )
 
@@ -105,18 +105,18 @@ def _check_siblings(structure: Structure, stack: Stack, layers: Mapping[str, Seq
             if tuple(layers.get(other.prefix, range(other.n_layers))) != mine:
                 raise LayerError(
                     f"{stack.prefix} and {other.prefix} share {'.'.join(stack.config_path or ())} of config.json",
-                    fix="take the same layers of both",
+                    fix="use the same layers of both",
                 )
 
 
 def _check_owner(config: Mapping[str, Any], structure: Structure, stack: Stack) -> None:
-    """An encoder beside a section that counts as many layers, and is nobody's, may be that section's."""
+    """Raise if a section of no other stack counts as many layers as an encoder, because it may be the encoder's."""
     owned = {path[:-1] for other in structure.stacks for path in other.config_paths}
     for count in find_counts(config) if stack.kind == "encoder" else ():
         if count.path[:-1] and count.path[:-1] not in owned and count.value == stack.n_layers + stack.n_extra:
             raise LayerError(
                 f"{'.'.join(stack.config_path or ())} and {'.'.join(count.path)} of config.json may both be the number of "
-                f"layers of {stack.prefix}, so they cannot be changed",
+                f"layers of {stack.prefix}, so it cannot be changed",
                 fix="use the whole stack, in order",
             )
 
@@ -135,17 +135,17 @@ def _check_taps(config: Mapping[str, Any], stack: Stack, remap: Remap) -> None:
 
 
 def _check_outside(structure: Structure, stack: Stack) -> None:
-    """Tensors outside the layers that have something for each of them (Gemma 3n's second embedding) cannot follow."""
+    """Raise for tensors outside the layers with a part for each layer (Gemma 3n's second embedding)."""
     for name in structure.modules.get(stack.module, ()):
         if has_all_layers(name) and structure.locate(name) is None:
             raise LayerError(
-                f"{name} has a part for each layer of {stack.prefix}, so no layer can be left out, repeated or moved",
+                f"{name} has a part for each layer of {stack.prefix}, so layers cannot be dropped, repeated or moved",
                 fix="use the whole stack, in order",
             )
 
 
 UNSAID = "but config.json does not say which layers use it"
-"""In a note on what the new config cannot express; all other notes are changes."""
+"""Marks a note on what the new config may not express. All other notes are changes."""
 
 
 class _Resize:
@@ -156,7 +156,7 @@ class _Resize:
         self.notes: list[str] = []
         self.explained: Explained = []
         self.parts = {word for other in structure.stacks for word in words(other.prefix)}
-        # Sub-configs of other stacks, and what they contain, are theirs.
+        # Sub-configs of other stacks are excluded.
         self.foreign = {
             path[:-1] for other in structure.stacks for path in other.config_paths if path not in stack.config_paths
         }
@@ -170,11 +170,11 @@ class _Resize:
                 note = rule.move(old, new, self.remap)
                 if note:
                     self.notes.append(note)
-            self._note_silent(old)
+            self._note_window(old)
         for path in self.stack.config_paths:
             home = section_at(self.new, path[:-1])
             if not isinstance(home[path[-1]], int):
-                continue  # a list that counts by its length: moved already
+                continue  # a list whose length is the count: already moved
             home[path[-1]] = self.remap.n_new
             if self.remap.n_new != self.remap.n_old:
                 self.notes.append(f"{'.'.join(path)}: {self.remap.n_old} -> {self.remap.n_new}")
@@ -182,7 +182,7 @@ class _Resize:
         return self.notes
 
     def _walk(self, old: Mapping[str, Any], new: dict[str, Any], path: Path) -> None:
-        """Move every per-layer value of one dict, and of the plain dicts in it."""
+        """Move every per-layer value of a dict and of the plain dicts in it."""
         stages = move_stages(old, self.remap) if is_stages(old, self.remap) else {}
         for key, value in stages.items():
             self._set(new, key, value, None)
@@ -222,7 +222,7 @@ class _Resize:
         if key == "attention_types":
             listed = _written_out(value, n_old)
             if listed and "attention_layers" in old:
-                # GPT-Neo: attention_layers is this list written out; transformers checks that the two agree.
+                # GPT-Neo: attention_layers is this list expanded; transformers checks that the two agree.
                 new[key] = [[remap.moved(listed), 1]]
             elif listed:
                 self._set(new, key, [[remap.moved(listed), 1]], tuple(map(repr, listed)))
@@ -249,22 +249,22 @@ class _Resize:
         if kinds is not None:
             self.explained.append(kinds)
 
-    def _note_silent(self, old: Mapping[str, Any]) -> None:
-        """Say that kinds of attention may be implied by the model's code, where no key of the config says them."""
+    def _note_window(self, old: Mapping[str, Any]) -> None:
+        """Warn if only the model's code may determine which layers use a sliding window."""
         said = ("layer_types", "layers_block_type", "attention_layers", "block_types", "max_window_layers")
         patterns = ("sliding_window_pattern", "_sliding_window_pattern", "window_pattern", "full_attention_interval")
         if old.get("sliding_window") and not any(old.get(key) for key in (*said, *patterns)):
             self.notes.append(
                 f"sliding_window = {old['sliding_window']}, {UNSAID}; if the "
-                "model's code alternates by position (Gemma 2), save the config with a current transformers first, so "
-                "that layer_types is written out"
+                "model's code alternates by position (Gemma 2), first save the config with a current transformers, which "
+                "writes layer_types"
             )
 
     def _check_tensors(self) -> None:
-        """Refuse when a layer would be put where the model class builds another kind, judged by the tensors.
+        """Raise if a layer would be placed where the model class builds another kind, judged by the tensors.
 
-        The kind of a layer must follow from what the config says of it, or else from its place: the first, the last,
-        its remainder modulo a small number. T5's first block has a tensor that the others lack: it must stay first.
+        A layer's kind must follow from the config or from its position: first, last, or remainder modulo a small number.
+        T5's first block has a tensor that the others lack, so it must stay first.
         """
         signature = self.structure.signatures.get(self.stack.prefix, ())
         if len(set(signature)) < 2:
@@ -291,13 +291,13 @@ class _Resize:
     def _misplaced(self, new: int, old: int) -> LayerError:
         return LayerError(
             f"layer {old} of {self.stack.prefix} cannot be layer {new} of the new stack: the model class builds "
-            "another kind of layer there (other tensors or shapes), or its kind there is not known",
-            fix=f"leave layer {old} in its place, or take another layer of the kind found at that place",
+            "another kind of layer there (other tensors or shapes), or an unknown kind",
+            fix=f"leave layer {old} in its place, or use a layer of the kind found there",
         )
 
 
 def _written_out(types: Sequence[Any], n_layers: int) -> list[Any]:
-    """`[[kinds, times], ...]` as one kind for each layer; [] when it is not of that form, or for another number of layers."""
+    """`[[kinds, times], ...]` expanded to one kind per layer; [] for another form or another number of layers."""
     listed: list[Any] = []
     for pair in types:
         match pair:

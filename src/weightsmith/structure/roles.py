@@ -1,7 +1,7 @@
-"""What a tensor is to a method: the weight of a linear layer inside a block, rows that are tokens, or anything else.
+"""How methods treat a tensor: the weight of a linear layer inside a block, one row per token, or anything else.
 
-The names say which is which; what no name gives away counts as linear when it is a matrix. Experts, and the
-parts of fused matrices, come one at a time: a plan makes pieces of them (`planner/logical.py`).
+Names decide; a matrix with an unknown name counts as linear. Experts and the parts of fused matrices are passed one at a
+time, as the pieces of a plan (`planner/logical.py`).
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from weightsmith.structure.vocabulary import is_vocabulary
 from weightsmith.tensors import TensorSpec
 
 PARTS = ("embed", "norm", "conv", "bias", "router", "lm_head")
-"""A tensor with one of these anywhere in its name is no linear layer of a block."""
+"""A tensor with one of these anywhere in its name is not a linear layer of a block."""
 
 COMPONENTS = frozenset({"wpe", "gate", "shared_expert_gate", "score", "classifier", "A_log"})
-"""Nor is one that has one of these as a component: `mlp.gate.weight` is a router, `mlp.gate_proj.weight` is not."""
+"""The same for these as a whole component: `mlp.gate.weight` is a router, `mlp.gate_proj.weight` is not."""
 
 
 def role_of(spec: TensorSpec) -> Role:
-    """What a tensor is to a method: `linear` for a weight matrix of a linear layer inside a block.
+    """The role of a tensor: `linear` for a weight matrix of a linear layer inside a block.
 
     >>> from weightsmith.tensors import DTYPES
     >>> names = ("lm_head.weight", "layers.0.mlp.gate_proj.weight", "layers.0.mlp.gate.weight")

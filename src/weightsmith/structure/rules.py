@@ -1,19 +1,19 @@
-"""Numbers of config.json that say which layer is of which kind, and which stacks they can express.
+"""Numbers of config.json that determine the kind of each layer, and which stacks they can express.
 
-`first_k_dense_replace: 3` makes layers 0, 1, 2 dense and the others sparse. After layers move, either another number
-says the same (drop a dense layer: 2), or the config has a list that can say it (`layer_types`), or the stack cannot be
-expressed and is refused: a dense layer of a mixture of experts in the middle would be built as a sparse one.
+`first_k_dense_replace: 3` makes layers 0, 1, 2 dense and the others sparse. After layers move, either another number works
+(2 after dropping a dense layer), or a list of the config can express the kinds (`layer_types`), or the stack is rejected:
+a dense layer in the middle of a mixture of experts would be built as a sparse one.
 
-A rule gives each layer a kind. The new config is right when every new layer's kind equals its source's.
+A rule gives each layer a kind. The new config is valid if every new layer has the kind of its source.
 
 * Threshold: kind changes once, at the number (`first_k_dense_replace`, `max_window_layers`)
 * Tail: the same, counted from the end (`num_kv_shared_layers`)
-* Spread: so many layers of one kind, evenly spaced (`aligner_num_add_layers`)
-* Last: the last layer is of one kind, whatever the list says
+* Spread: a number of evenly spaced layers of one kind (`aligner_num_add_layers`)
+* Last: the last layer always has a fixed kind
 * Period: kind depends on the remainder (`sliding_window_pattern`, `full_attention_interval`)
-* Cycle: a short list or string repeated over the layers (RecurrentGemma's `block_types`); a longer one can say anything
-* Sparse: decoder_sparse_step with mlp_only_layers; the list can express anything
-* a number that looks like a period and is none of these: every layer must keep its remainder
+* Cycle: a short list or string repeated over the layers (RecurrentGemma's `block_types`); expanded, it can express any order
+* Sparse: decoder_sparse_step with mlp_only_layers; the list can express any order
+* Remainder: any other number that looks like a period; every layer must keep its remainder
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ Kinds = tuple[Hashable, ...]
 
 
 class Rule(Protocol):
-    """What every rule can do. `old` is the config before, `new` the one being made (lists already moved)."""
+    """The interface of a rule. `old` is the old config, `new` the new one (with lists already moved)."""
 
     def applies(self, old: Config) -> bool:
-        """True when the number is there and its value makes a difference."""
+        """True if the number is present and has an effect."""
         ...
 
     def kinds(self, old: Config, n_layers: int) -> Kinds:
-        """Kind of each layer under the old config."""
+        """Kind of each layer by the old config."""
         ...
 
     def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap) -> str | None:
-        """Make `new` express the new stack; a note of what was changed, or None. Raises LayerError."""
+        """Update `new` for the new stack. Returns a note on the change, or None. Raises LayerError."""
         ...
 
 
@@ -57,23 +57,23 @@ def _refuse(key: str, value: Any, wanted: Kinds, names: Mapping[Any, str], why: 
 
 
 def _explicit(old: Config, keys: tuple[str, ...]) -> bool:
-    """True when a list says what the number would say: the list is what model code reads, and it has been moved."""
+    """True if a list expresses the same: model code reads the list, and it has been moved."""
     return any(old.get(key) for key in keys)
 
 
 def _set_list(old: Config, new: MutableMapping[str, Any], key: str, values: list[Any], why: str) -> str:
     new[key] = values
-    return f"{key}: written out for {len(values)} layers, because {why}"
+    return f"{key}: expanded to {len(values)} layers, because {why}"
 
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """Layers below the number are of one kind, the others of another.
+    """Layers below the number have one kind, the others another.
 
     lists   keys whose presence makes the number redundant
     write   list key and its (below, above) values, for stacks the number cannot express
-    active  when the number matters at all
-    below, above  the two kinds in words
+    active  whether the number has an effect
+    below, above  names of the two kinds
     """
 
     key: str
@@ -110,7 +110,7 @@ class Threshold:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The last so many layers are of another kind."""
+    """The number counts the last layers, which have another kind."""
 
     key: str
     kind: str
@@ -135,9 +135,9 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """The kind depends on (i + shift) modulo the number: `hit` where the remainder is 0, else `miss`.
+    """The kind depends on (i + shift) modulo the number: `hit` if the remainder is 0, else `miss`.
 
-    write  list key that can say the same, and whether it holds the numbers of the hits instead of one value per layer
+    write  list key that can express the same, and whether it lists the hits instead of one value per layer
     """
 
     key: str
@@ -174,7 +174,7 @@ class Period:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """So many layers of one kind, spread evenly: `hit` where i + 1 is a multiple of layers // number (Evolla)."""
+    """A number of evenly spaced layers of one kind: `hit` if i + 1 is a multiple of layers // number (Evolla)."""
 
     key: str
     hit: str
@@ -202,7 +202,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """The model class makes the last layer one of `kind` whatever its list says (Gemma 4). marker: what tells such a config."""
+    """The model class gives the last layer the kind `kind`, whatever its list says (Gemma 4). markers: keys of such configs."""
 
     key: str
     kind: str
@@ -224,7 +224,7 @@ class Last:
 
 @dataclass(frozen=True, slots=True)
 class PeriodOffset:
-    """Jamba's pairs: `hit` where i % period == offset. Another pair is looked for before refusing."""
+    """Jamba's pairs: `hit` if i % period == offset. Tries other pairs before it raises."""
 
     period: str
     offset: str
@@ -273,7 +273,7 @@ class Sparse:
         if "mlp_only_layers" not in old:
             step = old["decoder_sparse_step"]
             names = {True: "sparse", False: "dense"}
-            raise _refuse("decoder_sparse_step", step, wanted, names, "the config has no mlp_only_layers beside it")
+            raise _refuse("decoder_sparse_step", step, wanted, names, "the config has no mlp_only_layers")
         new["decoder_sparse_step"] = 1
         new["mlp_only_layers"] = [i for i, sparse in enumerate(wanted) if not sparse]
         return f"decoder_sparse_step: 1, mlp_only_layers: {new['mlp_only_layers']} (the dense layers of the new stack)"
@@ -306,7 +306,7 @@ class MoeSpan:
         if wanted != self.kinds({**old, **changed}, remap.n_new):
             names = {True: "sparse", False: "dense"}
             value = old["moe_layer_start_index"]
-            raise _refuse("moe_layer_start_index", value, wanted, names, "the experts have a gap")
+            raise _refuse("moe_layer_start_index", value, wanted, names, "the layers with experts have a gap")
         new.update(changed)
         return f"moe_layer_start_index, moe_layer_end_index: {start}, {end}"
 
@@ -328,14 +328,14 @@ class Cycle:
         cycle = old[self.key]
         wanted = [cycle[i % len(cycle)] for i in remap.source]
         if len(cycle) >= remap.n_old or tuple(wanted) == self.kinds(old, remap.n_new):
-            return None  # as long as the stack: the generic rule for per-layer lists has moved it
+            return None  # one entry per layer: already moved as a per-layer list
         new[self.key] = "".join(wanted) if isinstance(cycle, str) else wanted
-        return f"{self.key}: written out for {len(wanted)} layers, because its cycle cannot express the new order"
+        return f"{self.key}: expanded to {len(wanted)} layers, because its cycle cannot express the new order"
 
 
 @dataclass(frozen=True, slots=True)
 class Remainder:
-    """A number that looks like a period and whose meaning is not known: every layer must keep its remainder."""
+    """A number that looks like a period, with unknown meaning: every layer must keep its remainder."""
 
     key: str
     lists: tuple[str, ...] = ("layer_types", "layers_block_type", "mlp_layer_types")
@@ -412,7 +412,7 @@ _PERIODIC = re.compile(
 
 
 def rules_for(old: Config) -> Iterator[Rule]:
-    """The rules whose numbers are in this (sub-)config."""
+    """The rules that apply to this (sub-)config."""
     yield from (rule for rule in _RULES if rule.applies(old))
     for key in old:
         if _PERIODIC.search(key) and not _KNOWN.match(key) and (rule := Remainder(key)).applies(old):

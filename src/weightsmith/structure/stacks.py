@@ -1,9 +1,9 @@
-"""Which prefixes of a model's tensor names are stacks of layers.
+"""Finds the prefixes of tensor names that are stacks of layers.
 
-The candidates are the prefixes before the outermost number of a name. A candidate is a stack when config.json holds its
-number of layers, or when it looks like one: indices 0..n-1 without a hole, sub-modules that repeat, a usual name
-(`layers`, `h`, `blocks`). `visual.merger.mlp.0` and `classifier.2` are indices of an nn.Sequential and are not. When
-the outermost number is not a layer (`vision_tower.0.blocks.3`), the next one is tried.
+Candidates are the prefixes before the outermost number of a name. A candidate is a stack if config.json holds its number of
+layers, or if it looks like one: indices 0..n-1 without gaps, repeated sub-modules, a common name (`layers`, `h`, `blocks`).
+`visual.merger.mlp.0` and `classifier.2` are indices of an nn.Sequential, not stacks. If the outermost number is not a layer
+(`vision_tower.0.blocks.3`), the next one is tried.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weightsmith.structure.names import INDEX, is_container, side_words, words
 
 Kind = Literal["decoder", "encoder", "vision", "audio", "tower", "other"]
 TOWERS = frozenset({"vision", "audio", "tower"})
-"""Kinds of encoders that feed a text model, as opposed to one side of an encoder-decoder."""
+"""Kinds of encoders that feed a text model, unlike the encoder of an encoder-decoder."""
 
 _AUXILIARY = frozenset(
     "mtp nextn qformer resampler perceiver merger projector connector adapter conv convs adaptor mask memory prompt "
@@ -31,11 +31,11 @@ class Stack:
     """One list of layers.
 
     prefix        text before the layer number: `model.layers.`
-    n_layers      layers that config.json counts; numbers from there on are extra (multi-token-prediction) layers
-    module        the module it belongs to, as shown to users
-    kind          `decoder`, `encoder`, `vision`, `audio`, `tower` (an encoder of something else that feeds the text
-                  model) or `other` (projector, prediction or convolution layers)
-    config_paths  every key of config.json that holds n_layers, the authoritative first; () when none does
+    n_layers      number of layers by config.json; layers beyond it are extra (multi-token-prediction) layers
+    module        its module, as shown to users
+    kind          `decoder`, `encoder`, `vision`, `audio`, `tower` (another encoder that feeds the text model) or
+                  `other` (projector, prediction or convolution layers)
+    config_paths  every key of config.json that holds n_layers, the authoritative one first; () if none
     n_extra       layers found beyond n_layers
     """
 
@@ -52,12 +52,12 @@ class Stack:
         return self.config_paths[0] if self.config_paths else None
 
     def section(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The section of config.json that the stack is described in: where its number of layers is, else the whole."""
+        """The section of config.json that describes the stack: the one with its number of layers, else all of it."""
         return section_at(config, (self.config_path or ())[:-1])
 
 
 def kind_of(prefix: str) -> Kind:
-    """What kind of layers a prefix holds, from its words.
+    """The kind of the layers under a prefix, from its words.
 
     >>> kind_of("model.visual.blocks."), kind_of("encoder.block."), kind_of("model.layers."), kind_of("mtp.layers.")
     ('vision', 'encoder', 'decoder', 'other')
@@ -74,7 +74,7 @@ def kind_of(prefix: str) -> Kind:
 
 @dataclass(slots=True)
 class _Candidate:
-    """What was seen under one prefix."""
+    """The tensors under one prefix."""
 
     indices: set[int] = field(default_factory=set)
     suffixes: set[str] = field(default_factory=set)
@@ -82,7 +82,7 @@ class _Candidate:
 
     @property
     def found(self) -> int:
-        """Number of layers, if they are 0..n-1."""
+        """The number of layers, if they are 0..n-1."""
         return max(self.indices) + 1
 
     @property
@@ -91,7 +91,7 @@ class _Candidate:
 
     @property
     def nested(self) -> bool:
-        """A layer holds sub-modules: `mlp.0.weight` does not."""
+        """Whether layers contain sub-modules (`mlp.0.weight` does not)."""
         return any("." in suffix for suffix in self.suffixes)
 
     @property
@@ -100,7 +100,7 @@ class _Candidate:
 
 
 def find_stacks(names: Sequence[str], config: Mapping[str, Any] | None) -> tuple[tuple[Stack, ...], tuple[str, ...]]:
-    """The stacks of a model in the order of its names (`module` still empty), and the names that are in none."""
+    """The stacks of a model in the order of its names (with empty `module`), and the names outside the stacks."""
     counts = tuple(find_counts(config)) if config is not None else ()
     accepted: dict[str, Stack] = {}
     loose: list[str] = []
@@ -143,7 +143,7 @@ def _collect(names: Iterable[str], depth: int) -> tuple[dict[str, _Candidate], l
 def _accept(prefix: str, candidate: _Candidate, counts: Sequence[Count]) -> Stack | None:
     named, kind, found = is_container(prefix), kind_of(prefix), candidate.found
     paths = match_counts(prefix, found, counts, extras=named and candidate.whole and kind != "other")
-    # A hole is allowed here: a pruned layer may have kept no tensor. But a hostile index must not size our lists.
+    # Gaps are allowed: a pruned layer may have no tensors. But a hostile index must not determine the size of lists.
     if paths and (named or candidate.nested) and 2 * len(candidate.indices) >= found:
         n_layers = next(c.value for c in counts if c.path == paths[0])
         return Stack(prefix, n_layers, "", kind, paths, found - n_layers)
@@ -157,9 +157,9 @@ def _accept(prefix: str, candidate: _Candidate, counts: Sequence[Count]) -> Stac
 
 
 def _settle_mirrors(stacks: tuple[Stack, ...], config: Mapping[str, Any]) -> tuple[Stack, ...]:
-    """Take from each stack the count keys that belong to another one.
+    """Remove from each stack the count keys that belong to another one.
 
-    In one dict that has both `encoder_layers` and `decoder_layers`, a plain `num_hidden_layers` mirrors the encoder's.
+    If a dict has both `encoder_layers` and `decoder_layers`, a plain `num_hidden_layers` mirrors the encoder's.
     A plain key that fits both sides of an encoder-decoder (Pix2Struct's `text_config.num_layers`) is the decoder's.
     """
     owner = {stack.config_paths[0]: stack.kind for stack in stacks if stack.config_paths}
@@ -184,7 +184,7 @@ def _settle_mirrors(stacks: tuple[Stack, ...], config: Mapping[str, Any]) -> tup
 
 
 def _settle_kinds(stacks: tuple[Stack, ...]) -> tuple[Stack, ...]:
-    """An encoder with a sub-config of its own, beside a decoder counted by the text config, is a tower."""
+    """An encoder with its own sub-config, next to a decoder counted by the text config, is a tower."""
     homes = {stack: words(*stack.config_paths[0][:-1]) for stack in stacks if stack.config_paths}
     if not any(stack.kind == "decoder" and home <= {"text"} for stack, home in homes.items()):
         return stacks
@@ -197,9 +197,9 @@ def _settle_kinds(stacks: tuple[Stack, ...]) -> tuple[Stack, ...]:
 
 
 def main_stack(stacks: Sequence[Stack]) -> Stack | None:
-    """The stack that top-level `slices` means; None when more than one could be meant.
+    """The stack that top-level `slices` refers to; None if ambiguous.
 
-    One stack, or one text decoder beside towers; never one side of an encoder-decoder.
+    A single stack, or the only text decoder of a model with towers; never one side of an encoder-decoder.
     """
     if len(primary := [s for s in stacks if s.kind != "other"]) == 1:
         return primary[0]

@@ -1,9 +1,8 @@
-"""Embeddings and heads: the tensors with a row for each token, of which one may stand for several.
+"""Embeddings and heads: tensors with a row for each token, which may be tied.
 
-A model that ties its head to its embedding stores one tensor for both; an old file may store both all the same. What a
-tensor is follows from the last module of its name: `model.embed_tokens.weight`, `lm_head.weight`.
-
-No other file knows these names. Some of them mean something else inside a numbered layer (`attention.output.weight`).
+A model that ties its head to its embedding stores one tensor for both, although old files may store both. The last module of
+the name identifies them: `model.embed_tokens.weight`, `lm_head.weight`. Only this file knows these names. Some of them have
+another meaning inside a numbered layer (`attention.output.weight`).
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ _OUTSIDE_LAYERS = ("output", "output_layer", "proj_out", "decoder", "shared")
 _FIRST = re.compile(
     r"embed(?!_out|ding_norm)|(^|\.)(wte|wpe|shared|stem|patch|class_token|cls_token|token_type|pos_emb|ln_pre|pre_la?y[er]+norm)"
 )
-# Among the first two components `decoder` is one side of an encoder-decoder, not a head.
+# `decoder` as one of the first two components is one side of an encoder-decoder, not a head.
 _HEAD_COMPONENT = re.compile(rf"head|^(score|classifier|cls|mtp|nextn|{'|'.join(h for h in HEADS if h != 'decoder')})$")
 
 
 def module_of(name: str) -> str:
-    """The last module of a tensor's name: `lm_head` of `lm_head.weight`; "" when it has none."""
+    """The last module of a tensor's name: `lm_head` for `lm_head.weight`; "" if there is none."""
     return name.split(".")[-2] if "." in name else ""
 
 
@@ -65,7 +64,7 @@ def is_vocabulary(spec: TensorSpec) -> bool:
 
 
 def comes_first(name: str) -> bool:
-    """True when a tensor outside the layers belongs before them (embeddings), False after (final norm, head, MTP layers).
+    """True if a tensor outside the layers comes before them (embeddings), False if after (final norm, head, MTP layers).
 
     >>> [comes_first(n) for n in ("model.embed_tokens.weight", "model.norm.weight", "embed_out.weight", "lm_head.weight")]
     [True, False, False, False]
@@ -75,7 +74,7 @@ def comes_first(name: str) -> bool:
 
 
 def in_head(name: str) -> bool:
-    """True for a tensor outside the layers that belongs to a head of any kind, or to the prediction layers beside it.
+    """True for a tensor outside the layers that belongs to a head of any kind, or to prediction layers.
 
     >>> in_head("lm_head.dense.weight"), in_head("model.mtp.norm.weight"), in_head("model.decoder.norm.weight")
     (True, True, False)
@@ -84,11 +83,11 @@ def in_head(name: str) -> bool:
 
 
 def stand_in(spec: TensorSpec, own: Mapping[str, TensorSpec], config: Mapping[str, Any] | None) -> str | None:
-    """Which tensor of a model serves as `spec`, which it does not store; None when it has none.
+    """The tensor that a model uses as `spec`, which it does not store; None if there is none.
 
     spec    an embedding, head, or bias of a head in another model
     own     the model's tensors outside its layers, under the donor's names
-    config  the model's: a head is no embedding where `tie_word_embeddings` is false
+    config  the model's; if `tie_word_embeddings` is false, the embedding does not serve as head
 
     Returns the donor's name.
     """
@@ -113,9 +112,9 @@ def _bias_twins(name: str) -> Iterator[str]:
 
 
 def primary(spec: TensorSpec, stored: Iterable[TensorSpec]) -> str:
-    """The name under which tied copies of `spec` are written once, among all that some model stores.
+    """The name under which tied copies of `spec` are written once, among all stored names.
 
-    An embedding before a head, the one shared by encoder and decoder before their own, the shortest.
+    Prefers an embedding to a head, the one shared by encoder and decoder to their own, and the shortest name.
     """
     if len(spec.shape) == 1:
         return min([spec.name, *_bias_twins(spec.name)], key=len)
@@ -124,18 +123,18 @@ def primary(spec: TensorSpec, stored: Iterable[TensorSpec]) -> str:
 
 
 def tie_flag(config: Mapping[str, Any] | None) -> bool | None:
-    """`tie_word_embeddings` of a config, at its top or else in its text part; None when neither says."""
+    """`tie_word_embeddings` at the top of a config, else in its text section; None if in neither."""
     flags = (section.get("tie_word_embeddings") for section in text_sections(config or {}))
     return next((flag for flag in flags if isinstance(flag, bool)), None)
 
 
 def untie(config: dict[str, Any]) -> None:
-    """Make a config say, in every section that speaks of it, that the head is a tensor of its own."""
+    """Set `tie_word_embeddings` to false in every section that has it."""
     replace_value(config, "tie_word_embeddings", True, False)
     config["tie_word_embeddings"] = False
 
 
 def ties(config: Mapping[str, Any] | None, *, stores_head: bool) -> bool:
-    """Whether a model uses its embedding as head: what its config says, else whether the files hold no head."""
+    """Whether a model uses its embedding as head: by its config, else whether its files hold no head."""
     flag = tie_flag(config)
     return flag if flag is not None else not stores_head

@@ -1,4 +1,4 @@
-"""Shared test suites: one for each kind of plug-in. Subclass one in a test file of pytest, whose name begins with `Test`."""
+"""Shared pytest suites, one for each kind of plug-in. Subclass one, with a name that starts with `Test`."""
 
 from weightsmith.testing.encodings import EncodingTests
 from weightsmith.testing.sources import SourceCase, SourceTests

@@ -1,11 +1,11 @@
-"""What every encoding must do, as a class of tests.
+"""The tests that every encoding must pass.
 
     class TestMyEncoding(EncodingTests):
         @pytest.fixture
         def encoding(self):
             return my_encoding.ENCODING
 
-How exact the codes are is an encoding's own: its test states its bound.
+Test the accuracy of the codes separately, against the encoding's own bound.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BANDS = 5
 
 
 class EncodingTests:
-    """The tests. A subclass has a fixture `encoding`; pytest does not collect this class itself."""
+    """The tests. A subclass defines a fixture `encoding`; pytest does not collect this class itself."""
 
     def test_the_first_stored_tensor_has_the_name_and_all_have_its_rows(self, encoding: Encoding) -> None:
         spec = _spec(encoding)
@@ -44,7 +44,7 @@ class EncodingTests:
     def test_any_cut_at_aligned_rows_gives_the_same_bytes(self, encoding: Encoding) -> None:
         rows, align = _rows(encoding), encoding.align_rows
         whole = _encoded(encoding, rows)
-        for k in range(1 << (_BANDS - 1)):  # each subset of the places between bands
+        for k in range(1 << (_BANDS - 1)):  # each subset of the boundaries between bands
             cuts = [0, *(align * i for i in range(1, _BANDS) if k >> (i - 1) & 1), len(rows)]
             assert _encoded(encoding, rows, cuts) == whole, cuts
 
@@ -82,7 +82,7 @@ def _spec(encoding: Encoding) -> TensorSpec:
 
 
 def _rows(encoding: Encoding) -> Any:
-    """float32 [rows, cols] of bfloat16 values."""
+    """float32 [rows, cols] with bfloat16 values."""
     shape = _spec(encoding).shape
     return np.random.default_rng(0).standard_normal(shape).astype(DTYPES["BF16"].numpy).astype(np.float32)
 

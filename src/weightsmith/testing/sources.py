@@ -1,4 +1,4 @@
-"""What every source must do, as a class of tests.
+"""The tests that every source must pass.
 
     class TestMyFormat(SourceTests):
         @pytest.fixture
@@ -34,11 +34,11 @@ _THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class SourceCase:
-    """A source to be tested.
+    """A source to test.
 
-    open      opens it, each time anew
-    expected  its tensors, in model order; of 2 and more elements at least one, and none of the files without elements
-    other     opens a source of the same kind whose tensors have other names, dtypes or shapes
+    open      opens a new source each time
+    expected  its tensors, in model order; at least one with 2 or more elements, and no file without elements
+    other     opens a source of the same kind with other names, dtypes or shapes
     """
 
     open: Callable[[], Tensors]
@@ -47,7 +47,7 @@ class SourceCase:
 
 
 class SourceTests:
-    """The tests. A subclass has a fixture `case` that gives a `SourceCase`; pytest does not collect this class itself."""
+    """The tests. A subclass defines a fixture `case`, a `SourceCase`; pytest does not collect this class itself."""
 
     def test_specs_are_those_of_the_tensors_in_model_order(self, case: SourceCase) -> None:
         with closing(case.open()) as source:
@@ -102,7 +102,7 @@ class SourceTests:
             ):
                 assert isinstance(error, NotFound), error
                 assert f"{name}x" in str(error)
-                assert name in str(error).replace(f"{name}x", ""), "no hint at the name that was meant"
+                assert name in str(error).replace(f"{name}x", ""), "the error does not suggest the similar name"
 
     def test_a_range_outside_a_tensor_is_refused_and_nothing_is_written(self, case: SourceCase) -> None:
         with closing(case.open()) as source:
@@ -233,25 +233,25 @@ def _raised(call: Callable[[], object]) -> WeightsmithError | None:
 
 
 def _paths(case: SourceCase) -> tuple[Path, ...]:
-    """The files of the source; the test is skipped where there are none."""
+    """The files of the source. Skips the test if there are none."""
     with closing(case.open()) as source:
         if not source.paths:
-            raise SkipTest("the source reads no file")
+            raise SkipTest("the source reads no files")
         assert len(set(source.paths)) == len(source.paths)
         return source.paths
 
 
 def _replace(path: Path) -> None:
-    """Put a copy with the same content, size and modification time in a file's place, as `cp -p` and `rsync -t` do."""
+    """Replace a file by a copy with the same content, size and modification time, as `cp -p` and `rsync -t` do."""
     aside = path.with_name(f"{path.name}.copy")
     shutil.copy2(path, aside)
     aside.replace(path)
 
 
 def _touch_in_place(path: Path) -> None:
-    """Overwrite a file with its own bytes, and put its modification time back."""
+    """Overwrite a file with its own bytes and restore its modification time."""
     before = path.stat()
-    while path.stat().st_ctime_ns == before.st_ctime_ns:  # the clock of file systems ticks every few milliseconds
+    while path.stat().st_ctime_ns == before.st_ctime_ns:  # file system clocks tick every few milliseconds
         time.sleep(0.002)
         with path.open("r+b") as file:
             first = file.read(1)

@@ -1,6 +1,6 @@
 """How each architecture stores a mixture of experts: one file each.
 
-Adding one is adding a file with a `LAYOUT` and its name to `NAMES`.
+To add one, add a file with a `LAYOUT` and its name to `NAMES`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMES = (
     "deepseek",
     "olmoe",
 )
-"""In the order of preference, where a recipe names no architecture."""
+"""In order of preference, for recipes that name no architecture."""
 
 
 @cache
@@ -34,5 +34,5 @@ def get(name: str) -> ExpertLayout:
 
 
 def all_layouts() -> tuple[ExpertLayout, ...]:
-    """Every layout, in the order of preference."""
+    """Every layout, in order of preference."""
     return tuple(get(name) for name in NAMES)

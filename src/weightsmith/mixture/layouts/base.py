@@ -1,4 +1,4 @@
-"""What an architecture says of its mixture of experts: names, config.json, and which dense models it can hold."""
+"""How an architecture stores its experts: tensor names, config.json, and which dense models it can hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ATTENTION_BIASES = frozenset(f"self_attn.{part}_proj.bias" for part in "qkvo")
 QK_NORMS = frozenset({"self_attn.q_norm.weight", "self_attn.k_norm.weight"})
 
 PER_EXPERT = tuple((f"mlp.experts.{{e}}.{part}_proj.weight", (part,)) for part in ("gate", "up", "down"))
-"""One tensor for each matrix of each expert, under the names of Qwen, OLMo and DeepSeek."""
+"""One tensor for each matrix of each expert, with the names that Qwen, OLMo and DeepSeek use."""
 
 _TAKEN = ROPE | {
     "vocab_size",
@@ -39,16 +39,16 @@ _TAKEN = ROPE | {
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What config.json must say.
+    """What a layout's config.json depends on.
 
     config        of the base, in full (see `dense_config.semantics`)
-    present       names inside a layer of the base, without its MLP's
+    present       names of the base's tensors inside a layer, without the MLP's
     experts       routed experts
     shared        shared experts
     per_token     experts that each token is sent to
     intermediate  rows of an expert's gate
     hidden        hidden size
-    scales        factor on the output of each routed expert, and of each shared one
+    scales        factors on the outputs of the routed experts and of the shared ones
     """
 
     config: Mapping[str, Any]
@@ -68,7 +68,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A tensor of a layer that no donor gives: filled with `value`. dtype: None for the output's."""
+    """A tensor of a layer that no donor has, filled with `value`. dtype: None for the output's."""
 
     suffix: str
     shape: tuple[int, ...]
@@ -85,29 +85,29 @@ class ExpertLayout:
     model_type    in config.json
     title         a few words
     aliases       further names in recipes
-    dense         model types that it computes the same as, but for the experts
-    layer         names inside a layer that are no expert's and that it has
-    optional      groups of names inside a layer of which it may have all or none
-    norms         what `q_norm` and `k_norm` norm where there are any: each head, or all heads together
+    dense         model types that compute the same apart from the experts
+    layer         required names inside a layer, without the experts'
+    optional      groups of names inside a layer; all of a group are present or none
+    norms         what `q_norm` and `k_norm` normalise, if present: each head, or all heads together
     windows       which layers may have a sliding window: none, all of them, or any
-    partial       part of a head may be rotated
+    partial       rotary embeddings may rotate only part of a head
     multipliers   it has Granite's factors on embeddings, residuals, attention and logits
     router        name inside a layer of the router's rows [experts, hidden]
-    routing       how scores become the experts' weights, in words
-    sigmoid       scores are sigmoids, so rows must be short: of logits far below 0 the weights no longer sum to 1
-    tensors       expert tensors: (name inside a layer, parts). `{e}` in the name is the expert; without it all experts are one
-                  tensor [experts, rows, cols]. Several parts are joined along the rows, in this order
-    shared        the same for the shared expert; () when it has none
-    shared_router name of the row [1, hidden] that the shared expert is multiplied with; "" when it has none
-    shared_experts  least and most shared experts
-    min_experts   least routed experts
+    routing       how scores become the experts' weights, for the documentation
+    sigmoid       scores are sigmoids, so rows must be short: if all logits are far below 0, the weights no longer sum to 1
+    tensors       expert tensors: (name inside a layer, parts). `{e}` in the name is the expert; without it, one tensor
+                  [experts, rows, cols] holds all experts. Parts are joined along the rows, in this order
+    shared        the same for the shared expert; () if it has none
+    shared_router name of the gate row [1, hidden] of the shared expert; "" if it has none
+    shared_experts  minimum and maximum number of shared experts
+    min_experts   minimum number of routed experts
     config        config.json of the output
     fixed         further tensors of a layer
-    fillable      names of `layer` that `fixed` gives where the base has them not
-    check         what in the base's config it cannot express, one sentence each
-    warnings      what a user of this layout should know, given the facts
-    llama_cpp     what llama.cpp computes, beside transformers, and what it needs for that
-    note          what the table of layouts says besides
+    fillable      names of `layer` that `fixed` supplies if the base lacks them
+    check         one sentence for each part of the base's config it cannot express
+    warnings      warnings for users of this layout, given the facts
+    llama_cpp     how llama.cpp's result compares with transformers', and what it requires
+    note          further remarks for the table of layouts
     """
 
     name: str
@@ -140,25 +140,25 @@ class ExpertLayout:
 
 
 UNDIVIDED = "the chosen experts' weights are not divided by their sum"
-"""What llama.cpp does for architectures whose first models were so, whatever config.json says."""
+"""What llama.cpp does for architectures whose first models did so, whatever config.json says."""
 
 
 def warn_undivided(facts: Facts) -> Iterable[str]:
-    """That the weights of the experts sum to less than 1 in llama.cpp."""
+    """Warn that the experts' weights sum to less than 1 in llama.cpp."""
     if facts.per_token < facts.experts:
         yield (
-            "llama.cpp does not read norm_topk_prob of this architecture: there the weights of the chosen experts sum to less"
-            " than 1, so the output is smaller than the base's; transformers does as it says"
+            "llama.cpp ignores norm_topk_prob for this architecture: the weights of the chosen experts sum to less than 1,"
+            " so the output is smaller than the base's; transformers applies it"
         )
 
 
 def moe_config(facts: Facts, layout: tuple[str, str], take: Iterable[str] = (), **new: Any) -> dict[str, Any]:
-    """The base's config as the config of `layout` (architecture, model type).
+    """The base's config, converted to `layout` (architecture, model type).
 
-    take  keys of the base beyond those that every architecture has
+    take  keys of the base to keep, beyond those that every architecture has
     new   keys of the mixture
 
-    Keys that only the dense model's class reads are left out; those that no class reads stay.
+    Drops keys that only the dense model's class reads; keeps keys that no class reads.
     """
     known = facts.config.keys() & KNOWN
     left_out = known - _TAKEN - set(take) | {"auto_map", "quantization_config"}

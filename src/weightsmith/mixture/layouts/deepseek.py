@@ -1,4 +1,4 @@
-"""DeepSeek-MoE, the first: a Llama with experts. Its classes are the Python files of deepseek-ai/deepseek-moe-16b-base."""
+"""The first DeepSeek-MoE: Llama with experts. Its classes are the Python files of deepseek-ai/deepseek-moe-16b-base."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _config(facts: Facts) -> dict[str, Any]:
             "AutoModelForCausalLM": f"{_CODE}--modeling_deepseek.DeepseekForCausalLM",
         },
     )
-    # The files are older than `rope_parameters`.
+    # The Python files predate `rope_parameters`.
     rope = dict(rope_scaling(facts.config))
     theta = rope.pop("rope_theta", facts.config.get("rope_theta", 10_000.0))
     config.pop("rope_parameters", None)
@@ -49,16 +49,16 @@ def _config(facts: Facts) -> dict[str, Any]:
 def _check(config: Mapping[str, Any]) -> Iterable[str]:
     heads, size = config.get("num_attention_heads") or 0, config.get("head_dim") or 0
     if heads * size != config.get("hidden_size"):
-        yield f"its heads are as wide as the hidden state, and the base's {heads} heads of {size} are not"
+        yield f"its heads together are as wide as the hidden state; the base has {heads} heads of {size}"
     if rope_type(config) not in ("default", "linear", "dynamic"):
-        yield f"its rotary embeddings are stretched linearly or dynamically, and the base's by {rope_type(config)}"
+        yield f"it supports linear and dynamic RoPE scaling; the base uses {rope_type(config)}"
 
 
 def _warnings(facts: Facts) -> Iterable[str]:
-    yield f"a program needs the Python files of {_CODE} to load this: transformers has no class for it"
+    yield f"loading this requires the Python files of {_CODE}; transformers has no class for it"
     if facts.per_token == 1 and facts.experts > 1:
         yield (
-            "the weight of a single expert is its softmax and not 1, so the output is smaller than the base's:"
+            "with one expert per token, its weight is its softmax score, not 1, so the output is smaller than the base's:"
             " write experts_per_token: 2"
         )
     yield from warn_shared(facts)
@@ -73,13 +73,13 @@ LAYOUT = ExpertLayout(
     dense=("llama", "mistral", "ministral", "phi3", "smollm3"),
     layer=ATTENTION | NORMS,
     router="mlp.gate.weight",
-    routing="softmax; of two or more chosen experts the weights are divided by their sum (`norm_topk_prob: true`)",
+    routing="softmax; the weights of two or more chosen experts are divided by their sum (`norm_topk_prob: true`)",
     tensors=PER_EXPERT,
     shared=SHARED,
     shared_experts=(0, 1),
     config=_config,
     check=_check,
     warnings=_warnings,
-    llama_cpp=f"{UNDIVIDED}; it must have a shared expert",
+    llama_cpp=f"{UNDIVIDED}; requires a shared expert",
     note=f"transformers has no class for it; `auto_map` names the files of {_CODE}",
 )

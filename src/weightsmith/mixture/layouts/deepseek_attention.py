@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of low rank, which no grouped-query model can be written as."""
+"""Multi-head latent attention: low-rank keys and values. Grouped-query models cannot be converted to it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ OPTIONAL = (
     frozenset({"self_attn.kv_a_proj_with_mqa.bias", "self_attn.o_proj.bias"}),
     frozenset({"self_attn.q_a_proj.bias"}),
 )
-"""Queries may be of low rank too."""
+"""Queries may be low-rank too."""
 
 KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attention_bias")
 
 
 def check(config: Mapping[str, Any]) -> Iterable[str]:
-    """Problem of a base that has other attention."""
+    """A problem if the base has other attention."""
     if not config.get("kv_lora_rank"):
-        yield "it has latent attention (keys and values of low rank), and the base has not"
+        yield "it has latent attention (low-rank keys and values), but the base does not"

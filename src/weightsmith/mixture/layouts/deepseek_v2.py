@@ -1,4 +1,4 @@
-"""DeepSeek-V2: latent attention, experts chosen by softmax. Of a dense model with the same attention."""
+"""DeepSeek-V2: latent attention, experts chosen by softmax. Requires a dense model with the same attention."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def _config(facts: Facts) -> dict[str, Any]:
 def _warnings(facts: Facts) -> Iterable[str]:
     if facts.per_token < facts.experts:
         yield (
-            "norm_topk_prob is true, and transformers does not read it: there the weights of the chosen experts sum to less"
-            " than 1, so the output is smaller than the base's; experts_per_token equal to the number of experts makes it equal"
+            "transformers ignores norm_topk_prob: true here, so the weights of the chosen experts sum to less than 1 and the"
+            " output is smaller than the base's; set experts_per_token to the number of experts to avoid this"
         )
     yield from warn_shared(facts)
     yield from warn_none_shared(facts)
@@ -51,6 +51,6 @@ LAYOUT = ExpertLayout(
     fixed=no_shared,
     check=attention.check,
     warnings=_warnings,
-    llama_cpp="the same as the base, where transformers is not; it must have a shared expert",
+    llama_cpp="the same as the base, unlike transformers; requires a shared expert",
     note="only from dense models with latent attention",
 )

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, experts chosen by sigmoids. Of a dense model with the same attention."""
+"""DeepSeek-V3: latent attention, experts chosen by sigmoids. Requires a dense model with the same attention."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ LAYOUT = ExpertLayout(
     fixed=correction,
     check=attention.check,
     warnings=lambda facts: (*warn_shared(facts), *warn_none_shared(facts)),
-    llama_cpp="the same; it must have a shared expert",
+    llama_cpp="the same; requires a shared expert",
     note="only from dense models with latent attention; for grouped-query attention `glm4_moe` has the same experts",
 )

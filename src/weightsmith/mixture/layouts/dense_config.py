@@ -1,8 +1,8 @@
-"""What a dense model's config.json means, written out in full.
+"""Expands a dense model's config.json to every key that affects what it computes.
 
-A key that config.json leaves out has the default of its class, and the class of the mixture may have another: 10,000 and
-1,000,000 for `rope_theta` of Mistral and Mixtral. A key that the dense class never reads, such as a `sliding_window` of a
-Llama, may be one that the mixture's class does read.
+A missing key has its class's default, and the mixture's class may have another: `rope_theta` is 10,000 for Mistral and
+1,000,000 for Mixtral. Conversely, the mixture's class may read a key that the dense class ignores, such as a Llama's
+`sliding_window`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from weightsmith.structure.configs import MAX_COUNT, MAX_LAYERS, count_of, number_of, wrong_value
 
 ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"})
-"""How rotary embeddings are written: `rope_parameters` since transformers 5, `rope_theta` and `rope_scaling` before."""
+"""Keys of rotary embeddings: `rope_parameters` since transformers 5, `rope_theta` and `rope_scaling` before."""
 
 _BASIC: dict[str, Any] = {
     "vocab_size": 32000,
@@ -146,10 +146,10 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Model type → every key that its class in transformers reads to compute, and what it means when it is not there."""
+"""Model type → every key that its transformers class reads to compute, with its default."""
 
 KNOWN: frozenset[str] = frozenset().union(*DEFAULTS.values())
-"""Every key that any of them reads."""
+"""Every key that any of these classes reads."""
 
 
 _COUNTS = frozenset(
@@ -162,20 +162,19 @@ _NUMBERS = frozenset(_MULTIPLIERS) | {"rope_theta", "partial_rotary_factor"}
 _TYPES: Mapping[str, tuple[type, str]] = {
     **dict.fromkeys(("layer_types", "no_rope_layers"), (list, "a list")),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict, "an object")),
-    **dict.fromkeys(("hidden_act", "model_type"), (str, "a text")),
+    **dict.fromkeys(("hidden_act", "model_type"), (str, "a string")),
 }
 
 
 def semantics(config: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """A dense config in which everything that decides what the model computes is written out.
+    """A dense config with every key that affects what the model computes.
 
     where  the model, for messages
 
-    Raises FormatError for values of a wrong type or an absurd size: what the layouts read can be computed with.
+    Always includes heads, their size, the window of each layer (`sliding_window`, `layer_types`) and the RoPE base. Drops
+    keys that only other model types read. For a model type that is not in `DEFAULTS`, keeps config.json's values.
 
-    Heads, their size, the window of each layer (`sliding_window`, `layer_types`) and the base of the rotary embeddings are
-    there whatever the model type. Keys that only other model types read are gone. Of a model type that is not in `DEFAULTS`
-    what config.json says is taken as it is.
+    Raises FormatError for values of a wrong type or an absurd size.
 
     >>> semantics({"model_type": "llama", "num_attention_heads": 4, "hidden_size": 64, "sliding_window": 8})["head_dim"]
     16
@@ -215,7 +214,7 @@ def _check_values(config: Mapping[str, Any], where: str) -> None:
 
 
 def rope_type(config: Mapping[str, Any]) -> str:
-    """How rotary embeddings are stretched: `default`, `linear`, `yarn`, `longrope` ..."""
+    """The RoPE scaling type: `default`, `linear`, `yarn`, `longrope` ..."""
     rope = rope_scaling(config)
     return str(rope.get("rope_type") or rope.get("type") or "default")
 
@@ -226,19 +225,19 @@ def rotary_share(config: Mapping[str, Any]) -> float:
 
 
 def rope_scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What says how rotary embeddings are stretched: the old key where both are there, as in transformers."""
+    """The RoPE scaling. If both keys exist, the old one takes precedence, as in transformers."""
     rope: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return rope
 
 
 def _write_rope(full: dict[str, Any], config: Mapping[str, Any], model_type: str) -> None:
-    """Rotary embeddings in the form that config.json has, old or new, with the base and the share that is rotated."""
+    """Write the RoPE keys in the form config.json has, old or new, with the base and the rotated share."""
     rope = dict(rope_scaling(config))
     theta = rope.get("rope_theta", full["rope_theta"])
-    # Of the model types here Phi-3 alone reads the share; the others rotate all of a head whatever it says.
+    # Of these model types, only Phi-3 reads the share; the others always rotate the whole head.
     share = rotary_share(config) if model_type == "phi3" else 1.0
     if model_type == "phi3" and rope_type(config) != "default":
-        rope["rope_type"] = "longrope"  # which Phi-3 once called su, or yarn
+        rope["rope_type"] = "longrope"  # Phi-3 once called it su or yarn
         rope["original_max_position_embeddings"] = full["original_max_position_embeddings"]
         rope.pop("type", None)
     for key in ROPE - {"original_max_position_embeddings"}:

@@ -47,5 +47,5 @@ LAYOUT = ExpertLayout(
     config=_config,
     fixed=correction,
     warnings=lambda facts: (*warn_shared(facts), *warn_none_shared(facts)),
-    llama_cpp="the same; it must have a shared expert, and as many heads of keys as of queries",
+    llama_cpp="the same; requires a shared expert and as many key heads as query heads",
 )

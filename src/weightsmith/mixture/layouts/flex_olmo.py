@@ -1,4 +1,4 @@
-"""FlexOlmo: the experts' form of OLMo 2, with norms behind attention and MLP."""
+"""FlexOlmo: OLMo 2 with experts, with norms after attention and MLP."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ LAYOUT = ExpertLayout(
     routing=ROUTING,
     tensors=PER_EXPERT,
     config=lambda facts: config(facts, ("FlexOlmoForCausalLM", "flex_olmo")),
-    llama_cpp="it does not know this architecture",
+    llama_cpp="not supported",
 )

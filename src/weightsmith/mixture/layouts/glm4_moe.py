@@ -1,4 +1,4 @@
-"""GLM-4.5: DeepSeek-V3's experts with grouped-query attention, so for most dense models."""
+"""GLM-4.5: DeepSeek-V3's experts with grouped-query attention, which most dense models have."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _config(facts: Facts) -> dict[str, Any]:
         num_nextn_predict_layers=0,
         output_router_logits=False,
     )
-    # Half of each head is rotated where nothing is said.
+    # The default rotates half of each head.
     share = {"partial_rotary_factor": rotary_share(facts.config)}
     return config | ({"rope_parameters": {**config["rope_parameters"], **share}} if "rope_parameters" in config else share)
 
@@ -53,5 +53,5 @@ LAYOUT = ExpertLayout(
     config=_config,
     fixed=correction,
     warnings=lambda facts: (*warn_shared(facts), *warn_none_shared(facts)),
-    llama_cpp="the same; it must have a shared expert, and its tokenizer GLM's special tokens",
+    llama_cpp="the same; requires a shared expert, and GLM's special tokens in the tokenizer",
 )

@@ -37,7 +37,7 @@ LAYOUT = ExpertLayout(
     optional=(ATTENTION_BIASES,),
     multipliers=True,
     router="block_sparse_moe.router.layer.weight",
-    routing="softmax over the chosen experts alone",
+    routing="softmax over the chosen experts",
     tensors=(
         ("block_sparse_moe.input_linear.weight", ("gate", "up")),
         ("block_sparse_moe.output_linear.weight", ("down",)),

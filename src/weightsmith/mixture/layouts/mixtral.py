@@ -30,7 +30,7 @@ LAYOUT = ExpertLayout(
     layer=ATTENTION | NORMS,
     windows="all",
     router="block_sparse_moe.gate.weight",
-    routing="softmax; the chosen experts' weights are divided by their sum, always",
+    routing="softmax; the chosen experts' weights are always divided by their sum",
     tensors=tuple((f"block_sparse_moe.experts.{{e}}.{name}.weight", (part,)) for part, name in _NAMES.items()),
     config=_config,
 )

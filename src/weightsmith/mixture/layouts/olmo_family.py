@@ -1,4 +1,4 @@
-"""What OLMoE and FlexOlmo have in common: queries and keys are normed over all heads together."""
+"""What OLMoE and FlexOlmo have in common: queries and keys are normalised over all heads together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OLMoE: norms before attention and MLP, queries and keys normed over all heads."""
+"""OLMoE: norms before attention and MLP, queries and keys normalised over all heads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weightsmith.mixture.layouts.olmo_family import ROUTING, config
 def _check(dense: Mapping[str, Any]) -> Iterable[str]:
     heads, size = dense.get("num_attention_heads") or 0, dense.get("head_dim") or 0
     if heads * size != dense.get("hidden_size"):
-        yield f"its heads are as wide as the hidden state, and the base's {heads} heads of {size} are not"
+        yield f"its heads together are as wide as the hidden state; the base has {heads} heads of {size}"
 
 
 LAYOUT = ExpertLayout(
@@ -40,5 +40,5 @@ LAYOUT = ExpertLayout(
     warnings=warn_undivided,
     llama_cpp=f"{UNDIVIDED} (by its source)",
     check=_check,
-    note="no dense model in transformers has its norms: OLMo 2 norms behind attention and MLP, and goes to FlexOlmo",
+    note="no dense model in transformers has its norms; OLMo 2 has norms after attention and MLP, so it becomes FlexOlmo",
 )

@@ -1,4 +1,4 @@
-"""Qwen2-MoE: a shared expert beside the routed ones, times a sigmoid of the hidden state."""
+"""Qwen2-MoE: routed experts plus a shared expert, which is multiplied by a sigmoid of the hidden state."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _config(facts: Facts) -> dict[str, Any]:
 
 
 def _fixed(facts: Facts) -> list[Fixed]:
-    """Biases of zero: the models that the architecture is made for have them, so programs expect them."""
+    """Zero biases: the original models have biases, so programs expect them."""
     if facts.biased:
         return []
     size = facts.config["head_dim"]
@@ -50,8 +50,8 @@ def _fixed(facts: Facts) -> list[Fixed]:
 def _warnings(facts: Facts) -> Iterable[str]:
     if any(facts.scales[1]):
         yield (
-            "the shared expert's output, times a sigmoid, is added to that of the routed experts, so layers put out up to"
-            " twice what the base's do: write residual_scale: 0 for the shared expert to begin where the base is"
+            "the shared expert's output, times a sigmoid, is added to the routed experts', so the output is up to twice the"
+            " base's: write residual_scale: 0 for the shared expert to start from the base's output"
         )
     yield from warn_undivided(facts)
 
@@ -75,6 +75,6 @@ LAYOUT = ExpertLayout(
     shared_experts=(1, 1),
     config=_config,
     warnings=_warnings,
-    llama_cpp=f"{UNDIVIDED}; a head tied to the embedding is not read",
-    note="biases of queries, keys and values that the base has not are zero",
+    llama_cpp=f"{UNDIVIDED}; tied embeddings are not supported",
+    note="if the base has no biases of queries, keys and values, they are zero",
 )

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: as Qwen2-MoE without a shared expert, and queries and keys are normed."""
+"""Qwen3-MoE: like Qwen2-MoE, but without a shared expert and with normalised queries and keys."""
 
 from __future__ import annotations
 

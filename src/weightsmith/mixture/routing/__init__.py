@@ -1,10 +1,10 @@
-"""Router weights of a mixture, from prompts, and where they send them.
+"""Router weights of a mixture, computed from prompts, and where they route those prompts.
 
-gates/            one file for each way to make router weights
+gates/            one file for each way to compute router weights
 prompts.py        texts, files of texts, tokens
-hidden_states.py  what each layer is given and gives, layer by layer
+hidden_states.py  hidden states, layer by layer
 route.py          one pass over the hidden states: weights and report
-report.py         shares of tokens; heat_map.py its picture
-gating.py         what router weights are made from: settings, as records and as JSON
-product.py        the `router` product: these as one value of a plan
+report.py         shares of tokens; heat_map.py plots them
+gating.py         the settings of the router weights, as records and as JSON
+product.py        the `router` product of a plan
 """

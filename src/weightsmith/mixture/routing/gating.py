@@ -1,4 +1,4 @@
-"""What router weights are made from: the settings of a `router` product, as records and as JSON values."""
+"""The settings of a `router` product, as records and as JSON values."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from weightsmith.tensors import DTYPES, DType, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class GatedExpert:
-    """An expert that gets a row.
+    """An expert with a router row.
 
-    name   of its model, as the recipe has it
-    where  position of its entry in the recipe; copies of one entry have the same
-    texts  what it is for
+    name   of its model, as in the recipe
+    where  position of its entry in the recipe; copies of an entry share it
+    texts  its prompts and held-out texts
     """
 
     name: str
@@ -28,13 +28,13 @@ class GatedExpert:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The model that is shown the prompts.
+    """The model that runs the prompts.
 
     label   as the user named it
-    model   its number in the plan: whose tokenizer is used
+    model   its index in the plan; its tokenizer is used
     config  its config.json
     prefix  before the layer number: `model.layers.`
-    layers  how many
+    layers  number of layers
     hidden  size of a hidden state
     """
 
@@ -48,21 +48,21 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class Gating:
-    """What router weights are made from, beside tensors and the tokenizer's files.
+    """What router weights depend on, besides tensors and the tokenizer's files.
 
-    mode           of `gates.MODES`
-    experts        that get a row, shared ones last
-    routed         experts that tokens are routed to; those after them are shared
-    seed           of what is random
+    mode           a key of `gates.MODES`
+    experts        experts with a row, shared ones last
+    routed         number of routed experts; the rest are shared
+    seed           random seed
     scale          factor on all rows
-    sigmoid        the router's scores are sigmoids
-    groups         experts that have the same row
-    per_token      experts that a token is sent to, before they are cut into groups
-    prompt_tokens  of a row of a text file; None: a paragraph is a prompt
-    report         where the rows send the prompts is counted
+    sigmoid        whether the router's scores are sigmoids
+    groups         number of experts that share a row
+    per_token      experts per token, before virtual groups
+    prompt_tokens  tokens per row of a text file; None: one prompt per paragraph
+    report         whether to report where the rows route the prompts
     where          position of the gate mode in the recipe
-    packages       versions of the programs that hidden states depend on
-    lenient        rows that cannot tell the experts apart are written, with a warning
+    packages       versions of the packages that hidden states depend on
+    lenient        warn about rows that cannot distinguish the experts, instead of raising
     """
 
     mode: str
@@ -87,13 +87,13 @@ class Gating:
 
     @property
     def counted(self) -> list[tuple[int, bool]]:
-        """The groups of texts of the report: expert, and whether they are its held-out texts."""
+        """The report's groups of texts: expert, and whether these are its held-out texts."""
         routed = list(enumerate(self.experts[: self.routed]))
         prompts = [(e, False) for e, expert in routed if expert.texts.has_prompts]
         return prompts + [(e, True) for e, expert in routed if expert.texts.has_held_out]
 
     def to_json(self) -> dict[str, Any]:
-        """As the settings of a product."""
+        """To the settings of a product."""
         return asdict(self)
 
     @classmethod
@@ -109,12 +109,12 @@ def _tuples(texts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def uses_states(mode: str, *, report: bool) -> bool:
-    """The base is run on the prompts: for the rows, or for the report."""
+    """Whether the base must run on the prompts, for the rows or for the report."""
     return MODES[mode].needs in ("entering", "mlp_input") or report
 
 
 def outs_of(gating: Gating, routers: Sequence[Sequence[TensorSpec]]) -> tuple[TensorSpec, ...]:
-    """The arrays of a router product. routers: the stored tensors of each layer; a report's shares and token counts follow."""
+    """The arrays of a router product: the stored tensors of each layer (routers), then the report's shares and counts."""
     outs = [spec for layer in routers for spec in layer]
     if gating.report:
         shape = gating.base.layers, len(gating.counted), gating.routed
@@ -124,5 +124,5 @@ def outs_of(gating: Gating, routers: Sequence[Sequence[TensorSpec]]) -> tuple[Te
 
 
 def router_dtype(product: Product) -> DType:
-    """The dtype that the rows are stored in."""
+    """The dtype of the stored rows."""
     return product.outs[0].dtype

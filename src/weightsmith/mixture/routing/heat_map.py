@@ -1,4 +1,4 @@
-"""Where a router sends tokens as a picture: SVG, written without a drawing package."""
+"""Plots where a router sends tokens, as SVG, without a plotting package."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from html import escape
 
 from weightsmith.mixture.routing.report import Routing
 
-CELL = 18  # pixels, of one layer and one expert
+CELL = 18  # pixels per layer and expert
 LEFT, TOP, GAP = 230, 46, 34
 LOW, HIGH = (247, 250, 253), (8, 64, 129)  # colours of the shares 0 and 1
 
 
 def heat_map(routing: Routing) -> str:
-    """An SVG: a panel for the texts of each expert, a row for each expert, a column for each layer; dark is a large share.
+    """An SVG with a panel for the texts of each expert, a row for each expert and a column for each layer.
 
-    A cell is the share of the texts' tokens for which the expert comes first in that layer; its number is in the tooltip. A
-    router that works is dark in one row of each panel, the one marked with an arrow.
+    A cell's shade is the share of the texts' tokens for which the expert comes first in that layer; the tooltip has the
+    number. With a good router, only the row marked with an arrow is dark.
     """
     layers, experts = routing.first.shape[0], len(routing.experts)
     panel = experts * CELL + GAP
@@ -25,7 +25,7 @@ def heat_map(routing: Routing) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif" font-size="11">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
-        '<text x="10" y="20" font-size="13">Share of tokens for which an expert comes first (states of the base)</text>',
+        '<text x="10" y="20" font-size="13">Share of tokens for which an expert comes first (hidden states of the base)</text>',
     ]
     for g in range(len(routing.groups)):
         parts += _panel(routing, g, TOP + g * panel)

@@ -1,8 +1,8 @@
-"""The hidden states of a decoder, layer by layer: the weights of one layer are in memory at a time.
+"""The hidden states of a decoder, with one layer's weights in memory at a time.
 
-transformers builds the module from config.json without memory for its weights, and its own forward says with which arguments
-(masks, positions) it calls each layer. Then each layer gets its weights, all prompts go through it, and the memory is the next
-one's. Arithmetic is float32 whatever the weights are stored as, on the CPU as on a GPU: few CPUs have fast 16-bit arithmetic.
+transformers builds the module from config.json without allocating weights. A first forward pass records the arguments (masks,
+positions) of each layer. Then each layer in turn is loaded, runs on all prompts, and frees its memory for the next. Arithmetic
+is float32 on every device, whatever dtype the weights have: few CPUs have fast 16-bit arithmetic.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from weightsmith.products import Bench
 from weightsmith.tensors import TensorSpec
 
 BATCH_TOKENS = 2048
-"""Of one batch, padding included: enough to keep a processor busy, and attention masks stay small."""
+"""Per batch, including padding: enough to keep a processor busy while attention masks stay small."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
-    """What one layer sees of each prompt: float32 [tokens, hidden], prompts in the caller's order, no padding.
+    """One layer's inputs for each prompt: float32 [tokens, hidden], prompts in the caller's order, no padding.
 
     index      of the layer
-    entering   the residual stream before the layer: what transformers calls hidden_states[index]
-    mlp_input  what the layer's MLP receives, after attention and its norm: what a router in its place receives
+    entering   the residual stream before the layer (transformers' hidden_states[index])
+    mlp_input  the input of the layer's MLP, after attention and its norm; a router in its place receives the same
     """
 
     index: int
@@ -41,7 +41,7 @@ class LayerStates:
 
 
 class Decoder:
-    """A module of transformers without weights, and the model that has them. Made by `build`."""
+    """A transformers module without weights, and the model that has them. Created by `build`."""
 
     def __init__(self, base: Base, specs: Mapping[str, TensorSpec], body: Any, layers: nn.ModuleList, embedding: str) -> None:
         """Use `build`."""
@@ -54,7 +54,7 @@ class Decoder:
 
     @property
     def max_tokens(self) -> int:
-        """Positions that the model was made for."""
+        """The model's maximum number of positions."""
         return int(getattr(self._body.config, "max_position_embeddings", None) or 1 << 30)
 
     @property
@@ -64,26 +64,26 @@ class Decoder:
 
     @property
     def layer_bytes(self) -> list[int]:
-        """Of the weights of each layer, as they are stored."""
+        """Stored size of each layer's weights."""
         names = [[f"{self._base.prefix}{i}.{n}" for n, _ in layer.named_parameters()] for i, layer in enumerate(self._layers)]
         return [sum(self._specs[name].nbytes for name in own) for own in names]
 
     def embeddings(self, source: Bench, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The embedding's rows of the tokens of each prompt, as they are stored: float32 [tokens, hidden]."""
+        """The stored embeddings of the tokens of each prompt: float32 [tokens, hidden]."""
         table, place = self._rows(source, prompts)
         return [table[[place[token] for token in ids]] for ids in prompts]
 
     def states(
         self, source: Bench, prompts: Sequence[Sequence[int]], *, device: str = "cpu", batch_tokens: int = BATCH_TOKENS
     ) -> Iterator[LayerStates]:
-        """What each layer sees of each prompt, layer after layer.
+        """Yield each layer's inputs for the prompts.
 
-        source   gives the weights
-        prompts  token ids; none of them empty
-        device   as torch names it
-        batch_tokens  of a batch, padding included; the states depend on it by float rounding only
+        source   supplies the weights
+        prompts  token ids, not empty
+        device   a torch device name
+        batch_tokens  tokens per batch, including padding; affects the states only by float rounding
 
-        Memory: a layer in float32 (on the CPU and on the device, if that is another), and five times [all tokens, hidden]
+        Memory: one layer in float32 (on the CPU, and on the device if different), and five times [all tokens, hidden]
         float32.
         """
         with torch.inference_mode():
@@ -96,20 +96,20 @@ class Decoder:
                     yield self._run(i, layer, batches, len(prompts))
 
     def _rows(self, source: Bench, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, dict[int, int]]:
-        """The embedding's rows of all tokens that the prompts have, and the place of each token in them."""
+        """The embedding rows of all tokens in the prompts, and the row index of each token."""
         used = sorted({token for ids in prompts for token in ids})
         rows = torch.from_numpy(source.rows(self._name(self._embedding), used))
         return rows, {token: i for i, token in enumerate(used)}
 
     def _name(self, parameter: str) -> str:
-        """The model's name of a parameter of the body."""
+        """The model's name for a parameter of the body."""
         return f"{self._owner}.{parameter}" if self._owner else parameter
 
     def _begin(self, source: Bench, batches: Sequence[_Batch], prompts: Sequence[Sequence[int]], device: str) -> None:
-        """Embed every batch and note the arguments of every layer, by running the body without its layers."""
+        """Embed every batch and record the arguments of every layer, by running the body without its layers."""
         table, place = self._rows(source, prompts)
         module = self._body.get_submodule(self._embedding.removesuffix(".weight"))
-        module.padding_idx = None  # the rows are numbered anew
+        module.padding_idx = None  # rows are renumbered
         module.weight = nn.Parameter(table.to(device), requires_grad=False)
         rest = {n: self._name(n) for n, p in self._body.named_parameters() if p.is_meta and not n.startswith(f"{self._stack}.")}
         _assign(self._body, rest, _Memory(source, device))
@@ -138,17 +138,17 @@ class Decoder:
 
 
 def build(base: Base, specs: Mapping[str, TensorSpec]) -> Decoder | WeightsmithError:
-    """The module of a model, without weights; or why transformers cannot build it, or its tensors do not fit.
+    """The module of a model, without weights; an error if transformers cannot build it or its tensors do not match.
 
-    specs  of all its tensors, by name
+    specs  of all the model's tensors, by name
 
-    Any class of transformers that calls its layers one after another will do; none is named here.
+    Works for any transformers class that calls its layers in sequence.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = dict(base.config)
     model_type = settings.pop("model_type", "")
-    known = "; gate_mode: random needs no hidden states"
+    known = "; or use gate_mode: random, which needs no hidden states"
     try:
         config = AutoConfig.for_model(model_type, **settings)
         with _Weightless():
@@ -157,31 +157,31 @@ def build(base: Base, specs: Mapping[str, TensorSpec]) -> Decoder | WeightsmithE
         body = whole.get_submodule(owner)
         layers = body.get_submodule(stack)
         table = body.get_input_embeddings().weight
-    except Exception as error:  # whatever a config can make of transformers
+    except Exception as error:  # a bad config can raise anything in transformers
         what = f"transformers cannot build a model of type '{model_type}': {str(error).strip().splitlines()[0][:200]}"
         return Unsupported(what, where=base.label, fix=f"check its config.json{known}")
     embedding = next(name for name, parameter in body.named_parameters() if parameter is table)
     wanted = {f"{owner}.{name}" if owner else name: tuple(p.shape) for name, p in body.named_parameters()}
     stored = {name: spec.shape for name, spec in specs.items()}
     wrong = [
-        f"{name}: {list(shape)} by its config.json, {list(stored[name]) if name in stored else 'not there'}"
+        f"{name}: {list(shape)} by its config.json, {list(stored[name]) if name in stored else 'missing'} in its files"
         for name, shape in wanted.items()
         if stored.get(name) != shape
     ]
     if wrong or not isinstance(layers, nn.ModuleList) or len(layers) != base.layers:
-        what = "the tensors are not those of the model that transformers builds from config.json"
+        what = "the tensors do not match the model that transformers builds from config.json"
         return ShapeError(what, where=base.label, details=wrong[:5], fix=f"check its config.json{known}")
     return Decoder(base, specs, body, layers, embedding)
 
 
 def _place(base: Base) -> tuple[str, str]:
-    """The module that has the layers, and its name for them: `model` and `layers`."""
+    """The names of the module that has the layers and of its list of layers: `model` and `layers`."""
     owner, _, stack = base.prefix.removesuffix(".").rpartition(".")
     return owner, stack
 
 
 class _Weightless(TorchFunctionMode):  # type: ignore[misc,unused-ignore]  # torch has no types for it
-    """Inside, `torch.empty` (which the layers of torch make their weights with) takes no memory; buffers are made as ever."""
+    """Makes `torch.empty`, which torch layers use for their weights, allocate no memory. Buffers are not affected."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         more = {"device": "meta"} if func is torch.empty else {}
@@ -189,11 +189,11 @@ class _Weightless(TorchFunctionMode):  # type: ignore[misc,unused-ignore]  # tor
 
 
 class _Recorded(Exception):
-    """The last layer has been called: nothing after it is of interest."""
+    """The last layer has been called; stops the forward pass."""
 
 
 class _Batch:
-    """Some prompts, padded on the right; between layers it holds their hidden states [prompts, tokens, hidden]."""
+    """Right-padded prompts; between layers, their hidden states [prompts, tokens, hidden]."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], chosen: Sequence[int], device: str) -> None:
         self.chosen = chosen
@@ -204,7 +204,7 @@ class _Batch:
         self._calls: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
 
     def record(self, body: Any, layers: nn.ModuleList, place: Mapping[int, int]) -> None:
-        """Run the body with layers that note how they are called. place: token → row of the embedding."""
+        """Run the body with layers that record their arguments. place: token → row of the embedding."""
         width = max(self.lengths)
         ids = torch.zeros(len(self._ids), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -232,7 +232,7 @@ class _Batch:
         assert len(self._calls) == len(layers)
 
     def through(self, i: int, layer: nn.Module) -> tuple[Tensor, Tensor]:
-        """Take the batch through layer i: hidden states before and after it."""
+        """Run the batch through layer i. Returns hidden states before the layer and inputs of its MLP."""
         before = self._hidden
         args, kwargs = self._calls[i]
         after = layer(before, *args, **kwargs)
@@ -247,7 +247,7 @@ def _first(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def _batches(prompts: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[list[int]]:
-    """Prompts of like length together, as many as fit: their numbers."""
+    """Indices of prompts, grouped by similar length into batches."""
     batch: list[int] = []
     for k in sorted(range(len(prompts)), key=lambda k: (len(prompts[k]), k)):
         if batch and (len(batch) + 1) * len(prompts[k]) > batch_tokens:
@@ -259,7 +259,7 @@ def _batches(prompts: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[li
 
 
 class _Memory:
-    """Memory for weights, used again for the next layer: giving it back and asking anew takes longer than filling it."""
+    """Buffers for weights, reused for the next layer: freeing and allocating takes longer than filling them."""
 
     def __init__(self, source: Bench, device: str) -> None:
         self._source = source
@@ -267,7 +267,7 @@ class _Memory:
         self._free: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
 
     def filled(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """Tensors of the model in float32 on the device. shapes: by their names."""
+        """The model's tensors in float32 on the device. shapes: by name."""
         staged = {name: self._take("cpu", shape) for name, shape in shapes.items()}
         self._source.fill({name: tensor.numpy() for name, tensor in staged.items()})
         if self._device == "cpu":
@@ -277,7 +277,7 @@ class _Memory:
         return found
 
     def free(self, tensors: Iterable[Tensor]) -> None:
-        """These are no longer needed."""
+        """Release tensors for reuse."""
         for tensor in tensors:
             where = "cpu" if tensor.device.type == "cpu" else self._device
             self._free.setdefault((where, tuple(tensor.shape)), []).append(tensor)
@@ -289,7 +289,7 @@ class _Memory:
 
 @contextmanager
 def _loaded(layer: nn.Module, names: Mapping[str, str], memory: _Memory) -> Iterator[None]:
-    """The layer with its weights; without them afterwards."""
+    """Load the layer's weights; release them on exit."""
     try:
         _assign(layer, names, memory)
         yield
@@ -302,7 +302,7 @@ def _loaded(layer: nn.Module, names: Mapping[str, str], memory: _Memory) -> Iter
 
 
 def _assign(module: nn.Module, names: Mapping[str, str], memory: _Memory) -> None:
-    """Give parameters their weights in float32. names: of the module's parameters, and of the model's tensors."""
+    """Load parameters in float32. names: the module's parameters → the model's tensors."""
     made = memory.filled({stored: tuple(module.get_parameter(name).shape) for name, stored in names.items()})
     for name, stored in names.items():
         owner, _, leaf = name.rpartition(".")

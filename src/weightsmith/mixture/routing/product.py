@@ -1,4 +1,4 @@
-"""The `router` product: router weights of a mixture, and where they send the tokens of the prompts."""
+"""The `router` product: router weights of a mixture, and where they route the tokens of the prompts."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def _compute(bench: Bench) -> Arrays:
     gating = Gating.of(bench.product)
     rows, routing = route(gating, bench)
     if gating.sigmoid:
-        # The norm of the hidden state is near √hidden: of rows that long too, as random ones are, the logits are so far
-        # below 0 that all sigmoids of a token may be 0.
+        # The hidden state's norm is near √hidden. If rows are that long too, as random ones are, the logits are so far
+        # below 0 that all of a token's sigmoids may be 0.
         rows[:, : gating.routed] /= max(1.0, float(np.linalg.norm(rows[:, : gating.routed], axis=-1).max()))
     dtype = router_dtype(bench.product).numpy
     per_layer = sum(not out.name.startswith("routing: ") for out in bench.product.outs) // gating.base.layers
@@ -42,31 +42,31 @@ def _compute(bench: Bench) -> Arrays:
 
 @dataclass(frozen=True, slots=True)
 class RoutingReport:
-    """Where the router sends the tokens of the experts' texts, and what is wrong with its rows.
+    """Where the router routes the tokens of the experts' texts, and problems with its rows.
 
-    routing  None where it was not asked for
-    useless  rows that cannot tell experts apart, and were written all the same
+    routing  None if not requested
+    useless  warnings about rows that cannot distinguish experts
     """
 
     routing: Routing | None
     useless: tuple[Finding, ...] = ()
 
     def files(self) -> dict[str, bytes]:
-        """routing.json and a picture."""
+        """routing.json and a heat map."""
         if self.routing is None:
             return {}
         data = json.dumps(self.routing.to_json(), indent=1, ensure_ascii=False) + "\n"
         return {JSON_NAME: data.encode(), PICTURE_NAME: heat_map(self.routing).encode()}
 
     def section(self) -> str:
-        """What the model card says of it."""
+        """The model card's section on routing."""
         if self.routing is None:
             return ""
         return f"""
 ## Routing
 
-Where the router sends the tokens of the experts' texts: the share that goes to each expert first, mean over layers. Measured on
-the hidden states of the base; in this model they differ after the first layer. By layer: [{JSON_NAME}]({JSON_NAME}).
+Share of the tokens of the experts' texts for which each expert comes first, averaged over layers. Measured on the hidden
+states of the base; in this model they differ after the first layer. Per-layer values: [{JSON_NAME}]({JSON_NAME}).
 
 {self.routing.markdown()}
 
@@ -74,7 +74,7 @@ the hidden states of the base; in this model they differ after the first layer. 
 """
 
     def warnings(self, where: str) -> list[Finding]:
-        """What makes a router useless."""
+        """Warnings about a router that cannot work."""
         return [*self.useless, *([] if self.routing is None else self.routing.warnings(where))]
 
 

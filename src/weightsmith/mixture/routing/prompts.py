@@ -1,4 +1,4 @@
-"""What each expert is for: its prompts as the recipe and its text files have them, and as rows of tokens."""
+"""The prompts of each expert, from the recipe and text files, as text and as rows of tokens."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from weightsmith.formats.files import expand_user, read_bounded
 from weightsmith.recipe import Expert
 
 MAX_BYTES = 4 << 20
-"""Of a text file of prompts: a million tokens, which take a 7B model hours on a CPU."""
+"""Size limit of a text file: about a million tokens, which take a 7B model hours on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """The texts of one expert. whole: text files that are still to be cut into rows, by what they are."""
+    """The texts of one expert. whole: text files to be split into rows, by kind."""
 
     positive: tuple[str, ...] = ()
     negative: tuple[str, ...] = ()
@@ -27,25 +27,25 @@ class Texts:
 
     @property
     def has_prompts(self) -> bool:
-        """There is something that the expert is for."""
+        """Whether there are positive prompts."""
         return bool(self.positive or (self.whole or {}).get("positive"))
 
     @property
     def has_held_out(self) -> bool:
-        """There is something to try the router on."""
+        """Whether there are held-out texts."""
         return bool(self.held_out or (self.whole or {}).get("held_out"))
 
     @property
     def said(self) -> tuple[object, ...]:
-        """What router weights are made of: experts of which this is equal get equal ones."""
+        """What router weights are computed from: equal values give equal weights."""
         return self.positive, self.negative, (self.whole or {}).get("positive")
 
 
 def read_texts(expert: Expert, folder: Path, prompt_tokens: int | None) -> tuple[Texts, list[WeightsmithError]]:
-    """The texts of an expert, and what is wrong with its files.
+    """The texts of an expert, and the problems with its files.
 
-    folder         that relative paths start from
-    prompt_tokens  None: a paragraph of a file is a prompt
+    folder         base for relative paths
+    prompt_tokens  None: each paragraph of a file is a prompt
 
     >>> read_texts(expert, Path("recipes"), None)[1]                                                     # doctest: +SKIP
     [NotFound('the text file recipes/fr.txt cannot be read: No such file or directory')]
@@ -79,24 +79,24 @@ def _read(path: Path, where: str) -> str | WeightsmithError:
     try:
         data = read_bounded(path, MAX_BYTES)
     except NotFound as error:
-        fix = "check the path: a relative one starts at the recipe's folder"
+        fix = "check the path: relative ones start at the recipe's folder"
         return NotFound(f"the text file {path} cannot be read: {error.finding.what}", where=where, fix=fix)
     except CheckpointError as error:
-        fix = "name a part of it: some ten thousand tokens are plenty"
+        fix = "use a part of it: about ten thousand tokens are plenty"
         return ParameterError(f"the text file {path} cannot be read: {error.finding.what}", where=where, fix=fix)
     try:
         text = data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        what = f"the text file {path} is not UTF-8: byte 0x{data[error.start]:02x} at {error.start:,}"
+        what = f"the text file {path} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start:,}"
         return SyntaxProblem(what, where=where, fix="save it as UTF-8")
     if not text.strip():
-        return ParameterError(f"the text file {path} is empty", where=where, fix="write texts that the expert is for")
+        return ParameterError(f"the text file {path} is empty", where=where, fix="write typical inputs of the expert")
     return text
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One prompt as tokens. start: how many at its beginning every prompt has, and no count includes."""
+    """One prompt as tokens. start: the length of the prefix that the tokenizer adds, which no statistic includes."""
 
     ids: tuple[int, ...]
     start: int
@@ -112,10 +112,10 @@ class Rows:
 
 
 class Tokens:
-    """Makes rows of texts.
+    """Tokenises texts into rows.
 
-    plain  as mergekit has them: the text of the bos token and the prompt, whatever the tokenizer itself puts before a text.
-           Otherwise what the tokenizer puts before every text stands before each row
+    plain  as mergekit does: the text of the bos token and the prompt, without the tokenizer's own prefix. Otherwise each
+           row starts with the tokenizer's prefix
     """
 
     def __init__(self, tokenizer: Any, *, plain: bool) -> None:
@@ -129,14 +129,14 @@ class Tokens:
             self._prefix = ids[: next((k for k in range(len(ids)) if ids[k : k + len(bare)] == bare), 0)]
 
     def rows(self, texts: Texts, prompt_tokens: int | None) -> Rows:
-        """The rows of all texts of an expert; a text without a token has none."""
+        """The rows of all texts of an expert. Texts without tokens have none."""
         whole = texts.whole or {}
         positive = [*map(self._row, texts.positive), *self._cut(whole.get("positive", ""), prompt_tokens)]
         held_out = [*map(self._row, texts.held_out), *self._cut(whole.get("held_out", ""), prompt_tokens)]
         return Rows(self._full(positive), self._full(map(self._row, texts.negative)), self._full(held_out))
 
     def _full(self, rows: Iterable[Row]) -> tuple[Row, ...]:
-        """The rows with a token. As mergekit has them, the bos token alone is one: an empty prompt."""
+        """The rows with tokens. With `plain`, the bos token alone counts as one, for empty prompts, as in mergekit."""
         return tuple(row for row in rows if len(row.ids) > (0 if self._plain else row.start))
 
     def _ids(self, text: str) -> list[int]:
@@ -154,16 +154,16 @@ class Tokens:
 
 
 def too_long(rows: Sequence[Rows], names: Sequence[tuple[str, str]], limit: int) -> list[WeightsmithError]:
-    """An error for each expert with a prompt longer than the model's positions.
+    """An error for each expert with a prompt that exceeds the model's positions.
 
-    names  of each expert's model, and the position of its entry in the recipe
+    names  each expert's model name, and the position of its entry in the recipe
     limit  tokens
     """
     problems: list[WeightsmithError] = []
     for own, (name, where) in zip(rows, names, strict=True):
         longest = max((len(r.ids) for r in (*own.positive, *own.negative, *own.held_out)), default=0)
         if longest > limit:
-            what = f"a prompt of {name} has {longest:,} tokens, and the base takes at most {limit:,}"
-            fix = "write a shorter one; prompt_tokens: 512 cuts a text file into rows"
+            what = f"a prompt of {name} has {longest:,} tokens, but the base supports at most {limit:,}"
+            fix = "shorten it, or split a text file into rows with prompt_tokens: 512"
             problems.append(ParameterError(what, where=where, fix=fix))
     return problems

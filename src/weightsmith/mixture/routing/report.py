@@ -1,7 +1,7 @@
-"""Where a router would send the tokens of each expert's prompts and held-out texts.
+"""Where a router would route the tokens of each expert's prompts and held-out texts.
 
-The states are the base's. In the mixture the stream is the same until the first router has sent a token to an expert that
-differs from the base's MLP, so from the second layer on the shares are an estimate: nothing was run through the mixture.
+Measured on the hidden states of the base. The mixture itself is not run, and its states differ once a token has been routed
+to an expert that differs from the base's MLP. So from the second layer on, the shares are estimates.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy.typing as npt
 from weightsmith.errors import Finding
 
 ALONE = 0.9
-"""Share of all tokens from which on an expert has "nearly all"."""
+"""An expert that gets at least this share of all tokens gets "nearly all"."""
 
 NOTHING = 0.01
-"""Share of its own tokens below which an expert gets "nothing"."""
+"""An expert that gets less than this share of its own tokens gets "nothing"."""
 
 Shares = npt.NDArray[np.float64]
 
@@ -29,8 +29,8 @@ class Group:
     """Texts of one expert.
 
     expert    its number
-    held_out  its held-out file, and not its prompts
-    tokens    of the texts, without padding and without what stands before every text
+    held_out  the texts are its held-out file, not its prompts
+    tokens    token count, without padding and the tokenizer's prefix
     """
 
     expert: int
@@ -42,10 +42,10 @@ class Group:
 class Routing:
     """Shares of tokens, float64 [layers, groups, experts].
 
-    experts    as the recipe names them, in the order of the router's rows
-    per_token  experts that each token is sent to
-    first      of which the expert's logit is the largest: a group's shares sum to 1
-    sent       of which it is among the `per_token` largest: they sum to `per_token`
+    experts    names as in the recipe, in the order of the router's rows
+    per_token  experts per token
+    first      tokens for which the expert's logit is the largest; a group's shares sum to 1
+    sent       tokens for which it is among the `per_token` largest; they sum to `per_token`
     """
 
     experts: tuple[str, ...]
@@ -55,7 +55,7 @@ class Routing:
     sent: Shares
 
     def own(self, shares: Shares) -> Shares:
-        """What each group's own expert gets: [layers, groups]."""
+        """The shares of each group's own expert: [layers, groups]."""
         return np.stack([shares[:, g, group.expert] for g, group in enumerate(self.groups)], axis=1)
 
     def label(self, expert: int) -> str:
@@ -63,7 +63,7 @@ class Routing:
         return f"{expert} {self.experts[expert]}"
 
     def title(self, group: Group) -> str:
-        """Which texts these are.
+        """A description of the texts.
 
         >>> Routing(("fr", "de"), 2, (), np.zeros(0), np.zeros(0)).title(Group(1, True, 9))
         'held-out texts of 1 de'
@@ -73,7 +73,7 @@ class Routing:
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values; shares are rounded to four places."""
         return {
-            "states": "of the base; in the mixture they differ after the first layer",
+            "states": "hidden states of the base; in the mixture they differ after the first layer",
             "experts": list(self.experts),
             "experts_per_token": self.per_token,
             "texts": [
@@ -89,7 +89,7 @@ class Routing:
         }
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Head and rows: for each group, what each expert gets first (mean over layers), and what its own gets."""
+        """Header and rows: for each group, the `first` share of each expert (mean over layers), and its own expert's shares."""
         own_first, own_sent = self.own(self.first), self.own(self.sent)
         head = (
             "tokens of",
@@ -105,7 +105,7 @@ class Routing:
         return head, rows
 
     def by_layer(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Head and rows: for each layer, the share of each group that its own expert gets first."""
+        """Header and rows: for each layer, the `first` share of each group's own expert."""
         own = self.own(self.first)
         head = ("layer", *(self.title(group) for group in self.groups))
         return head, [(str(i), *(f"{share:.0%}" for share in row)) for i, row in enumerate(own)]
@@ -117,13 +117,13 @@ class Routing:
         return "\n".join(lines)
 
     def warnings(self, where: str) -> list[Finding]:
-        """What makes a router useless: one expert that gets nearly all, or one that gets nothing of its own texts."""
+        """Warnings if one expert gets nearly all tokens, or one gets nothing of its own texts."""
         found = []
         prompts = [g for g, group in enumerate(self.groups) if not group.held_out]
         overall = self.first[:, prompts].mean(1)
         for e in range(len(self.experts)):
             if len(self.experts) > 1 and (layers := np.flatnonzero(overall[:, e] >= ALONE)).size:
-                what = f"expert {self.label(e)} is first for nearly all tokens of all prompts in {runs(layers)}"
+                what = f"expert {self.label(e)} comes first for nearly all tokens of all prompts in {runs(layers)}"
                 found.append(Finding(what, where, fix="give prompts that differ more, or another gate_mode"))
         own = self.own(self.sent)
         for g, group in enumerate(self.groups):
@@ -135,14 +135,14 @@ class Routing:
 
 
 class Counter:
-    """Counts, layer by layer, where tokens go; `report` is the sum."""
+    """Counts where tokens are routed, layer by layer."""
 
     def __init__(self, experts: Sequence[str], per_token: int, groups: Sequence[Group], layers: int) -> None:
         shape = layers, len(groups), len(experts)
         self._routing = Routing(tuple(experts), per_token, tuple(groups), np.zeros(shape), np.zeros(shape))
 
     def add(self, layer: int, group: int, logits: npt.NDArray[np.float64]) -> None:
-        """Count the tokens of a group. logits: [tokens, experts]; of equal ones the first expert's counts as larger."""
+        """Count the tokens of a group. logits: [tokens, experts]; ties go to the lower expert number."""
         order = np.argsort(-logits, axis=1, kind="stable")
         n = logits.shape[1]
         first = np.bincount(order[:, 0], minlength=n)
@@ -152,12 +152,12 @@ class Counter:
 
     @property
     def routing(self) -> Routing:
-        """What was counted so far."""
+        """The shares counted so far."""
         return self._routing
 
 
 def runs(layers: Sequence[int] | npt.NDArray[np.intp]) -> str:
-    """Layer numbers in few words.
+    """Layer numbers as a short text.
 
     >>> runs([3]), runs([0, 1, 2, 5])
     ('layer 3', 'layers 0 to 2, 5')

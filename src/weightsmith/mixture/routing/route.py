@@ -1,4 +1,4 @@
-"""Router weights, and where they send the prompts' tokens: one pass over the hidden states for both."""
+"""Router weights, and where they route the prompts' tokens, in one pass over the hidden states."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from weightsmith.mixture.routing.hidden_states import Decoder, LayerStates
 
 SAME = 1e-6
-"""Two experts whose rows differ by less than this share of their norm are not told apart."""
+"""Two rows that differ by less than this share of their norm count as equal."""
 
 
 def missing_packages() -> list[WeightsmithError]:
-    """An error when what hidden states need is not installed."""
-    return missing(("torch", "transformers"), "hidden states", "gate_mode: random needs neither")
+    """An error if torch or transformers is not installed."""
+    return missing(("torch", "transformers"), "hidden states", "or use gate_mode: random, which requires neither")
 
 
 def route(gating: Gating, bench: Bench) -> tuple[Rows, Routing | None]:
-    """The rows of a gate mode, and where they send the prompts; None where that is not asked.
+    """The rows of a gate mode, and where they route the prompts; None if no report was requested.
 
-    Raises PlanError for prompts and models that do not go together, and for rows that cannot route.
+    Raises PlanError if prompts and model do not match, and for rows that cannot route.
     """
     mode = MODES[gating.mode]
     if mode.needs == "nothing" and not gating.report:
@@ -102,11 +102,11 @@ class _Route:
         for expert, own in zip(gating.experts, prompts, strict=True):
             ids = [token for row in (*own.positive, *own.negative, *own.held_out) for token in row.ids]
             if ids and max(ids) >= vocabulary:
-                what = f"the tokenizer gives token {max(ids)}, and the base has an embedding of {vocabulary} rows"
-                problems.append(Unsupported(what, where=gating.base.label, fix="use the tokenizer of the base"))
+                what = f"the tokenizer produces token {max(ids)}, but the base's embedding has {vocabulary} rows"
+                problems.append(Unsupported(what, where=gating.base.label, fix="use the base's own tokenizer"))
                 break
             if expert.texts.has_prompts and not own.positive:
-                what = f"the prompts of {expert.name} have no token"
+                what = f"the prompts of {expert.name} contain no tokens"
                 problems.append(ParameterError(what, where=expert.where, fix="write some text"))
         if problems:
             raise PlanError(problems)
@@ -119,9 +119,9 @@ class _Route:
             self.device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             torch.empty(1, device=self.device)
-        except Exception as error:  # what torch raises for a name, and for a device that is not there, differs by build
+        except Exception as error:  # what torch raises for unknown names and missing devices differs by build
             what = f"the device '{self.device}' cannot be used: {str(error).strip().splitlines()[0][:200]}"
-            return [ParameterError(what, where="--device", fix="write cpu, or a device that torch has")]
+            return [ParameterError(what, where="--device", fix="write cpu, or a device that torch supports")]
         return []
 
     def _tokenizer(self) -> Any:
@@ -132,13 +132,13 @@ class _Route:
             return AutoTokenizer.from_pretrained(self.bench.folder(base.model))
         except WeightsmithError:
             raise
-        except Exception as error:  # whatever the files can make of transformers
+        except Exception as error:  # bad files can raise anything in transformers
             what = f"the tokenizer of the base cannot be loaded: {str(error).strip().splitlines()[0][:200]}"
-            fix = "put its tokenizer files beside its weights, or write gate_mode: random"
+            fix = "put the tokenizer files next to the weights, or write gate_mode: random"
             return NotFound(what, where=base.label, fix=fix)
 
     def _numbered(self, what: str) -> list[list[int]]:
-        """The prompts of this kind of each expert, added to those that the model is shown, as numbers of them."""
+        """Add each expert's prompts of this kind to the prompts to run. Returns their indices."""
         numbers = []
         for own in self.prompts:
             rows = getattr(own, what)
@@ -178,7 +178,7 @@ class _Route:
         return PlanError([NonFinite(what, where=self.gating.where, fix="check the base model")])
 
     def _check(self, rows: Rows) -> None:
-        """Rows that cannot route are an error."""
+        """Raise for rows that cannot route."""
         gating = self.gating
         if not np.isfinite(rows).all():
             i, e = np.argwhere(~np.isfinite(rows))[0, :2]
@@ -191,7 +191,7 @@ class _Route:
 
 
 def useless_rows(rows: Any, gating: Gating) -> list[WeightsmithError]:
-    """The experts that no router can choose by these rows, [layers, experts, hidden]: rows of zeros, and equal ones."""
+    """Errors for rows [layers, experts, hidden] that cannot distinguish experts: zero and equal rows."""
     problems: list[WeightsmithError] = []
     routed = np.asarray(rows)[:, : gating.routed].astype(np.float64)
     norms = np.linalg.norm(routed, axis=2)
@@ -203,8 +203,8 @@ def useless_rows(rows: Any, gating: Gating) -> list[WeightsmithError]:
         for other in range(e):
             if gating.experts[other].where == where:
                 continue  # copies of one entry
-            apart = np.linalg.norm(routed[:, e] - routed[:, other], axis=1)
-            if (layers := np.flatnonzero((apart <= SAME * norms[:, e]) & (norms[:, e] > 0))).size:
+            distance = np.linalg.norm(routed[:, e] - routed[:, other], axis=1)
+            if (layers := np.flatnonzero((distance <= SAME * norms[:, e]) & (norms[:, e] > 0))).size:
                 what = f"experts {other} and {e} have the same router weights in {runs(layers)}"
                 problems.append(_useless(what, layers, where, gating.mode))
     return problems
@@ -212,11 +212,11 @@ def useless_rows(rows: Any, gating: Gating) -> list[WeightsmithError]:
 
 def _useless(what: str, layers: Any, where: str, mode: str) -> ParameterError:
     if MODES[mode].make == "hidden:last" and list(layers) == [0]:
-        what += ": their prompts end in the same token, and the last token is all that gate_mode hidden sees of layer 0"
-        fix = "write gate_mode: router_input, or hidden_avg, which see all tokens"
+        what += ": their prompts end in the same token, and in layer 0 gate_mode hidden only uses the last token"
+        fix = "write gate_mode: router_input or hidden_avg, which use all tokens"
     else:
-        fix = "write prompts of its own for each expert, or gate_mode: random"
-    return ParameterError(what, where=where, fix=f"{fix}; --mergekit-lenient writes it as it is, with a warning")
+        fix = "give each expert different prompts, or write gate_mode: random"
+    return ParameterError(what, where=where, fix=f"{fix}; --mergekit-lenient makes this a warning")
 
 
 def _scaled(rows: Any, gating: Gating) -> Rows:

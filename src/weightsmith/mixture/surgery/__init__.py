@@ -1,8 +1,8 @@
-"""Mixtures of experts that are there, with fewer experts.
+"""Prunes and merges the experts of existing mixtures.
 
-experts.py    experts and routers, by the names and shapes of tensors
-selection.py  which experts stay, or become one
-counts.py     config.json with another number of experts
-neurons.py, matching.py   experts whose neurons are put in the order of another's
+experts.py    finds experts and routers by the names and shapes of tensors
+selection.py  which experts are kept or merged
+counts.py     config.json with a new number of experts
+neurons.py, matching.py   permute an expert's neurons to match another's
 build.py      recipe + headers → Plan
 """

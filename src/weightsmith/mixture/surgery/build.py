@@ -1,4 +1,4 @@
-"""A recipe that leaves experts out or merges them, and the headers of its model in; a Plan out, or every problem at once."""
+"""Plans a recipe that prunes or merges experts from the headers of its model, or reports all problems at once."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from weightsmith.tensors import DType, TensorSpec
 
 _PRUNED = Made(
     "prune_experts",
-    f"Mixture of experts from which experts were left out with weightsmith {__version__}.",
-    "What is left is as it was; it was not trained since.",
+    f"Mixture of experts, pruned with weightsmith {__version__}.",
+    "The remaining experts are unchanged. The model was not trained after pruning.",
 )
 _MERGED = Made(
     "merge_experts",
-    f"Mixture of experts of which some were averaged into one with weightsmith {__version__}.",
-    "The result was not trained since.",
+    f"Mixture of experts, some of which were averaged with weightsmith {__version__}.",
+    "The model was not trained after merging.",
 )
 
 
@@ -52,10 +52,10 @@ def prepare_surgery(
     *,
     folder: Path = Path(),
 ) -> Prepared:
-    """Plan a recipe that has been read.
+    """Plan a parsed recipe.
 
-    problems  found while it was read
-    folder    where the path of a saliency file starts
+    problems  found while parsing it
+    folder    base for a relative path of the saliency file
 
     Raises PlanError with all problems. No tensor data is read.
     """
@@ -103,7 +103,7 @@ def _checked(prepared: Prepared, recipe: Surgery) -> Prepared:
 def _open(
     recipe: Surgery, asked: DType | None, quantize: str | None, stack: ExitStack
 ) -> tuple[Checkpoint | None, list[WeightsmithError]]:
-    """The model. Experts that only move may be quantised: their codes and scales move with them."""
+    """Open the model. Pruning alone works on quantised experts too: their codes and scales are copied."""
     ref = recipe.model
     if recipe.prune is None or asked is not None or quantize is not None or ref.lora is not None:
         opened, problems = open_models([ref], stack)
@@ -141,11 +141,11 @@ class _Surgeon:
         self.mean_router = merge.get("router") == "mean"
 
     def config(self) -> dict[str, Any]:
-        """config.json with the new number of experts; what it cannot say, and what cannot be merged, are problems."""
+        """config.json with the new number of experts. Adds problems with the config and with merging."""
         old, new = self.blocks[0].experts, self.selection.experts
         config = self.checkpoint.config
         if config is None:
-            fix = "put its config.json beside the weights, and name the folder"
+            fix = "put its config.json next to the weights, and name the folder"
             self.problems.append(Unsupported("there is no config.json", where=str(self.recipe.model), fix=fix))
             return {}
         if self.recipe.merge is not None:
@@ -158,18 +158,18 @@ class _Surgeon:
         return changed
 
     def _check_merge(self) -> None:
-        """Experts can be averaged, and matched where that is asked for."""
+        """Check that experts can be averaged, and matched if requested."""
         block = self.blocks[0]
         tensors = [*(spec for parts in block.own for spec in parts.values()), *(stacked.spec for stacked in block.fused)]
         codes = next((spec for spec in tensors if not spec.dtype.floating), None)
         if codes is not None:
             self.problems.append(Unsupported(f"{codes.dtype} cannot be averaged", where=codes.name))
         if block.scaled:
-            what = "each expert has a factor of its own here, and a merged one would need theirs multiplied in"
+            what = "each expert has its own output factor, which a merged expert would need multiplied into its weights"
             self.problems.append(Unsupported(what, where=block.scaled, fix="use prune_experts"))
         if self.matched:
             section = self.selection.section
-            packages = missing(("scipy",), "experts that are matched", "match: false needs nothing")
+            packages = missing(("scipy",), "matched experts", "or write match: false, which does not require it")
             self.problems += [at(problem, section.at("match")) for problem in packages]
             try:
                 neuron_tensors(block, 0, self.checkpoint.config or {})
@@ -177,13 +177,13 @@ class _Surgeon:
                 self.problems.append(at(error, section.at("match")))
 
     def _note_router_groups(self, n: int, old: int, new: int) -> None:
-        """Warn where a router that first chooses among groups of experts sees other groups."""
+        """Warn if experts change groups and the router first chooses among groups."""
         if n == 1 or new % n or old % n:
             return
         for layer, groups in self.selection.groups.items():
             if any(i // (new // n) != group.experts[0] // (old // n) for i, group in enumerate(groups)):
-                what = f"the router of layer {layer} first chooses among {n} groups of experts, and experts change their group"
-                fix = f"leave as many of each {old // n} experts, in their order, to keep the groups (n_group in config.json)"
+                what = f"the router of layer {layer} first chooses among {n} groups of experts, and some experts change groups"
+                fix = f"to preserve the groups, keep equally many of every {old // n} experts, in order (see n_group)"
                 self.warnings.append(Finding(what, self.selection.where, fix=fix))
                 return
 
@@ -208,7 +208,7 @@ class _Surgeon:
         return self._prepared(steps, config, max_shard_bytes)
 
     def _sources(self, block: ExpertLayer, groups: Groups) -> dict[tuple[int, str], Read]:
-        """Where to read, instead of the model, what belongs to an expert whose neurons are matched: by expert and key."""
+        """Reads that replace the model's tensors for experts with matched neurons, by expert and key."""
         found: dict[tuple[int, str], Read] = {}
         config, pairs = self.checkpoint.config or {}, []
         for group in groups if self.matched else ():
@@ -222,7 +222,7 @@ class _Surgeon:
         return found
 
     def _own(self, block: ExpertLayer, new: int, group: ExpertGroup, sources: Mapping[tuple[int, str], Read]) -> list[Step]:
-        """The tensors of new expert `new`, where experts have their own."""
+        """The tensors of new expert `new`, if experts have separate tensors."""
         steps = []
         for part, spec in block.own[group.experts[0]].items() if block.own else ():
             inputs = [sources.get((e, part)) or Read(0, block.name(e, part)) for e in group.experts]
@@ -230,7 +230,7 @@ class _Surgeon:
         return steps
 
     def _stacked(self, block: ExpertLayer, stacked: Stacked, groups: Groups, sources: Mapping[tuple[int, str], Read]) -> Step:
-        """A tensor of all experts: runs of experts that stay side by side are one piece."""
+        """A tensor of all experts. Adjacent experts that stay adjacent are copied as one piece."""
         spec, run = stacked.spec, stacked.run(block.experts)
         dtype = self._dtype(spec)
         pieces: list[Step] = []
@@ -251,7 +251,7 @@ class _Surgeon:
         shares: tuple[float, ...] = (),
         dtype: DType | None = None,
     ) -> Step:
-        """A copy of one input, or the mean of several. stored: what the inputs are in the model."""
+        """A copy of one input, or the mean of several. stored: the inputs' spec in the model."""
         out = TensorSpec(name, dtype or self._dtype(stored), shape)
         if len(inputs) == 1:
             return Step(out, COPY if out.dtype is stored.dtype else CAST, tuple(inputs))
@@ -291,13 +291,13 @@ class _Surgeon:
         return Prepared(plan, tuple(assembly.inputs), structure, named=named)
 
     def _dropped(self, steps: Sequence[Step]) -> tuple[Dropped, ...]:
-        """Tensors of experts that are left out."""
+        """Tensors of removed experts."""
         used = {read.tensor for step in steps for read in step.reads}
-        return tuple(Dropped(0, name, "its expert is left out") for name in self.specs if name not in used)
+        return tuple(Dropped(0, name, "its expert is removed") for name in self.specs if name not in used)
 
 
 def _runs(groups: Groups) -> list[tuple[int, ExpertGroup, int]]:
-    """New number, group, and how many: experts that are alone in their groups, and stay side by side, are one run."""
+    """New number, group and run length: adjacent experts in groups of one that stay adjacent form one run."""
     found: list[tuple[int, ExpertGroup, int]] = []
     for new, group in enumerate(groups):
         if found and len(group.experts) == 1:

@@ -1,9 +1,8 @@
-"""The experts and routers of a mixture of experts, found from its tensors' names and shapes. No list of architectures.
+"""Finds the experts and routers of a mixture by the names and shapes of its tensors, without a list of architectures.
 
-A *block* is one layer's experts and their router. On disk its experts are tensors of their own (`experts.3.w1.weight`) or
-runs of tensors that hold all of them (`experts.gate_up_proj` [E, 2I, H]); a router has a row, or one number, for each. What
-else is beside them must be known to be no expert's, or the model is refused: a copied table of the wrong length loads, and
-routes to the wrong place.
+A *block* is one layer's experts and their router. Experts are stored as separate tensors (`experts.3.w1.weight`) or as runs
+of tensors that hold all of them (`experts.gate_up_proj` [E, 2I, H]); a router has a row, or one number, for each. A model
+with any other, unknown tensor in a block is rejected: a copied table of the wrong length would load and route wrongly.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ _ROUTER = re.compile(
     r"|router\.per_expert_scale"
 )
 _ROWS = re.compile(r"(gate|router|router\.(layer|gate|proj)|gate\.wg)\.weight")
-_BESIDE = re.compile(r"(shared_\w+|fc[12]_latent_proj)\..+|router\.scale")
+_OTHERS = re.compile(r"(shared_\w+|fc[12]_latent_proj)\..+|router\.scale")
 _PART_OF_BLOCK = re.compile(r"(experts|gate|router|moe\w*|(shared_)?experts?\w*)\b")
 
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """A tensor of which each expert has an equal run of elements, one after another.
+    """A tensor with an equal, contiguous run of elements for each expert.
 
     spec  [E, ...] or [1, E]
     axis  the dimension that counts the experts
@@ -40,11 +39,11 @@ class Stacked:
     axis: int
 
     def run(self, experts: int) -> int:
-        """Elements of one expert."""
+        """Number of elements of one expert."""
         return self.spec.size // experts
 
     def shape(self, experts: int) -> tuple[int, ...]:
-        """The shape with another number of experts."""
+        """The shape with a new number of experts."""
         return (*self.spec.shape[: self.axis], experts, *self.spec.shape[self.axis + 1 :])
 
 
@@ -53,11 +52,11 @@ class ExpertLayer:
     """The experts of one layer and their router.
 
     prefix   of their names: `model.layers.3.mlp.`
-    layer    as recipes name it: `3`; in a stack beside the main one `mtp.layers.0`
-    experts  how many
-    own      tensors of one expert each: for each expert, its tensors by their part of the name (`w1.weight`)
-    fused    tensors of all experts
-    router   tensors with something for each expert
+    layer    as recipes name it: `3`; outside the main stack, `mtp.layers.0`
+    experts  number of experts
+    own      for each expert, its separate tensors by their part of the name (`w1.weight`)
+    fused    tensors that hold all experts
+    router   router tensors with a row or number for each expert
     """
 
     prefix: str
@@ -73,12 +72,12 @@ class ExpertLayer:
 
     @property
     def scaled(self) -> str:
-        """A tensor of factors on what experts give, by which they cannot be averaged as they are; "" when there is none."""
+        """The name of a tensor of factors on the experts' outputs, which rules out averaging; "" if there is none."""
         return next((stacked.spec.name for stacked in self.router if stacked.spec.name.endswith("per_expert_scale")), "")
 
 
 def find_blocks(specs: Iterable[TensorSpec], label: str) -> tuple[list[ExpertLayer], list[WeightsmithError]]:
-    """The blocks of a model in the order of their layers, and why experts cannot be told apart. label: for messages.
+    """The blocks of a model in the order of their layers, and problems. label: for messages.
 
     >>> from weightsmith.tensors import DTYPES
     >>> names = {"gate.weight": (2, 4), "experts.0.w1.weight": (8, 4), "experts.1.w1.weight": (8, 4)}
@@ -97,15 +96,15 @@ def find_blocks(specs: Iterable[TensorSpec], label: str) -> tuple[list[ExpertLay
             fused[match["block"]].append(spec)
     prefixes = [*own, *(prefix for prefix, found in fused.items() if any(len(s.shape) == 3 for s in found))]
     finder = _Finder(dict.fromkeys(prefixes), label)
-    beside = finder.beside(specs)
-    blocks = [finder.block(prefix, own.get(prefix, {}), fused.get(prefix, ()), beside[prefix]) for prefix in finder.layers]
+    others = finder.others(specs)
+    blocks = [finder.block(prefix, own.get(prefix, {}), fused.get(prefix, ()), others[prefix]) for prefix in finder.layers]
     found = [block for block in blocks if block is not None]
     if not finder.problems and not found:
-        fix = "name a mixture of experts; `weightsmith moe` makes one of dense models, with base_model and experts"
-        finder.problem(f"{label} has no experts that are stored in a way that is known", fix=fix)
+        fix = "name a mixture of experts; to build one from dense models, write a recipe with base_model and experts"
+        finder.problem(f"no experts were found in {label}", fix=fix)
     if len(counts := Counter(block.experts for block in found)) > 1 and not finder.problems:
         examples = [f"{next(b.prefix for b in found if b.experts == n)}: {n} experts" for n in counts]
-        finder.problem("not all layers have the same number of experts", details=examples)
+        finder.problem("layers have different numbers of experts", details=examples)
     return found, finder.problems
 
 
@@ -113,12 +112,12 @@ class _Finder:
     def __init__(self, prefixes: Iterable[str], label: str) -> None:
         self.label = label
         self.problems: list[WeightsmithError] = []
-        self.found = 0  # problems, those that are reported once for many layers too
+        self.found = 0  # all problems, including repetitions in other layers
         self.layers = self._layers(list(prefixes))
 
     def problem(self, what: str, where: str = "", fix: str = "", details: Sequence[str] = ()) -> None:
         self.found += 1
-        if all(what != other.finding.what for other in self.problems):  # once, and not for each of sixty layers
+        if all(what != other.finding.what for other in self.problems):  # report once, not for each layer
             self.problems.append(Unsupported(what, where=where, fix=fix, details=details))
 
     def _layers(self, prefixes: Sequence[str]) -> dict[str, str]:
@@ -129,7 +128,7 @@ class _Finder:
             numbers = [k for k, part in enumerate(parts) if part.isdecimal()]
             if len(numbers) != 1:
                 self.problem(
-                    "experts outside numbered layers, or in numbered parts of a layer, are not known", f"{prefix}experts"
+                    "experts outside numbered layers, or in numbered parts of a layer, are not supported", f"{prefix}experts"
                 )
                 continue
             stacks[".".join(parts[: numbers[0]])][prefix] = int(parts[numbers[0]])
@@ -140,8 +139,8 @@ class _Finder:
                 layers[prefix] = str(number) if stack == main else f"{stack}.{number}"
         return layers
 
-    def beside(self, specs: Iterable[TensorSpec]) -> dict[str, list[TensorSpec]]:
-        """The tensors of each block that are not under `experts.` with a number. A block may be the whole layer."""
+    def others(self, specs: Iterable[TensorSpec]) -> dict[str, list[TensorSpec]]:
+        """The tensors of each block that are not under a numbered `experts.`. A block may be the whole layer."""
         found: dict[str, list[TensorSpec]] = {prefix: [] for prefix in self.layers}
         for spec in specs:
             parts = spec.name.split(".")
@@ -159,7 +158,7 @@ class _Finder:
         prefix: str,
         own: Mapping[int, Mapping[str, TensorSpec]],
         fused: Sequence[TensorSpec],
-        beside: Sequence[TensorSpec],
+        others: Sequence[TensorSpec],
     ) -> ExpertLayer | None:
         before = self.found
         n = len(own) or next(spec.shape[0] for spec in fused if len(spec.shape) == 3)
@@ -169,29 +168,29 @@ class _Finder:
             return None
         stacks: list[Stacked] = []
         router: list[Stacked] = []
-        for spec in beside:
+        for spec in others:
             inner = spec.name.removeprefix(prefix)
             axis = next((k for k, size in enumerate(spec.shape[:2]) if size == n and set(spec.shape[:k]) <= {1}), None)
-            if _BESIDE.fullmatch(inner):
+            if _OTHERS.fullmatch(inner):
                 continue
             if not (_ROUTER.fullmatch(inner) or spec in fused):
-                what = f"{inner}, beside the experts, is neither an expert's, nor a router's, nor a shared expert's tensor"
-                self.problem(f"{what}, as far as is known", spec.name, details=[f"{self.label}: {spec}"])
+                what = f"unknown tensor {inner} next to the experts: not an expert's, a router's or a shared expert's"
+                self.problem(what, spec.name, details=[f"{self.label}: {spec}"])
             elif axis is None:
-                self.problem(f"there are {n} experts, and this tensor is {list(spec.shape)}", spec.name)
+                self.problem(f"there are {n} experts, but this tensor is {list(spec.shape)}", spec.name)
             elif _ROUTER.fullmatch(inner):
                 router.append(Stacked(spec, axis))
             else:
                 stacks.append(Stacked(spec, axis))
         rows = [stacked for stacked in router if _ROWS.fullmatch(stacked.spec.name.removeprefix(prefix))]
         if self.found == before and len(rows) != 1:
-            self.problem(f"{len(rows)} routers are found for the experts, and not one", f"{prefix}experts")
+            self.problem(f"the experts need one router, but {len(rows)} were found", f"{prefix}experts")
         if self.found > before:
             return None
         return ExpertLayer(prefix, self.layers[prefix], n, experts, tuple(stacks), tuple(router))
 
     def _check_own(self, prefix: str, own: Mapping[int, Mapping[str, TensorSpec]]) -> None:
-        """Experts are numbered from 0 on, and have the same tensors."""
+        """Check that experts are numbered from 0 without gaps and have the same tensors."""
         if own and sorted(own) != list(range(len(own))):
             missing = next(e for e in range(len(own)) if e not in own)
             self.problem(f"expert {missing} is missing", f"{prefix}experts")
@@ -200,6 +199,6 @@ class _Finder:
             for part in dict.fromkeys([*own[0], *parts]):
                 first, other = own[0].get(part), parts.get(part)
                 if first is None or other is None or (first.shape, first.dtype) != (other.shape, other.dtype):
-                    said = [f"expert {k}: {spec or 'has it not'}" for k, spec in ((0, first), (e, other))]
-                    self.problem("experts are not all alike", f"{prefix}experts.{e}.{part}", details=said)
+                    said = [f"expert {k}: {spec or 'missing'}" for k, spec in ((0, first), (e, other))]
+                    self.problem("experts have different tensors", f"{prefix}experts.{e}.{part}", details=said)
                     return

@@ -1,9 +1,9 @@
-"""Which neuron of one expert does what a neuron of another does: the weight matching of Git Re-Basin, for two MLPs.
+"""Matches the neurons of one expert to those of another: the weight matching of Git Re-Basin, for two MLPs.
 
 Ainsworth et al. 2022, https://arxiv.org/abs/2209.04836, section 3.2; for experts, M-SMoE (Li et al. 2023,
-https://arxiv.org/abs/2310.01334, section 3.1). With both layers of an MLP known it is one linear assignment and no iteration.
+https://arxiv.org/abs/2310.01334, section 3.1). For a single MLP it is one linear assignment, without iteration.
 
-The orders of one layer's experts are a `neuron_order` product; `read_matched` reads a tensor in such an order.
+The orders of one layer's experts are a `neuron_order` product; `read_matched` reads a tensor in that order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weightsmith.tensors import DTYPES, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class MatchedPair:
-    """An expert whose neurons are to match those of another: its name, and what carries the neurons in both."""
+    """An expert whose neurons are matched to another's: its name, and the neuron tensors of both."""
 
     owner: str
     first: Mapping[str, NeuronTensor]
@@ -33,7 +33,7 @@ class MatchedPair:
 
 
 def read_matched(owner: str, tensor: NeuronTensor) -> Read:
-    """A tensor of an expert, or its run of one, with the neurons in the order of the product."""
+    """Read an expert's tensor, or its run of one, with the neurons in the product's order."""
     return Read(0, tensor.spec.name, Gather(_table(owner, tensor.pattern), tensor.block, tensor.axis))
 
 
@@ -62,13 +62,13 @@ def _table(owner: str, pattern: Pattern) -> str:
 
 
 def _step(tensor: NeuronTensor) -> Step:
-    """What carries neurons, as a matrix of its own."""
+    """The step for a neuron tensor as a separate matrix."""
     name = f"{tensor.spec.name}[{tensor.offset}]"
     return Step(TensorSpec(name, tensor.spec.dtype, tensor.shape), COPY, (Read(0, tensor.spec.name, tensor.block),))
 
 
 def _compute(bench: Bench) -> Arrays:
-    """The order of each pair's neurons, as the patterns need it."""
+    """The order of each pair's neurons, as one table for each pattern."""
     shapes = {step.out.name: step.out for step in bench.product.steps}
     total = sum(shapes[second].nbytes for pair in bench.product.settings["pairs"] for _, second, *_ in pair["matrices"])
     arrays, done = [], 0
@@ -86,24 +86,24 @@ def _compute(bench: Bench) -> Arrays:
 
 
 def best_order(gain: Floats, where: str) -> npt.NDArray[np.int64]:
-    """The order of the other expert's neurons with the largest sum of `gain`: order[i] does what neuron i of the first does.
+    """The order of the other expert's neurons with the largest sum of `gain`: order[i] matches neuron i of the first.
 
-    gain  float32 [I, I]: inner products of the first's neurons with the other's, over gate, up, down and the biases of neurons
+    gain  float32 [I, I]: inner products of the first's neurons with the other's, over gate, up, down and neuron biases
 
-    It has the least Σ (first - reordered other)². Where two orders are equal within the rounding of float32, which one is taken
-    depends on the machine's BLAS. Raises NonFinite.
+    Minimises Σ (first - reordered other)². If two orders are equal up to float32 rounding, the choice depends on the
+    machine's BLAS. Raises NonFinite.
     """
     from scipy.optimize import linear_sum_assignment
 
     if not np.isfinite(gain).all():
-        what = "experts cannot be matched: there is a NaN or an infinity in their weights"
+        what = "experts cannot be matched: their weights contain NaN or infinity"
         raise NonFinite(what, where=where, fix="repair the model, or write match: false")
     _, order = linear_sum_assignment(gain, maximize=True)
     return np.asarray(order, np.int64)
 
 
 def _matrix(bench: Bench, spec: TensorSpec, axis: int) -> Floats:
-    """float32 [places along the axis, what belongs to each]."""
+    """float32 [places along the axis, elements of each]."""
     values = np.empty(spec.shape, np.float32)
     bench.fill({spec.name: values})
     return values if axis == 0 else np.ascontiguousarray(values.T)

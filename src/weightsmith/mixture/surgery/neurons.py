@@ -1,7 +1,7 @@
-"""Where the neurons of an expert are in its tensors: the rows of gate and up, and the columns of down.
+"""Finds the neurons of an expert in its tensors: the rows of gate and up, and the columns of down.
 
-An MLP computes the same when its neurons change places in all its tensors at once. What a tensor's name says of its axes is
-checked with its shape; where that is not enough (gate and up side by side, or taking turns) the model type must be known.
+Permuting the neurons in all tensors of an MLP does not change what it computes. Axes follow from a tensor's name and are
+checked against its shape. Whether a fused tensor interleaves gate and up depends on the model type, which must be known.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ Pattern = Literal["plain", "halves", "pairs"]
 
 _ROWS = re.compile(r"(w1|w3|gate_proj|up_proj)\.(weight|bias)")
 _COLUMNS = re.compile(r"(w2|down_proj)\.weight")
-_FIXED = re.compile(r"(w2|down_proj)\.bias|down_proj_bias")  # added to the output: no neuron's
+_FIXED = re.compile(r"(w2|down_proj)\.bias|down_proj_bias")  # added to the output, not per neuron
 
 PAIRED = ("gpt_oss",)
-"""Model types whose `gate_up_proj` [E, H, 2I] holds a neuron's gate and up in neighbouring columns."""
+"""Model types whose `gate_up_proj` [E, H, 2I] interleaves gate and up columns."""
 
 HALVED = ("aria", "aria_text", "llama4", "llama4_text", "openai_privacy_filter", "qwen3_vl_moe", "qwen3_vl_moe_text")
-"""Model types whose `gate_up_proj` [E, H, 2I] holds all gates, and then all ups."""
+"""Model types whose `gate_up_proj` [E, H, 2I] has all gate columns, then all up columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class NeuronTensor:
-    """A tensor, or an expert's run of one, that has something of each neuron.
+    """A tensor, or an expert's run of one, with elements of each neuron.
 
     spec     of the stored tensor
     offset   first element of the expert
@@ -54,29 +54,29 @@ class NeuronTensor:
 
     @property
     def block(self) -> Block:
-        """Where it is in the tensor."""
+        """The expert's block of the tensor."""
         rows, cols = self.shape
         return Block(self.offset, rows, cols, cols)
 
 
 def places_of(pattern: Pattern, order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Along the axis: which place's content each place gets, when neuron i becomes what order[i] was."""
+    """The source position for each position along the axis, when neuron order[i] moves to i."""
     if pattern == "halves":
         return np.concatenate([order, order + len(order)])
     return np.stack([2 * order, 2 * order + 1], 1).reshape(-1) if pattern == "pairs" else order
 
 
 def neurons_of(pattern: Pattern, neurons: int) -> tuple[slice, ...]:
-    """Indices along the neuron axis: those of gate and those of up in a fused tensor, else all of them."""
+    """Slices of the neuron axis: gate's and up's in a fused tensor, else one for all."""
     if pattern == "halves":
         return slice(neurons), slice(neurons, None)
     return (slice(0, None, 2), slice(1, None, 2)) if pattern == "pairs" else (slice(None),)
 
 
 def neuron_tensors(block: ExpertLayer, expert: int, config: Mapping[str, Any]) -> dict[str, NeuronTensor]:
-    """What carries the neurons of one expert, by the key that the same thing has in every expert: a part, or a tensor's name.
+    """The neuron tensors of one expert, by a key that is the same for every expert: a part or a tensor's name.
 
-    config  config.json. Raises Unsupported where it is not known how neurons lie.
+    config  config.json. Raises Unsupported if the arrangement of neurons is unknown.
     """
     found: dict[str, NeuronTensor] = {}
     for part, spec in block.own[expert].items() if block.own else ():
@@ -95,7 +95,7 @@ def neuron_tensors(block: ExpertLayer, expert: int, config: Mapping[str, Any]) -
 
 
 def _fused(block: ExpertLayer, expert: int, config: Mapping[str, Any]) -> dict[str, NeuronTensor]:
-    """The same for tensors of all experts: both matrices, and their biases."""
+    """The same for fused tensors: both matrices and their biases."""
     found: dict[str, NeuronTensor] = {}
     tensors = {stacked.spec.name.removeprefix(block.prefix).removeprefix("experts."): stacked for stacked in block.fused}
     named = {name.removesuffix(".weight"): stacked for name, stacked in tensors.items()}
@@ -116,7 +116,7 @@ def _fused(block: ExpertLayer, expert: int, config: Mapping[str, Any]) -> dict[s
         found[up.spec.name] = NeuronTensor(up.spec, expert * a * b, (a, b), 1, pattern, c)
         found[down.spec.name] = NeuronTensor(down.spec, expert * c * d, (c, d), 0, "plain", c)
     else:
-        raise Unsupported("gate_up and down do not fit together", where=up.spec.name, details=[str(up.spec), str(down.spec)])
+        raise Unsupported("gate_up and down shapes do not match", where=up.spec.name, details=[str(up.spec), str(down.spec)])
     for name, stacked in named.items():
         if name == "gate_up_proj_bias" and stacked.spec.shape[1:] == (2 * found[up.spec.name].neurons,):
             n = stacked.spec.shape[1]
@@ -133,7 +133,7 @@ def _transposed_pattern(spec: TensorSpec, config: Mapping[str, Any]) -> Pattern:
     if any(t in HALVED for t in types):
         return "halves"
     raise Unsupported(
-        f"whether gate and up are side by side or take turns in this tensor is not known for {_first(types)} models",
+        f"whether this tensor interleaves gate and up is not known for {_first(types)} models",
         where=spec.name,
         fix="write match: false",
     )
@@ -144,4 +144,4 @@ def _first(types: Sequence[object]) -> str:
 
 
 def _unknown(spec: TensorSpec) -> Unsupported:
-    return Unsupported("where the neurons are in this tensor is not known", where=spec.name, fix="write match: false")
+    return Unsupported("the arrangement of neurons in this tensor is unknown", where=spec.name, fix="write match: false")

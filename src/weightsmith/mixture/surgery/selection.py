@@ -1,4 +1,4 @@
-"""What a recipe says of experts, as groups for every block: pruning is a merge whose groups are of one expert."""
+"""A recipe's choice of experts, as groups for every block. Pruning is a merge with groups of one expert."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_SALIENCY_BYTES = 64 << 20  # a million experts' numbers
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroup:
-    """The experts that one new expert is made of, and the share of each; one expert: a copy."""
+    """The experts averaged into one new expert, and their weights. A single expert is copied."""
 
     experts: tuple[int, ...]
     shares: tuple[float, ...] = (1.0,)
@@ -29,9 +29,9 @@ Groups = tuple[ExpertGroup, ...]
 
 
 class ExpertSelection:
-    """The groups of each block, and every problem on the way.
+    """The groups of each block, and all problems.
 
-    folder  where a relative path to a saliency file starts
+    folder  base for a relative path of the saliency file
     """
 
     def __init__(self, recipe: Surgery, blocks: Sequence[ExpertLayer], folder: Path) -> None:
@@ -42,7 +42,7 @@ class ExpertSelection:
         assert section is not None
         self.section = section
         given = "keep" if recipe.prune is not None else "groups"
-        self.where = section.at(self._key(given))  # what says how many experts are left
+        self.where = section.at(self._key(given))  # the key that determines how many experts remain
         self.groups: dict[str, Groups] = self._pruned() if recipe.prune is not None else self._merged()
         self._check_counts()
 
@@ -51,7 +51,7 @@ class ExpertSelection:
     def _pruned(self) -> dict[str, Groups]:
         values = self.section.values
         if "saliency" not in values and "experts" in values:
-            self._problem("'experts' says how many stay by saliency, and there is no saliency", "experts", "Remove it.")
+            self._problem("'experts' has no effect without 'saliency'", "experts", "Remove it.")
         kept = self._most_salient() if "saliency" in values else self._by_layer("keep", "keep_by_layer")
         for layer, experts in self._once(kept, "keep").items():
             where = self._in_layer(layer, "keep")
@@ -59,18 +59,18 @@ class ExpertSelection:
             twice = [e for k, e in enumerate(experts) if e in experts[:k]]
             if twice:
                 fix = "Write each expert once."
-                self._problem(f"expert {twice[0]} is kept twice{where}", self._key("keep"), fix)
+                self._problem(f"expert {twice[0]} is listed twice{where}", self._key("keep"), fix)
         return {layer: tuple(ExpertGroup((e,)) for e in experts) for layer, experts in kept.items()}
 
     def _most_salient(self) -> dict[str, tuple[int, ...]]:
         wanted = self.section.values.get("experts")
         n = self.blocks[0].experts
         if wanted is None:
-            self._problem("'saliency' needs 'experts': how many stay in each layer", "saliency", "Write experts: 32.")
+            what = "'saliency' requires 'experts', the number of experts to keep in each layer"
+            self._problem(what, "saliency", "Write experts: 32.")
             return {}
         if wanted > n:
-            fix = f"write at most {n}"
-            self._problem(f"experts: {wanted} are to stay in each layer, and there are {n}", "experts", fix)
+            self._problem(f"cannot keep {wanted} experts in each layer: there are {n}", "experts", f"Write at most {n}.")
             return {}
         kept = {}
         for layer, numbers in self._saliency().items():
@@ -80,12 +80,12 @@ class ExpertSelection:
 
     @property
     def saliency_path(self) -> Path | None:
-        """The file of saliency numbers that the recipe names, if it does."""
+        """The recipe's saliency file, if it names one."""
         name = self.section.values.get("saliency")
         return None if name is None else self.folder / expand_user(name)
 
     def _saliency(self) -> dict[str, tuple[float, ...]]:
-        """Layer → one number an expert, from the file; {} with problems."""
+        """Layer → one number per expert, from the file; {} after problems."""
         path = self.saliency_path
         assert path is not None
         where = self.section.at("saliency")
@@ -126,7 +126,7 @@ class ExpertSelection:
                 self._problem(f"expert {twice[0]} is in two groups, or twice in one{where}", key, "Write each expert once.")
             elif len(experts) < n:
                 missing = next(e for e in range(n) if e not in experts)
-                fix = f"Write [{missing}] to keep it as it is; prune_experts leaves experts out."
+                fix = f"Write [{missing}] to keep it unchanged; to remove experts, use prune_experts."
                 self._problem(f"expert {missing} is in no group{where}", key, fix)
         found: dict[str, Groups] = {}
         for layer, listed in groups.items():
@@ -135,7 +135,7 @@ class ExpertSelection:
         return found
 
     def _weights(self, groups: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The weights of each layer that has some, checked with its groups."""
+        """The weights of each layer that has them, checked against its groups."""
         values = self.section.values
         given = [key for key in ("weights", "weights_by_layer") if key in values]
         fits = "weights" if "groups" in values else "weights_by_layer"
@@ -143,53 +143,53 @@ class ExpertSelection:
             return {}
         if given != [fits]:
             wrong = next(key for key in given if key != fits)
-            self._problem(f"'{wrong}' does not go with '{self._key('groups')}'", wrong, f"Write {fits}.")
+            self._problem(f"'{wrong}' cannot be combined with '{self._key('groups')}'", wrong, f"Write {fits}.")
             return {}
         weights = self._by_layer("weights", "weights_by_layer")
         for layer, listed in self._once(weights, "weights").items():
             where, wanted = self._in_layer(layer, "weights"), [len(group) for group in groups.get(layer, ())]
             if [len(own) for own in listed] != wanted and layer in groups:
-                found = f"{[len(own) for own in listed]} weights are given for groups of {wanted} experts"
+                found = f"groups of {wanted} experts have {[len(own) for own in listed]} weights"
                 self._problem(f"{found}{where}", fits, "Write one weight for each expert of each group.")
             for own in listed:
                 if min(own) < 0 or sum(own) <= 0:
-                    what = f"the weights {list(own)}{where} are no shares: they must not be negative, nor all 0"
+                    what = f"invalid weights {list(own)}{where}: they must be non-negative, and not all 0"
                     self._problem(what, fits)
         return weights
 
     # --- both --------------------------------------------------------------------------------------------------------
 
     def _key(self, name: str) -> str:
-        """The key that the recipe has: `keep`, or `keep_by_layer`."""
+        """The key that the recipe uses: `keep` or `keep_by_layer`."""
         values = self.section.values
         return next((key for key in (name, f"{name}_by_layer", "saliency") if key in values), name)
 
     def _by_layer(self, name: str, layered: str) -> dict[str, Any]:
-        """What the recipe says of each layer."""
+        """The recipe's value for each layer."""
         values = self.section.values
         if name in values:
             return {block.layer: values[name] for block in self.blocks}
         return self._known(values[layered], layered, "")
 
     def _known(self, given: Mapping[str, Any], key: str, file: str) -> dict[str, Any]:
-        """The entries of the layers that have experts, in order. Unknown and missing layers are problems."""
+        """The entries of the layers with experts, in order. Unknown and missing layers are problems."""
         layers = [block.layer for block in self.blocks]
         where = file or self.section.at(key)
         strange = [layer for layer in given if layer not in layers]
         missing = [layer for layer in layers if layer not in given]
         if strange:
-            what = f"layer {strange[0]} has no experts, or is not there"
+            what = f"layer {show(strange[0])} has no experts, or does not exist"
             self.problems.append(LayerError(what, where=where, fix=f"write layers that have experts: {_runs(layers)}"))
         if missing:
             one = len(missing) == 1
             what = f"layer{'' if one else 's'} {_runs(missing)} {'has' if one else 'have'} experts and {'is' if one else 'are'}"
             self.problems.append(
-                LayerError(f"{what} not in '{key}'", where=where, fix="write it for every layer that has experts")
+                LayerError(f"{what} not in '{key}'", where=where, fix="write an entry for every layer that has experts")
             )
         return {layer: given[layer] for layer in layers if layer in given}
 
     def _once(self, by_layer: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        """What needs to be checked: one layer stands for all where they are given the same."""
+        """The entries to check: a single one if all layers share it."""
         return dict(list(by_layer.items())[:1]) if name in self.section.values else by_layer
 
     def _in_layer(self, layer: str, name: str) -> str:
@@ -209,13 +209,13 @@ class ExpertSelection:
         if len(set(counts.values())) > 1:
             first, n = next(iter(counts.items()))
             other, m = next((layer, k) for layer, k in counts.items() if k != n)
-            what = f"layer {first} would have {n} experts, and layer {other} {m}"
-            fix = "leave as many in each layer: config.json has one number for all"
+            what = f"layer {first} would have {n} experts, but layer {other} {m}"
+            fix = "keep the same number in each layer, because config.json has one for all"
             self.problems.append(LayerError(what, where=self.where, fix=fix))
 
     @property
     def experts(self) -> int:
-        """Experts of each layer when all is done; 0 when that is not known."""
+        """Experts of each layer in the output; 0 if unknown."""
         return len(next(iter(self.groups.values()), ()))
 
     def _problem(self, what: str, key: str, fix: str = "") -> None:
@@ -227,5 +227,5 @@ def _is_number(value: object) -> bool:
 
 
 def _runs(layers: Sequence[str]) -> str:
-    """Names of layers, cut where they are many."""
+    """Names of layers, abbreviated if there are many."""
     return ", ".join(layers[:8]) + (f" and {len(layers) - 8} more" if len(layers) > 8 else "")

@@ -1,6 +1,6 @@
-"""Router weights. Each way to make them is one file with a function that makes rows; `MODES` names them.
+"""Ways to compute router weights: one file each, with a function that returns rows. `MODES` lists them.
 
-Statistics are of real tokens alone: padding is never counted, whatever prompts share a batch.
+Statistics never include padding, so they do not depend on which prompts share a batch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Rows = npt.NDArray[np.float32]
-"""float32 [layers, experts, hidden]: the routed experts' rows, then those of shared experts that have one."""
+"""float32 [layers, experts, hidden]: the routed experts' rows, then the shared experts' if they have any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one layer sees of the prompts of one expert: float32 [tokens, hidden], one for each prompt."""
+    """One layer's input for the prompts of one expert: float32 [tokens, hidden] for each prompt."""
 
     positive: Sequence[Tensor]
     negative: Sequence[Tensor]
@@ -30,12 +30,12 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One way to make router weights.
+    """One way to compute router weights.
 
-    make   file:function. Without prompts (`needs` is "nothing"): shape [layers, experts, hidden] and seed → Rows. With: the
-           samples of all experts, and how many of them are routed → float32 [experts, hidden] of one layer
-    needs  what the samples are: the rows of the embedding, the residual stream that enters the layer, or the input of its MLP
-    plain  prompts are tokenised as mergekit does: the bos token's text and the prompt, and it counts as a token
+    make   file:function. Without prompts (`needs` is "nothing"): shape [layers, experts, hidden] and seed → Rows. With
+           prompts: samples of all experts and the number of routed ones → float32 [experts, hidden] of one layer
+    needs  what the samples are: embedding rows, the residual stream that enters the layer, or the input of its MLP
+    plain  tokenise prompts as mergekit does: the text of the bos token, which counts as a token, followed by the prompt
     """
 
     make: str
@@ -44,7 +44,7 @@ class Mode:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The function that makes rows."""
+        """The function that `make` names."""
         file, _, name = self.make.partition(":")
         function: Callable[..., Any] = getattr(import_module(f"weightsmith.mixture.routing.gates.{file}"), name)
         return function
@@ -59,4 +59,4 @@ MODES: Mapping[str, Mode] = {
     "random": Mode("random:normal"),
     "uniform_random": Mode("random:uniform"),
 }
-"""Every gate mode of the grammar."""
+"""Every gate mode that recipes can name."""

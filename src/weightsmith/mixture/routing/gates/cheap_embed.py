@@ -1,4 +1,4 @@
-"""mergekit's `cheap_embed`: router weights from the embedding alone, the same in all layers."""
+"""mergekit's `cheap_embed`: router weights from the embedding, the same in all layers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from weightsmith.mixture.routing.gates import Sample
 
 
 def summed(samples: Sequence[Sample], routed: int) -> Tensor:
-    """The sum of the embedding's rows over all tokens of an expert's prompts, norm 1; negative ones' subtracted; norm 1 again.
+    """Sum an expert's prompt embeddings over all tokens, normalise, subtract the negative prompts', normalise again.
 
-    No model is run. What a router receives after the first layers is no longer in the directions of the embedding.
+    Does not run the model. After the first layers, a router's inputs no longer lie in the directions of the embedding.
     """
     width = next(s.positive[0].shape[1] for s in samples if s.positive)
     rows = torch.zeros(len(samples), width, dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""mergekit's `hidden` modes: an expert's row is the mean of the residual stream before the layer over its prompts, norm 1.
+"""mergekit's `hidden` modes: an expert's row is the mean residual stream before the layer over its prompts, with norm 1.
 
-That is not what a router receives: attention and a norm come between. The modes are here so that recipes mean what they meant.
-Unlike mergekit's, the mean of `hidden_avg` counts no padding: there a prompt that shares a batch with a longer one is blended
-with padding tokens, and the longest prompt of an expert decides over the others' rows. Prompts of one length give the same.
+A router's input differs: attention and a norm come in between. These modes exist for compatibility with recipes. Unlike
+mergekit's, the mean of `hidden_avg` excludes padding. mergekit blends shorter prompts of a batch with padding tokens, so the
+longest prompt of an expert affects the means of its others. With prompts of equal length both give the same.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from weightsmith.mixture.routing.gates import Sample
 
 
 def last(samples: Sequence[Sample], routed: int) -> Tensor:
-    """`hidden` and `hidden_last`: the last token of each prompt, mean over prompts; negative ones subtracted; norm 1."""
+    """`hidden`, `hidden_last`: the mean over prompts of the last token, minus that of negative prompts; norm 1."""
     return _unit_rows(samples, lambda prompt: prompt[-1])
 
 
 def average(samples: Sequence[Sample], routed: int) -> Tensor:
-    """`hidden_avg`: the mean over the tokens of each prompt, then over prompts; negative ones subtracted; norm 1."""
+    """`hidden_avg`: the mean over tokens, then over prompts, minus that of negative prompts; norm 1."""
     return _unit_rows(samples, lambda prompt: prompt.mean(0))
 
 

@@ -1,28 +1,27 @@
-"""Router weights from what a router receives: the input of each layer's MLP, behind the norm, on the tokens of the prompts.
+"""Router weights from the router's own input: the normed input of each layer's MLP, at the tokens of the prompts.
 
-The rows are a linear discriminant without a bias, since routers have none:
+The rows are a linear discriminant without a bias, because routers have none:
 
     rows = s · S⁻¹ (d_e - mean of d),    d_e = (mean of x over e's prompts - m) - (mean of x over e's negative prompts - m)
 
     x  input of the layer's MLP at one token          m  mean over experts of their prompts' means of x
-    S  (1 - λ) Σ + λ · tr(Σ)/hidden · 1;  Σ: mean of x xᵀ, each expert's prompts with the same weight
+    S  (1 - λ) Σ + λ · tr(Σ)/hidden · 1;  Σ: mean of x xᵀ, with equal weight for each expert's prompts
 
-This is the least-squares fit of "is this token of expert e" (1 or 0, less the mean over experts) by a linear map of x, with a
-ridge: Fisher's discriminant with equal priors (Hastie, Tibshirani, Friedman, The Elements of Statistical Learning, §4.2-4.3),
-but that Σ is about zero and not about the means, which makes up for the missing bias. What all tokens have in common goes when
-the mean over experts is subtracted; S⁻¹ keeps the few directions in which hidden states are large from drowning the others.
+This is ridge regression of "does this token belong to expert e" (1 or 0, minus the mean over experts) on x: Fisher's
+discriminant with equal priors (Hastie, Tibshirani, Friedman, The Elements of Statistical Learning, §4.2-4.3), except that Σ
+is taken about zero instead of about the means, which compensates for the missing bias. Subtracting the mean over experts
+removes what all tokens have in common; S⁻¹ keeps the few directions in which hidden states are large from dominating.
 
-λ and s are chosen for each layer by cross-validation on the prompts: rows made of one half of each expert's prompts are tried
-on the other half, and those with the least cross-entropy of softmax(rows · x) are taken. So the logits are as large as the
-router is right, on text like the prompts. Half of one prompt is half of its tokens, which tells less than another prompt would:
-give several.
+λ and s are chosen per layer by cross-validation: rows fitted to one half of each expert's prompts are scored on the other
+half, and the lowest cross-entropy of softmax(rows · x) wins. So the scale of the logits reflects how reliable the router is
+on text like the prompts. A single prompt is split by tokens, which is less informative: give several prompts.
 
-Measured on SmolLM2-135M, four kinds of text (French, German, Python, English), 1,500 tokens of each for the rows, 1,000 others
-held out, mean of six layers: the right one of four experts came first for 77 % of the held-out tokens, for any λ from 0.001 to
+Measured on SmolLM2-135M with four kinds of text (French, German, Python, English), 1,500 tokens of each for fitting and 1,000
+held out, mean of six layers: the right expert of four came first for 77 % of the held-out tokens, for any λ from 0.001 to
 0.03; for 68 to 74 % with Σ about the means; for 63 % with S = 1, the plain difference of means.
 
-A shared expert's row (the gate that it is multiplied with, behind a sigmoid) is made in the same way, from its own prompts
-against the mean of the routed experts', and is zero, a gate of one half, when it has none.
+A shared expert's row (its gate, before the sigmoid) is fitted the same way, its own prompts against the mean of the routed
+experts'. Without prompts it is zero, a gate of 0.5.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ from torch import Tensor
 from weightsmith.mixture.routing.gates import Sample
 
 SHRINKAGES = (0.001, 0.01, 0.1, 0.5)
-"""Values of λ that are tried."""
+"""Candidate values of λ."""
 
 SCALES = tuple(2.0 ** (k / 4) for k in range(-16, 25))
-"""Values of s that are tried, times what makes the standard deviation of the logits 1: 1/16 to 64."""
+"""Candidate values of s, as multiples of the s that gives logits a standard deviation of 1: 1/16 to 64."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Moments:
-    """Sums that rows are made of. second: Σ [hidden, hidden]; contrast: d_e - mean of d [experts, hidden]. float64."""
+    """The statistics for rows. second: Σ [hidden, hidden]; contrast: d_e - mean of d [experts, hidden]. float64."""
 
     second: Tensor
     contrast: Tensor
@@ -68,7 +67,7 @@ def discriminant(samples: Sequence[Sample], routed: int) -> Tensor:
 
 
 def _half(samples: Sequence[Sample], k: int) -> list[Sample]:
-    """Every other prompt of each expert, the first of them or the second; of one prompt its first or second half."""
+    """Half k of each expert's prompts: every other one, or one half of a single prompt."""
     return [Sample(_every_other(s.positive, k), _every_other(s.negative, k)) for s in samples]
 
 
@@ -110,7 +109,7 @@ def _moments(samples: Sequence[Sample], routed: int) -> _Moments:
 def _tried(
     fitted: Sequence[_Moments], halves: Sequence[Sequence[Sample]], routed: int, shrinkage: float
 ) -> tuple[float, float, float]:
-    """Cross-entropy on the other half at the best scale, the shrinkage, and that scale."""
+    """Cross-entropy on the other half at the best scale; the shrinkage; that scale."""
     logits: list[list[Tensor]] = [[] for _ in range(routed)]
     for moments, other in zip(fitted, reversed(halves), strict=True):
         rows = moments.rows(shrinkage)[:routed]
@@ -123,6 +122,6 @@ def _tried(
 
 
 def _cross_entropy(logits: Sequence[Tensor], scale: float) -> float:
-    """Of softmax(scale · logits) against each token's own expert, each expert with the same weight."""
+    """Of softmax(scale · logits) against each token's own expert, with equal weight for each expert."""
     losses = [(torch.logsumexp(scale * own, 1) - scale * own[:, e]).mean() for e, own in enumerate(logits)]
     return float(torch.stack(losses).mean())
