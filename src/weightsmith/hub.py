@@ -6,6 +6,7 @@ network, HF_TOKEN or `hf auth login` give the token, HF_HUB_ETAG_TIMEOUT and HF_
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import glob
 import re
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightsmith.errors import CheckpointError, Finding, NotFound, PushFailed, WeightsmithError
+from weightsmith.errors import NOTHING_WRITTEN, CheckpointError, Finding, NotFound, PushFailed, WeightsmithError
 from weightsmith.formats.files import FileState, RandomAccess, open_local, show
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ HEAD_BYTES = 128 << 10  # read at once from the start of a file: the header of m
 RANGE_BYTES = 4 << 10  # read at least, elsewhere
 SILENT_SECONDS = 60.0  # a hub that did not answer is not asked again for so long: each question takes a timeout
 UNKNOWN = -1  # size of a file
+_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM})
 _CONNECTIONS = 8
 _COMMIT = re.compile("[0-9a-f]{40,64}")
 
@@ -389,6 +391,13 @@ def _explain(error: Exception, where: str, *, cached: Path | None = None) -> Che
             details=(f"cache  {cached}",) if cached is not None else (),
             fix=f"Check the path, or download the model once: `HF_HUB_OFFLINE=0 hf download {_command(where)}`",
         )
+    if isinstance(error, OSError) and error.errno in _DISK:
+        return CheckpointError(
+            f"the cache cannot be written: {error.strerror}",
+            where=where,
+            details=(f"file  {error.filename}",) if error.filename else (),
+            fix="Free space there, or set HF_HOME to a folder on another disk.",
+        )
     if not _answered(error):
         return NotFound(
             "neither a local path nor a model in the hub cache" if cached is not None else "the download stopped",
@@ -424,7 +433,7 @@ def check_push(repo: str) -> HfApi:
     from huggingface_hub import constants, errors
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it marks no exports
 
-    state = "Nothing was written."
+    state = NOTHING_WRITTEN
     try:
         validate_repo_id(repo)
         if repo.count("/") != 1:
@@ -466,12 +475,12 @@ def push(api: HfApi, folder: Path, repo: str, *, public: bool, message: str) -> 
     try:
         url = api.create_repo(repo, private=not public, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         command = ["hf", "upload", repo, str(folder), ".", *([] if public else ["--private"])]
         raise PushFailed(
-            "the upload failed",
+            "the upload was interrupted" if isinstance(error, KeyboardInterrupt) else "the upload failed",
             where=repo,
-            details=(_first_lines(error),),
+            details=(_first_lines(error),) if isinstance(error, Exception) else (),
             fix=f"upload it again: `{shlex.join(command)}`",
             state=f"The output is finished and complete in {folder}",
         ) from error

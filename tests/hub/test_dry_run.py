@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import subprocess
@@ -174,6 +175,23 @@ def test_a_download_that_brings_a_part_only_is_an_error(tmp_path: Path, monkeypa
     (tmp_path / "a.safetensors").touch()
     with pytest.raises(CheckpointError, match=r"1 of 1 files were not downloaded, the first is 'b\.safetensors'"):
         repository.download()
+
+
+def test_a_full_disk_is_not_called_a_silent_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    from weightsmith.errors import CheckpointError
+    from weightsmith.hub import Repository
+
+    def full(*args: object, **more: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "blob"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    repository = Repository("org/x", COMMIT, tmp_path, {"a.safetensors": 1}, (), cache_dir=tmp_path, token=None)
+    repository.want(["a.safetensors"])
+    with pytest.raises(CheckpointError, match="the cache cannot be written: No space left on device") as caught:
+        repository.download()
+    assert str(tmp_path / "blob") in str(caught.value)
 
 
 def test_a_revision_is_not_written_outside_the_cache(tmp_path: Path) -> None:

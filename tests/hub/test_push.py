@@ -96,6 +96,23 @@ def test_a_failed_upload_leaves_the_output_and_says_how_to_push_it_again(fails: 
     assert hub.pushed == {"org/merged": files(here / "out")}
 
 
+def test_an_interrupted_upload_leaves_the_output_too(tmp_path: Path) -> None:
+    from weightsmith.errors import PushFailed
+    from weightsmith.hub import push
+
+    class Api:
+        def create_repo(self, *args: object, **more: object) -> str:
+            return ""
+
+        def upload_folder(self, *args: object, **more: object) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(PushFailed, match="the upload was interrupted") as caught:
+        push(Api(), tmp_path, "org/x", public=True, message="")  # type: ignore[arg-type]
+    assert f"`hf upload org/x {tmp_path} .`" in str(caught.value)
+    assert f"complete in {tmp_path}" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("repo", "env", "words"),
     [
