@@ -183,6 +183,12 @@ _PAPERS = dict(
             "Runxi Cheng and Feng Xiong and Yongxian Wei and Wanyun Zhu and Chun Yuan",
         ),
         _arxiv(
+            "2505.10833",
+            "he2025mergebench",
+            "{MergeBench}: A Benchmark for Merging Domain-Specialized {LLMs}",
+            "Yifei He and Siqi Zeng and Yuzheng Hu and Rui Yang and Tong Zhang and Han Zhao",
+        ),
+        _arxiv(
             "2601.13572",
             "yuan2026behavior",
             "Behavior Knowledge Merge in Reinforced Agentic Models",

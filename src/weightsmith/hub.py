@@ -6,6 +6,7 @@ network, HF_TOKEN or `hf auth login` give the token, HF_HUB_ETAG_TIMEOUT and HF_
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import glob
 import re
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightsmith.errors import CheckpointError, Finding, NotFound, PushFailed, WeightsmithError
+from weightsmith.errors import NOTHING_WRITTEN, CheckpointError, Finding, NotFound, PushFailed, WeightsmithError
 from weightsmith.formats.files import FileState, RandomAccess, open_local, show
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ HEAD_BYTES = 128 << 10  # read at once from the start of a file: the header of m
 RANGE_BYTES = 4 << 10  # read at least, elsewhere
 SILENT_SECONDS = 60.0  # a hub that did not answer is not asked again for so long: each question takes a timeout
 UNKNOWN = -1  # size of a file
+_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM})
 _CONNECTIONS = 8
 _COMMIT = re.compile("[0-9a-f]{40,64}")
 
@@ -58,7 +60,9 @@ class Repository:
         *,
         cache_dir: str | Path | None,
         token: str | bool | None,
+        revision: str = "",
     ) -> None:
+        """revision: branch, tag or commit, if the hub has said what it stands for."""
         self.name = name
         self.commit = commit
         self.folder = folder
@@ -66,6 +70,7 @@ class Repository:
         self.notes = notes
         self._cache_dir = cache_dir
         self._token = token
+        self._revision = revision
         self._wanted: dict[str, None] = {}
         self._files: dict[str, _HubFile] = {}
 
@@ -101,11 +106,15 @@ class Repository:
 
         Raises CheckpointError.
         """
+        wanted = list(self.missing) if patterns is None else self._absent(patterns)
+        if wanted:
+            self._bring(wanted, quiet=quiet)
+        if patterns is None and self._revision:  # not for a dry run: the cache may have an older commit, whole
+            _write_ref(self.folder.parents[1], self._revision, self.commit)
+
+    def _bring(self, wanted: Sequence[str], *, quiet: bool) -> None:
         import huggingface_hub
 
-        wanted = list(self.missing) if patterns is None else self._absent(patterns)
-        if not wanted:
-            return
         _bound_requests()
         try:
             huggingface_hub.snapshot_download(
@@ -119,6 +128,9 @@ class Repository:
             )
         except Exception as error:
             raise _explain(error, self.name) from error
+        if left := [name for name in wanted if not (self.folder / name).is_file()]:  # it is satisfied with a part, off line
+            what = f"{len(left)} of {len(wanted)} files were not downloaded, the first is {show(left[0])}"
+            raise CheckpointError(what, where=self.name, fix="Check the network connection, and run the same command again.")
 
     def _absent(self, patterns: Sequence[str]) -> list[str]:
         """The files at the top level, not in the cache, whose names match."""
@@ -183,7 +195,7 @@ class _HubFile:
                     raise CheckpointError(
                         f"bytes {first:,} to {end:,} of {self.state.nbytes:,} were requested, and the hub sent others: {found}",
                         where=where,
-                        fix=f"Download the model first: hf download {self._repo} --revision {self._commit}",
+                        fix=f"Download the model first: `hf download {self._repo} --revision {self._commit}`",
                     )
                 for chunk in response.iter_bytes():
                     data += chunk
@@ -233,8 +245,8 @@ def open_repository(
     if not _COMMIT.fullmatch(commit):
         raise CheckpointError(f"the hub names no commit, but {show(commit)}", where=where, fix="Check HF_ENDPOINT.")
     sizes = {file.rfilename: UNKNOWN if file.size is None else file.size for file in info.siblings or ()}
-    _write_ref(folder, revision or constants.DEFAULT_REVISION, commit)
-    return Repository(name, commit, folder / "snapshots" / commit, sizes, (), cache_dir=cache_dir, token=token)
+    known = revision or constants.DEFAULT_REVISION
+    return Repository(name, commit, folder / "snapshots" / commit, sizes, (), cache_dir=cache_dir, token=token, revision=known)
 
 
 def _cached(
@@ -377,7 +389,14 @@ def _explain(error: Exception, where: str, *, cached: Path | None = None) -> Che
             "neither a local path nor a model in the hub cache, and HF_HUB_OFFLINE=1 forbids downloading it",
             where=where,
             details=(f"cache  {cached}",) if cached is not None else (),
-            fix=f"Check the path, or download the model once: HF_HUB_OFFLINE=0 hf download {_command(where)}",
+            fix=f"Check the path, or download the model once: `HF_HUB_OFFLINE=0 hf download {_command(where)}`",
+        )
+    if isinstance(error, OSError) and error.errno in _DISK:
+        return CheckpointError(
+            f"the cache cannot be written: {error.strerror}",
+            where=where,
+            details=(f"file  {error.filename}",) if error.filename else (),
+            fix="Free space there, or set HF_HOME to a folder on another disk.",
         )
     if not _answered(error):
         return NotFound(
@@ -414,7 +433,7 @@ def check_push(repo: str) -> HfApi:
     from huggingface_hub import constants, errors
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it marks no exports
 
-    state = "Nothing was written."
+    state = NOTHING_WRITTEN
     try:
         validate_repo_id(repo)
         if repo.count("/") != 1:
@@ -456,13 +475,13 @@ def push(api: HfApi, folder: Path, repo: str, *, public: bool, message: str) -> 
     try:
         url = api.create_repo(repo, private=not public, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         command = ["hf", "upload", repo, str(folder), ".", *([] if public else ["--private"])]
         raise PushFailed(
-            "the upload failed",
+            "the upload was interrupted" if isinstance(error, KeyboardInterrupt) else "the upload failed",
             where=repo,
-            details=(_first_lines(error),),
-            fix=f"upload it again: {shlex.join(command)}",
+            details=(_first_lines(error),) if isinstance(error, Exception) else (),
+            fix=f"upload it again: `{shlex.join(command)}`",
             state=f"The output is finished and complete in {folder}",
         ) from error
     return str(url)

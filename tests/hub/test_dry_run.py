@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import subprocess
@@ -121,7 +122,7 @@ def test_mistakes_cost_no_download(hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("mine")
     taken = weightsmith(hub, tmp_path, "merge", recipe(tmp_path, "org/base", "org/tuned"), "out")
-    assert "OutputExists" in taken.err
+    assert taken.code == 3, taken.err
     assert cached(tmp_path) == {"config.json"}
 
 
@@ -143,6 +144,54 @@ def test_a_hub_that_lists_no_sizes_is_asked_for_them(hub: FakeHub, tmp_path: Pat
     assert planned.code == 0, planned.err
     assert "download 2.46 MB in 6 files" in planned.out
     assert hub.whole() == {"config.json"}
+
+
+@pytest.mark.slow
+def test_a_dry_run_leaves_the_cache_usable_without_the_hub(hub: FakeHub, tmp_path: Path) -> None:
+    old = "0" * 40
+    for name in ("org/base", "org/tuned"):
+        cache(tmp_path, hub.repos[name, COMMIT], name, old)
+    path = recipe(tmp_path, "org/base", "org/tuned")
+    refs = sorted(tmp_path.glob("hub/*/refs/main"))
+    assert "download 2.46 MB" in weightsmith(hub, tmp_path, "plan", path).out
+    assert [ref.read_text() for ref in refs] == [old, old]
+    offline = weightsmith(None, tmp_path, "merge", path, "out", HF_HUB_OFFLINE="1")
+    assert offline.code == 0, offline.err
+    online = weightsmith(hub, tmp_path, "merge", path, "out", "--overwrite")
+    assert online.code == 0, online.err
+    assert [ref.read_text() for ref in refs] == [COMMIT, COMMIT]
+
+
+def test_a_download_that_brings_a_part_only_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    from weightsmith.errors import CheckpointError
+    from weightsmith.hub import Repository
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **more: str(tmp_path))
+    sizes = {"a.safetensors": 1, "b.safetensors": 2}
+    repository = Repository("org/x", COMMIT, tmp_path, sizes, (), cache_dir=tmp_path, token=None)
+    repository.want(sizes)
+    (tmp_path / "a.safetensors").touch()
+    with pytest.raises(CheckpointError, match=r"1 of 1 files were not downloaded, the first is 'b\.safetensors'"):
+        repository.download()
+
+
+def test_a_full_disk_is_not_called_a_silent_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    from weightsmith.errors import CheckpointError
+    from weightsmith.hub import Repository
+
+    def full(*args: object, **more: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "blob"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    repository = Repository("org/x", COMMIT, tmp_path, {"a.safetensors": 1}, (), cache_dir=tmp_path, token=None)
+    repository.want(["a.safetensors"])
+    with pytest.raises(CheckpointError, match="the cache cannot be written: No space left on device") as caught:
+        repository.download()
+    assert str(tmp_path / "blob") in str(caught.value)
 
 
 def test_a_revision_is_not_written_outside_the_cache(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -75,13 +76,13 @@ def test_a_failed_upload_leaves_the_output_and_says_how_to_push_it_again(fails: 
     hub.fails[fails] = 403
     done = run(hub, here, "merge", recipe(here), "out", "--push", "org/merged")
     assert done.code == 3
-    assert "PushFailed" in done.err
+    assert "the upload failed" in done.err
     assert f"The output is finished and complete in {here / 'out'}" in done.err
     assert weightsmith.verify(here / "out").tensors == 1
     assert hub.pushed.get("org/merged", {}) == {}
     hub.fails.clear()
-    (line,) = [line for line in done.err.splitlines() if "upload it again: " in line]
-    hf, *args = shlex.split(line.partition("upload it again: ")[2])
+    (command,) = re.findall(r"Upload it again: `(.*)`", done.err)
+    hf, *args = shlex.split(command)
     assert (hf, args[0], args[-1]) == ("hf", "upload", "--private")
     again = subprocess.run(
         [Path(sys.executable).with_name(hf), *args],
@@ -93,6 +94,23 @@ def test_a_failed_upload_leaves_the_output_and_says_how_to_push_it_again(fails: 
     )
     assert again.returncode == 0, again.stderr
     assert hub.pushed == {"org/merged": files(here / "out")}
+
+
+def test_an_interrupted_upload_leaves_the_output_too(tmp_path: Path) -> None:
+    from weightsmith.errors import PushFailed
+    from weightsmith.hub import push
+
+    class Api:
+        def create_repo(self, *args: object, **more: object) -> str:
+            return ""
+
+        def upload_folder(self, *args: object, **more: object) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(PushFailed, match="the upload was interrupted") as caught:
+        push(Api(), tmp_path, "org/x", public=True, message="")  # type: ignore[arg-type]
+    assert f"`hf upload org/x {tmp_path} .`" in str(caught.value)
+    assert f"complete in {tmp_path}" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ import pytest
 
 import weightsmith
 from tests.mini import as_bytes, write_checkpoint
-from weightsmith.errors import PlanError, StoreError
+from weightsmith.errors import Finding, PlanError, StoreError
+from weightsmith.planner import inputs
 from weightsmith.plans import plan_from_json
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -100,6 +101,26 @@ def test_experts_are_their_donors_bytes_and_all_else_is_the_bases(models: dict[s
     assert (said["model_type"], said["num_local_experts"], said["num_experts_per_tok"]) == ("mixtral", 4, 2)
     assert {s.op for s in made.plan.steps} == {"copy"}
     assert weightsmith.verify(tmp_path / "out")
+
+
+def test_what_is_to_know_of_the_models_is_said(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weightsmith.moe(recipe(models, ["a", "b", "a", "b"]), tmp_path / "out")
+    real = inputs.open_checkpoint
+
+    def noted(ref: str, **more: Any) -> Any:
+        checkpoint = real(ref, **more)
+        checkpoint.notes = (Finding("an old revision", Path(ref).name),)
+        return checkpoint
+
+    monkeypatch.setattr(inputs, "open_checkpoint", noted)
+    said = [
+        warning.where for warning in weightsmith.plan(recipe(models, ["a", "b"])).warnings if warning.what == "an old revision"
+    ]
+    assert said == ["base", "a", "b"]
+    smaller = {"model": str(tmp_path / "out"), "merge_experts": {"groups": [[0, 1], [2, 3]]}}
+    assert [w.where for w in weightsmith.plan(smaller).warnings if w.what == "an old revision"] == ["out"]
 
 
 def test_every_tensor_of_every_model_is_used_or_left_out_for_a_reason(models: dict[str, Path], tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_too_little_space_is_found_before_anything_is_written(
     needed = disk.available_bytes(tmp_path) + MIB
     with pytest.raises(NoSpace) as caught:
         Staging.open(tmp_path / "out", make_layout(big(needed), needed), "plan")
-    for word in ("needed", f"{needed:,}"[:5], "available", "free ", "Nothing was written"):
+    for word in ("needed", f"{needed:,}"[:5], "available", "Free ", "Nothing was written"):
         assert word in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -195,7 +195,7 @@ def test_the_space_of_other_files_is_counted_before_the_work(tmp_path: Path, mon
     Staging.open(tmp_path / "out", layout(), "plan", other_bytes=19 * MIB).discard()
     with pytest.raises(NoSpace) as caught:
         Staging.open(tmp_path / "out", layout(), "plan", other_bytes=21 * MIB)
-    assert "free 1,0" in str(caught.value)
+    assert "Free 1,0" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -253,6 +253,7 @@ class _Builder:
     def _open(self, refs: Sequence[ModelRef], stack: ExitStack) -> list[Checkpoint | None]:
         opened, problems = open_models(refs, stack)
         self.problems += problems
+        self.warnings += [note for checkpoint in opened if checkpoint is not None for note in checkpoint.notes]
         return opened
 
     def _dense(self, checkpoint: Checkpoint | None, label: str, where: str) -> Dense | None:

@@ -131,7 +131,7 @@ class _Surgeon:
         self.selection = selection
         self.asked = asked
         self.problems: list[WeightsmithError] = []
-        self.warnings: list[Finding] = list(recipe.findings)
+        self.warnings: list[Finding] = [*recipe.findings, *checkpoint.notes]
         self.specs = dict(checkpoint.specs)
         self.dtypes = DTypes(asked, [kept_specs(checkpoint)])
         self.settings: dict[tuple[float, ...], int] = {}
