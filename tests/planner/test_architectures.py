@@ -103,6 +103,7 @@ def sweep(model_type: str, folder: Path) -> tuple[list[str], int, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # seconds for most; minutes for those with thousands of experts that do not get smaller
 @pytest.mark.parametrize("model_type", [name for name in architectures.model_types() if name not in ONLY_ASKED])
 def test_a_stack_is_right_or_refused(model_type: str, tmp_path: Path) -> None:
     """Without asking transformers: what config.json and the tensors tell is enough."""
