@@ -28,8 +28,6 @@ ONLY_ASKED = {
 }
 """Model types whose config class refuses what no key of config.json tells: found only by asking transformers."""
 
-Right = tuple[str, dict[str, Any], list[tuple[str, str, list[int]]]]
-
 
 @pytest.fixture(autouse=True)
 def quiet() -> None:
@@ -92,8 +90,8 @@ def sweep(model_type: str, folder: Path) -> tuple[list[str], int, int]:
                 with prepare(recipe, UNASKED) as prepared:
                     plan = prepared.plan
             except PlanError as error:
-                assert all(isinstance(problem, LayerError) for problem in error.problems), error
                 refused += 1
+                wrong += [f"{name}: {p}" for p in error.problems if not isinstance(p, LayerError)]
                 continue
             assert plan.config is not None
             found = compare(plan.config, [(s.out.name, s.out.dtype.torch, list(s.out.shape)) for s in plan.steps])
@@ -105,20 +103,14 @@ def sweep(model_type: str, folder: Path) -> tuple[list[str], int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("letter", "abcdefghijklmnopqrstuvwxyz")
-def test_a_stack_is_right_or_refused(letter: str, tmp_path: Path) -> None:
+@pytest.mark.timeout(1800)  # seconds for most; minutes for those with thousands of experts that do not get smaller
+@pytest.mark.parametrize("model_type", [name for name in architectures.model_types() if name not in ONLY_ASKED])
+def test_a_stack_is_right_or_refused(model_type: str, tmp_path: Path) -> None:
     """Without asking transformers: what config.json and the tensors tell is enough."""
-    problems: list[str] = []
-    right = built = 0
-    for model_type in architectures.model_types():
-        if model_type.lower().startswith(letter) and model_type not in ONLY_ASKED:
-            wrong, good, refused = sweep(model_type, tmp_path / model_type)
-            problems += [f"{model_type} {problem}" for problem in wrong]
-            right += good
-            built += good + refused + len(wrong) > 0
-    assert problems == []
-    assert right > 0 or built == 0
+    wrong, right, refused = sweep(model_type, tmp_path)
+    assert wrong == []
+    if right + refused == 0:
+        pytest.skip("no model class builds from a small config, or none has layers")
 
 
 @pytest.mark.slow

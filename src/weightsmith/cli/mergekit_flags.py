@@ -49,7 +49,7 @@ FLAGS = (
     _switch("low-cpu-memory", "memory is bounded whatever the size of the model; --max-memory sets the bound"),
     _switch("async-write", "reading, merging and writing always overlap"),
     Flag(("--write-threads",), "accepted", "every thread writes; --threads sets their number", value=True),
-    _switch("allow-crimes", "architectures are not compared: models merge if their tensors match"),
+    _switch("allow-crimes", "architectures may differ if their tensors match; a warning names what does"),
     Flag(("--copy-tokenizer",), "accepted", "the tokenizer files of the base, else of the first model, are always copied"),
     _switch("cuda", _CPU),
     Flag(("--device",), "accepted", _CPU, value=True),

@@ -161,8 +161,9 @@ FLAGS: Mapping[str, Any] = {
     "check_loading": Annotated[
         bool,
         typer.Option(
-            "--check-loading/--no-check-loading",
-            help="Compare a stack or mixture with the model that transformers builds from its config.json, or not.",
+            " /--no-check-loading",
+            show_default=False,
+            help="Do not compare a stack or mixture with the model that transformers builds from its config.json.",
         ),
     ],
     "settings": Annotated[

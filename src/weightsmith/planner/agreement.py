@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsmith.checkpoint import Checkpoint
-from weightsmith.errors import Finding, MismatchError, WeightsmithError
+from weightsmith.errors import Finding, LayerError, MismatchError, WeightsmithError
 from weightsmith.formats.files import read_bounded, show
 from weightsmith.formats.strict_json import parse_object
 from weightsmith.structure import Structure
@@ -311,13 +311,13 @@ _DIMENSIONS = (
 def of_different_architectures(
     problems: Sequence[WeightsmithError], models: Sequence[Model], donor: int, where: str
 ) -> list[WeightsmithError]:
-    """The problems, those of tensors that do not go together as one if the models' architectures differ.
+    """The problems; if the models' architectures differ, those of their tensors and layers are one.
 
     problems  in the order found
     where     of the models in the recipe
     """
     mismatches = [problem for problem in problems if isinstance(problem, MismatchError)]
-    if not mismatches:
+    if all(isinstance(problem, LayerError) for problem in mismatches):  # it says more about what was asked for
         return list(problems)
     own = models[donor]
     for model in models:
@@ -345,4 +345,4 @@ def _compared(a: Model, b: Model) -> tuple[str, str] | None:
         values = [_stated(*keys)(model.text) for model in (a, b)]
         if None not in values and values[0] != values[1]:
             return f"{names[0]}, {dimension} {values[0]}", f"{names[1]}, {dimension} {values[1]}"
-    return (names[0], names[1]) if types[0] != types[1] else None
+    return (names[0], names[1]) if None not in types and types[0] != types[1] else None

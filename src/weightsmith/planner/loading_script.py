@@ -51,6 +51,8 @@ def compare(config: Mapping[str, Any], tensors: Sequence[tuple[str, str, Sequenc
     if not hasattr(model_class, "from_pretrained"):
         return {"unknown": f"the model class {name!r}"}
     try:
+        import accelerate  # noqa: F401  from_pretrained needs it to place tensors on the meta device
+
         with tempfile.TemporaryDirectory() as folder:
             plain = {key: value for key, value in config.items() if key not in ("auto_map", "quantization_config")}
             (Path(folder) / "config.json").write_text(json.dumps(plain))
