@@ -328,7 +328,8 @@ def _check_links(folder: Path, names: Sequence[str]) -> None:
     """Reject links that leave the folder, among the files to copy into a model, which may then be published.
 
     A cloned repository can contain `tokenizer.json -> ~/.ssh/id_rsa`. Links into the hub's cache are allowed if a
-    snapshot there has the same file under the same name. Weight files may be links to anywhere, because only their tensors are copied.
+    snapshot there has the same file under the same name. Weight files may be links to
+    anywhere, because only tensors are copied from them.
     """
     root = folder.resolve()
     for name in names:
