@@ -113,9 +113,10 @@ def test_a_fix_is_a_sentence(fix: str, sentence: str) -> None:
 # ---- one voice
 
 VERBS = frozenset(
-    """add allow ask check choose compare convert copy correct decrypt download drop finish free get give join keep leave list
-    load look make mark merge move name open pass plan put raise read remove rename repair replace report restore return run
-    save set start take turn unpack use wait write""".split()
+    """add allow ask call check choose compare convert copy correct create decrypt download drop finish free
+    get give join keep leave list load look make mark merge move name open pass plan put raise read remove
+    rename repair replace report restore return run save set shorten start take test turn undo unpack unset
+    upload use wait write""".split()
 )
 
 

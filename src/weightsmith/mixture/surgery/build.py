@@ -183,7 +183,7 @@ class _Surgeon:
         for layer, groups in self.selection.groups.items():
             if any(i // (new // n) != group.experts[0] // (old // n) for i, group in enumerate(groups)):
                 what = f"the router of layer {layer} first chooses among {n} groups of experts, and some experts change groups"
-                fix = f"to preserve the groups, keep equally many of every {old // n} experts, in order (see n_group)"
+                fix = f"keep equally many of every {old // n} experts, in order (see n_group)"
                 self.warnings.append(Finding(what, self.selection.where, fix=fix))
                 return
 
