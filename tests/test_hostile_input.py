@@ -383,3 +383,30 @@ def test_the_work_for_a_pickle_is_bounded() -> None:
     """4 million instructions take 2 to 3 seconds, 2 million values 250 MB: for 80,000 tensors in one file."""
     assert state_pickle.MAX_STEPS == 4_000_000
     assert state_pickle.MAX_VALUES == 2_000_000
+
+
+# ---- work that grows with the square of what is given
+
+
+def test_an_adapter_of_another_base_is_refused_at_once(tmp_path: Path) -> None:
+    """Each of its 1,000 targets was looked for among the names of all tensors: minutes."""
+    names = [f"model.layers.{i}.mlp.experts.{j}.{part}.weight" for i in range(10) for j in range(100) for part in ("w1", "w2")]
+    base = write_checkpoint(tmp_path / "base", dict.fromkeys(names, np.zeros((2, 2), np.float16)), {"model_type": "llama"})
+    targets = [f"base_model.model.other.layer{i}.q_proj.lora_{part}.weight" for i in range(1000) for part in "AB"]
+    lora = write_checkpoint(tmp_path / "lora", dict.fromkeys(targets, np.zeros((2, 2), np.float16)))
+    (lora / "model.safetensors").rename(lora / "adapter_model.safetensors")
+    (lora / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 8}')
+    began = time.process_time()
+    message = refusal(lambda: weightsmith.plan({"merge_method": "passthrough", "models": [{"model": f"{base}+{lora}"}]}))
+    assert "1000 of its targets have no place there" in message
+    assert "and 992 more" in message
+    assert time.process_time() - began < 5
+
+
+def test_a_config_of_many_layer_counts_is_read_at_once(tmp_path: Path) -> None:
+    names = [f"a{i}.layers.{j}.b.weight" for i in range(300) for j in range(2)]
+    config = {"model_type": "llama", "num_hidden_layers": 2} | {f"k{i}_layers": 2 for i in range(50_000)}
+    base = write_checkpoint(tmp_path / "base", dict.fromkeys(names, np.zeros(2, np.float16)), config)
+    began = time.process_time()
+    weightsmith.plan({"merge_method": "passthrough", "models": [{"model": str(base)}]})
+    assert time.process_time() - began < 10

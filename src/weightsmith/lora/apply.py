@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 8  # problems that a message lists
 _COPY_BYTES = 1 << 20
+_BEGINNINGS = 100  # of names that are tried; models have up to ten
 
 Shape = tuple[int, ...]
 
@@ -90,14 +91,17 @@ class _Match:
                 self._replaced[name] = source
                 problem = self._replacement_problem(name)
             else:
-                problem = self._no_place(name)
+                problem = self._no_place(name) if len(problems) < _SHOWN else name
             if problem:
                 problems.append(problem)
         for module, factors in adapter.updates.items():
             name = rename(f"{module}.weight")
             if tied and is_head(replace(self.base.specs[tied], name=name)):
                 self._base_names.setdefault(name, tied)
-            problem = self._shape_problem(name, factors) if name in self._base_names else self._no_place(name)
+            if name in self._base_names:
+                problem = self._shape_problem(name, factors)
+            else:
+                problem = self._no_place(name) if len(problems) < _SHOWN else name
             if problem:
                 problems.append(problem)
             self._updates[name] = factors
@@ -118,7 +122,8 @@ class _Match:
         """
         names, tensors = list(targets), self.base.specs
         parts = [name.split(".") for name in tensors]
-        beginnings = dict.fromkeys(".".join(p[:k]) + "." for k in (1, 2) for p in parts if len(p) > k)
+        every = dict.fromkeys(".".join(p[:k]) + "." for k in (1, 2) for p in parts if len(p) > k)
+        beginnings = list(every)[:_BEGINNINGS]
         ways = {(drop, b): [b + name.split(".", drop)[-1] for name in names] for drop in (0, 1, 2) for b in ("", *beginnings)}
         fits = {way: sum(name in tensors for name in found) for way, found in ways.items()}
         best = [way for way, n in fits.items() if n == max(fits.values())]

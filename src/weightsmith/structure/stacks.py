@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
 from weightsmith.structure.configs import Path, section_at
@@ -19,6 +20,8 @@ from weightsmith.structure.names import INDEX, is_container, side_words, words
 Kind = Literal["decoder", "encoder", "vision", "audio", "tower", "other"]
 TOWERS = frozenset({"vision", "audio", "tower"})
 """Kinds of encoders that feed a text model, unlike the encoder of an encoder-decoder."""
+
+_MAX_COUNTS = 1000  # keys of numbers of layers; models have up to ten
 
 _AUXILIARY = frozenset(
     "mtp nextn qformer resampler perceiver merger projector connector adapter conv convs adaptor mask memory prompt "
@@ -101,7 +104,7 @@ class _Candidate:
 
 def find_stacks(names: Sequence[str], config: Mapping[str, Any] | None) -> tuple[tuple[Stack, ...], tuple[str, ...]]:
     """The stacks of a model in the order of its names (with empty `module`), and the names outside the stacks."""
-    counts = tuple(find_counts(config)) if config is not None else ()
+    counts = tuple(islice(find_counts(config), _MAX_COUNTS)) if config is not None else ()
     accepted: dict[str, Stack] = {}
     loose: list[str] = []
     remaining, depth = list(names), 0
