@@ -42,8 +42,8 @@ def gradient(values: Sequence[Scalar], t: float, *, stepped: bool = False) -> Sc
 
     None for an empty list. Numbers between which it is linear come back as float.
 
-    >>> gradient([0, 0.5, 1], 0.25), gradient(["1e-4", "3e-4"], 0.5), gradient([0, 1], 0.9, stepped=True)
-    (0.25, 0.0002, 0)
+    >>> gradient([0, 0.5, 1], 0.25), gradient(["1e-3", "3e-3"], 0.5), gradient([0, 1], 0.9, stepped=True)
+    (0.25, 0.002, 0)
     """
     n = len(values)
     if n == 0:
