@@ -29,6 +29,7 @@ NAMES = [
     "Plan",
     "PlanError",
     "Progress",
+    "PushFailed",
     "RecipeError",
     "ShapeError",
     "StoreError",

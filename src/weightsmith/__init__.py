@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from weightsmith.errors import OutputExists as OutputExists
     from weightsmith.errors import ParameterError as ParameterError
     from weightsmith.errors import PlanError as PlanError
+    from weightsmith.errors import PushFailed as PushFailed
     from weightsmith.errors import RecipeError as RecipeError
     from weightsmith.errors import ShapeError as ShapeError
     from weightsmith.errors import StoreError as StoreError
@@ -75,6 +76,7 @@ _HOMES = {
     "PerModel": "methods.user",
     "Plan": "plans",
     "PlanError": "errors",
+    "PushFailed": "errors",
     "Progress": "engine.local",
     "RecipeError": "errors",
     "ShapeError": "errors",
@@ -120,6 +122,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Progress",
+    "PushFailed",
     "RecipeError",
     "ShapeError",
     "StoreError",
