@@ -76,6 +76,7 @@ _HOMES = {
     "PerModel": "methods.user",
     "Plan": "plans",
     "PlanError": "errors",
+    "PushFailed": "errors",
     "Progress": "engine.local",
     "PushFailed": "errors",
     "RecipeError": "errors",
