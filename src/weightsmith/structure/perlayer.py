@@ -123,8 +123,6 @@ def move_indices(key: str, value: Sequence[int], remap: Remap, first: int) -> li
     taps = []
     for v in value:
         copies = [new for new, old in enumerate(remap.source) if old == v - first]
-        if v - first >= remap.n_old:
-            continue
         if not copies:
             raise LayerError(
                 f"{key} of config.json takes the output of layer {v - first}, which the new stack does not have",

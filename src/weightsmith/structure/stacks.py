@@ -22,7 +22,7 @@ TOWERS = frozenset({"vision", "audio", "tower"})
 
 _AUXILIARY = frozenset(
     "mtp nextn qformer resampler perceiver merger projector connector adapter conv convs adaptor mask memory prompt "
-    "head heads postnet prenet vq vqmodel code2wav predictor altup".split()
+    "fpn head heads postnet prenet vq vqmodel code2wav predictor altup".split()
 )
 
 
