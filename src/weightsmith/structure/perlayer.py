@@ -30,7 +30,7 @@ _NEVER = re.compile(
 _NEVER_MAP = re.compile(r"label|token|task_specific_params|generation_config|auto_map|^rope_(scaling|parameters)$")
 _INDICES = re.compile(r"(layers?|idxs?|indices|indexes|layer_ids|block_ids|blocks_enum|layers_enum|block_indices)$")
 _TAPS = re.compile(r"deepstack|out_indices|intermediate_layers_indices|extract_layers|feature_layers?$|tap_layers")
-_NOT_INDICES = re.compile(r"_source_layers$|summary")
+_NOT_INDICES = re.compile(r"_source_layers$|summary|target")
 _ALL_LAYERS = re.compile(
     r"(^|[._])per_layer_|_per_layer\.|(^|\.)(contact_head|mid_position_embeddings|layer_weights|attn_res)(\.|$)"
 )
