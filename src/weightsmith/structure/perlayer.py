@@ -30,7 +30,7 @@ _NEVER = re.compile(
 _NEVER_MAP = re.compile(r"label|token|task_specific_params|generation_config|auto_map|^rope_(scaling|parameters)$")
 _INDICES = re.compile(r"(layers?|idxs?|indices|indexes|layer_ids|block_ids|blocks_enum|layers_enum|block_indices)$")
 _TAPS = re.compile(r"deepstack|out_indices|intermediate_layers_indices|extract_layers|feature_layers?$|tap_layers")
-_NOT_INDICES = re.compile(r"_source_layers$|summary")
+_NOT_INDICES = re.compile(r"_source_layers$|summary|target")
 _ALL_LAYERS = re.compile(
     r"(^|[._])per_layer_|_per_layer\.|(^|\.)(contact_head|mid_position_embeddings|layer_weights|attn_res)(\.|$)"
 )
@@ -123,8 +123,6 @@ def move_indices(key: str, value: Sequence[int], remap: Remap, first: int) -> li
     taps = []
     for v in value:
         copies = [new for new, old in enumerate(remap.source) if old == v - first]
-        if v - first >= remap.n_old:
-            continue
         if not copies:
             raise LayerError(
                 f"{key} of config.json uses the output of layer {v - first}, which the new stack does not have",

@@ -126,11 +126,12 @@ def _check_taps(config: Mapping[str, Any], stack: Stack, remap: Remap) -> None:
     for path, section in sections(config) if stack.kind in TOWERS else ():
         for key, value in section.items() if path not in {p[:-1] for p in stack.config_paths} else ():
             last = max(whole_numbers(value), default=-1) if key.endswith(("feature_layer", "feature_layers")) else -1
-            if last > 0 and (last > remap.n_new or remap.source[:last] != tuple(range(last))):
+            last = min(last, remap.n_old - 1)  # some count from 0, some from the embedding
+            if last >= 0 and remap.source[: last + 1] != tuple(range(last + 1)):
                 raise LayerError(
-                    f"{'.'.join((*path, key))} of config.json takes the output of layer {last - 1} of {stack.prefix}, "
+                    f"{'.'.join((*path, key))} of config.json takes the output of layer {last} of {stack.prefix}, "
                     "which the new stack does not have in its place",
-                    fix=f"keep layers 0 to {last - 1} as they are",
+                    fix=f"keep layers 0 to {last} as they are",
                 )
 
 

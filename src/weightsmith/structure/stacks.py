@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from weightsmith.structure.configs import Path, section_at
 from weightsmith.structure.counts import Count, find_counts, is_count_key, match_counts
-from weightsmith.structure.names import INDEX, is_container, side_words, words
+from weightsmith.structure.names import INDEX, is_container, words
 
 Kind = Literal["decoder", "encoder", "vision", "audio", "tower", "other"]
 TOWERS = frozenset({"vision", "audio", "tower"})
@@ -25,7 +25,7 @@ _MAX_COUNTS = 1000  # keys of numbers of layers; models have up to ten
 
 _AUXILIARY = frozenset(
     "mtp nextn qformer resampler perceiver merger projector connector adapter conv convs adaptor mask memory prompt "
-    "head heads postnet prenet vq vqmodel code2wav predictor altup".split()
+    "fpn head heads postnet prenet vq vqmodel code2wav predictor altup".split()
 )
 
 
@@ -65,14 +65,14 @@ def kind_of(prefix: str) -> Kind:
     >>> kind_of("model.visual.blocks."), kind_of("encoder.block."), kind_of("model.layers."), kind_of("mtp.layers.")
     ('vision', 'encoder', 'decoder', 'other')
     """
-    has = side_words(prefix)
+    has = words(prefix)
     if has & _AUXILIARY:
         return "other"
     if "vision" in has:
         return "vision"
     if "audio" in has:
         return "audio"
-    return "encoder" if "encoder" in has else "decoder"
+    return "encoder" if "encoder" in has and "decoder" not in has else "decoder"
 
 
 @dataclass(slots=True)
