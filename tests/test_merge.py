@@ -287,7 +287,7 @@ def test_integers_on_which_models_disagree_are_reported(tmp_path: Path, monkeypa
         write_checkpoint(tmp_path / name, {"w": np.ones(4, np.float32), "same": np.arange(3), "ids": np.arange(3) + i})
     entries = [{"model": m, "parameters": {"weight": 1}} for m in ("a", "b")]
     merged = weightsmith.merge({"merge_method": "linear", "models": entries}, "out")
-    assert [w.where for w in merged.warnings if "disagree" in w.what] == ["ids"]
+    assert [w.where for w in merged.warnings if "differ in this" in w.what] == ["ids"]
     with weightsmith.open_checkpoint("out") as out:
         np.testing.assert_array_equal(out.read("ids"), [0, 1, 2])
 

@@ -72,7 +72,7 @@ def test_texts_are_keys_and_values_at_any_depth() -> None:
 def test_a_file_that_is_no_object_names_itself(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text("[1]")
-    with pytest.raises(FormatError, match=rf"{path}: it is not a JSON object but \[1\]\n  -> mend it"):
+    with pytest.raises(FormatError, match=rf"{path}: it is not a JSON object but \[1\]\n  -> Mend it"):
         read_object(path, 100, "it", "mend it")
     path.write_text(" " * 101)
     with pytest.raises(FormatError, match="101 bytes, and at most 100 are read"):

@@ -170,7 +170,7 @@ def test_a_new_folder_in_the_place_of_an_interrupted_overwrite_is_not_touched(tm
     out.rename(staging_folder(out) / "old")  # cut off between the two renames
     out.mkdir()
     (out / "theirs").write_text("x")
-    with pytest.raises(StoreError, match="move one of the two away"):
+    with pytest.raises(StoreError, match="Move one of the two away"):
         Staging.open(out, layout(), "new", overwrite=True)
     assert tree(out) == {"theirs": b"x"}
     verify(staging_folder(out) / "old")

@@ -241,7 +241,7 @@ class Elsewhere(torch.Tensor):
         (lambda: torch.eye(3).to_sparse(), "layout torch.sparse_coo"),
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
         (lambda: torch.zeros(2, device="meta"), "meta tensor"),
-        (lambda: torch.nn.parameter.UninitializedParameter(), "not initialised"),
+        (lambda: torch.nn.parameter.UninitializedParameter(), "uninitialised"),
         (Elsewhere, "Elsewhere"),
     ],
 )

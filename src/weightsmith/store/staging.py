@@ -423,7 +423,7 @@ class Staging:
         elif entries.plan == self.plan_hash:
             what = "unfinished work of this plan is here, but its files are laid out otherwise (another version?)"
         else:
-            what = "unfinished work is here that was made from something else"
+            what = "the unfinished work here does not match this run"
             details = changes(entries.facts, self._facts) if entries.facts else []
         lost = f"{len(entries.tensors):,} of {len(self.layout.places):,} tensors" if entries.tensors else "a computed product"
         raise CannotResume(
