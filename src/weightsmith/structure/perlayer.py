@@ -32,7 +32,7 @@ _INDICES = re.compile(r"(layers?|idxs?|indices|indexes|layer_ids|block_ids|block
 _TAPS = re.compile(r"deepstack|out_indices|intermediate_layers_indices|extract_layers|feature_layers?$|tap_layers")
 _NOT_INDICES = re.compile(r"_source_layers$|summary|target")
 _ALL_LAYERS = re.compile(
-    r"(^|[._])per_layer_|_per_layer\.|(^|\.)(contact_head|mid_position_embeddings|layer_weights|attn_res)(\.|$)"
+    r"(^|[._])per_layer_|_per_layer\.|(^|\.)(contact_head|decoder_order_head|mid_position_embeddings|layer_weights|attn_res)(\.|$)"
 )
 _FLAGS = re.compile(r"^no_rope_layers$|_types?$|_freq$")
 
