@@ -79,7 +79,7 @@ class _Match:
         }
 
     def _match(self) -> None:
-        adapter, problems = self.adapter, []
+        adapter, problems = self.adapter, list[str]()
         rename = self._renaming([*(f"{m}.weight" for m in adapter.updates), *adapter.replacements])
         tied = self._tied_embedding()
         for stored_name, source in adapter.replacements.items():
