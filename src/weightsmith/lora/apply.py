@@ -81,8 +81,7 @@ class _Match:
         }
 
     def _match(self) -> None:
-        adapter = self.adapter
-        problems: list[str] = []
+        adapter, problems = self.adapter, list[str]()
         rename = self._renaming([*(f"{m}.weight" for m in adapter.updates), *adapter.replacements])
         tied = self._tied_embedding()
         for stored_name, source in adapter.replacements.items():
