@@ -301,12 +301,12 @@ SAME_END = [{"positive_prompts": ["w0 w1 w5"]}, {"positive_prompts": ["w2 w3 w5"
 def test_prompts_that_end_in_the_same_token_are_advised_another_mode(models: Path) -> None:
     (found,) = problems_of(recipe_of(models, SAME_END, gate_mode="hidden"), fill=True)
     assert "experts 0 and 1 have the same router weights in layer 0: their prompts end in the same token" in found
-    assert "Write gate_mode: router_input, or hidden_avg" in found
+    assert "Write gate_mode: router_input or hidden_avg" in found
     negative = [SAME_END[0] | {"negative_prompts": ["w7 w5"]}, SAME_END[1] | {"negative_prompts": ["w8 w5"]}]
     first, second = problems_of(recipe_of(models, negative, gate_mode="hidden"), fill=True)
     assert "the router weights of expert 0" in first
     assert "are zero in layer 0: their prompts end in the same token" in first
-    assert "Write gate_mode: router_input, or hidden_avg" in second
+    assert "Write gate_mode: router_input or hidden_avg" in second
 
 
 def test_leniently_rows_of_zeros_are_written_with_a_warning(models: Path, tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_an_empty_prompt_is_the_bos_token_as_in_mergekit(models: Path, tmp_path:
     made = weightsmith.moe(recipe_of(models, experts, gate_mode="hidden"), tmp_path / "out", fsync=False)
     assert made.out.is_dir()
     (found,) = problems_of(recipe_of(models, experts), fill=True)  # router_input counts no bos token
-    assert "have no token" in found
+    assert "contain no token" in found
     with pytest.raises(PlanError, match="have the same prompts"):
         weightsmith.plan(recipe_of(models, [{"positive_prompts": [""]}] * 2, gate_mode="hidden"))
     placeholders = [{"positive_prompts": [""]}, {"positive_prompts": [""]}]

@@ -261,7 +261,7 @@ def test_the_peak_of_memory_is_a_layer_and_not_the_model(tmp_path: Path) -> None
         ({"model_type": "no_such_model"}, "transformers cannot build a model of type 'no_such_model'"),
         ({"num_hidden_layers": 3}, "the tensors do not match the model that transformers builds"),
         ({"num_attention_heads": 8}, "the tensors do not match the model that transformers builds"),
-        ({"intermediate_size": "wide"}, "transformers cannot build a model of type 'llama'"),
+        ({"hidden_act": "no_such_function"}, "transformers cannot build a model of type 'llama'"),
     ],
 )
 def test_a_config_that_does_not_fit_is_one_error(tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -129,7 +129,7 @@ def test_a_router_that_chooses_among_groups_of_experts(tmp_path: Path) -> None:
     assert moe_zoo.load("deepseek-v3", tmp_path / "kept").config.n_routed_experts == 4
     mixed = surgery(model, tmp_path / "mixed", "prune_experts", {"keep": [0, 1, 2, 5]})
     assert "some experts change groups" in str(mixed.warnings[0])
-    with pytest.raises(PlanError, match="3 experts do not make 2 equal groups"):
+    with pytest.raises(PlanError, match="3 experts cannot be divided into 2 equal groups"):
         surgery(model, tmp_path / "out", "prune_experts", {"keep": [0, 1, 4]})
     with pytest.raises(PlanError, match="2 groups of 1 are too small: a token is routed to 2 experts of 1 groups"):
         surgery(model, tmp_path / "out", "prune_experts", {"keep": [0, 4]})
@@ -338,7 +338,7 @@ WRONG: list[tuple[str, str]] = [
     (
         "prune_experts: {keep: [3]}",
         "r.yml:2:23: each token is routed to 2 experts (num_experts_per_tok in config.json), but only 1 expert is left\n"
-        "  -> Leave at least 2 in each layer.",
+        "  -> Keep at least 2 in each layer.",
     ),
     (
         "prune_experts: {keep_by_layer: {0: [0, 1], 1: [1, 2, 3]}}",
@@ -347,7 +347,7 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "prune_experts: {keep_by_layer: {0: [0, 1]}}",
-        "r.yml:2:32: layer 1 has experts and is not in 'keep_by_layer'\n  -> Write it for every layer that has experts.",
+        "r.yml:2:32: layer 1 has experts and is not in 'keep_by_layer'\n  -> Write an entry for every layer that has experts.",
     ),
     (
         "prune_experts: {keep_by_layer: {0: [0, 1], 1: [0, 1], 2: [0, 1]}}",
@@ -363,7 +363,7 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "prune_experts: {saliency: good.json, experts: 5}",
-        "r.yml:2:47: experts: 5 are to stay in each layer, and there are 4\n  -> Write at most 4.",
+        "r.yml:2:47: cannot keep 5 experts in each layer: there are 4\n  -> Write at most 4.",
     ),
     ("prune_experts: {saliency: none.json, experts: 2}", "r.yml:2:27: FOLDER/none.json: no such saliency file"),
     (
@@ -378,7 +378,7 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "prune_experts: {saliency: one.json, experts: 2}",
-        "FOLDER/one.json: layer 1 has experts and is not in 'saliency'\n  -> Write it for every layer that has experts.",
+        "FOLDER/one.json: layer 1 has experts and is not in 'saliency'\n  -> Write an entry for every layer that has experts.",
     ),
     (
         "merge_experts: {groups: [[0, 1], [2], [1, 3]]}",

@@ -28,7 +28,7 @@ def test_stages_of_a_backbone_follow_their_layers() -> None:
     config = {"num_hidden_layers": 4, "stage_names": stages(4), "out_features": ["stage2", "stage4"], "out_indices": [2, 4]}
     new = resized(config, [0, 1, 1, 2, 3])
     assert (new["stage_names"], new["out_features"], new["out_indices"]) == (stages(5), ["stage3", "stage5"], [3, 5])
-    with pytest.raises(LayerError, match="takes the output of layer 3"):
+    with pytest.raises(LayerError, match="uses the output of layer 3"):
         resized(config, [0, 1, 2])
     last = resized({**config, "out_features": ["stage4"], "out_indices": [4]}, [0, 1, 2])
     assert (last["stage_names"], last["out_features"], last["out_indices"]) == (stages(3), ["stage3"], [3])

@@ -178,7 +178,7 @@ class ExpertSelection:
         strange = [layer for layer in given if layer not in layers]
         missing = [layer for layer in layers if layer not in given]
         if strange:
-            what = f"layer {show(strange[0])} has no experts, or does not exist"
+            what = f"layer {strange[0]} has no experts, or does not exist"
             self.problems.append(LayerError(what, where=where, fix=f"write layers that have experts: {_runs(layers)}"))
         if missing:
             one = len(missing) == 1
