@@ -413,7 +413,7 @@ def test_a_truncated_shard_is_named(tmp_path: Path) -> None:
 
 def test_files_without_a_tensor_are_refused(tmp_path: Path) -> None:
     save_file({}, tmp_path / "model.safetensors")
-    refused(FormatError, "no tensor in the weight files", ref=tmp_path)
+    refused(FormatError, "the weight files contain no tensors", ref=tmp_path)
 
 
 # config.json, links, quantisation.
@@ -448,7 +448,7 @@ def test_weights_may_be_links_to_anywhere(tmp_path: Path) -> None:
     with open_checkpoint(tmp_path / "m") as c:
         assert arrays(c) == {"a": A.tolist()}
     (tmp_path / "elsewhere").unlink()
-    refused(NotFound, "broken symbolic link to ../elsewhere", ref=tmp_path / "m")
+    refused(NotFound, "a symbolic link to ../elsewhere, which does not exist", ref=tmp_path / "m")
 
 
 def test_a_carried_file_may_not_be_a_link_out_of_the_folder(tmp_path: Path) -> None:
@@ -595,7 +595,7 @@ def test_read_takes_row_ranges(tmp_path: Path) -> None:
         np.testing.assert_array_equal(c.read("flag"), np.array([True, False]), strict=True)
         with pytest.raises(ParameterError, match="'scalar' has no rows"):
             c.read("scalar", slice(0, 1))
-        with pytest.raises(ParameterError, match="step 1, not 2"):
+        with pytest.raises(ParameterError, match="the step of rows must be 1, not 2"):
             c.read("a", slice(0, 4, 2))
         with pytest.raises(NotFound, match=r"no tensor 'scaler' \(did you mean 'scalar'\?\)"):
             c.read("scaler")

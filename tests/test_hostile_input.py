@@ -97,6 +97,7 @@ def test_a_deep_config_is_refused_before_anything_walks_it(here: Path) -> None:
             weightsmith.plan(LINEAR)
         else:
             assert "a/config.json: config.json is JSON nested too deeply" in refusal(lambda: weightsmith.plan(LINEAR))
+    (here / "a" / "config.json").write_text(config)
     (here / "old").mkdir()
     (here / "old" / "config.json").write_text("[" * 5000)
     assert "does not look like a checkpoint" in refusal(lambda: weightsmith.merge(LINEAR, "old", overwrite=True))
@@ -374,7 +375,7 @@ def test_too_many_open_files_is_said_with_the_limit(tmp_path: Path) -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code, tmp_path / "out"], capture_output=True, text=True)
     assert "StoreError" in ran.stderr, ran.stderr
-    assert "cannot be prepared: Too many open files\n  -> raise the limit: ulimit -n 65536" in ran.stderr
+    assert "cannot be prepared: Too many open files\n  -> Raise the limit: ulimit -n 65536." in ran.stderr
     assert not list(tmp_path.iterdir())
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 60
 

@@ -78,7 +78,6 @@ _HOMES = {
     "PlanError": "errors",
     "PushFailed": "errors",
     "Progress": "engine.local",
-    "PushFailed": "errors",
     "RecipeError": "errors",
     "ShapeError": "errors",
     "StoreError": "errors",

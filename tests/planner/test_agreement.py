@@ -77,9 +77,9 @@ def said(folder: Path, *settings: Mapping[str, Any], **files: Mapping[str, str])
 def test_a_setting_that_differs_is_one_warning_with_both_values(
     a: dict[str, Any], b: dict[str, Any], kind: str, values: tuple[str, str], tmp_path: Path
 ) -> None:
-    fix = "test the result: weights were trained for the value of their own model"
+    fix = "Test the result: weights were trained for the value of their own model."
     if kind == "model type":
-        fix = "merge models of one architecture; mergekit refuses this without --allow-crimes"
+        fix = "Merge models of one architecture; mergekit refuses this without --allow-crimes."
     assert said(tmp_path, a, b, b) == [
         f"config.json: the models differ in {kind}; the output has {values[0]}\n"
         f"  m0: {values[0]}\n  m1 and m2: {values[1]}\n  -> {fix}"
@@ -134,7 +134,7 @@ def test_ids_that_stand_for_other_tokens_are_a_warning(tmp_path: Path) -> None:
     assert said(tmp_path, {}, {}, {}, **files) == [
         "tokenizer.json: the models differ in their tokenizers: ids stand for other tokens; the output has m0's\n"
         "  m1: 2 of 3 ids; 1 is 'c', and 'b' in m0\n"
-        "  -> merge models with one tokenizer"
+        "  -> Merge models with one tokenizer."
     ]
 
 
@@ -187,7 +187,7 @@ def test_two_architectures_are_one_error_with_the_first_dimension_that_differs(t
     )
     assert len(lines) == 6
     assert lines[4].startswith("  and ")
-    assert lines[5] == "  -> merge models of one architecture and size"
+    assert lines[5] == "  -> Merge models of one architecture and size."
 
 
 def test_models_of_one_architecture_keep_their_own_problems(tmp_path: Path) -> None:

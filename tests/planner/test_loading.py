@@ -53,7 +53,7 @@ def test_differences_are_an_error_with_the_first_three(monkeypatch: pytest.Monke
         "  l.1.b: the model class has no such tensor\n"
         "  c: [2], and the model class builds [3]\n"
         "  and 2 more\n"
-        "  -> choose other layers; to write it all the same, use --no-check-loading (check_loading=False)"
+        "  -> Choose other layers; to write it all the same, use --no-check-loading (check_loading=False)."
     )
 
 

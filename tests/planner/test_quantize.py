@@ -328,7 +328,7 @@ def test_an_unknown_encoding(what: Mapping[str, Any]) -> None:
 
 def test_an_unknown_encoding_is_one_of_several_problems() -> None:
     text = problems({**TIES, "merge_method": "tise"}, quantize="fp8")
-    assert "encoding called 'fp8'" in text
+    assert "unknown encoding 'fp8'" in text
     assert "'tise'" in text
 
 

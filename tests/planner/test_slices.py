@@ -165,7 +165,7 @@ parameters: {{weight: 1}}
         "<text>:3:5: the sources of a slice have different numbers of layers\n"
         f"  {a} [0, 2]: 2 layers\n  {b} [0, 3]: 3 layers\n  -> Give ranges of equal length.",
         f"<text>:7:{32 + len(a)}: layer_range [2, 5] of {a}, which has 4 layers\n"
-        "  -> Layers count from 0 and the end is not included: at most [0, 4].",
+        "  -> Write at most [0, 4]: layers count from 0, and the end is not included.",
     ]
 
 

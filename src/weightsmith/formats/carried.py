@@ -148,7 +148,7 @@ def left_out_findings(names: Sequence[str], where: str) -> tuple[Finding, ...]:
 
     >>> print(*left_out_findings(["id_rsa"], "base"))
     base: 1 file is not copied into the output, because no loader reads it: 'id_rsa'
-      -> copy what is needed into the output yourself
+      -> Copy what is needed into the output yourself.
     """
     if not names:
         return ()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import islice
 from typing import Any, Literal
 
@@ -166,16 +167,17 @@ def _settle_mirrors(stacks: tuple[Stack, ...], config: Mapping[str, Any]) -> tup
     A plain key that fits both sides of an encoder-decoder (Pix2Struct's `text_config.num_layers`) is the decoder's.
     """
     owner = {stack.config_paths[0]: stack.kind for stack in stacks if stack.config_paths}
+
+    @cache
+    def sides_of(section: tuple[str, ...]) -> set[str]:
+        keys = [key for key in section_at(config, section) if is_count_key(key)]
+        return {word for key in keys for word in words(key) & {"encoder", "decoder"}}
+
     settled = []
     for stack in stacks:
         kept = []
         for i, path in enumerate(stack.config_paths):
-            sides = {
-                word
-                for key in section_at(config, path[:-1])
-                if is_count_key(key)
-                for word in words(key) & {"encoder", "decoder"}
-            }
+            sides = sides_of(path[:-1])
             theirs = path in owner and owner[path] != stack.kind
             plain = not words(path[-1]) & sides
             if i == 0 and theirs and stack.kind == "encoder":
