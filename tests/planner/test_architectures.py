@@ -29,6 +29,13 @@ ONLY_ASKED = {
 """Model types whose config class refuses what no key of config.json tells: found only by asking transformers."""
 
 
+SAMPLE = frozenset(
+    "bert blenderbot dinov2 esm gpt2 gpt_oss jamba llama mamba mbart mixtral qwen2 "
+    "qwen2_vl qwen3 qwen3_moe qwen3_next swin t5 vit whisper yolos".split()
+)
+"""Model types that every run looks at: one or two of each kind of structure."""
+
+
 @pytest.fixture(autouse=True)
 def quiet() -> None:
     transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
@@ -104,13 +111,24 @@ def sweep(model_type: str, folder: Path) -> tuple[list[str], int, int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # seconds for most; minutes for those with thousands of experts that do not get smaller
-@pytest.mark.parametrize("model_type", [name for name in architectures.model_types() if name not in ONLY_ASKED])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(name, marks=() if name in SAMPLE else pytest.mark.sweep)
+        for name in architectures.model_types()
+        if name not in ONLY_ASKED
+    ],
+)
 def test_a_stack_is_right_or_refused(model_type: str, tmp_path: Path) -> None:
     """Without asking transformers: what config.json and the tensors tell is enough."""
     wrong, right, refused = sweep(model_type, tmp_path)
     assert wrong == []
     if right + refused == 0:
         pytest.skip("no model class builds from a small config, or none has layers")
+
+
+def test_the_sample_is_of_model_types() -> None:
+    assert set(architectures.model_types()) >= SAMPLE
 
 
 @pytest.mark.slow
