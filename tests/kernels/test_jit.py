@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numba.core.config
 import numba.core.errors
@@ -14,6 +17,7 @@ from numba.core import event
 
 from tests.cli_help import run_process
 from tests.mini import write_checkpoint
+from weightsmith.kernels import jit
 from weightsmith.kernels.jit import Abandoned, Switch, is_compiling, kernel, leave
 
 EVEN, ODD = Switch("parity", [0]), Switch("parity", [1])
@@ -153,6 +157,28 @@ def test_a_thread_that_was_left_begins_no_kernel() -> None:
     threading.Timer(0.1, release.set).start()
     leave([thread])
     assert [type(error) for error in ended] == [Abandoned]
+
+
+def test_threads_do_not_undo_each_others_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without it, numba takes "" for the folder now and then, and the cache lands where the user is.
+    seen = set()
+
+    def njit(**options: Any) -> Any:
+        def compiled(function: Any) -> Any:
+            for _ in range(3):
+                time.sleep(0.0005)
+                seen.add(jit.config.CACHE_DIR)
+            return function
+
+        return compiled
+
+    monkeypatch.setattr(jit.numba, "njit", njit)
+    monkeypatch.setattr(jit, "cache_folder", lambda: "ours")
+    monkeypatch.setattr(jit.config, "CACHE_DIR", "before")
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: jit._njit(njit, called_by_kernel=True, inline=False), range(64)))
+    assert seen == {"ours"}
+    assert jit.config.CACHE_DIR == "before"
 
 
 FIRST_RUN = """

@@ -135,19 +135,23 @@ class Kernel:
                 yield name, used
 
 
+_setting_folder = threading.Lock()
+"""Held while numba's cache folder, which is one for the process, is ours: two threads would restore each other's."""
+
+
 def _njit(function: FunctionType, called_by_kernel: bool, inline: bool) -> Any:
     folder = cache_folder()
-    before = config.CACHE_DIR
-    config.CACHE_DIR = folder
     # What makes a function callable from Python and from C takes as long to compile as a small kernel.
     wrappers = {"no_cpython_wrapper": called_by_kernel, "no_cfunc_wrapper": True}
     njit: Any = numba.njit
-    try:
-        made = njit(nogil=True, cache=bool(folder), error_model="numpy", inline="always" if inline else "never", **wrappers)(
-            function
-        )
-    finally:
-        config.CACHE_DIR = before
+    decorate = njit(nogil=True, cache=bool(folder), error_model="numpy", inline="always" if inline else "never", **wrappers)
+    with _setting_folder:
+        before = config.CACHE_DIR
+        config.CACHE_DIR = folder
+        try:
+            made = decorate(function)
+        finally:
+            config.CACHE_DIR = before
     if not called_by_kernel and made is not function:  # it is, with NUMBA_DISABLE_JIT
         made.compile = _watch.entered()(made.compile)
     return made
