@@ -8,7 +8,7 @@ import pytest
 
 from scripts import fuzz
 
-CASES = 60
+CASES = 40
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not fuzz.Path("/proc/self/clear_refs").exists(), reason="no /proc")]
 
