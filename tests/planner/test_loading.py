@@ -136,7 +136,7 @@ def test_a_stack_that_transformers_loads_and_one_of_an_unknown_model(tmp_path: P
     pytest.importorskip("accelerate")
     model = zoo.save("llama", tmp_path / "a", 1)
     stack = {"merge_method": "passthrough", "slices": [{"sources": [{"model": str(model), "layer_range": [0, 2]}]}] * 2}
-    assert [text.split("\n")[0] for text in warnings(plan(stack))] == ["config.json: config.json follows the new layers"]
+    assert warnings(plan(stack)) == []
     # Code that a model brings with it is never executed, whatever its config says.
     config = json.loads((model / "config.json").read_text())
     config |= {
