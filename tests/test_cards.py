@@ -167,7 +167,7 @@ def test_a_damaged_or_hostile_card_says_nothing(here: Path, text: str) -> None:
     assert "Licence" not in body
 
 
-def test_text_of_a_stranger_s_card_does_not_reach_this_one(here: Path) -> None:
+def test_untrusted_text_of_an_input_s_card_does_not_reach_this_one(here: Path) -> None:
     for name in ("base", "a", "b"):
         write_card(name, 'license: "mit`\\n# Heading"\nbase_model: "x](http://evil)/y"')
     front, body = card()

@@ -199,7 +199,7 @@ def _moved(plan: Plan, distance: tuple[Moved, ...]) -> str:
 
 
 def _is_plain(value: object) -> bool:
-    """Text of a stranger's card that may stand in this one."""
+    """Text from an input's card that is safe to repeat in this one."""
     return isinstance(value, str) and _VALUE.fullmatch(value) is not None
 
 

@@ -59,7 +59,7 @@ _MANY = 2000  # names, of which all are compared with one that is unknown
 
 
 def legible(text: str, most: int = MAX_TEXT) -> str:
-    r"""Text that holds what a stranger wrote, for a message: without control characters, and cut where it is long.
+    r"""Untrusted text, made safe for a message: control characters escaped, long text shortened.
 
     >>> legible("layers.\x1b[2J\n0"), len(legible("x" * 10**6))
     ('layers.\\x1b[2J\\n0', 1000)

@@ -1,4 +1,4 @@
-"""Patterns of adapters: what Python's `re` says, as PEFT asks it, in a time that a stranger cannot choose."""
+"""Patterns of adapters: the results of Python's `re`, as PEFT uses it, in bounded time."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ parameters:
     assert [p.finding.what for p in found] == [
         "weight must be a number, not 'lots'",
         "density must be at most 1, not 2",
-        "'lambda' stands under a model, but belongs to the whole merge; mergekit ignores it here",
+        "'lambda' applies to the whole merge, not to one model; mergekit ignores it here",
         "merge_method ties has no parameter 'wieght' (did you mean 'weight'?); mergekit ignores it",
         "density must be at least 0, not -1",
         "normalize must be true or false, not 3",
@@ -287,7 +287,7 @@ def test_lenient_turns_what_mergekit_ignores_into_warnings_and_ignores_it(abc: t
     p = plan(recipe, lenient=True)
     assert {p.settings[s.settings].shared["t"] for s in p.steps} == {0.5}
     assert [w.split("\n")[0] for w in warnings(p)] == [
-        "models[1].parameters.t: 't' stands under a model, but belongs to the whole merge; mergekit ignores it here",
+        "models[1].parameters.t: 't' applies to the whole merge, not to one model; mergekit ignores it here",
         "models[1].parameters.weight: merge_method slerp has no parameter 'weight'; mergekit ignores it",
         "parameters.embed: merge_method slerp has no parameter 'embed'; mergekit ignores it",
     ]

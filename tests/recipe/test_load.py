@@ -129,7 +129,7 @@ def test_problems_of_a_mapping_name_the_key_path() -> None:
     assert [str(p).split("\n")[0] for p in problems] == [
         "models[0].parameters.t: a recipe cannot hold a value of type object",
         "7.5: a key must be text, not 7.5",
-        "models[0].weight: the parameter 'weight' stands outside 'parameters' in an entry of 'models'; mergekit"
+        "models[0].weight: the parameter 'weight' at the top level must be inside 'parameters' 'parameters'; mergekit"
         " silently ignored it",
         "models[0].parameters.t: the parameter 't' has no value",
     ]
@@ -160,7 +160,7 @@ def test_lenient_and_parameter_names_reach_the_parser() -> None:
     recipe, problems = load(TEXT + "weight: 1\n", lenient=True, parameter_names=("weight",))
     assert problems == []
     assert recipe is not None
-    assert "the parameter 'weight' stands outside" in recipe.findings[0].what
+    assert "the parameter 'weight' at the top level must be inside 'parameters'" in recipe.findings[0].what
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,12 @@ INPUT_KEYS = "  -> Write one of model, parameters; keys of your own start with x
 AT_THE_TOP = [
     (
         "normalize: true",
-        f"ParameterError: r.yml:3:1: the parameter 'normalize' stands outside 'parameters' at the top level{SILENT}"
+        f"ParameterError: r.yml:3:1: the parameter 'normalize' at the top level must be inside 'parameters'{SILENT}"
         "  -> Write parameters: {normalize: true} at the top level.",
     ),
     (
         "density: [1, 0.5]",
-        f"ParameterError: r.yml:3:1: the parameter 'density' stands outside 'parameters' at the top level{SILENT}"
+        f"ParameterError: r.yml:3:1: the parameter 'density' at the top level must be inside 'parameters'{SILENT}"
         "  -> Write parameters: {density: ...} at the top level.",
     ),
     (
@@ -97,7 +97,7 @@ BESIDE_MODEL = [
     ),
     (
         "density: 0.5",
-        "ParameterError: r.yml:4:3: the parameter 'density' stands outside 'parameters' in an entry of 'models'"
+        "ParameterError: r.yml:4:3: the parameter 'density' in an entry of 'models' must be inside 'parameters'"
         f"{SILENT}"
         "  -> Write parameters: {density: 0.5} in the same mapping.",
     ),
@@ -271,7 +271,7 @@ def test_leniently_a_misspelled_required_key_is_still_missing() -> None:
 
 def test_an_anchor_does_not_excuse_a_misplaced_parameter() -> None:
     text = "merge_method: ties\nmodels:\n- {model: a, weight: &w 1}\n- {model: b, parameters: {weight: *w}}\n"
-    assert [p.split(" outside")[0] for p in problems(text)] == ["ParameterError: r.yml:3:14: the parameter 'weight' stands"]
+    assert [p.split(" in ")[0] for p in problems(text)] == ["ParameterError: r.yml:3:14: the parameter 'weight'"]
 
 
 def test_an_anchor_that_nothing_uses_does_not_excuse_an_unknown_key() -> None:

@@ -1,4 +1,4 @@
-"""Patterns of `rank_pattern` and `alpha_pattern`: regular expressions that a stranger wrote, matched in linear time.
+"""Patterns of `rank_pattern` and `alpha_pattern`: untrusted regular expressions, matched in linear time.
 
 PEFT matches the end of a module's name, `(.*\\.)?(PATTERN)$`, and takes the first pattern that fits. Python's `re` may take for
 ever to do so: `a?a?a?…aaa` and `(a|a)(a|a)…` are exponential. Here most patterns are module names and are looked up in a
@@ -163,7 +163,7 @@ class _Automaton:
 
 
 class _Parser:
-    """Python's regular expressions without what cannot be matched in linear time, or is in no adapter."""
+    """Parser for the subset of Python's regular expressions that matches in linear time and occurs in adapters."""
 
     def __init__(self, text: str) -> None:
         if len(text) > MAX_LENGTH:

@@ -67,7 +67,7 @@ class Audit:
             elif place and parameter.scope == "tensor":
                 self._misused(
                     ParameterError(
-                        f"'{name}' stands under a model, but belongs to the whole merge; mergekit ignores it here",
+                        f"'{name}' applies to the whole merge, not to one model; mergekit ignores it here",
                         where=setting.where,
                         fix="move it to 'parameters:' at the top level, or in the slice",
                     )

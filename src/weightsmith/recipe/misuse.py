@@ -135,7 +135,7 @@ def _revision(value: Node, siblings: Mapping[str, Pair]) -> Misuse:
 
 
 def _misplaced(name: str, value: Node, level: Level) -> Misuse:
-    what = f"the parameter {name!r} stands outside 'parameters' {level.place}; {IGNORED}"
+    what = f"the parameter {name!r} {level.place} must be inside 'parameters'; {IGNORED}"
     if not level.key("parameters"):
         return Misuse(what, "Write it under a 'parameters:' key.", ParameterError)
     scalar = isinstance(value.value, int | float)

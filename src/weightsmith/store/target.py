@@ -226,7 +226,7 @@ def _not_of_checkpoint(path: Path) -> Iterator[str]:
         try:
             with os.scandir(folder) as found:
                 entries = sorted(found, key=lambda entry: entry.name)
-        except OSError:  # what cannot be looked at is not known to be ours
+        except OSError:  # if its owner cannot be determined, it does not count as ours
             yield prefix
             return
         for entry in entries:
