@@ -129,7 +129,7 @@ def test_problems_of_a_mapping_name_the_key_path() -> None:
     assert [str(p).split("\n")[0] for p in problems] == [
         "models[0].parameters.t: a recipe cannot hold a value of type object",
         "7.5: a key must be text, not 7.5",
-        "models[0].weight: the parameter 'weight' at the top level must be inside 'parameters' 'parameters'; mergekit"
+        "models[0].weight: the parameter 'weight' in an entry of 'models' must be inside 'parameters'; mergekit"
         " silently ignored it",
         "models[0].parameters.t: the parameter 't' has no value",
     ]
