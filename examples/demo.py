@@ -40,6 +40,7 @@ RECORDED = {
     "py": (11.01, 10.98),
     "linear": (9.35, 8.91),
     "task_arithmetic": (9.21, 8.63),
+    "stages": (9.52, 9.17),
     "ties": (9.06, 8.47),
     "passthrough_40": (12.83, 12.36),
 }
@@ -54,6 +55,7 @@ def main() -> None:
     """Build, merge, judge, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("build/demo"), help="folder for models and results")
+    parser.add_argument("--merges-only", action="store_true", help="do not judge the models that are merged")
     parser.add_argument("--whole", action="store_true", help=f"judge on the whole texts, not {FIRST_ROWS} rows of each")
     args = parser.parse_args()
     work: Path = args.work.resolve()
@@ -64,7 +66,7 @@ def main() -> None:
     with _timed("models ready"):
         parents = build_models(work / "models", HERE / "testbed")
 
-    verdicts = {folder.name: _judge(folder, rows) for folder in parents}
+    verdicts = {folder.name: _judge(folder, rows) for folder in parents if not args.merges_only}
     for recipe in sorted((HERE / "recipes").glob("*.yml"), key=_order):
         _title(f"{recipe.stem}: weightsmith merge {recipe.name}")
         merged = work / "merged" / recipe.stem

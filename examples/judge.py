@@ -30,8 +30,15 @@ class Verdict:
         return math.exp(sum(map(math.log, self.perplexity.values())) / len(self.perplexity))
 
 
-def judge(folder: Path, texts: Path, prompt: str, rows: int | None = None, new_tokens: int = 32) -> Verdict:
-    """Load `folder` on the CPU and try it on `texts`/{fr,de,py,en}.txt.
+def judge(
+    folder: Path,
+    texts: Path,
+    prompt: str,
+    rows: int | None = None,
+    new_tokens: int = 32,
+    domains: tuple[str, ...] = DOMAINS,
+) -> Verdict:
+    """Load `folder` on the CPU and try it on `texts`/{fr,de,py,en}.txt, or some of these domains.
 
     The weights are taken as they are stored and computed with in float32: many CPUs have no bf16 arithmetic and take
     ten times as long to imitate it, and the perplexities differ by some tenths of a percent at most.
@@ -52,7 +59,7 @@ def judge(folder: Path, texts: Path, prompt: str, rows: int | None = None, new_t
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
     with torch.inference_mode():
-        perplexity = {domain: _perplexity(model, tokenizer, texts / f"{domain}.txt", rows) for domain in DOMAINS}
+        perplexity = {domain: _perplexity(model, tokenizer, texts / f"{domain}.txt", rows) for domain in domains}
         inputs = tokenizer(prompt, return_tensors="pt")
         output = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
     continuation = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

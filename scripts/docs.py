@@ -27,7 +27,7 @@ from weightsmith.mixture.layouts import all_layouts
 from weightsmith.mixture.layouts.base import ATTENTION_BIASES, QK_NORMS, QKV_BIASES, ExpertLayout
 from weightsmith.recipe import HARMLESS, RETIRED
 from weightsmith.recipe.grammar import LEVELS
-from weightsmith.recipe.kinds import NO_EFFECT, NOT_SUPPORTED, Key, Level
+from weightsmith.recipe.kinds import NO_EFFECT, NOT_IN_MIXTURES, Key, Level
 from weightsmith.recipe.moe_grammar import MOE_LEVELS
 from weightsmith.tensors import DTYPE_NAMES
 
@@ -102,7 +102,7 @@ def _parameters(methods: Sequence[Method]) -> str:
 
 
 def _misuse() -> str:
-    rows = [(f"`{key}`", "error", what, fix) for key, (what, fix) in {**NOT_SUPPORTED, **RETIRED}.items()]
+    rows = [(f"`{key}`", "error", what, fix) for key, (what, fix) in {**NOT_IN_MIXTURES, **RETIRED}.items()]
     rows += [(f"`{key}`", "warning", what, "Remove it.") for key, what in {**NO_EFFECT, **HARMLESS}.items()]
     return table(("setting", "severity", "reason", "fix"), rows)
 

@@ -188,6 +188,31 @@ def mutate_safetensors(rng: Rng, data: bytes) -> bytes:
     return length.to_bytes(8, "little") + header + body
 
 
+def mutate_quantised(rng: Rng, data: bytes) -> bytes:
+    """Another config.json, header or tensor data: the JSON of bitsandbytes' weights and GPTQ's indexes are data."""
+    if data.startswith(b"{"):
+        return mutate_json(rng, data, ("bits", "group_size", "mode", "version", "checkpoint_format", "dynamic", "quant_method"))
+    if rng.random() < 0.5:
+        return mutate_safetensors(rng, data)
+    start = 8 + int.from_bytes(data[:8], "little")
+    body = mutate_bytes(rng, data[start:])
+    return data[:start] + body[: len(data) - start].ljust(len(data) - start, b"\xff")
+
+
+def mutate_gguf(rng: Rng, data: bytes) -> bytes:
+    """Other bytes of the header, or a number in it that is out of all bounds."""
+    if rng.random() < 0.5:
+        return mutate_bytes(rng, data)
+    changed = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        width = rng.choice((4, 8))
+        at = rng.randrange(0, len(changed) - width)
+        number = rng.choice((0, 1, 2, 3, 8, 9, 12, 13, 31, 33, 64, 255, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1))
+        number = rng.choice((1 << 32, 1 << 40, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)) if width == 8 else number
+        changed[at : at + width] = number.to_bytes(width, "little")
+    return bytes(changed)
+
+
 def mutate_pytorch(rng: Rng, data: bytes) -> bytes:
     """Another pickle in the same archive, or another archive around the same pickle."""
     if rng.random() < 0.25:
@@ -492,10 +517,10 @@ def _use_adapter(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
 
 def _use_recipe(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
     from weightsmith.api import prepare_any
-    from weightsmith.options import RecipeOptions
+    from weightsmith.options import QuantizeSettings, RecipeOptions
 
     lenient = rng.random() < 0.5
-    yield lambda: prepare_any(file, RecipeOptions(lenient=lenient)).close()
+    yield lambda: prepare_any(file, RecipeOptions(lenient=lenient), QuantizeSettings()).close()
 
 
 def _use_manifest(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
@@ -539,6 +564,112 @@ def _make_pytorch() -> None:
     Path("p/config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
 
 
+_EXL2 = "exl2"
+_QUANTISED = ("gptq-3", "gptq-4-act-order", "awq-4", "bnb-nf4-nested", "bnb-int8", "exl3-3-3inst", "mlx-3", "mlx-nvfp4")
+
+
+def _make_quantised() -> None:
+    from tests.mini import write_checkpoint
+    from tests.sources.quantised import CASES
+    from tests.sources.test_exl2 import write
+
+    write(Path(_EXL2), 0, 96)
+    for name in _QUANTISED:
+        case = CASES[name]()
+        write_checkpoint(Path(name), case.tensors, case.config)
+
+
+def _use_quantised(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
+    yield next(_use_checkpoint(file, rng))
+
+
+def _make_gguf() -> None:
+    """A model of one layer, whose header is most of the file; and an importance matrix in each form."""
+    import struct
+
+    import numpy as np
+
+    from weightsmith.containers.gguf import Value, encode_metadata, make_layout
+    from weightsmith.tensors import BLOCKS, DTYPES, TensorSpec
+
+    f32, q8_0 = DTYPES["F32"], BLOCKS["Q8_0"]
+    tokens = ["<unk>", "<s>", "</s>", "\u2581", "a", "b", "ab", "\u2581a", "\u2581ab", "<|x|>"]
+    sizes = {"block_count": 1, "context_length": 8, "embedding_length": 32, "feed_forward_length": 8}
+    sizes |= {"attention.head_count": 2, "attention.head_count_kv": 1, "rope.dimension_count": 16}
+    keys = {"general.architecture": Value("str", "llama")} | {f"llama.{k}": Value("u32", n) for k, n in sizes.items()}
+    keys |= {
+        "llama.attention.layer_norm_rms_epsilon": Value("f32", 1e-5),
+        "tokenizer.ggml.model": Value("str", "llama"),
+        "tokenizer.ggml.tokens": Value("str", tokens),
+        "tokenizer.ggml.scores": Value("f32", [-float(i) for i in range(10)]),
+        "tokenizer.ggml.token_type": Value("i32", [2, 3, 3, 1, 1, 1, 1, 1, 1, 3]),
+        "tokenizer.ggml.eos_token_id": Value("u32", 2),
+    }
+    specs = [TensorSpec("token_embd.weight", q8_0, (10, 32)), TensorSpec("output_norm.weight", f32, (32,))]
+    specs += [TensorSpec(f"blk.0.{name}.weight", f32, (32,)) for name in ("attn_norm", "ffn_norm")]
+    specs += [TensorSpec("blk.0.attn_q.weight", q8_0, (32, 32)), TensorSpec("rope_freqs.weight", f32, (8,))]
+    ones = np.ones(1, "<f4").tobytes()
+    Path("g").mkdir()
+    for name, values, listed in (
+        ("g/model.gguf", keys, specs),
+        ("imatrix.gguf", {}, [TensorSpec(f"w.{end}", f32, (1, n)) for end, n in (("in_sum2", 32), ("counts", 1))]),
+    ):
+        (shard,) = make_layout(listed, 10**9, encode_metadata(values)).shards
+        Path(name).write_bytes(shard.header + ones * ((shard.nbytes - len(shard.header)) // 4))
+    Path("imatrix.dat").write_bytes(struct.pack("<ii1sii32f", 1, 1, b"w", 1, 32, *[1.0] * 32))
+
+
+def _use_gguf(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
+    from weightsmith.formats.gguf.imatrix import read_imatrix
+
+    if file.startswith("imatrix"):
+        yield lambda: read_imatrix(file)
+    else:
+        yield next(_use_checkpoint(file, rng))
+
+
+def _make_tokenizers() -> None:
+    """`a` and `b` with tokenizer.json, `s` with SentencePiece's tokenizer.model, `t` with tekken.json."""
+    _make_models()
+    for name in "st":
+        shutil.copytree("a", name, dirs_exist_ok=True)
+    pieces = ["<unk>", "a", "b", "ab", "\u0120ab", "c"]
+    for name, special in (("a", ["<s>", "</s>"]), ("b", ["</s>", "<|im|>", "<think>"])):
+        added = [{"id": 6 + i, "content": t, "special": True, "normalized": False} for i, t in enumerate(special)]
+        model = {"type": "BPE", "vocab": {piece: i for i, piece in enumerate(pieces)}, "merges": [["a", "b"]]}
+        tokenizer = {"truncation": None, "added_tokens": added, "pre_tokenizer": {"type": "ByteLevel"}, "model": model}
+        Path(f"{name}/tokenizer.json").write_text(json.dumps(tokenizer))
+        listed = {
+            "added_tokens_decoder": {str(6 + len(special)): {"content": "<pad>", "special": True}},
+            "chat_template": "{{ x }}",
+        }
+        Path(f"{name}/tokenizer_config.json").write_text(json.dumps(listed))
+        Path(f"{name}/generation_config.json").write_text('{"eos_token_id": [6, 7], "bos_token_id": 6}')
+    proto = b""
+    for i, piece in enumerate(["<unk>", "<s>", "\u2581a", "b"]):
+        text = piece.encode()
+        message = b"\x0a" + bytes([len(text)]) + text + b"\x15\x00\x00\x80\xbf" + b"\x18" + bytes([3 if i == 1 else 1])
+        proto += b"\x0a" + bytes([len(message)]) + message
+    Path("s/tokenizer.model").write_bytes(proto + b"\x12\x02\x18\x02")
+    ranks = [{"rank": i, "token_bytes": text, "token_str": None} for i, text in enumerate(("YQ==", "Yg==", "YWI="))]
+    config = {"default_vocab_size": 5, "default_num_special_tokens": 2}
+    tekken = {"config": config, "vocab": ranks, "special_tokens": [{"rank": 0, "token_str": "<s>"}]}
+    Path("t/tekken.json").write_text(json.dumps(tekken))
+
+
+def _use_tokenizer(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
+    import weightsmith
+
+    first, second = rng.choice((("a", "b"), ("b", "a"), (file[0], "a")))
+    models = [{"model": name, "parameters": {"weight": 1}} for name in dict.fromkeys((first, second))]
+    recipe = {"merge_method": "linear", "models": models, "chat_template": "auto"}
+    source = rng.choice(("union", "base", first, second))
+    tokens = {"<s>": {"source": first, "force": True}, "<n>": {"source": {"kind": "zero"}}}
+    yield lambda: weightsmith.plan({**recipe, "tokenizer_source": source})
+    yield lambda: weightsmith.plan({**recipe, "tokenizer": {"source": source, "tokens": tokens, "pad_to_multiple_of": 8}})
+    yield lambda: _merge({**recipe, "tokenizer_source": source})
+
+
 def _make_recipes() -> None:
     _make_models()
     for name, text in _RECIPES.items():
@@ -555,6 +686,9 @@ _RECIPES = {
     "  - sources:\n      - model: a+lora\n        layer_range: [1, 3]\n        parameters:\n          scale: 0.5\n",
     "moe.yml": "base_model: a\ngate_mode: random\nexperts:\n  - source_model: a\n    noise_scale: 0.01\n  - source_model: b\n"
     "shared_experts:\n  - source_model: b\n    residual_scale: 0.1\nexperts_per_token: 1\n",
+    "stages.yml": "name: one\nmerge_method: linear\nmodels:\n  - model: a\nparameters: {weight: 0.5}\n---\n"
+    "merge_method: ties\nbase_model: a\nmodels:\n  - model: one\n  - model:\n      merge_method: slerp\n      base_model: one\n"
+    "      models:\n        - model: b\n      parameters: {t: 0.5}\nparameters: {weight: 1}\n",
     "prune.yml": "model: x\nprune_experts:\n  saliency: saliency.json\n  experts: 2\n",
     "groups.yml": "model: x\nmerge_experts:\n  groups: [[0, 1], [2, 3]]\n  weights: [[1, 2], [1, 1]]\n",
 }
@@ -570,12 +704,14 @@ def _make_manifest() -> None:
 def _make_plan() -> None:
     import weightsmith
 
-    _make_models()
+    _make_tokenizers()
     with contextlib.suppress(FileExistsError):
         Path("plans").mkdir()
     recipes = {
         "linear": LINEAR,
         "stack": {"merge_method": "passthrough", "slices": [{"sources": [{"model": "a", "layer_range": [0, 2]}]}]},
+        "union": {**LINEAR, "tokenizer_source": "union"},
+        "stages": {"merge_method": "slerp", "base_model": "a", "models": [{"model": LINEAR}], "parameters": {"t": 0.5}},
     }
     for name, recipe in recipes.items():
         Path(f"plans/{name}.json").write_text(json.dumps(weightsmith.plan(recipe).to_json()))
@@ -615,7 +751,14 @@ KINDS: dict[str, Kind] = {
         lambda rng, data: mutate_json(rng, data, ("weight_map", "metadata", "total_size")),
         _use_checkpoint,
     ),
+    "quantised": Kind(
+        _make_quantised,
+        tuple(f"{name}/{file}" for name in (*_QUANTISED, _EXL2) for file in ("config.json", "model.safetensors")),
+        mutate_quantised,
+        _use_quantised,
+    ),
     "pytorch": Kind(_make_pytorch, ("p/pytorch_model.bin",), mutate_pytorch, _use_checkpoint),
+    "gguf": Kind(_make_gguf, ("g/model.gguf", "imatrix.gguf", "imatrix.dat"), mutate_gguf, _use_gguf),
     "adapter-config": Kind(
         _make_models,
         ("lora/adapter_config.json",),
@@ -631,12 +774,19 @@ KINDS: dict[str, Kind] = {
         lambda rng, data: mutate_json(rng, data, ("auto_map", "AutoTokenizer")),
         _use_checkpoint,
     ),
+    "tokenizer": Kind(
+        _make_tokenizers,
+        ("a/tokenizer.json", "b/tokenizer.json", "b/tokenizer_config.json", "a/generation_config.json", "t/tekken.json"),
+        lambda rng, data: mutate_json(rng, data, ("vocab", "added_tokens", "id", "content", "special", "merges", "type")),
+        _use_tokenizer,
+    ),
+    "sentencepiece": Kind(_make_tokenizers, ("s/tokenizer.model",), mutate_bytes, _use_tokenizer),
     "recipe": Kind(_make_recipes, tuple(_RECIPES), mutate_recipe, _use_recipe),
     "saliency": Kind(_make_recipes, ("saliency.json",), mutate_json, lambda file, rng: _use_recipe("prune.yml", rng)),
     "manifest": Kind(_make_manifest, ("made/weightsmith.json",), mutate_checksummed, _use_manifest),
     "plan": Kind(
         _make_plan,
-        ("plans/linear.json", "plans/stack.json", "plans/moe.json"),
+        ("plans/linear.json", "plans/stack.json", "plans/union.json", "plans/moe.json"),
         lambda rng, data: mutate_json(rng, data, ("pieces", "needs", "stored", "encoding", "layer", "role", "op", "shape")),
         _use_plan,
     ),

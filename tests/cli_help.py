@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,3 +105,26 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 __all__ = ["CONFIG", "LINEAR", "Cli", "Ran", "cli", "environment", "make_models", "run_process", "work"]
+
+
+_KILLED = """
+import os, sys, weightsmith
+def stop(progress):
+    if progress.tensors >= int(sys.argv[3]):
+        os.kill(os.getpid(), 9)
+weightsmith.moe(sys.argv[1], sys.argv[2], progress=stop, threads=1, check_loading=False)
+"""
+
+
+def check_killed_and_resumed(recipe: Mapping[str, Any], folder: Path, *, after: int) -> None:
+    """A mixture that is killed when `after` tensors are finished resumes with them, and has the bytes of an undisturbed one."""
+    import weightsmith
+
+    file, out, fresh = folder / "moe.yml", folder / "out", folder / "fresh"
+    file.write_text(json.dumps(recipe) + "\n")
+    killed = run_process(file, out, str(after), code=_KILLED)
+    assert killed.code == -signal.SIGKILL, killed.err
+    assert not out.exists()
+    assert weightsmith.moe(file, out).resumed >= after
+    weightsmith.moe(file, fresh)
+    assert (out / "model.safetensors").read_bytes() == (fresh / "model.safetensors").read_bytes()

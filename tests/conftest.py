@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import settings
+import os
 
-from weightsmith.planner import loading
+# One thread of linear algebra in each worker, set before numpy is imported. With one for each core in each worker the threads
+# wait for each other by spinning: 16 s of processor time instead of 1 in the tests of methods on whole matrices.
+for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
+
+import numba.core.config  # noqa: E402
+import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+from weightsmith.planner import loading  # noqa: E402
 
 # The first call of a kernel compiles it, which takes seconds; a deadline would fail whichever test comes first.
-settings.register_profile("weightsmith", deadline=None)
+# As plain Python an example takes a hundred times as long. What goes wrong there (an index out of bounds) goes wrong in most.
+settings.register_profile("weightsmith", deadline=None, max_examples=20 if numba.core.config.DISABLE_JIT else 100)
 settings.load_profile("weightsmith")
 
 

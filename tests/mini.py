@@ -14,11 +14,13 @@ import numpy as np
 from weightsmith import methods
 from weightsmith.checkpoint import open_checkpoint
 from weightsmith.containers.safetensors import make_layout
+from weightsmith.engine.bench import Unkept
 from weightsmith.engine.local import Resources, run
 from weightsmith.engine.tiles import TILE_BYTES
 from weightsmith.planner.decide import decide
 from weightsmith.planner.logical import split_fused
 from weightsmith.plans import Made, ModelInput, Plan, Read, Settings, Step
+from weightsmith.store.journal import Finished
 from weightsmith.structure.fused import SubMatrix
 from weightsmith.tensors import DTYPES, DType, TensorSpec
 
@@ -46,7 +48,7 @@ def write_checkpoint(
     return folder
 
 
-class Memory:
+class Memory(Unkept):
     """An engine output that keeps tensors in memory."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
@@ -58,9 +60,6 @@ class Memory:
             at += spec.nbytes
         self.checksums: dict[str, str] = {}
 
-    def keep(self, product: Any, arrays: Any) -> None:
-        pass
-
     def location(self, name: str) -> tuple[int, int]:
         return self.file.fileno(), self.offsets[name]
 
@@ -68,9 +67,9 @@ class Memory:
         assert start_byte + memoryview(buffer).nbytes <= self.specs[name].nbytes
         os.pwrite(self.file.fileno(), buffer, self.offsets[name] + start_byte)
 
-    def finish(self, name: str, checksum: str, distance: tuple[float, float] | None, made_from: str) -> None:
+    def finish(self, name: str, done: Finished) -> None:
         assert name not in self.checksums
-        self.checksums[name] = checksum
+        self.checksums[name] = done.checksum
 
     def tensor(self, name: str) -> np.ndarray:
         spec = self.specs[name]

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from weightsmith.store import Layout, Staging, combine, grain_bytes, hash_grains, make_layout
+from weightsmith.store.journal import Finished
 from weightsmith.tensors import DTYPES, TensorSpec
 
 SPECS = [
@@ -40,7 +41,7 @@ def put(staging: Staging, names: Iterable[str] = NAMES, seed: int = 0) -> None:
         half = raw.size // 2
         staging.write(name, half, raw[half:])
         staging.write(name, 0, raw[:half])
-        staging.finish(name, combine(hash_grains(raw, grain_bytes(BY_NAME[name]))))
+        staging.finish(name, Finished(combine(hash_grains(raw, grain_bytes(BY_NAME[name])))))
 
 
 def build(out: Path, plan: str = "plan", seed: int = 0, *, overwrite: bool = False, fsync: bool = False) -> Path:

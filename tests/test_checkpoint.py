@@ -169,15 +169,15 @@ def test_without_an_index_missing_shards_are_noticed(names: list[str], words: li
         (["adapter_config.json", "adapter_model.bin"], Unsupported, ["adapter (LoRA)", "'adapter_model.bin'"]),
         (["consolidated.00.pth", "consolidated.01.pth"], Unsupported, ["consolidated.00.pth", "slices of each tensor"]),
         (["unet/pytorch_model.bin"], NotFound, ["only in subfolders", "'unet/pytorch_model.bin'"]),
-        (["llama-Q4_K_M.gguf"], Unsupported, ["only GGUF", "'llama-Q4_K_M.gguf'"]),
+        (["llama-Q4_K_M.gguf", "llama-Q8_0.gguf"], FormatError, ["2 GGUF models in one folder: 'llama-Q4_K_M.gguf', 'llama"]),
         (["flax_model.msgpack"], Unsupported, ["no weights in a format that is read"]),
         (["unet/model.safetensors"], NotFound, ["only in subfolders", "'unet/model.safetensors'"]),
         (
             ["config.json", "training_args.bin"],
             NotFound,
-            ["no .safetensors, .bin, .pt, .pth or .ckpt file", "it holds 'config.json'"],
+            ["no .safetensors, .bin, .pt, .pth, .ckpt or .gguf file", "it holds 'config.json'"],
         ),
-        (["._model.safetensors"], NotFound, ["no .safetensors, .bin, .pt, .pth or .ckpt file", "it is empty"]),
+        (["._model.safetensors"], NotFound, ["no .safetensors, .bin, .pt, .pth, .ckpt or .gguf file", "it is empty"]),
         ([], NotFound, ["it is empty"]),
     ],
 )
@@ -338,7 +338,7 @@ def test_what_does_not_exist_is_not_found(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "weights.bin").write_bytes(b"")
     refused(FormatError, "not a PyTorch zip file", ref="weights.bin")
     (tmp_path / "weights.raw").write_bytes(b"")
-    refused(Unsupported, "does not end with .safetensors, .bin, .pt, .pth or .ckpt", ref="weights.raw")
+    refused(Unsupported, "does not end with .safetensors, .bin, .pt, .pth, .ckpt or .gguf", ref="weights.raw")
 
 
 def test_revisions_that_cannot_be(tmp_path: Path) -> None:

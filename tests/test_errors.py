@@ -113,10 +113,10 @@ def test_a_fix_is_a_sentence(fix: str, sentence: str) -> None:
 # ---- one voice
 
 VERBS = frozenset(
-    """add allow ask call check choose compare convert copy correct create decrypt download drop finish free
-    get give join keep leave list load look make mark merge move name open pass plan put raise read remove
-    rename repair replace report restore return run save set shorten start take test turn undo unpack unset
-    upload use wait write""".split()
+    """add allow ask call change check choose compare convert copy correct create decorate decrypt do download
+    drop finish free get give import install join keep leave list load look make mark merge move name open
+    pass plan put quote raise read reinstall remove rename repair replace report restore return run save see
+    set shorten start take test try turn undo unpack unset upload use wait write""".split()
 )
 
 

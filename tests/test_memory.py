@@ -214,7 +214,7 @@ def test_all_problems_are_told_at_once() -> None:
         "ParameterError: method ties needs a base\n  -> Give base=, the model the others came from.",
         found[1],
         "ParameterError: normalize: must be true or false, not 'no'",
-        "ParameterError: method ties needs the parameter 'weight'",
+        "ParameterError: method ties needs the parameter 'weight'\n  -> Give weight=.",
         "ParameterError: density[1]: must be at most 1, not 2",
         found[-1],
     ]
@@ -246,10 +246,12 @@ def test_values_that_do_not_fit(given: dict[str, Any], message: str) -> None:
 
 def test_numbers_of_models() -> None:
     assert problems("slerp", [W, W], base=W | {}, t=0.5) == [
-        "MismatchError: method slerp takes exactly 1 models besides the base, and here are 2"
+        "MismatchError: method slerp takes exactly 1 models besides the base, not 2"
     ]
-    assert problems("linear", [], weight=1)[0] == "MismatchError: method linear takes at least 1 models, and here are 0"
-    assert problems("linear", W, weight=1) == ["ParameterError: models: models must be a list of state dicts"]
+    assert problems("linear", [], weight=1)[0] == "MismatchError: method linear takes at least 1 models, not 0"
+    assert problems("linear", W, weight=1) == [
+        "ParameterError: models: models must be a list of state dicts\n  -> Write [a, b]."
+    ]
     with pytest.raises(UnknownName, match="did you mean 'linear'"):
         merge_state_dicts("liner", [W])
 
@@ -272,7 +274,7 @@ def test_what_is_no_state_dict_or_tensor() -> None:
         "Unsupported: models[0]: this is a Linear, not a mapping of names to tensors\n  -> Give its state_dict()."
     )
     assert found[1].startswith("Unsupported: models[1], tensor w: this is a builtins.list; it cannot be merged")
-    assert found[2] == "Unsupported: models[1]: the name 3 is no text"
+    assert found[2] == "Unsupported: models[1]: the name 3 is not a string\n  -> Use names as in a state_dict."
     assert found[3].startswith("Unsupported: models[1], tensor c: this is a tensor of dtype complex64; it cannot be merged")
 
 

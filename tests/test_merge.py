@@ -22,7 +22,7 @@ import weightsmith
 from tests.mini import write_checkpoint
 from weightsmith.errors import CannotResume, NonFinite, NoSpace, ParameterError, StoreError
 from weightsmith.identity import program_digest
-from weightsmith.store.staging import staging_folder
+from weightsmith.store.area import staging_folder
 
 RECIPE = """
 merge_method: {method}
@@ -43,10 +43,13 @@ def models(folder: Path, rows: int = 600, layers: int = 4) -> None:
     for i in range(layers):
         shapes |= {f"model.layers.{i}.{n}.weight": (rows, 96) for n in ("self_attn.q_proj", "mlp.up_proj")}
         shapes[f"model.layers.{i}.input_layernorm.weight"] = (96,)
-    base = {n: rng.normal(0, 0.02, s) for n, s in shapes.items()}
+    base = {n: rng.standard_normal(s, np.float32) * np.float32(0.02) for n, s in shapes.items()}
     config = {"model_type": "llama", "num_hidden_layers": layers, "vocab_size": rows, "tie_word_embeddings": False}
     for name, noise in (("base", 0.0), ("a", 1e-3), ("b", 2e-3)):
-        tensors = {n: (v + rng.normal(0, 1, v.shape) * noise).astype(ml_dtypes.bfloat16) for n, v in base.items()}
+        tensors = {
+            n: (v + rng.standard_normal(v.shape, np.float32) * np.float32(noise)).astype(ml_dtypes.bfloat16)
+            for n, v in base.items()
+        }
         write_checkpoint(folder / name, tensors, config, max_shard_bytes=10**6)
     (folder / "base" / "tokenizer.json").write_text("{}")
     (folder / "base" / "chat_template.jinja").write_text("{{ messages }}")
@@ -301,9 +304,8 @@ def test_progress_is_told_and_ends_at_all(here: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", [1, 4])
-def test_peak_memory_does_not_grow_with_the_model(tmp_path: Path, scale: int) -> None:
-    models(tmp_path, rows=60_000 * scale, layers=2)  # 70 and 280 MB a model
+def test_peak_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    models(tmp_path, rows=240_000, layers=2)  # 280 MB a model
     (tmp_path / "ties.yml").write_text(RECIPE.format(method="ties"))
     code = (
         "weightsmith.merge('ties.yml', 'out', threads=2, fsync=False)\n"
@@ -313,7 +315,7 @@ def test_peak_memory_does_not_grow_with_the_model(tmp_path: Path, scale: int) ->
     process = merge_in_a_process(tmp_path, code)
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
-    assert int(output) < 300  # MB; the three inputs of the larger model have 830
+    assert int(output) < 300  # MB; the three inputs have 830
 
 
 @pytest.mark.parametrize("after", ["all", "some, then nothing", "some, then an error", "an error"])

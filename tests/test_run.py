@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 
 import weightsmith
 from tests import plan_help
+from tests.cli_help import CONFIG, Cli
 from tests.mini import write_checkpoint
 from weightsmith.errors import Busy, CheckpointError, FormatError, ParameterError, PlanError, StoreError, WeightsmithError
 from weightsmith.identity import program_digest
@@ -100,7 +102,7 @@ def test_a_plan_from_the_command_line_runs_in_another_process_to_the_same_bytes(
 def test_four_processes_do_a_part_each_one_dies_and_the_last_one_publishes(here: Path) -> None:
     weightsmith.merge("ties.yml", "whole")
     file = planned(here)
-    slow = {**os.environ, "PYTHONPATH": str(here)}
+    slow = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])}
     (here / "sitecustomize.py").write_text(
         "import time\nfrom weightsmith.engine import local\nplain = local.Run._do\n"
         "def slow(self, *a):\n    time.sleep(0.05)\n    return plain(self, *a)\nlocal.Run._do = slow\n"
@@ -176,6 +178,38 @@ def test_a_product_is_made_by_one_part_and_found_by_the_others(here: Path, monke
         weightsmith.run(plan, "out", part=part)
     weightsmith.run(plan, "out")
     assert made == ["thresholds"]
+
+
+def test_warnings_about_the_data_of_all_parts_are_shown_once_by_the_run_that_publishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cli = Cli(monkeypatch, capsys)
+    for seed, name in enumerate("ab"):
+        tensors = {"norm": np.ones(4, np.float32), "steps": np.full(2, seed), "bound": np.full(2, np.inf, np.float32)}
+        write_checkpoint(tmp_path / name, tensors, CONFIG | {"rope_theta": seed})
+    recipe = {"merge_method": "linear", "models": [{"model": f"./{name}", "parameters": {"weight": 1}} for name in "ab"]}
+    Path("plan.json").write_text(json.dumps(weightsmith.plan(recipe).to_json()))
+    said = [cli("run", "plan.json", "out", *part).err for part in (["--part", "1/2"], ["--part", "2/2"], [])]
+    assert "warning" not in said[0] + said[1]
+    for warning in ("differ in RoPE theta", "steps: the models differ in this int64 tensor", "bound: this tensor holds a NaN"):
+        assert said[2].count(warning) == 1
+
+
+def test_an_older_journal_of_a_part_does_not_outweigh_the_newer_one_of_the_whole(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = weightsmith.plan("ties.yml")
+    weightsmith.run(plan, "out", part=(1, 2), allow_nonfinite=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("weightsmith.store.staging.Staging.publish", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            weightsmith.run(plan, "out")
+    assert weightsmith.run(plan, "out").resumed == len(plan.steps)  # type: ignore[union-attr]
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_part_does_not_discard_the_work_of_others(here: Path) -> None:
@@ -415,5 +449,10 @@ def test_the_program_is_its_version_and_its_code(tmp_path: Path, monkeypatch: py
         assert digest() == second, "what only draws makes no bytes"
         monkeypatch.setattr(identity, "__version__", "0.0.0")
         assert digest() != second
+        third = digest()
+        monkeypatch.setattr(
+            identity, "_version", lambda package: "0.0.0" if package == "libgguf" else metadata.version(package)
+        )
+        assert digest() != third, "ggml's blocks are libgguf's"
     finally:
         program_digest.cache_clear()

@@ -21,6 +21,21 @@ SIZES: dict[str, Any] = {
 HEADS = {**SIZES, "head_dim": 8}
 ENCODER = {k: v for k, v in SIZES.items() if k not in ("num_key_value_heads", "bos_token_id", "eos_token_id")}
 MOE = {**HEADS, "num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+DEEPSEEK = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "qk_nope_head_dim": 8,
+}
 VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -64,21 +79,7 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek-v3": (
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",
-        {
-            **SIZES,
-            "num_key_value_heads": 4,
-            "first_k_dense_replace": 1,
-            "n_routed_experts": 4,
-            "n_group": 1,
-            "topk_group": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "kv_lora_rank": 8,
-            "q_lora_rank": 8,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 8,
-            "qk_nope_head_dim": 8,
-        },
+        DEEPSEEK,
     ),
     "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "mamba": (

@@ -15,9 +15,12 @@ from weightsmith._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from weightsmith.api import Merged as Merged
+    from weightsmith.api import dequantize as dequantize
+    from weightsmith.api import extract_lora as extract_lora
     from weightsmith.api import merge as merge
     from weightsmith.api import moe as moe
     from weightsmith.api import plan as plan
+    from weightsmith.api import quantize as quantize
     from weightsmith.api import run as run
     from weightsmith.checkpoint import Checkpoint as Checkpoint
     from weightsmith.checkpoint import open_checkpoint as open_checkpoint
@@ -90,11 +93,14 @@ _HOMES = {
     "Unsupported": "errors",
     "WeightsmithError": "errors",
     "block_method": "methods.user",
+    "dequantize": "api",
+    "extract_lora": "api",
     "merge": "api",
     "merge_state_dicts": "memory",
     "moe": "api",
     "open_checkpoint": "checkpoint",
     "plan": "api",
+    "quantize": "api",
     "run": "api",
     "save_file": "store.save",
     "save_model": "store.save",
@@ -136,11 +142,14 @@ __all__ = [
     "WeightsmithError",
     "__version__",
     "block_method",
+    "dequantize",
+    "extract_lora",
     "merge",
     "merge_state_dicts",
     "moe",
     "open_checkpoint",
     "plan",
+    "quantize",
     "run",
     "save_file",
     "save_model",

@@ -1,42 +1,68 @@
-"""The Python API: `plan`, `merge`, `moe` and `run`."""
+"""The Python API: `plan`, `merge`, `moe`, `quantize`, `dequantize`, `extract_lora` and `run`."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from weightsmith._version import __version__
+from weightsmith.adapters import COMMAND, prepare_merge, prepare_models
 from weightsmith.checkpoint import CARD_NAME
+from weightsmith.containers import PEFT, SAFETENSORS
 from weightsmith.distance import Moved, distance_by_layer, to_json
-from weightsmith.errors import NOTHING_WRITTEN, Finding, ParameterError, WeightsmithError
+from weightsmith.errors import NOTHING_WRITTEN, Finding, ParameterError, PlanError, WeightsmithError
 from weightsmith.identity import facts, work_identity
-from weightsmith.options import Keywords, RecipeKeywords, RecipeOptions, RunKeywords, RunOptions, split
-from weightsmith.planner.build import Prepared, folder_of, loaded_recipe, prepare, prepare_recipe
-from weightsmith.plans import Plan, Product, Step
+from weightsmith.lora.adapter import CONFIG_NAME
+from weightsmith.options import (
+    ExtractKeywords,
+    ExtractSettings,
+    Keywords,
+    PlanKeywords,
+    QuantizeSettings,
+    RecipeOptions,
+    RunKeywords,
+    RunOptions,
+    output_dtype,
+    split,
+    split_into,
+)
+from weightsmith.planner.build import Prepared, prepare_source
+from weightsmith.plans import Made, Plan, Product, Step
 from weightsmith.plans.parts import part_of
 from weightsmith.progress import callbacks, watched_meter
-from weightsmith.recipe import Recipe
+from weightsmith.quantisation import prepare_copy, quantised
+from weightsmith.recipe import Recipe, Surgery, Upcycling
 
 if TYPE_CHECKING:
     from weightsmith.checkpoint import Checkpoint
-    from weightsmith.engine.local import Progress, Resources
+    from weightsmith.engine.local import Outcome, Progress, Resources
     from weightsmith.engine.results import Results
     from weightsmith.products import Report
+    from weightsmith.products.base import Arrays
+    from weightsmith.store.journal import Finished
     from weightsmith.store.staging import Staging
 
 RECIPE_NAME = "recipe.yml"
+STAGE = "stage"
+"""Key of the manifest: whether a result was written only for another recipe."""
 
-RecipeSource = str | os.PathLike[str] | Mapping[str, Any]
-"""Path of a YAML file, YAML text (with a newline), or a mapping."""
+_CONFIG_NAMES = {SAFETENSORS: "config.json", PEFT: CONFIG_NAME}
+"""Container → the file of `Plan.config`, if it is one."""
+
+RecipeSource = str | os.PathLike[str] | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""Path of a YAML file, YAML text (with a newline), a mapping, or a list of mappings, as the documents of a YAML file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +78,7 @@ class Merged:
     warnings       the plan's and those found in the data
     reports        reports of products, by name: where a router routes the prompts
     url            of the model on the hub, if pushed
+    stages         folders with the results of other recipes, if they are kept
     """
 
     out: Path
@@ -64,6 +91,7 @@ class Merged:
     warnings: tuple[Finding, ...]
     reports: Mapping[str, Report] = field(default_factory=dict)
     url: str = ""
+    stages: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,25 +106,30 @@ class Callbacks:
     rechecking: Callable[[int, int], None] | None = None
 
 
-def plan(recipe: RecipeSource, **options: Unpack[RecipeKeywords]) -> Plan:
+def plan(recipe: RecipeSource, **options: Unpack[PlanKeywords]) -> Plan:
     """Plan a recipe of `merge` or `moe`: every output tensor with its op, inputs and parameters.
 
-    Reads only headers and writes nothing. options: see `weightsmith.options.RecipeOptions`.
+    Reads only headers and writes nothing. options: see `RecipeOptions` and `QuantizeSettings` in
+    `weightsmith.options`.
 
     Raises PlanError with all problems of the recipe and the models.
     """
-    with prepare_any(recipe, split("plan", options)[0]) as prepared:
+    planning, settings, _ = split("plan", options)
+    with prepare_any(recipe, planning, settings) as prepared:
         return prepared.plan
 
 
-def prepare_any(recipe: RecipeSource, options: RecipeOptions) -> Prepared:
+def prepare_any(recipe: RecipeSource, options: RecipeOptions, settings: QuantizeSettings) -> Prepared:
     """The plan and open checkpoints of a recipe, of `merge` or `moe` depending on its keys; see `plan`."""
-    with loaded_recipe(recipe, None, options) as (loaded, problems):
+
+    def make(loaded: Recipe | Upcycling | Surgery, *more: Any, **places: Any) -> Prepared:
         if isinstance(loaded, Recipe):
-            return prepare_recipe(loaded, options, problems, folder=folder_of(recipe))
+            return prepare_models(loaded, *more, **places)
         from weightsmith.mixture import prepare_mixture
 
-        return prepare_mixture(loaded, options, problems, folder_of(recipe))
+        return prepare_mixture(loaded, *more, **places)
+
+    return quantised(lambda: prepare_source(recipe, None, options, make), options.quantize, settings)
 
 
 def merge(
@@ -109,19 +142,19 @@ def merge(
 ) -> Merged:
     """Merge checkpoints into a new folder, as described by a recipe.
 
-    recipe      path of a YAML file, YAML text, or a mapping
+    recipe      path of a YAML file, YAML text, a mapping, or a list of mappings: recipes that use each other's results
     out         output folder, created only when complete
     progress    called about ten times per second from this thread; True: a bar in terminals and notebooks, False: none
     rechecking  called with (bytes done, total bytes) while the finished tensors of an interrupted run are verified
-    options     see `weightsmith.options`: RecipeOptions (seed, out_dtype, …) and RunOptions (threads, overwrite, …)
+    options     see `weightsmith.options`: RecipeOptions (seed, out_dtype, …), QuantizeSettings and RunOptions (threads, …)
 
     Raises PlanError before anything is written, StoreError for problems with the output, CheckpointError if an input
     changes or cannot be read, PushFailed if the finished output cannot be uploaded. After KeyboardInterrupt or a crash, the
     same call resumes.
     """
     began = time.monotonic()
-    planning, running = split("merge", options)
-    with prepare(recipe, planning) as prepared:
+    planning, settings, running = split("merge", options)
+    with quantised(lambda: prepare_merge(recipe, planning), planning.quantize, settings) as prepared:
         with _watched("merging", progress, rechecking) as watching:
             return execute(prepared, out, running, watching, began=began)
 
@@ -145,9 +178,100 @@ def moe(
     from weightsmith.mixture import prepare_moe
 
     began = time.monotonic()
-    planning, running = split("moe", options)
-    with prepare_moe(recipe, planning) as prepared:
+    planning, settings, running = split("moe", options)
+    with quantised(lambda: prepare_moe(recipe, planning), planning.quantize, settings) as prepared:
         with _watched("copying", progress, rechecking) as watching:
+            return execute(prepared, out, running, watching, began=began)
+
+
+def quantize(
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    format: str,
+    *,
+    progress: Callable[[Progress], None] | bool = True,
+    rechecking: Callable[[int, int], None] | None = None,
+    **options: Unpack[Keywords],
+) -> Merged:
+    """Store a model in a quantised format, in a new folder.
+
+    model    folder, hub id or `base+adapter`, as in a recipe; a quantised one is dequantised first
+    format   `fp8-dynamic`; `weightsmith.quantisation.formats.FORMATS` lists all
+    options  see `weightsmith.options`: the format's `QuantizeSettings`, out_dtype, max_shard_bytes, seed, and RunOptions
+
+    Everything else is as for `merge`. Raises PlanError for an unknown format, for a setting that the format does not read,
+    and for a model that it cannot store.
+
+    >>> weightsmith.quantize("base", "base-fp8", "fp8-dynamic").plan.encodings  # doctest: +SKIP
+    ('fp8-dynamic',)
+    """
+    return _copy("quantize", model, out, {**options, "quantize": format}, "quantising", progress, rechecking)
+
+
+def dequantize(
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    progress: Callable[[Progress], None] | bool = True,
+    rechecking: Callable[[int, int], None] | None = None,
+    **options: Unpack[Keywords],
+) -> Merged:
+    """Copy a model into a new folder with plain weights, whatever they are stored as.
+
+    dtype  of all floating-point tensors: a string, a numpy dtype or a torch dtype; None: the model's own
+
+    Everything else is as for `quantize`.
+
+    >>> weightsmith.dequantize("base-fp8", "plain").plan.config.get("quantization_config")  # doctest: +SKIP
+    """
+    return _copy("dequantize", model, out, {**options, "out_dtype": dtype}, "dequantising", progress, rechecking)
+
+
+def _copy(
+    function: str,
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    options: Mapping[str, Any],
+    doing: str,
+    progress: Callable[[Progress], None] | bool,
+    rechecking: Callable[[int, int], None] | None,
+) -> Merged:
+    began = time.monotonic()
+    planning, settings, running = split(function, options)
+    with prepare_copy(model, planning, settings) as prepared:
+        with _watched(doing, progress, rechecking) as watching:
+            return execute(prepared, out, running, watching, began=began)
+
+
+def extract_lora(
+    finetuned: str | os.PathLike[str],
+    base: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    progress: Callable[[Progress], None] | bool = True,
+    rechecking: Callable[[int, int], None] | None = None,
+    **options: Unpack[ExtractKeywords],
+) -> Merged:
+    """Make a LoRA adapter of the difference of a fine-tune and its base, in a new folder as PEFT reads it.
+
+    finetuned, base  folders or hub ids, stored in any format that weightsmith reads; the fine-tune may be `base+adapter`
+    dtype            of the factors: a string, a numpy dtype or a torch dtype; None: that of the fine-tune's weights
+    options          see `weightsmith.options`: `ExtractSettings` and `RunOptions`
+
+    `Merged.reports["extraction"]` has what the adapter keeps, by matrix. Everything else is as for `merge`. Raises PlanError
+    for models that do not belong together, and if nothing differs.
+
+    >>> weightsmith.extract_lora("tuned", "base", "adapter", energy=0.9).reports["extraction"].parameters  # doctest: +SKIP
+    4884480
+    """
+    from weightsmith.adapters import prepare_extraction
+
+    began = time.monotonic()
+    settings, running = split_into("extract_lora", options, ExtractSettings, RunOptions)
+    with prepare_extraction(finetuned, base, settings, output_dtype(dtype)) as prepared:
+        with _watched("storing", progress, rechecking) as watching:
             return execute(prepared, out, running, watching, began=began)
 
 
@@ -173,7 +297,7 @@ def run(
     from weightsmith.planner.reopen import load_plan, reopen
 
     began = time.monotonic()
-    running = split("run", options)[1]
+    running = split("run", options)[2]
     with reopen(plan if isinstance(plan, Plan) else load_plan(plan), allow_code=allow_code) as prepared:
         with _watched("running", progress, rechecking) as watching:
             if part is not None:
@@ -205,63 +329,170 @@ def execute(
     *,
     began: float | None = None,
 ) -> Merged:
-    """Run a prepared plan and publish its output; see `merge`. began: time.monotonic() at the start of the timed work."""
-    from weightsmith.engine.constants import copied
-    from weightsmith.engine.local import run
-    from weightsmith.hub import check_push, push
-    from weightsmith.store.staging import Staging
+    """Run a prepared plan and publish its output; see `merge`. began: time.monotonic() at the start of the timed work.
 
+    If another plan follows from the products, these are computed first, in a staging folder of their own, which remains until
+    the output is published. So are the results of other recipes that cannot be computed when they are read.
+    """
     began = time.monotonic() if began is None else began
+    with _stages_written(prepared, out, options, callbacks) as (ready, stages):
+        if ready.plan.then is not None:
+            with _measured(ready, out, options, callbacks) as following:
+                merged = _execute(following, out, options, callbacks, began)
+        else:
+            merged = _execute(_Following(ready), out, options, callbacks, began)
+    found = [finding for stage in stages for finding in stage.warnings[len(stage.plan.warnings) :]]
+    found += [] if options.keep_stages else _without_stages(stages)
+    kept = tuple(stage.out for stage in stages) if options.keep_stages else ()
+    return replace(merged, warnings=(*merged.warnings, *found), stages=kept)
+
+
+@contextmanager
+def _stages_written(
+    prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, callbacks: Callbacks
+) -> Iterator[tuple[Prepared, list[Merged]]]:
+    """Write the results of other recipes that must be written, or all that are to be kept: the plan that reads them, and they.
+
+    Each is a run of its own, which resumes; its folder remains until the output is published. One that an earlier run has
+    finished, from the same plan and the same files, is verified and used again.
+    """
+    from weightsmith.store.target import check_out, check_vacant
+
+    wanted = list({stage.path: stage for stage in prepared.stages if stage.why or options.keep_stages}.values())
+    if not wanted:
+        yield prepared, []
+        return
+    if prepared.again is None or any(stage.again is None for stage in wanted):
+        raise ParameterError("a plan that was made before has no results of stages to keep", fix="merge the recipe itself")
+    check_vacant(check_out(out), overwrite=options.overwrite, protected=_protected(prepared))
+    written: dict[str, Path] = {}
+    made: list[Merged] = []
+    for stage in wanted:
+        assert stage.again is not None
+        with stage.again(written) as own:
+            made.append(_stage(own, stage_folder(out, stage.path), options, callbacks))
+        written[stage.path] = made[-1].out
+    with prepared.again(written) as last:
+        yield replace(last, plan=replace(last.plan, warnings=prepared.plan.warnings)), made
+
+
+def _without_stages(stages: Sequence[Merged]) -> list[Finding]:
+    """Remove results that were written only to be read; a warning for each that stays."""
+    from weightsmith.store.disk import remove_tree
+    from weightsmith.store.manifest import MANIFEST_NAME, read_manifest
+    from weightsmith.store.target import check_replaced
+
+    found = []
+    for stage in stages:
+        try:
+            if read_manifest(stage.out).data.get(STAGE) is True:  # one of an earlier run may be there to be kept
+                check_replaced(stage.out)
+                remove_tree(stage.out, last=MANIFEST_NAME)
+        except WeightsmithError as error:
+            found.append(Finding(f"not removed: {error.finding.what}", str(stage.out), fix="remove it yourself"))
+    return found
+
+
+def _stage(prepared: Prepared, folder: Path, options: RunOptions, callbacks: Callbacks) -> Merged:
+    """Write the result of one recipe for others, unless it is there."""
+    from weightsmith.store.manifest import read_manifest
+    from weightsmith.store.verify import verify
+
+    began, plan = time.monotonic(), prepared.plan
+    more = {STAGE: not options.keep_stages}
+    options = replace(options, push=None)
+    with suppress(WeightsmithError):  # not there, or damaged: it is made
+        found = read_manifest(folder)
+        if found.data.get(STAGE) is True:
+            options = replace(options, overwrite=True)
+        if found.plan == work_identity(plan, prepared.inputs, options.device):
+            verify(folder, threads=_resources(plan, options).workers, progress=callbacks.rechecking)
+            return Merged(folder, plan, len(plan.steps), 0, 0, time.monotonic() - began, (), plan.warnings)
+    return _execute(_Following(prepared), folder, options, callbacks, began, more)
+
+
+def stage_folder(out: str | os.PathLike[str], path: str) -> Path:
+    """Where the result of another recipe is written for an output. path: `Stage.path`.
+
+    >>> stage_folder("out", "first").name, stage_folder("out", "a/b").name
+    ('out.stage-first', 'out.stage-a_b-c14cdd')
+    """
+    from weightsmith.store.target import absolute
+
+    name = re.sub(r"[^\w.-]", "_", path)[:80]
+    if name != path:
+        name += f"-{hashlib.sha256(path.encode()).hexdigest()[:6]}"
+    folder = absolute(out)
+    return folder.with_name(f"{folder.name}.stage-{name}")
+
+
+def check_computable(prepared: Prepared) -> None:
+    """Raise ParameterError if a result must be written before the plan can be run."""
+    for stage in prepared.stages:
+        if stage.why:
+            raise ParameterError(
+                f"the result of {stage.label} must be written first: {stage.why}",
+                fix="run weightsmith merge (weightsmith.merge), which does that; or merge it alone, and name its folder",
+                state=NOTHING_WRITTEN,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Following:
+    """A plan to run, and what another one that was run first gives it.
+
+    arrays   of products that both have, by name
+    files    to add to the output
+    reports  besides those of the products
+    """
+
+    prepared: Prepared
+    arrays: Mapping[str, Arrays] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    reports: Mapping[str, Report] = field(default_factory=dict)
+
+
+def _execute(
+    following: _Following,
+    out: str | os.PathLike[str],
+    options: RunOptions,
+    callbacks: Callbacks,
+    began: float,
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> Merged:
+    """See `execute`. more: for the manifest."""
+    from weightsmith.engine.constants import copied
+    from weightsmith.hub import check_push, push
+
+    prepared = following.prepared
     plan, inputs = prepared.plan, prepared.inputs
-    resources = _resources(plan, options)
     hub = check_push(options.push) if options.push is not None else None
-    _download(prepared, out, options)
-    with Staging.open(
-        out,
-        plan.layout,
-        work_identity(plan, inputs),
-        facts=facts(plan, inputs),
-        resume=options.resume,
-        overwrite=options.overwrite,
-        protected=_protected(prepared),
-        other_bytes=_other_bytes(plan, inputs[plan.donor]),
-        threads=resources.workers,
-        progress=callbacks.rechecking,
-    ) as staging:
-        results = _kept_products(plan, staging)
+    with _staged(prepared, out, options, callbacks) as (staging, run):
+        results = _kept_products(plan, staging, following.arrays)
         done = _finished(plan, staging, results, options.allow_nonfinite)
         earlier = bool(staging.finished) or any(results.finished(product.name) for product in plan.products)
         try:
-            outcome = run(
-                plan,
-                inputs,
-                staging,
-                resources,
-                skip=done,
-                results=results,
-                progress=callbacks.progress,
-                allow_nonfinite=options.allow_nonfinite,
-                folders=[model.folder for model in inputs],
-            )
+            outcome = run(skip=done, results=results)
         except WeightsmithError as error:
-            if error.product and not earlier:  # a failed product leaves nothing behind
+            made = not isinstance(error, PlanError) and any(results.finished(product.name) for product in plan.products)
+            if error.product and not earlier and not made:  # a product that fails first leaves nothing behind
                 staging.discard()
                 error.state = NOTHING_WRITTEN
             raise
-        reports = _reports(plan.products, results)
+        reports = {**_reports(plan.products, results), **following.reports}
         distance = distance_by_layer(plan, outcome.distances)
         named = _files(prepared, Path(out).name, distance, reports, card=options.card, repo=options.push or "")
-        for name, data in named.items():
+        for name, data in {**named, **following.files}.items():
             staging.add_file(name, data)
         for model in inputs:
             model.check_unchanged()
-        folder = staging.publish(_provenance(plan, distance), fsync=options.fsync)
+        folder = staging.publish({**_provenance(plan, distance), **more}, fsync=options.fsync)
     url = ""
     if hub is not None and options.push is not None:
         url = push(hub, folder, options.push, public=options.public, message=plan.made.title)
     found = [*staging.warnings]
-    found += [_disagreement(plan, step) for step in plan.steps if step.out.name in outcome.differing]
-    found += copied(outcome.nonfinite)
+    found += [_disagreement(plan, step) for step in plan.steps if outcome.finished[step.out.name].differing]
+    found += copied(outcome.finished)
     found += [finding for report in reports.values() for finding in report.warnings(RECIPE_NAME)]
     return Merged(
         out=folder,
@@ -277,6 +508,42 @@ def execute(
     )
 
 
+@contextmanager
+def _measured(
+    prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, callbacks: Callbacks
+) -> Iterator[_Following]:
+    """Compute the products of a plan from which another one follows."""
+    from weightsmith.store.target import check_out, check_vacant
+
+    check_vacant(check_out(out), overwrite=options.overwrite, protected=_protected(prepared))
+    plan = replace(prepared.plan, made=Made("measurement"), steps=(), then=None)  # it serves any number of bits, any mixture
+    folder = Path(out).with_name(f"{Path(out).name}.measurement")
+    with _staged(replace(prepared, plan=plan), folder, options, callbacks) as (staging, run):
+        results = _kept_products(plan, staging)
+        found = run(results=results).results
+        arrays = {product.name: found.arrays(product.name) for product in plan.products if not product.transient}
+        try:
+            following = _follow(prepared, arrays)
+        except PlanError as error:
+            if error.state == NOTHING_WRITTEN:
+                staging.discard()
+            raise
+        yield following
+        staging.discard()
+
+
+def _follow(prepared: Prepared, arrays: Mapping[str, Arrays]) -> _Following:
+    from weightsmith import adapters
+    from weightsmith.adapters.report import NAME
+    from weightsmith.quantisation.formats import followed
+
+    if (prepared.plan.then or {}).get("format") == adapters.FORMAT:
+        plan, report = adapters.follow(prepared, arrays)
+        return _Following(replace(prepared, plan=plan), arrays, reports={NAME: report})
+    following, files = followed(prepared, arrays)
+    return _Following(following, files=files)
+
+
 def execute_part(
     prepared: Prepared,
     out: str | os.PathLike[str],
@@ -285,46 +552,71 @@ def execute_part(
     callbacks: Callbacks = Callbacks(),
 ) -> None:
     """Run one part of a prepared plan, in parallel with other processes; see `run`."""
-    from weightsmith.engine.local import run
-    from weightsmith.store.staging import Staging
-
     if not options.resume:
         fix = "run once without a part and with --no-resume (resume=False), or remove the staging folder"
         raise ParameterError("a part cannot discard the work of other parts", fix=fix)
-    plan, inputs = prepared.plan, prepared.inputs
+    plan = prepared.plan
+    if plan.then is not None:
+        raise ParameterError("a plan that begins with a measurement has no parts", fix="run the whole plan")
+    check_computable(prepared)
     steps = part_of(plan, *part)
+    with _staged(prepared, out, options, callbacks, part, steps) as (staging, run):
+        with staging.only_process():  # other processes reuse these products
+            results = _kept_products(plan, staging)
+            if products := plan.products_for(steps):
+                run(steps=(), products=products, results=results)
+        run(steps=steps, products=(), skip=_finished(plan, staging, results, options.allow_nonfinite), results=results)
+        for model in prepared.inputs:
+            model.check_unchanged()
+
+
+@contextmanager
+def _staged(
+    prepared: Prepared,
+    out: str | os.PathLike[str],
+    options: RunOptions,
+    callbacks: Callbacks,
+    part: tuple[int, int] | None = None,
+    steps: Iterable[Step] | None = None,
+) -> Iterator[tuple[Staging, Callable[..., Outcome]]]:
+    """Download, then open the output: its staging, and `engine.local.run` bound to it. steps: of the part."""
+    from weightsmith.engine.local import run
+    from weightsmith.store.staging import Staging
+
+    plan, inputs = prepared.plan, prepared.inputs
     resources = _resources(plan, options)
+    for stage in prepared.stages:
+        stage.source.set_run(
+            allow_nonfinite=options.allow_nonfinite, tile_bytes=resources.tile_bytes, aligned_bytes=resources.aligned_bytes
+        )
     _download(prepared, out, options)
-    with Staging.attach(
+    with Staging.open(
         out,
         plan.layout,
-        work_identity(plan, inputs),
-        part,
-        {out.name for step in steps for out in step.outs},
-        facts=facts(plan, inputs),
+        work_identity(plan, inputs, options.device),
+        part=part,
+        names=None if steps is None else {out.name for step in steps for out in step.outs},
+        facts=facts(plan, inputs, options.device),
+        resume=options.resume,
         overwrite=options.overwrite,
         protected=_protected(prepared),
         other_bytes=_other_bytes(plan, inputs[plan.donor]),
         threads=resources.workers,
         progress=callbacks.rechecking,
     ) as staging:
-        do = partial(
-            run,
-            plan,
-            inputs,
+        yield (
             staging,
-            resources,
-            progress=callbacks.progress,
-            allow_nonfinite=options.allow_nonfinite,
-            folders=[model.folder for model in inputs],
+            partial(
+                run,
+                plan,
+                inputs,
+                staging,
+                resources,
+                progress=callbacks.progress,
+                allow_nonfinite=options.allow_nonfinite,
+                folders=[model.folder for model in inputs],
+            ),
         )
-        with staging.only_process():  # other processes reuse these products
-            results = _kept_products(plan, staging)
-            if products := plan.products_for(steps):
-                do(steps=(), products=products, results=results)
-        do(steps=steps, products=(), skip=_finished(plan, staging, results, options.allow_nonfinite), results=results)
-        for model in inputs:
-            model.check_unchanged()
 
 
 def make_product(
@@ -333,6 +625,7 @@ def make_product(
     """Compute one product of a plan and its dependencies in memory. Returns its report; writes nothing."""
     from weightsmith.engine.local import run
 
+    check_computable(prepared)
     prepared.download()
     plan = prepared.plan
     products = plan.products_for((), {name})
@@ -358,6 +651,7 @@ def measure_distance(
     """
     from weightsmith.engine.local import run
 
+    check_computable(prepared)
     prepared.download()
     plan = prepared.plan
     steps = [step for step in plan.steps if any(leaf.base and leaf.merges for leaf in step.leaves)]
@@ -381,12 +675,14 @@ def _resources(plan: Plan, options: RunOptions) -> Resources:
 
     threads = options.threads or Resources().workers
     memory = options.max_memory_bytes
+    resident = fit_resident_bytes(memory, threads, plan.widest, RESIDENT_BYTES, plan.levels)
     return Resources(
         threads,
-        fit_tile_bytes(memory, threads, plan.widest),
-        fit_resident_bytes(memory, threads, plan.widest, RESIDENT_BYTES),
+        fit_tile_bytes(memory, threads, plan.widest, plan.levels),
+        resident,
         options.device,
         ALIGNED_BYTES if memory is None else 0,
+        None if memory is None else resident,
     )
 
 
@@ -405,34 +701,34 @@ def _protected(prepared: Prepared) -> tuple[Path, ...]:
     return tuple(dict.fromkeys([*paths, *prepared.named]))
 
 
-def _kept_products(plan: Plan, staging: Staging) -> Results:
-    """The products that an earlier run or another process has finished."""
+def _kept_products(plan: Plan, staging: Staging, known: Mapping[str, Arrays] = MappingProxyType({})) -> Results:
+    """The products that an earlier run or another process has finished. known: the arrays of some."""
     from weightsmith.engine.results import Results
 
     results = Results(plan)
     for product in plan.products:
-        arrays = staging.product(product.name, product.outs)
+        arrays = known[product.name] if product.name in known else staging.product(product.name, product.outs)
         if arrays is not None:
             results.put(product, arrays)
     return results
 
 
-def _finished(plan: Plan, staging: Staging, results: Results, allow_nonfinite: bool) -> dict[str, tuple[float, float] | None]:
-    """The tensors that an earlier run has finished, with their distances from the base.
+def _finished(plan: Plan, staging: Staging, results: Results, allow_nonfinite: bool) -> dict[str, Finished]:
+    """The output tensors (`Step.out`) that an earlier run or another process has finished.
 
     A tensor counts only if the products it was computed from still exist (recomputed, they might differ), and if it was
     checked for NaN in the same way as in this run.
     """
-    finished, distances = staging.finished, staging.distances
+    finished = staging.records
 
     def counts(step: Step) -> bool:
         needed = plan.needs(step)
         if not all(out.name in finished for out in step.outs) or not all(map(results.finished, needed)):
             return False
         digests = {results.digest(needed), results.digest(needed, allow_nonfinite=allow_nonfinite)}
-        return all(staging.made_from(out.name) in digests for out in step.outs)
+        return all(finished[out.name].made_from in digests for out in step.outs)
 
-    return {step.out.name: distances.get(step.outs[0].name) for step in plan.steps if counts(step)}
+    return {step.out.name: finished[step.outs[0].name] for step in plan.steps if counts(step)}
 
 
 def _reports(products: Iterable[Product], results: Results) -> dict[str, Report]:
@@ -440,6 +736,8 @@ def _reports(products: Iterable[Product], results: Results) -> dict[str, Report]
 
     found = {}
     for product in products:
+        if product.transient:
+            continue
         arrays = [results.array(out.name) for out in product.outs]
         report = find_kind(product.op).report(product, arrays)
         if report is not None:
@@ -456,16 +754,23 @@ class _Discarded:
     def write(self, name: str, start_byte: int, buffer: object) -> None:
         pass
 
-    def finish(self, name: str, checksum: str, distance: object, made_from: str) -> None:
+    def finish(self, name: str, done: Finished) -> None:
         pass
 
-    def keep(self, product: object, arrays: object) -> None:
+    def create(self, product: object) -> None:
+        pass
+
+    def keep(self, product: object, arrays: Arrays) -> Arrays:
+        return arrays
+
+    def forget(self, product: object) -> None:
         pass
 
 
 def _other_bytes(plan: Plan, donor: Checkpoint) -> int:
     """Approximate size of all files except weights: carried files, the recipe (also in the card), and others."""
     carried = sum(path.stat().st_size for name in plan.carried if (path := donor.folder / name).is_file())
+    carried += sum(map(len, plan.files.values()))
     return carried + len(json.dumps(plan.config)) + 2 * len(plan.recipe.encode()) + (64 << 10)
 
 
@@ -480,10 +785,11 @@ def _files(
     """All files except weights. These replace the donor's files of the same name."""
     plan = prepared.plan
     donor = prepared.inputs[plan.donor]
-    files: dict[str, bytes | Path] = {name: donor.folder / name for name in plan.carried}
-    if plan.config is not None:
-        files["config.json"] = (json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n").encode()
-    files[RECIPE_NAME] = plan.recipe.encode()
+    files: dict[str, bytes | Path] = {name: donor.folder / name for name in plan.carried} | dict(plan.files)
+    if plan.config is not None and plan.container in _CONFIG_NAMES:
+        files[_CONFIG_NAMES[plan.container]] = (json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n").encode()
+    if plan.made.name != COMMAND:
+        files[RECIPE_NAME] = plan.recipe.encode()
     if card:
         from weightsmith.cards import model_card
 
@@ -493,6 +799,15 @@ def _files(
     for report in reports.values():
         files |= report.files()
     return files
+
+
+def _inputs(plan: Plan) -> list[dict[str, Any]]:
+    """The models; with the method and the models of each merge that is computed on the way."""
+
+    def merge(made: Plan | None) -> dict[str, Any]:
+        return {} if made is None else {"merge_method": made.made.name, "inputs": _inputs(made)}
+
+    return [{"ref": m.ref, "revision": m.revision, "identity": m.identity, **merge(m.plan)} for m in plan.models]
 
 
 def _provenance(plan: Plan, distance: tuple[Moved, ...]) -> dict[str, Any]:
@@ -508,9 +823,9 @@ def _provenance(plan: Plan, distance: tuple[Moved, ...]) -> dict[str, Any]:
         },
         "merge_method": plan.made.name,
         **code,
-        **({"quantised": list(plan.encodings)} if plan.encodings else {}),
+        **({"quantised": plan.made.format} if plan.made.format else {}),
         "seed": plan.seed,
-        "inputs": [{"ref": m.ref, "revision": m.revision, "identity": m.identity} for m in plan.models],
+        "inputs": _inputs(plan),
         "dropped": [{"model": plan.models[d.model].ref, "tensor": d.tensor, "reason": d.reason} for d in plan.dropped],
         "distance_from_base": to_json(distance),
         "recipe": plan.recipe,

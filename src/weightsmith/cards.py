@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -14,10 +15,12 @@ import yaml
 
 from weightsmith.checkpoint import CARD_NAME, Checkpoint
 from weightsmith.citations import cite
+from weightsmith.containers import GGUF, PEFT, SAFETENSORS
 from weightsmith.distance import Moved, to_markdown
+from weightsmith.engine.computed import Computed
 from weightsmith.errors import WeightsmithError
 from weightsmith.formats.files import read_bounded
-from weightsmith.plans import PLAIN, Plan
+from weightsmith.plans import PLAIN, ModelInput, Plan
 
 MAX_CARD_BYTES = 4 << 20
 MAX_FRONT_CHARACTERS = 64 << 10
@@ -82,7 +85,8 @@ def model_card(
     repo      on the hub, if the model is pushed: the name to load it by
     """
     parts = list(_parts(plan, inputs))
-    models = "\n".join(f"* {_linked(m.ref, m.revision)}{f' at {m.revision}' if m.revision else ''}" for m in plan.models)
+    named = {m.ref: m.revision for m, _ in _models(plan, inputs)}
+    models = "\n".join(f"* {_linked(ref, commit)}{f' at {commit}' if commit else ''}" for ref, commit in named.items())
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", plan.recipe)), default=0))
     return f"""---
 {yaml.safe_dump(_front(plan, parts), sort_keys=False, allow_unicode=True).strip()}
@@ -122,9 +126,20 @@ def read_card(folder: Path) -> dict[str, Any]:
     return {key: value for key, value in found.items() if isinstance(key, str)} if isinstance(found, dict) else {}
 
 
-def _parts(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[_Part]:
+def _models(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[tuple[ModelInput, Checkpoint | None]]:
+    """The models; of a merge that is computed on the way, its own. None: not among `inputs`."""
     for number, model in enumerate(plan.models):
-        paths = [] if number >= len(inputs) or inputs[number].alone else inputs[number].paths
+        found = inputs[number] if number < len(inputs) else None
+        if model.plan is None:
+            yield model, found
+        else:
+            source = None if found is None else found.source
+            yield from _models(model.plan, source.inputs if isinstance(source, Computed) else ())
+
+
+def _parts(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[_Part]:
+    for model, found in dict(_models(plan, inputs)).items():
+        paths = () if found is None or found.alone else found.paths
         folders = dict.fromkeys(path.parent for path in paths)
         for ref, commit, folder in zip_longest(model.ref.split("+"), model.revision.split("+"), folders):
             if ref:
@@ -133,16 +148,21 @@ def _parts(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[_Part]:
 
 def _front(plan: Plan, parts: Sequence[_Part]) -> dict[str, Any]:
     front: dict[str, Any] = {}
-    if bases := list(dict.fromkeys(base for part in parts for base in part.bases)):
-        front = {"base_model": bases, "base_model_relation": "merge"}
+    made_from = parts if plan.container != PEFT else [_base_of_adapter(plan)]
+    if bases := list(dict.fromkeys(base for part in made_from for base in part.bases)):
+        front = {"base_model": bases} | ({"base_model_relation": plan.made.relation} if plan.made.relation else {})
     licences = {part.licence for part in parts}
     if len(licences) == 1:
         front |= {key: value for key, value in zip(_LICENCE_KEYS, licences.pop(), strict=False) if value}
-    if plan.config is not None:
-        front["library_name"] = "transformers"
+    if plan.container == PEFT:
+        front["library_name"] = "peft"
+    elif plan.config is not None:
+        front["library_name"] = "transformers" if plan.container == SAFETENSORS else "gguf"
         if _architecture(plan).endswith("ForCausalLM"):
             front["pipeline_tag"] = "text-generation"
-    return {**front, "tags": list(dict.fromkeys(["merge", "weightsmith", plan.made.name.rpartition(":")[2]]))}
+    tags = [plan.made.relation, "weightsmith", plan.made.name.rpartition(":")[2]]
+    tags += ["lora"] if plan.container == PEFT else []
+    return {**front, "tags": list(dict.fromkeys(filter(None, tags)))}
 
 
 def _licences(parts: Sequence[_Part]) -> str:
@@ -155,12 +175,24 @@ def _licences(parts: Sequence[_Part]) -> str:
 
 def _usage(plan: Plan, name: str) -> str:
     """How to load it with transformers; "" where that is not known."""
+    if plan.container == PEFT:
+        base = json.dumps(_base_of_adapter(plan).ref)
+        lines = [
+            "from peft import PeftModel",
+            "from transformers import AutoModelForCausalLM",
+            "",
+            f'base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto", device_map="auto")',
+            f"model = PeftModel.from_pretrained(base, {json.dumps(name)})",
+        ]
+        return "\n## Usage\n\n```python\n" + "\n".join(lines) + "\n```\n"
+    if plan.container == GGUF:
+        return f"\n## Usage\n\n```bash\nllama-cli -m {name}/{plan.layout.shards[0].name}\n```\n"
     architecture, custom = _architecture(plan), "auto_map" in (plan.config or {})
     if not architecture.isidentifier():
         return ""
     loader = "AutoModelForCausalLM" if architecture.endswith("ForCausalLM") else "AutoModel" if custom else architecture
     more = ", trust_remote_code=True" if custom else ""
-    tokenizer = any(file.startswith(("tokenizer", "vocab", "spiece", "tekken")) for file in plan.carried)
+    tokenizer = any(file.startswith(("tokenizer", "vocab", "spiece", "tekken")) for file in (*plan.carried, *plan.files))
     lines = [f"from transformers import {', '.join(sorted([loader, *(['AutoTokenizer'] if tokenizer else [])]))}", ""]
     if tokenizer:
         lines.append(f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)}{more})")
@@ -173,23 +205,40 @@ def _usage(plan: Plan, name: str) -> str:
     return "\n## Usage\n\n```python\n" + "\n".join(lines) + "\n```\n"
 
 
+def _base_of_adapter(plan: Plan) -> _Part:
+    """The model that an adapter is for."""
+    name = str((plan.config or {}).get("base_model_name_or_path") or "")
+    local = Path(name).expanduser()
+    return _Part(name, not local.exists() and _HUB_ID.fullmatch(name) is not None, read_card(local))
+
+
 def _architecture(plan: Plan) -> str:
     listed = (plan.config or {}).get("architectures")
     return listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], str) else ""
 
 
+def _sources(plan: Plan) -> Iterator[str]:
+    yield plan.made.source
+    for model in plan.models:
+        yield from () if model.plan is None else _sources(model.plan)
+
+
 def _citation(plan: Plan) -> str:
-    entries = cite(plan.made.source)
+    entries = cite("\n".join(_sources(plan)))
     if not entries:
         return ""
     return "\n## Citation\n\n```bibtex\n" + "\n\n".join(entry.bibtex() for entry in entries) + "\n```\n"
 
 
 def _quantised(plan: Plan) -> str:
-    if not plan.encodings:
+    if not plan.made.format:
         return ""
-    number = sum(step.encoding != PLAIN for step in plan.steps)
-    return f"\nQuantised: {', '.join(plan.encodings)} ({number:,} of {len(plan.steps):,} tensors).\n"
+    if plan.container == GGUF:
+        counts = Counter(out.dtype.name for step in plan.steps for out in step.outs)
+        types = ", ".join(f"{number:,} {name}" for name, number in counts.most_common())
+        return f"\nStored as {plan.made.format}. Types of the tensors: {types}.\n"
+    number = sum(step.family != PLAIN for step in plan.steps)
+    return f"\nQuantised: {plan.made.format}{f' ({number:,} of {len(plan.steps):,} tensors)' if number else ''}.\n"
 
 
 def _moved(plan: Plan, distance: tuple[Moved, ...]) -> str:

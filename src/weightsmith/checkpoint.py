@@ -9,6 +9,7 @@ import contextlib
 import glob
 import os
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from weightsmith.hub import Repository
+    from weightsmith.plans import Plan
     from weightsmith.sources.base import Buffer
 
 MAX_CONFIG_BYTES = 16 << 20
@@ -43,7 +45,7 @@ class Checkpoint:
     """A model: a source of tensors, and its other files. Created by `open_checkpoint`; a context manager.
 
     ref          as the user named it
-    folder       contains config.json and the other files
+    folder       contains config.json and the other files; a temporary one if they are made from the weight files (GGUF)
     source       source of the tensors; its members are available here too, so a checkpoint is itself a source
     revision     commit hash of a hub model, "" otherwise
     config       config.json, or None if missing
@@ -52,9 +54,11 @@ class Checkpoint:
     ignored      weight files in the folder that are not part of the model (`consolidated.safetensors`, variants)
     metadata     the weight files' metadata (`__metadata__` of safetensors), without keys on which files disagree
     quantised    the quantisation of the weights, None if not quantised
+    decoded      the quantisation of stored weights that the source decodes; "" if there is none
     repositories hub repositories whose files may have to be downloaded before tensors are read
     notes        warnings about the model
     alone        a single file, opened without its folder
+    plan         of a merge whose result it is, if the tensors are computed when they are read
     """
 
     def __init__(
@@ -72,6 +76,9 @@ class Checkpoint:
         metadata: Mapping[str, str] | None = None,
         notes: tuple[Finding, ...] = (),
         repositories: tuple[Repository, ...] = (),
+        decoded: str = "",
+        temporary: tempfile.TemporaryDirectory[str] | None = None,
+        plan: Plan | None = None,
     ) -> None:
         self.ref = ref
         self.folder = folder
@@ -86,6 +93,9 @@ class Checkpoint:
         self.quantised = describe_quantisation(config, source.specs)
         self.notes = notes
         self.repositories = repositories
+        self.decoded = decoded
+        self.plan = plan
+        self._temporary = temporary
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -174,6 +184,8 @@ class Checkpoint:
     def close(self) -> None:
         """Close all files, once no thread reads any more. May be called twice."""
         self.source.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -196,8 +208,9 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a model: a local folder, one weight file, or a hub id `org/name[@revision]`.
 
-    Weights are safetensors, or PyTorch's zip checkpoints (.bin, .pt, .pth, .ckpt), which are read without executing code.
-    FP8 weights with scales are dequantised to float32; other quantised weights are returned as stored.
+    Weights are safetensors, PyTorch's zip checkpoints (.bin, .pt, .pth, .ckpt), which are read without executing code, or GGUF,
+    whose config.json and tokenizer are made from the file. GGUF's blocks, and FP8, compressed-tensors, GPTQ, AWQ, bitsandbytes,
+    EXL3 and MLX weights are dequantised to float32; others are returned as stored.
 
     A local path takes precedence over a hub id of the same name; a Path is never a hub id. A single file is opened without
     the config.json next to it: open the folder to get both. Hub models are downloaded to huggingface_hub's cache
@@ -206,7 +219,7 @@ def open_checkpoint(
     raw       return tensors as stored, without decoding
     download  False reads the headers of a hub model by byte range; tensors can be read after `Checkpoint.download`
 
-    Raises NotFound, FormatError (a byte that breaks the format), Unsupported (GGUF, adapters, dtypes, FP8 in another layout),
+    Raises NotFound, FormatError (a byte that breaks the format), Unsupported (adapters, dtypes, codes in another layout),
     CheckpointError (permissions, network), ParameterError (a revision for a local path, or two revisions).
 
     >>> open_checkpoint("./no/such/folder")
@@ -249,14 +262,16 @@ def locate(ref: str | Path, revision: str | None = None) -> Path | tuple[str, st
     path = expand_user(name)
     if name and _exists(path):
         if revision is not None:
-            raise ParameterError(f"revision {show(revision)} for a local path, which has no revisions", where=name)
+            what = f"revision {show(revision)} for a local path, which has no revisions"
+            raise ParameterError(what, where=name, fix="leave the revision out")
         return path
     match = _HUB_ID.fullmatch(name) if isinstance(ref, str) and not name.lower().endswith(_FILE_SUFFIXES) else None
     if match is None:
         raise _not_found(name, path)
     repo, in_name = match[1], match[2]
     if revision is not None and in_name is not None and revision != in_name:
-        raise ParameterError(f"two revisions: {show(in_name)} in the name, and revision={show(revision)}", where=name)
+        what = f"two revisions: {show(in_name)} in the name, and revision={show(revision)}"
+        raise ParameterError(what, where=name, fix="give one of them")
     return repo, in_name or revision
 
 
@@ -268,7 +283,7 @@ def _open_folder(
     config = _read_config(folder / "config.json") if "config.json" in names else None
     files, left_out = choose_carried(folder, names, config)
     if repository is None:
-        _check_links(folder, files)
+        check_links(folder, files)
         check_carried(folder, files)
         return _checkpoint(ref, folder, found.open(ref), None, config, files, left_out, found.ignored, raw=raw)
     check_carried(folder, [name for name in files if name not in repository.missing])
@@ -290,6 +305,13 @@ def _checkpoint(
     alone: bool = False,
 ) -> Checkpoint:
     """A checkpoint of open weight files; decoded if a wrapper recognises their encoding, unless `raw`."""
+    temporary = None
+    if opened.files:
+        temporary = tempfile.TemporaryDirectory(prefix="weightsmith-")
+        folder = Path(temporary.name)
+        for name, content in opened.files.items():
+            (folder / name).write_bytes(content)
+        config, files, left_out = _read_config(folder / "config.json"), tuple(sorted(opened.files)), ()
     wrapped = sources.Wrapped(opened.source, config) if raw else sources.wrap(opened.source, config, ref)
     return Checkpoint(
         ref,
@@ -304,6 +326,8 @@ def _checkpoint(
         metadata=opened.metadata,
         notes=(*(() if repository is None else repository.notes), *opened.notes, *wrapped.notes),
         repositories=() if repository is None else (repository,),
+        decoded=wrapped.kind or opened.decoded,
+        temporary=temporary,
     )
 
 
@@ -324,7 +348,7 @@ def _local_names(folder: Path) -> list[str]:
     return names
 
 
-def _check_links(folder: Path, names: Sequence[str]) -> None:
+def check_links(folder: Path, names: Sequence[str]) -> None:
     """Reject links that leave the folder, among the files to copy into a model, which may then be published.
 
     A cloned repository can contain `tokenizer.json -> ~/.ssh/id_rsa`. Links into the hub's cache are allowed if a
@@ -338,7 +362,8 @@ def _check_links(folder: Path, names: Sequence[str]) -> None:
             continue
         target = path.resolve()
         if not target.is_file():
-            raise NotFound(f"{name} is a symbolic link to {target}, which is not a file", where=str(folder))
+            what = f"{name} is a symbolic link to {target}, which is not a file"
+            raise NotFound(what, where=str(folder), fix="restore the link's target, or remove the link")
         if not target.is_relative_to(root) and not _is_in_hub_cache(target, name):
             raise CheckpointError(
                 f"{name} is a symbolic link that leaves the folder, to {target}; its content would be copied into the "
@@ -368,7 +393,7 @@ def _not_found(name: str, path: Path) -> NotFound:
     if at and _exists(expand_user(base)):
         return NotFound(f"no such folder; {base} is one, but a local path has no revisions", where=name, fix="Drop the @.")
     with contextlib.suppress(OSError, ValueError):  # not a link, or not a valid path
-        return NotFound(f"broken symbolic link to {path.readlink()}", where=name)
+        return NotFound(f"broken symbolic link to {path.readlink()}", where=name, fix="restore the link's target")
     if name.startswith(("http://", "https://", "hf://")):
         return NotFound("neither a local path nor a hub id", where=name, fix="Write a hub model as org/name[@revision].")
     kind = "no such folder or file"

@@ -242,6 +242,16 @@ class Corrupt(StoreError):
     """Bytes that differ from the manifest."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what another library says of an error, or the error's class if it says nothing.
+
+    >>> first_line(ValueError("no\\nreason")), first_line(MemoryError())
+    ('no', 'MemoryError')
+    """
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """` (did you mean 'ties'?)` for the nearest known name, or an empty string.
 
@@ -303,8 +313,14 @@ def _folded(problems: Sequence[WeightsmithError], filename: str, text: str) -> s
     details = [problem.finding.where for problem in others[:_SHOWN]]
     details += [f"and {len(others) - _SHOWN:,} more"] if len(others) > _SHOWN else []
     what = f"{found.what}; and {len(others):,} more like it" if others else found.what
-    head, *rest = str(Finding(what, found.where, (*found.details, *details), found.fix)).split("\n")
-    return "\n".join([f"error[{first.code}]: {head}", *excerpt(found.where, filename, text), *rest])
+    folded = Finding(what, found.where, (*found.details, *details), found.fix)
+    return f"error[{first.code}]: {with_excerpt(folded, filename, text)}"
+
+
+def with_excerpt(finding: Finding, filename: str, text: str) -> str:
+    """A finding as text, with the line of the recipe it points at."""
+    head, *rest = str(finding).split("\n")
+    return "\n".join([head, *excerpt(finding.where, filename, text), *rest])
 
 
 def excerpt(where: str, filename: str, text: str) -> Iterator[str]:

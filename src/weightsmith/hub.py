@@ -91,7 +91,11 @@ class Repository:
         except Exception as error:
             raise _explain(error, f"{self.name}, {name}") from error
         if size is None:
-            raise CheckpointError("the hub does not say how large the file is", where=f"{self.name}, {name}")
+            raise CheckpointError(
+                "the hub does not say how large the file is",
+                where=f"{self.name}, {name}",
+                fix="download the model, and name its folder",
+            )
         return size
 
     @property
@@ -383,7 +387,8 @@ def _explain(error: Exception, where: str, *, cached: Path | None = None) -> Che
             fix="Name a branch, tag or full commit hash that the model's page lists.",
         )
     if isinstance(error, errors.HFValidationError):
-        return NotFound(f"neither a local path nor a valid hub id ({show(where)})", where=where, details=details)
+        what = f"neither a local path nor a valid hub id ({show(where)})"
+        return NotFound(what, where=where, details=details, fix="Write a hub model as org/name[@revision].")
     if isinstance(error, errors.OfflineModeIsEnabled):
         return NotFound(
             "neither a local path nor a model in the hub cache, and HF_HUB_OFFLINE=1 forbids downloading it",

@@ -1,4 +1,4 @@
-"""The identity of resumable work: the plan, the state of the input files, and the program."""
+"""The identity of resumable work: the plan, the state of the input files, the program, and the device if it matters."""
 
 from __future__ import annotations
 
@@ -10,29 +10,59 @@ from importlib import metadata
 from pathlib import Path
 
 from weightsmith._version import __version__
+from weightsmith.jobs.requires import named_device
 from weightsmith.plans import COPY, Plan
+from weightsmith.products import find_kind
 from weightsmith.recipe.nodes import Node
 from weightsmith.recipe.yaml import read_yaml
 from weightsmith.sources import Tensors
 
-ROOMS = ("encodings", "engine", "formats", "jobs", "kernels", "lora", "methods", "mixture", "products", "sources", "structure")
+ROOMS = (
+    "adapters",
+    "decoder",
+    "encodings",
+    "engine",
+    "formats",
+    "jobs",
+    "kernels",
+    "lora",
+    "methods",
+    "mixture",
+    "products",
+    "quantisation",
+    "sources",
+    "structure",
+)
 """Rooms whose code determines the bytes of an output, given the plan."""
 FILES = ("tensors.py", "plans/values.py", "store/checksum.py")
 """Modules that do so too."""
-PACKAGES = ("numpy", "numba", "torch")
+PACKAGES = ("numpy", "numba", "torch", "libgguf")
 """Packages whose numbers may differ between versions."""
 
 
-def work_identity(plan: Plan, inputs: Sequence[Tensors]) -> str:
-    """Equal for two runs whose finished tensors may be mixed (sha256, hex)."""
-    return hashlib.sha256("\n".join([plan.hash, program_digest(), *(model.state for model in inputs)]).encode()).hexdigest()
+def work_identity(plan: Plan, inputs: Sequence[Tensors], device: str) -> str:
+    """Equal for two runs whose finished tensors may be mixed (sha256, hex). device: of the run, as torch names it, or auto."""
+    parts = [plan.hash, program_digest(), *(model.state for model in inputs), *_device_type(plan, device)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def facts(plan: Plan, inputs: Sequence[Tensors]) -> dict[str, str]:
+def _device_type(plan: Plan, device: str) -> list[str]:
+    """The type of the device if a product depends on it, else []: devices round differently."""
+    if not any(find_kind(product.op).device for product in plan.products):
+        return []
+    return [named_device(device).partition(":")[0]]
+
+
+def facts(plan: Plan, inputs: Sequence[Tensors], device: str) -> dict[str, str]:
     """What the identity depends on, by user-facing names; `#` starts a digest. Only for messages."""
-    root = read_yaml(plan.recipe, "").root
-    found = dict(_leaves(root, "")) if root is not None else {}
+    documents = read_yaml(plan.recipe, "")
+    found: dict[str, str] = {}
+    for i, document in enumerate(documents):
+        if document.root is not None:
+            found |= _leaves(document.root, f"[{i}]" if len(documents) > 1 else "")
     found["seed"] = str(plan.seed)
+    for kind in _device_type(plan, device):
+        found["device"] = kind
     found["max_shard_bytes"] = f"{plan.max_shard_bytes:,}"
     found["dtypes of the output"] = ", ".join(sorted({out.dtype.name for step in plan.steps for out in step.outs}))
     found["tensors that are copied"] = f"{sum(step.op == COPY for step in plan.steps):,} of {len(plan.steps):,}"
@@ -41,7 +71,7 @@ def facts(plan: Plan, inputs: Sequence[Tensors]) -> dict[str, str]:
     if plan.made.code is not None:
         found[f"code of {plan.made.code.name}"] = _digest(plan.made.code.sha256)
     found["program version"] = __version__
-    found["program code, or the version of numpy, numba or torch"] = _digest(program_digest())
+    found["program code, or the version of numpy, numba, torch or libgguf"] = _digest(program_digest())
     return found
 
 

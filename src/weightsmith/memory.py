@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from weightsmith.engine.bench import Unkept
 from weightsmith.engine.constants import copied
 from weightsmith.engine.local import Resources, run
 from weightsmith.errors import Finding, WeightsmithError
@@ -21,10 +22,10 @@ from weightsmith.methods import get
 from weightsmith.methods.user import OwnMethod
 from weightsmith.methods.user_files import at_hand
 from weightsmith.planner.state_dicts import plan_state_dicts
-from weightsmith.plans import Plan, Product
-from weightsmith.products.base import Arrays
+from weightsmith.plans import Plan
 from weightsmith.sources.memory import StateDict
 from weightsmith.sources.views import Bytes
+from weightsmith.store.journal import Finished
 from weightsmith.tensors import DType
 
 
@@ -77,13 +78,15 @@ def merge_state_dicts(
             error.finding = replace(error.finding, fix=fix)
             raise
     label = plan.models[first].ref
-    differing = [Finding(f"the models differ; taken from {label}", name) for name in outcome.differing]
-    for finding in (*plan.warnings, *differing, *copied(outcome.nonfinite)):
+    differing = [
+        Finding(f"the models differ; taken from {label}", name) for name, done in outcome.finished.items() if done.differing
+    ]
+    for finding in (*plan.warnings, *differing, *copied(outcome.finished)):
         warnings.warn(str(finding), stacklevel=2)
     return {name: output.tensors[planned.same.get(name, name)] for name in planned.views[first]}
 
 
-class _Output:
+class _Output(Unkept):
     """The engine's output: new numpy or torch tensors, whichever `like` has."""
 
     def __init__(self, plan: Plan, like: Mapping[str, Any]) -> None:
@@ -107,8 +110,5 @@ class _Output:
         data = np.frombuffer(buffer, np.uint8)
         self._bytes[name][start_byte : start_byte + data.size] = data
 
-    def finish(self, name: str, checksum: str, distance: tuple[float, float] | None, made_from: str) -> None:
-        pass
-
-    def keep(self, product: Product, arrays: Arrays) -> None:
+    def finish(self, name: str, done: Finished) -> None:
         pass

@@ -9,38 +9,122 @@ from typing import Any, TypedDict
 from weightsmith.errors import ParameterError, nearest
 from weightsmith.tensors import BY_TORCH_NAME, DTYPE_NAMES, DType, dtype_name
 
+SHARD_BYTES = 5_000_000_000
+ONE_FILE_BYTES = 50_000_000_000
+"""The largest file that the Hub takes: people expect one GGUF file, not one for each 5 GB."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeOptions:
     """How a recipe is planned.
 
     out_dtype        overrides the recipe's dtype
-    max_shard_bytes  maximum size of a weight file
+    max_shard_bytes  maximum size of a weight file; None: 50 GB for GGUF, else 5 GB
     seed             of random masks, router weights and noise
     lenient          report settings that mergekit ignores as warnings, not errors
     allow_code       allow merge_method to run a Python file; otherwise that is an error
     report           write where a mixture's router routes the prompts to OUT/routing.json and OUT/routing.svg. True: always,
                      with a pass of the base over the prompts; False: never; None: only if the router weights need that pass
-    quantize         encoding of the weights of linear layers, `fp8-dynamic`; None: not quantised
+    quantize         format of the output (`weightsmith quantize --list`), such as `fp8-dynamic`; None: plain weights
+    adapter_rank     largest rank of an adapter that is merged of adapters; None: the sum of their ranks
     check_loading    compare stacks, mixtures and surgery with the model that transformers, if installed, builds from the new
                      config.json
     settings         values to set in the recipe, by key path: {"parameters.t": 0.3}
     """
 
     out_dtype: DType | None = None
-    max_shard_bytes: int = 5_000_000_000
+    max_shard_bytes: int | None = None
     seed: int = 0
     lenient: bool = False
     allow_code: bool = False
     report: bool | None = None
     quantize: str | None = None
+    adapter_rank: int | None = None
     check_loading: bool = True
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def shard_bytes(self) -> int:
+        """`max_shard_bytes`, or its default.
+
+        >>> RecipeOptions().shard_bytes, RecipeOptions(quantize="gguf-q4_0").shard_bytes
+        (5000000000, 50000000000)
+        """
+        if self.max_shard_bytes is not None:
+            return self.max_shard_bytes
+        return ONE_FILE_BYTES if self.quantize is not None and self.quantize.startswith("gguf-") else SHARD_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeSettings:
+    """What a format of `quantize` may read; each format names the fields it reads, and any other is an error.
+
+    The seed is the plan's. Products get the device from their bench.
+
+    bits                bits per weight, on average
+    head_bits           bits per weight of the output head
+    calibration         path of a text to calibrate with (txt, jsonl, parquet), "built-in" or "none"; None: the format's default
+    calibration_rows    number of rows of text
+    calibration_tokens  tokens of a row
+    measure             how settings are measured: "proxy" (None) or "full"
+    measurement         path of a measurement.json to choose bits from
+    uniform             the same bits for every weight
+    imatrix             path of an importance matrix
+    group_size          weights that share a scale
+    """
+
+    bits: float | None = None
+    head_bits: int | None = None
+    calibration: str | None = None
+    calibration_rows: int | None = None
+    calibration_tokens: int | None = None
+    measure: str | None = None
+    measurement: str | None = None
+    uniform: bool = False
+    imatrix: str | None = None
+    group_size: int | None = None
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The names of the fields that differ from their default."""
+        return tuple(each.name for each in fields(self) if getattr(self, each.name) != each.default)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtractSettings:
+    """How `extract_lora` makes an adapter of a fine-tune. Modules are named as in the base: `model.layers.0.mlp.up_proj`.
+
+    max_rank             largest rank of a module's factors; also each rank, unless something below chooses
+    energy               for each module the smallest rank that keeps this share of its change; rounding noise is not counted
+    max_parameters       of all factors together, spent where they keep most of the change
+    sv_epsilon           singular values that are not larger count as zero
+    exact                exact singular value decompositions; False: randomised ones, where they cost less
+    embed_lora           factors for embedding and head; False: if they differ, they are saved whole
+    include              regular expressions: only modules in whose name one of them matches
+    exclude              regular expressions: no module in whose name one of them matches
+    save_modules         modules to save whole if they differ, by the end of their names
+    distribute_scale     singular values are shared between A and B; False: all of them are in A
+    skip_undecomposable  leave out tensors that cannot be decomposed (norms, embedding, head) instead of saving them whole
+    layout               peft, or vllm: only what vLLM loads
+    """
+
+    max_rank: int = 128
+    energy: float | None = None
+    max_parameters: int | None = None
+    sv_epsilon: float = 0.0
+    exact: bool = False
+    embed_lora: bool = False
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    save_modules: tuple[str, ...] = ()
+    distribute_scale: bool = True
+    skip_undecomposable: bool = False
+    layout: str = "peft"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """How a plan is run. These options do not affect the weights.
+    """How a plan is run. These options do not affect the weights, but for rounding on another type of device.
 
     threads           default: all available processors
     max_memory_bytes  limit of resident memory; tiles shrink to fit
@@ -50,6 +134,7 @@ class RunOptions:
     card              write README.md, a model card
     allow_nonfinite   merge NaN and infinity like any number; else they raise an error that names tensor and model
     device            torch device name for hidden states
+    keep_stages       write the results of all the recipes whose results the recipe reads, to OUT.stage-NAME, and keep them
     push              upload the finished folder to the hub, as the model `org/name`
     public            make the model that `push` creates public; the default is private
     """
@@ -62,6 +147,7 @@ class RunOptions:
     card: bool = True
     allow_nonfinite: bool = False
     device: str = "cpu"
+    keep_stages: bool = False
     push: str | None = None
     public: bool = False
 
@@ -85,12 +171,13 @@ class RecipeKeywords(TypedDict, total=False):
     """`RecipeOptions` as keywords. out_dtype may also be a string, a numpy dtype or a torch dtype."""
 
     out_dtype: Any
-    max_shard_bytes: int
+    max_shard_bytes: int | None
     seed: int
     lenient: bool
     allow_code: bool
     report: bool | None
     quantize: str | None
+    adapter_rank: int | None
     check_loading: bool
     settings: Mapping[str, Any]
 
@@ -106,30 +193,72 @@ class RunKeywords(TypedDict, total=False):
     card: bool
     allow_nonfinite: bool
     device: str
+    keep_stages: bool
     push: str | None
     public: bool
 
 
-class Keywords(RecipeKeywords, RunKeywords, total=False):
-    """Both."""
+class QuantizeKeywords(TypedDict, total=False):
+    """`QuantizeSettings` as keywords."""
+
+    bits: float | None
+    head_bits: int | None
+    calibration: str | None
+    calibration_rows: int | None
+    calibration_tokens: int | None
+    measurement: str | None
+    uniform: bool
+    imatrix: str | None
+    group_size: int | None
 
 
-def split(function: str, keywords: Mapping[str, Any]) -> tuple[RecipeOptions, RunOptions]:
-    """A function's keywords as the two records. Raises TypeError for an unknown name, ParameterError for a wrong dtype.
+class ExtractKeywords(RunKeywords, total=False):
+    """`ExtractSettings` and `RunOptions` as keywords."""
 
-    >>> split("merge", {"seed": 3, "threads": 2})[1].threads
+    max_rank: int
+    energy: float | None
+    max_parameters: int | None
+    sv_epsilon: float
+    exact: bool
+    embed_lora: bool
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    save_modules: tuple[str, ...]
+    distribute_scale: bool
+    skip_undecomposable: bool
+    layout: str
+
+
+class PlanKeywords(RecipeKeywords, QuantizeKeywords, total=False):
+    """Those that determine a plan."""
+
+
+class Keywords(PlanKeywords, RunKeywords, total=False):
+    """All."""
+
+
+def split(function: str, keywords: Mapping[str, Any]) -> tuple[RecipeOptions, QuantizeSettings, RunOptions]:
+    """A function's keywords as the three records. Raises TypeError for an unknown name, ParameterError for a wrong dtype.
+
+    >>> split("merge", {"seed": 3, "threads": 2})[2].threads
     2
     >>> split("merge", {"thread": 2})
     Traceback (most recent call last):
     TypeError: merge() has no option 'thread' (did you mean 'threads'?)
     """
-    recipe, run = ([each.name for each in fields(kind)] for kind in (RecipeOptions, RunOptions))
-    for name in keywords:
-        if name not in (*recipe, *run):
-            raise TypeError(f"{function}() has no option '{name}'{nearest(name, (*recipe, *run))}")
     if "out_dtype" in keywords:
         keywords = {**keywords, "out_dtype": output_dtype(keywords["out_dtype"])}
-    return (
-        RecipeOptions(**{name: value for name, value in keywords.items() if name in recipe}),
-        RunOptions(**{name: value for name, value in keywords.items() if name in run}),
+    recipe, quantize, run = split_into(function, keywords, RecipeOptions, QuantizeSettings, RunOptions)
+    return recipe, quantize, run
+
+
+def split_into(function: str, keywords: Mapping[str, Any], *kinds: type[Any]) -> tuple[Any, ...]:
+    """A function's keywords as option records of some kinds. Raises TypeError for an unknown name."""
+    names = [[each.name for each in fields(kind)] for kind in kinds]
+    known = [name for own in names for name in own]
+    for name in keywords:
+        if name not in known:
+            raise TypeError(f"{function}() has no option '{name}'{nearest(name, known)}")
+    return tuple(
+        kind(**{name: value for name, value in keywords.items() if name in own}) for kind, own in zip(kinds, names, strict=True)
     )

@@ -279,6 +279,8 @@ def show_progress(shown: Meter, progress: Progress, doing: str) -> None:
             done, total = computation.done_bytes, computation.total_bytes
             shown.show(Reading(computation.doing, done, total, done))
         return
+    if not progress.total_tensors and not progress.waiting:  # a plan of products that has not begun, or has ended
+        return
     done, total = progress.written_bytes, progress.total_bytes
     label = doing if progress.tensors < progress.total_tensors else "saving to disk"
     detail = f"{progress.tensors:,} of {count(progress.total_tensors, 'tensor')}"

@@ -25,11 +25,12 @@ GRAIN_ELEMENTS = 1 << 16  # 128 KiB of bf16: long enough to hash and sum at full
 class DType:
     """An element type.
 
-    name       safetensors' name: `BF16`
-    itemsize   bytes
+    name       safetensors' name: `BF16`; of a type of blocks, ggml's: `Q4_K`
+    itemsize   bytes; of a type of blocks, bytes of a block
     torch      name in config.json and recipes: `bfloat16`
     floating   whether it can be merged; other dtypes are copied
     code       small integer for the compiled codecs; -1 without a codec
+    block      elements of a row that are stored together; 1 but for ggml's types of blocks
     """
 
     name: str
@@ -37,6 +38,7 @@ class DType:
     torch: str
     floating: bool
     code: int = -1
+    block: int = 1
 
     def __str__(self) -> str:
         return self.name
@@ -76,6 +78,36 @@ DTYPES = {
     )
 }
 """The dtypes weightsmith reads and writes, by safetensors name."""
+
+BLOCKS = {
+    d.name: d
+    for d in (
+        DType("Q4_0", 18, "", False, block=32),
+        DType("Q4_1", 20, "", False, block=32),
+        DType("Q5_0", 22, "", False, block=32),
+        DType("Q5_1", 24, "", False, block=32),
+        DType("Q8_0", 34, "", False, block=32),
+        DType("Q2_K", 84, "", False, block=256),
+        DType("Q3_K", 110, "", False, block=256),
+        DType("Q4_K", 144, "", False, block=256),
+        DType("Q5_K", 176, "", False, block=256),
+        DType("Q6_K", 210, "", False, block=256),
+        DType("IQ1_S", 50, "", False, block=256),
+        DType("IQ1_M", 56, "", False, block=256),
+        DType("IQ2_XXS", 66, "", False, block=256),
+        DType("IQ2_XS", 74, "", False, block=256),
+        DType("IQ2_S", 82, "", False, block=256),
+        DType("IQ3_XXS", 98, "", False, block=256),
+        DType("IQ3_S", 110, "", False, block=256),
+        DType("IQ4_NL", 18, "", False, block=32),
+        DType("IQ4_XS", 136, "", False, block=256),
+        DType("TQ1_0", 54, "", False, block=256),
+        DType("TQ2_0", 66, "", False, block=256),
+        DType("MXFP4", 17, "", False, block=32),
+        DType("NVFP4", 36, "", False, block=64),
+    )
+}
+"""ggml's types of blocks, by ggml's name: codes and scales of `block` elements of a row, as GGUF files store them."""
 
 BY_TORCH_NAME = {d.torch: d for d in DTYPES.values()}
 
@@ -131,8 +163,8 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on disk."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Bytes on disk. Rows of a type of blocks are whole blocks."""
+        return math.prod(self.shape) // self.dtype.block * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{self.name} {list(self.shape)} {self.dtype}"

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import sys
 import textwrap
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
-if TYPE_CHECKING:
-    from weightsmith.errors import Finding
+from weightsmith.errors import Finding, with_excerpt
 
 _ESCAPES = {c: f"\\x{c:02x}" for c in (*range(32), 127, *range(128, 160)) if c not in (9, 10)}
 
@@ -106,10 +106,21 @@ def note(text: str) -> None:
     print(wrapped(text, columns(sys.stderr)), file=sys.stderr, flush=True)
 
 
-def warn(finding: Finding) -> None:
-    """A warning in full."""
-    text = wrapped(f"warning: {printable(str(finding))}", columns(sys.stderr))
-    print(text.replace("warning:", colour("warning:", YELLOW, sys.stderr), 1), file=sys.stderr, flush=True)
+def warn(finding: Finding, source: tuple[str, str] = ("", "")) -> None:
+    """A warning in full. source: name and text of the recipe, whose lines it may point at."""
+    diagnostic(f"warning: {with_excerpt(finding, *source)}", YELLOW)
+
+
+def diagnostic(text: str, code: str) -> None:
+    """An error or a warning to stderr, wrapped to the terminal, its first word and the carets in a colour."""
+    lines: list[str] = []
+    for line in printable(text).split("\n"):  # a line of the recipe and its carets belong together, however narrow the terminal
+        lines += [line] if re.match(r" +\d* \| ", line) else wrapped(line, columns(sys.stderr)).split("\n")
+    for i, line in enumerate(lines):
+        head = re.match(r"error\[[a-z-]+\]:|warning:|     +\| *\^+$", line)
+        if head:
+            lines[i] = colour(head[0], code, sys.stderr) + line[head.end() :]
+    print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def heading(text: str) -> str:

@@ -50,6 +50,15 @@ def fine_tunes(shape: tuple[int, ...], count: int, dtype: Any = ml_dtypes.bfloat
     return [base.astype(dtype)] + [(base + rng.normal(0, 1e-3, shape)).astype(dtype) for _ in range(count)]
 
 
+def mixed(shape: tuple[int, ...], count: int) -> list[np.ndarray]:
+    """As `fine_tunes`, by turns in float32 and bf16.
+
+    Merged into F32: rows of float64. Tests that need such rows share these dtypes, since each set of them is another variant
+    of every kernel to compile.
+    """
+    return [a.astype(ml_dtypes.bfloat16 if i % 2 else np.float32) for i, a in enumerate(fine_tunes(shape, count, np.float64))]
+
+
 def f64(arrays: Arrays) -> list[np.ndarray]:
     """Each input as float64."""
     return [a.astype(np.float64) for a in arrays]

@@ -53,6 +53,7 @@ def test_quiet_still_prints_warnings_in_full(cli: Cli, work: Path) -> None:
     ran = cli("merge", "r.yml", "out", "--quiet")
     assert (ran.code, ran.out) == (0, "")
     assert "warning: r.yml:9:14: int8_mask has no effect" in ran.err
+    assert "\n    9 | parameters: {int8_mask: true}\n      |              ^^^^^^^^^\n" in ran.err
 
 
 def test_the_options_reach_the_merge(cli: Cli, work: Path) -> None:
@@ -123,7 +124,7 @@ def test_what_nobody_foresaw_is_a_short_message_and_70_and_a_traceback_on_reques
     def fail(*args: object, **kwargs: object) -> None:
         raise KeyError("[oops]")
 
-    monkeypatch.setattr("weightsmith.planner.prepare", fail)
+    monkeypatch.setattr("weightsmith.adapters.prepare_merge", fail)
     ran = cli("merge", "linear.yml", "out")
     assert ran.code == 70
     assert "error[internal]: KeyError: '[oops]'" in ran.err
@@ -252,7 +253,7 @@ def test_ctrl_c_before_anything_was_made_says_that_nothing_is_left(
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("weightsmith.planner.prepare", interrupt)
+    monkeypatch.setattr("weightsmith.adapters.prepare_merge", interrupt)
     ran = cli("merge", "linear.yml", "out")
     assert ran.code == 130
     assert "Interrupted. No unfinished work was left." in ran.err

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import weightsmith
 from tests.cli_help import LINEAR, Cli, cli, run_process, work
 
 __all__ = ["cli", "work"]
@@ -82,8 +83,15 @@ def test_a_base_that_is_listed_without_parameters_is_found(cli: Cli, work: Path)
     assert "Write base_model: b if the others were tuned from it." in said
 
 
-def test_the_base_alone_is_told_of_passthrough(cli: Cli, work: Path) -> None:
-    said = refused(cli, work, "merge_method: task_arithmetic\nbase_model: a\nmodels: [{model: a}]\n")
+def test_the_base_alone_is_copied_with_a_warning_as_by_mergekit(cli: Cli, work: Path) -> None:
+    (work / "alone.yml").write_text("merge_method: task_arithmetic\nbase_model: a\nmodels: [{model: a}]\n")
+    ran = cli("merge", "alone.yml", "alone")
+    assert ran.code == 0
+    assert "alone.yml:3:1: nothing is merged: a is the base and the only model, and is copied" in ran.err
+    assert "Write merge_method: passthrough, which says so." in ran.err
+    with weightsmith.open_checkpoint(work / "alone") as alone, weightsmith.open_checkpoint(work / "a") as base:
+        assert {name: alone.read(name).tobytes() for name in alone.specs} == {n: base.read(n).tobytes() for n in base.specs}
+    said = refused(cli, work, "merge_method: multislerp\nbase_model: a\nmodels: [{model: a}]\nparameters: {weight: 1}\n")
     assert "takes at least 1 model besides the base, and there is none" in said
     assert "Write merge_method: passthrough" in said
 
@@ -137,7 +145,7 @@ def test_a_mixture_written_as_a_merge_is_sent_to_moe(cli: Cli, work: Path, recip
 @pytest.mark.parametrize("key", ["tokenizer: {source: union}", "tokenizer_source: union", "chat_template: chatml"])
 def test_what_is_not_supported_is_said_to_be_so_in_a_recipe_of_moe_too(cli: Cli, work: Path, key: str) -> None:
     said = refused(cli, work, f"base_model: a\nexperts: [{{source_model: b}}]\n{key}\n", command="moe")
-    assert f"{key.partition(':')[0]} is not supported yet" in said
+    assert f"{key.partition(':')[0]} is not supported in a recipe of `weightsmith moe`" in said
     assert "it belongs at the top level" not in said
 
 

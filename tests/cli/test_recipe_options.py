@@ -24,7 +24,7 @@ def test_a_recipe_comes_from_standard_input(work: Path) -> None:
     assert (work / "out/recipe.yml").read_text().strip() == LINEAR.strip()
     ran = run_process("plan", "-", cwd=work, input=LINEAR.replace("linear", "linaer"))
     assert ran.code == 1
-    assert "error[unknown-method]: <text>:1:1: no merge method is called 'linaer'" in ran.err
+    assert "error[unknown-method]: <stdin>:1:1: no merge method is called 'linaer'" in ran.err
 
 
 def test_standard_input_that_is_not_text_is_an_error(work: Path) -> None:
@@ -63,8 +63,8 @@ def test_a_wrong_value_is_an_error_at_the_option_and_others_keep_their_lines(cli
     ("setting", "said"),
     [
         ("models[7].model=a", "the recipe has no entry [7] there"),
-        ("merge_method.x=1", "'x' cannot be put into the text 'linear'"),
-        ("models.model=a", "'model' cannot be put into a list of 2"),
+        ("merge_method.x=1", "'x' cannot be set in the text 'linear'"),
+        ("models.model=a", "'model' cannot be set in a list of 2"),
         ("a..b=1", "this is not the place of a value in the recipe"),
     ],
 )

@@ -81,7 +81,7 @@ COMMANDS = {
     "error": ["merge", "wrong.yml", "OUT"],
     "methods": ["methods"],
     "method": ["methods", "ties"],
-    "plan": ["plan", "stack.yml"],
+    "plan": ["plan", "stack.yml", "--no-check-loading"],
     "explain": ["plan", "linear.yml", "--explain", "*norm*"],
     "presets": ["init", "--list"],
     "doctor": ["doctor"],

@@ -16,6 +16,7 @@ from tests.mini import write_checkpoint
 from weightsmith.encodings import ENCODINGS, Encoding
 from weightsmith.errors import Unsupported
 from weightsmith.kernels import fp8, reference
+from weightsmith.kernels.blocks import TABLES, block_maxima, dequantise
 from weightsmith.kernels.codecs import BLOCK
 from weightsmith.tensors import DTYPES, TensorSpec
 from weightsmith.testing import EncodingTests
@@ -34,7 +35,7 @@ def encoded(rows: np.ndarray, encoding: str = "fp8-dynamic", dtype: str = "BF16"
     spec = spec_of(*rows.shape, dtype)
     outs = ENCODINGS[encoding].outs(spec)
     buffers = [np.zeros(out.nbytes, np.uint8) for out in outs]
-    ENCODINGS[encoding].encode(spec, rows, 0, buffers)
+    ENCODINGS[encoding].encode(spec, rows, 0, buffers, np.empty(0, np.float32))
     return [raw.view(out.dtype.numpy).reshape(out.shape) for raw, out in zip(buffers, outs, strict=True)]
 
 
@@ -54,7 +55,7 @@ def matrices(draw: st.DrawFn, elements: st.SearchStrategy[Any]) -> np.ndarray:
 @given(matrices(ANY_FLOAT))
 def test_row_maxima_are_those_of_numpy(rows: np.ndarray) -> None:
     found = np.empty(len(rows), np.float32)
-    fp8.row_maxima(rows.reshape(-1), rows.shape[1], found)
+    block_maxima(rows.reshape(-1), rows.shape[1], 1, rows.shape[1], found)
     expected = np.where(np.isnan(rows), np.float32(0), np.abs(rows)).max(1)
     np.testing.assert_array_equal(found, expected)
 
@@ -64,9 +65,9 @@ def test_quantise_is_its_twin_bit_for_bit(rows: np.ndarray, data: st.DataObject)
     positive = st.floats(2.0**-126, 2.0**120, width=32)
     scales = data.draw(hnp.arrays(np.float32, len(rows), elements=positive))
     codes = np.zeros(rows.size, np.uint8)
-    fp8.quantise(rows.reshape(-1), rows.shape[1], scales, codes)
+    fp8.quantise(rows.reshape(-1), rows.shape[1], 1, rows.shape[1], scales, codes)
     with np.errstate(all="ignore"):
-        expected = reference.quantise_fp8(rows, scales).reshape(-1)
+        expected = reference.quantise_fp8(rows, scales[:, None], (1, rows.shape[1])).reshape(-1)
     is_nan = expected & 0x7F == 0x7F
     np.testing.assert_array_equal(codes & 0x7F == 0x7F, is_nan)
     np.testing.assert_array_equal(codes[~is_nan], expected[~is_nan])
@@ -77,12 +78,12 @@ def test_dequantise_is_its_twin_bit_for_bit(rows: int, cols: int, high: int, wid
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     codes = rng.integers(0, 256, (rows, cols), np.uint8)
     scales = rng.standard_normal((-(-rows // high), -(-cols // wide))).astype(np.float32)
-    expected = reference.dequantise_fp8(codes, scales, (high, wide)).reshape(-1)
+    expected = reference.dequantise(codes, TABLES["float8"], scales, (high, wide)).reshape(-1)
     first = data.draw(st.integers(0, codes.size))
     end = data.draw(st.integers(first, codes.size))
     out = np.zeros(end - first, np.float32)
     below = scales[first // cols // high :].reshape(-1)
-    fp8.dequantise(codes.reshape(-1)[first:end], first, cols, below, scales.shape[1], high, wide, out)
+    dequantise(codes.reshape(-1)[first:end], TABLES["float8"], first, cols, below, scales.shape[1], high, wide, out)
     np.testing.assert_array_equal(out, expected[first:end])
 
 
@@ -92,7 +93,7 @@ def test_dequantise_is_float64_arithmetic_rounded_once(block: tuple[int, int]) -
     codes = rng.integers(0, 127, (300, 200)).astype(np.uint8)
     scales = rng.random((-(-300 // block[0]), -(-200 // block[1]))).astype(np.float32)
     out = np.zeros(codes.size, np.float32)
-    fp8.dequantise(codes.reshape(-1), 0, 200, scales.reshape(-1), scales.shape[1], *block, out)
+    dequantise(codes.reshape(-1), TABLES["float8"], 0, 200, scales.reshape(-1), scales.shape[1], *block, out)
     i, j = np.indices(codes.shape)
     exact = codes.view(E4M3).astype(np.float64) * scales.astype(np.float64)[i // block[0], j // block[1]]
     np.testing.assert_array_equal(out.reshape(codes.shape), exact.astype(np.float32))

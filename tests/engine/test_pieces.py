@@ -178,7 +178,7 @@ def test_distances_of_finished_tensors_are_not_measured_again(tmp_path: Path) ->
         stack.callback(memory.file.close)
         inputs = [stack.enter_context(open_checkpoint(p)) for p in paths]
         first = run(plan, inputs, memory, Resources(2))
-        again = run(plan, inputs, memory, Resources(2), skip=first.distances)
+        again = run(plan, inputs, memory, Resources(2), skip=first.finished)
     assert again.distances == first.distances
     assert set(again.distances) == set(names)
     assert again.read_bytes == 0

@@ -879,10 +879,10 @@ def test_the_reader_does_not_import_torch(tmp_path: Path) -> None:
 def test_many_tensors_are_read_in_linear_time(tmp_path: Path) -> None:
     tensor = torch.zeros(2)
     seconds = []
-    for n in (1_000, 8_000):
+    for n in (500, 16_000):  # 32 times as many: quadratic would take 1,024 times as long
         path = save(tmp_path / "a.pt", {f"layers.{i}.weight": tensor.clone() for i in range(n)})
         began = time.process_time()
         assert len(read_pickle_header(path).tensors) == n
         seconds.append(time.process_time() - began)
-    assert seconds[1] < 24 * seconds[0]
+    assert seconds[1] < 200 * seconds[0]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 8 << 20  # KiB

@@ -108,6 +108,34 @@ def test_a_plan_reads_headers_by_byte_range_and_a_merge_downloads_the_rest(other
 
 
 @pytest.mark.slow
+def test_a_plan_of_a_vocabulary_downloads_tokenizers_alone(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    made: dict[tuple[str, str], Files] = {}
+    for name, special in (("base", "<s>"), ("tuned", "<im>")):
+        vocab = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}, "pre_tokenizer": {"type": "ByteLevel"}}
+        tokenizer = {**vocab, "added_tokens": [{"id": 2, "content": special, "special": True}]}
+        embedding = rng.normal(size=(3, 40_000)).astype(np.float32)
+        made["org/" + name, COMMIT] = {
+            "config.json": CONFIG,
+            "tokenizer.json": json.dumps(tokenizer).encode(),
+            "generation_config.json": b'{"eos_token_id": 2}',
+            WEIGHTS: save({"model.embed_tokens.weight": embedding, "model.layers.0.a.weight": embedding}),
+        }
+    with serve(made) as hub:
+        path = recipe(tmp_path, "org/base", "org/tuned")
+        path.write_text(path.read_text() + "tokenizer_source: union\n")
+        planned = weightsmith(hub, tmp_path, "plan", path)
+        assert planned.code == 0, planned.err
+        assert "of org/base, and 1 token added: <im>" in planned.out
+        assert hub.whole() == {"config.json", "tokenizer.json", "generation_config.json"}
+        done = weightsmith(hub, tmp_path, "merge", path, tmp_path / "out")
+        assert done.code == 0, done.err
+    rows = load_file(tmp_path / "out" / WEIGHTS)["model.embed_tokens.weight"]
+    assert rows.shape == (4, 40_000)
+    np.testing.assert_array_equal(rows[3], embedding[2])
+
+
+@pytest.mark.slow
 def test_a_plan_says_in_words_what_would_be_downloaded(hub: FakeHub, tmp_path: Path) -> None:
     planned = weightsmith(hub, tmp_path, "plan", recipe(tmp_path, "org/base", "org/tuned"))
     assert "download 2.46 MB in 6 files, before the merge begins; only headers were read" in planned.out

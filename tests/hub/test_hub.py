@@ -161,7 +161,7 @@ def test_an_adapter_s_two_files_are_downloaded(hub: FakeHub, tmp_path: Path) -> 
     assert downloads(hub) == {"model.safetensors", "adapter_config.json", "adapter_model.safetensors", "README.md"}
     assert run(None, tmp_path, f"org/matrix+org/adapter@{COMMIT}", script=APPLIED) == expected
     (no_adapter,) = run(hub, tmp_path, "org/matrix+org/good", script=APPLIED)["error"]
-    assert "org/good: no adapter of PEFT: there is no adapter_config.json and no adapter_model.safetensors" in no_adapter
+    assert "org/good: not a PEFT adapter: it has no adapter_config.json and no adapter_model.safetensors" in no_adapter
     (gone,) = run(hub, tmp_path, "org/matrix+org/none", script=APPLIED)["error"]
     assert "org/none: neither a local path nor a model on the hub" in gone
 
@@ -198,7 +198,6 @@ def test_revisions(hub: FakeHub, tmp_path: Path) -> None:
     ("repo", "error", "words"),
     [
         ("org/pickles", "Unsupported", "org/pickles: no weights in a format that is read"),
-        ("org/gguf", "Unsupported", "org/gguf: only GGUF weights"),
         ("org/escape", "FormatError", "leaves the folder through '..'"),
         ("org/gated", "CheckpointError", "org/gated: this hub model is gated"),
         ("org/none", "NotFound", "org/none: neither a local path nor a model on the hub"),
@@ -211,6 +210,14 @@ def test_a_model_that_cannot_be_used_is_refused_before_weights_are_downloaded(
     assert got["error"] == error
     assert words in got["message"]
     assert downloads(hub) <= {"config.json", INDEX}
+
+
+@pytest.mark.slow
+def test_a_damaged_gguf_file_is_refused(hub: FakeHub, tmp_path: Path) -> None:
+    got = run(hub, tmp_path, "org/gguf")
+    assert got["error"] == "FormatError"
+    assert "x.Q4_K_M.gguf: 4 bytes: too short for a GGUF file" in got["message"]
+    assert downloads(hub) == {"x.Q4_K_M.gguf"}
 
 
 def test_the_token_and_the_cache_folder_are_used(hub: FakeHub, tmp_path: Path) -> None:

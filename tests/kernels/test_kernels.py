@@ -150,6 +150,9 @@ def test_too_many_patterns_are_reported_and_not_overrun() -> None:
     assert (numbers[slots] == 1).all()
 
 
+MODES = [KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_NONE]
+
+
 @pytest.mark.parametrize("elect", [False, True])
 @pytest.mark.parametrize("normalize", [False, True])
 @given(stack=stacks(2), data=st.data())
@@ -159,9 +162,8 @@ def test_task_vectors_are_float64_results_to_float32_rounding(
 ) -> None:
     models, n = len(stack) - 1, stack.shape[1]
     weights = data.draw(st.lists(st.sampled_from([1.0, 0.5, -0.5, 0.3, -0.7]), min_size=models, max_size=models))
-    modes = data.draw(
-        st.lists(st.sampled_from([KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_NONE]), min_size=models, max_size=models)
-    )
+    modes = data.draw(st.lists(st.sampled_from(MODES), min_size=models, max_size=models))
+    by_sum, mean = ELECT_SUM if elect else ELECT_NONE, BY_WEIGHT if normalize and elect else SUM
     factor = data.draw(st.sampled_from([1.0, 0.3, -2.0]))
     deltas = (stack[1:] - stack[0]).astype(np.float64)
     keys = np.arange(models, dtype=np.uint64) + np.uint64(7)
@@ -182,12 +184,14 @@ def test_task_vectors_are_float64_results_to_float32_rounding(
         masked.append(np.where(keep, deltas[i], 0.0) * scales[i])
     rows, sums, words, _ = scratch(models)
     out = np.zeros(n * 4, np.uint8)
+    # The branches of all modes at once, else each choice of modes is a variant to compile.
+    merge = merge_task_vectors.variant({"in": [F32], "out": [F32], "keep": MODES, "elect": [by_sum], "mean": [mean]})
     applied = factor
     if normalize and not elect:
         applied /= sum(weights) if abs(sum(weights)) >= 1e-8 else 1.0
-    merge_task_vectors(
+    merge(
         *raw(stack), n, 0, BLOCK, np.array(weights), scales, np.array(modes, np.int64), limits, cuts, shares, False, keys,
-        ELECT_SUM if elect else ELECT_NONE, BY_WEIGHT if normalize and elect else SUM, applied, out, F32, rows, sums, words,
+        by_sum, mean, applied, out, F32, rows, sums, words,
         *ROWLESS, np.zeros((models, 0), np.uint8),
     )  # fmt: skip
     expected = reference.merge_task_vectors(

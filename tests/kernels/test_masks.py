@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import ml_dtypes
+import numba.core.config
 import numpy as np
 import pytest
 
@@ -73,6 +74,7 @@ def test_equal_scores_are_selected_up_to_the_cut(cut: int) -> None:
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.skipif(bool(numba.core.config.DISABLE_JIT), reason="a minute each; the kernels of it have tests of their own")
 @pytest.mark.parametrize("method", ["dare_linear", "dare_ties", "della"])
 def test_masks_made_again_are_the_masks_remembered(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(1)

@@ -94,6 +94,7 @@ CASES: dict[str, dict[str, Any]] = {
     "modules to save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
     "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
     "head": {"target_modules": ["lm_head", "up_proj"]},
+    "DoRA": {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
 }
 
 
@@ -155,6 +156,41 @@ def test_any_run_of_bytes_is_that_run_of_the_whole(tmp_path: Path) -> None:
             applied.read_into(f"{DOWN}.weight", start, buffer)
             assert buffer.tobytes() == whole[start:end]
         assert as_bytes(applied.read(f"{DOWN}.weight", slice(3, 9))) == whole[3 * INNER * 4 : 9 * INNER * 4]
+
+
+def dora(folder: Path, magnitude: np.ndarray | None = None, **config: Any) -> Path:
+    tensors = factors(DOWN, H, INNER)
+    tensors[f"{P}{DOWN}.lora_magnitude_vector"] = np.abs(normal(H)) + 1 if magnitude is None else magnitude
+    return adapter(folder, tensors, **{"use_dora": True, **config})
+
+
+def test_the_rows_of_dora_have_the_norms_that_it_names(tmp_path: Path) -> None:
+    model, lora = base(tmp_path / "base"), dora(tmp_path / "a")
+    with weightsmith.open_checkpoint(model) as checkpoint, apply_adapter(checkpoint, open_adapter(str(lora)), "x") as applied:
+        whole = applied.read(f"{DOWN}.weight")
+        np.testing.assert_allclose(np.linalg.norm(whole, axis=1), np.abs(normal(H)) + 1, rtol=1e-6)
+        data = as_bytes(whole)
+        for start, end in [(0, 4), (3, 90), (INNER * 4 - 4, INNER * 4 + 8), (1, len(data))]:
+            buffer = np.empty(end - start, np.uint8)
+            applied.read_into(f"{DOWN}.weight", start, buffer)
+            assert buffer.tobytes() == data[start:end]
+
+
+@pytest.mark.parametrize(
+    ("magnitude", "config", "words"),
+    [
+        (None, {"use_dora": False}, "has a magnitude, and use_dora is False"),
+        (np.ones(H + 1, np.float32), {}, "has not one number for each of 24 outputs"),
+        (None, {"fan_in_fan_out": True}, "DoRA of embeddings, and of weights stored"),
+    ],
+)
+def test_dora_that_cannot_be_read(magnitude: Any, config: dict[str, Any], words: str, tmp_path: Path) -> None:
+    assert words in str(refusal(base(tmp_path / "base"), dora(tmp_path / "a", magnitude, **config)))
+
+
+def test_dora_without_magnitudes_is_refused(tmp_path: Path) -> None:
+    problem = refusal(base(tmp_path / "base"), adapter(tmp_path / "a", use_dora=True))
+    assert "has no magnitude, and use_dora is true" in str(problem).lower()
 
 
 def test_bytes_do_not_depend_on_threads_or_memory(tmp_path: Path) -> None:
@@ -340,7 +376,6 @@ def test_a_tokenizer_that_differs_is_noted(tmp_path: Path) -> None:
     ("config", "words"),
     [
         ({"peft_type": "LOHA"}, "an adapter of peft_type 'LOHA', not LORA"),
-        ({"use_dora": True}, "use_dora: DoRA"),
         ({"bias": "all"}, "bias: 'all'"),
         ({"lora_bias": True}, "lora_bias: a bias of B"),
         ({"layer_replication": [[0, 1], [0, 1]]}, "layer_replication: layers that are repeated"),
@@ -355,10 +390,11 @@ def test_what_is_more_than_lora_is_refused(config: dict[str, Any], words: str, t
     assert isinstance(problem, Unsupported)
     assert words in str(problem)
     assert "merge_and_unload" in problem.finding.fix
+    assert ("convert_to_lora" in problem.finding.fix) == ("peft_type" in config)
 
 
 def test_all_reasons_are_told_at_once(tmp_path: Path) -> None:
-    problem = refusal(base(tmp_path / "base"), adapter(tmp_path / "a", use_dora=True, bias="all", lora_bias=True))
+    problem = refusal(base(tmp_path / "base"), adapter(tmp_path / "a", use_qalora=True, bias="all", lora_bias=True))
     assert len(problem.finding.details) == 3
 
 
@@ -388,7 +424,8 @@ def test_an_adapter_for_the_parts_of_a_fused_tensor_is_refused(tmp_path: Path) -
     [
         ({f"{P}{Q}.lora_A.weight": None}, "has an B and no A"),
         ({f"{P}{Q}.lora_A.weight": normal(5, H)}, "has rank 4 by the config, and A [5, 24] and B [24, 4]"),
-        ({f"{P}{Q}.lora_magnitude_vector.weight": normal(H)}, "is no A or B of a LoRA"),
+        ({f"{P}{Q}.lora_ga_vector.weight": normal(H)}, "is no A or B of a LoRA"),
+        ({f"{P}{DOWN}.lora_magnitude_vector.weight": normal(H)}, "is of a module without A and B"),
         ({f"{P}{Q}.lora_A.weight": normal(4, H, 1, 1)}, "is no matrix of floating numbers"),
         ({f"{P}{Q}.lora_A.weight": np.ones((4, H), np.int32)}, "is no matrix of floating numbers"),
     ],
@@ -403,15 +440,15 @@ def test_tensors_that_make_no_adapter_are_refused(change: dict[str, Any], words:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"r": 0}, "r is 0, and a rank is a whole number of 1 or more"),
-        ({"r": True}, "r is True, and a rank is a whole number"),
-        ({"r": 4.0}, "r is 4.0, and a rank is a whole number"),
-        ({"lora_alpha": "8"}, "lora_alpha is '8', which is no finite number"),
-        ({"lora_alpha": float("nan")}, "lora_alpha is nan, which is no finite number"),
-        ({"alpha_pattern": [1]}, "alpha_pattern is [1], which is no object"),
+        ({"r": 0}, "r is 0; a rank must be a positive integer"),
+        ({"r": True}, "r is True; a rank must be a positive integer"),
+        ({"r": 4.0}, "r is 4.0; a rank must be a positive integer"),
+        ({"lora_alpha": "8"}, "lora_alpha is '8', not a finite number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is nan, not a finite number"),
+        ({"alpha_pattern": [1]}, "alpha_pattern is [1], not an object"),
         ({"lora_alpha": 10**4000}, "adapter_config.json has an integer of 4,001 digits"),
-        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern of 'q_proj' is None, which is no finite number"),
-        ({"rank_pattern": {"q_proj": 2**31}}, "rank_pattern of 'q_proj' is 2147483648, and a rank is"),
+        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern of 'q_proj' is None, not a finite number"),
+        ({"rank_pattern": {"q_proj": 2**31}}, "rank_pattern of 'q_proj' is 2147483648; a rank must be"),
         ({"alpha_pattern": {r"(a)\1": 1}}, r"alpha_pattern has a pattern '(a)\\1' that is not read: '\1' is not read"),
         ({"rank_pattern": {"[": 4}}, "rank_pattern has a pattern '[' that is not read: the set at character 0"),
     ],
@@ -437,12 +474,12 @@ def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:
     (lora / "adapter_config.json").write_text("{")
     assert isinstance(refusal(model, lora), FormatError)
     (lora / "adapter_config.json").unlink()
-    assert "there is no adapter_config.json" in str(refusal(model, lora))
+    assert "it has no adapter_config.json" in str(refusal(model, lora))
     (lora / "adapter_config.json").write_text(json.dumps(CONFIG))
     (lora / "adapter_model.safetensors").rename(lora / "adapter_model.bin")
     assert "rename it to .safetensors" in refusal(model, lora).finding.fix
     (lora / "adapter_model.bin").rename(lora / "old.bin")
-    assert "there is no adapter_model.safetensors or adapter_model.bin" in str(refusal(model, lora))
+    assert "it has no adapter_model.safetensors or adapter_model.bin" in str(refusal(model, lora))
     (lora / "old.bin").rename(lora / "adapter_model.bin")
     assert isinstance(refusal(model, tmp_path / "nowhere/here/at/all"), NotFound)
     assert isinstance(refusal(model, lora / "adapter_model.bin"), Unsupported)

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -19,7 +18,7 @@ from tests.cases.case import f64, fine_tunes
 from tests.cli_help import Cli, cli, make_models, work
 from tests.mini import run_method, write_checkpoint
 from tests.plan_help import only
-from tests.test_docs import blocks_of, folder, models, pattern, run, sessions
+from tests.test_docs import blocks_of, sessions
 from weightsmith import PerModel, block_method, methods, tensor_method
 from weightsmith.errors import CannotResume, MethodError, NonFinite, PlanError, UnknownName
 from weightsmith.methods.user import OwnMethod, method_of
@@ -27,7 +26,7 @@ from weightsmith.methods.user_files import GROUP, at_hand, installed_names, load
 from weightsmith.plans import plan_from_json
 from weightsmith.tensors import DTYPES
 
-__all__ = ["cli", "folder", "models", "work"]
+__all__ = ["cli", "work"]
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "own_method"
@@ -344,7 +343,7 @@ def nothing() -> None: ...
         (block_method(untyped), "the parameter 't' of untyped has no type"),
         (block_method(listed), "the parameter 't' of listed has the type list[float]"),
         (block_method(unknown), "the types of unknown's parameters cannot be read: NameError: name 'Nowhere' is not defined"),
-        (block_method(wrong_default), "the default 0.5 of the parameter 't' of wrong_default is no int"),
+        (block_method(wrong_default), "the default 0.5 of the parameter 't' of wrong_default is not of type int"),
         (block_method(no_default), "the default None of the parameter 't' of no_default is no float"),
         (block_method(starred), "the argument '*t: 'float'' of starred cannot be given by name"),
         (block_method(slashed), "the argument 'models: 'Any'' of slashed cannot be given by name"),
@@ -511,7 +510,7 @@ def test_a_function_at_hand_merges_what_is_in_memory() -> None:
 
     a, b = {"w": np.float32([0, 0])}, {"w": np.float32([4, 8])}
     assert weightsmith.merge_state_dicts(blend, [a, b], t=0.25)["w"].tolist() == [1, 2]
-    with pytest.raises(PlanError, match="method blend takes exactly 2 models, and here are 1"):
+    with pytest.raises(PlanError, match="method blend takes exactly 2 models, not 1"):
         weightsmith.merge_state_dicts(blend, [a])
     with pytest.raises(UnknownName):
         methods.get("blend")
@@ -556,19 +555,12 @@ def test_the_other_example_keeps_the_norm(tmp_path: Path) -> None:
     np.testing.assert_allclose(np.linalg.norm(got), np.mean([np.linalg.norm(a) for a in arrays]), rtol=1e-6)
 
 
-@pytest.mark.slow
-def test_the_page_shows_the_example_and_what_it_prints(folder: Path) -> None:
+def test_the_page_shows_the_example() -> None:
+    """What its commands print is seen where all pages are tested."""
     shown = [block.text for block in blocks_of(PAGE)]
     for name in ("my_method.py", "agree.yml"):
         assert (EXAMPLE / name).read_text() in shown
-        (folder / name).write_text((EXAMPLE / name).read_text())
-    commands = [command for text in shown for command in sessions(text)]
-    assert len(commands) >= 3
-    for command, expected in commands:
-        printed = run(folder, "bash", "-c", command)
-        assert pattern(expected).fullmatch(printed), f"$ {command}\nshows:\n{expected}\nprints:\n{printed}"
-    with weightsmith.open_checkpoint(folder / "merged") as out:
-        assert out.specs["model.norm.weight"].dtype.numpy == np.dtype(ml_dtypes.bfloat16)
+    assert len([command for text in shown for command in sessions(text)]) >= 3
 
 
 def test_small_models_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

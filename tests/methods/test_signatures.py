@@ -37,7 +37,7 @@ def blocks(page: str) -> list[str]:
 
 
 def described(function: Any) -> dict[str, Parameter]:
-    return {p.name: p for p in parameters_of(function, beside=("matrix",))}
+    return {p.name: p for p in parameters_of(function, skip=("matrix",))}
 
 
 def test_annotations_say_documentation_bounds_and_choices() -> None:
@@ -65,7 +65,7 @@ def test_what_a_function_is_called_with() -> None:
     def f(w: PerModel[float], n: PerModel[int] = 3, s: PerModel[float | None] = None, lambda_: float = 0.5) -> None: ...
 
     own = [{"w": 1, "n": 2, "s": None}, {"w": 0.25, "n": 4, "s": 2.0}]
-    got = values(parameters_of(f, beside=()), {"spectrum": "none"}, own)
+    got = values(parameters_of(f, skip=()), {"spectrum": "none"}, own)
     assert list(got) == ["w", "n", "s", "lambda_"]  # and not the parameters of the steps after it
     assert (got["w"].dtype, got["w"].tolist()) == (np.float64, [1, 0.25])
     assert (got["n"].dtype, got["n"].tolist()) == (np.int64, [2, 4])
@@ -94,8 +94,8 @@ def test_signatures_that_are_wrong(function: Any, message: str) -> None:
 def test_a_rule_can_only_ask_for_parameters_of_the_method() -> None:
     def f(matrix: Any, t: float) -> None: ...
 
-    with pytest.raises(MethodError, match="has the argument 'u', which is no parameter of the method"):
-        bound(lambda u: u > 0, parameters_of(f, beside=("matrix",)))
+    with pytest.raises(MethodError, match="has the argument 'u', which is not a parameter of the method"):
+        bound(lambda u: u > 0, parameters_of(f, skip=("matrix",)))
 
 
 def test_rules_get_typed_values() -> None:

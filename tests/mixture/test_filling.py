@@ -16,7 +16,7 @@ from tests.mixture.test_gates import models, recipe_of, told
 from weightsmith.api import moe, plan
 from weightsmith.engine.bench import EngineBench
 from weightsmith.engine.local import Progress
-from weightsmith.errors import CannotResume, CheckpointError, PlanError, WeightsmithError
+from weightsmith.errors import CannotResume, CheckpointError, PlanError, Unsupported, WeightsmithError
 from weightsmith.mixture.routing import product
 from weightsmith.store.manifest import MANIFEST_NAME
 
@@ -130,12 +130,22 @@ def test_a_base_that_is_not_finite_leaves_nothing(models: Path, tmp_path: Path) 
     assert {f.name for f in tmp_path.iterdir()} == {"a"}
 
 
-def test_an_error_of_a_later_run_keeps_what_an_earlier_one_copied(models: Path, tmp_path: Path, gate: threading.Event) -> None:
+def test_an_error_of_a_later_run_keeps_what_an_earlier_one_copied(
+    models: Path, tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = recipe_of(models, told(0, 1))
     with pytest.raises(KeyboardInterrupt):
         moe(recipe, tmp_path / "out", progress=interrupt_when_waiting(gate))
-    with pytest.raises(PlanError, match="the device 'warp'"):
+    with pytest.raises(CannotResume, match="device: cpu -> warp"):
         moe(recipe, tmp_path / "out", device="warp")
+
+    def fail(*args: Any) -> None:
+        raise Unsupported("no router today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(product, "route", fail)
+        with pytest.raises(Unsupported, match="no router today"):
+            moe(recipe, tmp_path / "out")
     assert moe(recipe, tmp_path / "out").resumed
 
 

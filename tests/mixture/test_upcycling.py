@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -18,6 +15,7 @@ import xxhash
 import yaml
 
 import weightsmith
+from tests.cli_help import check_killed_and_resumed
 from tests.mini import as_bytes, write_checkpoint
 from weightsmith.errors import PlanError
 from weightsmith.kernels import reference
@@ -248,26 +246,10 @@ def test_bytes_do_not_depend_on_threads_or_memory(tmp_path: Path) -> None:
     assert (tmp_path / "other/model.safetensors").read_bytes() not in files
 
 
-_KILLED = """
-import os, sys, weightsmith
-def stop(progress):
-    if progress.tensors >= 12:
-        os.kill(os.getpid(), 9)
-weightsmith.moe(sys.argv[1], sys.argv[2], progress=stop, threads=1)
-"""
-
-
 @pytest.mark.slow
 def test_interrupted_work_goes_on(tmp_path: Path) -> None:
-    file = tmp_path / "moe.yml"
     source = recipe(dense(tmp_path / "a", BF16, inner=60_000), noise_scale=0.1, drop_fraction=0.5)
-    file.write_text(json.dumps(source) + "\n")
-    killed = subprocess.run([sys.executable, "-c", _KILLED, file, tmp_path / "out"], capture_output=True, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not (tmp_path / "out").exists()
-    assert weightsmith.moe(file, tmp_path / "out").resumed >= 12
-    weightsmith.moe(file, tmp_path / "fresh")
-    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "fresh/model.safetensors").read_bytes()
+    check_killed_and_resumed(source, tmp_path, after=12)
 
 
 # ---- virtual groups

@@ -132,9 +132,9 @@ def tokenizer(*tokens: str, added: Mapping[int, str] | None = None, unigram: boo
 def test_ids_that_stand_for_other_tokens_are_a_warning(tmp_path: Path) -> None:
     files = {"m0": tokenizer("a", "b", "c"), "m1": tokenizer("a", "c", "b"), "m2": tokenizer("a", "b", "c", "d")}
     assert said(tmp_path, {}, {}, {}, **files) == [
-        "tokenizer.json: the models differ in their tokenizers: ids stand for other tokens; the output has m0's\n"
+        "tokenizer.json: the models differ in their tokenizers: the same ids mean different tokens; the output has m0's\n"
         "  m1: 2 of 3 ids; 1 is 'c', and 'b' in m0\n"
-        "  -> Merge models with one tokenizer."
+        "  -> Match rows by token with tokenizer_source: base, or union."
     ]
 
 
@@ -195,7 +195,7 @@ def test_models_of_one_architecture_keep_their_own_problems(tmp_path: Path) -> N
     b = str(write_checkpoint(tmp_path / "b", decoder(vocab=9), plan_help.config(hidden_size=4, vocab_size=9)))
     recipe = {"merge_method": "linear", "models": [{"model": a}, {"model": b}], "parameters": {"weight": 1}}
     found = problems(recipe)
-    assert all("the vocabularies differ in size" in str(problem) for problem in found)
+    assert all("The vocabularies differ: write tokenizer_source: base" in str(problem) for problem in found)
 
 
 def test_other_mistakes_are_reported_beside_it(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_float32_tensors_among_16_bit_weights_stay_so_with_a_warning(tmp_path: P
         p = plan(linear(*models, dtype="bfloat16"))
         assert {s.out.name for s in p.steps if s.out.dtype.name == "F32"} == {ROUTER}
         assert {s.out.dtype.name for s in p.steps} == {"F32", "BF16"}
-        assert warnings(p) == [f"{ROUTER}: 1 tensor stays F32 and not BF16: the models keep them so beside 16-bit weights"]
+        assert warnings(p) == [f"{ROUTER}: 1 tensor stays F32 and not BF16: the models store them so among 16-bit weights"]
         assert p.config is not None
         assert p.config["dtype"] == "bfloat16"
     assert dtypes(plan(linear(wide, dtype="bfloat16"))) == {"BF16"}

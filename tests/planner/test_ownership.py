@@ -189,7 +189,7 @@ def test_vocabularies_of_different_size_are_refused_with_the_reason(tmp_path: Pa
     a, b = plan_help.model(tmp_path / "a"), plan_help.model(tmp_path / "b", vocab=10)
     found = problems(linear(a, b))
     assert sorted(f.finding.where for f in found) == ["lm_head.weight", "model.embed_tokens.weight"]
-    assert all("the vocabularies differ in size" in str(f) for f in found)
+    assert all("The vocabularies differ: write tokenizer_source" in str(f) for f in found)
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_a_folder_whose_weights_cannot_be_used_is_an_error(run: Path, file: str,
         ("org/model-*", "no folder matches org/model-*\n  there is no folder org"),
         ("checkpoint-*", "no folder matches checkpoint-*\n  folders in the current folder: base, run"),
         ("./run/checkpoint-1/*.json", "no folder matches ./run/checkpoint-1/*.json"),
-        ("./run/checkpoint-*@main", "a pattern stands for local folders, and these have no revisions"),
+        ("./run/checkpoint-*@main", "a pattern matches local folders, which have no revisions"),
     ],
 )
 def test_no_match_is_one_error_with_its_line(run: Path, pattern: str, words: str) -> None:

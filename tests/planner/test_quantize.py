@@ -28,6 +28,8 @@ from weightsmith.errors import Corrupt, NonFinite, PlanError
 from weightsmith.planner import Plan
 from weightsmith.planner.encode import ignored_modules, stored_plain
 from weightsmith.plans import plan_from_json
+from weightsmith.quantisation.formats import FORMATS
+from weightsmith.quantisation.streamed import streamed
 from weightsmith.store import Staging
 from weightsmith.structure import analyse
 from weightsmith.tensors import DTYPES, TensorSpec
@@ -207,10 +209,6 @@ def test_a_plan_whose_pieces_have_other_rows_is_refused() -> None:
         run(plan_from_json(data), "nowhere")
 
 
-def test_plain_is_as_if_not_given() -> None:
-    assert weightsmith.plan(TIES, quantize="plain") == weightsmith.plan(TIES)
-
-
 # ---- which tensors
 
 
@@ -320,16 +318,22 @@ def test_fused_experts_stay_as_they_are_with_a_warning() -> None:
 
 
 @pytest.mark.parametrize("what", [TIES, MIXTURE, SURGERY], ids=["merge", "moe", "surgery"])
-def test_an_unknown_encoding(what: Mapping[str, Any]) -> None:
+def test_an_unknown_format(what: Mapping[str, Any]) -> None:
     text = problems(what, quantize="fp8-dynamc")
-    assert "quantize: unknown encoding 'fp8-dynamc' (did you mean 'fp8-dynamic'?)" in text
+    assert "quantize: unknown format 'fp8-dynamc' (did you mean 'fp8-dynamic'?)" in text
     assert text.endswith("Nothing was written. (1 problem)")
 
 
-def test_an_unknown_encoding_is_one_of_several_problems() -> None:
+def test_an_unknown_format_is_one_of_several_problems() -> None:
     text = problems({**TIES, "merge_method": "tise"}, quantize="fp8")
-    assert "unknown encoding 'fp8'" in text
+    assert "unknown format 'fp8'" in text
     assert "'tise'" in text
+
+
+def test_settings_that_the_format_does_not_read() -> None:
+    text = problems(TIES, quantize=FP8, bits=4.0, uniform=True)
+    assert "quantize: fp8-dynamic does not read bits, uniform: it has no settings" in text
+    assert "group_size: no format is given that could read it" in problems(TIES, group_size=64)
 
 
 def test_a_dtype_that_cannot_be_encoded() -> None:
@@ -409,7 +413,7 @@ def test_an_infinity_that_is_only_copied_is_an_error(out_dtype: str, models: Pat
 def test_verify_names_a_damaged_code_or_scale(damaged: str, tmp_path: Path) -> None:
     make(TIES, tmp_path / "out", quantize=FP8)
     manifest = json.loads((tmp_path / "out" / "weightsmith.json").read_text())
-    assert manifest["quantised"] == [FP8]
+    assert manifest["quantised"] == FP8
     place = manifest["tensors"][damaged]
     with (tmp_path / "out" / place["file"]).open("r+b") as file:
         file.seek(place["offset"] + place["bytes"] - 1)
@@ -547,10 +551,11 @@ class TestThePagesEncoding(EncodingTests):
         return found
 
 
-def test_the_example_of_the_page_is_one_entry_away_from_a_merge(
+def test_the_example_of_the_page_is_two_entries_away_from_a_merge(
     page: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(ENCODINGS, page.ENCODING.name, page.ENCODING)
+    monkeypatch.setitem(FORMATS, page.ENCODING.name, streamed(page.ENCODING.name, "", ""))
     make(TIES, tmp_path / "once", quantize="int8-dynamic")
     make(TIES, tmp_path / "merged")
     plain, stored = tensors(tmp_path / "merged"), tensors(tmp_path / "once")
@@ -569,7 +574,7 @@ def test_the_error_of_the_pages_encoding_is_within_its_bound(page: types.ModuleT
     rows = data.draw(hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=2), elements=finite))
     about = TensorSpec("x.weight", DTYPES["F32"], rows.shape)
     codes, scales = (np.zeros(out.nbytes, np.uint8) for out in page.ENCODING.outs(about))
-    page.ENCODING.encode(about, rows, 0, (codes, scales))
+    page.ENCODING.encode(about, rows, 0, (codes, scales), np.empty(0, np.float32))
     s = scales.view(BF16).astype(np.float64)[:, None]
     assert (np.abs(codes.view(np.int8).reshape(rows.shape) * s - rows) <= (0.5 + 2**-12) * s).all()
 
@@ -605,6 +610,7 @@ def test_transformers_loads_it(
     from tests import zoo
 
     monkeypatch.setitem(ENCODINGS, page.ENCODING.name, page.ENCODING)
+    monkeypatch.setitem(FORMATS, page.ENCODING.name, streamed(page.ENCODING.name, "", ""))
     model_class = getattr(transformers, zoo.ZOO[name][0])
     parts = [zoo.save(name, tmp_path / str(seed), seed) for seed in (1, 2)]
     what = recipe("linear", [str(part) for part in parts], None, {"weight": [0.5, 0.5]})

@@ -195,8 +195,7 @@ CHOICES = "  -> Write one of bfloat16, float16, float32, float64."
         ("torch.half", f"UnknownName: r.yml:2:8: unknown dtype 'torch.half' (did you mean 'float16'?)\n{CHOICES}"),
         (
             "auto",
-            "UnknownName: r.yml:2:8: dtype: auto is not a dtype\n"
-            "  -> Remove the line: without it the dtype of the inputs is kept.",
+            "UnknownName: r.yml:2:8: dtype: auto is not a dtype\n  -> Remove the line: the default is the dtype of the inputs.",
         ),
         (
             "int64",
@@ -475,7 +474,7 @@ def test_all_problems_come_at_once_in_the_order_of_the_text_each_once() -> None:
         "  - {modle: c}\n"
         "dtype: bf16\n"
         "dtype: bf16\n"
-        "chat_template: auto\n"
+        "residual: auto\n"
     )
     assert [p.split(": ")[1] for p in refused(text)] == [
         "r.yml:2:18",

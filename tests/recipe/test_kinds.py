@@ -22,7 +22,7 @@ VALUES: list[Any] = [
     *(7, -1, 0, 1, 1.5, 1024, 1025, 10**6, True, False),
     *("", "x", "a+b", "a@v", "a@b@c", "a+b@v", "a+b+c", "bfloat16"),
     *("torch.bfloat16", "bf16", "auto", "int8", "1e-5", "first", "mean"),
-    *("linear", "cosine", "hidden", "cheap_embed"),
+    *("linear", "cosine", "hidden", "cheap_embed", "union", "base", "zero"),
     *([], [1], [0, 2], [1, 2, 3], [-1, 2], [1, "x"], ["a"], ["a", ""]),
     *([True], [1.5], [[]], [[1, 2]], [[0], [1.5]], [[-1]], [[["a"]]]),
     *({}, {"a": 1}, {"0": [1]}, {"0": []}, {"0": [[1]], "1": [[0, 2]]}, {"x": [1]}, {"0": [-1]}, {"0": [[1.5]]}, {"0": 1}),
@@ -41,6 +41,13 @@ VALUES: list[Any] = [
     *({"groups": [[0]]}, {"groups": [[0]], "groups_by_layer": {"0": [[0]]}}),
     *({"groups": [[0, 1]], "match": True, "router": "mean"}),
     *({"groups": [[0, 1]], "match": 1}, {"groups": [[0, 1]], "router": "last"}),
+    *({"kind": "zero"}, {"kind": "zero", "model": "a"}, {"kind": "other"}, {"kind": "zero", "token": "x"}),
+    *({"kind": "model_token", "model": "a", "token": "x"}, {"kind": "model_token", "model": "a", "token_id": 3}),
+    *({"kind": "model_token", "model": "a"}, {"kind": "model_token", "token": "x"}, {"kind": "model_token"}),
+    {"kind": "model_token", "model": "a", "token": "x", "token_id": 3},
+    *({"<a>": {"source": "a"}}, {"<a>": None}, {"<a>": {}}, {"<a>": {"source": "a", "force": True}}, {"<a>": {"force": True}}),
+    *({"<a>": {"source": {"kind": "zero"}}}, {"<a>": 3}, {"": {}}, {"<a>": {"source": {"kind": "zero"}, "more": 1}}),
+    *({"source": "union"}, {"tokens": {}}, {"pad_to_multiple_of": 64}, {"pad_to_multiple_of": 0}, {"sources": "union"}),
 ]  # fmt: skip
 
 
@@ -87,4 +94,5 @@ def test_these_keys_must_be_given() -> None:
     assert required == {
         *("recipe.merge_method", "input.model", "slice.sources", "source.model", "source.layer_range", "condition.value"),
         *("reference.model", "path.path", "upcycling.base_model", "upcycling.experts", "expert.source_model", "surgery.model"),
+        "row.kind",
     }

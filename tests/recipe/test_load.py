@@ -64,7 +64,7 @@ def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
 
 def test_a_missing_folder_is_said_to_be_missing(tmp_path: Path) -> None:
     _, (problem,) = load(tmp_path / "no" / "r.yml")
-    assert str(problem) == f"{tmp_path}/no/r.yml: no such recipe: there is no such folder"
+    assert str(problem) == f"{tmp_path}/no/r.yml: no such recipe: the folder {tmp_path}/no does not exist"
 
 
 def test_a_folder_that_mergekit_wrote_names_the_recipe_in_it(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_problems_of_a_mapping_name_the_key_path() -> None:
     assert recipe is not None
     assert [str(p).split("\n")[0] for p in problems] == [
         "models[0].parameters.t: a recipe cannot hold a value of type object",
-        "7.5: a key must be text, not 7.5",
+        "7.5: a key must be a string, not 7.5",
         "models[0].weight: the parameter 'weight' in an entry of 'models' must be inside 'parameters'; mergekit"
         " silently ignored it",
         "models[0].parameters.t: the parameter 't' has no value",

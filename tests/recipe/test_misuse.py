@@ -208,33 +208,34 @@ def test_keys_that_mergekit_reads_and_never_uses_are_warnings() -> None:
     ]
 
 
-@pytest.mark.parametrize("as_mergekit", [False, True])
+def test_two_keys_for_the_tokenizer_exclude_each_other() -> None:
+    _, (problem,) = parse(TOP + "tokenizer_source: union\ntokenizer: {source: base}\n", "r.yml")
+    assert str(problem) == (
+        "r.yml:3:1: 'tokenizer' and 'tokenizer_source' exclude each other\n"
+        "  -> Keep one of them; 'source' inside 'tokenizer' says the same as 'tokenizer_source'."
+    )
+
+
 @pytest.mark.parametrize(
-    ("line", "what", "fix"),
+    ("text", "what"),
     [
+        ("tokenizer_source: 3", "r.yml:3:19: 'tokenizer_source' takes a model, not the number 3"),
+        ("tokenizer: {source: a, tokens: [x]}", "r.yml:3:32: 'tokens' takes a mapping of tokens, not a list of 1"),
+        ("tokenizer: {tokens: {<x>: {force: true}}}", "r.yml:3:22: 'force' for the token '<x>' needs a source"),
         (
-            "tokenizer_source: union",
-            "tokenizer_source is not supported yet",
-            "Remove this line: the tokenizer of the base (else first) model is then copied, as 'base' would ask for.",
+            "tokenizer: {tokens: {<x>: {source: {kind: zero, token: y}}}}",
+            "r.yml:3:36: a row of zeros has no model and no token",
         ),
         (
-            "tokenizer: {source: union, tokens: {}}",
-            "tokenizer is not supported yet",
-            "Remove this block: the tokenizer of the base (else first) model is then copied.",
+            "tokenizer: {tokens: {<x>: {source: {kind: model_token, model: a}}}}",
+            "r.yml:3:36: kind 'model_token' needs a model, and one of token and token_id",
         ),
-        (
-            "chat_template: chatml",
-            "chat_template is not supported yet",
-            "Remove this line: the chat template of the base (else first) model is then copied.",
-        ),
+        ("tokenizer: {pad_to_multiple: 8}", "r.yml:3:13: unknown key 'pad_to_multiple' in 'tokenizer' (did you mean"),
     ],
 )
-def test_what_weightsmith_cannot_do_yet_is_refused_by_name_also_leniently(
-    line: str, what: str, fix: str, as_mergekit: bool
-) -> None:
-    recipe, (problem,) = parse(TOP + line + "\n", "r.yml", lenient=as_mergekit)
-    assert str(problem) == f"r.yml:3:1: {what}\n  -> {fix}"
-    assert recipe is not None
+def test_keys_of_the_tokenizer_are_checked(text: str, what: str) -> None:
+    _, (problem,) = parse(TOP + text + "\n", "r.yml")
+    assert str(problem).startswith(what)
 
 
 def test_a_misplaced_parameter_leaves_a_setting_so_that_it_is_not_reported_as_missing_too() -> None:

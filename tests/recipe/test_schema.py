@@ -111,13 +111,18 @@ ACCEPTED = [
     "merge_method: ties\nmodels: [{model: a}]\nparameters: {normalize: [true, false], rescale: true}\n",
     "merge_method: ties\nmodels: [{model: a}]\nparameters: {rescale: [{filter: m, value: [none, l1]}, {value: l1}]}\n",
     "merge_method: passthrough\nslices: [{sources: [{model: a, layer_range: [0, 8]}], residual_weight: 1}]\n",
+    LINEAR + "tokenizer_source: union\nchat_template: auto\n",
+    LINEAR + "tokenizer_source: {model: {path: a}}\n",
+    LINEAR + "tokenizer: {source: a, tokens: {<x>: {source: a, force: true}, <y>: }, pad_to_multiple_of: 8}\n",
+    LINEAR + "tokenizer: {tokens: {<x>: {source: {kind: model_token, model: a, token_id: 3}}, <y>: {source: {kind: zero}}}}\n",
 ]
 REFUSED = [
     "merge_method: linear\nmodels: [{model: a, parameters: {weight: []}}]\n",
     LINEAR + "dtyp: float16\n",
     LINEAR + "weight: 1\n",
     LINEAR + "dtype: auto\n",
-    LINEAR + "tokenizer_source: union\n",
+    LINEAR + "tokenizer_source: 3\n",
+    LINEAR + "tokenizer: {tokens: []}\n",
     LINEAR + "slices: [{sources: [{model: a, layer_range: [0, 8]}]}]\n",
     "models: [{model: a}]\n",
     "merge_method: linear\n",
@@ -184,7 +189,7 @@ def test_the_schema_also_knows_the_methods_and_their_parameters(validator: Any, 
 def test_every_key_has_a_description_and_every_mapping_refuses_strangers() -> None:
     made = schema(METHODS)
     levels = [made, *(d for name, d in made["$defs"].items() if not name.startswith(("setting_", "names_of_")))]
-    assert len(levels) == 10
+    assert len(levels) == 14
     for level in levels:
         named = level in (made["$defs"]["parameters"], made["$defs"]["model_parameters"])  # by `names_of_parameters`
         assert level["additionalProperties"] is False or named
@@ -255,10 +260,11 @@ SHOWN = [(moe_schema, file) for file in MOE_RECIPES] + [(schema, file) for file 
 
 @pytest.mark.parametrize(("made", "file"), SHOWN, ids=lambda value: getattr(value, "name", ""))
 def test_the_schema_takes_every_recipe_that_is_shown(made: Any, file: Path) -> None:
-    recipe = json.loads(json.dumps(yaml.safe_load(file.read_text())))  # keys of a JSON mapping are texts
-    jsonschema.Draft202012Validator(made(all_methods())).validate(recipe)
     other = schema if made is moe_schema else moe_schema
-    assert not jsonschema.Draft202012Validator(other(all_methods())).is_valid(recipe)
+    for document in yaml.safe_load_all(file.read_text()):
+        recipe = json.loads(json.dumps(document))  # keys of a JSON mapping are texts
+        jsonschema.Draft202012Validator(made(all_methods())).validate(recipe)
+        assert not jsonschema.Draft202012Validator(other(all_methods())).is_valid(recipe)
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,11 @@ from weightsmith.engine.reader import Reader
 from weightsmith.engine.results import Results
 from weightsmith.engine.tiles import ALIGNED_BYTES
 from weightsmith.errors import FormatError, NotFound, ParameterError, PlanError, Unsupported
-from weightsmith.formats.fp8 import Fp8Layout, fp8_layout
+from weightsmith.formats.scaled import ScaledLayout, scaled_layout
 from weightsmith.planner import prepare
 from weightsmith.planner.reopen import reopen
 from weightsmith.sources import Tensors
-from weightsmith.sources.fp8_block import CHUNK_ELEMENTS, DequantisedFp8
+from weightsmith.sources.scaled import CHUNK_ELEMENTS, dequantised
 from weightsmith.tensors import DType, TensorSpec
 from weightsmith.testing import SourceCase, SourceTests
 
@@ -96,14 +96,14 @@ def scales_of(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return np.asarray(np.random.default_rng(7).standard_normal(shape) * 0.01).astype(dtype)
 
 
-def layout_of(entry: Mapping[str, Any], arrays: Mapping[str, np.ndarray], **more: Any) -> Fp8Layout:
-    found = fp8_layout(config_of(entry, **more), Stored(arrays).specs, "m")
+def layout_of(entry: Mapping[str, Any], arrays: Mapping[str, np.ndarray], **more: Any) -> ScaledLayout:
+    found = scaled_layout(config_of(entry, **more), Stored(arrays).specs, "m")
     assert found is not None
     return found
 
 
-def source_of(entry: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> DequantisedFp8:
-    return DequantisedFp8(Stored(arrays), layout_of(entry, arrays), "m")
+def source_of(entry: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Tensors:
+    return dequantised(Stored(arrays), layout_of(entry, arrays), "m")
 
 
 def read(source: Tensors, name: str, start: int = 0, n: int | None = None) -> np.ndarray:
@@ -191,7 +191,7 @@ def test_memory_of_a_read_does_not_grow_with_the_tensor() -> None:
 
 def test_what_is_not_fp8_is_the_other_sources() -> None:
     stored = Stored(BLOCK_ARRAYS)
-    source: Tensors = DequantisedFp8(stored, layout_of(DEEPSEEK, BLOCK_ARRAYS), "m")
+    source: Tensors = dequantised(stored, layout_of(DEEPSEEK, BLOCK_ARRAYS), "m")
     assert list(source.specs) == ["norm.weight", "q.weight"]
     assert read(source, "norm.weight", 2, 6).tobytes() == BLOCK_ARRAYS["norm.weight"].tobytes()[2:8]
     assert (source.location("norm.weight"), source.location("q.weight")) == ((3, 0), None)
@@ -216,10 +216,14 @@ def test_identity_and_state_follow_the_other_source_and_the_blocks() -> None:
     by_40 = layout_of(compressed("block", block_structure=[40, 40]), arrays)
     stored, changed = Stored(arrays), Stored(arrays)
     changed.identity, changed.state = "other", "later"
-    sources = [DequantisedFp8(stored, by_32, "m"), DequantisedFp8(stored, by_40, "m"), DequantisedFp8(changed, by_32, "m")]
+    sources = [
+        dequantised(stored, by_32, "m"),
+        dequantised(stored, by_40, "m"),
+        dequantised(changed, by_32, "m"),
+    ]
     assert len({source.identity for source in sources} | {"who"}) == 4
     assert len({source.state for source in sources} | {"when"}) == 4
-    assert DequantisedFp8(Stored(arrays), by_32, "m").identity == sources[0].identity
+    assert dequantised(Stored(arrays), by_32, "m").identity == sources[0].identity
 
 
 def test_reads_out_of_bounds_and_of_unknown_tensors() -> None:
@@ -247,8 +251,8 @@ def test_nan_codes_and_scales_come_out_as_nan() -> None:
 
 
 def test_without_an_entry_there_is_nothing_to_dequantise() -> None:
-    assert fp8_layout(None, {}, "m") is None
-    assert fp8_layout({"hidden_size": 8, "quantization_config": {}}, Stored(BLOCK_ARRAYS).specs, "m") is None
+    assert scaled_layout(None, {}, "m") is None
+    assert scaled_layout({"hidden_size": 8, "quantization_config": {}}, Stored(BLOCK_ARRAYS).specs, "m") is None
 
 
 def test_the_config_of_the_plain_model_and_the_dtype_it_is_written_as() -> None:
@@ -278,7 +282,7 @@ def test_scales_of_activations_and_of_the_kv_cache_are_dropped_with_a_note() -> 
     }
     found = layout_of(entry, arrays)
     assert found.dropped == ("attn.k_proj.input_scale", "attn.k_scale")
-    assert list(DequantisedFp8(Stored(arrays), found, "m").specs) == ["attn.k_proj.weight", "norm.weight"]
+    assert list(dequantised(Stored(arrays), found, "m").specs) == ["attn.k_proj.weight", "norm.weight"]
     text = "\n".join(map(str, found.notes))
     assert "KV cache's quantisation is dropped" in text
     assert "2 scale(s) of activations or of the KV cache are dropped" in text
@@ -330,19 +334,19 @@ _W = "config_groups/FP8/weights"
         (changed(CHANNEL, "sparsity_config", {"format": "sparse-24-bitmask"}), "sparsity_config"),
         (changed(CHANNEL, "config_groups", {}), "without config_groups"),
         (changed(CHANNEL, "config_groups", {"FP8": ["Linear"]}), "not an object"),
-        (changed(CHANNEL, "config_groups/FP8/format", "nvfp4-pack-quantized"), "'nvfp4-pack-quantized'"),
+        (changed(CHANNEL, "config_groups/FP8/format", "mxfp8-quantized"), "'mxfp8-quantized'"),
         (changed(CHANNEL, _W, 3), "not an object"),
         (changed(CHANNEL, _W + "/num_bits", 4), "num_bits 4"),
         (changed(CHANNEL, _W + "/num_bits", True), "num_bits True"),
         (changed(CHANNEL, _W + "/type", "int"), "type 'int'"),
         (changed(CHANNEL, _W + "/symmetric", False), "symmetric False"),
         (changed(CHANNEL, _W + "/dynamic", True), "dynamic True"),
-        (changed(CHANNEL, _W + "/strategy", "group"), "strategy 'group'"),
+        (changed(CHANNEL, _W + "/strategy", "attn_head"), "strategy 'attn_head'"),
     ],
 )
 def test_other_quantisations_are_refused_by_name(entry: dict[str, Any], message: str) -> None:
     with pytest.raises(Unsupported) as caught:
-        fp8_layout(config_of(entry), Stored(BLOCK_ARRAYS).specs, "m")
+        scaled_layout(config_of(entry), Stored(BLOCK_ARRAYS).specs, "m")
     assert message in str(caught.value)
     assert "unquantised checkpoint" in str(caught.value)
 
@@ -350,7 +354,7 @@ def test_other_quantisations_are_refused_by_name(entry: dict[str, Any], message:
 def test_two_entries_that_differ_are_refused() -> None:
     config = config_of(DEEPSEEK, text_config={"quantization_config": CHANNEL})
     with pytest.raises(Unsupported, match=r"quantization_config and text_config\.quantization_config .* different"):
-        fp8_layout(config, Stored(BLOCK_ARRAYS).specs, "m")
+        scaled_layout(config, Stored(BLOCK_ARRAYS).specs, "m")
 
 
 @pytest.mark.parametrize(
@@ -358,7 +362,7 @@ def test_two_entries_that_differ_are_refused() -> None:
 )
 def test_block_sizes_are_two_positive_integers(block: object) -> None:
     with pytest.raises(FormatError, match="not two positive integers"):
-        fp8_layout(config_of(DEEPSEEK | {"weight_block_size": block}), Stored(BLOCK_ARRAYS).specs, "m")
+        scaled_layout(config_of(DEEPSEEK | {"weight_block_size": block}), Stored(BLOCK_ARRAYS).specs, "m")
 
 
 def test_huge_blocks_are_the_matrix() -> None:
@@ -382,14 +386,14 @@ def test_an_empty_matrix_has_no_scales() -> None:
         ({**BLOCK_ARRAYS, "q.weight_scale_inv": scales_of(2, 3)}, FormatError, r"is \[2, 3\], and its blocks need \[3, 2\]"),
         ({**BLOCK_ARRAYS, "q.weight_scale_inv": scales_of(6)}, FormatError, r"is \[6\], and its blocks need \[3, 2\]"),
         ({**BLOCK_ARRAYS, "q.weight_scale_inv": np.ones((3, 2), np.uint8)}, Unsupported, "is U8, and only F32, BF16, F16"),
-        ({**BLOCK_ARRAYS, "z.weight_scale_inv": scales_of(1, 1)}, FormatError, "'z.weight_scale_inv' has no FP8 weight"),
+        ({**BLOCK_ARRAYS, "z.weight_scale_inv": scales_of(1, 1)}, FormatError, "'z.weight_scale_inv' has no quantised weight"),
         (
             {**BLOCK_ARRAYS, "z.weight": np.ones((2, 2), BF16), "z.weight_scale_inv": scales_of(1, 1)},
             FormatError,
-            "'z.weight_scale_inv' has no FP8 weight",
+            "'z.weight_scale_inv' has no quantised weight",
         ),
-        ({**BLOCK_ARRAYS, "z.weight_scale": scales_of(1, 1)}, FormatError, "'z.weight_scale' has no FP8 weight"),
-        ({**BLOCK_ARRAYS, "z.weight_packed": np.ones((2, 2), np.int32)}, Unsupported, "'z.weight_packed' is part of a weight"),
+        ({**BLOCK_ARRAYS, "z.weight_scale": scales_of(1, 1)}, FormatError, "'z.weight_scale' has no quantised weight"),
+        ({**BLOCK_ARRAYS, "z.weight_packed": np.ones((2, 2), np.int32)}, Unsupported, "config.json says nothing of such codes"),
         ({**BLOCK_ARRAYS, "z.weight_zero_point": scales_of(1)}, Unsupported, "'z.weight_zero_point' is part of a weight"),
         (
             {**BLOCK_ARRAYS, "z.weight": np.ones((2, 2), ml_dtypes.float8_e5m2)},
@@ -401,7 +405,7 @@ def test_an_empty_matrix_has_no_scales() -> None:
 )
 def test_tensors_that_do_not_fit_are_errors(arrays: dict[str, np.ndarray], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
-        fp8_layout(config_of(DEEPSEEK), Stored(arrays).specs, "m")
+        scaled_layout(config_of(DEEPSEEK), Stored(arrays).specs, "m")
 
 
 def test_a_scale_that_fits_two_structures_is_an_error() -> None:
@@ -446,7 +450,7 @@ def test_transformers_dequantises_a_block_checkpoint_to_the_same_weights(tmp_pat
 # --- as inputs -------------------------------------------------------------------------------------------------------------
 
 
-class TestDequantisedFp8(SourceTests):
+class TestScaled(SourceTests):
     @pytest.fixture
     def case(self, tmp_path: Path) -> SourceCase:
         arrays = {
@@ -595,13 +599,13 @@ def test_what_other_encodings_hold_is_refused_when_a_recipe_names_them(tmp_path:
     packed = {"q.weight_packed": np.zeros((4, 2), np.uint8), "q.weight_scale": scales_of(4, 1, dtype=E4M3)}
     for name, arrays, entry, message in (
         (
-            "nvfp4",
+            "mxfp8",
             packed,
-            changed(CHANNEL, "config_groups/FP8/format", "nvfp4-pack-quantized"),
-            "'nvfp4-pack-quantized' is not",
+            changed(CHANNEL, "config_groups/FP8/format", "mxfp8-quantized"),
+            "'mxfp8-quantized' is not",
         ),
-        ("int8", {"q.weight": np.zeros((4, 4), np.int8)}, changed(CHANNEL, _W + "/type", "int"), "is quantised"),
-        ("gptq", {"q.qweight": np.zeros((4, 4), np.int32)}, {"quant_method": "gptq", "bits": 4}, "is quantised"),
+        ("int8", {"q.weight": np.zeros((4, 4), np.int8)}, changed(CHANNEL, _W + "/type", "int"), "type 'int' are not read"),
+        ("hqq", {"q.qweight": np.zeros((4, 4), np.int32)}, {"quant_method": "hqq", "bits": 4}, "is quantised"),
         ("bare", BLOCK_ARRAYS, None, "is quantised"),
     ):
         model = write_checkpoint(tmp_path / name, arrays, {"model_type": "x"} if entry is None else config_of(entry))

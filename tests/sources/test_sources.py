@@ -298,7 +298,7 @@ def test_an_encoding_is_decoded_unless_raw_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_without_such_a_kind_it_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no weights: there is no \.safetensors, .* or \.ckpt file"):
+    with pytest.raises(CheckpointError, match=r"no weights: there is no \.safetensors, .*\.ckpt or \.gguf file"):
         weightsmith.open_checkpoint(raw_model(tmp_path / "m"))
-    with pytest.raises(Unsupported, match=r"does not end with \.safetensors, .* or \.ckpt"):
+    with pytest.raises(Unsupported, match=r"does not end with \.safetensors, .*\.ckpt or \.gguf"):
         weightsmith.open_checkpoint(tmp_path / "m" / "a.raw")

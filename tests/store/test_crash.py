@@ -15,6 +15,7 @@ import pytest
 from tests.store_help import NAMES, build, layout, put, tree
 from weightsmith.errors import OutputExists
 from weightsmith.store import Staging, disk, staging_folder, verify
+from weightsmith.store.area import StagingArea
 
 CALLS = ("mkdir", "rename", "unlink", "rmdir", "write", "pwrite", "ftruncate", "fsync", "fdatasync")
 
@@ -137,12 +138,12 @@ def test_a_publish_that_was_cut_off_before_the_rename_only_has_to_be_called_agai
     class Cut(Exception):
         pass
 
-    def cut(*_: object) -> None:
+    def cut(*_: object, **__: object) -> None:
         raise Cut
 
     with pytest.MonkeyPatch.context() as patch, Staging.open(out, layout(), "plan") as staging:
         put(staging)
-        patch.setattr(Staging, "_rename", cut)
+        patch.setattr(StagingArea, "rename", cut)
         with pytest.raises(Cut):
             staging.publish({})
     with Staging.open(out, layout(), "plan") as staging:

@@ -15,6 +15,7 @@ import pytest
 from tests.store_help import NAMES, build, layout, put, tree
 from weightsmith.errors import CannotResume, StoreError
 from weightsmith.store import Staging, disk, save_model, staging_folder, verify
+from weightsmith.store.area import StagingArea
 from weightsmith.store.journal import Journal
 from weightsmith.store.products import product_path, read_product, write_product
 from weightsmith.store.staging import staged_plan
@@ -85,7 +86,7 @@ def test_a_folder_of_the_users_that_bears_the_name_is_kept(out: Path, files: dic
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     before = tree(out.parent)
-    refused(out, "not made by weightsmith", str(staging_folder(out)), resume=resume)
+    refused(out, "not created by weightsmith", str(staging_folder(out)), resume=resume)
     with pytest.raises(StoreError):
         save_model({}, out)
     assert tree(out.parent) == before
@@ -267,7 +268,8 @@ def test_a_model_whose_hard_links_were_replaced_is_never_written(out: Path, monk
     assert tree(staging.folder / "content") == before, "it may be the only one"
 
 
-def test_what_arrived_in_the_replaced_checkpoint_at_the_last_moment_is_kept(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def build_and_write_late(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint in `out`, into which the user writes a file while it is being replaced."""
     build(out, "old")
     exchange = disk.exchange
 
@@ -276,6 +278,10 @@ def test_what_arrived_in_the_replaced_checkpoint_at_the_last_moment_is_kept(out:
         return exchange(first, second)
 
     monkeypatch.setattr(disk, "exchange", late)
+
+
+def test_what_arrived_in_the_replaced_checkpoint_at_the_last_moment_is_kept(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_and_write_late(out, monkeypatch)
     with Staging.open(out, layout(), "new", overwrite=True) as staging:
         put(staging)
         with pytest.raises(StoreError, match=r"published and complete.*thesis\.txt"):
@@ -290,14 +296,7 @@ def test_what_arrived_in_the_replaced_checkpoint_at_the_last_moment_is_kept(out:
 def test_save_model_too_keeps_what_arrived_at_the_last_moment(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import numpy as np
 
-    build(out, "old")
-    exchange = disk.exchange
-
-    def late(first: Path, second: Path) -> bool:
-        (out / "thesis.txt").write_text("years of work")
-        return exchange(first, second)
-
-    monkeypatch.setattr(disk, "exchange", late)
+    build_and_write_late(out, monkeypatch)
     with pytest.raises(StoreError, match=r"published and complete.*thesis\.txt"):
         save_model({"a": np.ones(3)}, out, overwrite=True, fsync=False)
     assert (staging_folder(out) / "content" / "thesis.txt").read_text() == "years of work"
@@ -308,7 +307,7 @@ def test_discarding_what_is_published_keeps_what_arrived_at_the_last_moment(out:
     staging = Staging.open(out, layout(), "new", overwrite=True)
     put(staging)
     with monkeypatch.context() as patch:
-        patch.setattr(Staging, "_check_replaced", cut)  # Ctrl-C right after the exchange
+        patch.setattr(StagingArea, "check_replaced", cut)  # Ctrl-C right after the exchange
         with pytest.raises(Cut):
             staging.publish({}, fsync=False)
     (staging.folder / "content" / "thesis.txt").write_text("years of work")

@@ -14,6 +14,7 @@ from tests.plan_help import model
 from tests.store_help import build, layout, put, tree
 from weightsmith.errors import OutputExists, StoreError
 from weightsmith.store import Staging, disk, save_model, staging_folder, verify
+from weightsmith.store.other_files import OtherFiles
 
 
 @pytest.fixture
@@ -254,13 +255,13 @@ def test_files_that_arrive_while_it_works_are_kept(here: Path, can_exchange: boo
     out = build(here / "out", "old")
     if not can_exchange:
         monkeypatch.setattr(disk, "exchange", lambda *_: False)
-    synced = Staging._fsync
+    synced = OtherFiles.sync
 
-    def slow(self: Staging) -> None:
+    def slow(self: OtherFiles) -> None:
         synced(self)
         (out / "thesis.txt").write_text("years of work")
 
-    monkeypatch.setattr(Staging, "_fsync", slow)
+    monkeypatch.setattr(OtherFiles, "sync", slow)
     with Staging.open(out, layout(), "new", overwrite=True) as staging:
         put(staging)
         with pytest.raises(OutputExists) as caught:

@@ -24,6 +24,7 @@ from tests.store_help import layout, put, tree
 from weightsmith.errors import CannotResume, OutputExists, StoreError
 from weightsmith.sources import views
 from weightsmith.store import Staging, save_file, save_model, verify
+from weightsmith.store.area import StagingArea
 from weightsmith.tensors import BY_TORCH_NAME, DTYPES
 
 
@@ -253,7 +254,7 @@ def test_what_a_file_cannot_hold_is_refused_by_name(tmp_path: Path, make: Callab
 
 
 def test_names_must_be_text(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="must be text, not 3"):
+    with pytest.raises(StoreError, match="must be a string, not 3"):
         save_file({3: np.ones(2)}, tmp_path / "x")  # type: ignore[dict-item]
 
 
@@ -407,7 +408,7 @@ def test_a_path_that_cannot_be_a_file_is_refused(tmp_path: Path) -> None:
         save_file({}, tmp_path)
     (tmp_path / "file").touch()
     for path in (tmp_path / "file" / "x", tmp_path / "file" / "folder" / "x"):
-        with pytest.raises(StoreError, match="its folder cannot be made: "):
+        with pytest.raises(StoreError, match="its folder cannot be created: "):
             save_file({}, path)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
@@ -476,7 +477,7 @@ def test_what_fails_after_publishing_is_said_and_not_hidden(tmp_path: Path, monk
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(Path, "rmdir", failing)
-    with pytest.raises(StoreError, match="published and complete, but clearing up failed: Input/output error"):
+    with pytest.raises(StoreError, match="published and complete, but cleaning up failed: Input/output error"):
         save_model({"a": np.ones(3)}, tmp_path / "out", fsync=False)
     verify(tmp_path / "out")
 
@@ -489,7 +490,7 @@ def test_what_fails_while_cleaning_up_does_not_hide_the_failure(tmp_path: Path, 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Staging, "write", interrupted)
-    monkeypatch.setattr(Staging, "_remove", failing)
+    monkeypatch.setattr(StagingArea, "remove", failing)
     with pytest.raises(KeyboardInterrupt) as caught:
         save_model({"a": np.ones(3)}, tmp_path / "out", fsync=False)
     assert "cannot be removed" in "".join(caught.value.__notes__)

@@ -226,7 +226,7 @@ def test_a_disk_that_is_full_at_the_end_says_what_is_missing(
     with Staging.open(tmp_path / "out", layout(), "plan") as staging:
         put(staging)
         monkeypatch.setattr(disk, "available_bytes", lambda _: 0)
-        monkeypatch.setattr("weightsmith.store.staging.create_file", full)
+        monkeypatch.setattr("weightsmith.store.other_files.create_file", full)
         with pytest.raises(NoSpace) as caught:
             staging.add_file("tokenizer.json", tmp_path / "tokenizer.json" if as_file else bytes(12_345))
         assert "needed     12,345 bytes" in str(caught.value)
@@ -246,12 +246,12 @@ def test_an_input_that_cannot_be_read_is_not_a_failure_to_write(tmp_path: Path, 
 
     with Staging.open(tmp_path / "out", layout(), "plan") as staging:
         put(staging)
-        monkeypatch.setattr("weightsmith.store.staging.open_regular", lambda path: Bad(path))
+        monkeypatch.setattr("weightsmith.store.other_files.open_regular", lambda path: Bad(path))
         with pytest.raises(StoreError) as caught:
             staging.add_file("tokenizer.json", tmp_path / "tokenizer.json")
     message = str(caught.value)
     assert message.startswith(f"{tmp_path / 'tokenizer.json'}: cannot be read: Input/output error")
-    assert "is kept in" in message
+    assert "are kept in" in message
     assert "writing" not in message
 
 

@@ -18,7 +18,10 @@ from tests.store_help import NAMES, build, data, layout, put, tree
 from weightsmith.errors import CannotResume, OutputExists, StoreError
 from weightsmith.plans import Product
 from weightsmith.store import Staging, disk, make_layout, staging_folder, verify
+from weightsmith.store.journal import Finished
+from weightsmith.store.locks import Locks
 from weightsmith.store.staging import staged_plan
+from weightsmith.store.weights import Weights
 from weightsmith.tensors import DTYPES, TensorSpec
 
 ZERO = "0" * 32
@@ -202,7 +205,7 @@ def test_only_a_checkpoint_is_overwritten(out: Path, make: Callable[[Path], None
         ("/", "root of the file system"),
         ("~", "home folder"),
         (".", "current folder"),
-        ("..", "it is, or holds, your home"),
+        ("..", "it is, or contains, your home"),
         ("file/out", "is a file"),
         ("file/missing/out", "file is a file"),
         ("nowhere/out", "nowhere is a symbolic link to gone, which does not exist"),
@@ -378,6 +381,21 @@ def test_work_of_another_plan_that_finished_nothing_is_replaced(out: Path) -> No
     assert "stale.json" not in tree(out)
 
 
+def test_what_a_killed_process_wrote_of_a_product_is_removed(out: Path) -> None:
+    whole, cut = (Product(name, "thresholds", (TensorSpec(name, DTYPES["F32"], (5,)),), {}) for name in ("whole", "cut"))
+    with Staging.open(out, layout(), "plan") as staging:
+        staging.keep(whole, [np.arange(5, dtype=np.float32)])
+        assert staging.create(cut) is not None
+    products = staging.folder / "products"
+    assert len(list(products.iterdir())) == 2
+    with Staging.open(out, layout(), "plan", part=(1, 2)) as staging:  # takes the folder alone for a moment
+        assert len(list(products.iterdir())) == 1
+        assert staging.create(cut) is not None
+        with Staging.open(out, layout(), "plan", part=(2, 2)) as other:  # what another process writes stays
+            assert len(list(products.iterdir())) == 2
+            assert other.product("whole", whole.outs) is not None
+
+
 def test_a_finished_product_of_another_plan_is_not_lost(out: Path) -> None:
     product = Product("rows", "test", (TensorSpec("rows", DTYPES["F32"], (2,)),), {})
     with Staging.open(out, layout(), "first") as staging:
@@ -467,7 +485,7 @@ def test_threads_write_and_finish_at_once(out: Path) -> None:
             for spec in part:
                 raw = spec.name.encode().ljust(50)
                 staging.write(spec.name, 0, raw)
-                staging.finish(spec.name, combine(hash_grains(raw, grain_bytes(spec))))
+                staging.finish(spec.name, Finished(combine(hash_grains(raw, grain_bytes(spec)))))
 
         threads = [threading.Thread(target=work, args=(specs[i::4],)) for i in range(4)]
         for thread in threads:
@@ -489,9 +507,9 @@ def test_writing_outside_a_tensor_is_a_bug_and_writes_nothing(out: Path, start: 
 def test_finish_refuses_unknown_names_and_odd_checksums(out: Path) -> None:
     with Staging.open(out, layout(), "plan") as staging:
         with pytest.raises(KeyError):
-            staging.finish("nobody", ZERO)
+            staging.finish("nobody", Finished(ZERO))
         with pytest.raises(ValueError, match="32 hex digits"):
-            staging.finish("norm", "abc")
+            staging.finish("norm", Finished("abc"))
 
 
 # other files
@@ -611,7 +629,7 @@ def test_a_name_that_is_not_text_is_refused_at_the_start(tmp_path: Path) -> None
 def test_interrupted_at_any_line_of_letting_go(out: Path) -> None:
     import inspect
 
-    codes = {inspect.unwrap(f).__code__ for f in (Staging._release_lock, Staging.close, Staging._close_files)}
+    codes = {inspect.unwrap(f).__code__ for f in (Locks.close, Staging.close, Staging._close_files, Weights.close)}
     count = wanted = 0
 
     def trace(frame: Any, event: str, _: object) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import zoo
 from weightsmith.errors import LayerError
 from weightsmith.structure import Structure, analyse, resize_config
 from weightsmith.tensors import DTYPES, TensorSpec
@@ -29,50 +30,12 @@ def quiet() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 4,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-HEADS = {**SIZES, "head_dim": 8}
+SIZES: dict[str, Any] = {**zoo.SIZES, "num_hidden_layers": 4}
+HEADS = {**zoo.HEADS, **SIZES}
 MHA = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
-MOE = {**HEADS, "num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
-SEQ2SEQ = {
-    "d_model": 32,
-    "encoder_layers": 3,
-    "decoder_layers": 3,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "vocab_size": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-}
-DEEPSEEK = {
-    **SIZES,
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "qk_nope_head_dim": 8,
-}
+MOE = {**zoo.MOE, **SIZES}
+SEQ2SEQ = {**zoo.SPEECH, "encoder_layers": 3, "decoder_layers": 3}
+DEEPSEEK = {**zoo.DEEPSEEK, **SIZES, "num_key_value_heads": 4}
 JAMBA = {
     **SIZES,
     "num_experts": 2,

@@ -10,12 +10,14 @@ from weightsmith._version import __version__
 from weightsmith.cli import exits
 from weightsmith.cli.clean import clean
 from weightsmith.cli.doctor import doctor
+from weightsmith.cli.extract_lora import extract_lora
 from weightsmith.cli.init import init
 from weightsmith.cli.merge import merge
 from weightsmith.cli.mergekit_flags import MergeCommand, MoeCommand
 from weightsmith.cli.methods import methods
 from weightsmith.cli.moe import moe
 from weightsmith.cli.plan import plan
+from weightsmith.cli.quantize import dequantize, quantize
 from weightsmith.cli.run import run
 from weightsmith.cli.schema import schema
 from weightsmith.cli.verify import verify
@@ -51,6 +53,9 @@ _MERGEKIT = "mergekit-yaml's other flags are accepted and answered, or refused w
 app.command(cls=MergeCommand, epilog=_MERGEKIT)(merge)
 app.command(cls=MoeCommand, epilog=_MERGEKIT.replace("-yaml", "-moe"))(moe)
 app.command(cls=MoeCommand)(plan)
+app.command()(quantize)
+app.command()(dequantize)
+app.command()(extract_lora)
 app.command()(run)
 app.command()(verify)
 app.command()(init)

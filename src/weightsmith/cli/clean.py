@@ -22,7 +22,7 @@ def clean(
     yes: Annotated[bool, typer.Option("--yes", help="Remove them. Without it they are listed only.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """List the unfinished work of interrupted merges; --yes removes it.
+    """List the work of interrupted runs; --yes removes it.
 
     Looks in the current folder unless FOLDERs are named. Only folders that weightsmith made are removed, and none in which a
     process is working.

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """What the exit code says; `MEANINGS` says it in words."""
+    """The exit codes; `MEANINGS` describes them."""
 
     DONE = 0
     PROBLEMS = 1
@@ -22,18 +22,18 @@ class Exit(IntEnum):
 MEANINGS = {
     Exit.DONE: "done",
     Exit.PROBLEMS: "the recipe or the models have problems; nothing was written",
-    Exit.USAGE: "the command line is wrong",
-    Exit.OUTPUT: "the output folder cannot be written, or cannot be checked",
+    Exit.USAGE: "invalid command line",
+    Exit.OUTPUT: "the output folder cannot be written or checked",
     Exit.DAMAGED: "verify found damage",
-    Exit.INPUT_FAILED: "an input changed or failed while merging; finished work is kept",
-    Exit.UNEXPECTED: "an error nobody foresaw; WEIGHTSMITH_DEBUG=1 shows where",
-    Exit.INTERRUPTED: "interrupted; the same command goes on where it stopped",
-    Exit.NO_READER: "whoever read the output went away (| head)",
+    Exit.INPUT_FAILED: "an input changed or failed during the run; finished work can be resumed",
+    Exit.UNEXPECTED: "unexpected error; WEIGHTSMITH_DEBUG=1 prints the traceback",
+    Exit.INTERRUPTED: "interrupted; run the same command again to resume",
+    Exit.NO_READER: "the program that reads the output closed it (| head)",
 }
 
 
 def epilog() -> str:
-    """The table for `--help`; the backspace tells typer to keep the lines."""
+    """The table for `--help`; the backspace makes typer preserve the lines."""
     return "\b\nExit codes:\n" + "\n".join(f"  {code:<4} {text}" for code, text in MEANINGS.items())
 
 

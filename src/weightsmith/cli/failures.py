@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ import typer
 
 from weightsmith.cli.exits import Exit
 from weightsmith.errors import CheckpointError, Corrupt, Finding, PlanError, StoreError, WeightsmithError, report
-from weightsmith.text import RED, colour, columns, note, printable, result, wrapped
+from weightsmith.text import RED, diagnostic, note, printable, result
 
 DEBUG = "WEIGHTSMITH_DEBUG"
 
@@ -28,9 +27,9 @@ def failures(
     as_json: bool = False,
     interrupted: Callable[[], str] = lambda: "Interrupted.",
 ) -> Iterator[None]:
-    """Every way in which the block can end badly becomes a message and an exit.
+    """Turn every exception of the block into a message and an exit code.
 
-    merging      tensor data is being read: a failing input is no longer a problem of the recipe
+    merging      tensor data is being read: a failing input is not a problem of the recipe
     checking     the block looks at a finished output: that there is none is a problem of the output
     as_json      print the errors as one JSON object too, to stdout
     interrupted  what to say after Ctrl-C
@@ -51,7 +50,7 @@ def failures(
         raise typer.Exit(Exit.INTERRUPTED) from None
     except WeightsmithError as error:
         _debug()
-        _say(error)
+        diagnostic(report(error), RED)
         code = exit_code(error, merging=merging, checking=checking)
         if as_json:
             problems = error.problems if isinstance(error, PlanError) else (error,)
@@ -60,7 +59,7 @@ def failures(
     except Exception as error:
         _debug()
         what = f"{type(error).__name__}: {error}".rstrip(": ")
-        _show(f"error[internal]: {printable(what)}")
+        diagnostic(f"error[internal]: {what}", RED)
         if not os.environ.get(DEBUG):
             note(
                 f"  -> Report it to weightsmith with the recipe and what the same command prints with {DEBUG}=1, "
@@ -90,23 +89,6 @@ def print_json(findings: Sequence[Finding], codes: Sequence[str], exit: Exit, st
     """What `--json` prints in place of a result: {"errors": [{code, what, where, details, fix}], "state", "exit_code"}."""
     errors = [{"code": code, **asdict(found)} for code, found in zip(codes, findings, strict=True)]
     result(json.dumps({"errors": errors, "state": state, "exit_code": int(exit)}, ensure_ascii=False))
-
-
-def _say(error: WeightsmithError) -> None:
-    _show(printable(report(error)))
-
-
-def _show(text: str) -> None:
-    """An error on stderr, wrapped to the terminal; its code and the carets in colour."""
-    width = columns(sys.stderr)
-    lines: list[str] = []
-    for line in text.split("\n"):  # a line of the recipe and its carets belong together, however narrow the terminal
-        lines += [line] if re.match(r" +\d* \| ", line) else wrapped(line, width).split("\n")
-    for i, line in enumerate(lines):
-        head = re.match(r"error\[[a-z-]+\]:|     +\| *\^+$", line)
-        if head:
-            lines[i] = colour(head[0], RED, sys.stderr) + line[head.end() :]
-    print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def _debug() -> None:

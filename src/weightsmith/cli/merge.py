@@ -13,7 +13,7 @@ import typer
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures
 from weightsmith.cli.mergekit_flags import answer
-from weightsmith.options import RecipeOptions, RunOptions
+from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.progress import callbacks, meter, no_bars_in_logs
 from weightsmith.text import count, duration, printable, result, say, size, warn
 
@@ -28,33 +28,36 @@ def merge(
     recipe: options.Recipe,
     out: options.Out,
     planning: RecipeOptions,
+    settings: QuantizeSettings,
     running: RunOptions,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Merge checkpoints as RECIPE says, into the new folder OUT.
+    """Merge checkpoints as RECIPE says, into the folder OUT.
 
-    OUT is created only when complete. Interrupted work is kept beside it, and the same command resumes it.
+    OUT is created only when complete. If interrupted, run the same command again to resume.
     """
     began = time.monotonic()
     with failures(as_json=as_json, interrupted=lambda: interrupted(out)), ExitStack() as stack:
         no_bars_in_logs(quiet=quiet)
         answer(context, quiet=quiet)
-        from weightsmith.planner import prepare
+        from weightsmith.adapters import prepare_merge
+        from weightsmith.quantisation import quantised
 
-        prepared = stack.enter_context(prepare(options.recipe_source(recipe), planning))
+        source = options.recipe_source(recipe)
+        prepared = stack.enter_context(quantised(lambda: prepare_merge(source, planning), planning.quantize, settings))
         show_warnings(prepared)
         make(prepared, out, running, "merging", quiet=quiet, as_json=as_json, began=began)
 
 
 def show_warnings(prepared: Prepared) -> None:
-    """What the user should know of a plan."""
+    """Show the warnings of a plan."""
     for finding in prepared.plan.warnings:
-        warn(finding)
+        warn(finding, prepared.source)
 
 
 def make(prepared: Prepared, out: str, running: RunOptions, doing: str, *, quiet: bool, as_json: bool, began: float) -> Merged:
-    """Run a plan with a meter, and report what it did. doing: what the tensors are made by."""
+    """Run a plan with a progress bar and report the result. doing: the verb of the progress bar."""
     from weightsmith.api import Callbacks, execute
 
     with failures(merging=True, as_json=as_json, interrupted=lambda: interrupted(out)), meter(quiet=quiet) as shown:
@@ -65,7 +68,7 @@ def make(prepared: Prepared, out: str, running: RunOptions, doing: str, *, quiet
 
 
 def report(merged: Merged, *, quiet: bool, as_json: bool) -> None:
-    """What was found in the data, and the result."""
+    """Show the warnings about the data, and the result."""
     for finding in merged.warnings[len(merged.plan.warnings) :]:
         warn(finding)
     if as_json:
@@ -111,13 +114,18 @@ def _to_json(merged: Merged) -> dict[str, Any]:
 
 
 def interrupted(out: str) -> str:
-    """What to say after Ctrl-C: what is kept, and the command that goes on with it."""
+    """The message after Ctrl-C: where finished tensors are, and the command that resumes."""
+    import glob
     import shlex
 
-    from weightsmith.store.staging import staging_folder
+    from weightsmith.store.area import staging_folder
     from weightsmith.store.target import absolute
 
-    folder = staging_folder(absolute(out))
+    target = absolute(out)
+    folder = staging_folder(target)
+    if not folder.exists():  # the result of another recipe, that this one uses, may be there
+        pattern = f"{glob.escape(target.name)}.stage-*"
+        folder = next((path for start in (".", "") for path in target.parent.glob(start + pattern)), folder)
     if not folder.exists():
         return "Interrupted. No unfinished work was left."
     # --no-resume on this run discarded an earlier one's work; on the next it would discard this one's.

@@ -25,7 +25,7 @@ class Flag:
 
     names   as typed
     fate    `accepted`: does nothing; `passed on`: becomes `ours`; `refused`: an error
-    answer  one sentence: why it is not needed, what is done instead, or the next step
+    answer  one sentence: why it is not needed, what happens instead, or the next step
     value   the flag is followed by a value
     ours    our option; "" with `passed on` when it is what happens anyway
     """
@@ -124,7 +124,7 @@ _ONE_SHARD = 1 << 62
 class Translated:
     """A command line with mergekit's flags taken out.
 
-    args     what is left, with our options in their place
+    args     the remaining arguments, with our options instead of mergekit's
     answers  one line for each flag that is not simply another name of ours
     hub_cache  folder of hub models, "" for the usual one
     """

@@ -14,7 +14,7 @@ from weightsmith.cli import options
 from weightsmith.cli.failures import failures
 from weightsmith.cli.merge import interrupted, make, show_warnings
 from weightsmith.cli.mergekit_flags import answer
-from weightsmith.options import RecipeOptions, RunOptions
+from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.progress import callbacks, meter, no_bars_in_logs
 from weightsmith.text import result, show_table, warn
 
@@ -25,11 +25,12 @@ ROUTER = "router"
 """The product whose report says where tokens go."""
 
 
-@options.expand()
+@options.expand("adapter_rank")
 def moe(
     context: typer.Context,
     recipe: options.Recipe,
     planning: RecipeOptions,
+    settings: QuantizeSettings,
     running: RunOptions,
     out: Annotated[
         str, typer.Argument(metavar="OUT", help="The folder to create; not with --plan and --routing.", show_default=False)
@@ -43,9 +44,9 @@ def moe(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Make a mixture of experts as RECIPE says, in the new folder OUT.
+    """Make a mixture of experts as RECIPE says, in folder OUT.
 
-    OUT is created only when complete. Interrupted work is kept beside it, and the same command resumes it.
+    OUT is created only when complete. If interrupted, run the same command again to resume.
     """
     began = time.monotonic()
     if bool(out) == (plan_only or routing_only):
@@ -56,9 +57,11 @@ def moe(
         no_bars_in_logs(quiet=quiet)
         answer(context, quiet=quiet)
         from weightsmith.mixture import prepare_moe
+        from weightsmith.quantisation import quantised
 
         source = options.recipe_source(recipe)
-        prepared = stack.enter_context(prepare_moe(source, replace(planning, report=True) if routing_only else planning))
+        planning = replace(planning, report=True) if routing_only else planning
+        prepared = stack.enter_context(quantised(lambda: prepare_moe(source, planning), planning.quantize, settings))
         show_warnings(prepared)
         if plan_only:
             from weightsmith.cli.plan import show_plan

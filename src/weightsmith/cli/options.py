@@ -1,4 +1,4 @@
-"""Options that several commands have, and how their values are read."""
+"""Options that several commands share, and the parsers of their values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from weightsmith.errors import ParameterError, nearest
-from weightsmith.options import RecipeOptions, RunOptions, output_dtype
+from weightsmith.options import ExtractSettings, QuantizeSettings, RecipeOptions, RunOptions, output_dtype
 from weightsmith.tensors import DType
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?)?", re.IGNORECASE | re.ASCII)
@@ -33,7 +33,7 @@ def parse_size(text: str | int) -> int:
     number, prefix, binary = match.groups()
     power = "kmgt".index(prefix.lower()) + 1 if prefix else 0
     whole, _, decimals = number.partition(".")
-    # In integers: 1.1 is no float, and the decimal module takes longer to import than all else here.
+    # In integers: 1.1 is not exact as a float, and importing the decimal module is slow.
     unit: int = (1024 if binary else 1000) ** power
     nbytes: int = int(whole + decimals) * unit // 10 ** len(decimals)
     if nbytes < 1:
@@ -55,16 +55,18 @@ def parse_dtype(text: str | DType) -> DType:
     return found
 
 
-def parse_encoding(text: str) -> str:
-    """The name of an encoding.
+def parse_format(text: str) -> str:
+    """The name of a format.
 
-    >>> parse_encoding("fp8-dynamic")
+    >>> parse_format("fp8-dynamic")
     'fp8-dynamic'
     """
-    from weightsmith.encodings import ENCODINGS
+    from weightsmith.quantisation.formats import FORMATS
 
-    if text not in ENCODINGS:
-        raise typer.BadParameter(f"{text!r} is not one of {', '.join(ENCODINGS)}{nearest(text, ENCODINGS)}.")
+    if text not in FORMATS:
+        raise typer.BadParameter(
+            f"no format is called {text!r}{nearest(text, FORMATS)}; weightsmith quantize --list shows all."
+        )
     return text
 
 
@@ -88,18 +90,19 @@ def parse_setting(text: str | tuple[str, Any]) -> tuple[str, Any]:
 
 
 def recipe_source(recipe: str) -> str:
-    """What `recipe` stands for: a path as it is, or the text on standard input."""
+    """The path of a recipe, or for `-` the text on standard input."""
     if recipe != "-":
         return recipe
     from weightsmith.errors import SyntaxProblem
+    from weightsmith.recipe import StandardInput
     from weightsmith.recipe.yaml import MAX_BYTES
 
     data = sys.stdin.buffer.read(MAX_BYTES + 1)
     try:
-        return f"{data.decode()}\n"  # text is known by its newline
+        return StandardInput(f"{data.decode()}\n")  # text is known by its newline
     except UnicodeDecodeError as error:
         what = f"the recipe is not UTF-8 text: byte 0x{data[error.start]:02x}"
-        raise SyntaxProblem(what, where="standard input", fix="save it as UTF-8") from None
+        raise SyntaxProblem(what, where="<stdin>", fix="save it as UTF-8") from None
 
 
 def _size_option(name: str, help: str, **more: Any) -> Any:
@@ -107,7 +110,7 @@ def _size_option(name: str, help: str, **more: Any) -> Any:
 
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file; - for standard input.")]
-Out = Annotated[str, typer.Argument(metavar="OUT", help="The folder to make.")]
+Out = Annotated[str, typer.Argument(metavar="OUT", help="The folder to create.")]
 Threads = Annotated[
     int | None,
     typer.Option("--threads", metavar="N", min=1, help="Number of threads; all cores that this process may use if not given."),
@@ -123,7 +126,8 @@ FLAGS: Mapping[str, Any] = {
     "threads": Threads,
     "max_memory_bytes": MaxMemory,
     "max_shard_bytes": Annotated[
-        int, _size_option("--max-shard-size", "Bound of one weight file, such as 800MB; 5GB if not given.", show_default=False)
+        int | None,
+        _size_option("--max-shard-size", "Bound of one weight file, such as 800MB; 5GB (of GGUF: 50GB) if not given."),
     ],
     "seed": Annotated[int, typer.Option("--seed", metavar="N", help="Seed of random masks, router weights and noise.")],
     "out_dtype": Annotated[
@@ -153,9 +157,18 @@ FLAGS: Mapping[str, Any] = {
         str | None,
         typer.Option(
             "--quantize",
-            metavar="ENCODING",
-            parser=parse_encoding,
-            help="Store the weights of linear layers as fp8-dynamic, which transformers and vLLM read; plain if not given.",
+            metavar="FORMAT",
+            parser=parse_format,
+            help="Quantise the output: fp8-dynamic, or another of the formats of `weightsmith quantize`.",
+        ),
+    ],
+    "adapter_rank": Annotated[
+        int | None,
+        typer.Option(
+            "--adapter-rank",
+            metavar="R",
+            min=1,
+            help="Of a merge of adapters: the largest rank of the result; the sum of their ranks if not given.",
         ),
     ],
     "check_loading": Annotated[
@@ -176,6 +189,111 @@ FLAGS: Mapping[str, Any] = {
             help="Put a value into the recipe first, such as parameters.t=0.3; may be given several times.",
         ),
     ],
+    "bits": Annotated[float | None, typer.Option("--bits", metavar="BITS", help="Of exl2: bits per weight, on average.")],
+    "head_bits": Annotated[int | None, typer.Option("--head-bits", metavar="BITS", help="Of exl2: bits of the output head.")],
+    "calibration": Annotated[
+        str | None,
+        typer.Option(
+            "--calibration",
+            metavar="FILE",
+            help="Text to calibrate with: txt, jsonl, parquet, or built-in (exl2's default). none: round to nearest.",
+        ),
+    ],
+    "calibration_rows": Annotated[
+        int | None, typer.Option("--calibration-rows", metavar="N", min=1, help="Number of rows of calibration text.")
+    ],
+    "calibration_tokens": Annotated[
+        int | None, typer.Option("--calibration-tokens", metavar="N", min=1, help="Tokens of a row of calibration text.")
+    ],
+    "measure": Annotated[
+        str | None,
+        typer.Option("--measure", metavar="HOW", help="Of exl2: proxy (default), or full: as ExLlamaV2 does, slowly."),
+    ],
+    "measurement": Annotated[
+        str | None,
+        typer.Option("--measurement", metavar="FILE", help="Of exl2: choose bits from this measurement.json."),
+    ],
+    "uniform": Annotated[bool, typer.Option("--uniform", help="Of exl2: the same bits for every weight.")],
+    "imatrix": Annotated[
+        str | None, typer.Option("--imatrix", metavar="FILE", help="Of GGUF: an importance matrix, ours or llama.cpp's.")
+    ],
+    "group_size": Annotated[
+        int | None, typer.Option("--group-size", metavar="N", min=1, help="Number of weights that share a scale.")
+    ],
+    "max_rank": Annotated[
+        int,
+        typer.Option("--max-rank", metavar="R", min=1, help="Largest rank; also each rank, if no other option chooses it."),
+    ],
+    "energy": Annotated[
+        float | None,
+        typer.Option(
+            "--energy",
+            metavar="SHARE",
+            help="For each matrix the smallest rank that keeps this share of its change, such as 0.9; rounding noise is not "
+            "counted.",
+        ),
+    ],
+    "max_parameters": Annotated[
+        int | None,
+        typer.Option(
+            "--max-parameters", metavar="N", min=1, help="Choose ranks so that all factors have N parameters at most."
+        ),
+    ],
+    "sv_epsilon": Annotated[
+        float, typer.Option("--sv-epsilon", metavar="S", min=0, help="Leave out singular values that are not larger.")
+    ],
+    "exact": Annotated[
+        bool, typer.Option("--exact", help="Exact singular value decompositions, not randomised ones where they cost less.")
+    ],
+    "embed_lora": Annotated[
+        bool,
+        typer.Option("--embed-lora/--no-embed-lora", help="Factors for embedding and head, which are saved whole otherwise."),
+    ],
+    "include": Annotated[
+        list[str],
+        typer.Option(
+            "-i",
+            "--include",
+            "--include-regex",
+            metavar="REGEX",
+            show_default=False,
+            help="Only modules in whose name this matches; may be given several times.",
+        ),
+    ],
+    "exclude": Annotated[
+        list[str],
+        typer.Option(
+            "-e",
+            "--exclude",
+            "--exclude-regex",
+            metavar="REGEX",
+            show_default=False,
+            help="No module in whose name this matches; may be given several times.",
+        ),
+    ],
+    "save_modules": Annotated[
+        list[str],
+        typer.Option(
+            "--save-module",
+            metavar="NAME",
+            show_default=False,
+            help="Save this module whole if it differs: the end of its name; may be given several times.",
+        ),
+    ],
+    "distribute_scale": Annotated[
+        bool,
+        typer.Option("--distribute-scale/--no-distribute-scale", help="Share singular values between A and B, or all in A."),
+    ],
+    "skip_undecomposable": Annotated[
+        bool,
+        typer.Option("--skip-undecomposable", help="Leave out norms, embedding and head, instead of saving them whole."),
+    ],
+    "layout": Annotated[
+        str,
+        typer.Option(
+            "--for", metavar="PROGRAM", help="peft, or vllm: only what vLLM loads, which is factors of linear layers."
+        ),
+    ],
     "overwrite": Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that already exists.")],
     "resume": Annotated[
         bool, typer.Option("--resume/--no-resume", help="Resume interrupted work of the same plan, or discard it.")
@@ -190,13 +308,24 @@ FLAGS: Mapping[str, Any] = {
     "device": Annotated[
         str, typer.Option("--device", metavar="DEVICE", help="Where hidden states are computed: cpu, cuda, cuda:1 or auto.")
     ],
+    "keep_stages": Annotated[
+        bool,
+        typer.Option(
+            "--keep-stages",
+            help="Write the result of each recipe that the recipe uses as a model, to OUT.stage-NAME, and keep it.",
+        ),
+    ],
     "push": Annotated[
         str | None,
         typer.Option("--push", metavar="ORG/NAME", help="Upload OUT to the hub when it is finished, as a private model."),
     ],
     "public": Annotated[bool, typer.Option("--public", help="Make the model that --push creates visible to everyone.")],
 }
-"""Field of `RecipeOptions` or `RunOptions` → its flag."""
+"""Field of `RecipeOptions`, `QuantizeSettings`, `ExtractSettings` or `RunOptions` → its flag."""
+
+_RECORDS = RecipeOptions, QuantizeSettings, ExtractSettings, RunOptions
+_LISTS = ("settings", "include", "exclude", "save_modules")
+"""Fields whose flags may be given several times."""
 
 
 def expand(*skipped: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -208,7 +337,7 @@ def expand(*skipped: str) -> Callable[[Callable[..., None]], Callable[..., None]
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         parameters, records = [], {}
         for parameter in inspect.signature(function, eval_str=True).parameters.values():
-            if parameter.annotation not in (RecipeOptions, RunOptions):
+            if parameter.annotation not in _RECORDS:
                 parameters.append(parameter)
                 continue
             names = [field.name for field in fields(parameter.annotation) if field.name not in skipped]
@@ -216,15 +345,16 @@ def expand(*skipped: str) -> Callable[[Callable[..., None]], Callable[..., None]
             defaults = parameter.annotation()
             parameters += [
                 inspect.Parameter(name, parameter.KEYWORD_ONLY, default=getattr(defaults, name) or None, annotation=FLAGS[name])
-                if name == "settings"
+                if name in _LISTS
                 else inspect.Parameter(name, parameter.KEYWORD_ONLY, default=getattr(defaults, name), annotation=FLAGS[name])
                 for name in names
             ]
 
         @wraps(function)
         def command(**given: Any) -> None:
-            if "settings" in given:
-                given["settings"] = dict(given["settings"] or ())
+            for name in _LISTS:
+                if name in given:
+                    given[name] = (dict if name == "settings" else tuple)(given[name] or ())
             made = {to: kind(**{name: given.pop(name) for name in names}) for to, (kind, names) in records.items()}
             function(**given, **made)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +14,7 @@ from weightsmith.cli import options
 from weightsmith.cli.failures import failures
 from weightsmith.cli.merge import show_warnings
 from weightsmith.cli.mergekit_flags import answer
-from weightsmith.options import RecipeOptions, RunOptions
+from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.progress import no_bars_in_logs
 from weightsmith.text import columns, count, heading, printable, result, say, show_table, size, wrapped
 
@@ -32,6 +32,7 @@ def plan(
     context: typer.Context,
     recipe: options.Recipe,
     planning: RecipeOptions,
+    settings: QuantizeSettings,
     running: RunOptions,
     out: Annotated[
         str, typer.Argument(metavar="[OUT]", help="Not looked at: a command line of merge works here.", show_default=False)
@@ -65,7 +66,7 @@ def plan(
         answer(context, quiet=quiet)
         from weightsmith.api import prepare_any
 
-        with prepare_any(options.recipe_source(recipe), planning) as prepared:
+        with prepare_any(options.recipe_source(recipe), planning, settings) as prepared:
             show_warnings(prepared)
             if quiet and not as_json:
                 return
@@ -79,8 +80,11 @@ def plan(
 
 def show_plan(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None:
     """What a plan would do."""
+    from weightsmith.api import check_computable
     from weightsmith.cli.summary import summarise
 
+    if as_json:
+        check_computable(prepared)
     summary = summarise(prepared, running)
     if as_json:
         result(json.dumps(_to_json(prepared.plan, summary), ensure_ascii=False))
@@ -107,6 +111,10 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
     _fact("method", plan.made.name)
     for i, model in enumerate(plan.models):
         _fact("" if i else "models", f"{model.ref}{f' at {model.revision}' if model.revision else ''}")
+    for stage in summary.stages:
+        nbytes = f"{count(stage.tensors, 'tensor')}, {size(stage.nbytes)}"
+        how = f"written first, because {stage.why}" if stage.why else "computed where it is read"
+        _fact("stage", f"{stage.name}: {stage.method} of {', '.join(stage.models)}; {nbytes}, {how}")
     if summary.downloads:
         nbytes = size(sum(d.nbytes for d in summary.downloads))
         _fact(
@@ -128,7 +136,7 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
         _section("how tensors are stored")
         show_table(
             ("stored as", "tensors", "bytes", "why", "the first"),
-            [(AS_IT_IS if s.why else s.encoding, f"{s.tensors:,}", size(s.nbytes), s.why, s.first) for s in summary.stored],
+            [(_stored_as(s.encoding), f"{s.tensors:,}", size(s.nbytes), s.why, s.first) for s in summary.stored],
             right={1, 2},
         )
     _section("modules")
@@ -149,9 +157,30 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
 
         _section("config.json")
         show_table(("key", "was", "becomes"), [(c.key, short(c.old), short(c.new)) for c in summary.changes])
+    if plan.vocabulary is not None:
+        _vocabulary(plan.vocabulary)
+    if plan.files:
+        _section("written")
+        say(printable(", ".join(plan.files)))
     if plan.carried:
         _section(f"copied from {plan.models[plan.donor].ref}")
         say(printable(", ".join(plan.carried)))
+
+
+def _vocabulary(found: Mapping[str, Any]) -> None:
+    """Whose tokenizer the output has, and where the rows of its tokens come from."""
+    _section("vocabulary")
+    if found.get("shared"):
+        _fact("tokens", f"those of {found['tokenizer']}, whose tokenizer all models share")
+        return
+    new = found.get("new", [])
+    added = f", and {count(len(new), 'token')} added: {', '.join(new[:6])}{', ...' if len(new) > 6 else ''}" if new else ""
+    _fact("tokens", f"{found['tokens']:,}, of {found['tokenizer']}{added}")
+    rows = f" instead of {found['rows_before']:,}" if found["rows"] != found["rows_before"] else ""
+    _fact("rows", f"{found['rows']:,}{rows}")
+    show_table(("rows come from", "tokens"), [(name, f"{n:,}") for name, n in found["sources"].items()], right={1})
+    for name, n in found.get("left_out", {}).items():
+        say(printable(f"{count(n, 'token')} of {name} {'is' if n == 1 else 'are'} not in the output"))
 
 
 def _fact(label: str, text: str) -> None:
@@ -185,6 +214,10 @@ def _to_json(plan: Plan, summary: Summary) -> dict[str, Any]:
         "downloads": [{"model": d.model, "file": d.file, "bytes": d.nbytes} for d in summary.downloads],
         "peak_memory_bytes": summary.memory.peak_bytes,
         "threads": summary.memory.threads,
+        "stages": [
+            {"name": s.name, "method": s.method, "models": list(s.models), "tensors": s.tensors, "bytes": s.nbytes}
+            for s in summary.stages
+        ],
         "ops": [{"op": t.name, "tensors": t.tensors, "bytes": t.nbytes} for t in summary.ops],
         "stored": [
             {"encoding": s.encoding, "why": s.why, "tensors": s.tensors, "bytes": s.nbytes, "first": s.first}
@@ -265,6 +298,10 @@ def _show_tensor(prepared: Prepared, tensor: str) -> None:
         result()
         rows = [(o.parameter, "" if o.model is None else refs[o.model], _value(o.value), o.where) for o in origins]
         show_table(("parameter", "model", "value", "where"), rows)
+
+
+def _stored_as(encoding: str) -> str:
+    return AS_IT_IS if encoding == "plain" else encoding.removeprefix("plain ")
 
 
 def _notes(plan: Plan, step: Step) -> Iterator[str]:

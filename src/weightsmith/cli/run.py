@@ -11,7 +11,7 @@ import typer
 
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures
-from weightsmith.cli.merge import interrupted, make
+from weightsmith.cli.merge import interrupted, make, show_warnings
 from weightsmith.options import RunOptions
 from weightsmith.progress import callbacks, meter, no_bars_in_logs
 from weightsmith.text import say
@@ -29,7 +29,7 @@ def parse_part(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-@options.expand()
+@options.expand("keep_stages")
 def run(
     plan: Annotated[str, typer.Argument(metavar="PLAN", help="A plan, as `weightsmith plan RECIPE --json` prints it.")],
     out: options.Out,
@@ -40,8 +40,8 @@ def run(
             "--part",
             metavar="K/N",
             show_default=False,
-            help="Do the K-th of N parts and publish nothing. Several processes may do different parts at once; when all are "
-            "done, the same command without --part publishes.",
+            help="Run part K of N without publishing. Several processes may run different parts at once; when all are done, "
+            "the same command without --part publishes.",
         ),
     ] = "",
     allow_code: Annotated[
@@ -50,10 +50,9 @@ def run(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Run PLAN in the new folder OUT, whole or in parts.
+    """Run PLAN, or one part of it, and write the result to OUT.
 
-    The bytes are those of a merge of the recipe, on another day or in another process. The models must be those that
-    the plan was made for.
+    The output is identical to that of the recipe. The models must be the ones that the plan was created for.
     """
     began = time.monotonic()
     chosen = parse_part(part) if part else None
@@ -66,6 +65,7 @@ def run(
 
         prepared = stack.enter_context(reopen(load_plan(plan), allow_code=allow_code))
         if chosen is None:
+            show_warnings(prepared)
             make(prepared, out, running, "running", quiet=quiet, as_json=as_json, began=began)
             return
         stack.enter_context(failures(merging=True, as_json=as_json, interrupted=lambda: interrupted(out)))

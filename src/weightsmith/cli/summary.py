@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from weightsmith.engine.computed import Computed
 from weightsmith.engine.local import Resources
 from weightsmith.engine.reader import Reader
 from weightsmith.engine.results import Results
@@ -15,7 +16,7 @@ from weightsmith.engine.tiles import fit_resident_bytes, fit_tile_bytes, peak_me
 from weightsmith.options import RunOptions
 from weightsmith.planner import Prepared
 from weightsmith.planner.encode import stored_plain
-from weightsmith.plans import COPY, PLAIN, Plan, Step
+from weightsmith.plans import COPY, PLAIN, Plan, Read, Step
 from weightsmith.products import Survey, find_kind
 from weightsmith.structure import analyse
 
@@ -99,6 +100,24 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class StageFacts:
+    """The result of another recipe that the plan reads.
+
+    name    of the recipe, or what its result is called
+    method  of its merge
+    models  that it merges
+    why     why it is written before it is read; "" if it is computed then
+    """
+
+    name: str
+    method: str
+    models: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """The sums of a plan.
 
@@ -109,6 +128,7 @@ class Summary:
     survey_bytes of them those that the method reads of the whole model before it merges the first tensor
     passes       the most times that any tensor is read
     downloads    what of hub models is not in the cache
+    stages       the other recipes whose results it reads, each after those that it depends on
     """
 
     ops: tuple[Tally, ...]
@@ -124,6 +144,7 @@ class Summary:
     changes: tuple[Change, ...]
     memory: Memory
     downloads: tuple[Download, ...] = ()
+    stages: tuple[StageFacts, ...] = ()
 
 
 def summarise(prepared: Prepared, options: RunOptions) -> Summary:
@@ -133,12 +154,22 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
     input_bytes = read_bytes = survey_bytes = most = 0
     passes = _Passes(plan, reader)
     leaves = [leaf for step in plan.steps for leaf in step.leaves]
+    inner = {i: c.source for i, c in enumerate(prepared.inputs) if c.plan is not None and isinstance(c.source, Computed)}
+    once: dict[tuple[int, str], int] = {}
+
+    def nbytes_of(read: Read, size: int) -> int:
+        """Bytes of models that are read for so many elements."""
+        if read.model not in inner:
+            return size * reader.dtype(read).itemsize
+        each, once[read.model, read.tensor] = inner[read.model].read_bytes(read.tensor)
+        return each * size // max(1, reader.source(read).specs[read.tensor].size)
+
     for step in plan.steps:
         nbytes = sum(out.nbytes for out in step.outs)
         tensors, total = ops.get(step.made_by, (0, 0))
         ops[step.made_by] = tensors + 1, total + nbytes
         for leaf in step.leaves:
-            leaf_bytes = leaf.out.size * sum(reader.dtype(read).itemsize for read in leaf.inputs)
+            leaf_bytes = sum(nbytes_of(read, leaf.out.size) for read in leaf.inputs)
             times = passes.of(leaf)
             most = max(most, times)
             input_bytes += leaf_bytes
@@ -151,14 +182,30 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
         out_bytes=sum(t.nbytes for t in tallies),
         file_bytes=plan.layout.total_bytes,
         input_bytes=input_bytes,
-        read_bytes=read_bytes + survey_bytes,
+        read_bytes=read_bytes + survey_bytes + sum(once.values()),
         survey_bytes=survey_bytes,
         passes=most,
         modules=_modules(prepared),
         dropped=_dropped(plan),
         changes=tuple(changes(prepared.inputs[plan.donor].config or {}, plan.config or {})),
         downloads=_downloads(prepared),
+        stages=_stages(prepared),
         memory=_memory(plan, options.threads, options.max_memory_bytes, [passes.resident_bytes(leaf) for leaf in leaves]),
+    )
+
+
+def _stages(prepared: Prepared) -> tuple[StageFacts, ...]:
+    found = {stage.path: stage for stage in prepared.stages}.values()
+    return tuple(
+        StageFacts(
+            stage.label,
+            stage.plan.made.name,
+            tuple(model.ref for model in stage.plan.models),
+            len(stage.plan.steps),
+            sum(step.out.nbytes for step in stage.plan.steps),
+            stage.why,
+        )
+        for stage in found
     )
 
 
@@ -250,11 +297,11 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> I
 
 def _memory(plan: Plan, threads: int | None, max_memory_bytes: int | None, resident: Sequence[int]) -> Memory:
     threads = Resources(threads or 0).workers
-    tile_bytes = fit_tile_bytes(max_memory_bytes, threads, plan.widest)
-    peak = peak_memory_bytes(tile_bytes, threads, plan.widest)
+    tile_bytes = fit_tile_bytes(max_memory_bytes, threads, plan.widest, plan.levels)
+    peak = peak_memory_bytes(tile_bytes, threads, plan.widest, plan.levels)
     if largest := max(resident, default=0):
         # Whole matrices: as many as fit the bound, at least one; and torch, which is there for them alone.
-        allowed = fit_resident_bytes(max_memory_bytes, threads, plan.widest, RESIDENT_BYTES)
+        allowed = fit_resident_bytes(max_memory_bytes, threads, plan.widest, RESIDENT_BYTES, plan.levels)
         peak += max(largest, min(allowed, largest * threads)) + TORCH_BYTES
     return Memory(peak, threads, tile_bytes)
 

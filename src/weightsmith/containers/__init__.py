@@ -1,6 +1,6 @@
 """How tensors are laid out in files, one file per kind of container. Does no I/O.
 
-A container is a function `(specs, max_shard_bytes) -> Layout`, which determines every offset and header byte before the
+A container is a function `(specs, max_shard_bytes, header) -> Layout`, which determines every offset and header byte before the
 first tensor byte is written. To add one, add a file and its name to `CONTAINERS`.
 """
 
@@ -11,10 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from weightsmith.containers.base import Layout as Layout
 from weightsmith.containers.base import ShardLayout as ShardLayout
 from weightsmith.containers.base import TensorPlace as TensorPlace
+from weightsmith.containers.gguf import make_layout as make_gguf_layout
+from weightsmith.containers.peft import make_layout as make_peft_layout
 from weightsmith.containers.safetensors import make_layout as make_layout
 from weightsmith.tensors import TensorSpec
 
 SAFETENSORS = "safetensors"
+GGUF = "gguf"
+PEFT = "peft"
 
-CONTAINERS: Mapping[str, Callable[[Sequence[TensorSpec], int], Layout]] = {SAFETENSORS: make_layout}
-"""Name in `Plan.container` → layout function."""
+CONTAINERS: Mapping[str, Callable[[Sequence[TensorSpec], int, bytes], Layout]] = {
+    SAFETENSORS: lambda specs, max_shard_bytes, header: make_layout(specs, max_shard_bytes),
+    GGUF: make_gguf_layout,
+    PEFT: make_peft_layout,
+}
+"""Name in `Plan.container` → layout function of the stored tensors, the maximum of a file, and `Plan.header`."""

@@ -19,92 +19,35 @@ bfloat16: smaller ones could be flushed to zero.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from functools import partial
 
 from weightsmith.encodings.base import Bytes, Rows
-from weightsmith.errors import Unsupported
-from weightsmith.formats.files import show
+from weightsmith.encodings.matrices import MatrixEncoding, beside, bf16_scales, maxima_of, quantization_config
 from weightsmith.tensors import DTYPES, TensorSpec
 
-_SUFFIX = ".weight"
-_SCALE_OF_ZEROS = np.float32(2.0**-7)
-_SMALLEST_SCALE = np.float32(2.0**-126)
+_FLOAT8 = {"num_bits": 8, "type": "float"}
 
 
-@dataclass(frozen=True, slots=True)
-class Fp8Dynamic:
-    """Matrices `X.weight` → codes and a scale for each row. See the module."""
+def _parts(spec: TensorSpec) -> tuple[TensorSpec, ...]:
+    """Codes and scales.
 
-    name: str = "fp8-dynamic"
-    align_rows: int = 1
-
-    def refusal(self, spec: TensorSpec) -> str:
-        """Accepts non-empty floating-point matrices named `….weight`, because readers expect that name."""
-        if not spec.name.endswith(_SUFFIX):
-            return f"its name does not end in {_SUFFIX}, which readers need to find the scales"
-        if len(spec.shape) != 2:
-            return f"its shape is {list(spec.shape)}, not a matrix"
-        if not spec.dtype.floating or spec.dtype.itemsize not in (2, 4):
-            return f"it is {spec.dtype}, not 16-bit or 32-bit floating point"
-        return "" if spec.size else f"its shape {list(spec.shape)} has no elements"
-
-    def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """Codes and scales.
-
-        >>> for out in Fp8Dynamic().outs(TensorSpec("q_proj.weight", DTYPES["BF16"], (64, 32))):
-        ...     print(out)
-        q_proj.weight [64, 32] F8_E4M3
-        q_proj.weight_scale [64, 1] BF16
-        """
-        if why := self.refusal(spec):
-            raise Unsupported(f"tensor {show(spec.name)} cannot be stored as {self.name}: {why}")
-        codes = TensorSpec(spec.name, DTYPES["F8_E4M3"], spec.shape)
-        return codes, TensorSpec(spec.name + "_scale", DTYPES["BF16"], (spec.shape[0], 1))
-
-    def encode(self, spec: TensorSpec, rows: Rows, first_row: int, outs: Sequence[Bytes]) -> None:
-        """As `Encoding.encode`. NaN stays NaN; a row with an infinity becomes zeros and NaN."""
-        from weightsmith.kernels import codecs, fp8
-
-        codes, stored_scales = outs
-        n, cols = rows.shape
-        flat, scales = rows.reshape(-1), np.empty(n, np.float32)
-        fp8.row_maxima(flat, cols, scales)
-        zeros = scales == 0
-        scales = np.maximum(scales / fp8.LARGEST, _SMALLEST_SCALE)
-        scales[zeros] = _SCALE_OF_ZEROS
-        bf16 = DTYPES["BF16"].code
-        codecs.encode(scales, n, bf16, 0, stored_scales)
-        codecs.decode(stored_scales, bf16, 0, n, scales)
-        fp8.quantise(flat, cols, scales, codes)
-
-    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
-        """`quantization_config` of a model with all linear modules encoded except the ignored ones.
-
-        >>> Fp8Dynamic().config(["lm_head"])["quantization_config"]["ignore"]
-        ['lm_head']
-        """
-        eight_bits = {"num_bits": 8, "type": "float", "symmetric": True}
-        group = {
-            "targets": ["Linear"],
-            "weights": {**eight_bits, "strategy": "channel", "dynamic": False},
-            "input_activations": {**eight_bits, "strategy": "token", "dynamic": True},
-            "output_activations": None,
-            "format": "float-quantized",
-        }
-        return {
-            "quantization_config": {
-                "quant_method": "compressed-tensors",
-                "format": "float-quantized",
-                "quantization_status": "compressed",
-                "config_groups": {"group_0": group},
-                "ignore": list(ignored),
-                "kv_cache_scheme": None,
-                "global_compression_ratio": None,
-            }
-        }
+    >>> for out in ENCODING.outs(TensorSpec("q_proj.weight", DTYPES["BF16"], (64, 32))):
+    ...     print(out)
+    q_proj.weight [64, 32] F8_E4M3
+    q_proj.weight_scale [64, 1] BF16
+    """
+    return TensorSpec(spec.name, DTYPES["F8_E4M3"], spec.shape), beside(spec, "_scale", "BF16", spec.shape[0], 1)
 
 
-ENCODING = Fp8Dynamic()
+def _fill(spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows) -> None:
+    """NaN stays NaN; a row with an infinity becomes zeros and NaN."""
+    from weightsmith.kernels import fp8
+
+    cols = rows.shape[1]
+    scales = bf16_scales(maxima_of(rows, 1, cols), 448, outs[1])
+    fp8.quantise(rows.reshape(-1), cols, 1, cols, scales, outs[0])
+
+
+_config = partial(quantization_config, "float-quantized", {**_FLOAT8, "strategy": "channel"}, {**_FLOAT8, "strategy": "token"})
+
+ENCODING = MatrixEncoding("fp8-dynamic", _parts, _fill, _config)

@@ -1,1 +1,1 @@
-"""Runs any plan: `tiles.py` cuts, `schedule.py` says what is next, `local.py` is the threads that do it."""
+"""Runs any plan: `tiles.py` cuts tensors, `schedule.py` picks the next task, `local.py` runs the threads."""

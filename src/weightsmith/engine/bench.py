@@ -11,15 +11,18 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith.engine.results import Results
 from weightsmith.errors import CheckpointError, WeightsmithError
 from weightsmith.formats.carried import MAX_CARRIED_BYTES
 from weightsmith.formats.files import read_bounded
 from weightsmith.jobs.job import Bytes
-from weightsmith.kernels.codecs import decode
+from weightsmith.kernels.blocks import block_maxima
+from weightsmith.kernels.codecs import BLOCK, decode
 from weightsmith.kernels.jit import leave
-from weightsmith.plans import Plan, Product, Step
+from weightsmith.plans import Product, Step
 from weightsmith.products import find_kind
 from weightsmith.products.base import Arrays, Cancelled, Floats
+from weightsmith.store.journal import Finished
 from weightsmith.tensors import TensorSpec
 
 
@@ -28,11 +31,13 @@ class EngineBench:
 
     def __init__(
         self,
-        plan: Plan,
+        results: Results,
+        create: Callable[[], Arrays | None],
         product: Product,
         folders: Sequence[Path],
         device: str,
         threads: int,
+        memory_bytes: int | None,
         run_steps: Callable[[Sequence[Step], MemoryOutput, Callable[[], None]], None],
         report: Callable[[int, int], None],
         cancelled: threading.Event,
@@ -40,7 +45,9 @@ class EngineBench:
         self.product = product
         self.device = device
         self.threads = threads
-        self._plan = plan
+        self.memory_bytes = memory_bytes
+        self._results = results
+        self._create = create
         self._folders = folders
         self._steps = {step.out.name: step for step in product.steps}
         self._run_steps = run_steps
@@ -58,9 +65,25 @@ class EngineBench:
         self._make({name: _Rows(spec, np.array(numbers, np.int64), found)})
         return found
 
+    def largest(self, names: Sequence[str]) -> Floats:
+        """See `products.Bench`."""
+        targets = {name: _Largest(self._steps[name].out) for name in names}
+        self._make(targets)
+        return np.array([targets[name].found for name in names], np.float32)
+
     def _make(self, targets: Mapping[str, _Target]) -> None:
         self.check()
         self._run_steps([self._steps[name] for name in targets], MemoryOutput(targets), self.check)
+
+    def arrays(self, name: str) -> Arrays:
+        """See `products.Bench`."""
+        assert name in self.product.needs, (self.product.name, name)
+        return self._results.arrays(name)
+
+    def create(self) -> Arrays:
+        """See `products.Bench`."""
+        found = self._create()
+        return [np.zeros(out.shape, out.dtype.numpy) for out in self.product.outs] if found is None else found
 
     def folder(self, model: int) -> Path:
         """See `products.Bench`."""
@@ -76,7 +99,7 @@ class EngineBench:
         self._report(done_bytes, total_bytes)
 
     def check(self) -> None:
-        """Raise Cancelled when nobody waits any more."""
+        """Raise Cancelled if the result is no longer needed."""
         if self._cancelled.is_set():
             raise Cancelled
 
@@ -177,6 +200,26 @@ class _Rows:
             _decode(self._spec, data, start - first, stop - start, self._found[k, start - row : stop - row])
 
 
+class _Largest:
+    """found: the largest magnitude so far; a NaN does not count."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self._spec = spec
+        self._lock = threading.Lock()
+        self.found = 0.0
+
+    def take(self, start_byte: int, data: Bytes) -> None:
+        count, row, top = len(data) // self._spec.dtype.itemsize, np.empty(BLOCK, np.float32), np.empty(1, np.float32)
+        found = 0.0
+        for start in range(0, count, BLOCK):
+            n = min(BLOCK, count - start)
+            _decode(self._spec, data, start, n, row[:n])
+            block_maxima(row[:n], n, 1, n, top)
+            found = max(found, float(top[0]))
+        with self._lock:
+            self.found = max(self.found, found)
+
+
 def _decode(spec: TensorSpec, data: Bytes, start: int, count: int, out: Floats) -> None:
     """out = elements start … start + count of the bytes of a tensor."""
     if spec.dtype.code >= 0:
@@ -185,7 +228,21 @@ def _decode(spec: TensorSpec, data: Bytes, start: int, count: int, out: Floats) 
         out[:] = data.view(spec.dtype.numpy)[start : start + count]
 
 
-class MemoryOutput:
+class Unkept:
+    """The products of an engine output without files: they stay in memory."""
+
+    def create(self, product: Product) -> None:
+        """There is no file."""
+
+    def keep(self, product: Product, arrays: Arrays) -> Arrays:
+        """Nothing is kept."""
+        return arrays
+
+    def forget(self, product: Product) -> None:
+        """Nothing was kept."""
+
+
+class MemoryOutput(Unkept):
     """An engine output: what each tensor is for takes its bytes."""
 
     def __init__(self, targets: Mapping[str, _Target]) -> None:
@@ -198,8 +255,5 @@ class MemoryOutput:
         """Hand over some bytes."""
         self._targets[name].take(start_byte, np.frombuffer(buffer, np.uint8))
 
-    def finish(self, name: str, checksum: str, distance: tuple[float, float] | None, made_from: str) -> None:
+    def finish(self, name: str, done: Finished) -> None:
         """Nothing is to be done."""
-
-    def keep(self, product: Product, arrays: Arrays) -> None:
-        """Nothing is kept."""

@@ -1,16 +1,23 @@
-"""NaN and infinities that are the same in every input: constants of the model, such as bounds that clip nothing."""
+"""NaN and infinities: constants of the model if all inputs have the same ones, as bounds that clip nothing; else errors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.errors import Finding
+from weightsmith.engine.reader import Reader
+from weightsmith.engine.tiles import Cut
+from weightsmith.errors import Finding, NonFinite
 from weightsmith.jobs.job import Bytes
-from weightsmith.tensors import DType
+from weightsmith.kernels.finite import first_nonfinite
+from weightsmith.plans import CAST, Step
+from weightsmith.store.journal import Finished
+from weightsmith.tensors import DType, TensorSpec
+
+UNPUBLISHED = "Nothing was published; finished tensors are kept, and the same command resumes from them."
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +67,84 @@ def equal_constants(raw: Bytes, dtypes: Sequence[DType], size: int) -> Constants
     return Constants(where, values)
 
 
-def copied(names: Sequence[str]) -> tuple[Finding, ...]:
+def copied(finished: Mapping[str, Finished]) -> tuple[Finding, ...]:
     """The warning that tensors of a merge hold such constants; () for none.
 
-    >>> print(*copied(["audio.layers.0.input_max", "audio.layers.0.input_min"]))
+    >>> print(*copied({f"audio.layers.0.input_{bound}": Finished("", nonfinite=True) for bound in ("max", "min")}))
     audio.layers.0.input_max: 2 tensors hold a NaN or an infinity that is the same in all the models: it is copied
     """
+    names = [name for name, done in finished.items() if done.nonfinite]
     if not names:
         return ()
     holding = f"{len(names):,} tensors hold" if len(names) > 1 else "this tensor holds"
     return (Finding(f"{holding} a NaN or an infinity that is the same in all the models: it is copied", names[0]),)
+
+
+class Finite:
+    """What becomes of NaN and infinities in the tiles of a plan. allow: they are merged like any number."""
+
+    def __init__(self, reader: Reader, allow: bool) -> None:
+        self._reader = reader
+        self._allow = allow
+
+    def take_constants(self, step: Step, place: Cut, raw: Bytes, *, encoded: bool = False) -> Constants | None:
+        """Take every NaN and infinity out of what was read, where all the inputs have the same ones; the job sees zeros.
+
+        encoded  the output is stored as codes: an infinity would spoil its whole row
+
+        Returns None when there is none. Raises NonFinite for one that is not the same in all of two or more inputs.
+        """
+        if self._allow:
+            return None
+        dtypes = [self._reader.dtype(read) for read in step.inputs]
+        if all(first_nonfinite(data, dtype.code, place.size) < 0 for data, dtype in zip(raw, dtypes, strict=False)):
+            return None
+        found = equal_constants(raw, dtypes, place.size) if len(dtypes) > 1 and not encoded else None
+        if found is None:
+            for i, data in enumerate(raw[: len(dtypes)]):
+                self.check_input(step, i, place, data)
+        return found
+
+    def check_input(self, step: Step, i: int, place: Cut, data: Bytes) -> None:
+        """Raise NonFinite for a NaN or infinity among the elements read of one input."""
+        read = step.inputs[i]
+        spec, dtype = self._reader.source(read).specs[read.tensor], self._reader.dtype(read)
+        at = first_nonfinite(data, dtype.code, place.size)
+        if at >= 0:
+            value = data[at * dtype.itemsize : (at + 1) * dtype.itemsize].view(dtype.numpy)[0]
+            flat = self._reader.flat(read, place.start + at)
+            taken = f"{_place(place.start + at, step.out.shape)}, taken from other models,"
+            element = _place(flat, spec.shape) if flat >= 0 else taken
+            raise NonFinite(
+                f"element {element} is {float(value)}",
+                where=f"{self._reader.plan.label(read)}, tensor {read.tensor}",
+                fix="repair the model, leave it out, or merge all the same with --allow-nonfinite (allow_nonfinite=True)",
+                state=UNPUBLISHED,
+            )
+
+    def check_result(self, leaf: Step, out: TensorSpec, origin: int, place: Cut, raw: Bytes, data: Bytes) -> None:
+        """Raise NonFinite for a result that the output's dtype cannot hold.
+
+        out     the tensor, whose elements from `origin` on are the leaf's
+        raw     what it was computed from: a cast may pass on what it read
+        data    the elements of the tile
+        """
+        if self._allow:
+            return
+        if leaf.op == CAST and first_nonfinite(raw[0], self._reader.dtype(leaf.inputs[0]).code, place.size) >= 0:
+            return
+        at = first_nonfinite(data, out.dtype.code, place.size)
+        if at >= 0:
+            flat = origin + place.start + at
+            raise NonFinite(
+                f"element {_place(flat, out.shape)} of the result is not a number that {out.dtype.torch} can hold",
+                where=f"output tensor {out.name}",
+                fix="choose a wider dtype, smaller weights or another method, or continue with --allow-nonfinite "
+                "(allow_nonfinite=True)",
+                state=UNPUBLISHED,
+            )
+
+
+def _place(flat: int, shape: tuple[int, ...]) -> str:
+    """A flat index as the indices of an element."""
+    return str([int(i) for i in np.unravel_index(flat, shape)])

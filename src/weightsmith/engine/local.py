@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -19,12 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith.encodings import Encoding, find_encoding
+from weightsmith.encodings.base import WHOLE, array_name
 from weightsmith.engine.bench import Computing, EngineBench
 from weightsmith.engine.buffers import Buffers
-from weightsmith.engine.constants import Constants, equal_constants
+from weightsmith.engine.constants import UNPUBLISHED, Finite
 from weightsmith.engine.reader import Reader, Source
 from weightsmith.engine.results import Results
-from weightsmith.engine.schedule import APPLY, RESIDENT_BYTES, Flight, Part, Scheduler, SurveyFlight, Task, Work
+from weightsmith.engine.schedule import APPLY, RESIDENT_BYTES, Flight, Gathered, Part, Scheduler, SurveyFlight, Task, Work
 from weightsmith.engine.tiles import ALIGNED_BYTES, TILE_BYTES, Cut
 from weightsmith.errors import NonFinite
 from weightsmith.jobs.job import Bytes, Matrix, Tile
@@ -36,29 +38,34 @@ from weightsmith.plans import CAST, COPY, PLAIN, Gather, Plan, Product, Step
 from weightsmith.products import find_kind
 from weightsmith.products.base import Arrays
 from weightsmith.store.disk import copies_by_reference
+from weightsmith.store.journal import Finished
 from weightsmith.tensors import GRAIN_ELEMENTS, TensorSpec, grain_elements
 
-_UNPUBLISHED = "Nothing was published; finished tensors are kept, and the same command resumes from them."
+_NO_NUMBERS = np.empty(0, np.float32)
+WHOLE_BYTES = 6
+"""Memory for each element of a tensor that is encoded as a whole: float32, the codes, and a group of rows."""
 
 
 class Output(Protocol):
     """Where the bytes go: what the engine needs of `store.Staging`."""
 
     def location(self, name: str) -> tuple[int, int] | None:
-        """File descriptor and absolute offset of a tensor; None where there is no file."""
+        """File descriptor and absolute offset of a tensor; None if it is not in a file."""
 
     def write(self, name: str, start_byte: int, buffer: memoryview | Bytes) -> None:
         """Write part of a tensor. Called from many threads."""
 
-    def finish(self, name: str, checksum: str, distance: tuple[float, float] | None, made_from: str) -> None:
-        """All bytes of a tensor are written.
+    def finish(self, name: str, done: Finished) -> None:
+        """All bytes of a tensor are written. done.made_from: `Results.digest` of its products."""
 
-        distance   squared norms of output - base and of the base, if it has one
-        made_from  `Results.digest` of the products that it was made from
-        """
+    def create(self, product: Product) -> Arrays | None:
+        """Arrays of zeros in a file for a product that is being made; None where there is no file."""
 
-    def keep(self, product: Product, arrays: Arrays) -> None:
-        """A product is finished: keep it for a run that resumes this one."""
+    def keep(self, product: Product, arrays: Arrays) -> Arrays:
+        """A product is finished: keep it for a run that resumes this one. Returns its arrays, as they are to be read."""
+
+    def forget(self, product: Product) -> None:
+        """Nothing needs a product any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +81,7 @@ class Computation:
 class Progress:
     """How far a run is: bytes of output written and in all, bytes read so far, tensors, and seconds since it began.
 
-    waiting      what is left needs a product that is still being computed
+    waiting      all remaining tensors need a product that is still being computed
     computation  that product
     compiling    kernels are being compiled, because no earlier run needed them
     """
@@ -95,27 +102,29 @@ class Outcome:
     """What a run did.
 
     read_bytes, written_bytes  of tensors
-    differing   integer tensors on which the models disagree
-    nonfinite   tensors with a NaN or an infinity that is the same in all inputs, and was copied
-    distances   for each tensor merged with a base: squared Frobenius norms of output - base and of the base
+    finished    the output tensors (`Step.out`), also those that were skipped
     results     the products
     """
 
     read_bytes: int
     written_bytes: int
-    differing: tuple[str, ...]
-    nonfinite: tuple[str, ...]
-    distances: Mapping[str, tuple[float, float]]
+    finished: Mapping[str, Finished]
     results: Results
+
+    @property
+    def distances(self) -> dict[str, tuple[float, float]]:
+        """For each tensor merged with a base: squared Frobenius norms of output - base and of the base."""
+        return {name: done.distance for name, done in sorted(self.finished.items()) if done.distance is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a run may take.
+    """The resources of a run.
 
     threads         default: the processors this process may use
     tile_bytes      of each input; the result does not depend on it
     aligned_bytes   the same, of tiles with as many rows as an input prefers
+    product_bytes   that a product that computes may hold besides its arrays; None: no limit
     resident_bytes  that methods of whole matrices may hold; a matrix that needs more is merged alone
     device          for products that compute, as torch names it
     """
@@ -125,6 +134,7 @@ class Resources:
     resident_bytes: int = RESIDENT_BYTES
     device: str = "cpu"
     aligned_bytes: int = ALIGNED_BYTES
+    product_bytes: int | None = None
 
     @property
     def workers(self) -> int:
@@ -157,20 +167,20 @@ class Run:
         self.output = output
         self.resources = resources
         self.allow_nonfinite = allow_nonfinite
+        self.finite = Finite(reader, allow_nonfinite)
         self.folders = folders
         self.total_bytes = sum(out.nbytes for step in steps for out in step.outs)
         self.total_tensors = len(steps)
         self.written_bytes = self.read_bytes = self.tensors = 0
-        self.differing: set[str] = set()
-        self.nonfinite: set[str] = set()
-        self.distances: dict[str, tuple[float, float]] = {}
+        self.finished: dict[str, Finished] = {}
         self._lock = threading.Lock()
         self._encodings: dict[str, Encoding] = {}
         self._sharing: dict[int, bool] = {}
         self._cancelled = threading.Event()
         self._computation: Computation | None = None
         self._computing = Computing(self._bench, self._product_done)
-        self._unmade = {p.name: p for p in products if not reader.results.finished(p.name)}
+        self._makes_products = bool(products)
+        self._unmade = _unmade(self.plan, steps, products, reader.results)
         self._unbegun = dict(self._unmade)
         needs = ((step, self.plan.needs(step)) for step in steps)
         self.scheduler = Scheduler(needs, self._unmade, self._parts, self._complete, resources.resident_bytes)
@@ -186,6 +196,7 @@ class Run:
         ]
         self._computing.start(self.scheduler.fail)
         try:
+            self._forget_products()
             self._begin_products()
             for thread in pool:
                 thread.start()
@@ -223,13 +234,24 @@ class Run:
                 self.scheduler.survey(flight)
 
     def _product_done(self, product: Product, arrays: Arrays) -> None:
-        self.reader.results.put(product, arrays)
-        self.output.keep(product, arrays)
+        self.reader.results.put(product, self.output.keep(product, arrays))
         with self._lock:
             del self._unmade[product.name]
             self._computation = None
+        self._forget_products()
         self._begin_products()
         self.scheduler.product_finished(product.name)
+
+    def _forget_products(self) -> None:
+        """Remove transient products that no unfinished product needs."""
+        if not self._makes_products:  # it runs for a product, whose own needs are in use
+            return
+        with self._lock:
+            needed = {name for product in self._unmade.values() for name in product.needs}
+        for product in self.plan.products:
+            if product.transient and product.name not in needed and self.reader.results.finished(product.name):
+                self.reader.results.drop(product)
+                self.output.forget(product)
 
     def _survey_tiles(self, product: Product) -> Iterator[tuple[Step, Matrix, Cut]]:
         for step in product.steps or self.plan.steps:
@@ -249,18 +271,20 @@ class Run:
                 self._computation = Computation(doing, done, total)
 
         return EngineBench(
-            self.plan,
+            self.reader.results,
+            partial(self.output.create, product),
             product,
             self.folders,
             self.resources.device,
             self.resources.workers,
+            self.resources.product_bytes,
             self._run_apart,
             report,
             self._cancelled,
         )
 
     def _run_apart(self, steps: Sequence[Step], output: Output, check: Callable[[], None]) -> None:
-        """Make some steps for a product that computes. Its own products are finished: the plan says that it needs them."""
+        """Run steps for a product that computes. The products they need are finished, because it needs them too."""
         run = Run(self.reader, steps, (), output, self.resources, allow_nonfinite=self.allow_nonfinite)
         run.go(check)
         self.count(run.read_bytes, 0)
@@ -270,10 +294,15 @@ class Run:
     def _parts(self, step: Step) -> list[Part]:
         work = Work(step)
         origin, align = 0, self._encoding(step).align_rows if step.encoding != PLAIN else 1
+        if align == WHOLE:
+            align, work.gathered = 1, Gathered(step.out.size)
         for leaf in step.leaves:
             if leaf.out.size:
                 job = None if leaf.op == COPY else self.reader.job(leaf)
-                work.parts.append(Part(work, leaf, job, origin, self.reader.cuts(leaf, align)))
+                part = Part(work, leaf, job, origin, self.reader.cuts(leaf, align))
+                if work.gathered is not None:
+                    part.resident_bytes += WHOLE_BYTES * leaf.out.size
+                work.parts.append(part)
             origin += leaf.out.size
         work.left = len(work.parts)
         if not work.parts:
@@ -295,15 +324,15 @@ class Run:
     def _step_done(self, work: Work) -> None:
         moved = _sum_of([part.distances for part in work.parts])
         made_from = self.reader.results.digest(self.plan.needs(work.step), allow_nonfinite=self.allow_nonfinite)
-        for spec, hashed in zip(work.step.outs, work.hashes, strict=True):
-            self.output.finish(spec.name, hashed.checksum(), moved, made_from)
+        done = [Finished(hashed.checksum(), made_from, moved, work.differing, work.nonfinite) for hashed in work.hashes]
+        for spec, finished in zip(work.step.outs, done, strict=True):
+            self.output.finish(spec.name, finished)
         with self._lock:
             self.tensors += 1
-            if moved is not None:
-                self.distances[work.step.out.name] = moved
+            self.finished[work.step.out.name] = done[0]
 
     def _work(self) -> None:
-        """What each thread does until there is nothing left."""
+        """The loop of each thread."""
         buffers = Buffers()
         try:
             while (task := self.scheduler.next()) is not None:
@@ -316,7 +345,7 @@ class Run:
         if isinstance(flight, SurveyFlight):
             assert task.matrix is not None
             raw, read = self.reader.read(step.inputs, place.start, place.size, buffers)
-            self._take_constants(step, place, raw)
+            self.finite.take_constants(step, place, raw)
             self.count(read, 0)
             return flight.survey.statistics(task.phase, task.matrix, Tile(place.start, place.size, raw, buffers.scratch))
         assert isinstance(flight, Part)
@@ -327,7 +356,7 @@ class Run:
         plain_cast = step.op == CAST and flight.work.step.encoding == PLAIN
         constants = None
         if (flight.number == 0 or flight.constants) and not plain_cast:
-            constants = self._take_constants(step, place, raw, encoded=flight.work.step.encoding != PLAIN)
+            constants = self.finite.take_constants(step, place, raw, encoded=flight.work.step.encoding != PLAIN)
             flight.constants |= constants is not None
         tile = Tile(place.start, place.size, raw, buffers.scratch)
         if task.phase != APPLY:
@@ -335,12 +364,11 @@ class Run:
             return flight.job.statistics(task.phase, tile)
         out = self._out(flight, place, buffers)
         flight.job.apply(tile, out)
-        if not self.allow_nonfinite and (step.op != CAST or first_nonfinite(raw[0], self._code(step, 0), place.size) < 0):
-            self._check_output(flight, place, out)
+        self.finite.check_result(step, flight.work.step.out, flight.origin, place, raw, out)
         self._measure(step, flight.distances[place.start // flight.grain :], place.size, raw, out, buffers)
         if constants is not None:
             constants.put(out, step.out.dtype)
-            self.nonfinite.add(flight.work.step.out.name)
+            flight.work.nonfinite = True
         written = self._write(flight, place, out, buffers)
         self.count(read, written)
         return None
@@ -351,14 +379,14 @@ class Run:
         source, *others = step.inputs
         out = self._out(part, place, buffers)
         self.reader.fill(source, place.start, out)
-        if part.work.step.encoding != PLAIN and not self.allow_nonfinite:  # an infinity would take its whole row with it
-            self._check_input(step, 0, place, out)
+        if part.work.step.encoding != PLAIN and not self.allow_nonfinite:  # an infinity would spoil its whole row
+            self.finite.check_input(step, 0, place, out)
         written = self._write(part, place, out, buffers, copied=self._share(part, place.start, out.size))
         self._measure(step, part.distances[place.start // part.grain :], place.size, out[None], out, buffers)
         if others:
             raw, _ = self.reader.read(others, place.start, place.size, buffers)
             if any(not np.array_equal(out, other[: out.size]) for other in raw):
-                self.differing.add(part.work.step.out.name)
+                part.work.differing = True
         self.count(out.size * len(step.inputs), written)
 
     def _out(self, part: Part, place: Cut, buffers: Buffers) -> Bytes:
@@ -373,6 +401,8 @@ class Run:
     def _write(self, part: Part, place: Cut, out: Bytes, buffers: Buffers, *, copied: bool = False) -> int:
         """Encode, write and hash some elements of a part; copied: they are written already. Returns the bytes written."""
         step, first = part.work.step, part.origin + place.start
+        if part.work.gathered is not None:
+            return self._gather(part.work, part.work.gathered, first, out)
         if step.encoding != PLAIN:
             return self._write_encoded(part.work, first, out, buffers)
         start = first * step.out.dtype.itemsize
@@ -381,12 +411,33 @@ class Run:
         part.work.hashes[0].update(start, out)
         return out.size
 
+    def _gather(self, work: Work, whole: Gathered, first: int, numbers: Bytes) -> int:
+        """Enter some elements of a tensor; with the last of them, encode and write it. Returns the bytes written."""
+        spec, encoding = work.step.out, self._encoding(work.step)
+        count = numbers.size // spec.dtype.itemsize
+        decode(numbers, spec.dtype.code, 0, count, whole.values[first : first + count])
+        if not whole.entered(count):
+            return 0
+        outs = [np.empty(stored.nbytes, np.uint8) for stored in work.step.outs]
+        encoding.encode(spec, whole.values.reshape(spec.shape), 0, outs, _NO_NUMBERS)
+        work.gathered = None
+        for stored, hashed, data in zip(work.step.outs, work.hashes, outs, strict=True):
+            self.output.write(stored.name, 0, data)
+            hashed.update(0, data)
+        return sum(data.size for data in outs)
+
     def _write_encoded(self, work: Work, first: int, numbers: Bytes, buffers: Buffers) -> int:
         """Encode and write whole rows, about a grain at a time. Extra memory: the codes of one tile."""
         step, encoding = work.step, self._encoding(work.step)
-        spec, cols, align = step.out, step.out.shape[-1], encoding.align_rows
+        spec, align = step.out, encoding.align_rows
+        cols = spec.shape[-1] if len(spec.shape) > 1 else 1  # a vector may be cut anywhere
         top, count, height = first // cols, numbers.size // (cols * spec.dtype.itemsize), spec.size // cols
-        spans = [_span(stored, height, align, top, count) for stored in step.outs]
+        rowed = len(step.outs) - encoding.whole
+
+        def span(i: int, row: int, n: int) -> tuple[int, int]:
+            return _span(step.outs[i], height, align, row, n) if i < rowed else (0, step.outs[i].nbytes)
+
+        spans = [span(i, top, count) for i in range(len(step.outs))]
         place = self.output.location(step.outs[0].name)  # memory is aligned for the first, which has most of the bytes
         memory = buffers.out(sum(size + 64 for _, size in spans), (place[1] if place else 0) + spans[0][0])
         outs, at = [], 0
@@ -394,17 +445,34 @@ class Run:
             outs.append(memory[at : at + size])
             at += size + -(memory.ctypes.data + at + size) % 64  # the others begin where numbers of any dtype may
         most = -(-max(1, GRAIN_ELEMENTS // cols) // align) * align
+        about = self.reader.results.array(array_name(encoding, spec.name)) if encoding.product else _NO_NUMBERS
+        about = self.plan.tables[step.weighted].floats if step.weighted >= 0 else about
         for row in range(0, count, most):
             n = min(most, count - row)
             rows = buffers.rows(n * cols)
             decode(numbers, spec.dtype.code, row * cols, rows.size, rows)
-            runs = [_span(stored, height, align, top + row, n) for stored in step.outs]
+            runs = [span(i, top + row, n) for i in range(len(step.outs))]
             views = [out[a - start :][:size] for out, (start, _), (a, size) in zip(outs, spans, runs, strict=True)]
-            encoding.encode(spec, rows.reshape(n, cols), top + row, views)
-        for stored, hashed, (start, _), data in zip(step.outs, work.hashes, spans, outs, strict=True):
+            encoding.encode(spec, rows.reshape(n, cols), top + row, views, about)
+        made = len(outs) if top == 0 else rowed  # the first tile writes what belongs to the whole tensor
+        for stored, hashed, (start, _), data in list(zip(step.outs, work.hashes, spans, outs, strict=True))[:made]:
+            if stored.dtype.name == "F16" and not self.allow_nonfinite:
+                self._check_stored(step, stored, start, data)
             self.output.write(stored.name, start, data)
             hashed.update(start, data)
-        return sum(size for _, size in spans)
+        return sum(size for _, size in spans[:made])
+
+    def _check_stored(self, step: Step, stored: TensorSpec, start: int, data: Bytes) -> None:
+        """Raise NonFinite for a number that the type of a stored tensor cannot hold."""
+        at = first_nonfinite(data, stored.dtype.code, data.size // stored.dtype.itemsize)
+        if at >= 0:
+            raise NonFinite(
+                f"an element of row {(start // stored.dtype.itemsize + at) // stored.shape[-1]:,} is not a number that "
+                f"{stored.dtype} can hold",
+                where=f"output tensor {step.out.name}",
+                fix="choose a format with a wider range, such as gguf-bf16",
+                state=UNPUBLISHED,
+            )
 
     def count(self, read: int, written: int) -> None:
         """Enter bytes read and written."""
@@ -426,53 +494,6 @@ class Run:
     def _code(self, step: Step, i: int) -> int:
         """The dtype's code of one input of a step."""
         return self.reader.dtype(step.inputs[i]).code
-
-    def _take_constants(self, step: Step, place: Cut, raw: Bytes, *, encoded: bool = False) -> Constants | None:
-        """Take every NaN and infinity out of what was read, where all the inputs have the same ones; the job sees zeros.
-
-        encoded  the output is stored as codes: an infinity would take its whole row with it
-
-        Returns None when there is none. Raises NonFinite for one that is not the same in all of two or more inputs.
-        """
-        if self.allow_nonfinite:
-            return None
-        dtypes = [self.reader.dtype(read) for read in step.inputs]
-        if all(first_nonfinite(data, dtype.code, place.size) < 0 for data, dtype in zip(raw, dtypes, strict=False)):
-            return None
-        found = equal_constants(raw, dtypes, place.size) if len(dtypes) > 1 and not encoded else None
-        if found is None:
-            for i, data in enumerate(raw[: len(dtypes)]):
-                self._check_input(step, i, place, data)
-        return found
-
-    def _check_input(self, step: Step, i: int, place: Cut, data: Bytes) -> None:
-        """Raise NonFinite for a NaN or infinity among the elements read of one input."""
-        read = step.inputs[i]
-        spec, dtype = self.reader.source(read).specs[read.tensor], self.reader.dtype(read)
-        at = first_nonfinite(data, dtype.code, place.size)
-        if at >= 0:
-            value = data[at * dtype.itemsize : (at + 1) * dtype.itemsize].view(dtype.numpy)[0]
-            flat = self.reader.flat(read, place.start + at)
-            raise NonFinite(
-                f"element {_place(flat, spec.shape)} is {float(value)}",
-                where=f"{self.plan.label(read)}, tensor {read.tensor}",
-                fix="repair the model, leave it out, or merge all the same with --allow-nonfinite (allow_nonfinite=True)",
-                state=_UNPUBLISHED,
-            )
-
-    def _check_output(self, part: Part, place: Cut, out: Bytes) -> None:
-        """Raise NonFinite for a result that the output's dtype cannot hold."""
-        step = part.work.step
-        at = first_nonfinite(out, step.out.dtype.code, place.size)
-        if at >= 0:
-            flat = part.origin + place.start + at
-            raise NonFinite(
-                f"element {_place(flat, step.out.shape)} of the result is no number that {step.out.dtype.torch} can hold",
-                where=f"output tensor {step.out.name}",
-                fix="choose a wider dtype, smaller weights or another method, or go on with --allow-nonfinite "
-                "(allow_nonfinite=True)",
-                state=_UNPUBLISHED,
-            )
 
     def _share(self, part: Part, first: int, nbytes: int) -> bool:
         """Let the file system share or copy bytes of the first input; False where it would only move them through memory."""
@@ -518,6 +539,17 @@ class Run:
             )
 
 
+def _unmade(plan: Plan, steps: Sequence[Step], products: Sequence[Product], results: Results) -> dict[str, Product]:
+    """The unfinished products; of the transient ones, those that an unfinished product needs."""
+    wanted = {p.name for p in products if not p.transient} | {name for step in steps for name in plan.needs(step)}
+    found = {}
+    for product in reversed(plan.products):
+        if product.name in wanted and not results.finished(product.name):
+            found[product.name] = product
+            wanted.update(product.needs)
+    return {p.name: p for p in plan.products if p.name in found}
+
+
 def _sum_of(squares: Sequence[npt.NDArray[np.float64]]) -> tuple[float, float] | None:
     """A tensor's distance from its base: the sums of its grains, part after part; None without a base."""
     together = np.concatenate(squares) if squares else np.zeros((0, 2))
@@ -538,11 +570,6 @@ def _span(stored: TensorSpec, rows: int, align: int, first: int, count: int) -> 
     return start * each, (end - start) * each
 
 
-def _place(flat: int, shape: tuple[int, ...]) -> str:
-    """A flat index as the indices of an element."""
-    return str([int(i) for i in np.unravel_index(flat, shape)])
-
-
 def run(
     plan: Plan,
     inputs: Sequence[Source],
@@ -551,20 +578,20 @@ def run(
     *,
     steps: Sequence[Step] | None = None,
     products: Sequence[Product] | None = None,
-    skip: Mapping[str, tuple[float, float] | None] | None = None,
+    skip: Mapping[str, Finished] | None = None,
     results: Results | None = None,
     progress: Callable[[Progress], None] | None = None,
     allow_nonfinite: bool = False,
     folders: Sequence[Path] = (),
 ) -> Outcome:
-    """Make output tensors and products of `plan` and write them to `output`.
+    """Compute output tensors and products of `plan` and write them to `output`.
 
     steps     of the plan; None: all
-    products  of the plan, with all that these and the steps need; None: all
-    skip      output tensors (`Step.out`) that are finished already, with their distances from the base
+    products  of the plan, including all that these and the steps need; None: all
+    skip      output tensors (`Step.out`) that are finished already
     results   with the products that are finished already
     progress  called from the calling thread: at the start, about ten times a second, and at the end
-    allow_nonfinite  merge NaN and infinities as any number; False raises NonFinite
+    allow_nonfinite  merge NaN and infinities like any number; False raises NonFinite
     folders   of each model's files, for products that read them
 
     Raises what the first failing tile or product raised; `WeightsmithError.product` names the product. KeyboardInterrupt stops
@@ -587,7 +614,5 @@ def run(
     report()
     task.go(report)
     report()
-    differing = tuple(step.out.name for step in left if step.out.name in task.differing)
-    distances = {name: moved for name, moved in {**skip, **task.distances}.items() if moved is not None}
-    nonfinite = tuple(step.out.name for step in left if step.out.name in task.nonfinite)
-    return Outcome(task.read_bytes, task.total_bytes, differing, nonfinite, dict(sorted(distances.items())), results)
+    done = {**skip, **task.finished}
+    return Outcome(task.read_bytes, task.total_bytes, {step.out.name: done[step.out.name] for step in steps}, results)

@@ -90,7 +90,7 @@ class Reader:
         return cut(step.out.size, grain, grains)
 
     def matrix(self, step: Step) -> Matrix:
-        """What the job of a step is made for."""
+        """The matrix that the job of a step works on."""
         settings = self.plan.settings[step.settings]
         shape = step.out.shape
         return Matrix(
@@ -130,6 +130,8 @@ class Reader:
         width = source.specs[read.tensor].dtype.itemsize
         if isinstance(view, Gather):
             self._gather(source, read.tensor, view, first, out.reshape(-1, width))
+            if view.fallback:
+                self._fall_back(read, view, first, out.reshape(-1, width))
         elif view is None or view.whole_rows:
             offset = 0 if view is None else view.offset
             source.read_into(read.tensor, (offset + first) * width, out)
@@ -137,7 +139,7 @@ class Reader:
             _fill_block(source, read.tensor, view, first, out, width)
 
     def flat(self, read: Read, index: int) -> int:
-        """The tensor's flat index of what is element `index` of a read; -1 for a zero that no tensor has."""
+        """The flat index in the tensor of element `index` of a read; -1 for one that is not in the tensor."""
         view = read.view
         if view is None:
             return index
@@ -155,6 +157,44 @@ class Reader:
             raise IndexError(f"table {view.table} points outside {limit} {'columns' if view.axis else 'rows'}")
         return table
 
+    def _fall_back(self, read: Read, view: Gather, first: int, out: Bytes) -> None:
+        """Replace the rows that the table lacks, in elements first … of `out` [elements, width], by those of the fallback."""
+        cols, end = view.block.cols, first + len(out)
+        lacking = self._table(view)[first // cols : -(-end // cols)] < 0
+        missing = np.flatnonzero(lacking)
+        if not missing.size:
+            return
+        lowest, highest = int(missing[0]), int(missing[-1]) + 1  # the rows between are read too
+        lacking, lowest = lacking[lowest:highest], lowest + first // cols
+        with np.errstate(all="ignore"):  # whoever reads the rows reports what overflows
+            rows = self._fallback_rows(view, lowest, lacking, self.dtype(read))
+        begin, final = max(first, lowest * cols), min(end, (lowest + len(lacking)) * cols)
+        flat = rows.reshape(-1, out.shape[1])[begin - lowest * cols : final - lowest * cols]
+        chosen = np.repeat(lacking, cols)[begin - lowest * cols : final - lowest * cols]
+        out[begin - first : final - first][chosen] = flat[chosen]
+
+    def _fallback_rows(self, view: Gather, lowest: int, lacking: npt.NDArray[np.bool_], dtype: DType) -> Bytes:
+        """uint8 [rows, bytes]: of the rows from number `lowest` on those that are lacking, as `dtype`; the others are zeros."""
+        cols, n = view.block.cols, len(lacking)
+        tables = [self._table(other.view)[lowest : lowest + n] for other in view.fallback if isinstance(other.view, Gather)]
+        found = [(table >= 0) & lacking for table in tables]
+        counts = np.asarray(np.sum(found, axis=0, dtype=np.int64))
+        several = counts > 1
+        sums = np.zeros((int(several.sum()), cols))
+        made = np.zeros((n, cols * dtype.itemsize), np.uint8)
+        for other, has in zip(view.fallback, found, strict=True):
+            if not has.any():
+                continue
+            kind = self.dtype(other)
+            raw = np.empty((n, cols * kind.itemsize), np.uint8)
+            self.fill(other, lowest * cols, raw.reshape(-1))
+            alone = has & ~several
+            made[alone] = raw[alone] if kind is dtype else raw[alone].view(kind.numpy).astype(dtype.numpy).view(np.uint8)
+            sums[has[several]] += raw[has & several].view(kind.numpy).astype(np.float64)
+        if several.any():
+            made[several] = (sums / counts[several, None]).astype(dtype.numpy).view(np.uint8)
+        return made
+
     def _gather(self, source: Source, name: str, view: Gather, first: int, out: Bytes) -> None:
         """Fill `out` [elements, width] with elements first … of rows or columns in the order of a table."""
         table, block, width = self._table(view), view.block, out.shape[1]
@@ -169,7 +209,7 @@ class Reader:
             out[:] = picked.reshape(-1, width)[first - top * cols : end - top * cols]
             return
         numbers = table[top:bottom]
-        # Rows that follow each other are read at once. A run may begin at 0, but not go on from -1 to 0.
+        # Consecutive rows are read at once. A run may begin at 0, but not continue from -1 to 0.
         starts = np.flatnonzero((np.diff(numbers, prepend=np.int32(-2)) != 1) | (numbers <= 0))
         for start, stop in zip(starts.tolist(), [*starts.tolist()[1:], len(numbers)], strict=True):
             begin, final = max(first, (top + start) * cols), min(end, (top + stop) * cols)

@@ -12,11 +12,12 @@ import xxhash
 
 from weightsmith.jobs.job import Bytes, Result
 from weightsmith.plans import Plan, Product
+from weightsmith.store.products import release_pages
 from weightsmith.tensors import TensorSpec
 
 
 class Results:
-    """The arrays of a plan's products: names, dtypes and shapes from the start, numbers once they are made.
+    """The arrays of a plan's products: names, dtypes and shapes from the start, values once computed.
 
     specs  of all arrays
     """
@@ -36,15 +37,26 @@ class Results:
             self._digests.pop(product.name, None)
             self._arrays |= {out.name: np.ascontiguousarray(a) for out, a in zip(product.outs, arrays, strict=True)}
 
+    def drop(self, product: Product) -> None:
+        """Nothing needs this product any more."""
+        with self._lock:
+            for out in product.outs:
+                self._arrays.pop(out.name, None)
+
+    def arrays(self, name: str) -> Sequence[npt.NDArray[Any]]:
+        """The arrays of a finished product."""
+        with self._lock:
+            return [self._arrays[out.name] for out in self._products[name].outs]
+
     def finished(self, name: str) -> bool:
-        """The product of this name is made."""
+        """True if this product has been computed."""
         with self._lock:
             return all(out.name in self._arrays for out in self._products[name].outs)
 
     def digest(self, names: Collection[str], *, allow_nonfinite: bool = False) -> str:
         """What a tensor was made from: the arrays of these finished products (xxh3_128, hex; "" for no products).
 
-        Tensors that nobody checked for NaN have a digest of their own, so that a run that checks makes them again.
+        Tensors that were not checked for NaN have a different digest, so that a run that checks computes them again.
         """
         unchecked = "+nonfinite" if allow_nonfinite else ""
         if not names:
@@ -55,6 +67,7 @@ class Results:
                 own = xxhash.xxh3_128()
                 for out in self._products[name].outs:
                     own.update(self._arrays[out.name].reshape(-1).view(np.uint8).data)
+                    release_pages(self._arrays[out.name])
                 self._digests[name] = own.digest()
             digest.update(name.encode() + b"\0" + self._digests[name])
         return digest.hexdigest() + unchecked
@@ -83,4 +96,6 @@ class Results:
     def read_into(self, name: str, start_byte: int, out: memoryview | Bytes) -> None:
         """Fill `out` with the array's bytes from `start_byte` on."""
         target = np.frombuffer(out, np.uint8)
-        target[:] = self._arrays[name].reshape(-1).view(np.uint8)[start_byte : start_byte + target.size]
+        array = self._arrays[name]
+        target[:] = array.reshape(-1).view(np.uint8)[start_byte : start_byte + target.size]
+        release_pages(array)

@@ -2,7 +2,7 @@
 
 A step becomes one part, or one for each of its pieces. A part goes through its job's statistics passes and then its apply
 pass; a survey (a product that streams) through its own passes over many steps. Each pass is a set of tiles that any thread may
-take. What is begun is preferred to what is not, so little is in flight; a new step is begun only when no tile of those in
+take. Started steps take priority over new ones, so little is in flight; a new step is started only when no tile of those in
 flight is free. A step that needs products waits until they are finished. Nothing here touches bytes.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from weightsmith.engine.hashing import TensorHash
 from weightsmith.engine.tiles import Cut
@@ -26,7 +27,7 @@ from weightsmith.tensors import grain_elements
 APPLY = -1
 
 RESIDENT_BYTES = 1 << 30
-"""What jobs may hold in memory between their passes, if nobody says otherwise. Most hold next to nothing."""
+"""Default limit of the memory that jobs hold between their passes. Most hold almost nothing."""
 
 SURVEY_WINDOW = 64
 """Results of a survey that may wait for one that comes before them."""
@@ -65,6 +66,8 @@ class Work:
     hashes  of the tensors that it writes
     parts   that make it, in the order of their elements
     left    parts that are not yet finished
+    differing, nonfinite   see `store.journal.Finished`
+    gathered  its numbers so far, if its encoding needs all of them at once
     """
 
     def __init__(self, step: Step) -> None:
@@ -72,6 +75,31 @@ class Work:
         self.hashes = tuple(map(TensorHash, step.outs))
         self.parts: list[Part] = []
         self.left = 0
+        self.differing = self.nonfinite = False
+        self.gathered: Gathered | None = None
+
+
+class Gathered:
+    """A tensor's numbers, entered in any order by any thread. values: float32 [size], allocated with the first of them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = self._missing = size
+        self._values: npt.NDArray[np.float32] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def values(self) -> npt.NDArray[np.float32]:
+        """Where numbers are entered."""
+        with self._lock:
+            if self._values is None:
+                self._values = np.empty(self.size, np.float32)
+            return self._values
+
+    def entered(self, count: int) -> bool:
+        """So many more numbers are entered. True when these were the last."""
+        with self._lock:
+            self._missing -= count
+            return not self._missing
 
 
 class Part(Flight):
@@ -140,7 +168,7 @@ class SurveyFlight(Flight):
     """A product that streams: the tiles of all the steps that it looks at, pass after pass, results taken in plan order."""
 
     def __init__(self, product: Product, survey: Survey, tiles: Callable[[], Iterator[tuple[Step, Matrix, Cut]]]) -> None:
-        """tiles: begins anew for each pass."""
+        """tiles: restarts for each pass."""
         self.product = product
         self.survey = survey
         self._tiles = tiles
@@ -253,7 +281,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> bool:
-        """What is left waits for a product that is not made of tiles."""
+        """All remaining steps wait for a product that computes."""
         return bool(self._products) and not (self._ready or self._parts or self._flight)
 
     def product_finished(self, name: str) -> None:

@@ -10,7 +10,7 @@ from weightsmith.errors import NOTHING_WRITTEN, ParameterError
 from weightsmith.tensors import DType
 
 TILE_BYTES = 1 << 20
-"""Of each input. Long enough that a call costs nothing beside its work, short enough to stay near the cache."""
+"""Of each input. Long enough to make the cost of a call negligible, short enough to stay in the cache."""
 
 ALIGNED_BYTES = 4 << 20
 """Of each input, in tiles with as many rows as an input prefers: each read of a transposed tensor may sweep its storage."""
@@ -22,7 +22,7 @@ MIN_TILE_BYTES = 128 << 10
 """A grain of a 16-bit tensor: no tile is smaller."""
 
 KERNEL_BYTES = 8 << 20
-"""A thread's scratch beside its tiles: rows, sums and two histograms."""
+"""A thread's other memory: rows, sums and two histograms."""
 
 PROCESS_BYTES = 150 << 20
 """The interpreter, numpy, numba and its compiled kernels, as measured after an empty merge."""
@@ -56,8 +56,8 @@ def cut(size: int, grain: int, grains: int) -> list[Cut]:
     return [Cut(start, min(step, size - start)) for start in range(0, size, step)]
 
 
-def fit_tile_bytes(max_memory_bytes: int | None, threads: int, inputs: int) -> int:
-    """Bytes of one input in a tile so that all threads together stay within the memory given.
+def fit_tile_bytes(max_memory_bytes: int | None, threads: int, inputs: int, levels: int = 1) -> int:
+    """Bytes of one input in a tile so that all threads together stay within the memory given. levels: `Plan.levels`.
 
     Raises ParameterError when not even tiles of 128 KiB fit.
 
@@ -67,10 +67,10 @@ def fit_tile_bytes(max_memory_bytes: int | None, threads: int, inputs: int) -> i
     wanted = max(MIN_TILE_BYTES, min(TILE_BYTES, INPUTS_BYTES // max(1, inputs)))
     if max_memory_bytes is None:
         return wanted
-    left = max_memory_bytes - PROCESS_BYTES - threads * KERNEL_BYTES
+    left = max_memory_bytes - PROCESS_BYTES - threads * levels * KERNEL_BYTES
     tile_bytes = left // (threads * (inputs + 1))
     if tile_bytes < MIN_TILE_BYTES:
-        needed = peak_memory_bytes(MIN_TILE_BYTES, threads, inputs)
+        needed = peak_memory_bytes(MIN_TILE_BYTES, threads, inputs, levels)
         raise ParameterError(
             f"a merge of {inputs} inputs on {threads} thread{'s' if threads > 1 else ''} needs {math.ceil(needed / 1e6)} MB, "
             f"and max_memory is {max_memory_bytes / 1e6:.0f} MB",
@@ -80,13 +80,14 @@ def fit_tile_bytes(max_memory_bytes: int | None, threads: int, inputs: int) -> i
     return min(wanted, tile_bytes)
 
 
-def fit_resident_bytes(max_memory_bytes: int | None, threads: int, inputs: int, default: int) -> int:
+def fit_resident_bytes(max_memory_bytes: int | None, threads: int, inputs: int, default: int, levels: int = 1) -> int:
     """What tiles of `fit_tile_bytes` leave of the memory for jobs that hold whole matrices; `default` without a bound."""
     if max_memory_bytes is None:
         return default
-    return max(0, max_memory_bytes - peak_memory_bytes(fit_tile_bytes(max_memory_bytes, threads, inputs), threads, inputs))
+    tile_bytes = fit_tile_bytes(max_memory_bytes, threads, inputs, levels)
+    return max(0, max_memory_bytes - peak_memory_bytes(tile_bytes, threads, inputs, levels))
 
 
-def peak_memory_bytes(tile_bytes: int, threads: int, inputs: int) -> int:
+def peak_memory_bytes(tile_bytes: int, threads: int, inputs: int, levels: int = 1) -> int:
     """What a run is expected to take at most, resident: a bound that does not know the model's size."""
-    return PROCESS_BYTES + threads * (KERNEL_BYTES + (inputs + 1) * tile_bytes)
+    return PROCESS_BYTES + threads * (levels * KERNEL_BYTES + (inputs + 1) * tile_bytes)

@@ -19,29 +19,35 @@ MAX_CARRIED_BYTES = 1 << 30  # of one file: a tokenizer of a million tokens take
 MAX_SETTINGS_BYTES = 64 << 20  # of a JSON file that may name code; a tokenizer_config.json of 100,000 tokens takes 20 MB
 _SHOWN = 6  # names that a warning lists
 
-_ALTERNATIVES = (
-    # settings of the model
-    r"config\.json|generation_config\.json|configuration\.json",
-    # tokenizers: of transformers, sentencepiece, tiktoken, Mistral; vocabularies under the names that repositories give them
+_TOKENIZER = (
+    # of transformers, sentencepiece, tiktoken, Mistral; vocabularies under the names that repositories give them
     r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|normalizer\.json|tekken\.json",
     r"tokenizer\.model(\.v\d+\w*)?|(spiece|spm|source|target|tiktoken|ice_text|sentencepiece[\w.-]*)\.(model|spm)",
     r"([\w-]+[._-])?vocab([._-][\w-]+)?\.(json|txt|bpe|model)|merges\.txt|bpe\.codes|[\w.-]+\.tiktoken",
-    # processors, chat templates, sentence-transformers
-    r"(preprocessor|processor|video_preprocessor)_config\.json|(image_processor|feature_extractor)(_\w+)?\.json",
     r"chat_template([._-][\w-]+)?\.(json|jinja)",
+)
+_ALTERNATIVES = (
+    # settings of the model
+    r"config\.json|generation_config\.json|configuration\.json",
+    *_TOKENIZER,
+    # processors, sentence-transformers
+    r"(preprocessor|processor|video_preprocessor)_config\.json|(image_processor|feature_extractor)(_\w+)?\.json",
     r"modules\.json|config_sentence_transformers\.json|sentence_\w+_config\.json",
 )
 _LICENCE = re.compile(
     r"(licen[cs]e|notice|use_policy|copying)([-_. ][\w-]+(\.\d+)*)?(\.(txt|md|rst))?", re.ASCII | re.IGNORECASE
 )
 _READ = re.compile("|".join(_ALTERNATIVES), re.ASCII)
+_OF_TOKENIZER = re.compile("|".join(_TOKENIZER), re.ASCII)
 _CODE = re.compile(r"[A-Za-z_]\w*\.py", re.ASCII)
 _CUSTOM_CODE = re.compile(
     r"(configuration|modeling|modelling|tokenization|processing|image_processing|video_processing|feature_extraction)_\w+\.py",
     re.ASCII,
 )
 _STEMS = r"(model|pytorch_model|diffusion_pytorch_model|adapter_model|consolidated)"
-_OWN_WEIGHTS = re.compile(rf"{_STEMS}(\.fp16|\.bf16)?([.-]\d{{1,6}}(-of-\d{{1,6}})?)?\.(safetensors|bin|pth)(\.index\.json)?")
+_OWN_WEIGHTS = re.compile(
+    rf"{_STEMS}(\.fp16|\.bf16)?([.-]\d{{1,6}}(-of-\d{{1,6}})?)?\.(safetensors|bin|pth|gguf)(\.index\.json)?"
+)
 _ABOUT = frozenset({"README.md", ".gitattributes", ".DS_Store", "adapter_config.json", "mergekit_config.yml"})
 _OURS = frozenset({"weightsmith.json", "recipe.yml", "routing.json", "routing.svg"})
 """Files that weightsmith writes about a model. They describe how that model was made, so they are not copied to the next."""
@@ -75,6 +81,11 @@ def carried_files(names: Iterable[str]) -> tuple[str, ...]:
 def is_read(name: str) -> bool:
     """True for a file beside the weights that a loader reads for its name: settings, tokenizer, processor, chat template."""
     return _READ.fullmatch(name) is not None
+
+
+def is_tokenizer(name: str) -> bool:
+    """True for a file of a tokenizer, and for a chat template."""
+    return _OF_TOKENIZER.fullmatch(name) is not None
 
 
 def is_checkpoint_file(name: str) -> bool:

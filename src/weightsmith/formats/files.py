@@ -30,7 +30,7 @@ _LOOKALIKES = (
     (b"PK\x03\x04", "It looks like a PyTorch checkpoint under another name: rename it to .bin."),
     (b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", f"It has the format of PyTorch before 1.6. {RESAVE}"),
     (b"\x80", f"It is a bare pickle. {RESAVE}"),
-    (b"GGUF", "It is a GGUF file under another name: get the original checkpoint."),
+    (b"GGUF", "It is a GGUF file under another name: rename it to .gguf."),
     (b"\x1f\x8b", "It is compressed with gzip: unpack it first."),
     (b"<", "It is a web page, not the weights: the download went wrong."),
 )
@@ -241,7 +241,8 @@ def open_regular(path: Path) -> io.FileIO:
             ) from error
         raise NotFound("no such file", where=str(path)) from error
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+        fix = "change its permissions" if isinstance(error, PermissionError) else ""
+        raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(path), fix=fix) from error
     except ValueError as error:  # a NUL byte in the path
         raise NotFound(f"no such file: {error}", where=str(path)) from error
 

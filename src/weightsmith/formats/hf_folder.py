@@ -232,13 +232,6 @@ def no_weights(names: Iterable[str], where: str, suffixes: tuple[str, ...]) -> U
             details=some([n for n in top if n.startswith("adapter")]),
             fix=f"Write its base model in front of it: base_model_folder_or_hub_id+{where}",
         )
-    if ggufs := [n for n in top if n.lower().endswith(".gguf")]:
-        return Unsupported(
-            "only GGUF weights, which this version does not read",
-            where=where,
-            details=some(ggufs),
-            fix="Use the original checkpoint that the GGUF files were made from.",
-        )
     if others := [n for n in top if n.lower().endswith(WEIGHTS) and is_weights(n) and not n.lower().endswith(suffixes)]:
         what = "no weights in a format that is read"
         return Unsupported(what, where=where, details=some(others), fix="Convert them to safetensors.")

@@ -127,7 +127,8 @@ def _gather_box(read_at: ReadAt, offset: int, strides: tuple[int, ...], out: npt
             break
     buffer = memoryview(bytearray(span))
     for starts in itertools.product(*(range(0, n, step) for n, step in zip(out.shape, steps, strict=True))):
-        target = out[tuple(slice(start, start + step) for start, step in zip(starts, steps, strict=True))]
+        places: list[Any] = [slice(start, start + step) for start, step in zip(starts, steps, strict=True)]
+        target = out[(..., *places)]  # an array even without dimensions
         nbytes = out.itemsize + sum((n - 1) * stride for n, stride in zip(target.shape, strides, strict=True))
         read_at(offset + sum(start * stride for start, stride in zip(starts, strides, strict=True)), buffer[:nbytes])
         target[...] = np.ndarray(target.shape, out.dtype, buffer, strides=strides)

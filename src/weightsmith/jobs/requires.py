@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
+from weightsmith.errors import ParameterError, first_line
+
 
 def needs_torch() -> str:
     """An error message if torch is not installed, else ""."""
@@ -12,3 +14,31 @@ def needs_torch() -> str:
     except ImportError:
         found = False
     return "" if found else "this method requires torch, which is not installed: pip install 'weightsmith[torch]'"
+
+
+def named_device(device: str) -> str:
+    """The torch device that a user's choice names: with "auto", cuda where torch can use it.
+
+    >>> named_device("cuda:1")
+    'cuda:1'
+    """
+    if device != "auto":
+        return device
+    if needs_torch():
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def usable_device(device: str) -> str:
+    """`named_device`, after torch has used it. Raises ParameterError."""
+    import torch
+
+    name = named_device(device)
+    try:
+        torch.empty(1, device=name)
+    except Exception as error:  # what torch raises for unknown names and missing devices differs by build
+        what = f"the device '{name}' cannot be used: {first_line(error)}"
+        raise ParameterError(what, where="--device", fix="write cpu, or a device that torch supports") from error
+    return name

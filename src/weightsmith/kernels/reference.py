@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
+Row32 = npt.NDArray[np.float32]
+Codes = npt.NDArray[np.uint8]
 
 
 def combine(inputs: Sequence[Array], coefficients: Sequence[float]) -> Array:
@@ -97,22 +99,62 @@ def merge_task_vectors(
     return base + factor * mixed
 
 
-def quantise_fp8(rows: npt.NDArray[np.float32], scales: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """float8_e4m3fn codes [n, cols] of rows [n, cols] over scales [n]: divided in float32, held to ±448, to nearest even."""
+def quantise_fp8(rows: Row32, scales: Row32, block: tuple[int, int]) -> Codes:
+    """float8_e4m3fn codes [n, cols] of rows [n, cols] over the scales of blocks: in float32, held to ±448, to nearest even."""
     import ml_dtypes
 
-    quotients = np.clip(rows / scales[:, None], np.float32(-448), np.float32(448))
-    codes: npt.NDArray[np.uint8] = quotients.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    quotients = np.clip(rows / _spread(scales, rows.shape, block), np.float32(-448), np.float32(448))
+    codes: Codes = quotients.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     return codes
 
 
-def dequantise_fp8(
-    codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32], block: tuple[int, int]
-) -> npt.NDArray[np.float32]:
-    """float32 [rows, cols] of codes [rows, cols]: code · the scale of the block that it is in."""
-    import ml_dtypes
+def packed(codes: Codes, bits: int) -> Codes:
+    """Bytes of codes [n]: as they are, or two 4-bit codes in one byte, the first in the low half."""
+    if bits == 8:
+        return codes
+    halves: Codes = (codes[0::2] & 15) + 16 * (codes[1::2] & 15)
+    return halves
 
-    rows, cols = codes.shape
-    spread = scales.repeat(block[0], 0)[:rows].repeat(block[1], 1)[:, :cols]
-    values: npt.NDArray[np.float32] = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    return values * spread
+
+def quantise_integers(rows: Row32, scales: Row32, bits: int, offset: int) -> Codes:
+    """Packed codes of rows [groups, group] over scales [groups]: integers, plus `offset`."""
+    top = 2 ** (bits - 1)
+    quotients = np.nan_to_num(np.clip(rows / scales[:, None], -top, top - 1), nan=0)
+    return packed((np.rint(quotients).astype(np.int64) + offset).astype(np.uint8).reshape(-1), bits)
+
+
+def quantise_float4(rows: Row32, scales: Row32) -> Codes:
+    """Packed E2M1 codes of rows [groups, group] over scales [groups]: the nearest value, ties to the even code."""
+    quotients = rows / scales[:, None]
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float64)
+    distance = np.abs(np.nan_to_num(np.minimum(np.abs(quotients), 6), nan=0).astype(np.float64)[..., None] - values)
+    nearest = distance == distance.min(-1, keepdims=True)
+    even = np.arange(8) % 2 == 0
+    code = np.where(nearest.sum(-1) > 1, (nearest & even).argmax(-1), nearest.argmax(-1))
+    return packed((code + 8 * (quotients < 0)).astype(np.uint8).reshape(-1), 4)
+
+
+def quantise_affine(rows: Row32, scales: Row32, biases: Row32, bits: int) -> Codes:
+    """Packed codes of rows [groups, group]: (rows - biases) / scales, integers from 0."""
+    quotients = np.clip((rows - biases[:, None]) / scales[:, None], 0, 2**bits - 1)
+    return packed(np.rint(np.nan_to_num(quotients, nan=0)).astype(np.uint8).reshape(-1), bits)
+
+
+def block_maxima(rows: Row32, block: tuple[int, int]) -> Row32:
+    """The largest magnitude of each block of rows [n, cols]; NaN does not count."""
+    (n, cols), (high, wide) = rows.shape, block
+    padded = np.zeros((-(-n // high) * high, -(-cols // wide) * wide), rows.dtype)
+    padded[:n, :cols] = np.where(np.isnan(rows), 0, np.abs(rows))
+    found: Row32 = padded.reshape(-1, high, padded.shape[1] // wide, wide).max((1, 3))
+    return found
+
+
+def dequantise(codes: Codes, table: Row32, scales: Row32, block: tuple[int, int]) -> Row32:
+    """float32 [rows, cols] of codes [rows, cols], not packed: the value of each code · the scale of its block."""
+    return table[codes] * _spread(scales, codes.shape, block)
+
+
+def _spread(scales: Row32, shape: tuple[int, ...], block: tuple[int, int]) -> Row32:
+    """The scale of each element."""
+    found: Row32 = scales.repeat(block[0], 0)[: shape[0]].repeat(block[1], 1)[:, : shape[1]]
+    return found

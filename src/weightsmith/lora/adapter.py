@@ -1,7 +1,7 @@
 """A LoRA adapter as PEFT saves it: adapter_config.json and adapter_model.safetensors or .bin, checked before it is believed.
 
 LoRA (Hu et al. 2021, arXiv 2106.09685) adds scaling · B @ A to a matrix, with scaling = alpha / r; rsLoRA (Kalajdzievski 2023,
-arXiv 2312.03732) has alpha / √r.
+arXiv 2312.03732) has alpha / √r. DoRA (Liu et al. 2024, arXiv 2402.09353) then gives each row a norm of its own.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ MAX_CONFIG_BYTES = 16 << 20
 
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.(?:lora_([AB])\.weight|lora_embedding_([AB]))")
+_MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.weight)?")
 _NAMES = "Write the names of the modules in place of the pattern."
+_REPAIR = "Repair it, or download the adapter again."
 _MERGE_WITH_PEFT = "Merge it with peft (merge_and_unload, then save_pretrained), and name that folder."
 
 # Settings under which B @ A is not all that the adapter does; each must be false, none or empty.
 _NOT_APPLIED = {
-    "use_dora": "DoRA, which also scales the columns of the merged weight",
     "lora_bias": "a bias of B, which is added to the layer's own",
     "use_qalora": "QA-LoRA, which pools the inputs of A",
     "use_bdlora": "block-diagonal factors",
@@ -61,12 +62,14 @@ class Factors:
     a, b       names in the adapter's file of A [rank, inputs] and B [outputs, rank]
     embedding  of an embedding: A is [rank, tokens], B [hidden, rank]
     scaling    alpha / rank, or as rsLoRA has it
+    magnitude  name of DoRA's norms of the rows [outputs]; "" without DoRA
     """
 
     a: str
     b: str
     embedding: bool
     scaling: float
+    magnitude: str = ""
 
 
 class Adapter:
@@ -110,10 +113,11 @@ def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
     if CONFIG_NAME not in names or not weights:
         missing = [] if CONFIG_NAME in names else [CONFIG_NAME]
         missing += [] if weights else [" or ".join(WEIGHTS_NAMES)]
-        what = f"no adapter of PEFT: there is no {' and no '.join(missing)}"
-        raise NotFound(what, where=ref, details=(f"it holds {', '.join(sorted(names)[:8])}",) if names else ())
+        details = (f"it holds {', '.join(sorted(names)[:8])}",) if names else ()
+        fix = "name a folder that PEFT's save_pretrained has written"
+        raise NotFound(f"not a PEFT adapter: it has no {' and no '.join(missing)}", where=ref, details=details, fix=fix)
     config_path, path = folder / CONFIG_NAME, folder / weights
-    config = read_object(config_path, MAX_CONFIG_BYTES, CONFIG_NAME, "Repair it, or download the adapter again.")
+    config = read_object(config_path, MAX_CONFIG_BYTES, CONFIG_NAME, _REPAIR)
     _check_kind(config, str(config_path))
     opened = open_file(path, ref) if repository is None else open_file(path, ref, repository.open)
     checkpoint = Checkpoint(
@@ -149,7 +153,8 @@ def _check_kind(config: Mapping[str, Any], where: str) -> None:
     """Raise Unsupported for an adapter that is not plain LoRA, with every reason."""
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise Unsupported(f"an adapter of peft_type {show(kind)}, not LORA", where=where, fix=_MERGE_WITH_PEFT)
+        fix = f"Convert it with peft's convert_to_lora, and name the folder of the result. Or: {_MERGE_WITH_PEFT}"
+        raise Unsupported(f"an adapter of peft_type {show(kind)}, not LORA", where=where, fix=fix)
     reasons = [f"{key}: {why}" for key, why in _NOT_APPLIED.items() if config.get(key)]
     if config.get("bias", "none") != "none":
         reasons.append(f"bias: {show(config['bias'])}: biases are trained too")
@@ -167,11 +172,14 @@ def _sort(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[dict[str, 
     problems: list[str] = []
     found: dict[str, dict[str, str]] = {}
     embeddings: set[str] = set()
+    magnitudes: dict[str, str] = {}
     replacements: dict[str, str] = {}
     for name, spec in checkpoint.specs.items():
         inner = name.removeprefix(_PREFIX)
         match = _FACTOR.fullmatch(inner)
-        if match is None and any(part.startswith("lora_") for part in inner.split(".")):
+        if match is None and (found_magnitude := _MAGNITUDE.fullmatch(inner)):
+            magnitudes[found_magnitude[1]] = name
+        elif match is None and any(part.startswith("lora_") for part in inner.split(".")):
             problems.append(f"{show(name)} is no A or B of a LoRA")
         elif match is None:
             replacements[inner.replace(".base_layer.", ".")] = name
@@ -192,13 +200,32 @@ def _sort(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[dict[str, 
         if a[0] != rank or b[1] != rank:
             problems.append(f"{module} has rank {rank} by the config, and A {list(a)} and B {list(b)}")
             continue
-        updates[module] = Factors(pair["A"], pair["B"], module in embeddings, scalings.of(module))
+        magnitude = magnitudes.pop(module, "")
+        if problem := _magnitude_problem(checkpoint, config, module, magnitude, b[0], embedding=module in embeddings):
+            problems.append(problem)
+            continue
+        updates[module] = Factors(pair["A"], pair["B"], module in embeddings, scalings.of(module), magnitude)
+    problems += [f"{show(name)} is of a module without A and B" for name in magnitudes.values()]
     if problems:
         where, n = str(checkpoint.paths[0]), len(problems)
         shown = [*problems[:8], *([f"and {n - 8} more"] if n > 8 else [])]
         fix = "Save it again with peft: the config and the weights are of different adapters, or this is not one of PEFT's."
         raise FormatError(f"{n} problem(s) with the adapter's tensors", where=where, details=shown, fix=fix)
     return updates, replacements
+
+
+def _magnitude_problem(
+    checkpoint: Checkpoint, config: Mapping[str, Any], module: str, magnitude: str, outputs: int, *, embedding: bool
+) -> str:
+    """What is wrong with the norms that DoRA has for a module; ""."""
+    if bool(config.get("use_dora")) != bool(magnitude):
+        return f"{module} has {'a' if magnitude else 'no'} magnitude, and use_dora is {show(config.get('use_dora'))}"
+    if magnitude and (embedding or config.get("fan_in_fan_out") is True):
+        return f"{module}: DoRA of embeddings, and of weights stored [inputs, outputs], is not read; {_MERGE_WITH_PEFT}"
+    spec = checkpoint.specs[magnitude] if magnitude else None
+    if spec is not None and (spec.shape != (outputs,) or not spec.dtype.floating):
+        return f"{spec} has not one number for each of {outputs} outputs"
+    return ""
 
 
 class _Scalings:
@@ -224,19 +251,19 @@ class _Scalings:
     def _rank_of(self, key: str, value: object) -> int:
         rank = whole_number(value)
         if rank is None or not 0 < rank < 2**31:
-            raise FormatError(f"{key} is {show(value)}, and a rank is a whole number of 1 or more", where=self._where)
+            raise FormatError(f"{key} is {show(value)}; a rank must be a positive integer", where=self._where, fix=_REPAIR)
         return rank
 
     def _alpha_of(self, key: str, value: object) -> float:
         alpha = finite_number(value)
         if alpha is None:
-            raise FormatError(f"{key} is {show(value)}, which is no finite number", where=self._where)
+            raise FormatError(f"{key} is {show(value)}, not a finite number", where=self._where, fix=_REPAIR)
         return float(alpha)
 
     def _patterns(self, config: Mapping[str, Any], key: str, number: Callable[[str, object], float]) -> Patterns:
         value = config.get(key) or {}
         if not isinstance(value, dict):
-            raise FormatError(f"{key} is {show(value)}, which is no object", where=self._where)
+            raise FormatError(f"{key} is {show(value)}, not an object", where=self._where, fix=_REPAIR)
         numbers = {text: number(f"{key} of {show(text)}", given) for text, given in value.items()}
         try:
             return Patterns(numbers)

@@ -54,6 +54,7 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str) -> Checkpoint:
         metadata=base.metadata,
         notes=tuple(notes),
         repositories=(*base.repositories, *own.repositories),
+        decoded=base.decoded,
     )
 
 
@@ -163,7 +164,8 @@ class _Match:
     def _shape_problem(self, name: str, factors: Factors) -> str:
         spec = self._source_spec(name)
         a, b = self._shapes(factors)
-        if not spec.dtype.floating or spec.shape not in ((b[0], a[1]), (a[1], b[0])):
+        fitting = ((b[0], a[1]),) if factors.magnitude else ((b[0], a[1]), (a[1], b[0]))
+        if not spec.dtype.floating or spec.shape not in fitting:
             return f"{name}: {list(spec.shape)} {spec.dtype} in the base, and the adapter is for {[b[0], a[1]]}"
         return ""
 
@@ -207,7 +209,8 @@ class _Match:
         factors = self._updates.get(name)
         if factors is None:
             return None
-        return Update(factors.a, factors.b, factors.scaling, self._transposed(factors, self._source_spec(name).shape))
+        transposed = self._transposed(factors, self._source_spec(name).shape)
+        return Update(factors.a, factors.b, factors.scaling, transposed, factors.magnitude)
 
     def _transposed(self, factors: Factors, shape: Shape) -> bool:
         """The weight is (B @ A)ᵀ: an embedding, or one of GPT-2's. The shape says so, and of a square one the config."""

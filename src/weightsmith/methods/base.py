@@ -31,7 +31,7 @@ class Parameter:
     minimum, maximum   inclusive bounds of numbers
     choices  allowed strings
     optional the parameter may be left out and then has no value (None)
-    booleans what `false` and `true` stand for, for a `str` parameter that was a flag in mergekit
+    booleans the values that `false` and `true` mean, for a `str` parameter that was a flag in mergekit
     ignored  why the parameter, accepted because mergekit accepts it, changes nothing
     """
 
@@ -70,7 +70,7 @@ class Method:
     min_models, max_models   inputs besides the base (with base == "input": all inputs)
     example     a recipe
     job         makes the merge of one logical matrix
-    check       looks at the resolved parameters (shared, one mapping per input) and says what is wrong with them, or ""
+    check       checks the resolved parameters (shared, one mapping per input); returns the problem, or ""
     copies      says whether these parameters leave the single input as it is, so that its bytes are copied
     needs       says whether tensors with these parameters wait for the method's product
     product     what must be known of all those tensors before the first is merged, from their steps and settings; or None

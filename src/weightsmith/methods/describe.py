@@ -40,7 +40,7 @@ def values(parameter: Parameter, *, markdown: bool = False) -> str:
 
 
 def default(parameter: Parameter, *, markdown: bool = False) -> str:
-    """The default as it is written in a recipe; `required` or `none` where there is none."""
+    """The default as written in a recipe; `required` or `none` if there is none."""
     value = parameter.default
     if value is None:
         return "required" if parameter.required else "none"

@@ -12,14 +12,14 @@ from weightsmith.jobs.job import Job, Matrix
 from weightsmith.methods.signature import Bounds, merge_method
 
 SAME = 1e-14
-"""Of the largest squared distance: what is nearer is one point. The rounding of inner products is a tenth of that."""
+"""Fraction of the largest squared distance below which two points count as one. Inner products round to a tenth of it."""
 
 
 def median_coefficients(gram: np.ndarray, max_iter: int, tol: float) -> np.ndarray:
     """Coefficients of n points from the inner products of the last n - 1 minus the first: float64 [n-1, n-1] → float64 [n].
 
     A point that is itself the median (of three equal models and one other, the three) is found first: Weiszfeld's iteration
-    would take for ever to get there. Where the iterate meets a point that is not, it goes on as Vardi and Zhang do.
+    would take for ever to get there. Where the iterate meets a point that is not, it continues as Vardi and Zhang do.
 
     >>> median_coefficients(np.array([[1.0, 0.0], [0.0, 1.0]]), 100, 1e-9).round(3)
     array([0.577, 0.211, 0.211])

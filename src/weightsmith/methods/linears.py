@@ -40,8 +40,8 @@ def linears_job(
     weight      of each model's delta
     factor      λ
     merge       maps deltas (torch float64 [rows, cols] each, times their weights) to the merged delta
-    calibrates  merge gets the deltas without their weights, and what is not a linear layer takes their weighted sum
-    copies      matrices of float64 that it holds at most, beside square ones
+    calibrates  merge gets the deltas without their weights; tensors that are not linear layers take their weighted sum
+    copies      maximum number of float64 matrices that it holds, not counting square ones
     side        of the largest square matrix it makes; None: the shorter side of the matrix
     """
     weights = np.asarray(weight)

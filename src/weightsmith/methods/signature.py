@@ -59,16 +59,16 @@ class Ignored:
 # ---- reading signatures
 
 
-def parameters_of(function: Callable[..., Any], *, beside: Collection[str], called: str = "") -> tuple[Parameter, ...]:
+def parameters_of(function: Callable[..., Any], *, skip: Collection[str], called: str = "") -> tuple[Parameter, ...]:
     """The parameters of a merge method, from the signature of its function.
 
-    beside  arguments that are no parameters
+    skip    arguments that are not parameters
     called  the function's name in messages
 
     Raises MethodError where a parameter has no type, or one that no parameter can have.
 
     >>> def f(matrix, t: Annotated[float, "How far.", Bounds(0)] = 1): ...
-    >>> parameters_of(f, beside=["matrix"])[0].minimum
+    >>> parameters_of(f, skip=["matrix"])[0].minimum
     0
     """
     called = called or function.__name__
@@ -77,7 +77,7 @@ def parameters_of(function: Callable[..., Any], *, beside: Collection[str], call
         if argument.kind not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
             what = f"the argument '{argument}' of {called} cannot be given by name"
             raise MethodError(what, fix="write it without * and /")
-    names = [name for name in given if name not in beside]
+    names = [name for name in given if name not in skip]
     hints = _hints(function, {name: given[name].annotation for name in names}, called)
     return tuple(_parameter(given[name], hints[name], called) for name in names)
 
@@ -91,7 +91,8 @@ def _hints(function: Callable[..., Any], annotations: dict[str, Any], called: st
     try:
         return get_type_hints(holder, getattr(function, "__globals__", {}), include_extras=True)
     except Exception as error:  # whatever evaluating the user's text raises
-        raise MethodError(f"the types of {called}'s parameters cannot be read: {type(error).__name__}: {error}") from error
+        what = f"the types of {called}'s parameters cannot be read: {type(error).__name__}: {error}"
+        raise MethodError(what, fix="import or define every name in the annotations at the top level of the file") from error
 
 
 def _parameter(given: inspect.Parameter, hint: Any, called: str) -> Parameter:
@@ -135,7 +136,7 @@ def _parameter(given: inspect.Parameter, hint: Any, called: str) -> Parameter:
 
 
 def _default(given: inspect.Parameter, kind: Kind, choices: Sequence[str], optional: bool, called: str) -> Any:
-    """The default as a value of the parameter's kind; None where there is none."""
+    """The default as a value of the parameter's kind, or None."""
     default, whose = given.default, f"of the parameter '{given.name}' of {called}"
     if default is inspect.Parameter.empty or (default is None and optional):
         return None
@@ -143,7 +144,7 @@ def _default(given: inspect.Parameter, kind: Kind, choices: Sequence[str], optio
         raise MethodError(f"the default None {whose} is no {kind}", fix=f"write {given.name}: {kind} | None")
     allowed: Any = {"float": (float, int), "int": int, "bool": bool, "str": str}[kind]
     if not isinstance(default, allowed) or (isinstance(default, bool) and kind != "bool"):
-        raise MethodError(f"the default {default!r} {whose} is no {kind}")
+        raise MethodError(f"the default {default!r} {whose} is not of type {kind}", fix="change the default or the type")
     if choices and default not in choices:
         raise MethodError(f"the default {default!r} {whose} is not one of {', '.join(choices)}")
     return float(default) if kind == "float" else default
@@ -173,15 +174,15 @@ def values(parameters: Sequence[Parameter], shared: Parameters, models: Sequence
     return found
 
 
-def bound(function: Callable[..., T], parameters: Sequence[Parameter], *, beside: Collection[str] = ()) -> Callable[..., T]:
+def bound(function: Callable[..., T], parameters: Sequence[Parameter], *, skip: Collection[str] = ()) -> Callable[..., T]:
     """The function as one of (..., shared, models): called with the values of those parameters that it has as arguments.
 
-    beside  the leading arguments, which are not parameters. Raises MethodError for any other argument that is not one.
+    skip  the leading arguments, which are not parameters. Raises MethodError for any other argument that is not one.
     """
-    arguments = [name for name in inspect.signature(function).parameters if name not in beside]
+    arguments = [name for name in inspect.signature(function).parameters if name not in skip]
     by_argument = {_argument(p): p for p in parameters}
     if unknown := [name for name in arguments if name not in by_argument]:
-        raise MethodError(f"{function.__name__} has the argument '{unknown[0]}', which is no parameter of the method")
+        raise MethodError(f"{function.__name__} has the argument '{unknown[0]}', which is not a parameter of the method")
     wanted = [by_argument[name] for name in arguments]
     return lambda *first, shared, models=(): function(*first, **values(wanted, shared, models))
 
@@ -217,11 +218,11 @@ def merge_method(
     """
 
     def make(function: Callable[..., Job]) -> Method:
-        parameters = parameters_of(function, beside=("matrix",))
-        job = bound(function, parameters, beside=("matrix",))
+        parameters = parameters_of(function, skip=("matrix",))
+        job = bound(function, parameters, skip=("matrix",))
         checked, copied = bound(check, parameters), bound(copies, parameters)
         needed, by_element = bound(needs, parameters), bound(elementwise, parameters)
-        kept = bound(keeps_base, parameters, beside=("role",))
+        kept = bound(keeps_base, parameters, skip=("role",))
         return Method(
             name=function.__name__,
             title=title,

@@ -58,7 +58,7 @@ def _job(
     return ScaledJob(matrix, changed, norm_match, delta_scale)
 
 
-PARAMETERS = parameters_of(_job, beside=("matrix", "make"))
+PARAMETERS = parameters_of(_job, skip=("matrix", "make"))
 
 
 def with_steps(method: Method) -> Method:
@@ -68,7 +68,7 @@ def with_steps(method: Method) -> Method:
     """
     if method.base != "required" or not {p.name for p in PARAMETERS}.isdisjoint(p.name for p in method.parameters):
         return method
-    job = bound(_job, PARAMETERS, beside=("matrix", "make"))
+    job = bound(_job, PARAMETERS, skip=("matrix", "make"))
     check = bound(lambda spectrum: needs_torch() if spectrum != "none" else "", PARAMETERS)
     unchanged = bound(lambda spectrum, norm_match: spectrum == norm_match == "none", PARAMETERS)
     return replace(

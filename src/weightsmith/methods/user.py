@@ -45,7 +45,7 @@ class OwnMethod:
 
     @property
     def plain(self) -> Function:
-        """The Python function, without what numba made of it."""
+        """The Python function, before numba compiled it."""
         found: Function = inspect.unwrap(getattr(self.function, "py_func", self.function))
         return found
 
@@ -113,7 +113,8 @@ def method_of(own: OwnMethod, name: str, source: str) -> Method:
     try:
         signature = inspect.signature(plain)
     except (TypeError, ValueError):
-        raise MethodError(f"{called} is no function that can be called as a merge method") from None
+        fix = "decorate a function written in Python: its parameters are read from its signature"
+        raise MethodError(f"the signature of {called} cannot be read", fix=fix) from None
     given = dict(signature.parameters)
     for wanted in ("models", "out") if own.form == "block" else ("models",):
         if wanted not in given:
@@ -123,7 +124,7 @@ def method_of(own: OwnMethod, name: str, source: str) -> Method:
             )
     if own.form == "tensor" and "out" in given:
         raise MethodError(f"{called}{signature} has an argument 'out'", fix="return the result: a tensor_method has no out")
-    parameters = parameters_of(plain, beside=_ARRAYS, called=called)
+    parameters = parameters_of(plain, skip=_ARRAYS, called=called)
     doc = inspect.getdoc(plain) or ""
     base: BaseRole = "input"
     if "base" in given:

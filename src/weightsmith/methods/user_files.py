@@ -1,4 +1,4 @@
-"""Where methods of the user's own come from: a file that a recipe names, an installed package, or a function at hand.
+"""Sources of user-defined methods: a file named in a recipe, an installed package, or a Python function.
 
 Such a method goes by its name with the hash of its source, `./my_method.py:blend@1f0c…`: in a plan, so that work is resumed
 only with the code that began it, and in the registry, where the engine finds it.
@@ -47,7 +47,7 @@ def loaded(name: str) -> Loaded | None:
 
 
 def names_file(name: str) -> bool:
-    """True for `./my_method.py:blend`, and for what is meant as such.
+    """True for `./my_method.py:blend` and similar names.
 
     >>> names_file("m.py:blend"), names_file("ties")
     (True, False)
@@ -68,7 +68,8 @@ def load_file(name: str, folder: Path, *, allow_code: bool) -> Method:
     try:
         source = read_bounded(path, MAX_CODE_BYTES)
     except CheckpointError as error:
-        raise MethodError(f"the file of the merge method, {path}, cannot be read: {error.finding.what}") from None
+        fix = error.finding.fix or "write the path relative to the recipe's folder"
+        raise MethodError(f"the file of the merge method, {path}, cannot be read: {error.finding.what}", fix=fix) from None
     if not colon or not function.isidentifier():
         raise MethodError(f"merge_method {name} names no function", fix=f"write {file if colon else name}:FUNCTION")
     if not allow_code:
@@ -92,14 +93,15 @@ def _run(path: Path, source: bytes, digest: str) -> dict[str, Any]:
     """The names that the file defines."""
     module = types.ModuleType(f"weightsmith_own_{digest[:16]}")
     module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # where dataclasses and pickle look for what is defined in it
+    sys.modules[module.__name__] = module  # dataclasses and pickle look up its definitions there
     try:
         # These bytes, and not what importlib would read again: the hash is of what runs.
         exec(compile(source, str(path), "exec"), module.__dict__)
     except (Exception, SystemExit) as error:
         del sys.modules[module.__name__]
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise MethodError(f"{path}{line} cannot be loaded: {type(error).__name__}: {error}") from error
+        what = f"{path}{line} cannot be loaded: {type(error).__name__}: {error}"
+        raise MethodError(what, fix=f"see the traceback of: python {path}") from error
     return module.__dict__
 
 
@@ -117,7 +119,7 @@ def load_installed(name: str) -> Method:
         found = point.load()
     except Exception as error:
         what = f"the merge method {name} of the package {package} cannot be loaded: {type(error).__name__}: {error}"
-        raise MethodError(what) from error
+        raise MethodError(what, fix="reinstall or update the package") from error
     digest = hashlib.sha256(_source(point) + b"\0" + package.encode()).hexdigest()
     return _enter(found, OwnCode(name, "", digest), f"package {package}")
 
@@ -148,7 +150,7 @@ def _record(found: object, name: str, planned: str, source: str) -> Method:
 
 @contextmanager
 def at_hand(own: object) -> Iterator[Method]:
-    """The record of a function at hand, known to the registry until the end."""
+    """The record of a function, in the registry until the end of the block."""
     called = getattr(own.plain, "__name__", "own") if isinstance(own, OwnMethod) else str(own)
     number = 1
     name = called

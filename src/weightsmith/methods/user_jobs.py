@@ -21,7 +21,7 @@ class Call:
     """A user's function with the parameters of one tensor.
 
     called      the function's name in messages
-    plain       the Python function, without what numba made of it
+    plain       the Python function, before numba compiled it
     takes_base  it has an argument `base`
     tensor      name of the output tensor
     """
@@ -50,7 +50,7 @@ class Call:
         return MethodError(f"{self.called} {what}", where=f"output tensor {self.tensor}", details=details)
 
     def _place(self, error: Exception) -> list[str]:
-        """The line of the user's file at which it happened, if it can be told."""
+        """The line of the user's file where it happened, if known."""
         file = getattr(getattr(self.plain, "__code__", None), "co_filename", "")
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
         return [f"{file}:{frames[-1].lineno} in {frames[-1].name}"] if frames else []

@@ -53,7 +53,7 @@ class Assembly:
         if key not in self._numbers:
             self._numbers[key] = len(self.inputs)
             self.inputs.append(checkpoint)
-            self.models.append(ModelInput(checkpoint.ref, checkpoint.revision, checkpoint.identity))
+            self.models.append(ModelInput(checkpoint.ref, checkpoint.revision, checkpoint.identity, checkpoint.plan))
         return self._numbers[key]
 
     def setting(self, shared: Parameters, inputs: int = 1) -> int:

@@ -8,12 +8,14 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from weightsmith import recipe as recipes
 from weightsmith._version import __version__
 from weightsmith.checkpoint import Checkpoint
-from weightsmith.errors import CheckpointError, Finding, PlanError, WeightsmithError
+from weightsmith.decoder import Base
+from weightsmith.errors import CheckpointError, Finding, PlanError, Unsupported, WeightsmithError
 from weightsmith.formats.carried import MAX_CARRIED_BYTES, left_out_findings
 from weightsmith.formats.files import expand_user, read_bounded
 from weightsmith.mixture.assembly import Assembly, Donor
@@ -24,7 +26,7 @@ from weightsmith.mixture.layouts.base import ExpertLayout, Facts
 from weightsmith.mixture.layouts.dense_config import semantics
 from weightsmith.mixture.packages import package_version
 from weightsmith.mixture.routing.gates import MODES
-from weightsmith.mixture.routing.gating import Base, GatedExpert, Gating, outs_of, uses_states
+from weightsmith.mixture.routing.gating import GatedExpert, Gating, outs_of, uses_states
 from weightsmith.mixture.routing.prompts import Texts
 from weightsmith.mixture.steps import Steps
 from weightsmith.mixture.surgery.build import prepare_surgery
@@ -32,9 +34,8 @@ from weightsmith.mixture.transforms import Transforms, check_transforms, sharded
 from weightsmith.options import RecipeOptions
 from weightsmith.planner import loading
 from weightsmith.planner.agreement import compared, tokenizer_disagreements
-from weightsmith.planner.build import Prepared, folder_of, loaded_recipe, prepare_recipe
+from weightsmith.planner.build import Prepared, Stage, prepare_recipe, prepare_source
 from weightsmith.planner.dtypes import main_dtype
-from weightsmith.planner.encode import check_name, quantise
 from weightsmith.planner.inputs import at, open_models
 from weightsmith.plans import Dropped, FileRead, Made, Plan, Product, Step
 from weightsmith.recipe import Expert, ModelRef, Recipe, Surgery, Upcycling
@@ -50,23 +51,27 @@ def prepare_moe(
 
     Raises PlanError with all problems. No tensor data is read.
     """
-    with loaded_recipe(source, "moe", options) as (recipe, problems):
-        assert not isinstance(recipe, Recipe)
-        return prepare_mixture(recipe, options, problems, folder_of(source))
+    return prepare_source(source, "moe", options, prepare_mixture)
 
 
 def prepare_mixture(
-    recipe: Upcycling | Surgery, options: RecipeOptions, problems: Sequence[WeightsmithError], folder: Path
+    recipe: Upcycling | Surgery,
+    options: RecipeOptions,
+    problems: Sequence[WeightsmithError],
+    *,
+    folder: Path,
+    written: Mapping[str, Path] = MappingProxyType({}),
 ) -> Prepared:
     """Plan a parsed recipe; see `prepare_moe`.
 
     problems  found while parsing it
     folder    base for relative paths of text files, saliency files and user code
+    written   folders with results of recipes that its merges read, by `Stage.path`
     """
     if isinstance(recipe, Surgery):
         return prepare_surgery(recipe, options, problems, folder=folder)
     with ExitStack() as stack:
-        prepared = _Builder(recipe, problems, options, folder).prepare(stack)
+        prepared = _Builder(recipe, problems, options, folder, written).prepare(stack)
         stack.pop_all()
         return prepared
 
@@ -78,18 +83,23 @@ class _Builder:
         problems: Sequence[WeightsmithError],
         options: RecipeOptions,
         folder: Path,
+        written: Mapping[str, Path],
     ) -> None:
         self.recipe = recipe
-        self.problems = [*problems, *check_name(options.quantize)]
+        self.problems = list(problems)
         self.options = options
         self.asked = options.out_dtype or recipe.dtype
         self.folder = folder
+        self.written = written
+        self.stages: list[Stage] = []
         self.assembly = Assembly()
         self.warnings: list[Finding] = list(recipe.findings)
         self.named: list[Path] = []
 
     def prepare(self, stack: ExitStack) -> Prepared:
-        merge = partial(prepare_recipe, options=replace(self.options, out_dtype=self.asked, quantize=None), folder=self.folder)
+        merge = partial(
+            prepare_recipe, options=replace(self.options, out_dtype=self.asked), folder=self.folder, written=self.written
+        )
         base = self._base(stack, merge)
         experts = self._experts(base, stack, merge)
         checks = Checks(self.recipe, self.folder, lenient=self.options.lenient)
@@ -147,9 +157,9 @@ class _Builder:
         plan = self._plan(layout, facts, base, steps)
         if self.options.check_loading:
             plan = self._checked(plan, base.donor)
-        plan = quantise(plan, self.options.quantize)
         self.named += [self.folder / expand_user(n) for e in listed for n in (e.prompts_file, e.held_out_file) if n]
-        return Prepared(plan, tuple(self.assembly.inputs), base.donor.structure, named=tuple(self.named))
+        inputs, stages = tuple(self.assembly.inputs), tuple(self.stages)
+        return Prepared(plan, inputs, base.donor.structure, named=tuple(self.named), stages=stages)
 
     def _gating(self, mode: str, base: Dense, layout: ExpertLayout, gated: Sequence[Expert], texts: Sequence[Texts]) -> Gating:
         """The settings of the router weights."""
@@ -228,6 +238,12 @@ class _Builder:
         stack.callback(prepared.close)
         self.warnings += prepared.plan.warnings
         self.named += prepared.named
+        self.stages += prepared.stages
+        if prepared.plan.tables or prepared.plan.files:
+            what = "a merge inside a mixture cannot change the vocabulary or the chat template"
+            fix = "run it with `weightsmith merge` first, and name the result here"
+            self.problems.append(Unsupported(what, where=where, fix=fix))
+            return None
         return self._parts(self.assembly.merge(prepared), where)
 
     def _experts(self, base: Dense | None, stack: ExitStack, merge: Callable[[Recipe], Prepared]) -> list[Dense | None]:
@@ -284,7 +300,7 @@ class _Builder:
             config=config,
             donor=self.assembly.add(checkpoint),
             carried=tuple(f for f in checkpoint.files if f != "config.json"),
-            max_shard_bytes=self.options.max_shard_bytes,
+            max_shard_bytes=self.options.shard_bytes,
             seed=self.options.seed,
             warnings=tuple(dict.fromkeys([*self.warnings, *left_out_findings(checkpoint.left_out, checkpoint.ref)])),
             recipe=self.recipe.text,

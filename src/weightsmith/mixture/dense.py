@@ -14,6 +14,7 @@ from weightsmith.structure.fused import fused_parts
 
 PARTS = ("gate", "up", "down")
 
+_DECODER = "name a decoder-only language model"
 MOST = 12
 """Maximum number of names in an error."""
 
@@ -80,7 +81,7 @@ def dense_parts(donor: Donor) -> Dense | WeightsmithError:
         return error
     stack = donor.structure.main
     if stack is None:
-        return ShapeError("it has no single stack of decoder layers", where=donor.label)
+        return ShapeError("it does not have exactly one stack of decoder layers", where=donor.label, fix=_DECODER)
     found: list[dict[str, Place]] = [{} for _ in range(stack.n_layers)]
     outside, dropped = [], []
     specs = {name: step.out for name, step in donor.steps.items()}
@@ -112,7 +113,7 @@ def dense_parts(donor: Donor) -> Dense | WeightsmithError:
             return ShapeError(what, where=donor.label, details=[f"it has {there}{more}"], fix=fix)
         layers.append(Layer(whole, places))
     if not layers:
-        return ShapeError("it has no decoder layers", where=donor.label)
+        return ShapeError("it has no decoder layers", where=donor.label, fix=_DECODER)
     return _uneven(donor, layers) or Dense(donor, stack.prefix, tuple(layers), tuple(outside), tuple(dropped))
 
 

@@ -3,12 +3,12 @@
 segments.py    `models`, `slices` and `modules` in one form: runs of output layers and their inputs
 parameters.py  what each parameter is for each tensor and model, and where the recipe says so
 audit.py       parameters that are unknown, misplaced, wrong or missing, whatever the models hold
-patterns.py    the folders that a pattern such as `./run/checkpoint-*` stands for
+patterns.py    the folders that a pattern such as `./run/checkpoint-*` matches
 inputs.py      the models, opened
 donor.py       which of them gives config and tokenizer
 match.py       which tensor of each model feeds which output tensor, whatever the prefixes
 placement.py   which segments make which module of the output
-depth.py       which layer of the donor stands in config.json for each output layer
+depth.py       which layer of the donor describes each output layer in config.json
 dtypes.py      the dtype of each output tensor
 mismatch.py    tensors that do not go together
 account.py     used, or left out for a reason: no tensor is lost

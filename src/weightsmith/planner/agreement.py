@@ -1,7 +1,7 @@
 """What models disagree on though their tensors have equal shapes: settings that change the computation, and tokenizers.
 
 The output has the donor's. A setting that a config.json does not state is not compared: what it is by default depends on the
-model class. Towers (vision, audio) are not looked at: what is compared describes the text model.
+model class. Vision and audio towers are not compared, only the text model.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ def compared(label: str, checkpoint: Checkpoint, structure: Structure) -> Model:
     return Model(label, text, checkpoint.folder, checkpoint.files)
 
 
-def disagreements(models: Sequence[Model], donor: int) -> list[Finding]:
+def disagreements(models: Sequence[Model], donor: int, *, tokenizers: bool = True, templates: bool = True) -> list[Finding]:
     """One warning for each kind of setting in which a model differs from the donor, whose value the output has.
+
+    tokenizers, templates  whether to compare these too: not where the recipe chooses them
 
     No tensor is read. Cost: nothing for the settings; tokenizers are parsed only where their files differ.
     """
@@ -62,7 +64,8 @@ def disagreements(models: Sequence[Model], donor: int) -> list[Finding]:
         fix = kind.fix or "test the result: weights were trained for the value of their own model"
         what = f"the models differ in {kind.name}; the output has {_text(values[first])}"
         found.append(Finding(what, "config.json", _by_value(models, values), fix))
-    return [*found, *tokenizer_disagreements(models, donor)]
+    found += _tokenizers(models, donor) if tokenizers else []
+    return found + (_templates(models, donor) if templates else [])
 
 
 def tokenizer_disagreements(models: Sequence[Model], donor: int) -> list[Finding]:
@@ -208,7 +211,7 @@ def _text(value: Any) -> str:
 
 
 def _read(model: Model, name: str) -> bytes | None:
-    """A file beside the weights; None when it is missing, unreadable or too large."""
+    """A file of the model; None if it is missing, unreadable or too large."""
     if name not in model.files:
         return None
     with contextlib.suppress(WeightsmithError, OSError):
@@ -223,7 +226,7 @@ def _object(data: bytes | None) -> dict[str, Any]:
 
 
 def _vocabulary(model: Model) -> dict[int, str]:
-    """Token by id; {} where it cannot be told."""
+    """Token by id; {} if unknown."""
     tokenizer = _object(_read(model, "tokenizer.json"))
     inner = tokenizer.get("model")
     listed = inner.get("vocab") if isinstance(inner, Mapping) else None
@@ -246,7 +249,7 @@ def _vocabulary(model: Model) -> dict[int, str]:
 
 
 def _tokenizers(models: Sequence[Model], donor: int) -> list[Finding]:
-    """A warning when an id stands for different tokens in two models. Ids that one of them does not use are no difference."""
+    """A warning if an id means different tokens in two models. Ids that one of them does not use do not count."""
     names = ("tokenizer.json", "vocab.json", "added_tokens.json")
     digests = [[None if (data := _read(m, n)) is None else hashlib.sha256(data).digest() for n in names] for m in models]
     if all(digest == digests[donor] for digest in digests):
@@ -265,12 +268,12 @@ def _tokenizers(models: Sequence[Model], donor: int) -> list[Finding]:
             most = max(most, len(differing))
     if not details:
         return []
-    what = f"the models differ in their tokenizers: ids stand for other tokens; the output has {models[donor].label}'s"
-    return [Finding(what, "tokenizer.json", tuple(details), "merge models with one tokenizer")]
+    what = f"the models differ in their tokenizers: the same ids mean different tokens; the output has {models[donor].label}'s"
+    return [Finding(what, "tokenizer.json", tuple(details), "match rows by token with tokenizer_source: base, or union")]
 
 
 def _templates(models: Sequence[Model], donor: int) -> list[Finding]:
-    """A warning when chat templates differ. A model without one is no difference, unless it is the donor."""
+    """A warning if chat templates differ. A model without one does not count, unless it is the donor."""
     templates = [_template(model) for model in models]
     stated = {template for template in templates if template}
     if not stated or stated == {templates[donor]}:
@@ -279,7 +282,10 @@ def _templates(models: Sequence[Model], donor: int) -> list[Finding]:
     details = _by_value(models, [f"{len(t):,} characters ({_digest(t)})" if t else _NONE for t in templates])
     return [
         Finding(
-            f"the models differ in chat template; {taken}", "chat_template", details, "copy the one you want into the output"
+            f"the models differ in chat template; {taken}",
+            "chat_template",
+            details,
+            "choose one with chat_template: auto, a name or a file",
         )
     ]
 

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe's parameters, whatever the models hold: names, places, values, and what is missing."""
+"""Problems of a recipe's parameters that do not depend on the models: names, places, values, missing ones."""
 
 from __future__ import annotations
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from weightsmith import methods
 from weightsmith import recipe as recipes
 from weightsmith._version import __version__
-from weightsmith.checkpoint import Checkpoint
+from weightsmith.checkpoint import Checkpoint, open_checkpoint
 from weightsmith.errors import Finding, PlanError, RecipeError, UnknownName, WeightsmithError, nearest
 from weightsmith.formats.carried import left_out_findings
 from weightsmith.formats.files import expand_user
@@ -30,19 +32,30 @@ from weightsmith.planner.config import output_config
 from weightsmith.planner.decide import decide
 from weightsmith.planner.donor import choose_donor
 from weightsmith.planner.dtypes import DTypes, kept_specs
-from weightsmith.planner.encode import check_name, quantise
 from weightsmith.planner.inputs import analyse_all, at, missing_models, number_models, open_models
 from weightsmith.planner.match import ModelNames
+from weightsmith.planner.mismatch import of_vocabularies
 from weightsmith.planner.outputs import Models, Origins, Outputs
 from weightsmith.planner.parameters import Origin, Resolver
 from weightsmith.planner.patterns import match_patterns
 from weightsmith.planner.placement import Placement, Placer
 from weightsmith.planner.segments import Region, SegmentMaker
+from weightsmith.planner.stages import adapted, count_reads, in_order, result_of, same_name, why_written
+from weightsmith.planner.vocabulary import Aligned, carried, plan_vocabulary
 from weightsmith.plans import Made, ModelInput, Plan, Step
-from weightsmith.recipe import Recipe, Surgery, Upcycling
+from weightsmith.recipe import ModelRef, Recipe
 from weightsmith.structure import Structure
 from weightsmith.structure.resize import UNSAID
 from weightsmith.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from weightsmith.engine.computed import Computed
+
+Opening = Callable[
+    [Sequence[recipes.ModelRef], ExitStack, Mapping[str, Checkpoint | None]],
+    tuple[list[Checkpoint | None], list[WeightsmithError]],
+]
+"""Opens models, as `open_models` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +63,10 @@ class Prepared:
     """A plan and the open checkpoints it reads from; close it, or use it as a context manager.
 
     structure  of the donor
-    named      files that the recipe names beside the models: code of a merge method, prompts, saliency
+    named      other files that the recipe or the settings name: code of a merge method, prompts, saliency, a measurement
+    source     name and text of the recipe, ("", "") if it has no lines
+    stages     the other recipes whose results it reads, each after those whose results it reads itself
+    again      makes the plan again, with the results of some stages in folders, by `Stage.path`
     """
 
     plan: Plan
@@ -59,6 +75,9 @@ class Prepared:
     origins: Origins = field(default_factory=dict)
     resolver: Resolver | None = None
     named: tuple[Path, ...] = ()
+    source: tuple[str, str] = ("", "")
+    stages: tuple[Stage, ...] = ()
+    again: Callable[[Mapping[str, Path]], Prepared] | None = None
 
     def explain(self, tensor: str) -> list[Origin]:
         """The value of every parameter of one output tensor, and where the recipe says so; [] for one that is copied.
@@ -69,7 +88,8 @@ class Prepared:
             names = [s.out.name for s in self.plan.steps]
             if tensor in names:
                 return []
-            raise UnknownName(f"the output has no tensor '{tensor}'{nearest(tensor, names)}")
+            fix = "see the names with `weightsmith plan RECIPE --json`, or give a pattern such as '*.0.*'"
+            raise UnknownName(f"the output has no tensor '{tensor}'{nearest(tensor, names)}", fix=fix)
         return self.resolver.explain(self.origins[tensor][0], tensor, *self.origins[tensor][1:])
 
     @property
@@ -94,28 +114,65 @@ class Prepared:
         self.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A recipe whose result is a model of another.
+
+    path    of references to it (`ModelRef.path`)
+    label   its name; or where it is, if it is written inside another
+    plan    of its result
+    source  its result, computed when it is read
+    reads   tiles that are read for one of its tiles
+    depth   results that are computed for it, each for the next
+    why     why it must be written before it can be read; "" if it need not be
+    again   makes its plan again, with the results of other stages in folders
+    """
+
+    path: str
+    label: str
+    plan: Plan
+    source: Computed
+    reads: int
+    depth: int
+    why: str = ""
+    again: Callable[[Mapping[str, Path]], Prepared] | None = None
+
+    @classmethod
+    def of(cls, path: str, label: str, plan: Plan, inputs: Sequence[Checkpoint], others: Sequence[Stage]) -> Stage:
+        """The stage of a plan. others: that it may read."""
+        from weightsmith.engine.computed import Computed
+
+        source = Computed(replace(plan, warnings=(), recipe=""), inputs, label)
+        known = {id(stage.source): stage for stage in others}
+        used = {i: known[id(c.source)] for i, c in enumerate(inputs) if c.plan is not None}
+        depth = 1 + max((stage.depth for stage in used.values()), default=0)
+        made = cls(path, label, plan, source, count_reads(plan, {i: stage.reads for i, stage in used.items()}), depth)
+        return replace(made, why=why_written(plan, source, made.reads, depth))
+
+    def result(self) -> Checkpoint:
+        """Its result, as a model of another."""
+        return result_of(self.label, self.source, whole=not self.why)
+
+
 def prepare(
     source: recipes.Source,
     options: RecipeOptions = RecipeOptions(),  # noqa: B008  frozen
 ) -> Prepared:
     """Read a recipe and its models' headers and plan the merge.
 
-    source   path of a YAML file, YAML text (with a newline), or a mapping
+    source   path of a YAML file, YAML text (with a newline), a mapping, or a list of mappings
 
     Raises PlanError with all problems. No tensor data is read. Cost: headers, and about 20 µs a tensor.
     """
-    with loaded_recipe(source, "merge", options) as (recipe, problems):
-        assert isinstance(recipe, Recipe)
-        return prepare_recipe(recipe, options, problems, folder=folder_of(source))
+    return prepare_source(source, "merge", options, prepare_recipe)
 
 
-@contextmanager
-def loaded_recipe(
-    source: recipes.Source, command: recipes.Command | None, options: RecipeOptions
-) -> Iterator[tuple[Recipe | Upcycling | Surgery, tuple[WeightsmithError, ...]]]:
-    """A recipe and its problems. A PlanError inside the block gets the lines of the recipe.
+def prepare_source(
+    source: recipes.Source, command: recipes.Command | None, options: RecipeOptions, make: Callable[..., Prepared]
+) -> Prepared:
+    """Read a recipe and plan it. make: `prepare_recipe`, or a function with its parameters for other recipes.
 
-    Raises PlanError for a recipe of which nothing can be planned, with the models that it names and that do not exist.
+    Raises PlanError. It holds the text of the recipe, and all missing models even if nothing else of the recipe can be read.
     """
     loaded = recipes.load(
         source,
@@ -127,7 +184,9 @@ def loaded_recipe(
     try:
         if loaded.recipe is None:
             raise PlanError([*loaded.problems, *missing_models(loaded.models)])
-        yield loaded.recipe, loaded.problems
+        on_disk = isinstance(source, os.PathLike) or (isinstance(source, str) and "\n" not in source)
+        again = partial(make, loaded.recipe, options, loaded.problems, folder=Path(str(source)).parent if on_disk else Path())
+        return replace(again(), source=loaded.source, again=lambda written: again(written=written))
     except PlanError as error:
         error.source = loaded.source
         raise
@@ -139,27 +198,90 @@ def prepare_recipe(
     problems: Sequence[WeightsmithError] = (),
     *,
     folder: Path = Path(),
+    written: Mapping[str, Path] = MappingProxyType({}),
+    opening: Opening = open_models,
 ) -> Prepared:
-    """Plan a recipe that has been read; see `prepare`.
+    """Plan a recipe that has been read, and before it those whose results it reads; see `prepare`.
 
     problems  found while it was read
     folder    that paths of the recipe's own code start from
+    written   folders with results of other recipes, by `Stage.path`
+    opening   opens the models
     """
     with ExitStack() as stack, _no_collection():
         find = partial(methods.find, folder=folder, allow_code=options.allow_code)
-        prepared = _Planner(recipe, problems, options, find).prepare(stack)
+        stages = _Stages(recipe, find, folder, options, written)
+        stages.prepare(stack)
+        planner = _Planner(recipe, [*problems, *stages.problems], options, find, stages.results, folder, opening)
+        prepared = planner.prepare(stack)
         stack.pop_all()
-        return prepared
+        return stages.joined(prepared)
+
+
+class _Stages:
+    """Plans the recipes whose results a recipe reads.
+
+    results   as models, by `ModelRef.path`; None: it has problems
+    problems  of all of them
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        find_method: Callable[[str], Method],
+        folder: Path,
+        options: RecipeOptions,
+        written: Mapping[str, Path],
+    ) -> None:
+        self.problems: list[WeightsmithError] = []
+        self.results: dict[str, Checkpoint | None] = dict.fromkeys(recipe.stages)
+        self._recipe, self._find, self._folder, self._written = recipe, find_method, folder, written
+        self._options = replace(options, out_dtype=None, quantize=None, check_loading=False)
+        self._refs = in_order(recipe)
+        self._adapted = adapted(recipe, self._refs)
+        self._stages: list[Stage] = []
+
+    def prepare(self, stack: ExitStack) -> None:
+        """Plan them; `stack` closes their models."""
+        for ref in self._refs:
+            recipe = self._recipe.stages[ref.path]
+            if ref.path in self._written:
+                result = self.results[ref.path] = open_checkpoint(self._written[ref.path])
+                stack.callback(result.close)
+            elif recipe is not None:
+                self._add(ref, recipe, stack)
+
+    def _add(self, ref: ModelRef, recipe: Recipe, stack: ExitStack) -> None:
+        try:
+            with ExitStack() as own:
+                prepared = _Planner(recipe, (), self._options, self._find, self.results, self._folder).prepare(own)
+                own.pop_all()
+        except PlanError as error:
+            self.problems += error.problems
+            return
+        path, label = ref.path, ref.path if ref.path == recipe.name else str(ref)
+        stage = Stage.of(path, label, prepared.plan, prepared.inputs, self._stages)
+        again = partial(prepare_recipe, recipe, self._options, folder=self._folder)
+        why = "an adapter is applied to it" if path in self._adapted else stage.why
+        stage = replace(stage, why=why, again=lambda written: again(written=written))
+        result = self.results[path] = stage.result()
+        stack.callback(result.close)
+        self._stages.append(stage)
+
+    def joined(self, prepared: Prepared) -> Prepared:
+        """The plan of the result with all that is known of these."""
+        if not self._stages:
+            return prepared
+        warnings = [warning for stage in self._stages for warning in stage.plan.warnings]
+        warnings += same_name([ref for ref in self._refs if ref.path == getattr(self._recipe.stages[ref.path], "name", "")])
+        plan = replace(prepared.plan, warnings=tuple(dict.fromkeys([*warnings, *prepared.plan.warnings])))
+        named = [path for stage in self._stages for path in code_files(stage.plan)]
+        return replace(prepared, plan=plan, named=(*named, *prepared.named), stages=tuple(self._stages))
 
 
 def parameter_names() -> list[str]:
     """The names of all methods' parameters."""
     return sorted({p.name for m in methods.all_methods() for p in m.parameters})
-
-
-def folder_of(source: recipes.Source) -> Path:
-    """Where the paths of a recipe's own code start: the folder of its file, else the current one."""
-    return Path() if isinstance(source, Mapping) or (isinstance(source, str) and "\n" in source) else Path(source).parent
 
 
 def made_by(method: Method) -> Made:
@@ -223,10 +345,17 @@ class _Planner:
         problems: Sequence[WeightsmithError],
         options: RecipeOptions,
         find_method: Callable[[str], Method],
+        results: Mapping[str, Checkpoint | None],
+        folder: Path,
+        opening: Opening = open_models,
     ) -> None:
+        """results: of other recipes, see `open_models`."""
         self.recipe = recipe
+        self.folder = folder
+        self.opening = opening
         self.options = options
-        self.problems = [*problems, *check_name(options.quantize)]
+        self.results = results
+        self.problems = list(problems)
         self.method = self._method(find_method)
         base = recipe.base_model if self.method is not None and self.method.base != "input" else None
         self.recipe, self.unmatched, found = match_patterns(recipe, base)
@@ -241,7 +370,7 @@ class _Planner:
             raise self._refusal()
         method = self.method
         regions, audit = self._regions(method, lenient=self.options.lenient) if method is not None else ([], None)
-        opened, found = open_models(self.refs, stack)
+        opened, found = self.opening(self.refs, stack, self.results)
         self.problems += found
         structures = analyse_all(opened)
         donor, finding = choose_donor(structures, self.labels)
@@ -249,7 +378,15 @@ class _Planner:
         shape = structures[donor]
         if method is None or audit is None or shape is None:
             raise self._refusal()
-        specs = [{} if c is None else c.specs for c in opened]
+        present = [c for c in opened if c is not None]
+        aligned: Aligned | None = None
+        unknown = False
+        if len(present) == len(opened):
+            aligned, found = plan_vocabulary(self.recipe, present, self.labels, self.models, donor, self.folder, stack)
+            unknown = bool(found)  # then the vocabularies are not aligned, and their tensors differ
+            self.problems += found
+            self.warnings += aligned.findings
+        specs = [{} if c is None else c.specs for c in opened] if aligned is None else aligned.specs
         matched = _match_all(structures, specs, donor)
         placer = Placer(self.recipe, self.labels, matched, shape)
         placements = placer.place(regions)
@@ -257,7 +394,7 @@ class _Planner:
         inputs = [c for c in opened if c is not None]
         self.warnings += [note for checkpoint in inputs for note in checkpoint.notes]
         names = [n for n in matched if n is not None]
-        if len(inputs) < len(opened) or not placements:
+        if aligned is None or not placements:
             raise self._refusal()
         facts = Models(
             labels=self.labels,
@@ -275,38 +412,48 @@ class _Planner:
         found, idle = resolver.finish()
         alike = [compared(label, c, s) for label, c, s in zip(self.labels, inputs, facts.structures, strict=True)]
         where = self.recipe.at(self._layers_key)
-        self.problems += [*of_different_architectures(outputs.problems, alike, donor, where), *found]
+        mismatches = [p for p in outputs.problems if not (unknown and of_vocabularies(p))]
+        self.problems += [*of_different_architectures(mismatches, alike, donor, where), *found]
         if outputs.problems or placer.problems or any(segment.broken for region in regions for segment in region.segments):
             raise self._refusal()
         dropped, lost = account.settle(shape, donor, placements)
         self.problems += lost
-        steps, products = decide(_in_model_order(outputs.steps, specs[donor]), resolver.settings, method)
-        config = self._config(inputs[donor], shape, outputs, steps, specs[donor])
+        ordered, tables, dropped = aligned.place(_in_model_order(outputs.steps, specs[donor]), outputs.counterpart, dropped)
+        steps, products = decide(ordered, resolver.settings, method)
+        config = self._config(inputs[donor], shape, outputs, steps, inputs[donor].specs)
+        if config is not None and aligned.move is not None:
+            config, lost_ids = aligned.move(config)
+            self.warnings += [Finding(f"{key} is null: the new tokenizer lacks its token", "config.json") for key in lost_ids]
         if self.problems:
             raise self._refusal()
         if outputs.layers and self.options.check_loading:
             self._check_loading(inputs[donor], config, steps)
-        self.warnings += disagreements(alike, donor)
+        tokenizers, templates = self.recipe.tokenizer is None, not self.recipe.chat_template
+        self.warnings += disagreements(alike, donor, tokenizers=tokenizers, templates=templates)
         self.warnings += [*self._untouched(placements, self.labels[donor]), *outputs.warnings]
         self.warnings += [*account.findings(), *dtypes.findings(), *idle]
         plan = Plan(
             made=made_by(method),
-            models=tuple(ModelInput(label, c.revision, c.identity) for label, c in zip(self.labels, inputs, strict=True)),
+            models=tuple(
+                ModelInput(label, c.revision, c.identity, c.plan) for label, c in zip(self.labels, inputs, strict=True)
+            ),
             steps=tuple(steps),
             settings=tuple(resolver.settings),
             products=products,
+            tables=tables,
             dropped=dropped,
             config=config,
             donor=donor,
-            carried=tuple(f for f in inputs[donor].files if f != "config.json"),
-            max_shard_bytes=self.options.max_shard_bytes,
+            carried=carried(inputs[donor].files, aligned),
+            files=aligned.files,
+            vocabulary=aligned.summary,
+            max_shard_bytes=self.options.shard_bytes,
             seed=self.options.seed,
             warnings=tuple(dict.fromkeys([*self.warnings, *left_out_findings(inputs[donor].left_out, self.labels[donor])])),
             recipe=self.recipe.text,
         )
-        plan = quantise(plan, self.options.quantize)
         plan.layout  # noqa: B018  names that cannot be stored show here
-        return Prepared(plan, tuple(inputs), shape, outputs.origins, resolver, code_files(plan))
+        return Prepared(plan, tuple(inputs), shape, outputs.origins, resolver, (*code_files(plan), *aligned.named))
 
     def _method(self, find: Callable[[str], Method]) -> Method | None:
         try:

@@ -80,4 +80,5 @@ def _set_vocabulary(config: dict[str, Any], outputs: Sequence[TensorSpec], store
             details=[f"{name}: {n} rows" for name, n in rows.items()],
             fix="give all models the same tokenizer and number of rows first",
         )
-    replace_value(config, "vocab_size", old, new)
+    for key in vocabulary.SIZE_KEYS:
+        replace_value(config, key, old, new)

@@ -1,4 +1,4 @@
-"""Which layer of the donor stands in config.json for each output layer.
+"""Which layer of the donor describes each output layer in config.json.
 
 `structure.resize_config` makes the new config from the donor's own layers. A layer that comes from another model must
 have a counterpart among them: a layer of the donor with the same tensors and shapes, and of the same kind (attention
@@ -98,7 +98,7 @@ class Counterparts:
             for name, value in theirs.items():
                 if _per_layer(name, value, n_donor) and _per_layer(name, mine.get(name), n):
                     said.append(tuple(f"{name} = {v!r}" for v in mine[name][:n]))
-            if not said:  # where a list says it, that is what model code reads; numbers beside it may be stale
+            if not said:  # model code reads the list, if there is one; numbers next to it may be stale
                 said = [tuple(rule.kinds(mine, n)) for rule in rules_for(theirs) if rule.applies(mine)]
             self._kinds[key] = list(zip(*said, strict=True)) if said else [()] * n
         return self._kinds[key]

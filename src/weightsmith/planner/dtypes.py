@@ -44,7 +44,7 @@ class DTypes:
         self._wide: list[str] = []
 
     def of(self, inputs: Sequence[Read]) -> DType:
-        """The dtype of the tensor made of these."""
+        """The dtype of the tensor merged from these."""
         specs = [self._models[i.model][i.tensor] for i in inputs]
         dtype = specs[0].dtype
         for spec in specs:
@@ -71,4 +71,4 @@ class DTypes:
         if not n:
             return []
         kept = "1 tensor stays" if n == 1 else f"{n:,} tensors stay"
-        return [Finding(f"{kept} F32 and not {self.asked}: the models keep them so beside 16-bit weights", self._wide[0])]
+        return [Finding(f"{kept} F32 and not {self.asked}: the models store them so among 16-bit weights", self._wide[0])]

@@ -1,8 +1,8 @@
 """Which tensors of an output are stored in an encoding, and what config.json lists as ignored.
 
 Encoded are the weights that a loader builds as nn.Linear in the main decoder: matrices with the role `linear` in its layers.
-Everything else is stored as it is: embeddings, heads (tied or not), norms, routers, towers and projectors, prediction layers
-after the last, experts that are one tensor, GPT-2's transposed matrices (Conv1D).
+Everything else is stored as it is: embeddings and heads (unless the encoding takes them), norms, routers, towers and
+projectors, prediction layers after the last, experts that are one tensor, GPT-2's transposed matrices (Conv1D).
 
 **The list of ignored modules.** compressed-tensors quantises every nn.Linear that the list does not name, so each that is
 stored as it is must be in it. transformers and vLLM rename modules (`visual.…` becomes `model.visual.…`) and read `re:`
@@ -13,12 +13,14 @@ all layers: `re:.*\\.mlp\\.gate$`. A pattern that would match an encoded module 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from weightsmith.encodings import Encoding, find_encoding
-from weightsmith.errors import Finding, PlanError, Unsupported, WeightsmithError
-from weightsmith.plans import PLAIN, Plan, Step
+from weightsmith.encodings.base import array_name
+from weightsmith.errors import Finding, PlanError, Unsupported
+from weightsmith.plans import PLAIN, Plan, Product, Step
+from weightsmith.products.magnitudes import magnitudes
 from weightsmith.structure import Structure, analyse
 from weightsmith.structure.roles import role_of
 from weightsmith.structure.vocabulary import HEADS, is_embedding, is_head
@@ -28,32 +30,24 @@ FUSED_EXPERTS = "its experts are one tensor"
 """Why a tensor is stored as it is: the planner warns of these, which may be most of a model."""
 
 _WEIGHT = ".weight"
+_JOINED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "wq", "wk", "wv", "query", "key", "value"), "qkv"),
+    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate and up"),
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "qkv a"),
+}
+"""Matrices that vLLM joins, by their last name."""
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 _CONV1D = frozenset({"c_attn", "c_fc"})
 """Modules with more outputs than inputs: a matrix with more columns than rows is stored transposed."""
 
 
-def check_name(name: str | None) -> list[WeightsmithError]:
-    """The problem with the name of an encoding, if there is one."""
-    try:
-        find_encoding(name or PLAIN)
-    except WeightsmithError as error:
-        error.finding = replace(error.finding, where="quantize")
-        return [error]
-    return []
-
-
-def quantise(plan: Plan, name: str | None) -> Plan:
+def quantise(plan: Plan, name: str) -> Plan:
     """The plan with the weights of its linear layers stored as `name`, and config.json that says so.
 
-    name  of an encoding; None and `plain` leave the plan as it is
+    name  of an encoding
 
-    Raises PlanError: no such encoding, no config.json, no linear weight, a dtype that the encoding cannot take.
+    Raises PlanError: no config.json, no linear weight, a dtype that the encoding cannot take.
     """
-    if problems := check_name(name):
-        raise PlanError(problems)
-    if name is None or name == PLAIN:
-        return plan
     encoding, config = find_encoding(name), plan.config
     if config is None:
         what = f"the output has no config.json, in which readers of {name} find what is quantised"
@@ -73,23 +67,69 @@ def quantise(plan: Plan, name: str | None) -> Plan:
         raise PlanError([Unsupported(what, where=spec.name, fix="write weights as bfloat16: --out-dtype bfloat16 (out_dtype)")])
     plain = [spec for spec in specs if spec.name in reasons]
     ignored = ignored_modules(plain, encoded, structure)
+    products = _products(plan, [step for step in plan.steps if step.out.name not in reasons], structure, encoding)
+    maker = {out.name: product.name for product in products for out in product.outs}
     return replace(
         plan,
-        steps=tuple(_stored(step, encoding) if step.out.name not in reasons else step for step in plan.steps),
+        steps=tuple(_stored(step, encoding, maker) if step.out.name not in reasons else step for step in plan.steps),
+        products=(*plan.products, *products),
         config={**config, **encoding.config(ignored)},
-        warnings=(*plan.warnings, *_fused_findings(plain, reasons, name)),
+        warnings=(*plan.warnings, *_fused_findings(plain, reasons, name), *_width_findings(plain, reasons)),
     )
 
 
-def stored_plain(plan: Plan) -> dict[str, str]:
-    """Of a plan that `quantise` made: each tensor that is stored as it is, and why; {} for a plan with plain tensors alone."""
+def encodable(plan: Plan, name: str) -> int:
+    """How many tensors of a plan an encoding would store."""
     specs = [step.out for step in plan.steps]
-    name = next(iter(plan.encodings), None)
-    return {} if name is None else _reasons(specs, analyse(specs, plan.config), find_encoding(name))
+    return len(specs) - len(_reasons(specs, analyse(specs, plan.config), find_encoding(name)))
 
 
-def _stored(step: Step, encoding: Encoding) -> Step:
-    return replace(step, encoding=encoding.name, stored=encoding.outs(step.out))
+def stored_plain(plan: Plan) -> dict[str, str]:
+    """Of a plan that `quantise` made: each tensor that is stored as it is, and why; {} if all are encoded, or none is."""
+    if all(step.family != PLAIN for step in plan.steps):
+        return {}
+    specs = [step.out for step in plan.steps]
+    name = next((step.encoding for step in plan.steps if step.family != PLAIN), None)
+    if name is None:
+        return {}
+    reasons = _reasons(specs, analyse(specs, plan.config), find_encoding(name))
+    return {step.out.name: reasons.get(step.out.name, "") for step in plan.steps if step.family == PLAIN}
+
+
+def _stored(step: Step, encoding: Encoding, maker: Mapping[str, str]) -> Step:
+    needs = (*step.needs, maker[array_name(encoding, step.out.name)]) if encoding.product else step.needs
+    return replace(step, encoding=encoding.name, stored=encoding.outs(step.out), needs=needs)
+
+
+def _products(plan: Plan, steps: Sequence[Step], structure: Structure, encoding: Encoding) -> list[Product]:
+    """One product for each layer, so that its weights are still in the page cache when they are encoded."""
+    layers: dict[str, dict[str, Step]] = {}
+    for step in steps if encoding.product else ():
+        place = structure.locate(step.out.name)
+        layers.setdefault("the vocabulary" if place is None else f"layer {place[1]}", {})[step.out.name] = step
+    return [
+        magnitudes(
+            layer,
+            list(own.values()),
+            _joined(own),
+            {name: array_name(encoding, name) for name in own},
+            sorted({needed for step in own.values() for needed in plan.needs(step)}),
+        )
+        for layer, own in layers.items()
+    ]
+
+
+def _joined(names: Iterable[str]) -> list[list[str]]:
+    """Weights in sets: those that engines join into one matrix are together.
+
+    >>> _joined(["0.attn.q_proj.weight", "0.attn.o_proj.weight", "0.attn.k_proj.weight"])
+    [['0.attn.q_proj.weight', '0.attn.k_proj.weight'], ['0.attn.o_proj.weight']]
+    """
+    sets: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        parent, _, own = name.removesuffix(_WEIGHT).rpartition(".")
+        sets.setdefault((parent, _JOINED.get(own, own)), []).append(name)
+    return list(sets.values())
 
 
 def _reasons(specs: Sequence[TensorSpec], structure: Structure, encoding: Encoding) -> dict[str, str]:
@@ -101,10 +141,10 @@ def _reasons(specs: Sequence[TensorSpec], structure: Structure, encoding: Encodi
 
 def _reason(spec: TensorSpec, structure: Structure, encoding: Encoding, *, transposed: bool) -> str:
     place, main = structure.locate(spec.name), structure.main
-    if place is None and is_head(spec):
-        return "the head"
-    if place is None and is_embedding(spec):
-        return "an embedding"
+    if place is None and (is_head(spec) or is_embedding(spec)):
+        if encoding.vocabulary:
+            return encoding.refusal(replace(spec, dtype=DTYPES["BF16"]))
+        return "the head" if is_head(spec) else "an embedding"
     if place is None or main is None or place[0] != main or main.kind != "decoder":
         return "it is outside the decoder's layers"
     if structure.experts(spec) > 1:
@@ -145,6 +185,13 @@ def _fused_findings(plain: Sequence[TensorSpec], reasons: Mapping[str, str], nam
     if fused:
         what = f"fused experts are stored as they are, not as {name}, which takes matrices: {len(fused):,} tensors"
         yield Finding(what, fused[0].name, fix="choose a layout with one matrix for each expert, such as Mixtral's")
+
+
+def _width_findings(plain: Sequence[TensorSpec], reasons: Mapping[str, str]) -> Iterator[Finding]:
+    """Weights that would be encoded if their width were another one."""
+    refused = [spec.name for spec in plain if reasons[spec.name].startswith("its width")]
+    if refused:
+        yield Finding(f"weights stored as they are: {len(refused):,}; {reasons[refused[0]]}", refused[0])
 
 
 # ---- the ignored modules

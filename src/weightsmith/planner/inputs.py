@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any
 
 from weightsmith.checkpoint import Checkpoint, locate, open_checkpoint
-from weightsmith.errors import Unsupported, WeightsmithError
+from weightsmith.errors import NotFound, Unsupported, WeightsmithError, nearest
 from weightsmith.formats.files import expand_user
 from weightsmith.lora import apply_adapter, open_adapter
 from weightsmith.planner.patterns import is_pattern
-from weightsmith.recipe import ModelRef, Module, Recipe
+from weightsmith.recipe import ModelRef, Recipe
 from weightsmith.structure import Structure, analyse
 
 
@@ -23,24 +24,39 @@ def number_models(recipe: Recipe) -> tuple[dict[ModelRef, int], list[ModelRef]]:
     models: dict[ModelRef, int] = {}
     firsts: list[ModelRef] = []
     places: dict[tuple[str, ...], int] = {}
-    for ref in _references(recipe):
+    for ref in recipe.references:
         if ref not in models:
-            models[ref] = places.setdefault(_place(ref), len(firsts))
+            place = (ref.path, *map(str, filter(None, [ref.lora]))) if ref.path in recipe.stages else _place(ref)
+            models[ref] = places.setdefault(place, len(firsts))
             if models[ref] == len(firsts):
                 firsts.append(ref)
     return models, firsts
 
 
-def open_models(refs: Sequence[ModelRef], stack: ExitStack) -> tuple[list[Checkpoint | None], list[WeightsmithError]]:
-    """Open every model; `stack` closes them. None stands for one that cannot be used, whose problem is in the list."""
+def find_model(models: Mapping[ModelRef, int], ref: ModelRef) -> int | None:
+    """The index of a reference that may be spelled otherwise than in the recipe; None if it is not a model of it."""
+    if ref in models:
+        return models[ref]
+    return next((number for other, number in models.items() if _place(other) == _place(ref)), None)
+
+
+def open_models(
+    refs: Sequence[ModelRef], stack: ExitStack, results: Mapping[str, Checkpoint | None] = MappingProxyType({})
+) -> tuple[list[Checkpoint | None], list[WeightsmithError]]:
+    """Open every model; `stack` closes them. None for one that cannot be used, whose problem is in the list.
+
+    results  of other recipes of the file, by `ModelRef.path`; None: of one that has problems of its own
+    """
     opened: list[Checkpoint | None] = []
     problems: list[WeightsmithError] = []
     for ref in refs:
         opened.append(None)
+        if ref.path in results and results[ref.path] is None:
+            continue
         try:
-            checkpoint = _open(ref, stack)
+            checkpoint = _open(ref, stack, results)
         except WeightsmithError as error:
-            problems.append(at(error, ref.where))
+            problems.append(at(_with_nearest(error, ref, results), ref.where))
             continue
         if checkpoint.quantised is None:
             opened[-1] = checkpoint
@@ -67,9 +83,20 @@ def missing_models(refs: Iterable[ModelRef]) -> list[WeightsmithError]:
     return problems
 
 
-def _open(ref: ModelRef, stack: ExitStack) -> Checkpoint:
+def _with_nearest(error: WeightsmithError, ref: ModelRef, names: Iterable[str]) -> WeightsmithError:
+    """The error of a model that is nowhere, with the recipe that may have been meant."""
+    found, hint = error.finding, nearest(ref.path, names)
+    if not isinstance(error, NotFound) or not hint or hint in found.what:
+        return error
+    return NotFound(
+        f"{found.what}; no recipe of the file has this name{hint}", where=found.where, details=found.details, fix=found.fix
+    )
+
+
+def _open(ref: ModelRef, stack: ExitStack, results: Mapping[str, Checkpoint | None]) -> Checkpoint:
     """A model, its adapter applied to it; `stack` closes what was opened, also when the rest fails."""
-    checkpoint = open_checkpoint(ref.path, revision=ref.revision or None, download=False)
+    made = results.get(ref.path)
+    checkpoint = made or open_checkpoint(ref.path, revision=ref.revision or None, download=False)
     stack.callback(checkpoint.close)
     if ref.lora is None or checkpoint.quantised is not None:
         return checkpoint
@@ -108,19 +135,6 @@ def at(error: WeightsmithError, where: str) -> WeightsmithError:
     found = error.finding
     place = f"{where}: {found.where}" if found.where and where else where or found.where
     return type(error)(found.what, where=place, details=found.details, fix=found.fix)
-
-
-def _references(recipe: Recipe) -> Iterator[ModelRef]:
-    parts: list[Recipe | Module] = [recipe, *recipe.modules]
-    if recipe.base_model is not None:
-        yield recipe.base_model
-    for part in parts:
-        yield from (i.model for i in part.models)
-        for s in part.slices:
-            yield from (i.model for i in s.sources)
-    # The base of one slice comes last: it must not become the donor of config and tokenizer by standing first.
-    for part in parts:
-        yield from (s.base_model for s in part.slices if s.base_model is not None)
 
 
 def _place(ref: ModelRef) -> tuple[str, ...]:

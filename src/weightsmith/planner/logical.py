@@ -1,4 +1,4 @@
-"""A merged tensor that holds several matrices is made of pieces: each is merged as if it were a tensor of its own."""
+"""A merged tensor that holds several matrices is split into pieces, each merged like a separate tensor."""
 
 from __future__ import annotations
 

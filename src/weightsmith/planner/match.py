@@ -86,7 +86,7 @@ class ModelNames:
         self._modules: set[str] | None = None
 
     def _as_donor_sees(self, found: Mapping[str, str], donor: Structure) -> dict[str, str]:
-        """Take out what is a layer for the donor, though not for the model's own config (a layer number is missing)."""
+        """Remove tensors that are layers for the donor but not for the model's own config (a layer number is missing)."""
         rest: dict[str, str] = {}
         for mine, theirs in found.items():
             place = donor.locate(theirs)
@@ -174,7 +174,7 @@ def _renamed(name: str, roots: Sequence[tuple[str, str]]) -> str:
 def _by_ending(
     found: Mapping[str, str], specs: Mapping[str, TensorSpec], donor: Structure, donor_specs: Mapping[str, TensorSpec]
 ) -> dict[str, str]:
-    """Pair what is left over: `language_model.lm_head.weight` with `lm_head.weight`, if nothing else can be meant.
+    """Pair the remaining tensors: `language_model.lm_head.weight` with `lm_head.weight`, if the match is unique.
 
     found  own name → supposed donor's name
     """
@@ -199,7 +199,7 @@ def _by_ending(
             given.add(fits[0])
             pairs[mine] = fits[0]
         elif supposed != mine and not fits:
-            pairs[mine] = mine  # a renaming that leads nowhere helps nobody: `score.weight` stays what it is
+            pairs[mine] = mine  # renaming would not help: `score.weight` keeps its name
     return pairs
 
 

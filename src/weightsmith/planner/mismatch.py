@@ -10,6 +10,16 @@ from weightsmith.planner.segments import Segment
 from weightsmith.structure.vocabulary import is_vocabulary
 from weightsmith.tensors import TensorSpec
 
+OTHER_VOCABULARY = (
+    "The vocabularies differ: write tokenizer_source: base (the base's tokenizer), union (with the special tokens of all) "
+    "or the model whose tokenizer you want, and rows are matched by token."
+)
+
+
+def of_vocabularies(problem: WeightsmithError) -> bool:
+    """True for tensors whose only difference is the number of tokens."""
+    return isinstance(problem, ShapeError) and problem.finding.fix == OTHER_VOCABULARY
+
 
 class Mismatches:
     """Collects missing tensors and unequal shapes."""
@@ -41,7 +51,7 @@ class Mismatches:
         fix = ""
         vocabulary = any(map(is_vocabulary, specs))
         if vocabulary and len({s.shape[1:] for s in specs}) == 1:
-            fix = "give all models the same tokenizer and number of rows first: the vocabularies differ in size"
+            fix = OTHER_VOCABULARY
         self._add(
             ("unequal", id(segment), _pattern(name), tuple(s.shape for s in specs)),
             ShapeError(

@@ -31,7 +31,7 @@ Origins = dict[str, tuple[Segment, tuple[str, ...], float]]
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The input models, by index: how the user calls them, and what is in them."""
+    """The input models, by index: their labels and tensors."""
 
     labels: Sequence[str]
     specs: Sequence[Specs]
@@ -95,7 +95,7 @@ class Outputs:
         for stack in self.donor.stacks_of(placement.module):
             if stack.prefix in placement.sliced or not placement.sliced:
                 self._stack(stack.prefix, stack.n_layers, placement.segments)
-            else:  # prediction layers beside the sliced stack: whole, like what follows the layers
+            else:  # prediction layers next to the sliced stack are copied whole, like the tensors after the layers
                 self._stack(stack.prefix, stack.n_layers, (self._whole_of(placement.segments[-1]),))
         for name in self._rest_names(placement):
             segment = placement.segments[0 if vocabulary.comes_first(name) else -1]
@@ -204,7 +204,7 @@ class Outputs:
         self._merge(self._numbered(name), segment, sources, 0.0)  # type: ignore[arg-type]
 
     def _numbered(self, name: str) -> str:
-        """The output name: extra layers stand after the others, however many these are now."""
+        """The output name: extra layers follow the others, however many there are now."""
         extra = self.donor.extra(name) if self.layers else None
         if extra is None or extra[0].prefix not in self.layers:
             return name
@@ -253,6 +253,14 @@ class Outputs:
         name = vocabulary.stand_in(spec, self._rest_specs(model), self.models.configs[model])
         return self.models.names[model].rest[name] if name is not None else None
 
+    def counterpart(self, name: str, model: int) -> str | None:
+        """The model's own name of what it uses as an output tensor outside the layers; None if it has no such tensor."""
+        own = self.models.names[model].rest.get(name)
+        if own is not None:
+            return own
+        spec = next((specs[name] for m in range(len(self.models.names)) if name in (specs := self._rest_specs(m))), None)
+        return None if spec is None else self._stand_in(spec, Feed(model, 0, None, {}, ""))
+
     def _has_module(self, feed: Feed, name: str, owner: tuple[Feed, str]) -> bool:
         """True when a model without the tensor `name` has other tensors of its module, perhaps by a tied one."""
         if self.models.names[feed.model].has_module_of(name):
@@ -290,7 +298,7 @@ class Outputs:
         return vocabulary.ties(self.models.configs[donor], stores_head=stores_head)
 
     def _note_head(self, name: str, segment: Segment, stored: Sequence[str | None], filled: Sequence[str | None]) -> None:
-        """A head is written: unless all its models tie it, it is no longer the embedding."""
+        """The head gets a tensor of its own, unless all models tie it to the embedding."""
         spec = self.models.specs[segment.feeds[0].model][filled[0] or ""]
         if vocabulary.is_head(replace(spec, name=name)):
             tied = self._tied(segment, stored)

@@ -28,7 +28,7 @@ class Origin:
 
 
 def coerce(parameter: Parameter, value: Scalar) -> Value:
-    """The value as the parameter's kind; ValueError says what is wrong with it.
+    """The value as the parameter's kind. Raises ValueError with the problem.
 
     >>> coerce(Parameter("normalize", "bool", ""), 1.0)
     True
@@ -226,7 +226,9 @@ class Resolver:
                 assert entry is not None
                 if id(entry) not in self.wrong:  # a whole number that a gradient makes a fraction
                     self.wrong.add(id(entry))
-                    self.problems.append(ParameterError(f"{parameter.name} {error}, not {value!r}", where=entry.where))
+                    what = f"{parameter.name} {error}, not {value!r}"
+                    fix = "write one number: a gradient is interpolated between its values"
+                    self.problems.append(ParameterError(what, where=entry.where, fix=fix))
         return self._values[key]
 
     def taken(self, index: int, role: Role, *, base: bool) -> tuple[int, tuple[int, ...]]:

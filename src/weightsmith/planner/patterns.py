@@ -1,7 +1,7 @@
 """Patterns in place of a model, `./run/checkpoint-*`: one entry becomes one for each folder that matches.
 
 `*`, `?` and `[...]` in an entry of `models` or `sources`; local folders only, in natural order (checkpoint-9 before
-checkpoint-10). A path that is there under this very name is no pattern.
+checkpoint-10). An existing path of this exact name is not a pattern.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def match_patterns(recipe: Recipe, base: ModelRef | None) -> tuple[Recipe, list[
 
 
 def is_pattern(ref: ModelRef) -> bool:
-    """True when a reference stands for the folders that it matches."""
+    """True if a reference is a pattern for folders."""
     if not glob.has_magic(ref.path) or "://" in ref.path:
         return False
     try:
@@ -85,7 +85,7 @@ class _Matcher:
     def matches(self, ref: ModelRef) -> list[ModelRef]:
         """A reference for each model that matches, in natural order; none when there is a problem."""
         if ref.revision:
-            what = f"{ref}: a pattern stands for local folders, and these have no revisions"
+            what = f"{ref}: a pattern matches local folders, which have no revisions"
             self.problems.append(SyntaxProblem(what, where=ref.where, fix="Drop the @."))
             return []
         pattern = str(ref.path).rstrip("/")
@@ -106,7 +106,8 @@ class _Matcher:
             return [ModelRef(path, "", path, ref.where) for path in kept]
         if left_out:
             what = f"no folder that matches {ref} holds weights"
-            self.problems.append(NotFound(what, where=ref.where, details=_some(left_out)))
+            fix = "correct the pattern, or write the models one by one"
+            self.problems.append(NotFound(what, where=ref.where, details=_some(left_out), fix=fix))
         else:
             self.problems.append(_no_match(ref, pattern))
         return []
@@ -162,7 +163,7 @@ def _no_match(ref: ModelRef, pattern: str) -> NotFound:
         names = sorted((p.name for p in fixed.iterdir() if p.is_dir() and not p.name.startswith(".")), key=natural_key)
         shown = f"{', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''}"
         details = (f"folders in {where}: {shown}" if names else f"{where} holds no folders",)
-    fix = "" if Path(pattern).is_absolute() else f"Check the pattern: it stands for local folders, seen from {Path.cwd()}."
+    fix = "" if Path(pattern).is_absolute() else f"Check the pattern: it matches local folders, relative to {Path.cwd()}."
     return NotFound(f"no folder matches {ref}", where=ref.where, details=details, fix=fix)
 
 

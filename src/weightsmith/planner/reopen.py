@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from weightsmith import methods
 from weightsmith.checkpoint import Checkpoint, open_checkpoint
+from weightsmith.containers import GGUF
 from weightsmith.encodings import find_encoding
+from weightsmith.encodings.base import array_name
+from weightsmith.encodings.gguf import NEEDS_IMPORTANCES
 from weightsmith.errors import CheckpointError, FormatError, PlanError, WeightsmithError
+from weightsmith.formats.carried import is_read
 from weightsmith.formats.files import show
+from weightsmith.formats.gguf.header import check_keys
+from weightsmith.formats.gguf.imatrix import are_importances
 from weightsmith.formats.strict_json import read_object
+from weightsmith.lora import open_adapter
 from weightsmith.methods import user_files
 from weightsmith.methods.base import Parameter
-from weightsmith.planner.build import Prepared, code_files
+from weightsmith.planner.build import Prepared, Stage, code_files
 from weightsmith.planner.inputs import open_models
 from weightsmith.planner.parameters import coerce
 from weightsmith.plans import COPY, FILL, PERTURB, PLAIN, PRODUCTS, Gather, ModelInput, Plan, Read, Step, Value, plan_from_json
@@ -27,7 +35,7 @@ from weightsmith.tensors import TensorSpec
 MAX_PLAN_BYTES = 256 << 20  # 100,000 tensors of two models take 28 MB
 _MAX_PLAN_MEMORY = 2 << 30
 _MAX_ARRAYS = 8 << 30  # bytes of one product: the router of the largest mixtures takes 0.2 GB
-_MAKE = "make it with: weightsmith plan RECIPE --json > plan.json"
+_MAKE = "create it with: weightsmith plan RECIPE --json > plan.json"
 
 _NEEDED = {
     FILL: frozenset({"value"}),
@@ -51,18 +59,15 @@ def reopen(plan: Plan, *, allow_code: bool = False) -> Prepared:
     _load_method(plan, allow_code=allow_code)
     with ExitStack() as stack:
         problems: list[WeightsmithError] = []
-        refs = []
-        for model in plan.models:
-            ref = parse_reference(model.ref, model.ref)
-            if isinstance(ref, ModelRef):
-                refs.append(ref)
-            else:
-                problems.append(ref)
+        refs = [parse_reference(m.ref, m.ref) if m.plan is None else ModelRef(m.ref, text=m.ref) for m in plan.models]
+        problems += [ref for ref in refs if not isinstance(ref, ModelRef)]
         if problems:
             raise PlanError(problems)
         inputs: list[Checkpoint] = []
+        stages: list[Stage] = []
         for planned, ref in zip(plan.models, refs, strict=True):
-            found = _open(planned, ref, stack)
+            assert isinstance(ref, ModelRef)
+            found = _open(planned, ref, stack) if planned.plan is None else _computed(planned, stack, stages, allow_code)
             if isinstance(found, Checkpoint):
                 inputs.append(found)
             else:
@@ -74,12 +79,55 @@ def reopen(plan: Plan, *, allow_code: bool = False) -> Prepared:
             raise PlanError(problems[:20])
         structure = analyse(list(inputs[plan.donor].specs.values()), inputs[plan.donor].config)
         stack.pop_all()
-        return Prepared(plan, tuple(inputs), structure, named=code_files(plan))
+        named = [path for stage in stages for path in code_files(stage.plan)]
+        named += [*code_files(plan), *_files(plan, inputs)]
+        return Prepared(plan, tuple(inputs), structure, named=tuple(named), stages=tuple(stages))
+
+
+def _files(plan: Plan, inputs: list[Checkpoint]) -> list[Path]:
+    """The files that products read. Call after `_check_steps`."""
+    own = [inputs[file.model].folder / file.name for product in plan.products for file in product.files]
+    return [*own, *(path for product in plan.products for path in find_kind(product.op).reads(product))]
+
+
+def _computed(
+    planned: ModelInput, stack: ExitStack, stages: list[Stage], allow_code: bool
+) -> Checkpoint | list[WeightsmithError]:
+    """The result of another plan, computed when it is read; or why it cannot be. Adds to `stages`."""
+    assert planned.plan is not None
+    try:
+        prepared = reopen(planned.plan, allow_code=allow_code)
+    except PlanError as error:
+        return list(error.problems)
+    stack.callback(prepared.close)
+    stage = Stage.of(planned.ref, planned.ref, prepared.plan, prepared.inputs, prepared.stages)
+    if stage.why:
+        return [FormatError(f"cannot be computed when it is read: {stage.why}", where=planned.ref, fix=_MAKE)]
+    stages += [*prepared.stages, stage]
+    result = stage.result()
+    return result if result.identity == planned.identity else [_differs(planned, result.identity)]
+
+
+def _differs(planned: ModelInput, found: str) -> CheckpointError:
+    return CheckpointError(
+        "this is not the model that the plan was made for: names, shapes or sizes differ",
+        where=planned.ref,
+        details=[f"planned  {planned.identity}", f"found    {found}"],
+        fix="make the plan again, or restore the model",
+    )
 
 
 def _open(planned: ModelInput, ref: ModelRef, stack: ExitStack) -> Checkpoint | list[WeightsmithError]:
     """The model that was planned; or why it is not there. One whose codes are only moved is opened without decoding them."""
     (opened,), problems = open_models([ref], stack)
+    if opened is None and ref.lora is None:
+        try:
+            adapter = open_adapter(ref.path, revision=ref.revision or None)
+        except WeightsmithError:
+            pass
+        else:
+            stack.callback(adapter.checkpoint.close)
+            opened = adapter.checkpoint
     if opened is not None and opened.identity == planned.identity:
         return opened
     if ref.lora is None and (opened is None or opened.quantised is None):
@@ -90,14 +138,7 @@ def _open(planned: ModelInput, ref: ModelRef, stack: ExitStack) -> Checkpoint | 
         stack.callback(raw.close)
         if raw.identity == planned.identity:
             return raw
-    return problems or [
-        CheckpointError(
-            "this is not the model that the plan was made for: names, shapes or sizes differ",
-            where=planned.ref,
-            details=[f"planned  {planned.identity}", f"found    {opened.identity if opened is not None else ''}"],
-            fix="make the plan again, or restore the model",
-        )
-    ]
+    return problems or [_differs(planned, opened.identity if opened is not None else "")]
 
 
 def _load_method(plan: Plan, *, allow_code: bool) -> None:
@@ -115,8 +156,9 @@ def _load_method(plan: Plan, *, allow_code: bool) -> None:
 
 
 def _check_carried(plan: Plan, donor: Checkpoint) -> list[WeightsmithError]:
-    """A plan cannot have files copied that no plan of ours would: `id_rsa` beside the weights."""
+    """A plan may copy only files that our own plans would copy, never an `id_rsa`."""
     wrong = [name for name in plan.carried if name not in donor.files]
+    wrong += [name for name in plan.files if not is_read(name)]
     what = "the plan carries a file that the model does not have, or that no loader reads"
     return [FormatError(f"{what}: {show(name)}", where=donor.ref, fix="make the plan again") for name in wrong]
 
@@ -125,10 +167,15 @@ def _check_steps(plan: Plan, inputs: list[Checkpoint]) -> list[WeightsmithError]
     """What of the steps does not fit the inputs. The values of a plan may come from anyone."""
     problems: list[WeightsmithError] = []
     arrays = {out.name: out for product in plan.products for out in product.outs}
+    if plan.container == GGUF:
+        try:
+            check_keys(plan.header, Path("header"))
+        except WeightsmithError as error:
+            problems.append(FormatError(f"not a plan that can be run: {error.finding.what}", where="header", fix=_MAKE))
     for product in plan.products:
         if problem := find_kind(product.op).check(product):
             problems.append(FormatError(f"not a plan that can be run: {problem}", where=f"product {product.name}", fix=_MAKE))
-        if sum(out.nbytes for out in product.outs) > _MAX_ARRAYS:
+        if not product.transient and sum(out.nbytes for out in product.outs) > _MAX_ARRAYS:
             problems.append(FormatError("its arrays do not fit into memory", where=f"product {product.name}", fix=_MAKE))
         known = {*product.needs, *([product.name] if find_kind(product.op).survey else [])}
         steps = product.steps or [step for step in plan.steps if product.name in plan.needs(step)]
@@ -137,15 +184,47 @@ def _check_steps(plan: Plan, inputs: list[Checkpoint]) -> list[WeightsmithError]
                 problems.append(_wrong(step, f"product {product.name} does not say that it needs {min(unknown)}"))
     for step in (*plan.steps, *(step for product in plan.products for step in product.steps)):
         try:
-            if step.encoding != PLAIN and find_encoding(step.encoding).outs(step.out) != step.stored:
-                raise _wrong(step, f"{step.encoding} does not store it as the plan says")
-            if step.encoding != PLAIN and any(piece.out.shape[1:] != step.out.shape[1:] for piece in step.pieces):
-                raise _wrong(step, f"{step.encoding} stores whole rows, and its pieces have other rows")
+            if step.encoding != PLAIN:
+                _check_encoding(plan, step)
+            if problem := _product_problem(plan, step, arrays):
+                raise _wrong(step, problem)
             for leaf in step.leaves:
                 _check_leaf(plan, leaf, inputs, arrays)
         except WeightsmithError as error:
             problems.append(error)
     return problems
+
+
+def _product_problem(plan: Plan, step: Step, arrays: dict[str, TensorSpec]) -> str:
+    """What is wrong with the array that the step's encoding reads; "" if nothing is, or if it reads none."""
+    encoding = find_encoding(step.encoding)
+    name = array_name(encoding, step.out.name)
+    if not encoding.product:
+        return ""
+    found = arrays.get(name)
+    if found is None or (found.dtype.name, found.shape) != ("F32", (1,)) or plan.maker[name] not in plan.needs(step):
+        return f"{step.encoding} needs the array {name!r} of a product"
+    return ""
+
+
+def _check_encoding(plan: Plan, step: Step) -> None:
+    """The tensors that a step stores are those of its encoding; in a GGUF file, under other names."""
+    outs = find_encoding(step.encoding).outs(step.out)
+    if plan.container == GGUF:
+        outs = tuple(replace(out, name=stored.name) for out, stored in zip(outs, step.stored, strict=False))
+    if outs != step.stored:
+        raise _wrong(step, f"{step.encoding} does not store it as the plan says")
+    if any(piece.out.shape[-1:] != step.out.shape[-1:] for piece in step.pieces):
+        raise _wrong(step, f"{step.encoding} stores whole rows, and its pieces have other rows")
+    if step.weighted < 0 and (kind := step.stored[0].dtype.name) in NEEDS_IMPORTANCES:
+        raise _wrong(step, f"{kind} cannot be encoded without importances")
+    if step.weighted >= 0:
+        cols, count = step.out.shape[-1], len(plan.tables[step.weighted].data) // 4
+        matrices = step.out.shape[0] if len(step.out.shape) == 3 else 1
+        if count not in (cols, cols * matrices) or find_encoding(step.encoding).product:
+            raise _wrong(step, f"its {count:,} importances are not one for each of {cols:,} columns")
+        if not are_importances(plan.tables[step.weighted].floats):
+            raise _wrong(step, "its importances are negative, not finite or too large")
 
 
 def _check_leaf(plan: Plan, leaf: Step, inputs: list[Checkpoint], arrays: dict[str, TensorSpec]) -> None:
@@ -158,10 +237,26 @@ def _check_leaf(plan: Plan, leaf: Step, inputs: list[Checkpoint], arrays: dict[s
         size = _size(plan, leaf, read, spec, arrays)
         if size != leaf.out.size:
             raise _wrong(leaf, f"{read.tensor} gives {size:,} elements, and {leaf.out.size:,} are wanted")
+        for other in read.view.fallback if isinstance(read.view, Gather) else ():
+            _check_fallback(plan, leaf, read, other, inputs)
         if leaf.op == COPY and spec.dtype is not leaf.out.dtype:
             raise _wrong(leaf, f"{read.tensor} is {spec.dtype}, and cannot be copied as {leaf.out.dtype}")
         if leaf.op != COPY and (spec.dtype.code < 0 or leaf.out.dtype.code < 0):
             raise _wrong(leaf, f"{leaf.op} computes with numbers, and {read.tensor} is {spec.dtype}")
+
+
+def _check_fallback(plan: Plan, leaf: Step, read: Read, other: Read, inputs: list[Checkpoint]) -> None:
+    """Rows that fill those of `read`: as many, of the same length, of numbers."""
+    spec = inputs[other.model].specs.get(other.tensor)
+    if spec is None:
+        raise _wrong(leaf, f"{plan.label(other)} has no tensor {other.tensor!r}")
+    own, view = read.view, other.view
+    assert isinstance(own, Gather)
+    assert isinstance(view, Gather)
+    assert isinstance(own.table, int)
+    same = view.block.cols == own.block.cols and _size(plan, leaf, other, spec, {}) == leaf.out.size
+    if not same or spec.dtype.code < 0 or inputs[read.model].specs[read.tensor].dtype.code < 0:
+        raise _wrong(leaf, f"the rows of {other.tensor} cannot replace those of {read.tensor}")
 
 
 def _check_settings(plan: Plan, leaf: Step) -> None:
@@ -210,11 +305,11 @@ def _size(plan: Plan, leaf: Step, read: Read, spec: TensorSpec, arrays: dict[str
     if isinstance(view.table, str):
         places = arrays[view.table].size
         if arrays[view.table].dtype.name != "I32":
-            raise _wrong(leaf, f"{view.table} is no table of int32")
+            raise _wrong(leaf, f"{view.table} is not a table of int32")
     else:
         places = len(plan.tables[view.table].data) // 4
     return places * (block.cols if view.axis == 0 else block.rows)
 
 
 def _wrong(step: Step, what: str) -> FormatError:
-    return FormatError(f"the plan does not fit its inputs: {what}", where=f"step {step.out.name}")
+    return FormatError(f"the plan does not fit its inputs: {what}", where=f"step {step.out.name}", fix=_MAKE)

@@ -1,4 +1,4 @@
-"""A recipe's `models`, `slices` and `modules` in one form, and what is wrong with them before any model is opened.
+"""A recipe's `models`, `slices` and `modules` in one form, and their problems before any model is opened.
 
 A `Segment` is a run of output layers made from the same inputs; `models` is one segment as long as the model is.
 """
@@ -39,12 +39,12 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of output layers and what they are made of.
+    """A run of output layers and their sources.
 
     feeds   the base first if `base`, then the recipe's order
     length  number of layers; None: all the layers of each stack (`models`)
     levels  `parameters:` blocks that apply to all feeds, nearest first: slice, module, recipe
-    broken  it has a problem (reported), so nothing can be made of it
+    broken  it has a problem (reported) and is not used
     """
 
     feeds: tuple[Feed, ...]
@@ -171,7 +171,12 @@ class SegmentMaker:
                 )
             else:
                 feeds, has_base = [bases[0], *others], True
-            self._check_count(others, where, " besides the base")
+            limits = method.base, method.min_models, method.max_models
+            if bases and not others and limits == ("required", 1, None):  # mergekit then returns the base
+                what = f"nothing is merged: {self.labels[bases[0].model]} is the base and the only model, and is copied"
+                self.warnings.append(Finding(what, where, fix="write merge_method: passthrough, which says so"))
+            else:
+                self._check_count(others, where, " besides the base")
         return Segment(tuple(feeds), has_base, length, levels, where, broken or len(self.problems) > before)
 
     def _no_base(self, feeds: Sequence[Feed]) -> ParameterError:

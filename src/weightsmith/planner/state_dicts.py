@@ -100,7 +100,7 @@ class _Call:
         self.problems = problems
         self.findings: list[Finding] = []
         if isinstance(models, Mapping) or not isinstance(models, Sequence):
-            raise PlanError([ParameterError("models must be a list of state dicts", where="models")])
+            raise PlanError([ParameterError("models must be a list of state dicts", where="models", fix="write [a, b]")])
         self.count = len(models)
         places: list[int | None] = list(range(self.count))
         self.has_base = base is not None and method.base != "input"
@@ -131,12 +131,12 @@ class _Call:
         if count < low or (high is not None and count > high):
             wanted = f"exactly {low}" if low == high else f"at least {low}" if count < low else f"at most {high}"
             beside = " besides the base" if self.has_base else ""
-            self.problems.append(MismatchError(f"method {method.name} takes {wanted} models{beside}, and here are {count}"))
+            self.problems.append(MismatchError(f"method {method.name} takes {wanted} models{beside}, not {count}"))
 
     # ---- parameters
 
     def settings(self, given: Mapping[str, Any]) -> Settings:
-        """The values of all parameters; what is wrong with them is added to the problems."""
+        """The values of all parameters; adds their problems to the list."""
         known = {p.name: p for p in self.method.parameters}
         values: dict[str, Any] = {}
         before = len(self.problems)
@@ -170,7 +170,8 @@ class _Call:
         where = parameter.name + place
         if value is None:
             if parameter.required:
-                self.problems.append(ParameterError(f"method {self.method.name} needs the parameter '{where}'"))
+                what = f"method {self.method.name} needs the parameter '{where}'"
+                self.problems.append(ParameterError(what, fix=f"give {parameter.name}="))
             return parameter.default
         if not isinstance(value, bool | int | float | str):
             kind = type(value).__name__
@@ -293,7 +294,7 @@ def _views(label: str, model: object, problems: list[WeightsmithError]) -> dict[
     views: dict[str, View] = {}
     for name, tensor in model.items():
         if not isinstance(name, str):
-            problems.append(Unsupported(f"the name {name!r} is no text", where=label))
+            problems.append(Unsupported(f"the name {name!r} is not a string", where=label, fix="use names as in a state_dict"))
             continue
         try:
             views[name] = view_of(name, tensor)

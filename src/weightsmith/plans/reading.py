@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -34,7 +34,7 @@ from weightsmith.plans.values import (
     Value,
     View,
 )
-from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith.tensors import BLOCKS, DTYPES, TensorSpec
 
 MAX_DIMENSIONS = 16
 MAX_ELEMENTS = 1 << 62
@@ -60,10 +60,7 @@ class _Decoder:
             raise _wrong("plan.container", f"{container!r} is not one of {', '.join(CONTAINERS)}")
         return Plan(
             made=self._made(_object(data, "made", "plan")),
-            models=tuple(
-                ModelInput(_text(m, "ref", at), _text(m, "revision", at), _text(m, "identity", at))
-                for at, m in _objects(data, "models", "plan")
-            ),
+            models=tuple(self._model(m, at) for at, m in _objects(data, "models", "plan")),
             settings=tuple(self._settings(s, at) for at, s in _objects(data, "settings", "plan")),
             products=tuple(self._product(p, at) for at, p in _objects(data, "products", "plan")),
             tables=tuple(_table(_of(t, str, "plan.tables")) for t in _list(data, "tables", "plan")),
@@ -72,7 +69,13 @@ class _Decoder:
             config=None if config is None else _of(config, dict, "plan.config"),
             donor=_int(data, "donor", "plan"),
             carried=_texts(data, "carried", "plan"),
+            files={
+                name: _binary(_of(text, str, "plan.other_files"), "plan.other_files")
+                for name, text in (_object(data, "other_files", "plan") if "other_files" in data else {}).items()
+            },
+            vocabulary=_object(data, "vocabulary", "plan") if "vocabulary" in data else None,
             container=container,
+            header=_binary(_text(data, "header", "plan"), "plan.header") if "header" in data else b"",
             max_shard_bytes=_int(data, "max_shard_bytes", "plan", least=1),
             seed=_of(_get(data, "seed", "plan"), int, "plan.seed"),
             warnings=tuple(
@@ -80,7 +83,14 @@ class _Decoder:
                 for at, w in _objects(data, "warnings", "plan")
             ),
             recipe=_text(data, "recipe", "plan"),
+            then=_object(data, "then", "plan") if "then" in data else None,
         )
+
+    def _model(self, data: Json, at: str) -> ModelInput:
+        plan = plan_from_json(data["plan"]) if "plan" in data else None
+        if plan is not None and (plan.products or plan.then is not None or any(step.encoding != PLAIN for step in plan.steps)):
+            raise _wrong(f"{at}.plan", "what is computed on the way has neither products nor encodings")
+        return ModelInput(_text(data, "ref", at), _text(data, "revision", at), _text(data, "identity", at), plan)
 
     def _made(self, data: Json) -> Made:
         at = "plan.made"
@@ -88,8 +98,10 @@ class _Decoder:
         if code is not None:
             code = _of(code, dict, f"{at}.code")
             code = OwnCode(*(_text(code, key, f"{at}.code") for key in ("name", "folder", "sha256")))
-        name, title, source, distance = (_text(data, key, at) for key in ("name", "title", "source", "distance"))
-        return Made(name, title, source, distance, code)
+        name, title, source, distance, relation, format_name = (
+            _text(data, key, at) for key in ("name", "title", "source", "distance", "relation", "format")
+        )
+        return Made(name, title, source, distance, code, relation, format_name)
 
     def _settings(self, data: Json, at: str) -> Settings:
         models = tuple(_parameters(m, where) for where, m in _objects(data, "models", at))
@@ -108,6 +120,7 @@ class _Decoder:
             models=tuple(_of(m, int, f"{at}.models") for m in _list(data, "models", at)),
             needs=_texts(data, "needs", at),
             files=tuple(self._file(_of(f, list, f"{at}.files"), f"{at}.files") for f in _list(data, "files", at)),
+            transient=_of(data.get("transient", False), bool, f"{at}.transient"),
         )
 
     def _file(self, data: list[Any], at: str) -> FileRead:
@@ -143,6 +156,7 @@ class _Decoder:
             layer=_text(data, "layer", at) if "layer" in data else "",
             encoding=_text(data, "encoding", at) if "encoding" in data else PLAIN,
             stored=tuple(_spec(_of(s, list, at), at) for s in _list(data, "stored", at)) if "stored" in data else (),
+            weighted=_int(data, "weighted", at) if "weighted" in data else -1,
         )
 
     def _read(self, data: list[Any], at: str) -> Read:
@@ -164,7 +178,12 @@ class _Decoder:
             block = _block(_list(gather, "block", at), at)
             if not block.whole_rows:
                 raise _wrong(at, "a gathered block must be contiguous")
-            return Gather(table, block, cast("Any", axis))
+            fallback = (
+                tuple(self._read(_of(r, list, at), at) for r in _list(gather, "fallback", at)) if "fallback" in gather else ()
+            )
+            if any(not _is_fallback(other) for other in fallback) or (fallback and (axis or isinstance(table, str))):
+                raise _wrong(at, "a fallback must be rows of a model, gathered by a table of the plan")
+            return Gather(table, block, cast("Any", axis), fallback)
         return _block(data, at)
 
 
@@ -173,9 +192,11 @@ def _check(plan: Plan) -> None:
     models, known = len(plan.models), set[str]()
     if not 0 <= plan.donor < models:
         raise _wrong("plan.donor", f"there is no model {plan.donor}")
-    for name in plan.carried:
+    for name in (*plan.carried, *plan.files):
         if "/" in name or "\\" in name or name in ("", ".", ".."):
-            raise _wrong("plan.carried", f"{name!r} is not a file name")
+            raise _wrong("plan.other_files" if name in plan.files else "plan.carried", f"{name!r} is not a file name")
+        if name in plan.carried and name in plan.files:
+            raise _wrong("plan.other_files", f"{name!r} is carried too")
     arrays: set[str] = set()
     for product in plan.products:
         if product.name in known:
@@ -191,8 +212,11 @@ def _check(plan: Plan) -> None:
                 raise _wrong(f"product {product.name}", f"duplicate array {out.name!r}")
             arrays.add(out.name)
         known.add(product.name)
+    transient = {product.name for product in plan.products if product.transient}
     for step in plan.steps:
         _check_step(plan, step, known, arrays)
+        if not transient.isdisjoint(plan.needs(step)):
+            raise _wrong(f"step {step.out.name}", "it needs a transient product")
     if any(not 0 <= d.model < models for d in plan.dropped):
         raise _wrong("plan.dropped", f"there are {models} models")
 
@@ -203,6 +227,8 @@ def _check_step(plan: Plan, step: Step, products: set[str], arrays: set[str]) ->
         raise _wrong(at, "a join must have pieces, and other steps must not")
     if (step.encoding == PLAIN) == bool(step.stored):
         raise _wrong(at, "an encoding other than plain must list its stored tensors")
+    if step.weighted >= 0 and (step.weighted >= len(plan.tables) or step.encoding == PLAIN):
+        raise _wrong(at, f"there is no table {step.weighted}, or no encoding that takes it")
     if step.pieces and sum(piece.out.size for piece in step.pieces) != step.out.size:
         raise _wrong(at, f"its pieces do not have {step.out.size:,} elements in total")
     for leaf in step.leaves:
@@ -214,7 +240,7 @@ def _check_step(plan: Plan, step: Step, products: set[str], arrays: set[str]) ->
             raise _wrong(at, f"settings {leaf.settings} are for a different number of inputs")
         if not products.issuperset(leaf.needs):
             raise _wrong(at, f"it needs {leaf.needs}, which are not all products of this plan")
-        for read in leaf.inputs:
+        for read in _with_fallbacks(leaf.inputs):
             if read.model == PRODUCTS:
                 if read.tensor not in arrays:
                     raise _wrong(at, f"no product provides {read.tensor!r}")
@@ -224,6 +250,19 @@ def _check_step(plan: Plan, step: Step, products: set[str], arrays: set[str]) ->
                 table = read.view.table
                 if table not in arrays if isinstance(table, str) else table >= len(plan.tables):
                     raise _wrong(at, f"there is no table {table!r}")
+
+
+def _with_fallbacks(reads: Iterable[Read]) -> Iterator[Read]:
+    for read in reads:
+        yield read
+        if isinstance(read.view, Gather):
+            yield from read.view.fallback
+
+
+def _is_fallback(read: Read) -> bool:
+    view = read.view
+    gathered = isinstance(view, Gather) and isinstance(view.table, int) and view.axis == 0 and not view.fallback
+    return gathered and read.model != PRODUCTS
 
 
 def has_type(value: object, hint: Any) -> bool:
@@ -299,10 +338,10 @@ def _spec(data: list[Any], at: str) -> TensorSpec:
     if len(data) != 3:
         raise _wrong(at, "a tensor is [name, dtype, shape]")
     name, dtype, shape = _of(data[0], str, at), _of(data[1], str, at), _of(data[2], list, at)
-    if dtype not in DTYPES:
+    if dtype not in DTYPES and dtype not in BLOCKS:
         raise _wrong(at, f"{dtype!r} is not a dtype")
     sizes = tuple(_of(n, int, at) for n in shape)
-    spec = TensorSpec(name, DTYPES[dtype], sizes)
+    spec = TensorSpec(name, DTYPES.get(dtype) or BLOCKS[dtype], sizes)
     if len(sizes) > MAX_DIMENSIONS or any(n < 0 for n in sizes) or spec.size > MAX_ELEMENTS:
         raise _wrong(at, f"{list(sizes)} is not a shape")
     return spec
@@ -315,13 +354,17 @@ def _block(data: list[Any], at: str) -> Block:
 
 
 def _table(text: str) -> Table:
-    try:
-        data = base64.b64decode(text, validate=True)
-    except ValueError:
-        data = b"?"
+    data = _binary(text, "plan.tables")
     if len(data) % 4:
-        raise _wrong("plan.tables", "a table must be int32 numbers in base64")
+        raise _wrong("plan.tables", "a table must be numbers of 4 bytes in base64")
     return Table(data)
+
+
+def _binary(text: str, at: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError:
+        raise _wrong(at, "it is not base64") from None
 
 
 def _parameters(data: Json, at: str) -> dict[str, Value | None]:

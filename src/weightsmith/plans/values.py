@@ -94,13 +94,17 @@ class Block:
 class Gather:
     """Rows (axis 0) or columns (axis 1) of a matrix, selected by a table: position i is source position table[i]; -1: zeros.
 
-    table  index into `Plan.tables`, or the name of a product's int32 vector
-    block  the matrix, which must be contiguous (`whole_rows`)
+    table     index into `Plan.tables`, or the name of a product's int32 vector
+    block     the matrix, which must be contiguous (`whole_rows`)
+    fallback  rows for the positions where the table has -1: gathers of rows with a table of the plan, as long as this one,
+              and rows of the same length. Such a row is the mean of those that are not -1 there; zeros if all are. A single
+              one is copied; a mean, or a row of another dtype, is rounded to the dtype of the tensor
     """
 
     table: int | str
     block: Block
     axis: Literal[0, 1] = 0
+    fallback: tuple[Read, ...] = ()
 
 
 View = Block | Gather
@@ -122,7 +126,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Row or column numbers for `Gather`: int32, little endian.
+    """Row or column numbers for `Gather` (int32), or importances of columns for an encoding (float32), little endian.
 
     >>> Table.of([2, -1]).array.tolist()
     [2, -1]
@@ -143,6 +147,13 @@ class Table:
         import numpy as np
 
         return np.frombuffer(self.data, "<i4")
+
+    @property
+    def floats(self) -> npt.NDArray[np.float32]:
+        """The importances: float32 [n]."""
+        import numpy as np
+
+        return np.frombuffer(self.data, "<f4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +185,7 @@ class Step:
     layer     prefix of its layer, `model.layers.3.`; "" outside the layers, and if the op does not use it
     encoding  how its values are stored
     stored    the tensors to write, if the encoding is not `plain`
+    weighted  index into `Plan.tables` of the importances that the encoding takes; -1: none
     """
 
     out: TensorSpec
@@ -187,11 +199,17 @@ class Step:
     layer: str = ""
     encoding: str = PLAIN
     stored: tuple[TensorSpec, ...] = ()
+    weighted: int = -1
 
     @property
     def outs(self) -> tuple[TensorSpec, ...]:
         """The tensors to write: one, or those of the encoding."""
         return self.stored or (self.out,)
+
+    @property
+    def family(self) -> str:
+        """The encoding without its setting: `exl2` for `exl2 4/g128`."""
+        return self.encoding.partition(" ")[0]
 
     @property
     def leaves(self) -> tuple[Step, ...]:
@@ -237,6 +255,7 @@ class Product:
     models    model indices; `settings` refers to positions in this list
     needs     products that must be finished first
     files     files that it reads
+    transient only products need it: removed once these are finished, and made again only if one of them must be
     """
 
     name: str
@@ -247,6 +266,7 @@ class Product:
     models: tuple[int, ...] = ()
     needs: tuple[str, ...] = ()
     files: tuple[FileRead, ...] = ()
+    transient: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,11 +276,13 @@ class ModelInput:
     ref       as written in the recipe (`org/name@revision`, `./folder`, `base+adapter`)
     revision  commit of a hub model, "" otherwise
     identity  hash of names, headers and sizes
+    plan      of a merge whose result it is: its tensors are computed when they are read
     """
 
     ref: str
     revision: str
     identity: str
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +317,8 @@ class Made:
     source    the method's source, and remarks
     distance  the text after "Frobenius norms of merged - base" on the card
     code      the user's file, if any
+    relation  to the models, in the hub's words: `merge`, `quantized`; "" for a copy
+    format    in which the weights are stored, if they are quantised: `gguf-q4_k_m`
     """
 
     name: str
@@ -302,6 +326,8 @@ class Made:
     source: str = ""
     distance: str = ""
     code: OwnCode | None = None
+    relation: str = "merge"
+    format: str = ""
 
 
 @dataclass(frozen=True)
@@ -313,16 +339,20 @@ class Plan:
     steps            output tensors in model order
     settings         indexed by `Step.settings`
     products         values that some steps need, in dependency order
-    tables           indexed by `Gather.table`
+    tables           indexed by `Gather.table` and `Step.weighted`
     dropped          every unused input tensor, with a reason
     config           the new config.json, or None if the donor has none
     donor            index of the model that supplies config, tokenizer and other files
     carried          names of the donor's files to copy unchanged
+    files            other files to write, by name; they replace the donor's
+    vocabulary       how the tokens of the output were found, for the summary; not used in decisions
     container        how tensors are laid out in files
+    header           what these files contain besides tensors: the keys of a GGUF file
     max_shard_bytes  maximum size of a weight file
     seed             of the random masks
     warnings         for the user
     recipe           the recipe's text, unchanged
+    then             the format and the settings of the plan that follows from the products; nothing else of this plan is run
     """
 
     made: Made
@@ -335,27 +365,38 @@ class Plan:
     config: dict[str, Any] | None = None
     donor: int = 0
     carried: tuple[str, ...] = ()
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    vocabulary: Mapping[str, Any] | None = None
     container: str = SAFETENSORS
+    header: bytes = b""
     max_shard_bytes: int = 5_000_000_000
     seed: int = 0
     warnings: tuple[Finding, ...] = field(default=())
     recipe: str = ""
+    then: Mapping[str, Any] | None = None
 
     @cached_property
     def layout(self) -> Layout:
         """The position of every output byte."""
-        return CONTAINERS[self.container]([out for step in self.steps for out in step.outs], self.max_shard_bytes)
+        specs = [out for step in self.steps for out in step.outs]
+        return CONTAINERS[self.container](specs, self.max_shard_bytes, self.header)
 
     @cached_property
     def encodings(self) -> tuple[str, ...]:
-        """The encodings in use, other than `plain`."""
-        return tuple(dict.fromkeys(step.encoding for step in self.steps if step.encoding != PLAIN))
+        """The encodings in use, other than `plain`, without their settings."""
+        return tuple(dict.fromkeys(step.family for step in self.steps if step.family != PLAIN))
 
     @cached_property
     def widest(self) -> int:
-        """The largest number of inputs of any step."""
+        """The largest number of inputs of any step; those of merges that are computed on the way, and their results, count."""
         steps = [*self.steps, *(step for product in self.products for step in product.steps)]
-        return max((len(leaf.inputs) for step in steps for leaf in step.leaves), default=1)
+        inner = sum(model.plan.widest + 1 for model in self.models if model.plan is not None)
+        return max((len(leaf.inputs) for step in steps for leaf in step.leaves), default=1) + inner
+
+    @cached_property
+    def levels(self) -> int:
+        """This plan, and the merges that are computed on the way."""
+        return 1 + sum(model.plan.levels for model in self.models if model.plan is not None)
 
     @cached_property
     def maker(self) -> Mapping[str, str]:
@@ -418,7 +459,7 @@ class Plan:
         return {
             "weightsmith": __version__,
             "made": _encode_made(self.made),
-            "models": [{"ref": m.ref, "revision": m.revision, "identity": m.identity} for m in self.models],
+            "models": [_encode_model(m) for m in self.models],
             "settings": [
                 {"shared": dict(s.shared), "models": [dict(m) for m in s.models], "places": list(s.places)}
                 for s in self.settings
@@ -430,20 +471,38 @@ class Plan:
             "config": self.config,
             "donor": self.donor,
             "carried": list(self.carried),
+            **({"other_files": {k: base64.b64encode(v).decode() for k, v in self.files.items()}} if self.files else {}),
+            **({"vocabulary": dict(self.vocabulary)} if self.vocabulary else {}),
             "container": self.container,
+            **({"header": base64.b64encode(self.header).decode()} if self.header else {}),
             "max_shard_bytes": self.max_shard_bytes,
             "seed": self.seed,
             "warnings": [{"what": w.what, "where": w.where, "details": list(w.details), "fix": w.fix} for w in self.warnings],
             "recipe": self.recipe,
+            **({} if self.then is None else {"then": dict(self.then)}),
         }
 
 
 def _encode_made(made: Made) -> dict[str, Any]:
     code = None if made.code is None else dict(zip(("name", "folder", "sha256"), astuple(made.code), strict=True))
-    return {"name": made.name, "title": made.title, "source": made.source, "distance": made.distance, "code": code}
+    return {
+        "name": made.name,
+        "title": made.title,
+        "source": made.source,
+        "distance": made.distance,
+        "code": code,
+        "relation": made.relation,
+        "format": made.format,
+    }
+
+
+def _encode_model(model: ModelInput) -> dict[str, Any]:
+    plan = {} if model.plan is None else {"plan": model.plan.to_json()}
+    return {"ref": model.ref, "revision": model.revision, "identity": model.identity, **plan}
 
 
 def _encode_product(product: Product) -> dict[str, Any]:
+    transient = {"transient": True} if product.transient else {}
     return {
         "name": product.name,
         "op": product.op,
@@ -453,6 +512,7 @@ def _encode_product(product: Product) -> dict[str, Any]:
         "models": list(product.models),
         "needs": list(product.needs),
         "files": [list(astuple(file)) for file in product.files],
+        **transient,
     }
 
 
@@ -482,6 +542,8 @@ def _encode_step(step: Step) -> dict[str, Any]:
     if step.encoding != PLAIN:
         data["encoding"] = step.encoding
         data["stored"] = [_encode_spec(spec) for spec in step.stored]
+    if step.weighted >= 0:
+        data["weighted"] = step.weighted
     return data
 
 
@@ -491,4 +553,5 @@ def _encode_read(read: Read) -> list[Any]:
         return [read.model, read.tensor]
     if isinstance(view, Block):
         return [read.model, read.tensor, *astuple(view)]
-    return [read.model, read.tensor, {"table": view.table, "axis": view.axis, "block": list(astuple(view.block))}]
+    more = {"fallback": [_encode_read(other) for other in view.fallback]} if view.fallback else {}
+    return [read.model, read.tensor, {"table": view.table, "axis": view.axis, "block": list(astuple(view.block)), **more}]

@@ -19,8 +19,20 @@ from weightsmith.products.base import Survey as Survey
 KINDS = {
     "thresholds": "weightsmith.products.thresholds",
     "activity": "weightsmith.products.activity",
+    "magnitudes": "weightsmith.products.magnitudes",
     "router": "weightsmith.mixture.routing.product",
     "neuron_order": "weightsmith.mixture.surgery.matching",
+    "embedding": "weightsmith.quantisation.calibration.embedding",
+    "states": "weightsmith.quantisation.calibration.states",
+    "quantised_layer": "weightsmith.quantisation.calibration.layer",
+    "plain_states": "weightsmith.quantisation.calibration.plain_states",
+    "measured_layer": "weightsmith.quantisation.calibration.measured",
+    "measured_blocks": "weightsmith.quantisation.calibration.measured_blocks",
+    "importances": "weightsmith.quantisation.calibration.importances",
+    "factors": "weightsmith.adapters.factors",
+    "changes": "weightsmith.adapters.changes",
+    "cores": "weightsmith.adapters.cores",
+    "merged_factors": "weightsmith.adapters.merged_factors",
 }
 """`Product.op` → the module that defines `KIND`, imported when a plan first uses it."""
 

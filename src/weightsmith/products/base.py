@@ -60,14 +60,16 @@ class Survey(ABC):
 class Bench(Protocol):
     """What a computing product can use.
 
-    product  the product to compute
-    device   torch device name for matrix products and forward passes
-    threads  number of threads it may use
+    product       the product to compute
+    device        torch device name for matrix products and forward passes
+    threads       number of threads it may use
+    memory_bytes  that it may hold besides its arrays, of the run's limit; None: the run has no limit
     """
 
     product: Product
     device: str
     threads: int
+    memory_bytes: int | None
 
     def fill(self, arrays: Mapping[str, Floats]) -> None:
         """Fill C-contiguous arrays with whole tensors. arrays: by the names of `product.steps`, with the tensor's shape.
@@ -78,6 +80,15 @@ class Bench(Protocol):
 
     def rows(self, name: str, numbers: Sequence[int]) -> Floats:
         """Some rows of a matrix [R, C]: float32 [len(numbers), C]. numbers: ascending, each once."""
+
+    def largest(self, names: Sequence[str]) -> Floats:
+        """The largest magnitude of each of some tensors: float32 [len(names)]. NaN does not count. Reads tile by tile."""
+
+    def arrays(self, name: str) -> Arrays:
+        """The arrays of a finished product that this one needs, read-only. They may be mapped from a file."""
+
+    def create(self) -> Arrays:
+        """Arrays of zeros for the result, in a file where the run has one: for results that are too large for memory."""
 
     def folder(self, model: int) -> Path:
         """The folder of `plan.models[model]`. Raises CheckpointError if one of `product.files` has changed."""
@@ -107,6 +118,10 @@ def _no_problem(product: Product) -> str:
     return ""
 
 
+def _no_files(product: Product) -> Sequence[Path]:
+    return ()
+
+
 def _no_report(product: Product, arrays: Arrays) -> None:
     return None
 
@@ -116,6 +131,8 @@ class Kind:
     """A kind of product: either `survey` or `compute` is set.
 
     doing    text of the progress display, with a verb in -ing
+    reads    files that it reads, other than `product.files`
+    device   the result depends on `Bench.device`: finished work is mixed only with that of the same type of device
     check    why a product's settings, steps and arrays are invalid, or ""; plans may come from untrusted sources
     survey   for streaming
     compute  for computing; raises WeightsmithError for invalid inputs
@@ -127,3 +144,5 @@ class Kind:
     compute: Callable[[Bench], Arrays] | None = None
     report: Callable[[Product, Arrays], Report | None] = _no_report
     check: Callable[[Product], str] = _no_problem
+    reads: Callable[[Product], Sequence[Path]] = _no_files
+    device: bool = False

@@ -1,4 +1,4 @@
-"""What the user wrote: the YAML grammar of recipes, gradients and filters, with positions and nothing resolved.
+"""Recipes as the user wrote them: the YAML grammar, gradients and filters, with positions. Nothing is resolved yet.
 
     text ─ yaml.py ─▶ Node tree ─ walk.py ─▶ Recipe + every problem
 
@@ -8,12 +8,13 @@
     misuse.py                                              what to say of keys that no mapping has
     schema.py                                              the JSON Schema of it all
 
-A value that is wrong never stops the reading: all problems come back at once, each with file, line and column.
+A wrong value does not stop reading: all problems are reported at once, each with file, line and column.
 """
 
 from weightsmith.recipe.load import Command as Command
 from weightsmith.recipe.load import Loaded as Loaded
 from weightsmith.recipe.load import Source as Source
+from weightsmith.recipe.load import StandardInput as StandardInput
 from weightsmith.recipe.load import load as load
 from weightsmith.recipe.load import parse as parse
 from weightsmith.recipe.misuse import HARMLESS as HARMLESS
@@ -29,6 +30,8 @@ from weightsmith.recipe.records import Recipe as Recipe
 from weightsmith.recipe.records import Section as Section
 from weightsmith.recipe.records import Slice as Slice
 from weightsmith.recipe.records import Surgery as Surgery
+from weightsmith.recipe.records import Tokenizer as Tokenizer
+from weightsmith.recipe.records import TokenRule as TokenRule
 from weightsmith.recipe.records import Upcycling as Upcycling
 from weightsmith.recipe.schedules import SCHEDULED as SCHEDULED
 from weightsmith.recipe.schedules import Schedule as Schedule

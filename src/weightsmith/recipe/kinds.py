@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from weightsmith.errors import Finding, SyntaxProblem, Unsupported, WeightsmithError
+from weightsmith.errors import Finding, SyntaxProblem, WeightsmithError
 from weightsmith.recipe.nodes import Node, Pair, describe
-from weightsmith.recipe.records import Section
+from weightsmith.recipe.records import Recipe, Section
 
 Schema = Mapping[str, Any]
 
@@ -27,12 +27,16 @@ class Walk(Protocol):
     problems  errors, in the order found
     findings  warnings; the keys alone count
     whole     False once the skeleton of the recipe has a hole
+    stages    the recipes that are models of others, see `Recipe.stages`
+    depth     of the recipes inside recipes that are being read
     """
 
     filename: str
     problems: list[WeightsmithError]
     findings: dict[Finding, None]
     whole: bool
+    stages: dict[str, Recipe | None]
+    depth: int
 
     def problem(
         self,
@@ -48,10 +52,10 @@ class Walk(Protocol):
         """Add a warning."""
 
     def misused(self, what: str, where: str, fix: str, error: type[WeightsmithError], *, harmless: bool = False) -> bool:
-        """Add what mergekit ignores; True when it is an error, False when a warning."""
+        """Report a setting that mergekit ignores; True if it is an error, False if it is a warning."""
 
     def mapping(self, node: Node, level: Level) -> Any:
-        """What `level` makes of a mapping; None when it is no mapping, or a required key is missing or wrong."""
+        """Read a mapping of a level; None if it is not a mapping, or a required key is missing or wrong."""
 
     def is_parameter(self, name: str, where: str) -> bool:
         """Report a parameter of a method that is not under `parameters:`."""
@@ -59,11 +63,11 @@ class Walk(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kind:
-    """What the value of a key may be.
+    """A kind of value.
 
     read    the value; or None, with the problem and its position reported to the walk
     schema  JSON Schema of what `read` accepts
-    words   the same in Markdown, for the reference page
+    words   the same as Markdown, for the reference page
     of      the level of the mappings inside the value
     """
 
@@ -147,21 +151,21 @@ def list_of(level: Level) -> Kind:
     return Kind(read, list_schema(level.schema), f"a list of {level.words}", level)
 
 
-NOT_SUPPORTED: Mapping[str, tuple[str, str]] = {
+NOT_IN_MIXTURES: Mapping[str, tuple[str, str]] = {
     "tokenizer_source": (
-        "tokenizer_source is not supported yet",
-        "Remove this line: the tokenizer of the base (else first) model is then copied, as 'base' would ask for.",
+        "tokenizer_source is not supported in a recipe of `weightsmith moe`",
+        "Remove this line: the base's tokenizer is then copied, as 'base' would ask for.",
     ),
     "tokenizer": (
-        "tokenizer is not supported yet",
-        "Remove this block: the tokenizer of the base (else first) model is then copied.",
+        "tokenizer is not supported in a recipe of `weightsmith moe`",
+        "Remove this block: the base's tokenizer is then copied.",
     ),
     "chat_template": (
-        "chat_template is not supported yet",
-        "Remove this line: the chat template of the base (else first) model is then copied.",
+        "chat_template is not supported in a recipe of `weightsmith moe`",
+        "Remove this line: the base's chat template is then copied.",
     ),
 }
-"""Keys of the kind REFUSED: the error and the next step."""
+"""Keys of a merge that a mixture does not take: the error and the next step."""
 
 NO_EFFECT: Mapping[str, str] = {
     "residual_weight": "residual_weight has no effect: mergekit read it and never used it",
@@ -170,10 +174,4 @@ NO_EFFECT: Mapping[str, str] = {
 """Keys of the kind UNUSED: the warning."""
 
 
-def _refused(pair: Pair, key: Key, walk: Walk) -> None:
-    what, fix = NOT_SUPPORTED[key.name]
-    walk.problem(what, pair.where, fix, Unsupported)
-
-
-REFUSED = Kind(_refused, {"not": {}}, "an error for now")
 UNUSED = Kind(lambda pair, key, walk: walk.warn(NO_EFFECT[key.name], pair.where, "Remove it."), {}, "anything; a warning")

@@ -1,4 +1,4 @@
-"""A recipe from a file, a YAML text or a Python mapping."""
+"""A recipe from a file, a YAML text or a Python mapping; or several, as stages of one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 import os
 import re
 import stat
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import yaml
 
-from weightsmith.errors import NotFound, SyntaxProblem, WeightsmithError, nearest
+from weightsmith.errors import Finding, NotFound, SyntaxProblem, UnknownName, Unsupported, WeightsmithError, nearest
 from weightsmith.recipe.grammar import read_recipe
 from weightsmith.recipe.moe_grammar import SURGERY, read_moe
 from weightsmith.recipe.nodes import Document, Node, Pair, describe, from_python, plain
@@ -21,8 +21,16 @@ from weightsmith.recipe.records import ModelRef, Recipe, Surgery, Upcycling
 from weightsmith.recipe.walk import Walker
 from weightsmith.recipe.yaml import MAX_BYTES, read_yaml
 
-Source = str | os.PathLike[str] | Mapping[str, Any]
+Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 Command = Literal["merge", "moe"]
+
+
+class StandardInput(str):
+    """A recipe's text that was read from standard input; messages name it `<stdin>`."""
+
+
+MAX_RECIPES = 100
+"""In one file."""
 
 _PIPES = (("/", "dev"), ("/", "proc"))
 """Where the pipes of the process itself are: /dev/stdin, and `<(command)` of a shell."""
@@ -32,11 +40,12 @@ _MOE_KEYS = frozenset({"experts", *SURGERY.one_of})
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What reading a recipe gave.
+    """A recipe that was read, with its problems.
 
-    recipe    None when its skeleton is broken; with no problems it is always there
+    recipe    None if its skeleton is broken; never None without problems. Of several recipes, the one without a name, else the
+              last; the others are its `stages`
     problems  in the order of the text
-    models    every reference that could be read, also of a broken recipe
+    models    every reference that could be read, even in a broken recipe, but to recipes of the file
     source    name and text of the file for messages; ("", "") of a Python mapping, whose positions are key paths
     """
 
@@ -57,10 +66,11 @@ def load(
     """The recipe of a command, and all its problems.
 
     source    a path to a YAML file; YAML text, known by its newline; or a mapping, whose positions are key paths like
-              `models[0].parameters.weight`
-    command   None: whichever its top-level keys are of (`merge`, if they do not say)
-    settings  values that are put into the recipe first, by key path: {"parameters.t": 0.3, "models[0].model": "a"}
-    lenient, parameter_names   see `parse`; the names are of all merge methods, also for a merge in the place of a model
+              `models[0].parameters.weight`; or a list of such mappings, as a YAML file of several documents
+    command   None: decided by the top-level keys (`merge` if they do not decide)
+    settings  values to set in the recipe first, by key path: {"parameters.t": 0.3, "models[0].model": "a"}; of several recipes,
+              in the one whose name the path begins with, `blend.parameters.t`, else in the one without a name (else the last)
+    lenient, parameter_names   see `parse`
 
     Raises TypeError for a source of another type, nothing else.
 
@@ -80,11 +90,12 @@ def load(
         return Loaded(None, (written,))
     if settings:
         written = _with_settings(written, settings)
-    root = written.document.root
-    if root is not None and (problem := _of_another_kind(root, written.filename)):
-        return Loaded(None, (problem,), source=written.shown)
+    for document in written.documents:
+        if document.root is not None and (problem := _of_another_kind(document.root, written.filename)):
+            return Loaded(None, (problem,), source=written.shown)
+    root = written.documents[written.last].root
     found = _command(root)
-    if root is not None and command and found and found != command:  # that its keys are unknown here would say nothing
+    if root is not None and command and found and found != command:  # reporting its keys as unknown would not help
         what = f"this is a recipe of `weightsmith {found}`, not of `weightsmith {command}`"
         fix = f"Run `weightsmith {found}` (in Python: weightsmith.{found})."
         return Loaded(None, (SyntaxProblem(what, where=root.where, fix=fix),), source=written.shown)
@@ -94,12 +105,12 @@ def load(
 def parse(
     text: str, filename: str, *, lenient: bool = False, parameter_names: Collection[str] = ()
 ) -> tuple[Recipe | None, list[WeightsmithError]]:
-    """The recipe of a merge in a YAML text, and all its problems in the order of the text. Never raises.
+    """The recipe of a merge in a YAML text (of several, see `load`), and all problems in the order of the text. Never raises.
 
     filename         for positions
     lenient          what mergekit ignores silently becomes a warning, and is ignored
     parameter_names  of all methods: to recognise a parameter outside `parameters:`
-    Recipe is None when its skeleton is broken; with no problems it is always there.
+    The recipe is None if its skeleton is broken; never without problems.
 
     >>> recipe, problems = parse("merge_method: linear\\nmodels: [{modle: a}]\\n", "r.yml")
     >>> print(problems[0])
@@ -113,16 +124,37 @@ def parse(
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What the user wrote: the tree, its text, the name of the file in positions; name and text whose lines positions name."""
+    """Recipes before they are parsed: trees, the whole text, file name for positions; and the name and text these refer to."""
 
-    document: Document
+    documents: tuple[Document, ...]
     text: str
     filename: str
     shown: tuple[str, str] = ("", "")
 
+    @property
+    def last(self) -> int:
+        """The document of the result: the first one without a name, else the last."""
+        unnamed = (i for i, document in enumerate(self.documents) if not _name(document))
+        return next(unnamed, len(self.documents) - 1)
+
+
+def _name(document: Document) -> str:
+    """Of a recipe, perhaps a broken one; "" for none."""
+    pairs = document.root.value if document.root is not None else None
+    name = pairs["name"].value.value if isinstance(pairs, dict) and "name" in pairs else None
+    return name if isinstance(name, str) else ""
+
+
+def _where(document: Document, filename: str, key: str = "") -> str:
+    """Position of a document, or of the value of one of its keys."""
+    root = document.root
+    if root is not None and isinstance(root.value, dict) and key in root.value:
+        return root.value[key].value.where
+    return root.where if root is not None and root.where else filename
+
 
 def _of_another_kind(root: Node, filename: str) -> SyntaxProblem | None:
-    """The one problem of a file that is no recipe at all, where it is known what it is."""
+    """The problem of a file that is not a recipe but a known other file; None otherwise."""
     keys = root.value if isinstance(root.value, dict) else {}
     if {"made", "steps", "weightsmith"} <= keys.keys():
         fix = "Run `weightsmith run` with it (in Python: weightsmith.run)."
@@ -135,23 +167,166 @@ def _of_another_kind(root: Node, filename: str) -> SyntaxProblem | None:
 
 
 def _command(root: Node | None) -> Command | None:
-    """The command that a recipe is of; None where the keys are those of both, or of neither."""
+    """The command of a recipe; None if it has the keys of both or of neither."""
     keys = root.value if root is not None and isinstance(root.value, dict) else {}
     merge, moe = not _MERGE_KEYS.isdisjoint(keys), not _MOE_KEYS.isdisjoint(keys)
     return None if merge == moe else "merge" if merge else "moe"
 
 
 def _build(written: _Written, command: Command, lenient: bool, parameter_names: Collection[str]) -> Loaded:
-    document = written.document
-    walk = Walker(document, written.filename, lenient=lenient, parameter_names=parameter_names)
-    read = read_moe if command == "moe" else read_recipe
-    recipe = read(document.root, written.text, walk) if document.root else None
+    documents, several = written.documents, len(written.documents) > 1
+    stages: dict[str, Recipe | None] = {}
+    recipes: list[Recipe | Upcycling | Surgery | None] = []
+    models: list[ModelRef] = []
+    found: list[WeightsmithError] = _name_problems(written) if several else []
+    if len(documents) > MAX_RECIPES:
+        where = _where(documents[MAX_RECIPES], written.filename)
+        found = [SyntaxProblem(f"more than {MAX_RECIPES} recipes", where=where, fix="Write them into several files.")]
+        return Loaded(None, tuple(found), source=written.shown)
+    for i, document in enumerate(documents):
+        walk = Walker(document, written.filename, lenient=lenient, parameter_names=parameter_names, stages=stages)
+        read = read_moe if command == "moe" and i == written.last else read_recipe
+        text = document.text if several else written.text
+        recipes.append(read(document.root, text, walk) if document.root else None)
+        found += [*document.problems, *walk.problems]
+        models += walk.models
+    recipe = recipes[written.last]
+    if several:
+        named = {_name(d): r for i, (d, r) in enumerate(zip(documents, recipes, strict=True)) if i != written.last}
+        stages |= {name: r if isinstance(r, Recipe) else None for name, r in named.items() if name}
+    # A document that could not be read may have the name of any model.
+    models = [ref for ref in models if ref.path not in stages] if all(d.root is not None for d in documents) else []
+    if stages:
+        found += _stage_problems(recipe, stages)
+    if recipe is not None and several:
+        findings = [*recipe.findings, *_unused(written, recipe, stages)]
+        recipe = replace(recipe, text=written.text, findings=tuple(findings))
+    if isinstance(recipe, Upcycling):
+        recipe = _with_stages(recipe, stages)
     problems: dict[tuple[type, str], WeightsmithError] = {}  # each once: an aliased value is read at each of its uses
-    for problem in (*document.problems, *walk.problems):
+    for problem in found:
         problems.setdefault((type(problem), str(problem)), problem)
     # Those of the text itself were found in a pass of their own.
     ordered = sorted(problems.values(), key=_position) if written.shown[0] else problems.values()
-    return Loaded(recipe, tuple(ordered), tuple(dict.fromkeys(walk.models)), written.shown)
+    return Loaded(recipe, tuple(ordered), tuple(dict.fromkeys(models)), written.shown)
+
+
+# ---- several recipes
+
+
+def _name_problems(written: _Written) -> list[WeightsmithError]:
+    """Every recipe but one has a name, and no two have the same."""
+    problems: list[WeightsmithError] = []
+    firsts: dict[str, str] = {}
+    for document in written.documents:
+        if document.root is None:
+            continue
+        name = _name(document)
+        where = _where(document, written.filename, "name")
+        if name not in firsts:
+            firsts[name] = where
+        elif name:
+            what, details = f"two recipes are called {name!r}", (f"first at {firsts[name]}",)
+            problems.append(SyntaxProblem(what, where=where, details=details, fix="Give each a name of its own."))
+        else:
+            what, details = "a second recipe without a name", (f"the first is at {firsts[name]}",)
+            fix = "Give all but one a name: name: first_stage. The one without is the result."
+            problems.append(SyntaxProblem(what, where=where, details=details, fix=fix))
+        if wrong := sorted(set(name) & set("*?[]+@")):
+            what = f"a recipe cannot be called {name!r}: {' and '.join(map(repr, wrong))} cannot be in the name of a model"
+            problems.append(SyntaxProblem(what, where=where, fix="Use letters, digits, '-', '_' and '.'."))
+    return problems
+
+
+def _uses(recipe: Recipe | Upcycling | Surgery | None, stages: Mapping[str, Recipe | None]) -> dict[str, ModelRef]:
+    """The stages that a recipe uses as models, by path; those inside it count, and those inside these."""
+    found: dict[str, ModelRef] = {}
+    left = [recipe]
+    while left:
+        for ref in _models_of(left.pop()):
+            if isinstance(ref, Recipe):
+                left.append(ref)
+            elif ref.path in stages and ref.path not in found:
+                found[ref.path] = ref
+    return found
+
+
+def _models_of(recipe: Recipe | Upcycling | Surgery | None) -> Iterable[ModelRef | Recipe]:
+    if isinstance(recipe, Recipe):
+        return recipe.references
+    if isinstance(recipe, Upcycling):
+        return (recipe.base, *(expert.model for expert in (*recipe.experts, *recipe.shared_experts)))
+    return () if recipe is None else (recipe.model,)
+
+
+def _stage_problems(last: Recipe | Upcycling | Surgery | None, stages: Mapping[str, Recipe | None]) -> list[WeightsmithError]:
+    """Results that cannot be used where they are named: by themselves, with a revision, as an adapter."""
+    problems: list[WeightsmithError] = []
+    uses = {name: _uses(recipe, stages) for name, recipe in stages.items()}
+    for ref in (ref for found in (*uses.values(), _uses(last, stages)) for ref in found.values() if ref.revision):
+        what = f"{ref.path!r} is a recipe of this file, and has no revisions"
+        problems.append(
+            UnknownName(what, where=ref.where, fix=f"Write {ref.path}; for a model of this name, rename the recipe.")
+        )
+    for ref in (ref for user in (last, *stages.values()) for ref in _models_of(user) if isinstance(ref, ModelRef)):
+        what = ""
+        if ref.lora is not None and ref.lora.path in stages:
+            what = f"the result of the recipe {ref.lora.path!r} cannot be used as an adapter"
+        elif isinstance(last, Surgery) and ref is last.model and ref.path in stages:
+            what = f"the result of the recipe {ref.path!r} cannot be operated on"
+        elif isinstance(last, Upcycling) and ref.lora is not None and ref.path in stages and ref in _models_of(last):
+            what = f"no adapter can be applied to the result of the recipe {ref.path!r} in a mixture"
+        if what:
+            fix = "Run that recipe alone first, and use its output folder here."
+            problems.append(Unsupported(what, where=ref.where, fix=fix))
+    done: set[str] = set()
+    for start in stages:
+        path: list[str] = []
+        trail = [iter([start])]
+        while trail:  # depth first, without recursion: a file may hold thousands of recipes
+            name = next(trail[-1], None)
+            if name is None:
+                trail.pop()
+                done.update(path[-1:])
+                path[-1:] = []
+            elif name in path:
+                circle = [*path[path.index(name) :], name]
+                what = f"recipes need each other's results: {' -> '.join(circle)}" if len(circle) > 2 else ""
+                what = what or f"the recipe {name!r} needs its own result"
+                fix = "Name another model: each recipe can use the results of those that do not depend on it."
+                problems.append(SyntaxProblem(what, where=uses[path[-1]][name].where, fix=fix))
+            elif name not in done:
+                path.append(name)
+                trail.append(iter(uses[name]))
+    return problems
+
+
+def _unused(written: _Written, last: Recipe | Upcycling | Surgery, stages: Mapping[str, Recipe | None]) -> list[Finding]:
+    """A warning for each recipe that the result does not depend on."""
+    reached: set[str] = set()
+    left: list[Recipe | Upcycling | Surgery | None] = [last]
+    while left:
+        new = [name for name in _uses(left.pop(), stages) if name not in reached]
+        reached.update(new)
+        left += [stages[name] for name in new]
+    fix = "Use its name as a model, or put it into a file of its own."
+    return [
+        Finding(f"the recipe {_name(document)!r} is not run: the result does not use it", _where(document, "", "name"), fix=fix)
+        for i, document in enumerate(written.documents)
+        if i != written.last and _name(document) and _name(document) not in reached
+    ]
+
+
+def _with_stages(recipe: Upcycling, stages: Mapping[str, Recipe | None]) -> Upcycling:
+    """The recipes in place of their names, as if they were written there."""
+
+    def found(model: ModelRef | Recipe) -> ModelRef | Recipe:
+        return (stages.get(model.path) if isinstance(model, ModelRef) and model.lora is None else None) or model
+
+    experts, shared = (
+        tuple(replace(expert, model=found(expert.model)) for expert in each) for each in (recipe.experts, recipe.shared_experts)
+    )
+    return replace(recipe, base=found(recipe.base), experts=experts, shared_experts=shared)
 
 
 def _position(problem: WeightsmithError) -> tuple[float, int]:
@@ -163,30 +338,37 @@ _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
 
 
 def _with_settings(written: _Written, settings: Mapping[str, Any]) -> _Written:
-    """What was written, with values put in by key path. Its text is made anew: without comments."""
-    document = written.document
-    root = document.root
-    if root is None:
-        return written
-    problems = list(document.problems)
+    """Set values by key path. The texts are generated again, without comments."""
+    documents = list(written.documents)
+    names = [_name(document) for document in documents] if len(documents) > 1 else []
     for path, value in settings.items():
         where = f"--set {path}"
+        i = next((i for i, name in enumerate(names) if name and path.startswith(f"{name}.")), written.last)
+        inner = path.removeprefix(f"{names[i]}.") if names else path
+        document = documents[i]
+        root, problems = document.root, list(document.problems)
+        if root is None:
+            continue
         new = from_python({"value": value}, where)
         problems += new.problems
-        steps = [name or int(index) for name, index in _STEP.findall(path)]
-        if "".join(m[0] for m in _STEP.finditer(path)) != path or not steps or not isinstance(root.value, dict):
+        steps = [name or int(index) for name, index in _STEP.findall(inner)]
+        if "".join(m[0] for m in _STEP.finditer(inner)) != inner or not steps or not isinstance(root.value, dict):
             fix = "Write the keys with dots between them: parameters.t, models[0].parameters.weight."
             problems.append(SyntaxProblem("this is not the place of a value in the recipe", where=where, fix=fix))
         elif new.root is not None and isinstance(new.root.value, dict):
             changed = _put(root, steps, new.root.value["value"].value, where)
             root = changed if isinstance(changed, Node) else root
             problems += [changed] if isinstance(changed, WeightsmithError) else []
-    text = yaml.safe_dump(plain(root), sort_keys=False, allow_unicode=True)
-    return replace(written, document=replace(document, root=root, problems=tuple(problems)), text=text)
+        documents[i] = replace(document, root=root, problems=tuple(problems), text=_as_yaml(root))
+    return replace(written, documents=tuple(documents), text="---\n".join(_as_yaml(document.root) for document in documents))
+
+
+def _as_yaml(root: Node | None) -> str:
+    return "" if root is None else yaml.safe_dump(plain(root), sort_keys=False, allow_unicode=True)
 
 
 def _put(node: Node, steps: Sequence[str | int], value: Node, where: str) -> Node | SyntaxProblem:
-    """The tree with a value in another place; mappings on the way are made."""
+    """The tree with one value set; missing mappings are created."""
     if not steps:
         return value
     (step, *rest), inside = steps, node.value
@@ -199,21 +381,24 @@ def _put(node: Node, steps: Sequence[str | int], value: Node, where: str) -> Nod
         made = _put(old.value if old else Node(None, where), rest, value, where)
         new = {**pairs, step: Pair(old.where if old and rest else where, made)} if isinstance(made, Node) else pairs
         return made if isinstance(made, SyntaxProblem) else replace(node, value=new)
-    what = (
-        f"the recipe has no entry [{step}] there" if isinstance(step, int) else f"{step!r} cannot be put into {describe(node)}"
-    )
+    what = f"the recipe has no entry [{step}] there" if isinstance(step, int) else f"{step!r} cannot be set in {describe(node)}"
     return SyntaxProblem(what, where=where, fix="Write the place of a value in the recipe.")
 
 
 def _read(source: Source, *, lenient: bool) -> _Written | WeightsmithError:
     if isinstance(source, Mapping):
         document = from_python(source)
-        text = yaml.safe_dump(plain(document.root), sort_keys=False, allow_unicode=True) if document.root else ""
-        return _Written(document, text, "recipe")
+        return _Written((document,), _as_yaml(document.root), "recipe")
+    if isinstance(source, list | tuple) and source and all(isinstance(each, Mapping) for each in source):
+        read = [from_python(each, within=f"[{i}]") for i, each in enumerate(source)]
+        documents = tuple(replace(document, text=_as_yaml(document.root)) for document in read)
+        return _Written(documents, "---\n".join(document.text for document in documents), "recipe")
     if not isinstance(source, str | os.PathLike):
-        raise TypeError(f"a recipe is the path of a file, YAML text or a mapping, not {type(source).__name__}")
+        what = "a recipe is the path of a file, YAML text, a mapping or a list of mappings"
+        raise TypeError(f"{what}, not {type(source).__name__}")
     if isinstance(source, str) and "\n" in source:
-        return _Written(read_yaml(source, "<text>", lenient=lenient), source, "<text>", ("<text>", source))
+        name = "<stdin>" if isinstance(source, StandardInput) else "<text>"
+        return _Written(read_yaml(source, name, lenient=lenient), source, name, (name, source))
     text_or_problem = _text(Path(source))
     if isinstance(text_or_problem, WeightsmithError):
         return text_or_problem
@@ -224,7 +409,7 @@ def _read(source: Source, *, lenient: bool) -> _Written | WeightsmithError:
 def _text(path: Path) -> str | WeightsmithError:
     try:
         about = path.stat()
-        if stat.S_ISFIFO(about.st_mode) and path.parts[:2] not in _PIPES:  # nobody may ever write into it
+        if stat.S_ISFIFO(about.st_mode) and path.parts[:2] not in _PIPES:  # reading might wait forever
             return NotFound("the recipe is a named pipe, not a file", where=str(path), fix="Name a YAML file.")
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)  # longer ones are refused
@@ -252,8 +437,9 @@ def _text(path: Path) -> str | WeightsmithError:
 def _not_found(path: Path) -> NotFound:
     folder = path.parent
     if not folder.is_dir():
-        return NotFound("no such recipe: there is no such folder", where=str(path))
+        return NotFound(f"no such recipe: the folder {folder} does not exist", where=str(path))
     names = sorted(p.name for p in folder.iterdir())
     recipes = [name for name in names if name.endswith((".yml", ".yaml"))]
     details = (f"recipes in {folder}: {', '.join(recipes[:10])}{', ...' if len(recipes) > 10 else ''}",)
-    return NotFound(f"no such recipe{nearest(path.name, names)}", where=str(path), details=details if recipes else ())
+    fix = "" if recipes else "Write a recipe with `weightsmith init`."
+    return NotFound(f"no such recipe{nearest(path.name, names)}", where=str(path), details=details if recipes else (), fix=fix)

@@ -1,4 +1,4 @@
-"""Keys in places where nothing reads them: what mergekit did with each, and how to write what was meant.
+"""Keys that nothing reads: what mergekit did with each, and how to write what was meant.
 
 mergekit ignores unknown keys at every level, so published recipes are full of settings that never took effect.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from weightsmith.errors import ParameterError, UnknownKey, Unsupported, WeightsmithError
 from weightsmith.recipe.grammar import INPUT, LEVELS, RECIPE, SOURCE
-from weightsmith.recipe.kinds import NOT_SUPPORTED, Level
+from weightsmith.recipe.kinds import NOT_IN_MIXTURES, Level
 from weightsmith.recipe.moe_grammar import SURGERY, UPCYCLING
 from weightsmith.recipe.nodes import Node, Pair, short
 
@@ -29,13 +29,13 @@ RETIRED = {
         "Write 'parameters:' in each entry of 'models' or 'sources'.",
     ),
 }
-"""Settings that older pages recommend and nothing reads, in any place: the error and the next step."""
+"""Settings that older pages recommend but nothing reads: the error and the next step."""
 
 HARMLESS = {
     "int8_mask": "int8_mask never changes the result: it only chose the type of an intermediate in mergekit",
     "int_space": "int_space is read by no version of mergekit and has no effect",
 }
-"""Keys that could not have changed anything, in any place: the warning."""
+"""Keys that never change the result: the warning."""
 
 _NOTES = frozenset(
     "author authors comment comments date description license metadata name note notes tags title version".split()
@@ -45,7 +45,7 @@ _SYNONYMS = {
     "layers": "layer_range",
     "method": "merge_method",
     "model_path": "model",
-    "modles": "models",  # nearer to modules by its letters
+    "modles": "models",  # by its letters closer to "modules"
     "output_dtype": "out_dtype",
     "params": "parameters",
     "range": "layer_range",
@@ -67,6 +67,10 @@ _OPTIONS = {
 }
 
 
+_OF_TOKENS = frozenset({"source", "tokens", "token", "kind", "force"})
+"""Keys inside `tokenizer` whose names are too common to guess that a stray one belongs there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Misuse:
     """What is wrong with one key.
@@ -83,7 +87,7 @@ class Misuse:
 
 
 def explain(name: str, pair: Pair, level: Level, siblings: Mapping[str, Pair], parameter_names: Collection[str]) -> Misuse:
-    """What to say of a key that its level does not have. `siblings` is the mapping it is in."""
+    """The message for a key that its level does not have. siblings: the mapping it is in."""
     shown = short(name)
     if name in HARMLESS:
         return Misuse(HARMLESS[name], "Remove it.", harmless=True)
@@ -93,8 +97,8 @@ def explain(name: str, pair: Pair, level: Level, siblings: Mapping[str, Pair], p
         return _revision(pair.value, siblings)
     if name in parameter_names:
         return _misplaced(name, pair.value, level)
-    if name in NOT_SUPPORTED and level in (UPCYCLING, SURGERY):
-        return Misuse(*NOT_SUPPORTED[name], error=Unsupported)
+    if name in NOT_IN_MIXTURES and level in (UPCYCLING, SURGERY):
+        return Misuse(*NOT_IN_MIXTURES[name], error=Unsupported)
     if level is RECIPE and any(other.key(name) for other in (UPCYCLING, SURGERY)):
         return Misuse(f"the key {name!r} is of a recipe of `weightsmith moe`", TO_MOE)
     option = _OPTIONS.get(name.replace("-", "_")) if level is RECIPE else None
@@ -109,8 +113,8 @@ def explain(name: str, pair: Pair, level: Level, siblings: Mapping[str, Pair], p
 
 
 def elsewhere(name: str, level: Level | None) -> Misuse | None:
-    """What to say of a key that other levels have and this one has not; None if none has. No level: `parameters`."""
-    homes = [other for other in LEVELS if other.key(name)]
+    """The message for a key that only other levels have; None if none has it. Without a level: `parameters`."""
+    homes = [other for other in LEVELS if other.key(name) and name not in _OF_TOKENS]
     if not homes:
         return None
     place = level.place if level else "inside 'parameters'"

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import yaml
-
-from weightsmith.recipe.grammar import RECIPE, read_recipe
+from weightsmith.recipe.grammar import MODEL_OR_RECIPE
 from weightsmith.recipe.kinds import Key, Kind, Level, Walk, list_of, section
 from weightsmith.recipe.nested import EXPERTS, EXPERTS_BY_LAYER, GROUPS, GROUPS_BY_LAYER, WEIGHTS, WEIGHTS_BY_LAYER
-from weightsmith.recipe.nodes import Node, Pair, plain
+from weightsmith.recipe.nodes import Node, Pair
 from weightsmith.recipe.records import Expert, ModelRef, Recipe, Section, Surgery, Upcycling
 from weightsmith.recipe.references import MODEL
 from weightsmith.recipe.single import DTYPE, FLAG, TEXT, TEXTS, choice, count, number
 
 
 def _model_or_merge(pair: Pair, key: Key, walk: Walk) -> ModelRef | Recipe | None:
-    if isinstance(pair.value.value, dict) and "merge_method" in pair.value.value:
-        return read_recipe(pair.value, yaml.safe_dump(plain(pair.value), sort_keys=False, allow_unicode=True), walk)
-    model: ModelRef | None = MODEL.read(pair, key, walk)
-    return model
+    model: ModelRef | None = MODEL_OR_RECIPE.read(pair, key, walk)
+    return model and (walk.stages.get(model.path) or model)
 
 
-MODEL_OR_MERGE = Kind(
-    _model_or_merge,
-    {"anyOf": [*MODEL.schema["anyOf"], RECIPE.schema]},
-    f"{MODEL.words}, or a {RECIPE.words} of a merge",
-)
+MODEL_OR_MERGE = Kind(_model_or_merge, MODEL_OR_RECIPE.schema, MODEL_OR_RECIPE.words)
 
 # ---- dense models in, a mixture of experts out
 
@@ -33,7 +25,7 @@ GATE_MODES = ("router_input", "hidden", "hidden_avg", "hidden_last", "cheap_embe
 
 
 def _expert(section: Section) -> tuple[Expert, ...]:
-    """As many experts as the entry stands for."""
+    """The experts of an entry: one for each copy."""
     given = dict(section.values)
     copies: int = given.pop("copies", 1)
     return (Expert(given.pop("source_model"), section, **given),) * copies
@@ -53,16 +45,18 @@ EXPERT = Level(
             "Text file of further positive prompts: one a paragraph, or cut by `prompt_tokens`. A relative path starts at the "
             "recipe's folder.",
         ),
-        Key("held_out_file", TEXT, "Text file like it, for the routing report alone: nothing is made of it."),
+        Key("held_out_file", TEXT, "Text file in the same format, used only for the routing report."),
         Key("noise_scale", number(0), "Standard deviation of normal noise added to its weights."),
         Key("noise_fraction", number(0, 1), "Share of its weights, at random, that get noise; 1 by default."),
         Key(
             "drop_fraction",
             number(0, 1),
-            "Drop-Upcycling: share of its neurons, at random, that are drawn anew from a normal distribution like theirs.",
+            "Drop-Upcycling: share of its neurons, chosen at random, that are redrawn from a normal distribution like theirs.",
         ),
         Key("residual_scale", number(), "Factor on its down projection, after the noise."),
-        Key("copies", count(maximum=1024), "The entry stands for so many experts, each with noise of its own; 1 by default."),
+        Key(
+            "copies", count(maximum=1024), "Number of experts to create from this entry, each with its own noise; 1 by default."
+        ),
     ),
     make=_expert,
 )
@@ -70,7 +64,7 @@ EXPERT = Level(
 UPCYCLING = Level(
     "upcycling",
     "at the top level",
-    "A mixture of experts made of dense models.",
+    "A mixture of experts built from dense models.",
     (
         Key(
             "base_model",
@@ -103,7 +97,7 @@ ROUTERS = ("first", "mean")
 PRUNE = Level(
     "prune_experts",
     "in 'prune_experts'",
-    "Which experts stay. They are numbered anew, in this order.",
+    "The experts to keep. They are renumbered in this order.",
     (
         Key("keep", EXPERTS, "The experts that stay, the same in every layer: `[0, 2, 5]`."),
         Key("keep_by_layer", EXPERTS_BY_LAYER, "Layer to the experts that stay there, as many in each layer."),
@@ -147,7 +141,7 @@ MOE_LEVELS = (UPCYCLING, EXPERT, SURGERY, PRUNE, MERGE)
 
 
 def read_moe(root: Node, text: str, walk: Walk) -> Upcycling | Surgery | None:
-    """The recipe of a mixture; None when its skeleton is not whole. The top-level keys say which kind it is."""
+    """The recipe of a mixture; None if its skeleton is broken. The top-level keys decide which kind it is."""
     smaller = isinstance(root.value, dict) and not root.value.keys().isdisjoint(SURGERY.one_of)
     section: Section | None = walk.mapping(root, SURGERY if smaller else UPCYCLING)
     if section is None or not walk.whole:

@@ -1,4 +1,4 @@
-"""A recipe as a tree of values that know where they were written. YAML and Python mappings both become this.
+"""A recipe as a tree of values with positions, from YAML or a Python mapping.
 
 `where` is `file:line:column`, counted from 1, for YAML and a key path, `models[0].parameters.weight`, for Python.
 """
@@ -46,12 +46,13 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What reading gave: the tree (None when there is none to speak of), problems, warnings, and the anchors in use."""
+    """A document that was read: the tree (None if there is none), problems, warnings, the anchors in use, and its text."""
 
     root: Node | None
     problems: tuple[WeightsmithError, ...] = ()
     findings: tuple[Finding, ...] = ()
     aliased: frozenset[str] = field(default=frozenset())
+    text: str = ""
 
 
 def describe(value: object) -> str:
@@ -108,18 +109,19 @@ def plain(node: Node) -> Any:
     return node.value
 
 
-def from_python(source: Mapping[str, Any], place: str = "") -> Document:
+def from_python(source: Mapping[str, Any], place: str = "", *, within: str = "") -> Document:
     """The tree of a Python mapping: lists, tuples, mappings, scalars, paths, dtypes, numpy scalars; others are problems.
 
-    place  the position of everything in it, instead of key paths
+    place   the position of everything in it, instead of key paths
+    within  the key path of the mapping itself
 
     >>> from_python({"models": [{"model": "a"}]}).root.value["models"].value.value[0].where
     'models[0]'
     """
     reader = _PythonReader(place)
     try:
-        root = reader.node(source, "", 0)
-    except SyntaxProblem as problem:  # too deep or too large: there is no tree
+        root = reader.node(source, within, 0)
+    except SyntaxProblem as problem:  # too deep or too large: no tree
         return Document(None, (*reader.problems, problem))
     return Document(root, tuple(reader.problems))
 
@@ -143,7 +145,7 @@ class _PythonReader:
                 if isinstance(key, str) or (isinstance(key, int) and not isinstance(key, bool) and key >= 0):
                     pairs[str(key)] = Pair(inner, self.node(item, inner, depth + 1))
                 else:
-                    self.problems.append(SyntaxProblem(f"a key must be text, not {key!r}", where=inner))
+                    self.problems.append(SyntaxProblem(f"a key must be a string, not {key!r}", where=inner, fix="Quote it."))
             return Node(pairs, where)
         if isinstance(value, list | tuple):
             return Node(tuple(self.node(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)), where)
@@ -172,7 +174,7 @@ class _PythonReader:
 
 
 def is_text(value: str) -> bool:
-    """False when the text holds half a character and so can be neither printed nor written.
+    """False if the text holds a lone surrogate and therefore can be neither printed nor written.
 
     >>> is_text("é"), is_text(chr(0xD800))
     (True, False)

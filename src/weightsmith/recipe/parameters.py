@@ -113,7 +113,7 @@ def _condition(node: Node, walk: Walk) -> Entry | None:
 
 
 def _entries(name: str, pair: Pair, walk: Walk) -> tuple[Entry, ...]:
-    """The entries of one parameter; () when any part of it is wrong."""
+    """The entries of one parameter; () if any part of it is wrong."""
     node = pair.value
     before = len(walk.problems)
     if node.value is None:

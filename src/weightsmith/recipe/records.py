@@ -1,4 +1,4 @@
-"""A recipe as frozen values: what the user wrote, checked for form and nothing resolved.
+"""A recipe as frozen values, checked for form only. Nothing is resolved yet.
 
 Which parameters the method has, whether models exist and layers fit is for the plan to find out, and `where` for its
 messages.
@@ -6,7 +6,7 @@ messages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,7 +59,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """An entry of `slices`: a run of output layers and the sources they are made of."""
+    """An entry of `slices`: a run of output layers and their sources."""
 
     sources: tuple[Input, ...]
     base_model: ModelRef | None
@@ -79,14 +79,50 @@ class Module:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenRule:
+    """An entry of `tokenizer.tokens`: where models without a token take its row from.
+
+    model   whose row; None: the choice is left to the merge, or zeros
+    other   another token of that model, or its id; None: the token itself
+    chosen  the recipe names a kind of row: without a model, zeros
+    force   models that have the token take the row too
+    """
+
+    token: str
+    where: str
+    model: ModelRef | None = None
+    other: str | int | None = None
+    chosen: bool = False
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """Whose tokenizer the output has, and its rows.
+
+    source    "union", "base" or a model
+    multiple  the number of rows is rounded up to a multiple of it
+    """
+
+    source: str | ModelRef
+    where: str
+    rules: tuple[TokenRule, ...] = ()
+    multiple: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """A whole recipe; exactly one of `models`, `slices` and `modules` is filled.
 
-    name       label of the recipe, "" when there is none; without effect
+    name       by which other recipes of the file use its result as a model; "" when there is none
+    tokenizer  None: the donor's files are copied, and rows are merged by number
+    chat_template  "" for the tokenizer's own, `auto`, a name, a path, or the template
     text       the recipe byte for byte (for a Python mapping: as YAML)
     filename   as shown in positions
     findings   warnings: what was written and has no effect
     positions  of the top-level keys; see `at`
+    stages     the recipes whose results are models here, by `ModelRef.path`: those of the file, and those inside it. None: a
+               recipe that could not be read
     """
 
     merge_method: str
@@ -100,15 +136,34 @@ class Recipe:
     dtype: DType | None = None
     out_dtype: DType | None = None
     name: str = ""
+    tokenizer: Tokenizer | None = None
+    chat_template: str = ""
     findings: tuple[Finding, ...] = ()
     positions: Mapping[str, str] = field(default_factory=dict, compare=False)
+    stages: Mapping[str, Recipe | None] = field(default_factory=dict, compare=False)
+
+    @property
+    def references(self) -> Iterator[ModelRef]:
+        """Every model that it names: the base, then in the order of the text, then the bases of single slices.
+
+        The base of one slice must not become the donor of config and tokenizer by standing first.
+        """
+        parts: list[Recipe | Module] = [self, *self.modules]
+        if self.base_model is not None:
+            yield self.base_model
+        for part in parts:
+            yield from (i.model for i in part.models)
+            for s in part.slices:
+                yield from (i.model for i in s.sources)
+        for part in parts:
+            yield from (s.base_model for s in part.slices if s.base_model is not None)
 
     def __str__(self) -> str:
-        """For messages, where it is written in the place of a model."""
+        """For messages about a merge used as a model."""
         return f"the merge by {self.merge_method} at {self.positions.get('merge_method', self.filename)}"
 
     def at(self, key: str) -> str:
-        """Position of a top-level key, or the file's when the recipe has no such key."""
+        """Position of a top-level key, or of the file if the recipe has no such key."""
         return self.positions.get(key, self.filename)
 
 
@@ -148,7 +203,7 @@ class Expert:
 
 @dataclass(frozen=True, slots=True)
 class Surgery:
-    """A recipe of `weightsmith moe` that leaves experts of a mixture of experts out, or merges them.
+    """A recipe of `weightsmith moe` that prunes or merges the experts of a mixture.
 
     prune, merge  exactly one is given; see the grammar for their keys
     """
@@ -165,9 +220,9 @@ class Surgery:
 
 @dataclass(frozen=True, slots=True)
 class Upcycling:
-    """A recipe of `weightsmith moe` that makes a mixture of experts of dense models.
+    """A recipe of `weightsmith moe` that builds a mixture of experts from dense models.
 
-    base      a model, or the recipe of a merge that is made on the way
+    base      a model, or the recipe of a merge to use as the base
     gate_mode "" when the recipe names none
     prompt_tokens  None: a paragraph of a text file is a prompt
     """

@@ -1,6 +1,6 @@
 """Weights over the checkpoints of one run, by a rule: EMA, LAWA, WSM.
 
-A rule is written in the place of a number: `weight: {ema: 0.9}`. It is for all models of that place, oldest first, and its
+A rule replaces a number: `weight: {ema: 0.9}`. It applies to all models in that place, oldest first, and its
 weights sum to 1.
 """
 

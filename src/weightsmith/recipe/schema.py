@@ -1,6 +1,6 @@
 """The grammar as a JSON Schema, for editors: completion, hover text, red lines under unknown keys.
 
-Made from the tables of the grammar and the methods' own descriptions of their parameters. What a schema cannot say well
+Generated from the tables of the grammar and the methods' parameters. What a schema cannot express well
 (which parameters one method takes, whether layer ranges match) is left to the plan.
 """
 
@@ -56,11 +56,11 @@ def schema(methods: Sequence[MethodFacts]) -> dict[str, Any]:
     >>> schema([])["properties"]["dtype"]["anyOf"][0]["enum"][:2]
     ['bfloat16', 'torch.bfloat16']
     """
-    return {"$schema": _DRAFT, "title": "weightsmith recipe", **_level(RECIPE), "$defs": _definitions(LEVELS[1:], methods)}
+    return {"$schema": _DRAFT, "title": "weightsmith recipe", **_level(RECIPE), "$defs": _definitions(LEVELS, methods)}
 
 
 def moe_schema(methods: Sequence[MethodFacts]) -> dict[str, Any]:
-    """JSON Schema of a recipe of `weightsmith moe`; methods: for merges that are made on the way.
+    """JSON Schema of a recipe of `weightsmith moe`; methods: for merges used as models.
 
     >>> moe_schema([])["$defs"]["upcycling"]["properties"]["gate_mode"]["anyOf"][0]["enum"][:2]
     ['router_input', 'hidden']

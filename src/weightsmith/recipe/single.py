@@ -80,7 +80,7 @@ def _dtype(pair: Pair, key: Key, walk: Walk) -> DType | None:
     if name in DTYPE_NAMES:
         return BY_TORCH_NAME[name]
     if name == "auto":
-        fix = "Remove the line: without it the dtype of the inputs is kept."
+        fix = "Remove the line: the default is the dtype of the inputs."
         walk.problem(f"{key.name}: auto is not a dtype", where, fix, UnknownName)
     elif name in BY_TORCH_NAME and not BY_TORCH_NAME[name].floating:
         what = f"{key.name}: {name} would round every weight to a whole number"
@@ -165,7 +165,7 @@ FLAG = Kind(_flag, {"type": "boolean"}, "`true`, `false`")
 
 
 def _layer_range(pair: Pair, key: Key, walk: Walk) -> tuple[int, int] | None:
-    """`[first, end]` with 0 <= first < end; whether the model has as many layers is for the plan to say."""
+    """`[first, end]` with 0 <= first < end; the planner checks it against the model."""
     value, where = pair.value.value, pair.value.where
     fix = "Write [first, end]: [0, 8] is the first eight layers, 0 to 7."
     numbers = [item.value for item in value] if isinstance(value, tuple) else []

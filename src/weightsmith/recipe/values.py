@@ -1,6 +1,6 @@
-"""Parameter values as written, and what they give for one tensor: gradients over layers, filters on names.
+"""Parameter values as written, and their values for one tensor: gradients over layers, filters on names.
 
-Pure and fast: a plan of 100,000 tensors asks a million times.
+Pure and fast: a plan of 100,000 tensors needs a million values.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
 
 def numeric(value: Scalar) -> int | float | None:
-    """The number a value stands for, or None: numbers, and text that is one (YAML 1.1 reads `1e-5` as text). Finite.
+    """The finite number that a value or text means, or None (YAML 1.1 reads `1e-5` as text).
 
-    Truth values are not numbers here: whether `true` may stand for 1 is for the parameter to say.
+    Booleans are not numbers here: the parameter decides whether `true` may mean 1.
 
     >>> numeric(2), numeric("1e-5"), numeric("3"), numeric(True), numeric("union")
     (2, 1e-05, 3, None, None)
@@ -75,7 +75,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """All that one `parameters:` block says of one parameter.
+    """Everything that one `parameters:` block says about one parameter.
 
     entries  in the user's order; the first whose filter fits counts. Empty when the value was refused: its problem is
              reported already, so a missing value must not be reported on top of it (`reported`)
@@ -91,7 +91,7 @@ class Setting:
 
     @property
     def reported(self) -> bool:
-        """True when the value was wrong and its problem is in the list of problems."""
+        """True if the value was wrong and has been reported."""
         return not self.entries
 
     def at(self, name: str, t: float, *, stepped: bool = False) -> tuple[Scalar | Schedule, Entry] | None:
@@ -114,7 +114,7 @@ class Setting:
 
 
 class _Rule:
-    """An entry made ready: `known` remembers the answer for each depth, of which a model has as many as layers."""
+    """A prepared entry: `known` caches the value for each depth, one per layer of a model."""
 
     __slots__ = ("entry", "known", "part")
 

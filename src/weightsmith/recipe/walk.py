@@ -1,8 +1,7 @@
-"""Reads the mappings of a recipe by the grammar, and collects every problem on the way.
+"""Reads the mappings of a recipe by the grammar and collects all problems.
 
-A value that is wrong is reported and left out, and reading continues. What is left is a recipe when its skeleton (method,
-models, layers) is whole, so that the plan can add its own findings. Otherwise there is none: the plan would report as missing
-what is only misspelled.
+A wrong value is reported and left out, and reading continues, so that the planner can add its own findings. There is no recipe
+if its skeleton (method, models, layers) is broken, because the planner would report misspelled keys as missing.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from weightsmith.errors import Finding, ParameterError, SyntaxProblem, Weightsmi
 from weightsmith.recipe.kinds import Level
 from weightsmith.recipe.misuse import HARMLESS, RETIRED, Misuse, elsewhere, explain
 from weightsmith.recipe.nodes import Document, Node, Pair, describe, short
-from weightsmith.recipe.records import ModelRef, Section
+from weightsmith.recipe.records import ModelRef, Recipe, Section
 from weightsmith.recipe.values import Setting
 
-# Keys of which a misspelling, or a fault inside, leaves a hole that the plan must not take for the user's intention.
+# If one of these keys is misspelled or wrong, the planner must not mistake the gap for the user's intention.
 _SKELETON = {"merge_method", "base_model", "models", "slices", "modules", "sources", "model", "layer_range", "path"}
 _SKELETON |= {"experts", "source_model", "copies", "lora"}
 _SKELETON |= {"prune_experts", "merge_experts", "keep", "keep_by_layer", "saliency", "groups", "groups_by_layer"}
@@ -26,13 +25,24 @@ _SKELETON |= {"prune_experts", "merge_experts", "keep", "keep_by_layer", "salien
 class Walker:
     """One reading of a document. Problems and warnings are in the order found.
 
-    lenient          what mergekit ignores silently is a warning instead of an error
+    lenient          settings that mergekit silently ignores are warnings instead of errors
     parameter_names  of all methods: to recognise a parameter outside `parameters:`
-    whole            False once the skeleton of the recipe has a hole
+    whole            False once the skeleton of the recipe is broken
     models           every reference that was read
+    stages           the recipes that are models of others, see `Recipe.stages`
+    depth            of the recipes inside recipes that are being read
     """
 
-    def __init__(self, document: Document, filename: str, *, lenient: bool, parameter_names: Collection[str]) -> None:
+    def __init__(
+        self,
+        document: Document,
+        filename: str,
+        *,
+        lenient: bool,
+        parameter_names: Collection[str],
+        stages: dict[str, Recipe | None] | None = None,
+    ) -> None:
+        """stages: of the file, to be filled; all its documents share it."""
         self.filename = filename
         self.aliased = document.aliased
         self.lenient = lenient
@@ -41,8 +51,10 @@ class Walker:
         self.findings = dict.fromkeys(document.findings)  # an ordered set: an aliased value is read at each of its uses
         self.whole = True
         self.models: list[ModelRef] = []
+        self.stages: dict[str, Recipe | None] = {} if stages is None else stages
+        self.depth = 0
 
-    # ---- what is found
+    # ---- findings
 
     def problem(
         self,
@@ -60,7 +72,7 @@ class Walker:
         self.findings[Finding(what, where, fix=fix)] = None
 
     def misused(self, what: str, where: str, fix: str, error: type[WeightsmithError], *, harmless: bool = False) -> bool:
-        """Add what mergekit ignores; True when it is an error, False when a warning."""
+        """Report a setting that mergekit ignores; True if it is an error, False if it is a warning."""
         if harmless or self.lenient:
             self.warn(what, where, fix)
             return False
@@ -73,7 +85,7 @@ class Walker:
     # ---- mappings
 
     def mapping(self, node: Node, level: Level) -> Any:
-        """What `level` makes of a mapping; None when it is no mapping, or a required key is missing or wrong."""
+        """Read a mapping of a level; None if it is not a mapping, or a required key is missing or wrong."""
         if not isinstance(node.value, dict):
             self.whole = False
             keys = ", ".join(key.name for key in level.keys if key.required) or " or ".join(level.one_of)
@@ -151,7 +163,7 @@ class Walker:
         return misuse.meant
 
     def is_parameter(self, name: str, where: str) -> bool:
-        """Whether a name under `parameters` can be one; reported if not. Whether the method has it is for the plan to say."""
+        """True if any method has a parameter of this name; reported if not. The planner checks it against the method."""
         if name in self.parameter_names:
             return True
         if name in RETIRED:

@@ -1,4 +1,4 @@
-"""YAML text to a tree of positioned values, and every way in which the text can be wrong.
+"""YAML text to a tree of values with positions, with all errors of the text.
 
 PyYAML's SafeLoader reads the text into events and decides what `yes`, `0x10` and `1e-5` are (YAML 1.1, as mergekit).
 The tree is built here from those events and not by PyYAML, which keeps no position of keys and aliases, takes the last
@@ -45,28 +45,36 @@ _SLIPS = (
 )
 
 
-def read_yaml(text: str, filename: str, *, lenient: bool = False) -> Document:
-    """The tree of one YAML document. Never raises: what is wrong with the text is in `problems`.
+def read_yaml(text: str, filename: str, *, lenient: bool = False) -> tuple[Document, ...]:
+    """The trees of the YAML documents in a text, at least one. Never raises: errors in the text are in `problems`.
 
     lenient  equal keys in one mapping are a warning and the last one counts, as in mergekit; otherwise an error
 
-    >>> read_yaml("a: 1\\na: 2\\n", "r.yml").problems[0].finding.where
+    Of several documents, those without a value are left out: a `---` before the first or after the last means nothing.
+
+    >>> read_yaml("a: 1\\na: 2\\n", "r.yml")[0].problems[0].finding.where
     'r.yml:2:1'
+    >>> [document.text for document in read_yaml("a: 1\\n---\\nb: 2\\n", "r.yml")]
+    ['a: 1\\n', '---\\nb: 2\\n']
     """
     if len(text) > MAX_BYTES or len(text.encode(errors="replace")) > MAX_BYTES:
         what = f"the recipe is larger than {MAX_BYTES:,} bytes"
-        return Document(None, (SyntaxProblem(what, where=f"{filename}:1:1"),))
+        return (Document(None, (SyntaxProblem(what, where=f"{filename}:1:1"),)),)
     reader = _Reader(text, filename, lenient)
+    found: list[Document] = []
     try:
-        root = reader.document()
+        reader.begin()
+        while reader.more:
+            found.append(reader.document())
     except SyntaxProblem as problem:
-        return reader.result(None, problem)
+        found.append(reader.result(None, problem))
     except yaml.YAMLError as error:
-        return reader.result(None, reader.translate(error))
+        found.append(reader.result(None, reader.translate(error)))
     except Exception as error:
         # PyYAML leaks ValueError and kin on some hostile text (`"\UFFFFFFFF"`, `%YAML 1<5000 digits>`): still not YAML.
-        return reader.result(None, SyntaxProblem(f"not valid YAML: {short(str(error))}", where=reader.here()))
-    return reader.result(root)
+        found.append(reader.result(None, SyntaxProblem(f"not valid YAML: {short(str(error))}", where=reader.here())))
+    filled = [d for d in found if d.problems or d.root is None or d.root.value is not None]
+    return tuple(filled or found[:1])
 
 
 class _Reader:
@@ -79,11 +87,16 @@ class _Reader:
         self.anchors: dict[str, Node | None] = {}  # None while the anchored value is still open
         self.aliased: set[str] = set()
         self.count = 0
+        self.ended = 0
+        self.expanded = 0
         self.loader: Any = None
 
-    def result(self, root: Node | None, problem: WeightsmithError | None = None) -> Document:
+    def result(self, root: Node | None, problem: WeightsmithError | None = None, text: str = "") -> Document:
+        """What was read since the last document; names of anchors do not outlive their document."""
         problems = (*self.problems, problem) if problem else tuple(self.problems)
-        return Document(root, problems, tuple(self.findings), frozenset(self.aliased))
+        document = Document(root, problems, tuple(self.findings), frozenset(self.aliased), text)
+        self.problems, self.findings, self.anchors, self.aliased = [], [], {}, set()
+        return document
 
     def where(self, mark: Any) -> str:
         return f"{self.filename}:{mark.line + 1}:{mark.column + 1}"
@@ -96,21 +109,28 @@ class _Reader:
 
     # --- the document ------------------------------------------------------------------------------------------------
 
-    def document(self) -> Node | None:
+    def begin(self) -> None:
         self.loader = yaml.SafeLoader(self.text)
         self.loader.get_event()  # start of the stream
-        if self.loader.check_event(yaml.StreamEndEvent):
-            raise SyntaxProblem("the recipe is empty", where=f"{self.filename}:1:1")
+        if not self.more:
+            fix = "Write a recipe with `weightsmith init`."
+            raise SyntaxProblem("the recipe is empty", where=f"{self.filename}:1:1", fix=fix)
+
+    @property
+    def more(self) -> bool:
+        return not self.loader.check_event(yaml.StreamEndEvent)
+
+    def document(self) -> Document:
+        """The next document. Its text begins where the one before it ends."""
+        first, self.ended = self.ended, len(self.text)
         self.loader.get_event()  # start of the document
         root = self.node(0)
+        self.expanded += root.size
+        self.bound(self.expanded, root.where)
         self.loader.get_event()  # end of the document
-        if not self.loader.check_event(yaml.StreamEndEvent):
-            raise SyntaxProblem(
-                "a second YAML document starts here; a recipe of several stages (mergekit-multi) is not supported yet",
-                where=self.where(self.loader.peek_event().start_mark),
-                fix="Put each stage in a file of its own and name the output folder of one as a model of the next.",
-            )
-        return root
+        if self.more:
+            self.ended = self.loader.peek_event().start_mark.index
+        return self.result(root, text=self.text[first : self.ended])
 
     def node(self, depth: int) -> Node:
         event: Any = self.loader.get_event()
@@ -142,7 +162,8 @@ class _Reader:
             raise SyntaxProblem(f"the alias *{name} has no anchor", where=where, fix=fix)
         node = self.anchors[name]
         if node is None:
-            raise SyntaxProblem(f"the alias *{name} is inside the value that it stands for", where=where)
+            fix = f"Write the value out instead of *{name}."
+            raise SyntaxProblem(f"the alias *{name} is inside the value that it refers to", where=where, fix=fix)
         self.aliased.add(name)
         return node
 
@@ -218,7 +239,7 @@ class _Reader:
             if is_merge:
                 if merge_seen:
                     fix = "Write one key: <<: [*first, *second]."
-                    self.problem("the key '<<' stands twice in this mapping", at, fix)
+                    self.problem("duplicate key '<<' in this mapping", at, fix)
                 merge_seen = True
                 self.merge(value, at, merged)
             elif name is not None:
@@ -245,11 +266,11 @@ class _Reader:
         key = self.node(depth + 1)
         if isinstance(key.value, str):
             return key.value
-        self.problem(f"a key must be text, not {describe(key)}", where)
+        self.problem(f"a key must be a string, not {describe(key)}", where)
         return None
 
     def duplicate(self, name: str, where: str, first: str) -> None:
-        what = f"the key {short(name)!r} stands twice in this mapping"
+        what = f"duplicate key {short(name)!r} in this mapping"
         details = (f"first at {first}", "mergekit silently took the last one")
         if self.lenient:
             self.findings.append(Finding(what, where, details))
@@ -273,7 +294,7 @@ class _Reader:
             line = before.count("\n") + 1
             column = error.position - (before.rfind("\n") + 1) + 1
             code = error.character if isinstance(error.character, int) else ord(error.character)
-            what = f"the character U+{code:04X} may not stand in YAML text"
+            what = f"the character U+{code:04X} is not allowed in YAML text"
             return SyntaxProblem(what, where=f"{self.filename}:{line}:{column}", fix="Remove it.")
         if not isinstance(error, yaml.MarkedYAMLError):
             return SyntaxProblem(f"not valid YAML: {short(str(error))}", where=self.here())

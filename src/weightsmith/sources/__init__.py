@@ -5,7 +5,9 @@ kind.py          the description of a kind
 files.py         tensors stored as plain bytes in files
 safetensors.py   the safetensors format
 pytorch.py       PyTorch's format: .bin, .pt, .pth and .ckpt, read without executing code
-fp8_block.py     FP8 weights, dequantised on read
+gguf.py          GGUF files, dequantised on read, with config.json and tokenizer made from their keys
+decoded.py       what sources of quantised weights have in common, which decode them on each read: scaled.py (FP8 and
+                 compressed-tensors), gptq.py, awq.py, bitsandbytes.py, exl2.py, exl3.py, mlx.py, modelopt.py
 adapted.py       a source with a LoRA adapter applied
 memory.py        state dicts; views.py streams the bytes of a tensor in memory
 
@@ -16,14 +18,14 @@ To add a file format, add a file with a `KIND` and an entry in `KINDS`. To add a
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from weightsmith.errors import Unsupported
 from weightsmith.formats.files import Opener, open_local
 from weightsmith.formats.hf_folder import Weights, natural_key, no_weights, read_index
-from weightsmith.sources import fp8_block, pytorch, safetensors
+from weightsmith.sources import awq, bitsandbytes, exl2, exl3, gguf, gptq, mlx, modelopt, pytorch, safetensors, scaled
 from weightsmith.sources.base import Tensors
 from weightsmith.sources.kind import Index, Kind, Opened, Wrapped, Wrapper
 
@@ -43,10 +45,19 @@ __all__ = [
     "wrap",
 ]
 
-KINDS: tuple[Kind, ...] = (safetensors.KIND, pytorch.KIND)
+KINDS: tuple[Kind, ...] = (safetensors.KIND, pytorch.KIND, gguf.KIND)
 """File formats, in order of preference if a folder holds several."""
 
-WRAPPERS: tuple[Wrapper, ...] = (fp8_block.WRAPPER,)
+WRAPPERS: tuple[Wrapper, ...] = (
+    scaled.WRAPPER,
+    gptq.WRAPPER,
+    awq.WRAPPER,
+    bitsandbytes.WRAPPER,
+    exl2.WRAPPER,
+    exl3.WRAPPER,
+    mlx.WRAPPER,
+    modelopt.WRAPPER,
+)
 """Encodings of tensors; the first that recognises a model decodes it."""
 
 
@@ -122,5 +133,5 @@ def wrap(source: Tensors, config: Mapping[str, Any] | None, where: str) -> Wrapp
     """The tensors of a model, decoded by the first wrapper that recognises them, else as stored."""
     for wrapper in WRAPPERS:
         if wrapper.recognises(config or {}, source.specs):
-            return wrapper.wrap(source, config or {}, where)
+            return replace(wrapper.wrap(source, config or {}, where), kind=wrapper.name)
     return Wrapped(source, config)

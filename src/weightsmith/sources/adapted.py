@@ -1,4 +1,4 @@
-"""A source with a LoRA adapter applied: W + scaling · B @ A, computed on read."""
+"""A source with a LoRA adapter applied: W + scaling · B @ A, computed on read; with DoRA, its rows scaled to given norms."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ class Update:
     a, b        the adapter's tensors A [rank, inputs] and B [outputs, rank]
     scaling     factor on the product
     transposed  the matrix is [inputs, outputs]: (B @ A)ᵀ is added
+    magnitude   the adapter's tensor of the norms that the rows of the sum are scaled to (DoRA); "": they remain as they are
     """
 
     a: str
     b: str
     scaling: float
     transposed: bool
+    magnitude: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +100,21 @@ class Adapted:
         from weightsmith.kernels.lora import add_low_rank
 
         before = source.specs[stored].dtype
-        width = spec.dtype.itemsize
+        width, cols = spec.dtype.itemsize, spec.shape[1]
         first, end = start_byte // width, -(-(start_byte + into.size) // width)
+        if origin.update.magnitude:  # a norm is of a whole row
+            first, end = first // cols * cols, -(-end // cols) * cols
         raw = np.empty((end - first) * before.itemsize, np.uint8)
         source.read_into(stored, first * before.itemsize, raw)
         left, right = self._factors_of(name, origin.update)
         values = np.empty(end - first, spec.dtype.numpy)
         row, total = np.empty(BLOCK, spec.dtype.numpy), np.empty(BLOCK)
         add_low_rank(raw, before.code, first, values.size, left, right, origin.update.scaling, values, row, total)
+        if origin.update.magnitude:
+            rows = values.reshape(-1, cols)
+            norms = np.sqrt(np.square(rows, dtype=np.float64).sum(axis=1))
+            wanted = read(self._adapter, origin.update.magnitude, slice(first // cols, end // cols)).astype(np.float64)
+            rows *= (wanted / np.where(norms > 0, norms, 1.0))[:, None]
         into[:] = values.view(np.uint8)[start_byte - first * width :][: into.size]
 
     def check_unchanged(self) -> None:

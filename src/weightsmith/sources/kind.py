@@ -24,11 +24,16 @@ class Opened:
     source    their tensors
     metadata  the files' metadata
     notes     warnings for the user
+    files     config.json, the tokenizer and other files, of a format whose weight files contain all of the model: name →
+              content. They take the place of what is in the folder
+    decoded   the quantisation of the weights, which the source decodes; "" if there is none
     """
 
     source: Tensors
     metadata: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[Finding, ...] = ()
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    decoded: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +64,13 @@ class Wrapped:
     source  its tensors; closes the wrapped source
     config  config.json to match these tensors
     notes   warnings for the user
+    kind    name of the wrapper that decodes it; "" for tensors as stored
     """
 
     source: Tensors
     config: Mapping[str, Any] | None
     notes: tuple[Finding, ...] = ()
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ def grain_bytes(spec: TensorSpec) -> int:
     >>> grain_bytes(TensorSpec("w", DTYPES["BF16"], (1000, 4096)))
     131072
     """
-    return grain_elements(spec.shape) * spec.dtype.itemsize
+    return max(1, grain_elements(spec.shape) // spec.dtype.block) * spec.dtype.itemsize
 
 
 def byte_view(buffer: BytesLike) -> memoryview:

@@ -1,7 +1,7 @@
-"""Is this staging folder ours? Its files are written in place and deleted, so what somebody else made is refused.
+"""Is this staging folder ours? Its files are written in place and deleted, so a folder created by someone else is refused.
 
-Ours is a folder that is empty, or that holds a `lock` of ours and either a journal with a readable line or nothing else: the
-journal's first line is on the disk before anything else is made, and it is removed after all the rest.
+A folder is ours if it is empty, or if it holds our `lock` and either a journal with a readable line or nothing else. The
+journal's first line is on disk before anything else is created, and the journal is removed last.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from weightsmith.store.journal import Entries, read_journal
 
 LOCK, JOURNAL, SPACE, CONTENT, OLD, PRODUCTS, PARTS = "lock", "journal", "space", "content", "old", "products", "parts"
 OWNER = "process "
-"""What the text in a lock of ours begins with."""
+"""Start of the text in our locks."""
 
 _FOLDERS = (CONTENT, OLD, PRODUCTS, PARTS)
 _FILES = (LOCK, JOURNAL, SPACE)
 
 
 def check_kinds(folder: Path) -> None:
-    """Raise StoreError unless it is a real folder, with a lock or journal if it holds anything, all of the right kinds.
+    """Raise StoreError unless this is a folder whose entries have the right kinds, with a lock or journal if it is not empty.
 
-    Nothing but a journal is opened. Another process may be building or removing it meanwhile.
+    Opens only the journal. Another process may be building or removing the folder meanwhile.
     """
     mode = _mode(folder)
     if stat.S_ISLNK(mode):
@@ -35,17 +35,17 @@ def check_kinds(folder: Path) -> None:
     for name in _FOLDERS:
         mode = _mode(folder / name)
         if mode and not stat.S_ISDIR(mode):
-            raise foreign(folder, f"{name} in it is {kind(mode)}, and not a folder")
+            raise foreign(folder, f"{name} in it is {kind(mode)}, not a folder")
     for name in _FILES:
         mode = _mode(folder / name)
         if mode and not stat.S_ISREG(mode):
-            raise foreign(folder, f"{name} in it is {kind(mode)}, and not a file")
+            raise foreign(folder, f"{name} in it is {kind(mode)}, not a file")
     if names and LOCK not in names and not read_journal(folder / JOURNAL).lines:
-        raise foreign(folder, f"it holds {names[0]!r}, and neither a lock nor a journal")
+        raise foreign(folder, f"it holds {names[0]!r}, but neither a lock nor a journal")
 
 
 def check_made_by_us(folder: Path, lock_text: str, entries: Entries) -> None:
-    """Raise StoreError unless the marks of a build are there. The lock must be held, and not yet written to."""
+    """Raise StoreError unless the folder carries our marks. Call with the lock held, before writing to it."""
     if lock_text and not lock_text.startswith(OWNER):
         raise foreign(folder, f"the text in {LOCK} was not written by weightsmith")
     if entries.lines:
@@ -54,7 +54,7 @@ def check_made_by_us(folder: Path, lock_text: str, entries: Entries) -> None:
         name for name in _names(folder) if name != LOCK and not (name == JOURNAL and (lock_text or not _size(folder / name)))
     ]
     if others:
-        raise foreign(folder, f"it holds {others[0]!r}, and no journal of weightsmith's")
+        raise foreign(folder, f"it holds {others[0]!r}, but no journal of weightsmith")
 
 
 def check_content(folder: Path) -> None:
@@ -66,9 +66,9 @@ def check_content(folder: Path) -> None:
 
 
 def foreign(folder: Path, why: str) -> StoreError:
-    """The error for a staging folder, or a part of one, that weightsmith did not make."""
+    """The error for a staging folder that weightsmith did not create."""
     return StoreError(
-        f"the name of the folder for unfinished work is taken by what was not made by weightsmith: {why}",
+        f"the folder for unfinished work exists, but was not created by weightsmith: {why}",
         where=str(folder),
         fix="move it away, or remove it, and run again; or choose another output folder",
         state=NOTHING_WRITTEN,
@@ -76,7 +76,7 @@ def foreign(folder: Path, why: str) -> StoreError:
 
 
 def kind(mode: int) -> str:
-    """What a file is, for a message."""
+    """The kind of a file, for messages."""
     kinds = {
         stat.S_IFLNK: "a symbolic link",
         stat.S_IFDIR: "a folder",
@@ -88,7 +88,7 @@ def kind(mode: int) -> str:
 
 
 def _mode(path: Path) -> int:
-    """The kind of what bears a name, links not followed; 0 for nothing."""
+    """The mode of a path without following links; 0 if it does not exist."""
     try:
         return path.lstat().st_mode
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""What the store asks of the operating system: whole writes, reserved space, atomic renames, fsync.
+"""System calls of the store: complete writes, reserved space, atomic renames, fsync.
 
-Linux has all of it. Where a file system or another system lacks a call, another one takes its place, or the caller is
-told (False) and does without it.
+Linux has all of them. If a file system or another operating system lacks a call, another one replaces it, or the function
+returns False and the caller does without.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 
 @functools.cache
 def _libc(name: str) -> Callable[..., int] | None:
-    """A C library function with 64-bit offsets, or None where the C library has none of that name."""
+    """A C library function with 64-bit offsets, or None if the C library does not have it."""
     try:
         function: Any = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (AttributeError, OSError, TypeError):
@@ -48,10 +48,10 @@ def _libc(name: str) -> Callable[..., int] | None:
 
 
 def reserve(fd: int, nbytes: int) -> bool:
-    """Make the file `nbytes` long with its blocks reserved; False where only the length could be set.
+    """Set the file's length to `nbytes` and reserve its blocks; False if only the length could be set.
 
-    Not os.posix_fallocate: where the file system has no fallocate, glibc's writes into every block, which takes as
-    long as the work itself. Raises OSError (ENOSPC, EDQUOT, EFBIG) when the space is not there.
+    Not os.posix_fallocate: on file systems without fallocate, glibc's writes into every block, which takes as long as
+    the work itself. Raises OSError (ENOSPC, EDQUOT, EFBIG) if there is not enough space.
     """
     if os.fstat(fd).st_size > nbytes:
         os.ftruncate(fd, nbytes)
@@ -70,13 +70,13 @@ def reserve(fd: int, nbytes: int) -> bool:
 
 
 _SHARING = frozenset({0x9123683E, 0x58465342, 0xCA451A4E, 0x6969, 0xFE534D42, 0xFF534D42, 0x7461636F})
-"""btrfs, xfs, bcachefs, nfs, smb2, cifs, ocfs2: they can copy within a file system, or on the server, by reference."""
+"""btrfs, xfs, bcachefs, nfs, smb2, cifs, ocfs2: they can copy by reference, within the file system or on the server."""
 
 
 def copies_by_reference(fd: int) -> bool:
     """The file system of this open file may copy without moving the bytes through memory (copy_file_range)."""
     if sys.platform != "linux" or not hasattr(os, "copy_file_range"):
-        return False  # elsewhere struct statfs is laid out otherwise, and longer than the buffer
+        return False  # elsewhere struct statfs has another layout, and is longer than the buffer
     fstatfs = _libc("fstatfs")
     about = ctypes.create_string_buffer(256)  # struct statfs is 120 bytes; f_type comes first
     if fstatfs is None or fstatfs(fd, about) != 0:
@@ -85,14 +85,14 @@ def copies_by_reference(fd: int) -> bool:
 
 
 def open_own(path: Path, flags: int, *, keep: bool = False) -> int:
-    """Open or create a file that is written in place: a regular file, no link, and no other name of a file.
+    """Open or create a file that is written in place: a regular file with one name, not a link.
 
-    A file that has other names (hard links) is left to them, and a new one takes its place here.
+    If the file has other names (hard links), it is replaced here by a new file, and the other names keep the old one.
 
     flags  O_RDWR, O_APPEND and the like
-    keep   the new one begins with the bytes of the old one; False: empty
+    keep   copy the old bytes into the new file; False: it starts empty
 
-    Raises StoreError for a pipe, socket or device, which is not opened; OSError, also for a link or folder.
+    Raises StoreError for a pipe, socket or device, without opening it; OSError, also for a link or folder.
     """
     flags |= os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -119,7 +119,7 @@ def open_own(path: Path, flags: int, *, keep: bool = False) -> int:
 
 
 def read_own(path: Path, max_bytes: int) -> bytes | None:
-    """A whole file of ours, None when it is missing. Raises StoreError for what is no file, or larger, or a link."""
+    """All bytes of a file, None if it is missing. Raises StoreError if it is not a regular file, or too large."""
     try:
         mode = path.lstat().st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
@@ -155,7 +155,7 @@ def write_all(fd: int, view: memoryview, offset: int) -> None:
 
 
 def read_into(fd: int, view: memoryview, offset: int) -> int:
-    """pread until the view is full or the file ends; the number of bytes read. Thread-safe."""
+    """pread until the view is full or the file ends; returns the number of bytes read. Thread-safe."""
     total = 0
     while total < view.nbytes:
         done = files.read_into(fd, view[total:], offset + total)
@@ -167,7 +167,7 @@ def read_into(fd: int, view: memoryview, offset: int) -> int:
 
 def sync_data(fd: int) -> None:
     """Make the bytes of an open file durable."""
-    full = getattr(fcntl, "F_FULLFSYNC", None)  # of macOS, whose fsync leaves them in the drive's own memory
+    full = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: its fsync leaves the bytes in the drive's cache
     if full is not None:
         try:
             fcntl.fcntl(fd, full)
@@ -178,7 +178,7 @@ def sync_data(fd: int) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, where the file system can: some network file systems refuse it for folders."""
+    """Make the names in a folder durable. Does nothing on network file systems that refuse fsync for folders."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -190,9 +190,9 @@ def fsync_folder(folder: Path) -> None:
 
 
 def lock(fd: int, *, shared: bool = False) -> bool:
-    """Lock an open file, or raise BlockingIOError when another process holds it. False where there are no locks.
+    """Lock an open file, or raise BlockingIOError if another process holds the lock. False if there are no locks.
 
-    shared  together with others that ask for the same
+    shared  with all others that lock it shared
     """
     flock = getattr(fcntl, "flock", None)
     if flock is None:
@@ -219,12 +219,12 @@ def _renameat2(source: Path, target: Path, flags: int) -> bool:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Swap two existing names in one atomic step; False where the file system cannot."""
+    """Swap two existing names atomically; False if the file system cannot."""
     return _renameat2(first, second, _RENAME_EXCHANGE)
 
 
 def rename_new(source: Path, target: Path) -> None:
-    """Rename a file to a name that must not exist, in one atomic step where the file system can. Raises FileExistsError."""
+    """Rename a file to a name that must not exist, atomically if the file system can. Raises FileExistsError."""
     if _renameat2(source, target, _RENAME_NOREPLACE):
         return
     try:
@@ -272,9 +272,9 @@ def no_space(folder: Path, needed_bytes: int, *, state: str, cause: OSError | No
 
 
 def remove_tree(folder: Path, *, last: str = "") -> None:
-    """Delete a folder and all in it, following no link; nothing to do when it is not there.
+    """Delete a folder and its contents without following links. Does nothing if it does not exist.
 
-    last  name of a file that is deleted after all the rest
+    last  name of a file that is deleted last
     """
     if last and folder.is_dir() and not folder.is_symlink():
         for entry in list(folder.iterdir()):
@@ -285,6 +285,6 @@ def remove_tree(folder: Path, *, last: str = "") -> None:
 
     def retry(function: Callable[..., object], path: str, info: Any) -> None:
         if not isinstance(info[1], FileNotFoundError):
-            raise StoreError(f"cannot be removed: {info[1].strerror}", where=path, fix=f"remove {folder} by hand") from info[1]
+            raise StoreError(f"cannot be removed: {info[1].strerror}", where=path, fix=f"remove {folder} yourself") from info[1]
 
     shutil.rmtree(folder, onerror=retry)

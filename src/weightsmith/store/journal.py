@@ -1,9 +1,8 @@
 """The record of finished tensors and products, from which interrupted work is resumed.
 
-A text file of lines `<xxh3_64 of the rest, 16 hex digits> <JSON array>`. The first line names the plan, and what it was made
-from; then one line
-for each finished tensor or product. Each line is one append, and stands on its own: a line torn by a crash does not match its
-hash and is ignored.
+A text file of lines `<xxh3_64 of the rest, 16 hex digits> <JSON array>`. The first line identifies the plan and lists what it
+was built from; one line for each finished tensor or product follows. Each line is one append. A line torn by a crash does not
+match its hash and is ignored.
 """
 
 from __future__ import annotations
@@ -16,30 +15,42 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
 from weightsmith.formats.strict_json import JsonError, parse
 from weightsmith.store import disk
 
-VERSION = 4
+VERSION = 5
 MAX_JOURNAL_BYTES = 128 << 20  # 100,000 tensors take 15 MB
 
 
-Distance = tuple[float, float]
+class Finished(NamedTuple):
+    """A finished tensor.
+
+    checksum   `checksum.combine` of its grain digests, 32 hex digits
+    made_from  digest of the products that it was computed from; "" without any
+    distance   squared norms of the tensor - its base, and of the base; None without a base
+    differing  the models disagree on these integers; those of the first one were copied
+    nonfinite  a NaN or an infinity is the same in all models, and was copied
+    """
+
+    checksum: str
+    made_from: str = ""
+    distance: tuple[float, float] | None = None
+    differing: bool = False
+    nonfinite: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Entries:
-    """What a journal says.
+    """The contents of a journal.
 
     plan, layout  hashes of the plan and of all weight files' headers; "" when the first line is unreadable
-    facts         what the plan was made from, for messages
-    tensors       name -> checksum of each finished tensor
-    distances     name -> squared norms of the tensor - its base, and of the base, where it has one
-    made_from     name -> digest of the products that the tensor was made from, where there are some
-    products      name -> checksum of each finished product
+    facts         what the plan was built from, for messages
+    tensors       finished tensors by name
+    products      checksums of finished products by name
     published     (device, inode) of the folder that was about to be renamed to its final name, or None
     lines         number of readable lines
     """
@@ -47,52 +58,36 @@ class Entries:
     plan: str = ""
     layout: str = ""
     facts: dict[str, str] = field(default_factory=dict)
-    tensors: dict[str, str] = field(default_factory=dict)
-    distances: dict[str, Distance] = field(default_factory=dict)
-    made_from: dict[str, str] = field(default_factory=dict)
+    tensors: dict[str, Finished] = field(default_factory=dict)
     products: dict[str, str] = field(default_factory=dict)
     published: tuple[int, int] | None = None
     lines: int = 0
 
-    def add(self, other: Entries) -> None:
-        """Take in what the journal of a part says of tensors and products."""
-        self.tensors.update(other.tensors)
-        self.distances.update(other.distances)
-        self.made_from.update(other.made_from)
-        self.products.update(other.products)
-
 
 def read_journal(path: Path) -> Entries:
-    """The readable lines of a journal; a missing file is an empty journal. Raises StoreError for what is no file."""
+    """The readable lines of a journal; a missing file is an empty journal. Raises StoreError if it is not a file."""
     data = disk.read_own(path, MAX_JOURNAL_BYTES) or b""
-    plan = layout = ""
-    facts: dict[str, str] = {}
-    tensors: dict[str, str] = {}
-    distances: dict[str, Distance] = {}
-    made_from: dict[str, str] = {}
-    products: dict[str, str] = {}
-    published: tuple[int, int] | None = None
-    count = 0
+    found = Entries()
     for line in BytesIO(data):
         entry = _decode(line)
         if entry is None:
             continue
-        count += 1
+        found.lines += 1
         match entry:
-            case ["plan", int(version), str(plan_hash), str(layout_hash), dict(described)] if version == VERSION:
-                plan, layout = plan_hash, layout_hash
-                facts = {term: value for term, value in described.items() if isinstance(value, str)}
-            case ["tensor", str(name), str(checksum), str(source)]:
-                tensors[name], made_from[name] = checksum, source
-                distances.pop(name, None)
-            case ["tensor", str(name), str(checksum), str(source), float(moved), float(base)]:
-                tensors[name], made_from[name] = checksum, source
-                distances[name] = moved, base
+            case ["plan", int(version), str(plan_hash), str(layout_hash), dict(facts)] if version == VERSION:
+                found.plan, found.layout = plan_hash, layout_hash
+                found.facts = {term: value for term, value in facts.items() if isinstance(value, str)}
+            case ["tensor", str(name), str(checksum), str(made_from), distance, bool(differing), bool(nonfinite)]:
+                match distance:
+                    case None:
+                        found.tensors[name] = Finished(checksum, made_from, None, differing, nonfinite)
+                    case [float(moved), float(base)]:
+                        found.tensors[name] = Finished(checksum, made_from, (moved, base), differing, nonfinite)
             case ["product", str(name), str(checksum)]:
-                products[name] = checksum
+                found.products[name] = checksum
             case ["publish", int(device), int(inode)]:
-                published = (device, inode)
-    return Entries(plan, layout, facts, tensors, distances, made_from, products, published, count)
+                found.published = (device, inode)
+    return found
 
 
 def _decode(line: bytes) -> Any:
@@ -106,10 +101,9 @@ def _decode(line: bytes) -> Any:
 
 
 class Journal:
-    """Appends lines. Thread-safe. Lines reach the operating system at once, the disk when it likes.
+    """Appends lines. Thread-safe. Lines are not synced, except the first one, which marks the folder as ours.
 
-    That is enough: after a power loss, what the journal says is checked against the bytes on disk before it is
-    believed. Only the first line is synced: it marks the folder as ours.
+    That is enough: after a power loss, the journal is checked against the bytes on disk before it is trusted.
     """
 
     def __init__(self, path: Path) -> None:
@@ -125,9 +119,9 @@ class Journal:
         self._append(["plan", VERSION, plan, layout, dict(facts)])
         os.fsync(self._fd)
 
-    def tensor(self, name: str, checksum: str, distance: Distance | None, made_from: str = "") -> None:
+    def tensor(self, name: str, done: Finished) -> None:
         """One finished tensor."""
-        self._append(["tensor", name, checksum, made_from, *(distance or ())])
+        self._append(["tensor", name, *done])
 
     def product(self, name: str, checksum: str) -> None:
         """One finished product."""
@@ -138,21 +132,28 @@ class Journal:
         self._append(["publish", device, inode])
         os.fsync(self._fd)
 
+    def absorb(self, path: Path) -> None:
+        """Move the lines of another journal to the end of this one."""
+        self._write((disk.read_own(path, MAX_JOURNAL_BYTES) or b"") + b"\n")
+        path.unlink()
+
     def close(self) -> None:
         """Close the file."""
         with self._lock:
-            fd, self._fd = self._fd, -1  # first, so that Ctrl-C while it is closed leads to no second close
+            fd, self._fd = self._fd, -1  # first, so that an interrupted close is not repeated
             if fd >= 0:
                 os.close(fd)
 
-    def _append(self, entry: list[str | int | float | dict[str, str]]) -> None:
+    def _append(self, entry: list[object]) -> None:
         body = json.dumps(entry, separators=(",", ":")).encode()
-        line = xxhash.xxh3_64_hexdigest(body).encode() + b" " + body + b"\n"
+        self._write(xxhash.xxh3_64_hexdigest(body).encode() + b" " + body + b"\n")
+
+    def _write(self, line: bytes) -> None:
         with self._lock:
             if self._torn:
                 line = b"\n" + line
-            self._torn = True  # until the whole line is out; a short write must not swallow the next line
+            self._torn = True  # until the whole line is written; a short write must not corrupt the next line
             if os.write(self._fd, line) == len(line):
                 self._torn = False
                 return
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # ENOSPC: Linux writes a part of the line when only that fits
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # Linux writes part of the line if only that fits

@@ -1,4 +1,4 @@
-"""Reading tensors back from disk to see that they are what was written: a few threads, one bounded buffer each."""
+"""Re-reads tensors from disk to verify their checksums, on a few threads with a bounded buffer each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), from one thread at a time."""
 
 BUFFER_BYTES = 1 << 22
-PART_BYTES = 1 << 26  # a 4 GB embedding is shared among the threads in parts of this size
+PART_BYTES = 1 << 26  # the unit of work of a thread
 
 
 class Stored(NamedTuple):
@@ -28,7 +28,7 @@ class Stored(NamedTuple):
 
 
 def reread(tensors: Sequence[Stored], *, threads: int = 2, progress: Progress | None = None) -> dict[str, str]:
-    """The checksum of each tensor as it is on disk; "" for one that cannot be read whole.
+    """The checksum of each tensor on disk; "" for one that cannot be read completely.
 
     Memory: `threads` buffers of 4 MiB.
     """
@@ -64,7 +64,7 @@ def reread(tensors: Sequence[Stored], *, threads: int = 2, progress: Progress | 
                 for worker in workers:
                     worker.result()
             finally:
-                stop.set()  # an error, or Ctrl-C: the others end after the part they hold
+                stop.set()  # after an error or Ctrl-C, the others end after their current part
 
     result: dict[str, str] = {}
     for tensor, runs in zip(tensors, digests, strict=True):
@@ -97,8 +97,8 @@ def _digests(tensor: Stored, start: int, nbytes: int, buffer: memoryview) -> byt
 
 
 def _read(tensor: Stored, start: int, piece: memoryview) -> bool:
-    """Fill the piece; False where the file ends or cannot be read."""
+    """Fill the piece; False if the file ends or cannot be read."""
     try:
         return read_into(tensor.fd, piece, tensor.offset + start) == piece.nbytes
-    except OSError:  # a bad sector is damage like any other: the tensor is named, the rest is still checked
+    except OSError:  # a bad sector counts as damage: the tensor is reported and the rest is still checked
         return False

@@ -21,8 +21,10 @@ from weightsmith.errors import NOTHING_WRITTEN, CannotResume, OutputExists, Stor
 from weightsmith.formats.files import expand_user
 from weightsmith.sources.views import TILE_BYTES, View, pieces, view_of
 from weightsmith.store import disk
+from weightsmith.store.area import staging_folder
 from weightsmith.store.checksum import GrainHasher, grain_bytes, hash_bytes
-from weightsmith.store.staging import Staging, staged_plan, staging_folder
+from weightsmith.store.journal import Finished
+from weightsmith.store.staging import Staging, staged_plan
 from weightsmith.store.target import absolute
 
 Tied = Literal["copy", "alias"]
@@ -108,7 +110,8 @@ def save_file(
         temporary.unlink(missing_ok=True)
         if error.errno in disk.FULL:
             raise disk.no_space(target.parent, shard.nbytes, state=NOTHING_WRITTEN, cause=error) from error
-        raise StoreError(f"cannot be written: {error.strerror}", where=str(target), state=NOTHING_WRITTEN) from error
+        what, fix = f"cannot be written: {error.strerror}", "check its permissions and the disk, or choose another folder"
+        raise StoreError(what, where=str(target), fix=fix, state=NOTHING_WRITTEN) from error
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -133,7 +136,7 @@ def save_model(
 
     max_shard_bytes  bound of one file's tensor data
     config           written as config.json; None writes none
-    overwrite        True replaces a checkpoint that is there, and nothing but a checkpoint
+    overwrite        True replaces an existing checkpoint, but no other folder
 
     The folder appears whole or not at all, and `verify` can check it. Raises StoreError for what cannot be stored,
     OutputExists, NoSpace, and CannotResume where an interrupted merge into this folder could still be resumed.
@@ -163,12 +166,12 @@ def save_model(
                 staging.write(name, start, piece)
                 hasher.update(piece)
                 start += piece.nbytes
-            staging.finish(name, hasher.checksum())
+            staging.finish(name, Finished(hasher.checksum()))
         if config is not None:
             staging.add_file("config.json", (json.dumps(config, indent=2) + "\n").encode())
         out = staging.publish({}, fsync=fsync)
     except BaseException as error:
-        if staging.is_open:  # memory is the only source: there is nothing to go on from
+        if staging.is_open:  # nothing to resume: memory is the only source
             try:
                 staging.discard()
             except (OSError, StoreError) as second:
@@ -183,16 +186,21 @@ def save_model(
 def _views(tensors: Mapping[str, Any], tied: Tied) -> tuple[list[View], dict[str, str]]:
     """All the views to store, in order, and the names that are aliases of one of them.
 
-    Every tensor is held until the end: identity is an address, and the address of a freed tensor is soon another's.
+    Every tensor is held until the end: identity is an address, and the address of a freed tensor is reused.
     """
     if tied not in ("copy", "alias"):
-        raise StoreError(f"{tied!r} is neither 'copy' nor 'alias'", where="tied", state=NOTHING_WRITTEN)
+        what = f"{tied!r} is neither 'copy' nor 'alias'"
+        raise StoreError(what, where="tied", fix="write one of them", state=NOTHING_WRITTEN)
     views: list[View] = []
     aliases: dict[str, str] = {}
     first: dict[Any, str] = {}
     for name, tensor in tensors.items():
         if not isinstance(name, str):
-            raise StoreError(f"a tensor's name must be text, not {name!r}", state=NOTHING_WRITTEN)
+            raise StoreError(
+                f"the name of a tensor must be a string, not {name!r}",
+                fix="use names as in a state_dict",
+                state=NOTHING_WRITTEN,
+            )
         view = view_of(name, tensor)
         views.append(view)
         if tied == "alias" and view.identity is not None:
@@ -239,12 +247,13 @@ def _make_folder(target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = "a file has the name of a folder on the way" if isinstance(error, FileExistsError) else error.strerror
-        raise StoreError(f"its folder cannot be made: {reason}", where=str(target), state=NOTHING_WRITTEN) from error
+        what, fix = f"its folder cannot be created: {reason}", "choose another folder"
+        raise StoreError(what, where=str(target), fix=fix, state=NOTHING_WRITTEN) from error
 
 
 def _exists(target: Path) -> OutputExists:
     return OutputExists(
-        "the file is there already",
+        "the file already exists",
         where=str(target),
         fix="choose another name, or give overwrite=True",
         state=NOTHING_WRITTEN,

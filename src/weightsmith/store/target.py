@@ -1,4 +1,4 @@
-"""What may be written where: checks of the output folder and of the names inside it."""
+"""Checks of the output folder and of the names inside it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from weightsmith.store.manifest import MANIFEST_NAME, read_manifest
 
 _VERSION_CONTROL = (".git", ".hg", ".svn", ".jj")
 _SHOWN = 6  # names of an existing folder that a message lists
-_LOOKED_AT = 10_000  # entries of it that are read for that
-_MAX_LINKS = 40  # in a row, as Linux
+_LOOKED_AT = 10_000  # entries of it that are read for this
+_MAX_LINKS = 40  # in a row, as in Linux
 _MAX_CONFIG_BYTES = 16 << 20
 
 
 def check_out(out: str | os.PathLike[str]) -> Path:
-    """The absolute path of the output folder, refused where a folder cannot be made. Changes nothing.
+    """The absolute path of the output folder. Raises StoreError if it cannot be created. Changes nothing.
 
-    Folders on the way to it need not exist: `Staging.open` makes them.
+    Parent folders need not exist: `Staging.open` creates them.
     """
     given = os.fspath(out)
     if not given or "\0" in given:
-        raise StoreError(f"{given!r} is not a path", where="output folder", state=NOTHING_WRITTEN)
+        raise StoreError(f"{given!r} is not a path", where="output folder", fix="name a new folder", state=NOTHING_WRITTEN)
     if given.startswith("~") and str(expand_user(given)) == str(Path(given)):
         raise StoreError(
             f"{given!r} is in a home folder that does not exist",
@@ -51,7 +51,7 @@ def check_out(out: str | os.PathLike[str]) -> Path:
 
 
 def absolute(out: str | os.PathLike[str]) -> Path:
-    """The absolute path that a name of an output stands for: `~` is the home folder, links are not followed."""
+    """The absolute path of an output: `~` is the home folder, links are not followed."""
     return Path(os.path.abspath(expand_user(out)))  # noqa: PTH100  Path.resolve would follow a link at the output itself
 
 
@@ -65,7 +65,7 @@ def _check_place(path: Path) -> None:
     while not parent.exists():
         if parent.is_symlink():
             reason = f"{parent} is a symbolic link to {parent.readlink()}, which does not exist"
-            raise _refused(path, reason, "make that folder, or remove the link")
+            raise _refused(path, reason, "create that folder, or remove the link")
         parent = parent.parent
     if not parent.is_dir():
         raise _refused(path, f"{parent} is a file, not a folder", "name a folder inside a folder")
@@ -85,15 +85,15 @@ def _refused(path: Path, reason: str, fix: str) -> StoreError:
 
 
 def _protected(path: Path) -> str:
-    """Why this folder must never be replaced, or an empty string."""
+    """Why this folder must never be replaced, or ""."""
     real = path.resolve()  # the same folder reached through a link in one of its parents
     if real == real.parent:
         return "it is the root of the file system"
     home = absolute("~") if os.path.expanduser("~") != "~" else None  # noqa: PTH111
     if home is not None and home.resolve().is_relative_to(real):
-        return "it is, or holds, your home folder"
+        return "it is, or contains, your home folder"
     if Path.cwd().is_relative_to(real):
-        return "it is, or holds, the current folder"
+        return "it is, or contains, the current folder"
     if path.is_mount():
         return "it is a mount point, which cannot be renamed"
     return ""
@@ -104,9 +104,9 @@ def check_vacant(path: Path, *, overwrite: bool, protected: Sequence[Path] = ())
 
     protected  every file and folder that the run reads
 
-    With `overwrite`, only this is replaced: a folder in which weightsmith's own manifest lists every file, or one of which
-    every file bears a name that checkpoints use, without folders. No version control, ever. It is not looked at further than
-    to the first few files that would be lost.
+    With `overwrite`, a folder is replaced only if weightsmith's manifest lists every file in it, or if all its files have names
+    that checkpoints use and it has no subfolders; never if it is under version control. Stops reading after the first few
+    files that would be lost.
     """
     if not path.is_dir():
         return
@@ -117,7 +117,7 @@ def check_vacant(path: Path, *, overwrite: bool, protected: Sequence[Path] = ())
     check_not_read(path, protected)
     if not overwrite:
         raise OutputExists(
-            "the output folder is there already and is not empty",
+            "the output folder already exists and is not empty",
             where=str(path),
             details=(f"it holds {_some(names)}",),
             fix="choose another folder, or replace this one with --overwrite (overwrite=True)",
@@ -145,18 +145,18 @@ def check_vacant(path: Path, *, overwrite: bool, protected: Sequence[Path] = ())
 
 
 def check_replaced(path: Path) -> None:
-    """Raise StoreError if a folder that was replaced, and is about to be deleted, holds more than a checkpoint."""
+    """Raise StoreError if a replaced folder, about to be deleted, holds more than a checkpoint."""
     lost = list(itertools.islice(_not_of_checkpoint(path), _SHOWN + 1)) if path.is_dir() else []
     if lost:
         raise StoreError(
-            f"the checkpoint that was replaced holds more than a checkpoint, and is kept: {_some(lost)}",
+            f"the replaced folder holds more than a checkpoint, and is not deleted: {_some(lost)}",
             where=str(path),
             fix="move what you need out of it, and remove it",
         )
 
 
 def check_not_read(path: Path, protected: Sequence[Path]) -> None:
-    """Raise StoreError if a folder that holds anything is, holds, or lies in what the run reads. Links are seen through."""
+    """Raise StoreError if a non-empty folder is, contains, or lies in anything the run reads. Links are resolved."""
     if not path.is_dir() or not any(path.iterdir()):
         return
     own, around = _identity(path), _surroundings(path)
@@ -175,7 +175,7 @@ def _is_read(path: Path, what: str) -> StoreError:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Device and inode: equal for two names of one folder, by whatever links and mounts they reach it."""
+    """Device and inode: equal for two names of one folder, through any links and mounts."""
     try:
         about = path.stat()
     except OSError:
@@ -184,13 +184,13 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _surroundings(path: Path) -> set[tuple[int, int]]:
-    """Identities of a folder and of all folders around it."""
+    """Identities of a folder and of all its parents."""
     real = Path(os.path.realpath(path))  # Path.resolve raises for a link to itself
     return {found for place in (real, *real.parents) if (found := _identity(place)) is not None}
 
 
 def _links_in(folder: Path) -> list[Path]:
-    """The links at the top level of a folder: weight files of hub snapshots, and of those who save space by hand."""
+    """The links at the top level of a folder, such as the weight files of hub snapshots."""
     try:
         with os.scandir(folder) as entries:
             return [folder / entry.name for entry in entries if entry.is_symlink()]
@@ -199,7 +199,7 @@ def _links_in(folder: Path) -> list[Path]:
 
 
 def _steps(path: Path) -> Iterator[Path]:
-    """The path, and every further path on the way if it is a link to a link."""
+    """The path, and the target of each link if it is a chain of links."""
     for _ in range(_MAX_LINKS):
         yield path
         if not path.is_symlink():
@@ -213,12 +213,12 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _shown_name(name: str) -> str:
-    """A file's name for a message: as it is, or quoted and escaped if it could not be printed."""
+    """A file's name for a message, quoted and escaped if it is not printable."""
     return name if name.isprintable() else show(name)
 
 
 def _not_of_checkpoint(path: Path) -> Iterator[str]:
-    """Relative names of what would be lost with a folder, beyond a checkpoint: files, and folders (with a `/`)."""
+    """Relative names of the files, and folders (with a `/`), that do not belong to a checkpoint and would be lost."""
     listed = _listed(path)
     folders = {parent.as_posix() for name in listed for parent in PurePosixPath(name).parents}
 
@@ -226,7 +226,7 @@ def _not_of_checkpoint(path: Path) -> Iterator[str]:
         try:
             with os.scandir(folder) as found:
                 entries = sorted(found, key=lambda entry: entry.name)
-        except OSError:  # if its owner cannot be determined, it does not count as ours
+        except OSError:  # if it cannot be read, it does not count as ours
             yield prefix
             return
         for entry in entries:
@@ -243,7 +243,7 @@ def _not_of_checkpoint(path: Path) -> Iterator[str]:
 
 
 def _listed(path: Path) -> frozenset[str]:
-    """What the manifest in a folder lists, itself included; nothing without a manifest that can be believed."""
+    """The files that the manifest in a folder lists, itself included; none without a valid manifest."""
     try:
         manifest = read_manifest(path)
     except WeightsmithError:
@@ -262,7 +262,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def check_file_name(name: str) -> PurePosixPath:
-    """The relative path of a file that is not a weight, refused if it could leave the folder or pass for a weight.
+    """The relative path of a file that is not a weight. Raises StoreError if it leaves the folder or looks like a weight file.
 
     >>> check_file_name("1_Pooling/config.json")
     PurePosixPath('1_Pooling/config.json')
@@ -274,7 +274,7 @@ def check_file_name(name: str) -> PurePosixPath:
     elif "\\" in name or "\0" in name or not name.isprintable():
         problem = "it holds a backslash or a control character"
     elif parts[-1].endswith((".safetensors", ".safetensors.index.json")):
-        problem = "weight files and their index are written from the layout alone"
+        problem = "weight files and their index are written from the layout"
     elif name == MANIFEST_NAME:
         problem = "the manifest is written by publish"
     if problem:
@@ -285,7 +285,7 @@ def check_file_name(name: str) -> PurePosixPath:
 def create_file(folder: Path, name: PurePosixPath) -> int:
     """A new, empty file under `folder`, open for writing; no link below `folder` is followed.
 
-    Folders on the way are made. A file of that name is replaced, a link of that name is removed and not followed.
+    Missing parent folders are created. An existing file or link of that name is replaced; the link is not followed.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
     at = os.open(folder, flags)
@@ -305,7 +305,9 @@ def create_file(folder: Path, name: PurePosixPath) -> int:
         return os.open(name.name, create, 0o666, dir_fd=at)
     except OSError as error:
         if stat_is_link(folder, name):
-            raise StoreError("a symbolic link is in the way, and is not followed", where=str(folder / name)) from error
+            raise StoreError(
+                "a symbolic link is in the way, and is not followed", where=str(folder / name), fix="remove it and run again"
+            ) from error
         raise
     finally:
         os.close(at)

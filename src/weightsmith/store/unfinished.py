@@ -1,29 +1,28 @@
-"""Staging folders that interrupted runs have left: found, described, removed."""
+"""Finds, describes and removes the staging folders that interrupted runs have left."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightsmith.containers import Layout
 from weightsmith.errors import StoreError
-from weightsmith.store import disk
+from weightsmith.store import locks
+from weightsmith.store.area import STAGING_SUFFIX, StagingArea
 from weightsmith.store.claim import JOURNAL, LOCK, check_kinds
 from weightsmith.store.journal import read_journal
-from weightsmith.store.staging import STAGING_SUFFIX, Staging
 
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A folder that bears the name of a staging folder.
+    """A folder with the name of a staging folder.
 
-    tensors  finished ones
-    nbytes   that it takes on the disk
-    changed  seconds since the epoch: the last tensor was finished, or the folder was made
-    reason   why it may not be removed: a process works in it, or it is not ours; "" if it may be
+    tensors  number of finished tensors
+    nbytes   on disk
+    changed  when the last tensor was finished, or the folder was created, in seconds since the epoch
+    reason   why it may not be removed: a process works in it, or it is not ours; "" if it may be removed
     """
 
     folder: Path
@@ -34,7 +33,7 @@ class Unfinished:
 
     @property
     def out(self) -> Path:
-        """The output folder that it is for."""
+        """Its output folder."""
         return self.folder.parent / self.folder.name[1:].removesuffix(STAGING_SUFFIX)
 
 
@@ -46,9 +45,9 @@ def find_unfinished(parent: Path) -> Iterator[Unfinished]:
             entries = read_journal(folder / JOURNAL)
             last = next((path for path in (folder / JOURNAL, folder / LOCK) if path.exists()), folder)
             about = len(entries.tensors), _disk_bytes(folder), last.stat().st_mtime
-            yield Unfinished(folder, *about, "a process is working in it" if _is_locked(folder) else "")
+            yield Unfinished(folder, *about, "a process is working in it" if locks.is_held(folder) else "")
         except FileNotFoundError:
-            continue  # removed by its owner at this moment
+            continue  # its owner has just removed it
         except StoreError as error:
             yield Unfinished(folder, 0, 0, folder.lstat().st_mtime, error.finding.what)
 
@@ -56,29 +55,14 @@ def find_unfinished(parent: Path) -> Iterator[Unfinished]:
 def remove_unfinished(found: Unfinished) -> None:
     """Remove a staging folder, or finish the publishing that was cut off in it.
 
-    Raises Busy while a process works in it, StoreError for a folder that is not ours, or that holds a checkpoint which an
-    interrupted --overwrite was about to replace.
+    Raises Busy while a process works in it, StoreError for a folder that is not ours, or that holds a checkpoint replaced by an
+    interrupted --overwrite.
     """
-    nothing = Layout((), {}, None, 0)
-    with Staging(found.out, nothing, "", {}, overwrite=False, protected=(), other_bytes=0) as staging:
-        staging.recover()
-        if staging.is_open:
-            staging.discard()
-
-
-def _is_locked(folder: Path) -> bool:
-    """Some process holds the lock. To see that of a part, a lock that is free is held for a moment."""
-    try:
-        fd = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return False
-    try:
-        disk.lock(fd)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
+    area = StagingArea(found.out)
+    with closing(area.locks):
+        area.recover(area.locks.take())
+        if area.locks.held:
+            area.remove()
 
 
 def _disk_bytes(folder: Path) -> int:

@@ -13,9 +13,8 @@ from weightsmith.formats.carried import is_loaded
 from weightsmith.formats.files import expand_user
 from weightsmith.store import disk
 from weightsmith.store.checksum import hash_bytes
-from weightsmith.store.manifest import MANIFEST_NAME, Manifest, read_manifest
+from weightsmith.store.manifest import MANIFEST_NAME, Manifest, hash_file, list_files, read_manifest
 from weightsmith.store.reread import Progress, Stored, reread
-from weightsmith.store.staging import hash_file, list_files
 
 
 @dataclass(frozen=True, slots=True)

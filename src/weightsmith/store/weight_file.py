@@ -1,8 +1,8 @@
-"""One weight file under construction, written past the page cache where memory, offset and file system allow it.
+"""One weight file under construction. Writes bypass the page cache where memory, offset and file system allow it.
 
-The output of a merge is written once and not read again before it is on the disk, so a copy of it in the page cache
-costs a copy and memory that the inputs need more. `O_DIRECT` sends whole pages from the caller's buffer to the disk;
-what lies before the first page boundary and after the last goes through the page cache. No page is written both ways.
+The output is written once and not read again, so putting it into the page cache would cost a copy, and memory that the
+inputs need more. `O_DIRECT` sends whole pages from the caller's buffer to the disk; the bytes before the first page boundary
+and after the last one go through the page cache. No page is written both ways.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from weightsmith.store import disk
 
 PAGE_BYTES = 4096
-"""A multiple of every disk's block size, and of what O_DIRECT asks of offsets and of memory."""
+"""A multiple of every disk's block size, and of the alignment that O_DIRECT requires of offsets and memory."""
 
 
 class WeightFile:
@@ -32,7 +32,7 @@ class WeightFile:
         self._direct = -1
 
     def open_direct(self) -> None:
-        """Write past the page cache from now on, where the file system can and a descriptor is left."""
+        """Bypass the page cache from now on, if the file system can and a descriptor is available."""
         if hasattr(os, "O_DIRECT"):
             with contextlib.suppress(OSError):
                 self._direct = os.open(self._path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -66,13 +66,13 @@ class WeightFile:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                break  # it accepts the flag but not the write
+                break  # the file system accepts the flag but not the write
         disk.write_all(self.fd, view[done:], offset + done)
 
     def close(self) -> None:
         """Close both descriptors."""
         fds = self._direct, self.fd
-        self.fd = self._direct = -1  # first, so that Ctrl-C while they are closed leads to no second close
+        self.fd = self._direct = -1  # first, so that an interrupted close is not repeated
         for fd in fds:
             if fd >= 0:
                 os.close(fd)

@@ -63,6 +63,34 @@ def is_vocabulary(spec: TensorSpec) -> bool:
     return is_embedding(spec) or is_head(spec)
 
 
+PER_LAYER = "embed_tokens_per_layer"
+"""Module of an embedding with a row for each token and columns for each layer, which may have fewer rows than the others."""
+
+SIZE_KEYS = ("vocab_size", "padded_vocab_size", "text_vocab_size", "decoder_vocab_size", "n_vocab")
+"""Keys of config.json for the number of rows."""
+
+
+def count_rows(specs: Iterable[TensorSpec], config: Mapping[str, Any] | None) -> int:
+    """The rows of the token embedding or the head; 0 if there is neither.
+
+    The number that config.json states if a tensor has it, else the largest: vision towers have embeddings too.
+    """
+    counts = [spec.shape[0] for spec in specs if is_vocabulary(spec) and module_of(spec.name) != PER_LAYER]
+    stated = [section.get("vocab_size") for section in text_sections(config or {})]
+    return next((rows for rows in stated if isinstance(rows, int) and rows in counts), max(counts, default=0))
+
+
+def has_tokens(spec: TensorSpec, rows: int) -> bool:
+    """True for a tensor with a row (a bias: an element) for each token; `rows` is `count_rows` of its model."""
+    if module_of(spec.name) == PER_LAYER:
+        return len(spec.shape) == 2
+    if len(spec.shape) == 2 and spec.name.endswith("final_logits_bias"):
+        return spec.shape == (1, rows)
+    if len(spec.shape) == 1 and spec.shape[0] == rows:
+        return spec.name.endswith(".predictions.bias") or (spec.name.endswith(".bias") and _is_named(spec, HEADS))
+    return is_vocabulary(spec) and spec.shape[0] == rows
+
+
 def comes_first(name: str) -> bool:
     """True if a tensor outside the layers comes before them (embeddings), False if after (final norm, head, MTP layers).
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from weightsmith.decoder import Base
 from weightsmith.mixture.routing.gates import MODES
 from weightsmith.mixture.routing.prompts import Texts
 from weightsmith.plans import Product
@@ -24,26 +25,6 @@ class GatedExpert:
     name: str
     where: str
     texts: Texts
-
-
-@dataclass(frozen=True, slots=True)
-class Base:
-    """The model that runs the prompts.
-
-    label   as the user named it
-    model   its index in the plan; its tokenizer is used
-    config  its config.json
-    prefix  before the layer number: `model.layers.`
-    layers  number of layers
-    hidden  size of a hidden state
-    """
-
-    label: str
-    model: int
-    config: Mapping[str, Any]
-    prefix: str
-    layers: int
-    hidden: int
 
 
 @dataclass(frozen=True, slots=True)

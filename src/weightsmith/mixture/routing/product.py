@@ -117,4 +117,4 @@ def _check(product: Product) -> str:
     return "" if outs_of(gating, routers) == product.outs else "its arrays are not those of its report"
 
 
-KIND = Kind("computing hidden states and router weights", compute=_compute, report=_report, check=_check)
+KIND = Kind("computing hidden states and router weights", compute=_compute, report=_report, check=_check, device=True)

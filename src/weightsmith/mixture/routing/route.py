@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weightsmith.errors import NonFinite, NotFound, ParameterError, PlanError, Unsupported, WeightsmithError
+from weightsmith.errors import NonFinite, NotFound, ParameterError, PlanError, Unsupported, WeightsmithError, first_line
+from weightsmith.jobs.requires import usable_device
 from weightsmith.mixture.packages import missing
 from weightsmith.mixture.routing.gates import MODES, Rows, Sample
 from weightsmith.mixture.routing.gating import Gating, router_dtype, uses_states
@@ -19,7 +20,7 @@ from weightsmith.products import Bench
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from weightsmith.mixture.routing.hidden_states import Decoder, LayerStates
+    from weightsmith.decoder.forward import Decoder, LayerStates
 
 SAME = 1e-6
 """Two rows that differ by less than this share of their norm count as equal."""
@@ -85,12 +86,12 @@ class _Route:
         """The module and the prompts as tokens."""
         if problems := missing_packages():
             raise PlanError(problems)
-        from weightsmith.mixture.routing.hidden_states import build
+        from weightsmith.decoder.forward import build
 
         gating = self.gating
         problems = self._check_device()
         specs = {step.out.name: step.out for step in self.bench.product.steps}
-        decoder = build(gating.base, specs)
+        decoder = build(gating.base, specs, "; or use gate_mode: random, which needs no hidden states")
         tokenizer = None if isinstance(decoder, WeightsmithError) else self._tokenizer()  # it reads config.json too
         problems += [found for found in (decoder, tokenizer) if isinstance(found, WeightsmithError)]
         if isinstance(decoder, WeightsmithError) or isinstance(tokenizer, WeightsmithError):
@@ -113,15 +114,10 @@ class _Route:
         return decoder, prompts
 
     def _check_device(self) -> list[WeightsmithError]:
-        import torch
-
-        if self.device == "auto":
-            self.device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            torch.empty(1, device=self.device)
-        except Exception as error:  # what torch raises for unknown names and missing devices differs by build
-            what = f"the device '{self.device}' cannot be used: {str(error).strip().splitlines()[0][:200]}"
-            return [ParameterError(what, where="--device", fix="write cpu, or a device that torch supports")]
+            self.device = usable_device(self.device)
+        except ParameterError as error:
+            return [error]
         return []
 
     def _tokenizer(self) -> Any:
@@ -133,7 +129,7 @@ class _Route:
         except WeightsmithError:
             raise
         except Exception as error:  # bad files can raise anything in transformers
-            what = f"the tokenizer of the base cannot be loaded: {str(error).strip().splitlines()[0][:200]}"
+            what = f"the tokenizer of the base cannot be loaded: {first_line(error)}"
             fix = "put the tokenizer files next to the weights, or write gate_mode: random"
             return NotFound(what, where=base.label, fix=fix)
 

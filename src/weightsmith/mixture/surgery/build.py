@@ -26,7 +26,6 @@ from weightsmith.planner import loading
 from weightsmith.planner.build import Prepared
 from weightsmith.planner.config import output_config
 from weightsmith.planner.dtypes import DTypes, kept_specs
-from weightsmith.planner.encode import check_name, quantise
 from weightsmith.planner.inputs import at, open_models
 from weightsmith.plans import CAST, COPY, JOIN, Block, Dropped, Made, Plan, Product, Read, Settings, Step
 from weightsmith.recipe import Surgery
@@ -61,7 +60,6 @@ def prepare_surgery(
     """
     with ExitStack() as stack:
         asked = options.out_dtype or recipe.dtype
-        problems = [*problems, *check_name(options.quantize)]
         checkpoint, found = _open(recipe, asked, options.quantize, stack)
         if checkpoint is None:
             raise PlanError([*problems, *found])
@@ -74,10 +72,9 @@ def prepare_surgery(
         config = surgeon.config()
         if problems or selection.problems or surgeon.problems:
             raise PlanError([*problems, *selection.problems, *surgeon.problems])
-        prepared = surgeon.prepare(config, options.max_shard_bytes)
+        prepared = surgeon.prepare(config, options.shard_bytes)
         if options.check_loading:
             prepared = _checked(prepared, recipe)
-        prepared = replace(prepared, plan=quantise(prepared.plan, options.quantize))
         stack.pop_all()
         return prepared
 
@@ -163,7 +160,8 @@ class _Surgeon:
         tensors = [*(spec for parts in block.own for spec in parts.values()), *(stacked.spec for stacked in block.fused)]
         codes = next((spec for spec in tensors if not spec.dtype.floating), None)
         if codes is not None:
-            self.problems.append(Unsupported(f"{codes.dtype} cannot be averaged", where=codes.name))
+            fix = "use prune_experts, which copies experts, or a checkpoint that is not quantised"
+            self.problems.append(Unsupported(f"{codes.dtype} cannot be averaged", where=codes.name, fix=fix))
         if block.scaled:
             what = "each expert has its own output factor, which a merged expert would need multiplied into its weights"
             self.problems.append(Unsupported(what, where=block.scaled, fix="use prune_experts"))

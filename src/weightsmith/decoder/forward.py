@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from weightsmith.errors import ShapeError, Unsupported, WeightsmithError
-from weightsmith.mixture.routing.gating import Base
+from weightsmith.decoder import Base
+from weightsmith.decoder.unfused import put_back, unfuse
+from weightsmith.errors import ShapeError, Unsupported, WeightsmithError, first_line
 from weightsmith.products import Bench
 from weightsmith.tensors import TensorSpec
 
@@ -43,7 +44,14 @@ class LayerStates:
 class Decoder:
     """A transformers module without weights, and the model that has them. Created by `build`."""
 
-    def __init__(self, base: Base, specs: Mapping[str, TensorSpec], body: Any, layers: nn.ModuleList, embedding: str) -> None:
+    def __init__(
+        self,
+        base: Base,
+        specs: Mapping[str, TensorSpec],
+        body: Any,
+        layers: nn.ModuleList,
+        embedding: str,
+    ) -> None:
         """Use `build`."""
         self._base = base
         self._specs = specs
@@ -95,6 +103,54 @@ class Decoder:
                 with _loaded(layer, weights, memory):
                     yield self._run(i, layer, batches, len(prompts))
 
+    def embedded(self, source: Bench, rows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+        """What enters the first layer, for rows of token ids without padding: float32 [tokens, hidden] each."""
+        with torch.no_grad():
+            place = self._embed(source, rows, "cpu")
+            for ids in rows:
+                found = torch.tensor([[place[token] for token in ids]])
+                yield record(self._body, self._layers, input_ids=found)[0][0]
+
+    @contextmanager
+    def layer(
+        self, i: int, source: Bench, tokens: int, device: str = "cpu", given: Mapping[str, Tensor] | None = None
+    ) -> Iterator[Layer]:
+        """Layer i with its weights, for rows of so many tokens.
+
+        source  supplies weights; matrices that transformers fuses may be stored one by one
+        given   weights to use instead of the source's, by name
+
+        Raises ShapeError if its tensors are not those of the module.
+        """
+        given = given or {}
+        layer, prefix = self._layers[i], f"{self._base.prefix}{i}."
+        shapes = {step.out.name: step.out.shape for step in source.product.steps}
+        with _Weightless():
+            names, replaced = unfuse(layer, prefix, shapes)
+        try:
+            wanted = {names[name]: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
+            if wrong := _wrong_shapes(wanted, shapes):
+                raise ShapeError(_MISMATCH, where=self._base.label, details=wrong, fix="check its config.json")
+            self._to(device)
+            with torch.no_grad():
+                hidden = torch.zeros(1, tokens, self._base.hidden, device=device)
+                call = record(self._body, self._layers, inputs_embeds=hidden)[1][i]
+                with _loaded(layer, {name: own for name, own in names.items() if own not in given}, _Memory(source, device)):
+                    for name, own in names.items():
+                        if own in given:
+                            _register(layer, name, given[own].to(device))
+                    linear = {names[f"{n}.weight"]: m for n, m in layer.named_modules() if isinstance(m, nn.Linear)}
+                    yield Layer(layer, linear, *call)
+        finally:
+            put_back(layer, replaced)
+
+    @contextmanager
+    def final_norm(self, source: Bench, device: str = "cpu") -> Iterator[Any]:
+        """The norm after the last layer, whose output enters the head: a module, with its weights."""
+        norm = self._body.norm
+        with _loaded(norm, {name: self._name(f"norm.{name}") for name, _ in norm.named_parameters()}, _Memory(source, device)):
+            yield norm
+
     def _rows(self, source: Bench, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, dict[int, int]]:
         """The embedding rows of all tokens in the prompts, and the row index of each token."""
         used = sorted({token for ids in prompts for token in ids})
@@ -107,17 +163,26 @@ class Decoder:
 
     def _begin(self, source: Bench, batches: Sequence[_Batch], prompts: Sequence[Sequence[int]], device: str) -> None:
         """Embed every batch and record the arguments of every layer, by running the body without its layers."""
+        place = self._embed(source, prompts, device)
+        for batch in batches:
+            batch.record(self._body, self._layers, place)
+
+    def _embed(self, source: Bench, prompts: Sequence[Sequence[int]], device: str) -> dict[int, int]:
+        """Give the body the embedding rows of these tokens, and all else it needs outside its layers. Returns token → row."""
         table, place = self._rows(source, prompts)
         module = self._body.get_submodule(self._embedding.removesuffix(".weight"))
         module.padding_idx = None  # rows are renumbered
         module.weight = nn.Parameter(table.to(device), requires_grad=False)
         rest = {n: self._name(n) for n, p in self._body.named_parameters() if p.is_meta and not n.startswith(f"{self._stack}.")}
         _assign(self._body, rest, _Memory(source, device))
+        self._to(device)
+        return place
+
+    def _to(self, device: str) -> None:
+        """Move the buffers: positions, scales."""
         for name, buffer in self._body.named_buffers():
             owner, _, leaf = name.rpartition(".")
             self._body.get_submodule(owner)._buffers[leaf] = buffer.to(device)
-        for batch in batches:
-            batch.record(self._body, self._layers, place)
 
     def _run(self, i: int, layer: nn.Module, batches: Sequence[_Batch], count: int) -> LayerStates:
         entering: list[Any] = [None] * count
@@ -137,10 +202,11 @@ class Decoder:
         return LayerStates(i, entering, mlp_input)
 
 
-def build(base: Base, specs: Mapping[str, TensorSpec]) -> Decoder | WeightsmithError:
+def build(base: Base, specs: Mapping[str, TensorSpec], instead: str = "") -> Decoder | WeightsmithError:
     """The module of a model, without weights; an error if transformers cannot build it or its tensors do not match.
 
-    specs  of all the model's tensors, by name
+    specs    of all the model's tensors, by name; {} leaves the check to `Decoder.layer`
+    instead  what else the user may do, for an error
 
     Works for any transformers class that calls its layers in sequence.
     """
@@ -148,7 +214,6 @@ def build(base: Base, specs: Mapping[str, TensorSpec]) -> Decoder | WeightsmithE
 
     settings = dict(base.config)
     model_type = settings.pop("model_type", "")
-    known = "; or use gate_mode: random, which needs no hidden states"
     try:
         config = AutoConfig.for_model(model_type, **settings)
         with _Weightless():
@@ -158,20 +223,28 @@ def build(base: Base, specs: Mapping[str, TensorSpec]) -> Decoder | WeightsmithE
         layers = body.get_submodule(stack)
         table = body.get_input_embeddings().weight
     except Exception as error:  # a bad config can raise anything in transformers
-        what = f"transformers cannot build a model of type '{model_type}': {str(error).strip().splitlines()[0][:200]}"
-        return Unsupported(what, where=base.label, fix=f"check its config.json{known}")
+        what = f"transformers cannot build a model of type '{model_type}': {first_line(error)}"
+        return Unsupported(what, where=base.label, fix=f"check its config.json{instead}")
     embedding = next(name for name, parameter in body.named_parameters() if parameter is table)
     wanted = {f"{owner}.{name}" if owner else name: tuple(p.shape) for name, p in body.named_parameters()}
     stored = {name: spec.shape for name, spec in specs.items()}
+    wrong = _wrong_shapes(wanted, stored) if specs else []
+    if wrong or not isinstance(layers, nn.ModuleList) or len(layers) != base.layers:
+        return ShapeError(_MISMATCH, where=base.label, details=wrong, fix=f"check its config.json{instead}")
+    return Decoder(base, specs, body, layers, embedding)
+
+
+_MISMATCH = "the tensors do not match the model that transformers builds from config.json"
+
+
+def _wrong_shapes(wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """The first five tensors that are missing or have another shape."""
     wrong = [
         f"{name}: {list(shape)} by its config.json, {list(stored[name]) if name in stored else 'missing'} in its files"
         for name, shape in wanted.items()
         if stored.get(name) != shape
     ]
-    if wrong or not isinstance(layers, nn.ModuleList) or len(layers) != base.layers:
-        what = "the tensors do not match the model that transformers builds from config.json"
-        return ShapeError(what, where=base.label, details=wrong[:5], fix=f"check its config.json{known}")
-    return Decoder(base, specs, body, layers, embedding)
+    return wrong[:5]
 
 
 def _place(base: Base) -> tuple[str, str]:
@@ -192,6 +265,72 @@ class _Recorded(Exception):
     """The last layer has been called; stops the forward pass."""
 
 
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""What a layer is called with, besides hidden states: masks and positions."""
+
+
+def record(body: Any, layers: nn.ModuleList, **inputs: Tensor) -> tuple[Tensor, list[Call]]:
+    """Run the body without its layers: what enters the first, and what each is called with."""
+    calls: list[Call] = []
+    entering: list[Tensor] = []
+
+    def note(*args: Any, **kwargs: Any) -> Tensor:
+        hidden = _first(args, kwargs)
+        entering.append(hidden)
+        calls.append((args[1:], {key: value for key, value in kwargs.items() if key != "hidden_states"}))
+        if len(calls) == len(layers):
+            raise _Recorded
+        return hidden
+
+    for layer in layers:
+        layer.forward = note
+    try:
+        with contextlib.suppress(_Recorded):
+            body(**inputs, use_cache=False)
+    finally:
+        for layer in layers:
+            del layer.forward
+    assert len(calls) == len(layers)
+    return entering[0], calls
+
+
+_BEFORE_MLP = ("pre_feedforward_layernorm", "post_attention_layernorm")
+"""Names of `Layer.before_mlp`: the first that a layer has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer with its weights.
+
+    module        transformers'
+    linears       its linear layers, by the stored name of their weights
+    args, kwargs  what it is called with, besides hidden states
+    """
+
+    module: Any
+    linears: Mapping[str, nn.Linear]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Run one row, float32 [tokens, hidden]. Thread-safe."""
+        after = self.module(hidden[None], *self.args, **self.kwargs)
+        found: Tensor = (after if isinstance(after, Tensor) else after[0])[0]
+        return found
+
+    def linear(self, weight: str) -> nn.Linear:
+        """A linear layer, by the stored name of its weight. Raises Unsupported if there is none."""
+        if weight not in self.linears:
+            raise Unsupported("transformers has no linear layer of this name", where=weight, fix="use --calibration none")
+        return self.linears[weight]
+
+    @property
+    def before_mlp(self) -> nn.Module:
+        """The norm that gets the residual stream between attention and MLP."""
+        found: nn.Module = next(getattr(self.module, name) for name in _BEFORE_MLP if hasattr(self.module, name))
+        return found
+
+
 class _Batch:
     """Right-padded prompts; between layers, their hidden states [prompts, tokens, hidden]."""
 
@@ -201,7 +340,7 @@ class _Batch:
         self._ids = [list(prompts[k]) for k in chosen]
         self._device = device
         self._hidden: Tensor = torch.empty(0)
-        self._calls: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
+        self._calls: list[Call] = []
 
     def record(self, body: Any, layers: nn.ModuleList, place: Mapping[int, int]) -> None:
         """Run the body with layers that record their arguments. place: token → row of the embedding."""
@@ -212,24 +351,8 @@ class _Batch:
             ids[row, : len(own)] = torch.tensor([place[token] for token in own])
             mask[row, : len(own)] = 1
 
-        def note(*args: Any, **kwargs: Any) -> Tensor:
-            hidden = _first(args, kwargs)
-            if not self._calls:
-                self._hidden = hidden
-            self._calls.append((args[1:], {key: value for key, value in kwargs.items() if key != "hidden_states"}))
-            if len(self._calls) == len(layers):
-                raise _Recorded
-            return hidden
-
-        for layer in layers:
-            layer.forward = note
-        try:
-            with contextlib.suppress(_Recorded):
-                body(input_ids=ids.to(self._device), attention_mask=mask.to(self._device), use_cache=False)
-        finally:
-            for layer in layers:
-                del layer.forward
-        assert len(self._calls) == len(layers)
+        ids, mask = ids.to(self._device), mask.to(self._device)
+        self._hidden, self._calls = record(body, layers, input_ids=ids, attention_mask=mask)
 
     def through(self, i: int, layer: nn.Module) -> tuple[Tensor, Tensor]:
         """Run the batch through layer i. Returns hidden states before the layer and inputs of its MLP."""
@@ -305,5 +428,9 @@ def _assign(module: nn.Module, names: Mapping[str, str], memory: _Memory) -> Non
     """Load parameters in float32. names: the module's parameters → the model's tensors."""
     made = memory.filled({stored: tuple(module.get_parameter(name).shape) for name, stored in names.items()})
     for name, stored in names.items():
-        owner, _, leaf = name.rpartition(".")
-        module.get_submodule(owner).register_parameter(leaf, nn.Parameter(made[stored], requires_grad=False))
+        _register(module, name, made[stored])
+
+
+def _register(module: nn.Module, name: str, tensor: Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    module.get_submodule(owner).register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))

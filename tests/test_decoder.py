@@ -19,12 +19,12 @@ from tests.cli_help import run_process
 from tests.mini import write_checkpoint
 from tests.zoo import HEADS, SIZES
 from weightsmith.checkpoint import open_checkpoint
+from weightsmith.decoder import Base
+from weightsmith.decoder.forward import Decoder, _Memory, build
 from weightsmith.engine.bench import _Rows
 from weightsmith.errors import WeightsmithError
 from weightsmith.mixture.assembly import Assembly, Donor
 from weightsmith.mixture.dense import Dense, dense_parts
-from weightsmith.mixture.routing.gating import Base
-from weightsmith.mixture.routing.hidden_states import Decoder, _Memory, build
 from weightsmith.planner import prepare
 from weightsmith.products.base import Cancelled
 from weightsmith.tensors import DTYPES, TensorSpec
@@ -193,7 +193,7 @@ import sys
 from pathlib import Path
 from weightsmith.checkpoint import open_checkpoint
 from weightsmith.mixture.assembly import Assembly
-from tests.mixture.test_hidden_states import bench_of, decoder_of
+from tests.test_decoder import bench_of, decoder_of
 import transformers.models.llama.modeling_llama
 
 def peak():

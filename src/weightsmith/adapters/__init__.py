@@ -1,0 +1,22 @@
+"""LoRA adapters as outputs. `weightsmith.lora` reads them as inputs.
+
+select.py   which modules become factors, which are saved whole
+factors.py  the product with the factors of a layer's matrices
+changes.py  the product that compares all other tensors
+ranks.py    ranks, by what of a difference is signal
+peft.py     names, and adapter_config.json
+report.py   what an adapter keeps
+extract.py  `weightsmith extract-lora`: the plans
+cores.py    the product with the core matrices of a layer's adapters
+merged_factors.py   the product that decomposes what a merge makes of them
+merge.py    merges of adapters: the plan
+"""
+
+from __future__ import annotations
+
+from weightsmith.adapters.extract import COMMAND as COMMAND
+from weightsmith.adapters.extract import FORMAT as FORMAT
+from weightsmith.adapters.extract import follow as follow
+from weightsmith.adapters.extract import prepare_extraction as prepare_extraction
+from weightsmith.adapters.merge import prepare_merge as prepare_merge
+from weightsmith.adapters.merge import prepare_models as prepare_models

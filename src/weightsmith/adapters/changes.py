@@ -1,0 +1,28 @@
+"""The `changes` product: the largest change of each of some tensors, for those that are not decomposed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weightsmith.plans import Product, Step
+from weightsmith.products import Bench, Kind
+from weightsmith.products.base import Arrays
+from weightsmith.tensors import DTYPES, TensorSpec
+
+NAME = "changes of other tensors"
+
+
+def changes(steps: Sequence[Step]) -> Product:
+    """The product. steps: of the differences."""
+    return Product(NAME, "changes", (TensorSpec(NAME, DTYPES["F32"], (len(steps),)),), {}, tuple(steps))
+
+
+def _compute(bench: Bench) -> Arrays:
+    return [bench.largest([step.out.name for step in bench.product.steps])]
+
+
+def _check(product: Product) -> str:
+    return "" if [out.shape for out in product.outs] == [(len(product.steps),)] else "it has not one number for each tensor"
+
+
+KIND = Kind("comparing", compute=_compute, check=_check)

@@ -1,0 +1,277 @@
+"""The `factors` product: low-rank factors of the differences of some matrices, those of one layer.
+
+The factors of a matrix have its largest rank. They come from a randomised singular value decomposition with power iterations
+(Halko, Martinsson and Tropp 2011, https://arxiv.org/abs/0909.4061, algorithm 4.4), or from an exact one, whichever the plan
+says. The energy that factors keep is exact in both cases: B @ A is a projection of the difference. How much more the best
+factors of that rank could keep has a bound, which holds except with a probability of 1e-10 (lemma 4.1).
+
+**Determinism.** One thread computes the factors of a matrix, and its random numbers depend on its name alone. So the result is
+the same for any number of threads, as long as processor and torch are the same.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from weightsmith.jobs.decompose import thin_svd
+from weightsmith.jobs.matrix import one_thread
+from weightsmith.jobs.requires import usable_device
+from weightsmith.plans import Product, Step
+from weightsmith.plans.reading import has_type
+from weightsmith.products import Bench, Kind
+from weightsmith.products.base import Arrays, Floats
+from weightsmith.tensors import DTYPES, TensorSpec
+
+Tensor = Any  # torch is optional, so mypy cannot use its type
+
+OVERSAMPLING = 16
+"""Columns of the random sketch besides those asked for."""
+
+POWER = 2
+"""Power iterations."""
+
+PROBES = 10
+"""Random vectors that the bound is estimated with; it fails with a probability of 10^-PROBES."""
+
+SAMPLED_ROWS = 128
+"""Rows of the fine-tune that its rounding is estimated from."""
+
+WORK_BYTES = 2 << 30
+"""Limit of the matrices that are held at once, if the run has no limit."""
+
+FACTS = ("energy", "noise", "bound")
+
+Form = Literal["linear", "transposed", "embedding"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A module whose weight becomes factors.
+
+    module  its name
+    form    `linear`: the weight is [outputs, inputs], and its difference B @ A; else the difference is (B @ A)ᵀ
+    rank    of the factors
+    exact   an exact decomposition, not a randomised one
+    """
+
+    module: str
+    form: Form
+    rank: int
+    exact: bool
+
+    def outs(self, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
+        """The arrays: A [rank, inputs], B [outputs, rank], singular values, and `FACTS`. shape: of the weight."""
+        outputs, inputs = shape if self.form == "linear" else shape[::-1]
+        f32, f64 = DTYPES["F32"], DTYPES["F64"]
+        return (
+            TensorSpec(f"{self.module}: A", f32, (self.rank, inputs)),
+            TensorSpec(f"{self.module}: B", f32, (outputs, self.rank)),
+            TensorSpec(f"{self.module}: values", f64, (self.rank,)),
+            TensorSpec(f"{self.module}: facts", f64, (len(FACTS),)),
+        )
+
+    @property
+    def weight(self) -> str:
+        """The name of its weight, and of the step of the difference."""
+        return f"{self.module}.weight"
+
+    @property
+    def tuned(self) -> str:
+        """The name of the step of its weight in the fine-tune."""
+        return f"{self.module}: fine-tuned"
+
+
+@dataclass(frozen=True, slots=True)
+class FactorWork:
+    """The settings of a product.
+
+    targets  in the order of the arrays
+    spread   the singular values are shared between A and B; else all of them are in A
+    before   elements of the matrices of earlier products, and `total` of all: for the progress
+    """
+
+    targets: tuple[Target, ...]
+    spread: bool
+    before: int
+    total: int
+
+    @classmethod
+    def of(cls, product: Product) -> FactorWork:
+        """From the settings of a product."""
+        data = dict(product.settings)
+        return cls(**data | {"targets": tuple(Target(**target) for target in data["targets"])})
+
+    def product(self, name: str, steps: tuple[Step, ...]) -> Product:
+        """The product. steps: of each target the difference, and the weight in the fine-tune."""
+        shapes = {step.out.name: step.out.shape for step in steps}
+        outs = tuple(out for target in self.targets for out in target.outs(shapes[target.weight]))
+        return Product(name, "factors", outs, asdict(self), steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """A difference ≈ left @ right, its singular values, and facts about it.
+
+    left    float32 [rows, rank]
+    right   float32 [rank, cols]
+    values  float64 [rank], descending
+    energy  squared Frobenius norm of the difference
+    bound   squared spectral norm of what no factors of this basis can hold, or more; 0 for an exact decomposition
+    """
+
+    left: Floats
+    right: Floats
+    values: npt.NDArray[np.float64]
+    energy: float
+    bound: float
+
+
+def prefers_exact(rank: int, rows: int, cols: int) -> bool:
+    """Whether an exact decomposition costs less than a randomised one: about half of the ranks are asked for."""
+    return 2 * (rank + OVERSAMPLING) >= min(rows, cols)
+
+
+def decompose(delta: Floats, rank: int, seed: int, *, exact: bool, spread: bool = True, device: str = "cpu") -> Factors:
+    """The factors of a matrix. delta: float32 [rows, cols], finite; rank: at most the shorter side.
+
+    Cost of a randomised decomposition: `2 · POWER + 2` products of the matrix with rank + `OVERSAMPLING` columns, in float32.
+    Of an exact one: a product of the shorter side's squared, and its eigenvectors, in float64.
+    """
+    import torch
+
+    matrix = torch.from_numpy(delta).to(device)
+    energy = sum(float(rows.double().square().sum()) for rows in matrix.split(max(1, (1 << 20) // delta.shape[1])))
+    if exact:
+        left, values, right = thin_svd(matrix.double(), rank)
+        bound = 0.0
+    else:
+        basis = _basis(matrix, rank, seed)
+        small, values, right = thin_svd((basis.T @ matrix).double(), rank)
+        left = basis.double() @ small
+        bound = _bound(matrix, basis, seed, energy)
+    scale = values.sqrt() if spread else torch.ones_like(values)
+    left, right = left * scale, right * (values / torch.where(scale > 0, scale, torch.ones_like(scale)))[:, None]
+    f32, f64 = torch.float32, torch.float64
+    return Factors(_numpy(left, f32), _numpy(right, f32), _numpy(values, f64), energy, bound)
+
+
+def _basis(matrix: Tensor, rank: int, seed: int) -> Tensor:
+    """An orthonormal basis of nearly all that the `rank` largest singular values span: float32 [rows, rank + OVERSAMPLING]."""
+    import torch
+
+    width = min(rank + OVERSAMPLING, *matrix.shape)
+    basis = torch.linalg.qr(matrix @ _random(matrix, width, seed)).Q
+    for _ in range(POWER):
+        basis = torch.linalg.qr(matrix.T @ basis).Q
+        basis = torch.linalg.qr(matrix @ basis).Q
+    return basis
+
+
+def _bound(matrix: Tensor, basis: Tensor, seed: int, energy: float) -> float:
+    """A bound of the squared spectral norm of what the basis leaves of a matrix: the rest R.
+
+    From R (RᵀR)^POWER instead of R, as many equal singular values would make the bound loose.
+    """
+    if energy == 0:
+        return 0.0
+    probed = matrix @ _random(matrix, PROBES, seed + 1)
+    for _ in range(POWER):
+        rest = probed - basis @ (basis.T @ probed)
+        probed = matrix @ (matrix.T @ rest) / energy
+    rest = probed - basis @ (basis.T @ probed)
+    longest = math.sqrt(float(rest.double().square().sum(0).max()) / energy)
+    return energy * math.pow(10 * math.sqrt(2 / math.pi) * longest, 2 / (2 * POWER + 1))
+
+
+def _random(matrix: Tensor, columns: int, seed: int) -> Tensor:
+    """Normal numbers that depend on the seed alone, not on the device: [columns of the matrix, columns]."""
+    import torch
+
+    numbers = np.random.Generator(np.random.Philox(seed)).standard_normal((matrix.shape[1], columns), np.float32)
+    return torch.from_numpy(numbers).to(matrix.device)
+
+
+def _numpy(tensor: Tensor, dtype: Any) -> Any:
+    return np.ascontiguousarray(tensor.to("cpu", dtype).numpy())
+
+
+def rounding_noise(weights: Floats) -> float:
+    """The mean square of the error with which weights were rounded, if they have the values of a 16-bit dtype; else about 0.
+
+    A step of the dtype at a value is as long as at the power of two below it; the mean square of a uniform error is a twelfth
+    of its square.
+
+    >>> rounding_noise(np.float32([[1.0, 1.0]])) == 2.0**-14 / 12, rounding_noise(np.float32([[1.0, 1.0001]])) < 1e-14
+    (True, True)
+    """
+    bits = np.ascontiguousarray(weights).view(np.uint32)
+    digits, smallest = (7, -133) if not (bits & 0xFFFF).any() else (10, -24) if not (bits & 0x1FFF).any() else (23, -149)
+    _, exponents = np.frexp(weights[weights != 0].astype(np.float64))
+    steps = np.ldexp(1.0, np.maximum(exponents - 1 - digits, smallest))
+    return float(np.square(steps).sum() / 12 / max(1, weights.size))
+
+
+def _compute(bench: Bench) -> Arrays:
+    work, device = FactorWork.of(bench.product), usable_device(bench.device)
+    specs = {step.out.name: step.out for step in bench.product.steps}
+    largest = max(_work_bytes(target, *specs[target.weight].shape) for target in work.targets)
+    limit = WORK_BYTES if bench.memory_bytes is None else bench.memory_bytes
+    threads = max(1, min(bench.threads if device == "cpu" else 1, limit // largest))
+    reading, done = threading.Lock(), [work.before]
+
+    def make(target: Target) -> list[npt.NDArray[Any]]:
+        spec = specs[target.weight]
+        with reading:  # one matrix is read while others are decomposed
+            bench.progress(done[0], work.total)
+            delta = np.empty(spec.shape, np.float32)
+            bench.fill({target.weight: delta})
+            sample = np.unique(np.linspace(0, spec.shape[0] - 1, SAMPLED_ROWS).astype(np.int64)).tolist()
+            noise = rounding_noise(bench.rows(target.tuned, sample))
+        seed = xxhash.xxh64_intdigest(target.weight.encode())
+        found = decompose(delta, target.rank, seed, exact=target.exact, spread=work.spread, device=device)
+        with reading:
+            done[0] += spec.size
+        a, b = (found.right, found.left) if target.form == "linear" else (_transposed(found.left), _transposed(found.right))
+        return [a, b, found.values, np.array([found.energy, noise, found.bound])]
+
+    with one_thread(), ThreadPoolExecutor(threads) as pool:
+        return [array for arrays in pool.map(make, work.targets) for array in arrays]
+
+
+def _transposed(matrix: Floats) -> Floats:
+    return np.ascontiguousarray(matrix.T)
+
+
+def _work_bytes(target: Target, rows: int, cols: int) -> int:
+    """What the decomposition of a matrix holds."""
+    short = min(rows, cols)
+    if target.exact:
+        return 4 * rows * cols + 8 * (2 * rows * cols + 4 * short * short)
+    return 4 * rows * cols + 24 * (rows + cols) * (target.rank + OVERSAMPLING)
+
+
+def _check(product: Product) -> str:
+    if not has_type(product.settings, FactorWork):
+        return "its settings are not those of factors"
+    work = FactorWork.of(product)
+    specs = {step.out.name: step.out for step in product.steps}
+    outs: list[TensorSpec] = []
+    for target in work.targets:
+        delta, tuned = specs.get(target.weight), specs.get(target.tuned)
+        if delta is None or tuned is None or len(delta.shape) != 2 or tuned.shape != delta.shape:
+            return f"it has no steps for the matrix {target.weight!r}"
+        if not 0 < target.rank <= min(delta.shape):
+            return f"rank {target.rank:,} of a matrix {list(delta.shape)}"
+        outs += target.outs(delta.shape)
+    return "" if work.targets and tuple(outs) == product.outs else "its arrays are not those of its matrices"
+
+
+KIND = Kind("decomposing", compute=_compute, check=_check, device=True)

@@ -1,0 +1,74 @@
+"""What PEFT calls the tensors of an adapter, and its adapter_config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from weightsmith.adapters.factors import Form
+
+PREFIX = "base_model.model."
+
+
+def factor_names(module: str, form: Form) -> tuple[str, str]:
+    """The names of A and B of a module.
+
+    >>> factor_names("lm_head", "linear")
+    ('base_model.model.lm_head.lora_A.weight', 'base_model.model.lm_head.lora_B.weight')
+    """
+    inner = "lora_embedding_{}" if form == "embedding" else "lora_{}.weight"
+    a, b = (f"{PREFIX}{module}.{inner.format(part)}" for part in "AB")
+    return a, b
+
+
+def adapter_config(
+    base: str,
+    revision: str,
+    ranks: Mapping[str, int],
+    whole: Sequence[str],
+    modules: Collection[str],
+    *,
+    transposed: bool,
+    causal: bool,
+) -> dict[str, Any]:
+    """adapter_config.json. Every scaling is 1: alpha is the rank.
+
+    base        name of the base model, `revision` of it on the Hub
+    ranks       of each module with factors
+    whole       modules that are saved whole
+    modules     of the base: targets are named so that no other of them is one
+    transposed  weights are [inputs, outputs]
+    causal      the base is a causal language model
+    """
+    largest = max(ranks.values(), default=1)
+    others = {module: rank for module, rank in ranks.items() if rank != largest}
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if causal else None,
+        "base_model_name_or_path": base,
+        "revision": revision or None,
+        "inference_mode": True,
+        "r": largest,
+        "lora_alpha": largest,
+        "rank_pattern": others,
+        "alpha_pattern": others,
+        "target_modules": targets(ranks, modules),
+        "modules_to_save": list(whole) or None,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": transposed,
+        "use_rslora": False,
+        "init_lora_weights": True,
+    }
+    return config
+
+
+def targets(chosen: Collection[str], modules: Collection[str]) -> list[str]:
+    """Names for `target_modules`, which match the ends of the names of modules: the last component where that is enough.
+
+    >>> targets(["l.0.q", "l.1.q", "l.0.up"], ["l.0.q", "l.1.q", "l.0.up", "l.1.up"])
+    ['l.0.up', 'q']
+    """
+    wanted, last = set(chosen), {module: module.rpartition(".")[2] for module in modules}
+    shared = {last[module] for module in modules if module not in wanted and module in last}
+    return sorted({module if (end := module.rpartition(".")[2]) in shared else end for module in wanted})

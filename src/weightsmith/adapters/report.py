@@ -1,0 +1,195 @@
+"""What an extracted adapter keeps of the difference of two models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from weightsmith.adapters.factors import Target
+from weightsmith.adapters.ranks import Spectrum
+from weightsmith.errors import Finding
+
+NAME = "extraction"
+"""Key of the report in `Merged.reports`."""
+
+CELL = 18  # pixels
+LEFT, TOP = 180, 64
+LOW, HIGH = (247, 250, 253), (8, 64, 129)  # colours of the shares 0 and 1
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix that became factors of a rank; 0: it is not in the adapter."""
+
+    target: Target
+    spectrum: Spectrum
+    rank: int
+
+    @property
+    def parameters(self) -> int:
+        """Of its factors."""
+        return self.rank * self.spectrum.size
+
+
+@dataclass(frozen=True, slots=True)
+class Extraction:
+    """The report of an extraction.
+
+    matrices  in the order of the products
+    whole     modules that are saved whole
+    left_out  tensors that differ and are not in the adapter, and why
+    """
+
+    matrices: tuple[Matrix, ...]
+    whole: tuple[str, ...]
+    left_out: Mapping[str, str]
+
+    @property
+    def parameters(self) -> int:
+        """Of all factors."""
+        return sum(matrix.parameters for matrix in self.matrices)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values. Shares are of the squared Frobenius norm."""
+        return {
+            "parameters": self.parameters,
+            **_shares(self.matrices),
+            "modules": [
+                {
+                    "module": matrix.target.module,
+                    "shape": [matrix.spectrum.rows, matrix.spectrum.cols],
+                    "rank": matrix.rank,
+                    "exact": matrix.target.exact,
+                    **_shares([matrix]),
+                    "noise_share": round(matrix.spectrum.noise_share, 6),
+                    "energy": matrix.spectrum.energy,
+                    "singular_values": [float(f"{value:.6g}") for value in matrix.spectrum.values],
+                }
+                for matrix in sorted(self.matrices, key=lambda m: _place(m.target.module))
+            ],
+            "modules_to_save": list(self.whole),
+            "left_out": dict(self.left_out),
+        }
+
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Header and rows: for each kind of module, the ranks, and the shares that they keep."""
+        head = ("module", "matrices", "rank", "kept", "best possible", "signal kept", "noise", "least kept, in")
+        kinds: dict[str, list[Matrix]] = {}
+        for matrix in self.matrices:
+            kinds.setdefault(_kind(matrix.target.module), []).append(matrix)
+        return head, [*(_row(kind, own) for kind, own in kinds.items()), _row("all", self.matrices)]
+
+    def files(self) -> Mapping[str, bytes]:
+        """The report as JSON and as a plot."""
+        report = json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n"
+        return {"extraction.json": report.encode(), "extraction.svg": self.plot().encode()}
+
+    def section(self) -> str:
+        """A section for the model card."""
+        head, rows = self.table()
+        lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
+        text = f"\n## What the adapter keeps\n\n{self.parameters:,} parameters in factors. "
+        text += (
+            "Shares of the squared Frobenius norm of the difference; noise is what rounding the fine-tune to 16 bits added.\n\n"
+        )
+        return text + "\n".join(lines) + "\n"
+
+    def warnings(self, where: str) -> list[Finding]:
+        """What the adapter leaves out."""
+        found: dict[str, list[str]] = {}
+        for name, why in self.left_out.items():
+            found.setdefault(why, []).append(name)
+        return [
+            Finding(f"{len(names):,} tensors differ and are not in the adapter: {why}", names[0])
+            for why, names in found.items()
+        ]
+
+    def plot(self) -> str:
+        """An SVG: for each kind of module a row, for each layer a column; the shade is the share of the signal kept."""
+        kinds = list(dict.fromkeys(_kind(matrix.target.module) for matrix in self.matrices))
+        layers = 1 + max((_place(matrix.target.module)[0] for matrix in self.matrices), default=0)
+        width, height = LEFT + max(layers, 12) * CELL + 20, TOP + (len(kinds) + 1) * CELL + 10
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+            'font-family="sans-serif" font-size="11">',
+            f'<rect width="{width}" height="{height}" fill="white"/>',
+            '<text x="10" y="20" font-size="13">Share of the signal that the adapter keeps, by layer</text>',
+            '<text x="10" y="38">light: 0, dark: 1; the tooltip has the numbers</text>',
+        ]
+        parts += [
+            f'<text x="{LEFT - 6}" y="{TOP + row * CELL + 13}" text-anchor="end">{escape(kind)}</text>'
+            for row, kind in enumerate(kinds)
+        ]
+        for matrix in self.matrices:
+            layer, row, s = _place(matrix.target.module)[0], kinds.index(_kind(matrix.target.module)), matrix.spectrum
+            share = s.signal_kept(matrix.rank)
+            label = f"{matrix.target.module}: rank {matrix.rank}, kept {s.kept(matrix.rank):.1%}, of the signal {share:.1%}"
+            parts.append(
+                f'<rect x="{LEFT + layer * CELL}" y="{TOP + row * CELL}" width="{CELL - 1}" height="{CELL - 1}" '
+                f'fill="{_colour(share)}"><title>{escape(label)}</title></rect>'
+            )
+        bottom = TOP + len(kinds) * CELL + 14
+        parts += [
+            f'<text x="{LEFT + i * CELL + CELL // 2}" y="{bottom}" text-anchor="middle">{i}</text>'
+            for i in range(0, layers, 1 if layers <= 10 else 5)
+        ]
+        return "\n".join([*parts, f'<text x="10" y="{bottom}">layer</text>', "</svg>"]) + "\n"
+
+
+def _shares(matrices: Sequence[Matrix]) -> dict[str, float]:
+    """Of the differences of some matrices together."""
+    energy = sum(m.spectrum.energy for m in matrices)
+    signal = sum(m.spectrum.signal for m in matrices)
+    kept = sum(m.spectrum.energy * m.spectrum.kept(m.rank) for m in matrices)
+    possible = sum(m.spectrum.energy * m.spectrum.possible(m.rank) for m in matrices)
+    of_signal = sum(m.spectrum.signal * m.spectrum.signal_kept(m.rank) for m in matrices)
+    return {
+        "kept": round(kept / energy if energy else 1.0, 6),
+        "possible": round(possible / energy if energy else 1.0, 6),
+        "signal_kept": round(of_signal / signal if signal else 1.0, 6),
+    }
+
+
+def _row(kind: str, matrices: Sequence[Matrix]) -> tuple[str, ...]:
+    shares = _shares(matrices)
+    ranks = [m.rank for m in matrices]
+    energy = sum(m.spectrum.energy for m in matrices)
+    noise = sum(m.spectrum.energy * m.spectrum.noise_share for m in matrices)
+    least = min(matrices, key=lambda m: m.spectrum.signal_kept(m.rank))
+    return (
+        kind,
+        f"{len(matrices):,}",
+        str(ranks[0]) if len(set(ranks)) == 1 else f"{min(ranks)} to {max(ranks)}",
+        f"{shares['kept']:.1%}",
+        f"{shares['possible']:.1%}",
+        f"{shares['signal_kept']:.1%}",
+        f"{noise / energy if energy else 0.0:.1%}",
+        f"{least.spectrum.signal_kept(least.rank):.1%}, {least.target.module}",
+    )
+
+
+def _kind(module: str) -> str:
+    """The name of a module without the numbers in it.
+
+    >>> _kind("model.layers.3.mlp.up_proj"), _kind("lm_head")
+    ('mlp.up_proj', 'lm_head')
+    """
+    parts = module.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(part for part in parts[numbers[0] + 1 :] if not part.isdigit()) if numbers else parts[-1]
+
+
+def _place(module: str) -> tuple[int, str]:
+    """The first number in a name, and the name.
+
+    >>> _place("model.layers.3.mlp.up_proj")
+    (3, 'model.layers.3.mlp.up_proj')
+    """
+    return next((int(part) for part in module.split(".") if part.isdigit() and len(part) < 6), 0), module
+
+
+def _colour(share: float) -> str:
+    return "#" + "".join(f"{round(low + (high - low) * share):02x}" for low, high in zip(LOW, HIGH, strict=True))

@@ -1,0 +1,261 @@
+"""Which modules of a model become factors, which are saved whole, and which an adapter cannot hold."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from weightsmith.adapters.factors import Form, Target, prefers_exact
+from weightsmith.checkpoint import Checkpoint
+from weightsmith.errors import ParameterError, ShapeError, UnknownName, WeightsmithError, nearest
+from weightsmith.formats.files import show
+from weightsmith.options import ExtractSettings
+from weightsmith.planner.inputs import analyse_all
+from weightsmith.planner.match import ModelNames, is_buffer
+from weightsmith.structure.roles import role_of
+from weightsmith.structure.vocabulary import is_embedding, is_head, is_vocabulary, ties
+from weightsmith.tensors import TensorSpec
+
+WEIGHT = ".weight"
+TIED_HEAD = "lm_head.weight"
+"""The name of a head that no file holds: what transformers' causal language models call it."""
+
+_SHOWN = 8  # problems that a message lists
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A tensor of the base and its counterpart in the fine-tune.
+
+    spec   of the base, under the name that the adapter uses
+    base   its name in the base, another one for a tied head
+    tuned  name and shape in the fine-tune
+    """
+
+    spec: TensorSpec
+    base: str
+    tuned: TensorSpec
+
+    @property
+    def grown(self) -> bool:
+        """The fine-tune has another number of tokens."""
+        return self.tuned.shape != self.spec.shape
+
+
+@dataclass
+class Selection:
+    """What becomes of each tensor.
+
+    factors   module → its target and weight
+    whole     tensors to save whole if they differ
+    left_out  tensors that have no place in the adapter, and why: a warning if they differ
+    strange   tensors of the fine-tune that the base does not have
+    """
+
+    factors: dict[str, tuple[Target, Pair]] = field(default_factory=dict)
+    whole: list[Pair] = field(default_factory=list)
+    left_out: list[tuple[Pair, str]] = field(default_factory=list)
+    strange: list[str] = field(default_factory=list)
+
+
+def pair_tensors(base: Checkpoint, tuned: Checkpoint) -> tuple[list[Pair], list[str]]:
+    """All tensors of floating numbers with their counterparts, and the names of those that only the fine-tune has.
+
+    Raises ShapeError with everything of the base that the fine-tune does not have, or in another shape.
+    """
+    structures = analyse_all([base, tuned])
+    own, theirs = structures
+    assert own is not None
+    assert theirs is not None
+    names = ModelNames(theirs, tuned.specs, own, base.specs)
+    found = dict(names.rest)
+    for prefix, layers in names.layers.items():
+        found |= {f"{prefix}{i}.{suffix}": name for i, parts in layers.items() for suffix, name in parts.items()}
+    embedding = next((name for name in found if name in base.specs and is_embedding(base.specs[name])), "")
+    pairs: list[Pair] = []
+    problems: list[str] = []
+    for spec in base.specs.values():
+        if is_buffer(spec) or not spec.dtype.floating:
+            continue
+        name = found.get(spec.name)
+        if name is None and is_head(spec) and embedding and ties(tuned.config, stores_head=False):
+            name = found[embedding]
+        if name is None:
+            problems.append(f"{spec.name}: the fine-tune has no such tensor{nearest(spec.name, tuned.specs)}")
+            continue
+        pair = Pair(spec, spec.name, tuned.specs[name])
+        if pair.grown and not (is_vocabulary(spec) and pair.tuned.shape[1:] == spec.shape[1:]):
+            problems.append(f"{spec.name}: {list(spec.shape)} in the base, and {list(pair.tuned.shape)} in the fine-tune")
+        pairs.append(pair)
+    strange = [name for name in found if name not in base.specs and not is_buffer(tuned.specs[found[name]])]
+    if embedding and not any(is_head(pair.spec) for pair in pairs) and ties(base.config, stores_head=False):
+        head = next((name for name in strange if is_head(replace(tuned.specs[found[name]], name=name))), "")
+        strange = [name for name in strange if name != head]
+        source = tuned.specs[found[head] if head else found[embedding]]
+        pairs.append(Pair(replace(base.specs[embedding], name=head or TIED_HEAD), embedding, source))
+    problems += [f"{name}: the base has no such layer" for name in strange if theirs.locate(found[name]) is not None]
+    if problems:
+        raise _unequal(base, tuned, problems)
+    return pairs, strange
+
+
+def _unequal(base: Checkpoint, tuned: Checkpoint, problems: Sequence[str]) -> ShapeError:
+    kinds = [show((model.config or {}).get("architectures")) for model in (base, tuned)]
+    details = [f"the base is {kinds[0]}, the fine-tune {kinds[1]}"] if kinds[0] != kinds[1] else []
+    details += [*problems[:_SHOWN], *([f"and {len(problems) - _SHOWN:,} more"] if len(problems) > _SHOWN else [])]
+    what = f"it is not a fine-tune of {base.ref}: {len(problems):,} tensors do not match"
+    fix = "name the model that was fine-tuned as BASE; the fine-tune's card may say which"
+    return ShapeError(what, where=tuned.ref, details=details, fix=fix)
+
+
+def select(pairs: Sequence[Pair], settings: ExtractSettings) -> Selection:
+    """Sort the tensors by what becomes of them. Raises ParameterError and UnknownName for settings that match no module."""
+    modules = list(dict.fromkeys(module_of(pair) for pair in pairs))
+    wanted = set(_matching(modules, settings))
+    saved = set(_saved(modules, settings.save_modules))
+    transposed = _is_transposed(pairs)
+    leaves = _leaves(modules, pairs)
+    found = Selection()
+    for pair in pairs:
+        module = module_of(pair)
+        if module not in wanted:
+            continue
+        form = None if module in saved else _form(pair, settings, transposed=transposed)
+        if form is not None:
+            rank = min(settings.max_rank, *pair.spec.shape)
+            exact = settings.exact or prefers_exact(rank, *pair.spec.shape)
+            found.factors[module] = Target(module, form, rank, exact), pair
+        elif why := _refusal(pair, module, settings, leaves, saved):
+            found.left_out.append((pair, why))
+        else:
+            found.whole.append(pair)
+    # A module is saved with all of its parameters, and one whose weight becomes factors has no place for its bias.
+    of_factors = [pair for pair in found.whole if module_of(pair) in found.factors]
+    found.whole = [pair for pair in found.whole if module_of(pair) not in found.factors]
+    found.left_out += [(pair, "a bias of a module whose weight becomes factors") for pair in of_factors]
+    return found
+
+
+def module_of(pair: Pair) -> str:
+    """The module of a tensor: its name without the last component."""
+    return pair.spec.name.rpartition(".")[0]
+
+
+def _form(pair: Pair, settings: ExtractSettings, *, transposed: bool) -> Form | None:
+    """How the weight becomes factors; None if it does not."""
+    spec = pair.spec
+    if not spec.name.endswith(WEIGHT) or pair.grown:
+        return None
+    if role_of(spec) == "linear":
+        return "transposed" if transposed else "linear"
+    if not settings.embed_lora or settings.layout != "peft" or not is_vocabulary(spec) or min(spec.shape) < 1:
+        return None
+    return "embedding" if is_embedding(spec) else "linear"
+
+
+def _refusal(pair: Pair, module: str, settings: ExtractSettings, leaves: Mapping[str, bool], saved: Iterable[str]) -> str:
+    """Why a tensor cannot be saved whole; ""."""
+    if settings.layout != "peft":
+        return "vLLM reads factors only"
+    if settings.skip_undecomposable and module not in saved:
+        return "--skip-undecomposable"
+    if len(pair.spec.shape) == 3 and module not in saved:
+        return "its matrices are one tensor"
+    if not module or not leaves[module]:
+        return "a parameter of a module that has other modules inside"
+    return ""
+
+
+def _leaves(modules: Sequence[str], pairs: Sequence[Pair]) -> dict[str, bool]:
+    """For each module, whether nothing else is inside, and PEFT takes no other module for it (by the end of the name)."""
+    inner = {module.rpartition(".")[0] for module in modules}
+    parents = {parent for module in inner for parent in _parents(module)}
+    found = {module: module not in parents for module in modules}
+    for module in modules:
+        if "." not in module:
+            found[module] = found[module] and sum(other.endswith(module) for other in modules) == 1
+    return found
+
+
+def _parents(module: str) -> Iterator[str]:
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
+
+
+def _is_transposed(pairs: Sequence[Pair]) -> bool:
+    """The weights of linear layers are [inputs, outputs], as GPT-2's are: biases are as long as their rows."""
+    shapes = {pair.spec.name: pair.spec.shape for pair in pairs}
+    sides: Counter[int] = Counter()
+    for pair in pairs:
+        bias = shapes.get(pair.spec.name.removesuffix(WEIGHT) + ".bias")
+        shape = pair.spec.shape
+        if role_of(pair.spec) == "linear" and bias is not None and shape[0] != shape[1]:
+            sides.update(axis for axis in (0, 1) if bias == (shape[axis],))
+    return sides[1] > sides[0]
+
+
+def _matching(modules: Sequence[str], settings: ExtractSettings) -> list[str]:
+    """The modules that the regular expressions let through."""
+    include = [_pattern(text, "include", modules) for text in settings.include]
+    exclude = [_pattern(text, "exclude", modules) for text in settings.exclude]
+    return [
+        module
+        for module in modules
+        if (not include or any(p.search(module) for p in include)) and not any(p.search(module) for p in exclude)
+    ]
+
+
+def _pattern(text: str, where: str, modules: Sequence[str]) -> re.Pattern[str]:
+    try:
+        pattern = re.compile(text)
+    except re.error as error:
+        raise ParameterError(f"{text!r} is not a regular expression: {error}", where=where) from error
+    if not any(map(pattern.search, modules)):
+        what = f"{text!r} matches no module"
+        raise ParameterError(what, where=where, fix=f"write a module name such as {modules[len(modules) // 2]}")
+    return pattern
+
+
+def _saved(modules: Sequence[str], names: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        found = [module for module in modules if f".{module}".endswith(f".{name}")]
+        if not found:
+            last = sorted({module.rpartition(".")[2] for module in modules})
+            raise UnknownName(f"no module is called '{name}'{nearest(name, last)}", where="save_modules")
+        yield from found
+
+
+def settings_problems(settings: ExtractSettings) -> list[WeightsmithError]:
+    """What is wrong with the settings, whatever the models are."""
+    found: list[WeightsmithError] = []
+
+    def problem(name: str, what: str, fix: str) -> None:
+        found.append(ParameterError(f"{name} is {getattr(settings, name)!r}: {what}", where=name, fix=fix))
+
+    if settings.max_rank < 1:
+        problem("max_rank", "a rank is at least 1", "write --max-rank 32 (max_rank=32)")
+    if settings.layout not in LAYOUTS:
+        problem("layout", "unknown", f"write one of {', '.join(LAYOUTS)}")
+    if settings.layout == "vllm" and settings.max_rank > VLLM_RANK:
+        problem("max_rank", f"vLLM loads ranks up to {VLLM_RANK}", f"write --max-rank {VLLM_RANK} or less")
+    if settings.energy is not None and not 0 < settings.energy <= 1:
+        problem("energy", "a share is more than 0, and at most 1", "write --energy 0.9 (energy=0.9)")
+    if settings.max_parameters is not None and settings.max_parameters < 1:
+        problem("max_parameters", "a number of parameters is positive", "write --max-parameters 5000000")
+    if settings.energy is not None and settings.max_parameters is not None:
+        problem("max_parameters", "energy decides the ranks already", "give one of them")
+    if not settings.sv_epsilon >= 0:
+        problem("sv_epsilon", "a singular value is not negative", "write --sv-epsilon 1e-6")
+    if settings.layout == "vllm" and settings.embed_lora:
+        problem("embed_lora", "vLLM reads factors of linear layers only", "leave it out")
+    if settings.layout == "vllm" and settings.save_modules:
+        problem("save_modules", "vLLM reads factors of linear layers only", "leave it out")
+    return found
+
+
+LAYOUTS = ("peft", "vllm")
+VLLM_RANK = 512
+"""The largest `--max-lora-rank` of vLLM."""

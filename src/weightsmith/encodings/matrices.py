@@ -1,0 +1,136 @@
+"""What encodings of weight matrices share: which tensors they accept, scales in bfloat16, and compressed-tensors' config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith.encodings.base import Bytes, Rows
+from weightsmith.errors import Unsupported
+from weightsmith.formats.files import show
+from weightsmith.tensors import DTYPES, DType, TensorSpec
+
+SUFFIX = ".weight"
+_SCALE_OF_ZEROS = np.float32(2.0**-7)
+_SMALLEST_SCALE = np.float32(2.0**-126)
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixEncoding:
+    """The `Encoding` of matrices `X.weight`, from the functions of one file. The other fields are those of `Encoding`.
+
+    parts     the stored tensors of a weight that is accepted
+    fill      (weight, rows, buffers, numbers): `Encoding.encode`; the bytes of a row do not depend on its position
+    settings  ignored modules → `Encoding.config`
+    group     elements of a row that share a scale; it divides the width
+    """
+
+    name: str
+    parts: Callable[[TensorSpec], tuple[TensorSpec, ...]]
+    fill: Callable[[TensorSpec, Rows, Sequence[Bytes], Rows], None]
+    settings: Callable[[Sequence[str]], dict[str, Any]]
+    group: int = 1
+    align_rows: int = 1
+    whole: int = 0
+    product: str = ""
+    vocabulary: bool = False
+
+    def refusal(self, spec: TensorSpec) -> str:
+        return matrix_refusal(spec, self.group)
+
+    def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        if why := self.refusal(spec):
+            raise Unsupported(f"tensor {show(spec.name)} cannot be stored as {self.name}: {why}")
+        return self.parts(spec)
+
+    def encode(self, spec: TensorSpec, rows: Rows, first_row: int, outs: Sequence[Bytes], numbers: Rows) -> None:
+        self.fill(spec, rows, outs, numbers)
+
+    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
+        return self.settings(ignored)
+
+
+def matrix_refusal(spec: TensorSpec, group: int = 1) -> str:
+    """Why a tensor is not a weight that can be encoded, or "": non-empty floating-point matrices named `….weight` are.
+
+    group  elements of a row that share a scale; it must divide the width
+
+    >>> matrix_refusal(TensorSpec("q_proj.weight", DTYPES["BF16"], (64, 96)), 64)
+    'its width 96 is not a multiple of 64'
+    """
+    if not spec.name.endswith(SUFFIX):
+        return f"its name does not end in {SUFFIX}, which readers need to find the scales"
+    if len(spec.shape) != 2:
+        return f"its shape is {list(spec.shape)}, not a matrix"
+    if not spec.dtype.floating or spec.dtype.itemsize not in (2, 4):
+        return f"it is {spec.dtype}, not 16-bit or 32-bit floating point"
+    if not spec.size:
+        return f"its shape {list(spec.shape)} has no elements"
+    return f"its width {spec.shape[1]:,} is not a multiple of {group}" if spec.shape[1] % group else ""
+
+
+def beside(spec: TensorSpec, suffix: str, dtype: str | DType, *shape: int) -> TensorSpec:
+    """A tensor next to a weight: `X.weight` + `_scale`.
+
+    >>> print(beside(TensorSpec("q_proj.weight", DTYPES["BF16"], (64, 96)), "_scale", "BF16", 64, 1))
+    q_proj.weight_scale [64, 1] BF16
+    """
+    return TensorSpec(spec.name + suffix, DTYPES[dtype] if isinstance(dtype, str) else dtype, shape)
+
+
+def bf16_scales(maxima: npt.NDArray[np.float32], levels: float, stored: Bytes) -> npt.NDArray[np.float32]:
+    """Write maxima / levels as bfloat16, and return these scales as they are stored: float32 [n].
+
+    transformers casts scales to the dtype in which a model is loaded, so only a bfloat16 scale is the same in all readers. The
+    scale of zeros is 2^-7, as in compressed-tensors; others are at least 2^-126, since smaller ones could be flushed to zero.
+    """
+    from weightsmith.kernels import codecs
+
+    scales: npt.NDArray[np.float32] = np.maximum(maxima / np.float32(levels), _SMALLEST_SCALE)
+    scales[maxima == 0] = _SCALE_OF_ZEROS
+    bf16 = DTYPES["BF16"].code
+    codecs.encode(scales, scales.size, bf16, 0, stored)
+    codecs.decode(stored, bf16, 0, scales.size, scales)
+    return scales
+
+
+def maxima_of(rows: npt.NDArray[np.float32], high: int, wide: int) -> npt.NDArray[np.float32]:
+    """The largest magnitude of each block of rows [n, cols]: float32 [blocks], in row-major order."""
+    from weightsmith.kernels.blocks import block_maxima
+
+    n, cols = rows.shape
+    maxima = np.empty(-(-n // high) * -(-cols // wide), np.float32)
+    block_maxima(rows.reshape(-1), cols, high, wide, maxima)
+    return maxima
+
+
+def quantization_config(
+    format: str, weights: Mapping[str, Any], activations: Mapping[str, Any] | None, ignored: Sequence[str]
+) -> dict[str, Any]:
+    """compressed-tensors' entry of config.json: one group with all linear modules except the ignored ones.
+
+    >>> quantization_config("int-quantized", {"num_bits": 8}, None, ["lm_head"])["quantization_config"]["ignore"]
+    ['lm_head']
+    """
+    group = {
+        "targets": ["Linear"],
+        "weights": {**weights, "symmetric": True, "dynamic": False},
+        "input_activations": None if activations is None else {**activations, "symmetric": True, "dynamic": True},
+        "output_activations": None,
+        "format": format,
+    }
+    return {
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": format,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": list(ignored),
+            "kv_cache_scheme": None,
+            "global_compression_ratio": None,
+        }
+    }

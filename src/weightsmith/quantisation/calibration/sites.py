@@ -1,0 +1,26 @@
+"""The inputs of the linear layers of a layer, by the names of their weights: which share one, and which are the attention's."""
+
+from __future__ import annotations
+
+_SHARED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"} | {
+    "w1": "gate_up",
+    "w3": "gate_up",
+}
+
+
+_ATTENTION = frozenset({"self_attn", "attention", "attn"})
+
+
+def site_of(weight: str) -> str:
+    """The input that a linear layer shares with others, by the name of its weight.
+
+    >>> site_of("model.layers.0.self_attn.k_proj.weight"), site_of("model.layers.0.mlp.down_proj.weight")
+    ('model.layers.0.self_attn.qkv', 'model.layers.0.mlp.down_proj')
+    """
+    owner, _, leaf = weight.removesuffix(".weight").rpartition(".")
+    return f"{owner}.{_SHARED.get(leaf, leaf)}"
+
+
+def is_attention(weight: str) -> bool:
+    """Whether a weight of a layer is one of the attention's."""
+    return not _ATTENTION.isdisjoint(weight.split("."))

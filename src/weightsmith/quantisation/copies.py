@@ -1,0 +1,28 @@
+"""Plans of a single model: stored in a format, or with plain weights."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from weightsmith._version import __version__
+from weightsmith.options import QuantizeSettings, RecipeOptions
+from weightsmith.planner import Prepared, prepare
+from weightsmith.plans import Made
+from weightsmith.quantisation.formats import quantised
+
+
+def prepare_copy(model: str | os.PathLike[str], options: RecipeOptions, settings: QuantizeSettings) -> Prepared:
+    """Plan a copy of a model in the format `options.quantize`; None: with plain weights.
+
+    model  as in a recipe: a folder, a hub id, `base+adapter`
+
+    Raises PlanError with all problems.
+    """
+    recipe = {"merge_method": "passthrough", "models": [{"model": os.fspath(model)}]}
+    prepared = quantised(lambda: prepare(recipe, options), options.quantize, settings)
+    made = Made("dequantize", f"Dequantised with weightsmith {__version__}.", relation="")
+    if options.quantize is not None:
+        title = f"Quantised with weightsmith {__version__} as `{options.quantize}`."
+        made = Made("quantize", title, relation="quantized", format=options.quantize)
+    return replace(prepared, plan=replace(prepared.plan, made=made))

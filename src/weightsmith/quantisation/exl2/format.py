@@ -1,0 +1,160 @@
+"""The format `exl2`: which setting each block gets, and the plan with it.
+
+Without data, the error of a setting is that of normally distributed weights. Blocks of a kind then have equal errors, and get
+equal settings but for what fills up the target.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from weightsmith.errors import Finding, ParameterError, PlanError, WeightsmithError
+from weightsmith.formats.exl2 import Params
+from weightsmith.options import QuantizeSettings
+from weightsmith.planner import Plan, Prepared
+from weightsmith.products.base import Arrays
+from weightsmith.quantisation.base import Format
+from weightsmith.quantisation.calibration.plan import CALIBRATION_SETTINGS, Chain, before_measuring, calibrated, calibrates
+from weightsmith.quantisation.exl2.blocks import Block
+from weightsmith.quantisation.exl2.measure import errors_of, products_for
+from weightsmith.quantisation.exl2.measurement import Measured, measurement_json, read_measurement
+from weightsmith.quantisation.exl2.model import Model, prepare_model, store
+from weightsmith.quantisation.exl2.optimise import Candidate, choose
+from weightsmith.quantisation.exl2.options import HEAD
+
+DEFAULT_HEAD_BITS = 6
+FULL = "full"
+MEASURES = ("proxy", FULL)
+
+_ERRORS = {
+    2: {32: 0.404, 64: 0.409, 128: 0.418},
+    3: {32: 0.198, 64: 0.206, 128: 0.213},
+    4: {32: 0.0956, 64: 0.1029, 128: 0.1090},
+    5: {32: 0.0472, 64: 0.0516, 128: 0.0552},
+    6: {32: 0.0236, 64: 0.0258, 128: 0.0278},
+    8: {32: 0.0059, 64: 0.0065, 128: 0.0070},
+}
+"""Relative error of normally distributed weights, by bits and group size: measured, 512 rows of 512."""
+
+
+def apply(prepared: Prepared, settings: QuantizeSettings) -> Plan:
+    """The plan of an EXL2 model. Raises PlanError with all problems."""
+    problems = _problems(settings)
+    if problems:
+        raise PlanError(problems)
+    model = prepare_model(prepared.plan)
+    try:
+        params = _choose(model, settings)
+    except WeightsmithError as error:
+        raise PlanError([error]) from error
+    if not calibrates(settings) or settings.uniform or settings.measurement is not None:
+        return _stored(prepared, model, settings, params)
+    chain = Chain(model.plan, prepared, settings)
+    products = (*map(chain.surveyed, prepared.plan.products), *products_for(model, chain, full=settings.measure == FULL))
+    return replace(prepared.plan, products=products, then={"format": "exl2", "settings": asdict(settings)})
+
+
+def follow(prepared: Prepared, settings: QuantizeSettings, arrays: Mapping[str, Arrays]) -> tuple[Plan, Mapping[str, bytes]]:
+    """The plan with the settings that a measurement favours, and measurement.json. Raises PlanError."""
+    if problems := _problems(settings):
+        raise PlanError(problems)
+    assert settings.bits is not None
+    plain, ours = before_measuring(prepared.plan)
+    model = prepare_model(plain)
+    measured = errors_of(model, [(p, arrays[p.name]) for p in ours if p.name in arrays])
+    text = json.dumps(measurement_json(measured), indent=1) + "\n"
+    plan = _stored(replace(prepared, plan=plain), model, settings, _best(measured, model, settings.bits))
+    return plan, {"measurement.json": text.encode()}
+
+
+def _stored(prepared: Prepared, model: Model, settings: QuantizeSettings, params: list[Mapping[str, Params]]) -> Plan:
+    """The plan with a setting for each role of each block."""
+    assert settings.bits is not None
+    bits = sum(block.bits(chosen) for block, chosen in zip(model.blocks, params, strict=True)) / model.weights
+    by_name = {
+        spec.name: chosen[role]
+        for block, chosen in zip(model.blocks, params, strict=True)
+        for role, specs in block.linears.items()
+        for spec in specs
+    }
+    head_bits = settings.head_bits or DEFAULT_HEAD_BITS
+    if calibrates(settings):
+        chain = Chain(model.plan, prepared, settings)
+        plan = calibrated(chain, store(model, by_name, head_bits, bits, chain.described), model.prefix)
+    else:
+        plan = store(model, by_name, head_bits, bits, {"rows": 0, "length": 0, "dataset": "none"})
+    if abs(bits - settings.bits) > 0.02:
+        what = f"{bits:.3f} bits for each weight, not {settings.bits:g}: its blocks are few, and settings come in steps"
+        plan = replace(plan, warnings=(*plan.warnings, Finding(what, "bits")))
+    return plan
+
+
+def _problems(settings: QuantizeSettings) -> list[WeightsmithError]:
+    problems: list[WeightsmithError] = []
+    if settings.bits is None or not math.isfinite(settings.bits):
+        fix = "write --bits 4.25 (bits=4.25), or any number from 2.2 to 8"
+        problems.append(ParameterError("exl2 needs the number of bits for each weight", where="bits", fix=fix))
+    if settings.head_bits not in (None, *HEAD):
+        what = f"head_bits is {settings.head_bits}, not one of {', '.join(map(str, HEAD))}"
+        problems.append(ParameterError(what, where="head_bits"))
+    if settings.measure not in (None, *MEASURES):
+        problems.append(ParameterError(f"measure is '{settings.measure}', not one of {', '.join(MEASURES)}", where="measure"))
+    return problems
+
+
+def _choose(model: Model, settings: QuantizeSettings) -> list[Mapping[str, Params]]:
+    """A setting for each role of each block."""
+    assert settings.bits is not None
+    if settings.measurement is not None:
+        return _best(read_measurement(Path(settings.measurement), model.blocks), model, settings.bits)
+    kinds: dict[str, list[Block]] = {}
+    for block in model.blocks:
+        kinds.setdefault(block.key.rpartition(".")[2] if settings.uniform else block.key, []).append(block)
+    groups = list(kinds.values())
+    chosen = choose([_expected(blocks) for blocks in groups], model.weights, settings.bits, norms=(1.0,))
+    by_key = {block.key: block.options[i].params for blocks, i in zip(groups, chosen, strict=True) for block in blocks}
+    return [by_key[block.key] for block in model.blocks]
+
+
+def _best(measured: Sequence[tuple[Block, list[Measured]]], model: Model, bits: float) -> list[Mapping[str, Params]]:
+    slots = [[Candidate(block.bits(option.params), option.error) for option in options] for block, options in measured]
+    chosen = choose(slots, model.weights, bits)
+    return [options[i].params for (_, options), i in zip(measured, chosen, strict=True)]
+
+
+def _expected(blocks: Sequence[Block]) -> list[Candidate]:
+    """The candidates of blocks that get the same, with the squared errors of normally distributed weights, in all."""
+    return [
+        Candidate(
+            sum(block.bits(option.params) for block in blocks),
+            sum(
+                _squared_error(option.params[role]) * spec.size
+                for block in blocks
+                for role, specs in block.linears.items()
+                for spec in specs
+            )
+            / 1e6,
+        )
+        for option in blocks[0].options
+    ]
+
+
+def _squared_error(params: Params) -> float:
+    parts = zip(params.bits, params.proportions, params.group_sizes, strict=True)
+    return sum(share * _ERRORS[bits][size] ** 2 for bits, share, size in parts)
+
+
+FORMATS = (
+    Format(
+        "exl2",
+        "2.2 to 8 bits for each weight, chosen for each layer",
+        "ExLlamaV2, TabbyAPI up to June 2026",
+        apply,
+        frozenset({"bits", "head_bits", "measure", "measurement", "uniform"}) | CALIBRATION_SETTINGS,
+        follow,
+    ),
+)

@@ -1,0 +1,98 @@
+"""The measurement of a model: a product for each layer, and the error of each option of each block.
+
+A full measurement computes the errors. A proxy estimates the error of an option as √(Σ e · E): e are the shares of energy that
+the block's linear layers lose, and E is the energy that the block's last linear layer gives, in relation to the residual
+stream after the block, as a mean over the tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from weightsmith.errors import FormatError
+from weightsmith.plans import Product
+from weightsmith.products.base import Arrays
+from weightsmith.quantisation.calibration.plan import Chain, measuring
+from weightsmith.quantisation.exl2.blocks import Block
+from weightsmith.quantisation.exl2.measurement import LEAST_ERROR, Measured
+from weightsmith.quantisation.exl2.model import Model
+
+_LAST = ("o", "down")
+_NOT_ALL = "not a plan that can be run: it does not measure every weight"
+
+
+def products_for(model: Model, chain: Chain, *, full: bool) -> tuple[Product, ...]:
+    """The products of a measurement."""
+    layers = {name: layer for layer in range(chain.layers) for name in chain.names(layer)}
+    blocks: dict[int, dict[str, tuple[Mapping[str, str], ...]]] = {}
+    for block in model.blocks:
+        options = _encodings(block)
+        blocks.setdefault(layers[next(iter(options[0]))], {})[block.key] = options
+    if full:
+        return measuring(chain, lambda layer, states: chain.measured_blocks(layer, states, blocks.get(layer, {})))
+    tried = {
+        layer: {name: candidates for options in own.values() for name, candidates in _candidates(options).items()}
+        for layer, own in blocks.items()
+    }
+    return measuring(chain, lambda layer, states: chain.measured(layer, states, tried.get(layer, {})))
+
+
+def _encodings(block: Block) -> tuple[Mapping[str, str], ...]:
+    """The encoding of each weight of a block, for each option."""
+    return tuple(
+        {spec.name: f"exl2 {option.params[role]}" for role, specs in block.linears.items() for spec in specs}
+        for option in block.options
+    )
+
+
+def _candidates(options: Sequence[Mapping[str, str]]) -> dict[str, tuple[str, ...]]:
+    """The encodings to try for each weight of a block."""
+    return {name: tuple(dict.fromkeys(option[name] for option in options)) for name in options[0]}
+
+
+def errors_of(model: Model, products: Iterable[tuple[Product, Arrays]]) -> list[tuple[Block, list[Measured]]]:
+    """The error of every option. products: the measured layers, with their arrays. Raises FormatError if they are others."""
+    products = list(products)
+    if any(product.op == "measured_blocks" for product, _ in products):
+        return _measured_errors(model, products)
+    lost: dict[str, dict[str, float]] = {}
+    given: dict[str, float] = {}
+    tokens: dict[str, float] = {}
+    for product, (errors, energies) in products:
+        for i, (name, tried) in enumerate(product.settings["candidates"].items()):
+            lost[name] = {encoding: float(errors[i, k]) for k, encoding in enumerate(tried)}
+            given[name], tokens[name] = float(energies[i]), float(energies[-1])
+    wanted = [each for block in model.blocks for each in _candidates(_encodings(block)).items()]
+    if any(lost.get(name, {}).keys() != set(tried) for name, tried in wanted):
+        raise FormatError(_NOT_ALL, where="products", fix="make the plan again")
+    found = []
+    for block in model.blocks:
+        last = next(role for role in _LAST if role in block.linears)
+        share = sum(given[spec.name] for spec in block.linears[last]) / (tokens[block.linears[last][0].name] or 1)
+        options = []
+        for option in block.options:
+            total = 0.0
+            for role, specs in block.linears.items():
+                energy = sum(given[spec.name] for spec in specs) or 1
+                total += sum(lost[s.name][f"exl2 {option.params[role]}"] * given[s.name] for s in specs) / energy
+            options.append(Measured(option.params, min(1.0, max(LEAST_ERROR, math.sqrt(total * share)))))
+        found.append((block, options))
+    return found
+
+
+def _measured_errors(model: Model, products: Iterable[tuple[Product, Arrays]]) -> list[tuple[Block, list[Measured]]]:
+    """As `errors_of`, for a full measurement."""
+    errors = {key: row for product, (rows,) in products for key, row in zip(product.settings["blocks"], rows, strict=True)}
+    if any(len(errors.get(block.key, ())) < len(block.options) for block in model.blocks):
+        raise FormatError(_NOT_ALL, where="products", fix="make the plan again")
+    return [
+        (
+            block,
+            [
+                Measured(option.params, min(1.0, max(LEAST_ERROR, float(error))))
+                for option, error in zip(block.options, errors[block.key], strict=False)
+            ],
+        )
+        for block in model.blocks
+    ]

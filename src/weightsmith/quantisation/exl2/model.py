@@ -1,0 +1,265 @@
+"""A whole model as ExLlamaV2 0.3.2 expects it: architectures, names, config.json, and what is not quantised.
+
+Linear layers of blocks and the head are quantised, a tied head too: the file then has both the embedding and a quantised head.
+Embeddings, norms, biases and routers are float16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from weightsmith.encodings import find_encoding
+from weightsmith.encodings.exl2 import encoding_name
+from weightsmith.errors import Finding, PlanError, Unsupported, WeightsmithError
+from weightsmith.formats.exl2 import Params
+from weightsmith.formats.files import show
+from weightsmith.plans import JOIN, PLAIN, Block, Plan, Read, Step
+from weightsmith.quantisation.exl2.blocks import OTHER_FORMATS, find_blocks, shape_problems
+from weightsmith.quantisation.exl2.blocks import Block as ModelBlock
+from weightsmith.quantisation.exl2.options import HEAD
+from weightsmith.structure import analyse
+from weightsmith.structure.fused import SubMatrix, fused_parts
+from weightsmith.structure.vocabulary import is_embedding, is_head, ties
+from weightsmith.tensors import TensorSpec
+
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Phi3ForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+"""`architectures` of config.json for which names and layout have been checked."""
+
+VERSION = "0.3.2"
+"""Of ExLlamaV2, whose layout is written."""
+
+GEMMA3, GEMMA3_LOADED = "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"
+"""ExLlamaV2 knows the text model only as part of the other one, with this prefix."""
+GEMMA3_PREFIX = "language_model."
+
+_HALF = "plain F16"
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A plan with ExLlamaV2's names, before its blocks get settings.
+
+    plan    every tensor is a step of its own, with its dtype and plain
+    blocks  in model order
+    head    the head's weight; a step of its own even if it is tied
+    prefix  of all names in the output, which the plan does not have yet
+    """
+
+    plan: Plan
+    blocks: tuple[ModelBlock, ...]
+    head: str
+    prefix: str
+
+    @cached_property
+    def unsorted(self) -> frozenset[str]:
+        """Weights whose input features must stay in their own order.
+
+        The loader moves the order of `down_proj` to the outputs of gate and up, but not to their biases.
+        """
+        return frozenset(
+            spec.name for block in self.blocks if block.biased and "down" in block.linears for spec in block.linears["down"]
+        )
+
+    @property
+    def weights(self) -> int:
+        """Of all blocks: what bits for each weight refer to."""
+        return sum(block.weights for block in self.blocks)
+
+
+def prepare_model(plan: Plan) -> Model:
+    """Check architecture, names and shapes, split fused matrices, and give a tied head a step.
+
+    Raises PlanError with what ExLlamaV2 could not load.
+    """
+    config = plan.config
+    if config is None:
+        fix = "put a config.json into the folder of the model that it is taken from"
+        raise PlanError(
+            [Unsupported("the output has no config.json, without which no model is loaded", where="quantize", fix=fix)]
+        )
+    architecture = check_architecture(config)
+    specs = {step.out.name: step.out for step in plan.steps}
+    structure = analyse(specs.values(), config)
+    steps = [part for step in plan.steps for part in split(step, fused_parts(step.out, specs, structure, config))]
+    steps = _with_head(steps, config)
+    plan = replace(plan, steps=tuple(steps))
+    split_specs = [step.out for step in steps]
+    try:
+        blocks = find_blocks(split_specs, analyse(split_specs, config))
+    except WeightsmithError as error:
+        raise PlanError([error]) from error
+    head = next((spec for spec in split_specs if is_head(spec)), None)
+    problems = shape_problems(spec for block in blocks for specs in block.linears.values() for spec in specs)
+    if head is None or not blocks:
+        problems.append(
+            Unsupported("it has no head or no layers, which ExLlamaV2 expects", where=architecture, fix=OTHER_FORMATS)
+        )
+    if head is not None and head.shape[1] % 32:
+        problems += shape_problems([head])
+    if head is not None and head.shape[0] % 32 and f"{head.name.removesuffix(_WEIGHT)}.bias" in {s.name for s in split_specs}:
+        what = f"{head.shape[0]:,} outputs with a bias cannot be padded to a multiple of 32"
+        problems.append(Unsupported(what, where=head.name, fix=OTHER_FORMATS))
+    if problems or head is None:
+        raise PlanError(problems)
+    return Model(plan, blocks, head.name, GEMMA3_PREFIX if architecture == GEMMA3 else "")
+
+
+def check_architecture(config: Mapping[str, Any]) -> str:
+    """The architecture of a config. Raises PlanError for one that is not in `ARCHITECTURES`: loaders would read it as Llama."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    if name in ARCHITECTURES:
+        return str(name)
+    what = f"{show(name if name is not None else names)} cannot be stored as EXL2, only {', '.join(ARCHITECTURES)}"
+    raise PlanError([Unsupported(what, where="architectures in config.json", fix=OTHER_FORMATS)])
+
+
+def split(step: Step, parts: Sequence[SubMatrix]) -> list[Step]:
+    """A step for each matrix of a fused tensor; the step itself if it holds one. Raises PlanError."""
+    if not parts:
+        return [step]
+    if step.op == JOIN:
+        if [piece.out.name for piece in step.pieces] != [part.name for part in parts]:
+            what = "the merge does not compute its matrices one by one, and ExLlamaV2 stores them so"
+            raise PlanError([Unsupported(what, where=step.out.name, fix="merge first, then quantise the result")])
+        return list(step.pieces)
+    return [
+        replace(
+            step,
+            out=TensorSpec(part.name, step.out.dtype, part.shape),
+            inputs=tuple(_part_of(read, part, step.out.name) for read in step.inputs),
+        )
+        for part in parts
+    ]
+
+
+def _part_of(read: Read, part: SubMatrix, name: str) -> Read:
+    rows, cols = math.prod(part.shape[:-1]), part.shape[-1]
+    if read.view is None:
+        return replace(read, view=Block(part.offset, rows, cols, cols))
+    if isinstance(read.view, Block) and read.view.whole_rows:
+        return replace(read, view=Block(read.view.offset + part.offset, rows, cols, cols))
+    what = "it is gathered from other rows, and its matrices cannot be told apart"
+    raise PlanError([Unsupported(what, where=name, fix="merge first, then quantise the result")])
+
+
+def _with_head(steps: Sequence[Step], config: Mapping[str, Any]) -> list[Step]:
+    """The steps, with one for a head that is tied to the embedding."""
+    heads = [step for step in steps if is_head(step.out)]
+    embedding = next((step for step in steps if is_embedding(step.out)), None)
+    if embedding is None or not ties(config, stores_head=bool(heads)):
+        return list(steps)
+    head = renamed(embedding, heads[0].out.name if heads else "lm_head.weight")
+    return [*(step for step in steps if not is_head(step.out)), head]
+
+
+def renamed(step: Step, name: str) -> Step:
+    """The same numbers under another name: random masks depend on names, and those of the parts stay."""
+    out = replace(step.out, name=name)
+    if step.op == JOIN or not step.merges:
+        return replace(step, out=out)
+    return Step(out, JOIN, (), pieces=(step,), role=step.role)
+
+
+# ---- the finished plan
+
+
+def store(model: Model, params: Mapping[str, Params], head_bits: int, bits: float, calibration: Mapping[str, Any]) -> Plan:
+    """The plan of the EXL2 model.
+
+    params       setting of each weight of the blocks
+    head_bits    one of `options.HEAD`
+    bits         for each weight, for config.json
+    calibration  for config.json
+    """
+    encodings = {name: encoding_name(setting, sort=name not in model.unsorted) for name, setting in params.items()}
+    encodings[model.head] = encoding_name(HEAD[head_bits])
+    steps = []
+    for step in model.plan.steps:
+        spec = step.out
+        as_it_is = not spec.shape or not spec.dtype.floating or spec.dtype.name == "F16"
+        encoding = encodings.get(spec.name) or (PLAIN if as_it_is else _HALF)
+        step = renamed(step, model.prefix + spec.name) if model.prefix else step
+        if encoding != PLAIN:
+            step = replace(step, encoding=encoding, stored=find_encoding(encoding).outs(step.out))
+        steps.append(step)
+    config = loader_config(model.plan.config or {}, gemma3=bool(model.prefix))
+    described = {
+        "quant_method": "exl2",
+        "version": VERSION,
+        "bits": round(bits, 4),
+        "head_bits": head_bits,
+        "calibration": dict(calibration),
+    }
+    config["quantization_config"] = described
+    return replace(model.plan, steps=tuple(steps), config=config, warnings=(*model.plan.warnings, *_notes(model.plan)))
+
+
+def loader_config(config: Mapping[str, Any], *, gemma3: bool) -> dict[str, Any]:
+    """config.json with the keys that ExLlamaV2 reads: `rope_theta` and `rope_scaling` beside `rope_parameters`.
+
+    >>> loader_config({"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}, gemma3=False)["rope_theta"]
+    100000.0
+    """
+    found = dict(config)
+    rope = config.get("rope_parameters")
+    if isinstance(rope, Mapping):
+        layers = rope.get("full_attention")
+        main = layers if isinstance(layers, Mapping) else rope
+        if "rope_theta" in main and config.get("rope_theta") is None:
+            found["rope_theta"] = main["rope_theta"]
+        kind = main.get("rope_type", main.get("type"))
+        if kind not in (None, "default") and not config.get("rope_scaling"):
+            dropped = ("rope_theta", "type", "partial_rotary_factor")
+            found["rope_scaling"] = {"rope_type": kind, **{k: v for k, v in main.items() if k not in dropped}}
+    if not gemma3:
+        return found
+    text = {key: value for key, value in found.items() if key != "architectures"}
+    top: dict[str, Any] = {
+        key: found[key] for key in ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id") if key in found
+    }
+    named: dict[str, Any] = {
+        "architectures": [GEMMA3_LOADED],
+        "model_type": "gemma3",
+        "sliding_window_pattern": _pattern(config),
+    }
+    return {**named, **top, "text_config": text}
+
+
+def _pattern(config: Mapping[str, Any]) -> int:
+    """Every which layer has full attention. Raises PlanError if it is not every n-th."""
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list):
+        value = config.get("sliding_window_pattern", 6)
+        return value if isinstance(value, int) else 6
+    full = [i + 1 for i, kind in enumerate(kinds) if kind == "full_attention"]
+    pattern = full[0] if full else len(kinds) + 1
+    if full != list(range(pattern, len(kinds) + 1, pattern)):
+        what = f"layers {', '.join(map(str, full))} have full attention, and ExLlamaV2 expects every n-th to have it"
+        raise PlanError([Unsupported(what, where="layer_types in config.json", fix=OTHER_FORMATS)])
+    return pattern
+
+
+def _notes(plan: Plan) -> list[Finding]:
+    what = f"EXL2 is loaded by ExLlamaV2 {VERSION}, which is archived, and by TabbyAPI up to June 2026; TabbyAPI now takes EXL3"
+    fix = "choose a gguf format for llama.cpp, Ollama and CPUs, or w4a16 or fp8-dynamic for vLLM and SGLang"
+    notes = [Finding(what, "quantize", fix=fix)]
+    if "tokenizer.json" not in (*plan.carried, *plan.files):
+        fix = "make one: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+        notes.append(Finding("the model has no tokenizer.json, without which ExLlamaV2 does not load it", "quantize", fix=fix))
+    return notes

@@ -1,0 +1,121 @@
+"""The settings that a block's linear layers may get.
+
+The tables are those of ExLlamaV2 0.3.2, so that measurements can be exchanged with it. `formats.exl2.params` reads the texts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from weightsmith.errors import FormatError
+from weightsmith.formats.exl2 import BITS, SCALE_BITS, Params, params
+from weightsmith.formats.exl2 import bits_of as bits_of
+from weightsmith.formats.exl2 import groups_of as groups_of
+from weightsmith.formats.files import show
+from weightsmith.plans.reading import has_type
+
+GROUP_SIZES = (32, 64, 128)
+
+
+def params_from_json(value: object, where: str) -> Params:
+    """A setting of an untrusted measurement.json. Raises FormatError for anything that no writer of EXL2 uses."""
+
+    def refuse(what: str) -> FormatError:
+        return FormatError(f"not a setting of EXL2: {what}", where=where)
+
+    if not isinstance(value, Mapping):
+        raise refuse(f"it is {show(value)}, not an object")
+    bits, shares, sizes = (value.get(key, ()) for key in ("bits", "bits_prop", "group_size"))
+    if not has_type(bits, tuple[int, ...]) or not bits or not set(bits) <= set(BITS):
+        raise refuse(f"bits are {show(bits)}, not a list of {', '.join(map(str, BITS))}")
+    if list(bits) != sorted(set(bits), reverse=True):
+        raise refuse(f"bits are {show(bits)}, not from the most to the fewest")
+    if not has_type(shares, tuple[float, ...]) or len(shares) != len(bits):
+        raise refuse(f"bits_prop is {show(shares)}, not a number for each of bits")
+    if any(not 0 < share <= 1 for share in shares) or not math.isclose(sum(shares), 1, abs_tol=1e-6):
+        raise refuse(f"bits_prop is {show(shares)}, not shares that add up to 1")
+    if not isinstance(sizes, Mapping) or any(sizes.get(str(b)) not in GROUP_SIZES for b in bits):
+        raise refuse(f"group_size is {show(sizes)}, not one of {', '.join(map(str, GROUP_SIZES))} for each of bits")
+    if value.get("scale_bits", SCALE_BITS) != SCALE_BITS:
+        raise refuse(f"scale_bits is {show(value['scale_bits'])}, not {SCALE_BITS}")
+    return Params(tuple(bits), tuple(map(float, shares)), tuple(sizes[str(b)] for b in bits))
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A setting for each linear layer of a block, by the module's role: q, k, v, o, or gate, up, down."""
+
+    params: Mapping[str, Params]
+
+
+_LOW, _LOW_V = "3@.1+2@.9/g64", "4@.1+3@.9/g128"
+
+_ATTENTION = (  # q and k; v; o
+    ("3@.05+2@.95/g64", "3@.05+2@.95/g64", "3@.05+2@.95/g64"),
+    (_LOW, "3@.25+2@.75/g64", _LOW),
+    (_LOW, _LOW_V, _LOW),
+    (_LOW, _LOW_V, "4@.1+3@.9/g128"),
+    ("4@.1+3@.9/g128", "4@.1+3@.9/g128", "4@.1+3@.9/g128"),
+    ("4@.1+3@.9/g128", "4@.1+3@.9/g64", "4@.1+3@.9/g128"),
+    ("4/g128", "4/g128", "4/g128"),
+    ("4/g128", "4/g64", "4/g128"),
+    ("4/g64", "4/g32", "4/g64"),
+    ("4/g32", "4/g32", "4/g32"),
+    ("5@.1+4@.9/g128", "5@.1+4@.9/g64", "5@.1+4@.9/g128"),
+    ("5@.1+4@.9/g64", "5@.1+4@.9/g32", "5@.1+4@.9/g64"),
+    ("5@.1+4@.9/g64", "5/g64", "5@.1+4@.9/g64"),
+    ("5@.1+4@.9/g32", "5/g32", "5@.1+4@.9/g32"),
+    ("6@.1+5@.9/g128", "6/g128", "6@.1+5@.9/g128"),
+    ("6@.1+5@.9/g32", "6/g32", "6@.1+5@.9/g32"),
+    ("6/g128", "6/g128", "6/g128"),
+    ("6/g32", "8/g32", "6/g32"),
+    ("8/g128", "8/g128", "8/g128"),
+)
+
+_DOWN = "6@.05/g32+3@.2/g64+2@.75/g64"
+
+_MLP = (  # gate, up, down
+    ("3@.05+2@.95/g64", "3@.05+2@.95/g64", _DOWN),
+    ("3@.1+2@.9/g64", "3@.25+2@.75/g64", _DOWN),
+    ("3@.1+2@.9/g64", "3@.3+2@.7/g64", "5@.05+3@.95/g32"),
+    ("3@.1+2@.9/g64", "3@.3+2@.7/g64", "5@.05+4@.95/g32"),
+    ("4@.1+3@.9/g128", "4@.25+3@.75/g128", "8@.05/g32+4@.1/g128+3@.85/g128"),
+    ("4@.1+3@.9/g32", "4@.25+3@.75/g32", "8@.05+4@.1+3@.85/g32"),
+    ("4@.1+3@.9/g32", "4@.25+3@.75/g32", "8@.05/g32+4@.95/g128"),
+    ("4/g128", "4/g32", "8@.05/g32+4@.95/g128"),
+    ("4/g32", "4/g32", "8@.05+4@.95/g32"),
+    ("5@.1+4@.9/g128", "5@.25+4@.75/g128", "8@.05/g32+5@.1/g128+4@.85/g128"),
+    ("5@.1+4@.9/g32", "5@.25+4@.75/g32", "8@.05+5@.1+4@.85/g32"),
+    ("6@.1+5@.9/g128", "6@.25+5@.75/g128", "8@.05/g32+6@.1/g128+5@.85/g128"),
+    ("6@.1+5@.9/g32", "6@.25+5@.75/g32", "8@.05+6@.1+5@.85/g32"),
+    ("6/g128", "6/g128", "8@.05/g32+6@.95/g128"),
+    ("8@.1+6@.9/g128", "8@.1+6@.9/g128", "8@.15+6@.85/g128"),
+    ("8@.1+6@.9/g128", "8@.1+6@.9/g128", "8/g128"),
+    ("8/g128", "8/g128", "8/g128"),
+)
+
+_HEAD = {
+    2: "4@.3+2@.7/g32",
+    3: "4@.15+3@.85/g32",
+    4: "6@.15+4@.85/g32",
+    5: "6@.15+5@.85/g128",
+    6: "8@.15+6@.85/g128",
+    8: "8/g128",
+}
+
+
+def _options(roles: tuple[str, ...], table: tuple[tuple[str, ...], ...]) -> Iterator[Option]:
+    for row in table:
+        yield Option({role: params(text) for role, text in zip(roles, row, strict=True)})
+
+
+ATTENTION = tuple(_options(("q", "k", "v", "o"), tuple((q, q, v, o) for q, v, o in _ATTENTION)))
+"""The 19 candidates of an attention block, from the fewest bits to the most."""
+
+MLP = tuple(_options(("gate", "up", "down"), _MLP))
+"""The 17 candidates of an MLP. All experts of a block have the same."""
+
+HEAD = {bits: params(text) for bits, text in _HEAD.items()}
+"""The setting of the head for each value of `head_bits`."""

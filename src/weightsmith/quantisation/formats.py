@@ -1,0 +1,100 @@
+"""The list of formats, and the one place where a plan becomes a plan of one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from weightsmith.errors import Finding, FormatError, ParameterError, PlanError, UnknownName, WeightsmithError, nearest
+from weightsmith.formats.files import expand_user
+from weightsmith.options import QuantizeSettings
+from weightsmith.planner import Prepared
+from weightsmith.plans.reading import has_type
+from weightsmith.products.base import Arrays
+from weightsmith.quantisation import gguf, streamed
+from weightsmith.quantisation.base import Format
+from weightsmith.quantisation.calibration.plan import NONE
+from weightsmith.quantisation.calibration.rows import BUILT_IN
+from weightsmith.quantisation.exl2 import format as exl2
+
+FORMATS: dict[str, Format] = {each.name: each for each in (*streamed.FORMATS, *gguf.FORMATS, *exl2.FORMATS)}
+"""Every format, by name."""
+
+
+def quantised(prepare: Callable[[], Prepared], name: str | None, settings: QuantizeSettings) -> Prepared:
+    """What `prepare` returns, its plan in the format `name`; unchanged if that is None.
+
+    Raises PlanError with the problems of `prepare`, and those of the format's name and settings; then as `Format.apply`.
+    """
+    problems = _problems(name, settings)
+    try:
+        prepared = prepare()
+    except PlanError as error:
+        if not problems:
+            raise
+        raise PlanError([*error.problems, *problems], error.source) from error
+    try:
+        if problems:
+            raise PlanError(problems)
+        if name is None:
+            return prepared
+        plan = FORMATS[name].apply(prepared, settings)
+        plan.layout  # noqa: B018  names that cannot be stored show here
+        made = replace(plan.made, format=name)
+        plan = replace(plan, made=made, warnings=(*plan.warnings, *_decoded(prepared, name)))
+        before = prepared.again
+        again = None if before is None else lambda written: quantised(lambda: before(written), name, settings)
+        return replace(prepared, plan=plan, named=(*prepared.named, *_files(settings)), again=again)
+    except BaseException:
+        prepared.close()
+        raise
+
+
+def followed(prepared: Prepared, arrays: Mapping[str, Arrays]) -> tuple[Prepared, Mapping[str, bytes]]:
+    """The plan that follows from the products of one with `Plan.then`, and files to add to the output.
+
+    arrays  of the products, by name
+
+    Raises PlanError; FormatError for a plan that no format of ours made.
+    """
+    then = dict(prepared.plan.then or {})
+    name, given = then.get("format"), then.get("settings") or {}
+    made = FORMATS[name] if isinstance(name, str) and name in FORMATS else None
+    if made is None or made.follow is None or not has_type(given, QuantizeSettings):
+        raise FormatError("not a plan that can be run: no format of ours measures so", where="then", fix="make the plan again")
+    settings = QuantizeSettings(**given)
+    plan, files = made.follow(prepared, settings, arrays)
+    return replace(prepared, plan=plan, named=(*prepared.named, *_files(settings))), files
+
+
+def _problems(name: str | None, settings: QuantizeSettings) -> list[WeightsmithError]:
+    if name is None:
+        if not settings.given:
+            return []
+        what = f"{', '.join(settings.given)}: no format is given that could read it"
+        return [ParameterError(what, where="quantize", fix="add --quantize NAME (quantize)")]
+    if name not in FORMATS:
+        what = f"unknown format '{name}'{nearest(name, FORMATS)}"
+        return [UnknownName(what, where="quantize", fix=f"write one of {', '.join(FORMATS)}")]
+    known = FORMATS[name].settings
+    unread = [each for each in settings.given if each not in known]
+    if not unread:
+        return []
+    reads = f"it reads {', '.join(sorted(known))}" if known else "it has no settings"
+    return [ParameterError(f"{name} does not read {', '.join(unread)}: {reads}", where="quantize", fix="leave it out")]
+
+
+def _files(settings: QuantizeSettings) -> list[Path]:
+    """The files that settings name."""
+    calibration = None if settings.calibration in (BUILT_IN, NONE) else settings.calibration
+    return [expand_user(name) for name in (calibration, settings.measurement, settings.imatrix) if name is not None]
+
+
+def _decoded(prepared: Prepared, name: str) -> list[Finding]:
+    """Which models are quantised already."""
+    return [
+        Finding(f"it is quantised already ({model.decoded}): its weights are dequantised, then stored as {name}", model.ref)
+        for model in prepared.inputs
+        if model.decoded
+    ]

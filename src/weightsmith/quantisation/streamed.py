@@ -1,0 +1,69 @@
+"""Formats that need no data: an encoding for each weight, applied to rows as they leave the merge.
+
+w4a16 and w8a16 may have a calibration text; their weights are then products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from weightsmith.encodings import mlx, packed
+from weightsmith.errors import Finding, ParameterError, PlanError
+from weightsmith.options import QuantizeSettings
+from weightsmith.planner import Plan, Prepared
+from weightsmith.planner.encode import encodable, quantise
+from weightsmith.quantisation.base import Format
+from weightsmith.quantisation.calibration.plan import CALIBRATION_SETTINGS, NONE, Chain, calibrated
+
+
+def streamed(name: str, summary: str, readers: str) -> Format:
+    """A format whose linear weights all have the encoding of this name."""
+
+    def apply(prepared: Prepared, settings: QuantizeSettings) -> Plan:
+        return quantise(prepared.plan, name)
+
+    return Format(name, summary, readers, apply)
+
+
+def _grouped(name: str, summary: str, readers: str, groups: Sequence[int], *, calibrates: bool = False) -> Format:
+    """A format whose encoding has a group size. groups: those there are, the default first.
+
+    calibrates  with a calibration text, codes are GPTQ's; without one, weights are rounded to nearest
+
+    If no size is asked for, it is the first one that stores the most weights: the width of a weight must be a multiple of it.
+    """
+
+    def apply(prepared: Prepared, settings: QuantizeSettings) -> Plan:
+        asked = settings.group_size
+        if asked is not None and asked not in groups:
+            what = f"{name} has groups of {', '.join(map(str, sorted(groups)))}, not of {asked}"
+            raise PlanError([ParameterError(what, where="group_size")])
+        names = {group: name if group == groups[0] else f"{name}-g{group}" for group in groups}
+        group = asked or max(groups, key=lambda group: encodable(prepared.plan, names[group]))
+        plan = quantise(prepared.plan, names[group])
+        if calibrates and settings.calibration not in (None, NONE):
+            plan = calibrated(Chain(prepared.plan, prepared, settings), plan)
+        if asked is None and group != groups[0]:
+            what = f"groups of {group} are used: more weights have a multiple of it as their width than of {groups[0]}"
+            return replace(plan, warnings=(*plan.warnings, Finding(what, "quantize")))
+        return plan
+
+    more = CALIBRATION_SETTINGS if calibrates else frozenset()
+    return Format(name, summary, readers, apply, frozenset({"group_size"}) | more)
+
+
+_ENGINES = "transformers, vLLM, SGLang"
+_MLX = "MLX, mlx-lm, LM Studio"
+
+FORMATS = (
+    streamed("fp8-dynamic", "8-bit floats with a scale for each row (W8A8)", _ENGINES),
+    streamed("fp8-block", "8-bit floats with a scale for each block of 128 by 128 (W8A8)", _ENGINES),
+    streamed("int8", "8-bit integers with a scale for each row (W8A8)", _ENGINES),
+    _grouped("w8a16", "8-bit integers with a scale for each group of a row", _ENGINES, packed.GROUPS, calibrates=True),
+    _grouped("w4a16", "4-bit integers with a scale for each group of a row", _ENGINES, packed.GROUPS, calibrates=True),
+    streamed("nvfp4a16", "4-bit floats with a scale for 16 elements, and one for the weight", _ENGINES),
+    streamed("mxfp4", "4-bit floats with a power of two for 32 elements", _ENGINES),
+    _grouped("mlx-8bit", "8-bit integers with a scale and a bias for each group", _MLX, mlx.GROUPS),
+    _grouped("mlx-4bit", "4-bit integers with a scale and a bias for each group", _MLX, mlx.GROUPS),
+)

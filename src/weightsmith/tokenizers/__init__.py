@@ -1,0 +1,14 @@
+"""Tokenizers as values: which token has which id, which rows of an embedding a merge takes for it, and the files to write.
+
+Pure functions over JSON and bytes; the package `tokenizers` is not used. `vocabulary.py` reads the files, `union.py` adds
+tokens to tokenizer.json, `rows.py` makes tables of rows, `files.py` writes the other files, `templates.py` has chat templates.
+"""
+
+from weightsmith.tokenizers.rows import Alignment as Alignment
+from weightsmith.tokenizers.rows import Rule as Rule
+from weightsmith.tokenizers.rows import align as align
+from weightsmith.tokenizers.union import United as United
+from weightsmith.tokenizers.union import extend as extend
+from weightsmith.tokenizers.union import missing_tokens as missing_tokens
+from weightsmith.tokenizers.vocabulary import Vocabulary as Vocabulary
+from weightsmith.tokenizers.vocabulary import read_vocabulary as read_vocabulary

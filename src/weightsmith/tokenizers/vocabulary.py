@@ -1,0 +1,386 @@
+"""Reads the tokens of a model, and their ids, from whatever files its tokenizer has.
+
+Tokens are compared as their vocabulary writes them, where two tokenizers are of one family. Between families they are compared
+as bytes: `Ġthe` of byte-level BPE and `▁the` of SentencePiece are both b" the".
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from weightsmith.errors import FormatError
+from weightsmith.formats.files import read_bounded, show
+from weightsmith.formats.strict_json import parse_object
+
+Family = Literal["byte-level BPE", "BPE", "SentencePiece BPE", "unigram", "WordPiece", "unknown"]
+
+FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"),
+    *("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json"),
+)
+"""The files that are read, if present. Besides them `tokenizer.model.v3` and the like, and `*.tiktoken`."""
+
+_OTHER_FILES = re.compile(r"tokenizer\.model\.v\d+\w*|[\w.-]+\.tiktoken", re.ASCII)
+
+MAX_FILE_BYTES = 128 << 20
+_MAX_JSON_MEMORY = 1 << 30  # estimated: 0.6 GB for Gemma 3's 33 MB, which take 0.25 GB
+MAX_ID = 1 << 22
+"""More than twice the ids of the largest published vocabulary, of a million tokens."""
+_SPACE = "\u2581"
+_REPAIR = "Repair the tokenizer's files, or download them again."
+
+Added = Mapping[str, Any]
+"""An entry of `added_tokens`: content, id, special, lstrip, rstrip, normalized, single_word."""
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """The tokens of one tokenizer.
+
+    label      of its model
+    family     how text becomes tokens
+    ids        id by token, added tokens included
+    added      the added tokens, by token: special ones, and others that are found before the text is split
+    digest     equal for equal files
+    """
+
+    label: str
+    family: Family
+    ids: Mapping[str, int]
+    added: Mapping[str, Added]
+    digest: str = ""
+
+    @cached_property
+    def tokens(self) -> dict[int, str]:
+        """Token by id. Of two tokens with one id, the added one."""
+        found = {number: token for token, number in self.ids.items() if token not in self.added}
+        return found | {number: token for token, number in self.ids.items() if token in self.added}
+
+    @cached_property
+    def as_bytes(self) -> dict[bytes, int]:
+        """Id by the bytes that a token stands for, to compare it with tokenizers of other families. Added tokens win."""
+        spell = _SPELLINGS[self.family]
+        found: dict[bytes, int] = {}
+        for token, number in self.ids.items():
+            if token not in self.added:
+                found.setdefault(spell(token), number)
+        return found | {self.key(token): self.ids[token] for token in self.added}
+
+    def key(self, token: str) -> bytes:
+        """The bytes that one of its tokens stands for."""
+        spell = _SPELLINGS[self.family]
+        return token.encode() if token in self.added and spell is not _spell_sentencepiece else spell(token)
+
+    def find(self, other: Vocabulary) -> Callable[[str], int | None]:
+        """A function from a token of another tokenizer to its id in this one."""
+        if self.family == other.family or "unknown" in (self.family, other.family):
+            return self.ids.get
+        return lambda token: self.as_bytes.get(other.key(token))
+
+
+def digest_of(folder: Path, files: Sequence[str]) -> str:
+    """Equal for equal files of a tokenizer; "" if there are none. Nothing is parsed."""
+    data = _contents(folder, files)
+    return _digest(data) if data else ""
+
+
+def _contents(folder: Path, files: Sequence[str]) -> dict[str, bytes]:
+    others = sorted(name for name in files if _OTHER_FILES.fullmatch(name))
+    return {name: read_bounded(folder / name, MAX_FILE_BYTES) for name in (*FILES, *others) if name in files}
+
+
+def _digest(data: Mapping[str, bytes]) -> str:
+    return hashlib.sha256(b"".join(name.encode() + hashlib.sha256(text).digest() for name, text in data.items())).hexdigest()
+
+
+def read_vocabulary(
+    label: str, folder: Path, files: Sequence[str], seen: dict[str, Vocabulary] | None = None
+) -> Vocabulary | None:
+    """The tokens of a model; None if it has no tokenizer that can be read.
+
+    label  for messages
+    files  names of the files in the folder
+    seen   tokenizers that were read, by digest: equal files are parsed once
+
+    Raises FormatError for a damaged file.
+    """
+    data = _contents(folder, files)
+    digest = _digest(data)
+    if seen is not None and digest in seen:
+        return seen[digest]
+    found = _read(label, data, digest)
+    if found is not None and seen is not None:
+        seen[digest] = found
+    return found
+
+
+def _read(label: str, data: Mapping[str, bytes], digest: str) -> Vocabulary | None:
+    tokenizer: dict[str, Any] | None = None
+    added: dict[str, Added] = {}
+    if "tokenizer.json" in data:
+        tokenizer = json_object(data["tokenizer.json"], label, "tokenizer.json")
+        model = tokenizer.get("model")
+        if not isinstance(model, dict):
+            raise _wrong(label, "tokenizer.json", "has no model")
+        ids, family = _pieces(model.get("vocab"), label), _family(tokenizer, model)
+        added = _added(tokenizer.get("added_tokens"), label)
+    elif "vocab.json" in data:
+        ids, family = _pieces(json_object(data["vocab.json"], label, "vocab.json"), label), "byte-level BPE"
+    elif "vocab.txt" in data:
+        lines = data["vocab.txt"].decode("utf-8", "replace").split("\n")
+        ids, family = {token.rstrip("\r"): i for i, token in enumerate(lines) if token.strip()}, "WordPiece"
+    elif "tekken.json" in data:
+        ids, family, added = _tekken(json_object(data["tekken.json"], label, "tekken.json"), label)
+    elif name := next((name for name in data if ".model" in name or name.endswith(".tiktoken")), ""):
+        if (ranks := _tiktoken(data[name])) is not None:
+            ids, family = ranks, "byte-level BPE"
+        else:
+            ids, family, added = _sentencepiece(data[name], label, name)
+    else:
+        return None
+    for content, entry in _listed(data, label).items():
+        if content not in added and (tokenizer is None or content not in ids):
+            added[content] = entry
+    return Vocabulary(label, family, ids | {token: entry["id"] for token, entry in added.items()}, added, digest)
+
+
+def json_object(data: bytes, label: str, name: str) -> dict[str, Any]:
+    """The object in a file of a tokenizer. Raises FormatError."""
+    return parse_object(data, name, label, _REPAIR, unique=False, max_memory=_MAX_JSON_MEMORY)
+
+
+def _wrong(label: str, name: str, what: str) -> FormatError:
+    return FormatError(f"{name} {what}", where=label, fix=_REPAIR)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_ID
+
+
+def _pieces(listed: object, label: str) -> dict[str, int]:
+    """Id by token: of a mapping, or of unigram's list of [token, score]."""
+    if isinstance(listed, dict) and all(map(_is_id, listed.values())):
+        return dict(listed)
+    if isinstance(listed, list) and all(isinstance(pair, list) and pair and isinstance(pair[0], str) for pair in listed):
+        found: dict[str, int] = {}
+        for i, pair in enumerate(listed):
+            found.setdefault(pair[0], i)
+        return found
+    raise _wrong(label, "tokenizer.json", "has a vocabulary that is neither tokens with ids nor a list of tokens")
+
+
+def _added(listed: object, label: str) -> dict[str, Added]:
+    entries = [] if listed is None else listed
+    if not isinstance(entries, list):
+        raise _wrong(label, "tokenizer.json", "has added tokens that are not a list")
+    if not all(isinstance(e, dict) and isinstance(e.get("content"), str) and _is_id(e.get("id")) for e in entries):
+        raise _wrong(label, "tokenizer.json", "has an added token without content or id")
+    return {entry["content"]: entry for entry in entries if entry["content"]}
+
+
+def _listed(data: Mapping[str, bytes], label: str) -> dict[str, Added]:
+    """The added tokens that tokenizer_config.json and added_tokens.json list."""
+    found: dict[str, Added] = {}
+    if "tokenizer_config.json" in data:
+        listed = json_object(data["tokenizer_config.json"], label, "tokenizer_config.json").get("added_tokens_decoder")
+        for number, entry in listed.items() if isinstance(listed, dict) else ():
+            if number.isascii() and number.isdigit() and len(number) < 9 and isinstance(entry, dict):
+                if isinstance(entry.get("content"), str) and entry["content"] and _is_id(int(number)):
+                    found[entry["content"]] = {**entry, "id": int(number)}
+    if "added_tokens.json" in data:
+        for content, value in json_object(data["added_tokens.json"], label, "added_tokens.json").items():
+            if content and _is_id(value):
+                found.setdefault(content, {"id": value, "content": content, "special": False})
+    return found
+
+
+# ---- families
+
+
+def _family(tokenizer: Mapping[str, Any], model: Mapping[str, Any]) -> Family:
+    kind = model.get("type")
+    if kind == "Unigram" or (kind is None and isinstance(model.get("vocab"), list)):
+        return "unigram"
+    if kind in ("WordPiece", "WordLevel") or (kind is None and "max_input_chars_per_word" in model):
+        return "WordPiece"
+    if kind not in ("BPE", None):
+        return "unknown"
+    steps = [_types(tokenizer.get(part)) for part in ("normalizer", "pre_tokenizer", "decoder")]
+    if any("ByteLevel" in found for found in steps):
+        return "byte-level BPE"
+    vocab = model.get("vocab")
+    marked = isinstance(vocab, dict) and (_SPACE in vocab or any(token.startswith(_SPACE) for token in vocab))
+    return "SentencePiece BPE" if model.get("byte_fallback") is True or marked else "BPE"
+
+
+def _types(part: object) -> set[str]:
+    """The types in a normaliser, pre-tokenizer or decoder, which may be a sequence."""
+    found: set[str] = set()
+    todo = [part]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, dict):
+            if isinstance(kind := value.get("type"), str):
+                found.add(kind)
+            todo += [inner for inner in value.values() if isinstance(inner, list | dict)]
+        elif isinstance(value, list):
+            todo += value
+    return found
+
+
+def _byte_characters() -> dict[str, int]:
+    """The character that byte-level BPE writes for each byte: itself if it is visible in Latin-1, else one from 256 on."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in set(visible)]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTES = _byte_characters()
+_CHARACTERS = {byte: character for character, byte in _BYTES.items()}
+
+
+def _spell_byte_level(token: str) -> bytes:
+    """
+    >>> _spell_byte_level("Ġthe")
+    b' the'
+    """
+    found = [_BYTES.get(character, -1) for character in token]
+    return token.encode() if -1 in found else bytes(found)
+
+
+def _spell_sentencepiece(token: str) -> bytes:
+    """
+    >>> _spell_sentencepiece("▁the"), _spell_sentencepiece("<0x0A>")
+    (b' the', b'\\n')
+    """
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes([int(token[3:5], 16)])
+        except ValueError:
+            pass
+    return token.replace(_SPACE, " ").encode()
+
+
+def _spell_wordpiece(token: str) -> bytes:
+    """
+    >>> _spell_wordpiece("the"), _spell_wordpiece("##ing")
+    (b' the', b'ing')
+    """
+    return token[2:].encode() if token.startswith("##") and len(token) > 2 else f" {token}".encode()
+
+
+_SPELLINGS: Mapping[Family, Callable[[str], bytes]] = {
+    "byte-level BPE": _spell_byte_level,
+    "SentencePiece BPE": _spell_sentencepiece,
+    "unigram": _spell_sentencepiece,
+    "WordPiece": _spell_wordpiece,
+    "BPE": str.encode,
+    "unknown": str.encode,
+}
+
+
+# ---- other files
+
+_CONTROL, _USER_DEFINED = 3, 4
+
+
+def _sentencepiece(data: bytes, label: str, name: str) -> tuple[dict[str, int], Family, dict[str, Added]]:
+    """The pieces of a SentencePiece model: a protocol buffer with a message for each (field 1: piece 1, score 2, type 3)."""
+    ids: dict[str, int] = {}
+    added: dict[str, Added] = {}
+    family: Family = "unigram"
+    number = 0
+    try:
+        for key, value in _fields(memoryview(data)):
+            if key == 1 and isinstance(value, memoryview):
+                inner = dict(_fields(value))
+                piece, kind = bytes(inner.get(1, b"")).decode(), inner.get(3, 1)
+                ids.setdefault(piece, number)
+                if kind in (_CONTROL, _USER_DEFINED) and piece:
+                    added[piece] = {"id": number, "content": piece, "special": kind == _CONTROL}
+                number += 1
+            elif key == 2 and isinstance(value, memoryview):  # trainer: model_type 1 is unigram, 2 is BPE
+                family = "SentencePiece BPE" if dict(_fields(value)).get(3, 1) == 2 else "unigram"
+    except (ValueError, IndexError, struct.error) as error:
+        raise _wrong(label, name, "is not a SentencePiece model") from error
+    if not ids:
+        raise _wrong(label, name, "is not a SentencePiece model")
+    return ids, family, added
+
+
+def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+    """The fields of a protocol buffer: number and value (bytes, an integer, or the bits of a float)."""
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        kind = tag & 7
+        if kind == 0:
+            value, at = _varint(data, at)
+            yield tag >> 3, value
+            continue
+        length, at = _varint(data, at) if kind == 2 else ({1: 8, 5: 4}.get(kind, -1), at)
+        if length < 0 or at + length > len(data):
+            raise ValueError(f"field of wire type {kind}")
+        yield tag >> 3, data[at : at + length]
+        at += length
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at += 1
+        if byte < 0x80:
+            return value, at
+    raise ValueError("a number of more than 64 bits")
+
+
+def _tiktoken(data: bytes) -> dict[str, int] | None:
+    """The ranks of a tiktoken file: a token in base64 and its rank on each line. None for another file."""
+    found: dict[str, int] = {}
+    try:
+        for line in data.splitlines():
+            piece, rank = line.split()
+            found.setdefault("".join(map(_CHARACTERS.__getitem__, base64.b64decode(piece, validate=True))), int(rank[:9]))
+    except ValueError:
+        return None
+    return found or None
+
+
+def _tekken(tekken: Mapping[str, Any], label: str) -> tuple[dict[str, int], Family, dict[str, Added]]:
+    """Mistral's tekken.json: special tokens first, then the ranks; tokens beyond the vocabulary's size are not used."""
+    config, ranks = tekken.get("config"), tekken.get("vocab")
+    config = config if isinstance(config, dict) else {}
+    size, n_special = config.get("default_vocab_size"), config.get("default_num_special_tokens")
+    if not isinstance(ranks, list) or not _is_id(size) or not _is_id(n_special):
+        raise _wrong(label, "tekken.json", "has no vocabulary, or does not say how much of it is used")
+    assert isinstance(size, int)
+    assert isinstance(n_special, int)
+    listed = tekken.get("special_tokens")
+    added: dict[str, Added] = {
+        f"<SPECIAL_{i}>": {"id": i, "content": f"<SPECIAL_{i}>", "special": True} for i in range(n_special)
+    }
+    for entry in listed if isinstance(listed, list) else ():
+        if isinstance(entry, dict) and isinstance(entry.get("token_str"), str) and _is_id(entry.get("rank")):
+            added.pop(f"<SPECIAL_{entry['rank']}>", None)
+            added[entry["token_str"]] = {"id": entry["rank"], "content": entry["token_str"], "special": True}
+    ids: dict[str, int] = {}
+    for i, entry in enumerate(ranks[: max(0, size - n_special)]):
+        text = entry.get("token_bytes") if isinstance(entry, dict) else None
+        try:
+            piece = base64.b64decode(text, validate=True) if isinstance(text, str) else None
+        except ValueError:
+            piece = None
+        if piece is None:
+            raise _wrong(label, "tekken.json", f"has a token that is not base64: {show(text)}")
+        ids.setdefault("".join(map(_CHARACTERS.__getitem__, piece)), n_special + i)
+    return ids, "byte-level BPE", added

@@ -1,0 +1,242 @@
+"""Merges of adapters: a recipe whose models are adapter folders gives an adapter."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import weightsmith
+from tests.adapters.test_extract import applied, config_of, tensors_of
+from tests.cli_help import Cli, cli
+from tests.lora.test_lora import DOWN, INNER, TOKENS, H, P, Q, adapter, base, base_tensors, factors, normal
+from tests.mini import write_checkpoint
+from weightsmith.adapters.merged_factors import MergedWork
+from weightsmith.errors import PlanError, WeightsmithError
+from weightsmith.products import find_kind
+
+torch = pytest.importorskip("torch")
+__all__ = ["cli"]
+
+SHAPES = {Q: (H, H), DOWN: (H, INNER)}
+
+
+def delta(folder: Path, module: str) -> np.ndarray:
+    """What an adapter adds to a weight: float64 [outputs, inputs]; of one that has no factors of the module, zeros."""
+    tensors, config = tensors_of(folder), config_of(folder)
+    names = [f"{P}{module}.lora_{part}.weight" for part in "AB"]
+    if names[0] not in tensors:
+        return np.zeros(SHAPES[module])
+    a, b = (tensors[name].astype(np.float64) for name in names)
+    rank = config.get("rank_pattern", {}).get(module, config["r"])
+    found: np.ndarray = b @ a * config.get("alpha_pattern", {}).get(module, config["lora_alpha"]) / rank
+    return found
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> tuple[Path, Path]:
+    """Two adapters of different ranks and scalings, of which only the first has factors of a second module."""
+    one = adapter(tmp_path / "one", factors(Q, H, H, 4, seed=1) | factors(DOWN, H, INNER, 4, seed=3))
+    return one, adapter(tmp_path / "two", factors(Q, H, H, 2, seed=5), r=2, lora_alpha=3)
+
+
+def recipe(
+    paths: tuple[Path, ...], method: str = "linear", weights: tuple[float, ...] = (1.0, 1.0), **shared: Any
+) -> dict[str, Any]:
+    models = [{"model": str(p), "parameters": {"weight": w}} for p, w in zip(paths, weights, strict=True)]
+    return {"merge_method": method, "models": models, "parameters": shared}
+
+
+def merge(what: dict[str, Any], out: Path, **options: Any) -> Path:
+    return weightsmith.merge(what, out, progress=False, fsync=False, **options).out
+
+
+def refusal(what: dict[str, Any], **options: Any) -> WeightsmithError:
+    with pytest.raises(PlanError) as caught:
+        weightsmith.plan(what, **options)
+    (problem,) = caught.value.problems
+    return problem
+
+
+@pytest.mark.parametrize(("method", "shared"), [("linear", {"normalize": False}), ("task_arithmetic", {"lambda": 0.5})])
+def test_a_weighted_sum_is_exact(method: str, shared: dict[str, Any], adapters: tuple[Path, Path], tmp_path: Path) -> None:
+    out = merge(recipe(adapters, method, (0.7, -0.2), **shared), tmp_path / "out")
+    factor = shared.get("lambda", 1.0)
+    for module in SHAPES:
+        want = factor * (0.7 * delta(adapters[0], module) - 0.2 * delta(adapters[1], module))
+        np.testing.assert_allclose(delta(out, module), want, atol=2e-6 * np.abs(want).max())
+    config = config_of(out)
+    assert (config["r"], config["rank_pattern"]) == (6, {DOWN: 4})
+    assert config["target_modules"] == [Q, DOWN]  # the base may have more modules of these names
+
+
+def test_a_smaller_rank_keeps_the_best(adapters: tuple[Path, Path], tmp_path: Path) -> None:
+    out = merge(recipe(adapters, normalize=False), tmp_path / "out", adapter_rank=3)
+    want = delta(adapters[0], Q) + delta(adapters[1], Q)
+    u, s, vt = np.linalg.svd(want)
+    np.testing.assert_allclose(delta(out, Q), (u[:, :3] * s[:3]) @ vt[:3], atol=1e-5 * s[0])
+    assert (config_of(out)["r"], config_of(out)["rank_pattern"]) == (3, {})
+
+
+@pytest.mark.parametrize(
+    ("method", "shared", "own"),
+    [
+        ("ties", {"normalize": True}, {"density": 0.5}),
+        ("dare_ties", {}, {"density": 0.5}),
+        ("slerp", {"t": 0.3}, {}),
+        ("tsv_m", {}, {}),
+        ("karcher", {}, {}),
+    ],
+)
+def test_any_method_merges_the_core_matrices(
+    method: str, shared: dict[str, Any], own: dict[str, Any], adapters: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """As merging models of core matrices would, made here from the same bases."""
+    parts = [[f"{P}{Q}.lora_{part}.weight" for part in "AB"], [0, 1]]
+    factors_of = [[tensors_of(folder)[name].astype(np.float64) for name in parts[0]] for folder in adapters]
+    u, right = (
+        torch.linalg.qr(torch.from_numpy(x))
+        for x in (np.hstack([b for _, b in factors_of]), np.hstack([a.T for a, _ in factors_of]))
+    )
+    cores = [u.Q.numpy().T @ delta(folder, Q) @ right.Q.numpy() for folder in adapters]
+    name = f"{Q}.weight"
+    models = [write_checkpoint(tmp_path / f"m{i}", {name: core.astype(np.float32)}) for i, core in enumerate(cores)]
+    zero = write_checkpoint(tmp_path / "zero", {name: np.zeros_like(cores[0], np.float32)})
+    what = recipe(adapters, method, **shared)
+    for entry in what["models"]:
+        entry["parameters"] = {**({"weight": 1.0} if method not in ("slerp", "karcher") else {}), **own}
+    plain = {**what, "models": [{**m, "model": str(folder)} for m, folder in zip(what["models"], models, strict=True)]}
+    if method in ("ties", "dare_ties", "tsv_m"):
+        plain["base_model"] = str(zero)
+    if method == "slerp":
+        plain["base_model"] = str(models[0])
+        what["base_model"] = str(adapters[0])
+    names = {name: Q}
+    out = merge(what, tmp_path / "out")
+    with weightsmith.open_checkpoint(merge(plain, tmp_path / "plain")) as checkpoint:
+        core = checkpoint.read(name).astype(np.float64)
+    want = u.Q.numpy() @ core @ right.Q.numpy().T
+    if method == "dare_ties":  # random masks are keyed by the name of the tensor, which is the module's here
+        assert np.linalg.matrix_rank(delta(out, Q), tol=1e-5) <= 6
+    else:
+        np.testing.assert_allclose(delta(out, names[name]), want, atol=1e-5 * np.abs(want).max())
+
+
+def test_the_result_is_an_adapter_like_the_others(adapters: tuple[Path, Path], tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "r.yml").write_text(json.dumps(recipe(adapters, "ties", density=1.0)))
+    ran = cli("merge", tmp_path / "r.yml", tmp_path / "out", "--adapter-rank", 5, "--out-dtype", "bfloat16")
+    assert ran.code == 0, ran.err
+    assert {a.dtype.name for a in tensors_of(tmp_path / "out").values()} == {"bfloat16"}
+    assert "library_name: peft" in (tmp_path / "out/README.md").read_text()
+    assert cli("verify", tmp_path / "out").code == 0
+    model = base(tmp_path / "base", np.float32)
+    found = applied(model, tmp_path / "out", tmp_path / "in")
+    want = base_tensors()[f"{Q}.weight"] + delta(tmp_path / "out", Q)
+    np.testing.assert_allclose(found[f"{Q}.weight"], want, atol=1e-5)
+    again = merge(recipe((tmp_path / "out", adapters[0])), tmp_path / "again")  # and merges again
+    assert config_of(again)["r"] == 9
+    ran = cli("plan", tmp_path / "r.yml", "--json")
+    assert ran.code == 0, ran.err
+    (tmp_path / "plan.json").write_text(ran.out)
+    assert cli("run", tmp_path / "plan.json", tmp_path / "run", "--quiet").code == 0
+    direct = merge(recipe(adapters, "ties", density=1.0), tmp_path / "direct", threads=1)
+    name = "adapter_model.safetensors"
+    assert (tmp_path / "run" / name).read_bytes() == (direct / name).read_bytes()
+
+
+def test_products_from_elsewhere_are_checked(adapters: tuple[Path, Path]) -> None:
+    for product in weightsmith.plan(recipe(adapters)).products:
+        check = find_kind(product.op).check
+        assert check(product) == ""
+        changes: list[dict[str, Any]] = [{"modules": ()}, {"modules": 3}, {}]
+        if product.op == "cores":
+            own = product.settings["modules"][0]
+            wrong = {"ranks": (0,) * len(own["ranks"]), "owners": ()}
+            changes = [{"modules": ({**own, key: value},)} for key, value in wrong.items()]
+        else:
+            changes += [{"cores": "x"}]
+            wide = replace(MergedWork.of(product), ranks=(10**6,) * len(product.settings["ranks"]))
+            assert "it has no steps for" in check(wide.product(product.name, product.steps))
+        for change in changes:
+            assert bool(check(replace(product, settings={**product.settings, **change}))) == bool(change), change
+        assert check(replace(product, outs=product.outs[1:]))
+        assert check(replace(product, steps=product.steps[1:]))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_peft_adds_the_same_and_loads_every_tensor(tmp_path: Path) -> None:
+    peft, transformers = (pytest.importorskip(n) for n in ("peft", "transformers"))
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=TOKENS, hidden_size=H, intermediate_size=INNER, **heads)
+    )
+    model.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"])
+    tuned = peft.get_peft_model(model, config, adapter_name="a")
+    tuned.add_adapter("b", peft.LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=5, target_modules=["q_proj", "down_proj"]))
+    for name, parameter in tuned.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn_like(parameter) * 0.1
+    tuned.save_pretrained(tmp_path, selected_adapters=["a", "b"])
+    tuned.add_weighted_adapter(["a", "b"], [0.7, -0.4], "both", combination_type="cat")
+    tuned.set_adapter("both")
+    out = merge(recipe((tmp_path / "a", tmp_path / "b"), weights=(0.7, -0.4), normalize=False), tmp_path / "out")
+    assert config_of(out)["target_modules"] == ["down_proj", "q_proj"]
+    fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    wrapped = peft.get_peft_model(fresh, peft.PeftConfig.from_pretrained(out))
+    own = {name for name in wrapped.state_dict() if "lora_" in name}
+    found = peft.set_peft_model_state_dict(wrapped, {n: torch.from_numpy(a) for n, a in tensors_of(out).items()})
+    assert found.unexpected_keys == []
+    assert not own & set(found.missing_keys)
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(wrapped(tokens).logits, tuned(tokens).logits, atol=1e-5, rtol=1e-4)
+
+
+def test_adapters_with_the_same_targets_keep_their_short_names(tmp_path: Path) -> None:
+    pair = tuple(
+        adapter(tmp_path / name, factors(Q, H, H, seed=s), target_modules=["q_proj"]) for name, s in (("a", 1), ("b", 4))
+    )
+    assert config_of(merge(recipe((pair[0], pair[1])), tmp_path / "out"))["target_modules"] == ["q_proj"]
+
+
+def test_embeddings_are_merged_too(tmp_path: Path) -> None:
+    names = [f"{P}model.embed_tokens.lora_embedding_{part}" for part in "AB"]
+    pair = [
+        adapter(tmp_path / name, dict(zip(names, (normal(4, TOKENS, seed=s), normal(H, 4, seed=s)), strict=True)))
+        for name, s in (("a", 1), ("b", 4))
+    ]
+    found = tensors_of(merge(recipe((pair[0], pair[1]), normalize=False), tmp_path / "out"))
+    want = sum(2.0 * tensors_of(folder)[names[1]] @ tensors_of(folder)[names[0]] for folder in pair)
+    np.testing.assert_allclose(found[names[1]] @ found[names[0]], want, atol=1e-4)
+
+
+def test_what_cannot_be_merged(adapters: tuple[Path, Path], tmp_path: Path) -> None:
+    model = base(tmp_path / "base")
+    other = adapter(tmp_path / "other", base_model_name_or_path="org/other")
+    named = adapter(tmp_path / "named", base_model_name_or_path="./models/Base")
+    problem = refusal(recipe((named, other)))
+    assert problem.code == "mismatch"
+    assert "adapters of different bases" in str(problem)
+    same = adapter(tmp_path / "same", base_model_name_or_path="org/base")
+    weightsmith.plan(recipe((named, same)))
+    weights = factors(Q, H, H) | {f"{P}{Q}.lora_magnitude_vector": np.ones(H, np.float32)}
+    assert "DoRA" in str(refusal(recipe((adapters[0], adapter(tmp_path / "dora", weights, use_dora=True)))))
+    wide = adapter(tmp_path / "wide", factors(Q, H, INNER))
+    assert "adapters of different bases" in str(refusal(recipe((adapters[0], wide))))
+    saved = adapter(tmp_path / "saved", factors(Q, H, H) | {f"{P}lm_head.weight": normal(TOKENS, H)})
+    assert "it saves 1 tensors whole (modules_to_save)" in str(refusal(recipe((saved, adapters[0]))))
+    assert "an adapter is not quantised" in str(refusal(recipe(adapters), quantize="fp8-dynamic"))
+    assert "an adapter (LoRA), not a model" in str(refusal(recipe((adapters[0], model))))
+    assert "adapter_rank is the rank of a merge of adapters" in str(
+        refusal(recipe((model, base(tmp_path / "base2"))), adapter_rank=3)
+    )
+    scoped = recipe(adapters, "ties", scope="model", density=0.5)
+    assert "looks at the whole model" in str(refusal(scoped))
+    assert "densty" in str(refusal(recipe(adapters, "ties", densty=0.5)))

@@ -1,0 +1,226 @@
+"""The result of a plan as a source of tensors: every test that a source must pass, and the bytes that the engine writes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import weightsmith
+from tests.mini import write_checkpoint
+from weightsmith.checkpoint import open_checkpoint
+from weightsmith.engine.computed import Computed, _Merge
+from weightsmith.engine.tiles import Cut
+from weightsmith.errors import NonFinite
+from weightsmith.jobs.job import Bytes, Job, Tile
+from weightsmith.options import RecipeOptions
+from weightsmith.planner import prepare
+from weightsmith.plans import Step
+from weightsmith.sources.base import Tensors, read
+from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith.testing import SourceCase, SourceTests
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+SHAPES = {"model.embed_tokens.weight": (1100, 300), "model.norm.weight": (5,), "lm_head.weight": (7, 300)}
+LINEAR = {"merge_method": "linear", "models": [{"model": "a"}, {"model": "b"}], "parameters": {"weight": 0.5}}
+TIES = {
+    "merge_method": "ties",
+    "base_model": "c",
+    "models": [{"model": "a"}, {"model": "b"}],
+    "parameters": {"weight": 1, "density": 0.3},
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "linear": LINEAR,
+    "ties": TIES,
+    "dare_ties": {**TIES, "merge_method": "dare_ties"},
+    "breadcrumbs": {**TIES, "merge_method": "breadcrumbs", "parameters": {"weight": 1, "density": 0.5, "gamma": 0.1}},
+    "slerp": {"merge_method": "slerp", "base_model": "a", "models": [{"model": "b"}], "parameters": {"t": 0.3}},
+    "model_stock": {"merge_method": "model_stock", "base_model": "c", "models": [{"model": "a"}, {"model": "b"}]},
+    "nuslerp": {
+        **LINEAR,
+        "merge_method": "nuslerp",
+        "parameters": {"weight": 1, "nuslerp_flatten": False},
+    },
+    "arcee_fusion": {"merge_method": "arcee_fusion", "base_model": "a", "models": [{"model": "b"}]},
+}
+
+
+def write(folder: Path, seed: int, dtype: Any = BF16) -> None:
+    rng = np.random.default_rng(seed)
+    write_checkpoint(folder, {name: rng.standard_normal(shape).astype(dtype) for name, shape in sorted(SHAPES.items())})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("computed")
+    for seed, name in enumerate("abc"):
+        write(made / name, seed)
+    write(made / "x", 4, np.float32)
+    return made
+
+
+def at(folder: Path, recipe: dict[str, Any]) -> dict[str, Any]:
+    base = {"base_model": str(folder / recipe["base_model"])} if "base_model" in recipe else {}
+    return {**recipe, **base, "models": [{"model": str(folder / entry["model"])} for entry in recipe["models"]]}
+
+
+def computed(folder: Path, recipe: dict[str, Any], **options: Any) -> Computed:
+    """The result of a recipe, whose models are folders in `folder`."""
+    prepared = prepare(at(folder, recipe), RecipeOptions(**options))
+    return Computed(prepared.plan, prepared.inputs, "merged")
+
+
+def written(folder: Path, recipe: dict[str, Any], out: Path, **options: Any) -> dict[str, np.ndarray]:
+    """What the engine writes of it."""
+    weightsmith.merge(at(folder, recipe), out, progress=False, fsync=False, **options)
+    with open_checkpoint(out) as made:
+        return {name: made.read(name) for name in made.specs}
+
+
+class TestComputed(SourceTests):
+    @pytest.fixture
+    def case(self, tmp_path: Path) -> SourceCase:
+        for seed, name in enumerate("abcx"):
+            write(tmp_path / name, seed)
+        expected = written(tmp_path, TIES, tmp_path / "out")
+
+        def opened() -> Tensors:
+            return computed(tmp_path, TIES)
+
+        def other() -> Tensors:
+            return computed(tmp_path, {**LINEAR, "models": [{"model": "x"}]})
+
+        return SourceCase(opened, expected, other)
+
+
+@pytest.mark.parametrize("tile_bytes", [1, 300_000, 1 << 20])
+@pytest.mark.parametrize("method", METHODS)
+def test_any_tiles_are_what_the_engine_writes(method: str, tile_bytes: int, folder: Path, tmp_path: Path) -> None:
+    expected = written(folder, METHODS[method], tmp_path / "out", seed=3)
+    source = computed(folder, METHODS[method], seed=3)
+    source.set_run(tile_bytes=tile_bytes, aligned_bytes=tile_bytes)
+    assert list(source.specs) == list(expected)
+    for name, array in expected.items():
+        assert read(source, name).tobytes() == array.tobytes(), name
+    source.close()
+
+
+@pytest.mark.parametrize("method", ["ties", "nuslerp"])
+def test_threads_share_the_statistics(method: str, folder: Path, tmp_path: Path) -> None:
+    expected = written(folder, METHODS[method], tmp_path / "out")
+    source = computed(folder, METHODS[method])
+    source.set_run(tile_bytes=1)
+    found: dict[int, bytes] = {}
+
+    def work(k: int) -> None:
+        found[k] = read(source, "model.embed_tokens.weight", slice(k * 100, k * 100 + 100)).tobytes()
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(11)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert b"".join(found[k] for k in range(11)) == expected["model.embed_tokens.weight"].tobytes()
+    source.close()
+
+
+class Counted(Job):
+    """Two passes; says which tiles were taken, and how many at once."""
+
+    def __init__(self, *, sequential: bool) -> None:
+        self.sequential = sequential
+        self.taken: list[tuple[int, int]] = []
+        self.folded: list[list[int]] = []
+        self.busy = self.most = 0
+        self.lock = threading.Lock()
+
+    def passes(self) -> int:
+        return 2
+
+    def count(self, k: int) -> int:
+        with self.lock:
+            self.taken.append((len(self.folded), k))
+            self.busy += 1
+            self.most = max(self.most, self.busy)
+        time.sleep(0.005)
+        with self.lock:
+            self.busy -= 1
+        return k * k
+
+    def fold(self, number: int, results: list[int]) -> None:
+        self.folded.append(results)
+
+    def apply(self, tile: Tile, out: Bytes) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+def test_each_tile_of_a_pass_is_taken_once_and_in_order_where_the_job_wants_that(sequential: bool) -> None:
+    job = Counted(sequential=sequential)
+    merge = _Merge(Step(TensorSpec("w", DTYPES["F32"], (8,)), "linear", ()), job, [Cut(k, 1) for k in range(8)])
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: merge.prepare(job.count), range(4)))
+    assert job.folded == [[k * k for k in range(8)]] * 2
+    assert sorted(job.taken) == [(number, k) for number in range(2) for k in range(8)]
+    assert (job.most == 1) == sequential
+    assert merge.number == 2
+
+
+def test_an_infinity_of_one_model_is_an_error_in_every_thread(folder: Path, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    bad = {name: rng.standard_normal(shape).astype(BF16) for name, shape in sorted(SHAPES.items())}
+    bad["model.embed_tokens.weight"][900, 7] = np.inf
+    write_checkpoint(tmp_path / "bad", bad)
+    recipe = {**TIES, "models": [{"model": "a"}, {"model": str(tmp_path / "bad")}]}
+    source = computed(folder, recipe)
+    source.set_run(tile_bytes=1)
+    errors: list[BaseException] = []
+
+    def work(k: int) -> None:
+        try:
+            read(source, "model.embed_tokens.weight", slice(k, k + 1))
+        except NonFinite as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 4
+    assert "bad, tensor model.embed_tokens.weight" in str(errors[0])
+    source.set_run(allow_nonfinite=True)
+    assert not np.isfinite(read(source, "model.embed_tokens.weight").astype(np.float32)).all()
+    source.close()
+
+
+def test_a_copied_tensor_is_where_its_model_has_it(folder: Path) -> None:
+    source = computed(folder, {"merge_method": "passthrough", "models": [{"model": "a"}]})
+    with open_checkpoint(folder / "a") as model:
+        place, found = model.location("model.norm.weight"), source.location("model.norm.weight")
+        assert place is not None
+        assert found is not None
+        assert found[1] == place[1]
+    merged = computed(folder, LINEAR)
+    assert merged.location("model.norm.weight") is None
+    source.close()
+    merged.close()
+
+
+def test_jobs_that_are_forgotten_are_made_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = written(folder, METHODS["dare_ties"], tmp_path / "out")
+    monkeypatch.setattr("weightsmith.engine.computed._FEW", 1)
+    monkeypatch.setattr("weightsmith.engine.computed._HELD_BYTES", 0)
+    source = computed(folder, METHODS["dare_ties"])
+    source.set_run(tile_bytes=1)
+    for rows in (slice(0, 500), slice(500, 1100)):
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            assert read(source, name, rows).tobytes() == expected[name][rows].tobytes()
+    assert len(source._merges) == 1
+    source.close()

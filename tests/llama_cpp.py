@@ -1,0 +1,146 @@
+"""llama.cpp through ctypes, as a judge: the libraries that the npm package @node-llama-cpp/linux-x64 contains.
+
+WEIGHTSMITH_LIBLLAMA names their folder: `npm pack @node-llama-cpp/linux-x64@3.22.1`, unpacked, `package/bins/linux-x64`.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import os
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+FOLDER = Path(os.environ.get("WEIGHTSMITH_LIBLLAMA", "/nowhere"))
+
+needs_llama_cpp = pytest.mark.skipif(
+    not any(FOLDER.glob("libllama*.so")), reason="needs WEIGHTSMITH_LIBLLAMA, a folder with libllama and libggml"
+)
+
+
+class _Quantize(c.Structure):
+    """llama_model_quantize_params, up to what is used, and space for what follows."""
+
+    _fields_ = [
+        *((name, c.c_int) for name in ("threads", "ftype", "output_type", "embedding_type")),
+        *((name, c.c_bool) for name in ("requantize", "quantize_output", "only_copy", "pure", "keep_split", "dry_run")),
+        *((name, c.c_void_p) for name in ("imatrix", "overrides", "types", "prune")),
+        ("more", c.c_uint8 * 64),
+    ]  # fmt: skip
+
+
+class _Importance(c.Structure):
+    _fields_ = [("name", c.c_char_p), ("data", c.c_void_p), ("size", c.c_size_t)]
+
+
+@cache
+def library() -> Any:
+    """libllama, with its processors loaded and its log silent."""
+
+    def load(pattern: str) -> c.CDLL:
+        return c.CDLL(str(next(iter(sorted(FOLDER.glob(pattern))))), mode=c.RTLD_GLOBAL)
+
+    load("libggml-base*.so")
+    ggml, llama = load("libggml.*so"), load("libllama.*so")
+    ggml.ggml_backend_load_all_from_path.argtypes = [c.c_char_p]
+    ggml.ggml_backend_load_all_from_path(str(FOLDER).encode())
+    llama.silent = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(_log)
+    llama.llama_log_set(llama.silent, None)
+    llama.llama_backend_init()
+    llama.llama_model_quantize_default_params.restype = _Quantize
+    llama.llama_model_quantize.argtypes = [c.c_char_p, c.c_char_p, c.POINTER(_Quantize)]
+    llama.llama_model_quantize.restype = c.c_uint32
+    return llama
+
+
+def _log(level: int, text: bytes, data: object) -> None:
+    if level == 4 and os.environ.get("LLAMA_LOG"):
+        print(text.decode(errors="replace"), end="")
+
+
+def quantize(source: Path, out: Path, ftype: int, importances: Mapping[str, npt.NDArray[np.float32]] | None = None) -> bool:
+    """What llama-quantize does. Returns whether it succeeded."""
+    llama = library()
+    settings = llama.llama_model_quantize_default_params()
+    settings.threads, settings.ftype = 2, ftype
+    listed = [(name.encode(), np.ascontiguousarray(values, np.float32)) for name, values in (importances or {}).items()]
+    records = (_Importance * (len(listed) + 1))(*[_Importance(name, a.ctypes.data, a.size) for name, a in listed])
+    if listed:
+        settings.imatrix = c.cast(records, c.c_void_p).value
+    return llama.llama_model_quantize(str(source).encode(), str(out).encode(), c.byref(settings)) == 0
+
+
+class _Model(c.Structure):
+    _fields_ = [("all", c.c_uint8 * 512)]
+
+
+class _Context(c.Structure):
+    _fields_ = [*((name, c.c_uint32) for name in ("n_ctx", "n_batch", "n_ubatch")), ("more", c.c_uint8 * 500)]
+
+
+class _Batch(c.Structure):
+    _fields_ = [
+        ("n", c.c_int32),
+        ("token", c.POINTER(c.c_int32)),
+        ("embedding", c.c_void_p),
+        ("position", c.POINTER(c.c_int32)),
+        ("n_sequences", c.POINTER(c.c_int32)),
+        ("sequences", c.POINTER(c.POINTER(c.c_int32))),
+        ("logits", c.POINTER(c.c_int8)),
+    ]
+
+
+class Judge:
+    """A model that llama.cpp has loaded; a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        def call(name: str, result: Any, *arguments: Any) -> Any:
+            function = getattr(library(), name)
+            function.restype, function.argtypes = result, arguments
+            return function
+
+        self._call = call
+        load = call("llama_model_load_from_file", c.c_void_p, c.c_char_p, _Model)
+        self._model = load(str(path).encode(), call("llama_model_default_params", _Model)())
+        assert self._model, f"llama.cpp does not load {path}"
+        self._vocab = call("llama_model_get_vocab", c.c_void_p, c.c_void_p)(self._model)
+
+    def __enter__(self) -> Judge:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._call("llama_model_free", None, c.c_void_p)(self._model)
+
+    def tokens(self, text: str) -> list[int]:
+        """Of a text, with special ones that are found in it, and without those that are added."""
+        data, call = text.encode(), self._call
+        out = (c.c_int32 * (len(data) + 16))()
+        arguments = c.c_void_p, c.c_char_p, c.c_int32, c.c_void_p, c.c_int32, c.c_bool, c.c_bool
+        count = call("llama_tokenize", c.c_int32, *arguments)(self._vocab, data, len(data), out, len(out), False, True)
+        assert count >= 0
+        return list(out[:count])
+
+    def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """What follows each of some tokens: float32 [tokens, vocabulary]."""
+        call, n = self._call, max(64, len(tokens))
+        settings = call("llama_context_default_params", _Context)()
+        settings.n_ctx = settings.n_batch = settings.n_ubatch = n
+        context = call("llama_init_from_model", c.c_void_p, c.c_void_p, _Context)(self._model, settings)
+        assert context
+        batch = call("llama_batch_init", _Batch, c.c_int32, c.c_int32, c.c_int32)(len(tokens), 0, 1)
+        batch.n = len(tokens)
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.position[i], batch.n_sequences[i], batch.logits[i] = token, i, 1, 1
+            batch.sequences[i][0] = 0
+        assert call("llama_decode", c.c_int32, c.c_void_p, _Batch)(context, batch) == 0
+        size = call("llama_vocab_n_tokens", c.c_int32, c.c_void_p)(self._vocab)
+        found = call("llama_get_logits", c.POINTER(c.c_float), c.c_void_p)(context)
+        copied: npt.NDArray[np.float32] = np.ctypeslib.as_array(found, (len(tokens), size)).copy()
+        call("llama_batch_free", None, _Batch)(batch)
+        call("llama_free", None, c.c_void_p)(context)
+        return copied

