@@ -90,7 +90,14 @@ class Worker(threading.Thread, event.Listener):  # type: ignore[misc]
             self.ended_with = error
 
 
+@pytest.fixture
+def uncached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that an earlier run of the tests has kept would be loaded, not compiled."""
+    monkeypatch.setattr(jit, "cache_folder", lambda: "")
+
+
 @compiled
+@pytest.mark.usefixtures("uncached")
 def test_a_thread_in_the_compiler_is_not_waited_for_and_does_nothing_more() -> None:
     assert not is_compiling()
     worker = Worker()
@@ -109,6 +116,7 @@ def test_a_thread_in_the_compiler_is_not_waited_for_and_does_nothing_more() -> N
 
 
 @compiled
+@pytest.mark.usefixtures("uncached")
 def test_a_thread_that_is_not_left_gets_its_kernel() -> None:
     worker = Worker()
     worker.start()
