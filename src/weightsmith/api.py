@@ -100,10 +100,12 @@ class Callbacks:
 
     progress    called about ten times per second
     rechecking  called with (bytes done, total bytes) while the finished tensors of an interrupted run are verified
+    waiting     called when another process computes the products that this part of a plan needs
     """
 
     progress: Callable[[Progress], None] | None = None
     rechecking: Callable[[int, int], None] | None = None
+    waiting: Callable[[], None] | None = None
 
 
 def plan(recipe: RecipeSource, **options: Unpack[PlanKeywords]) -> Plan:
@@ -318,7 +320,7 @@ def _watched(
     else:
         with watched_meter() as shown:
             own = callbacks(shown, doing)
-            yield Callbacks(own[0], rechecking or own[1])
+            yield Callbacks(own[0], rechecking or own[1], own[2])
 
 
 def execute(
@@ -561,7 +563,7 @@ def execute_part(
     check_computable(prepared)
     steps = part_of(plan, *part)
     with _staged(prepared, out, options, callbacks, part, steps) as (staging, run):
-        with staging.only_process():  # other processes reuse these products
+        with staging.only_process(callbacks.waiting):  # other processes reuse these products
             results = _kept_products(plan, staging)
             if products := plan.products_for(steps):
                 run(steps=(), products=products, results=results)
