@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from weightsmith._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from weightsmith.api import Merged as Merged
     from weightsmith.api import dequantize as dequantize
     from weightsmith.api import extract_lora as extract_lora
     from weightsmith.api import merge as merge
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
     from weightsmith.errors import UnknownParameter as UnknownParameter
     from weightsmith.errors import Unsupported as Unsupported
     from weightsmith.errors import WeightsmithError as WeightsmithError
+    from weightsmith.execution import Merged as Merged
     from weightsmith.memory import merge_state_dicts as merge_state_dicts
     from weightsmith.methods.user import PerModel as PerModel
     from weightsmith.methods.user import block_method as block_method
@@ -68,7 +68,7 @@ _HOMES = {
     "Corrupt": "errors",
     "FormatError": "errors",
     "LayerError": "errors",
-    "Merged": "api",
+    "Merged": "execution",
     "MethodError": "errors",
     "MismatchError": "errors",
     "NoSpace": "errors",

@@ -24,11 +24,11 @@ from tokenizers import Tokenizer
 import weightsmith
 from tests.calibration_help import CONFIGS, TINY, prepared_for, quantise, save_model, settings
 from tests.cli_help import environment
-from weightsmith.api import execute
 from weightsmith.checkpoint import open_checkpoint
 from weightsmith.engine.bench import Unkept
 from weightsmith.engine.local import Resources, run
 from weightsmith.errors import CannotResume, FormatError, NonFinite, PlanError, StoreError, WeightsmithError
+from weightsmith.execution import execute
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.planner import Prepared, prepare
 from weightsmith.planner.reopen import reopen

@@ -18,7 +18,7 @@ from weightsmith.progress import callbacks, meter, no_bars_in_logs
 from weightsmith.text import count, duration, printable, result, say, size, warn
 
 if TYPE_CHECKING:
-    from weightsmith.api import Merged
+    from weightsmith.execution import Merged
     from weightsmith.planner import Prepared
 
 
@@ -58,7 +58,7 @@ def show_warnings(prepared: Prepared) -> None:
 
 def make(prepared: Prepared, out: str, running: RunOptions, doing: str, *, quiet: bool, as_json: bool, began: float) -> Merged:
     """Run a plan with a progress bar and report the result. doing: the verb of the progress bar."""
-    from weightsmith.api import Callbacks, execute
+    from weightsmith.execution import Callbacks, execute
 
     with failures(merging=True, as_json=as_json, interrupted=lambda: interrupted(out)), meter(quiet=quiet) as shown:
         merged = execute(prepared, out, running, Callbacks(*callbacks(shown, doing)), began=began)

@@ -76,7 +76,7 @@ def moe(
             return
         if all(product.name != ROUTER for product in prepared.plan.products):
             raise typer.BadParameter("this recipe makes no router weights.", param_hint="--routing")
-        from weightsmith.api import make_product
+        from weightsmith.execution import make_product
 
         with meter(quiet=quiet) as shown:
             report = cast("RoutingReport | None", make_product(prepared, ROUTER, running, callbacks(shown, "computing")[0]))
