@@ -27,7 +27,7 @@ from weightsmith.errors import Corrupt, FormatError, NonFinite, PlanError, Store
 from weightsmith.formats.gguf.header import read_gguf_header
 from weightsmith.formats.gguf.imatrix import of_sums, read_imatrix
 from weightsmith.plans import plan_from_json
-from weightsmith.quantisation.gguf import MIXTURES, Shape, type_of
+from weightsmith.quantisation.gguf_types import MIXTURES, Shape, type_of
 from weightsmith.sources.gguf import open_files
 from weightsmith.store import verify
 from weightsmith.tensors import DTYPES, TensorSpec
