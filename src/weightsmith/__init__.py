@@ -51,6 +51,10 @@ if TYPE_CHECKING:
     from weightsmith.errors import Unsupported as Unsupported
     from weightsmith.errors import WeightsmithError as WeightsmithError
     from weightsmith.execution import Merged as Merged
+    from weightsmith.look.diff import diff as diff
+    from weightsmith.look.inspect import Inspection as Inspection
+    from weightsmith.look.inspect import inspect as inspect
+    from weightsmith.look.values import Difference as Difference
     from weightsmith.memory import merge_state_dicts as merge_state_dicts
     from weightsmith.methods.user import PerModel as PerModel
     from weightsmith.methods.user import block_method as block_method
@@ -66,7 +70,9 @@ _HOMES = {
     "Checkpoint": "checkpoint",
     "CheckpointError": "errors",
     "Corrupt": "errors",
+    "Difference": "look.values",
     "FormatError": "errors",
+    "Inspection": "look.inspect",
     "LayerError": "errors",
     "Merged": "execution",
     "MethodError": "errors",
@@ -94,7 +100,9 @@ _HOMES = {
     "WeightsmithError": "errors",
     "block_method": "methods.user",
     "dequantize": "api",
+    "diff": "look.diff",
     "extract_lora": "api",
+    "inspect": "look.inspect",
     "merge": "api",
     "merge_state_dicts": "memory",
     "moe": "api",
@@ -114,7 +122,9 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "Corrupt",
+    "Difference",
     "FormatError",
+    "Inspection",
     "LayerError",
     "Merged",
     "MethodError",
@@ -143,7 +153,9 @@ __all__ = [
     "__version__",
     "block_method",
     "dequantize",
+    "diff",
     "extract_lora",
+    "inspect",
     "merge",
     "merge_state_dicts",
     "moe",

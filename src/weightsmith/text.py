@@ -165,6 +165,12 @@ def show_table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
         result(indent + line)
 
 
+def fact(label: str, text: str) -> None:
+    """A labelled line of the result: `method   ties`."""
+    lines = wrapped(f"{label:<8} {printable(text)}", columns(sys.stdout), " " * 9)
+    result(heading(lines[:8]) + lines[8:])
+
+
 def size(nbytes: float) -> str:
     """Bytes for people, in the decimal units that file sizes and disks have.
 

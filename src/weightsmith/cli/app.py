@@ -9,9 +9,11 @@ import typer
 from weightsmith._version import __version__
 from weightsmith.cli import exits
 from weightsmith.cli.clean import clean
+from weightsmith.cli.diff import diff
 from weightsmith.cli.doctor import doctor
 from weightsmith.cli.extract_lora import extract_lora
 from weightsmith.cli.init import init
+from weightsmith.cli.inspect import inspect
 from weightsmith.cli.merge import merge
 from weightsmith.cli.mergekit_flags import MergeCommand, MoeCommand
 from weightsmith.cli.methods import methods
@@ -53,6 +55,8 @@ _MERGEKIT = "mergekit-yaml's other flags are accepted and answered, or refused w
 app.command(cls=MergeCommand, epilog=_MERGEKIT)(merge)
 app.command(cls=MoeCommand, epilog=_MERGEKIT.replace("-yaml", "-moe"))(moe)
 app.command(cls=MoeCommand)(plan)
+app.command()(inspect)
+app.command()(diff)
 app.command()(quantize)
 app.command()(dequantize)
 app.command()(extract_lora)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +15,7 @@ from weightsmith.cli.merge import show_warnings
 from weightsmith.cli.mergekit_flags import answer
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.progress import no_bars_in_logs
-from weightsmith.text import columns, count, heading, printable, result, say, show_table, size, wrapped
+from weightsmith.text import count, fact, heading, printable, result, say, show_table, size
 
 if TYPE_CHECKING:
     from weightsmith.cli.summary import Summary
@@ -108,28 +107,28 @@ def _distance(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None
 
 def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
     shards = plan.layout.shards
-    _fact("method", plan.made.name)
+    fact("method", plan.made.name)
     for i, model in enumerate(plan.models):
-        _fact("" if i else "models", f"{model.ref}{f' at {model.revision}' if model.revision else ''}")
+        fact("" if i else "models", f"{model.ref}{f' at {model.revision}' if model.revision else ''}")
     for stage in summary.stages:
         nbytes = f"{count(stage.tensors, 'tensor')}, {size(stage.nbytes)}"
         how = f"written first, because {stage.why}" if stage.why else "computed where it is read"
-        _fact("stage", f"{stage.name}: {stage.method} of {', '.join(stage.models)}; {nbytes}, {how}")
+        fact("stage", f"{stage.name}: {stage.method} of {', '.join(stage.models)}; {nbytes}, {how}")
     if summary.downloads:
         nbytes = size(sum(d.nbytes for d in summary.downloads))
-        _fact(
+        fact(
             "download", f"{nbytes} in {count(len(summary.downloads), 'file')}, before the merge begins; only headers were read"
         )
     files = count(len(shards), "file") + (f" of at most {size(plan.max_shard_bytes)}" if len(shards) > 1 else "")
-    _fact("output", f"{count(len(plan.steps), 'tensor')}, {size(summary.out_bytes)}, in {files}")
+    fact("output", f"{count(len(plan.steps), 'tensor')}, {size(summary.out_bytes)}, in {files}")
     times = f" (inputs of {size(summary.input_bytes)}, read up to {summary.passes} times)" if summary.passes > 1 else ""
-    _fact("read", f"{'up to ' if times else ''}{size(summary.read_bytes)}{times}")
+    fact("read", f"{'up to ' if times else ''}{size(summary.read_bytes)}{times}")
     if summary.survey_bytes:
-        _fact("", f"{size(summary.survey_bytes)} of them before the first tensor is merged, to see the whole model")
-    _fact("write", size(summary.file_bytes))
+        fact("", f"{size(summary.survey_bytes)} of them before the first tensor is merged, to see the whole model")
+    fact("write", size(summary.file_bytes))
     memory = summary.memory
     over = "; it cannot be less" if max_memory is not None and memory.peak_bytes > max_memory else ""
-    _fact("memory", f"{size(memory.peak_bytes)} at most, with {count(memory.threads, 'thread')}{over}")
+    fact("memory", f"{size(memory.peak_bytes)} at most, with {count(memory.threads, 'thread')}{over}")
     _section("output tensors by op")
     show_table(("op", "tensors", "bytes"), [(t.name, f"{t.tensors:,}", size(t.nbytes)) for t in summary.ops], right={1, 2})
     if summary.stored:
@@ -171,21 +170,16 @@ def _vocabulary(found: Mapping[str, Any]) -> None:
     """Whose tokenizer the output has, and where the rows of its tokens come from."""
     _section("vocabulary")
     if found.get("shared"):
-        _fact("tokens", f"those of {found['tokenizer']}, whose tokenizer all models share")
+        fact("tokens", f"those of {found['tokenizer']}, whose tokenizer all models share")
         return
     new = found.get("new", [])
     added = f", and {count(len(new), 'token')} added: {', '.join(new[:6])}{', ...' if len(new) > 6 else ''}" if new else ""
-    _fact("tokens", f"{found['tokens']:,}, of {found['tokenizer']}{added}")
+    fact("tokens", f"{found['tokens']:,}, of {found['tokenizer']}{added}")
     rows = f" instead of {found['rows_before']:,}" if found["rows"] != found["rows_before"] else ""
-    _fact("rows", f"{found['rows']:,}{rows}")
+    fact("rows", f"{found['rows']:,}{rows}")
     show_table(("rows come from", "tokens"), [(name, f"{n:,}") for name, n in found["sources"].items()], right={1})
     for name, n in found.get("left_out", {}).items():
         say(printable(f"{count(n, 'token')} of {name} {'is' if n == 1 else 'are'} not in the output"))
-
-
-def _fact(label: str, text: str) -> None:
-    lines = wrapped(f"{label:<8} {printable(text)}", columns(sys.stdout), " " * 9)
-    result(heading(lines[:8]) + lines[8:])
 
 
 def _section(title: str) -> None:

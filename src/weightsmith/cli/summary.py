@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from weightsmith.engine.reader import Reader
 from weightsmith.engine.results import Results
 from weightsmith.engine.schedule import RESIDENT_BYTES
 from weightsmith.engine.tiles import fit_resident_bytes, fit_tile_bytes, peak_memory_bytes
+from weightsmith.look.files import Change, changes
 from weightsmith.options import RunOptions
 from weightsmith.planner import Prepared
 from weightsmith.planner.encode import stored_plain
@@ -70,15 +71,6 @@ class DroppedFacts:
     reason: str
     tensors: int
     first: str
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One key of config.json, `text_config.num_hidden_layers`, before and after; None where it is absent."""
-
-    key: str
-    old: Any
-    new: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,20 +271,6 @@ def _dropped(plan: Plan) -> tuple[DroppedFacts, ...]:
     for d in plan.dropped:
         found.setdefault((d.model, d.reason), []).append(d.tensor)
     return tuple(DroppedFacts(plan.models[model].ref, reason, len(names), names[0]) for (model, reason), names in found.items())
-
-
-def changes(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> Iterator[Change]:
-    """The keys in which two configs differ; lists are compared whole.
-
-    >>> [str(c.key) for c in changes({"a": 1, "b": {"c": [1], "d": 0}}, {"a": 1, "b": {"c": [1, 1], "d": 0}})]
-    ['b.c']
-    """
-    for key in dict.fromkeys([*old, *new]):
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            yield from changes(before, after, f"{path}{key}.")
-        elif before != after or type(before) is not type(after):
-            yield Change(f"{path}{key}", before, after)
 
 
 def _memory(plan: Plan, threads: int | None, max_memory_bytes: int | None, resident: Sequence[int]) -> Memory:

@@ -158,3 +158,26 @@ def _spread(scales: Row32, shape: tuple[int, ...], block: tuple[int, int]) -> Ro
     """The scale of each element."""
     found: Row32 = scales.repeat(block[0], 0)[: shape[0]].repeat(block[1], 1)[:, : shape[1]]
     return found
+
+
+def difference(a: Array, b: Array) -> list[float]:
+    """Σ a², Σ a·d, Σ d², elements with d ≠ 0, the largest |d|; d = b - a."""
+    d = b - a
+    return [float((a * a).sum()), float((a * d).sum()), float((d * d).sum()), float((d != 0).sum()), float(np.abs(d).max())]
+
+
+def sparse_sketch(rows: Array, signs: Row32, shifts: npt.NDArray[np.int64], width: int) -> Array:
+    """The rows times a sparse matrix of signs: column j goes to column (j mod width + shift of its chunk) mod width."""
+    found = np.zeros((len(rows), width))
+    for own, moved in zip(signs, shifts, strict=True):
+        for j in range(rows.shape[1]):
+            found[:, (j % width + moved[j // width]) % width] += own[j] * rows[:, j]
+    return found
+
+
+def statistics(x: Array) -> list[float]:
+    """Σ x, Σ x², smallest, largest, zeros, NaN, infinities; sums and extremes of finite elements."""
+    good = x[np.isfinite(x)]
+    low, high = (float(good.min()), float(good.max())) if good.size else (np.inf, -np.inf)
+    zeros, nans, infinities = float((good == 0).sum()), float(np.isnan(x).sum()), float(np.isinf(x).sum())
+    return [float(good.sum()), float((good * good).sum()), low, high, zeros, nans, infinities]

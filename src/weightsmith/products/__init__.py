@@ -33,6 +33,8 @@ KINDS = {
     "changes": "weightsmith.adapters.changes",
     "cores": "weightsmith.adapters.cores",
     "merged_factors": "weightsmith.adapters.merged_factors",
+    "differences": "weightsmith.look.differences",
+    "statistics": "weightsmith.look.statistics",
 }
 """`Product.op` → the module that defines `KIND`, imported when a plan first uses it."""
 

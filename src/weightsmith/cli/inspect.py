@@ -1,0 +1,120 @@
+"""`weightsmith inspect`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weightsmith.cli import options
+from weightsmith.cli.failures import failures
+from weightsmith.progress import meter, no_bars_in_logs
+from weightsmith.text import count, fact, heading, printable, result, show_table, size
+
+if TYPE_CHECKING:
+    from weightsmith.look.inspect import Inspection, TensorStatistics
+
+_SHOWN = 40  # tensors that are listed one by one
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, weight file, hub id, base+adapter, or an adapter.")],
+    tensors: Annotated[
+        list[str] | None, typer.Argument(metavar="[GLOB]...", help="Only tensors whose names match.", show_default=False)
+    ] = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Read the tensors, and show norms, extremes, zeros, NaN and outlier rows.")
+    ] = False,
+    threads: options.Threads = None,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Show what MODEL is: layers, parameters, dtypes, vocabulary, quantisation, licence. Reads headers only, but for --stats.
+
+    Of hub models it reads the headers by byte range.
+    """
+    with failures(as_json=as_json):
+        no_bars_in_logs(quiet=quiet)
+        from weightsmith.look.inspect import inspect as look
+
+        with meter(quiet=quiet or not stats) as shown:
+            found = look(model, tensors=tensors or (), stats=stats, threads=threads, progress=shown)
+        if as_json:
+            result(json.dumps(found.to_json(), ensure_ascii=False))
+        elif not quiet:
+            _show(found, each=bool(tensors))
+
+
+def _show(found: Inspection, *, each: bool) -> None:
+    _facts(found)
+    result()
+    rows = [(p.name, f"{p.tensors:,}", f"{p.elements:,}", f"{p.elements / max(1, found.elements):.1%}") for p in found.parts]
+    show_table(("part", "tensors", "parameters", "share"), rows, right={1, 2, 3})
+    if each and len(found.tensors) <= _SHOWN:
+        result()
+        show_table(("tensor", "dtype", "shape"), [(s.name, s.dtype.name, " x ".join(map(str, s.shape))) for s in found.tensors])
+    if found.statistics is not None:
+        result()
+        _statistics(found.statistics, each=each and len(found.statistics) <= _SHOWN)
+
+
+def _facts(found: Inspection) -> None:
+    name = found.architecture + (f" ({found.model_type})" if found.model_type else "")
+    fact("model", f"{name or 'no config.json'}{f', at {found.revision}' if found.revision else ''}")
+    nbytes = sum(nbytes for _, nbytes in found.files)
+    dtypes = ", ".join(f"{d.name} {d.elements / max(1, sum(x.elements for x in found.dtypes)):.0%}" for d in found.dtypes)
+    fact("weights", f"{found.elements:,} parameters in {count(len(found.tensors), 'tensor')}")
+    fact("files", f"{size(nbytes)} in {count(len(found.files), 'file')}{f'; {dtypes}' if not found.quantised else ''}")
+    if found.quantised:
+        fact("quant", found.quantised)
+    for stack in found.stacks:
+        fact("layers", f"{count(stack.layers, 'layer')}: {stack.prefix}0 to {stack.layers - 1}")
+    if found.experts[0]:
+        fact("experts", f"{found.experts[0]:,}, of which each token uses {found.experts[1]:,}")
+    tokenizer = found.tokenizer
+    if tokenizer is not None:
+        template = "with" if tokenizer.chat_template else "without"
+        rows = f"; the embedding has {tokenizer.rows:,} rows" if tokenizer.rows else ""
+        fact(
+            "tokens", f"{tokenizer.tokens:,} ({tokenizer.family}, {tokenizer.added:,} added), {template} a chat template{rows}"
+        )
+    if found.tied is not None:
+        fact("head", "the embedding (tied)" if found.tied else "a matrix of its own")
+    if found.context:
+        fact("context", f"{found.context:,} positions")
+    if found.adapter is not None:
+        ranks = ", ".join(f"rank {rank} in {count(n, 'module')}" for rank, n in found.adapter.ranks.items())
+        fact("adapter", f"LoRA for {found.adapter.base or 'a model that it does not name'}: {ranks}")
+        whole = f"; saved whole: {', '.join(found.adapter.replaced)}" if found.adapter.replaced else ""
+        fact("", f"modules {', '.join(found.adapter.modules)}{whole}")
+    if found.licence:
+        fact("licence", found.licence)
+    if found.lineage:
+        fact("from", ", ".join(found.lineage))
+    for text in found.notes:
+        fact("note", text)
+
+
+def _statistics(found: Sequence[TensorStatistics], *, each: bool) -> None:
+    groups: dict[str, list[TensorStatistics]] = {}
+    for tensor in found:
+        groups.setdefault(tensor.name if each else tensor.place.group, []).append(tensor)
+    rows = []
+    for name, own in groups.items():
+        norm = sum(t.norm**2 for t in own) ** 0.5
+        low, high = min(t.low for t in own), max(t.high for t in own)
+        zeros, bad = sum(t.zeros for t in own), sum(t.nans + t.infinities for t in own)
+        elements = sum(t.elements for t in own)
+        outliers = sum(len(t.outliers) for t in own)
+        rows.append((name, f"{norm:.4g}", f"{low:.3g}", f"{high:.3g}", f"{zeros / elements:.2%}", f"{bad:,}", f"{outliers:,}"))
+    head = ("tensor" if each else "layer", "norm", "lowest", "highest", "zeros", "NaN, inf", "outliers")
+    show_table(head, rows, right=set(range(1, len(head))))
+    largest = sorted((o[1], t.name, o[0]) for t in found for o in t.outliers)[::-1][:8]
+    if largest:
+        result()
+        result(heading("rows with the largest norms"))
+        show_table(
+            ("tensor", "row", "norm / mean"), [(printable(n), f"{row:,}", f"{x:.1f}") for x, n, row in largest], right={1, 2}
+        )

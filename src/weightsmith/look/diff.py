@@ -1,0 +1,133 @@
+"""`weightsmith diff A B`: what a model differs in from another, by tensor, layer and part, and in words."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from weightsmith.checkpoint import Checkpoint
+from weightsmith.look.differences import batches, differences
+from weightsmith.look.files import compare_files, fetch_small, is_merge, lineage, vocabulary_of
+from weightsmith.look.models import Matched, Matching, Watching, match, opened, survey, with_needs
+from weightsmith.look.reading import read_difference
+from weightsmith.look.sketch import VALUES
+from weightsmith.look.values import Difference, Leading, MovedRow, TensorDifference
+from weightsmith.plans import Product
+from weightsmith.products.base import Arrays
+from weightsmith.tokenizers.vocabulary import Vocabulary
+
+
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    tensors: Sequence[str] = (),
+    threads: int | None = None,
+    progress: Watching = True,
+) -> Difference:
+    """What model B differs in from model A.
+
+    a, b      as in a recipe: a folder, a weight file, a hub id, `base+adapter`; stored in any format that weightsmith reads
+    tensors   globs of A's tensor names; all if there are none
+    threads   default: all available processors; does not affect the result
+    progress  called about ten times per second; True: a bar in terminals and notebooks, False: none
+
+    Tensors are matched as in a merge. Embeddings of different numbers of tokens are compared in the rows that both have.
+
+    Raises PlanError for models that cannot be opened, UnknownName for a glob that matches no tensor.
+
+    Cost: two passes over both models; one where nothing differs. Memory does not depend on their size.
+
+    >>> weightsmith.diff("base", "base-german").reading  # doctest: +SKIP
+    ('A LoRA or another change of low rank: about 8 in all 210 matrices that differ.', ...)
+    """
+    with opened(a, b) as models:
+        first, second = models
+        for model in models:
+            fetch_small(model)
+        seen: dict[str, Vocabulary] = {}
+        vocabularies = vocabulary_of(first, seen), vocabulary_of(second, seen)
+        files = compare_files(first, second, vocabularies)
+        found = match(models, tensors)
+        measured = _measure(models, found, threads, progress)
+        difference = Difference(
+            (first.ref, second.ref),
+            files,
+            tuple(tensor for tensor, _ in measured),
+            found.missing[0],
+            found.strange[0],
+            found.different,
+            _moved([rows for _, rows in measured], vocabularies),
+            (first.decoded, second.decoded),
+            lineage(second) if is_merge(second) else None,
+        )
+        return replace(difference, reading=read_difference(difference))
+
+
+_Rows = tuple[str, tuple[tuple[int, float], ...]]
+
+
+def _measure(
+    models: Sequence[Checkpoint], found: Matching, threads: int | None, progress: Watching
+) -> list[tuple[TensorDifference, _Rows]]:
+    products: list[Product] = []
+    for name, steps in batches([(matched.place.group, matched.step) for matched in found.matrices]):
+        label = f"differences of {name}"
+        products.append(differences(label, with_needs(label, steps)))
+    if not products:
+        return []
+    outcome = survey("diff", models, products, threads=threads, progress=progress, doing="comparing", passes=2)
+    by_name: dict[str, tuple[TensorDifference, _Rows]] = {}
+    matched = {each.step.out.name: each for each in found.matrices}
+    for product in products:
+        arrays = outcome.results.arrays(product.name)
+        for i, step in enumerate(product.steps):
+            by_name[step.out.name] = _tensor(matched[step.out.name], arrays, i, models)
+    return [by_name[name] for name in matched]
+
+
+def _tensor(matched: Matched, arrays: Arrays, i: int, models: Sequence[Checkpoint]) -> tuple[TensorDifference, _Rows]:
+    sums, values, upper, rank, moved = (array[i] for array in arrays)
+    aa, ad, dd, changed, largest, noise = sums.tolist()
+    bb = max(0.0, aa + 2 * ad + dd)
+    dtypes = tuple(model.kept_as(read.tensor).name for model, read in zip(models, matched.step.inputs, strict=True))
+    leading = None
+    if matched.step.role == "linear" and changed:
+        k = min(VALUES, *matched.step.out.shape)
+        leading = Leading(tuple(values[:k].tolist()), tuple(upper[:k].tolist()), None if rank < 0 else int(rank))
+    size = matched.step.out.size
+    tensor = TensorDifference(
+        matched.step.out.name,
+        matched.place,
+        matched.step.out.shape,
+        (dtypes[0], dtypes[1]),
+        size,
+        math.sqrt(dd) if dd >= 0 else math.nan,
+        math.sqrt(aa) if aa >= 0 else math.nan,
+        math.sqrt(bb),
+        _cosine(aa, ad, dd, bb),
+        int(changed),
+        largest,
+        math.sqrt(noise * size),
+        leading,
+    )
+    return tensor, (tensor.name, tuple((int(row), float(share)) for row, share in moved.tolist() if row >= 0))
+
+
+def _cosine(aa: float, ad: float, dd: float, bb: float) -> float:
+    """Of a and a + d. From the part of d that is not along a: near 1 the quotient of sums has lost its digits."""
+    if not dd or not aa or not bb:
+        return 0.0 if dd else 1.0
+    if not math.isfinite(aa * bb):
+        return math.nan
+    across = max(0.0, aa * dd - ad * ad) / (aa * bb)  # sin²
+    return math.copysign(math.sqrt(max(0.0, 1 - across)), aa + ad)
+
+
+def _moved(rows: Iterable[_Rows], vocabularies: tuple[Vocabulary | None, Vocabulary | None]) -> tuple[MovedRow, ...]:
+    known = vocabularies[1] or vocabularies[0]
+    tokens = {} if known is None else known.tokens
+    found = [MovedRow(name, row, tokens.get(row, ""), math.sqrt(share)) for name, own in rows for row, share in own]
+    return tuple(sorted(found, key=lambda row: -row.share))

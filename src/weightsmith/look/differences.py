@@ -1,0 +1,235 @@
+"""The `differences` product: how far some matrices of one model are from those of another, and in which directions.
+
+It streams: one pass for the sums and the sketches, and one more for the largest singular values, if any matrix differs. Its
+steps have two inputs, the two tensors.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith.adapters.factors import rounding_noise
+from weightsmith.adapters.ranks import Spectrum
+from weightsmith.jobs.job import Matrix, Tile
+from weightsmith.kernels.codecs import BLOCK, decode
+from weightsmith.kernels.combine import LANES
+from weightsmith.kernels.differences import DIFFERENCE_SUMS, difference, project
+from weightsmith.kernels.vectors import gram_rows
+from weightsmith.look.sketch import TINY, VALUES, WIDTH, Floats, analyse_sketch, is_noise, sparse_signs
+from weightsmith.plans import Product, Step
+from weightsmith.products.base import Arrays, Kind, Survey
+from weightsmith.tensors import DTYPES, TensorSpec
+
+OP = "differences"
+
+MOVED = 16
+"""Rows of an embedding that are listed: those that moved most."""
+
+SKETCH_BYTES = 32 << 20
+"""Of the sketches that are held at once: matrices are shared out among products of this size."""
+
+_NO_SKETCH = np.empty((0, 0), np.float32)
+_NO_SIGNS = np.empty((0, 0), np.float32), np.empty((0, 0), np.int64)
+
+
+def differences(name: str, steps: Sequence[Step]) -> Product:
+    """The product. steps: each with two inputs; spectra are made of the weights of linear layers.
+
+    Its arrays have a row for each step: `sums` float64 [steps, 6] (see `kernels.differences`; then the noise of an element),
+    `values` and `upper` float64 [steps, VALUES], `rank` float64 [steps], `moved` float64 [steps, MOVED, 2] (row number, or -1,
+    and its squared distance over its squared norm).
+    """
+    n, f64 = len(steps), DTYPES["F64"]
+    shapes = {
+        "sums": (n, DIFFERENCE_SUMS + 1),
+        "values": (n, VALUES),
+        "upper": (n, VALUES),
+        "rank": (n,),
+        "moved": (n, MOVED, 2),
+    }
+    outs = tuple(TensorSpec(f"{name}: {what}", f64, shape) for what, shape in shapes.items())
+    return Product(name, OP, outs, {}, tuple(steps))
+
+
+@dataclass(slots=True)
+class _Part:
+    """What one tile tells in the first pass. moved: float64 [rows, 2] of a vocabulary, row distance and norm, squared."""
+
+    name: str
+    start: int
+    sums: npt.NDArray[np.float64]
+    noise: float
+    sketch: Floats
+    moved: npt.NDArray[np.float64] | None
+
+
+@dataclass(slots=True)
+class _Projected:
+    name: str
+    product: Floats
+
+
+class Differences(Survey):
+    """See `differences`."""
+
+    def __init__(self, product: Product) -> None:
+        self._steps = {step.out.name: i for i, step in enumerate(product.steps)}
+        self._specs = [step.out for step in product.steps]
+        self._sketched = {step.out.name for step in product.steps if step.role == "linear"}
+        n = len(product.steps)
+        self._sums = np.zeros((n, DIFFERENCE_SUMS + 1))
+        self._noises: list[list[float]] = [[] for _ in range(n)]
+        self._moved: list[list[tuple[float, int]]] = [[] for _ in range(n)]
+        self._sketches: dict[str, Floats] = {}
+        self._bases: dict[str, Floats] = {}
+        self._products: dict[str, npt.NDArray[np.float64]] = {}
+        self._values, self._upper, self._rank = np.zeros((n, VALUES)), np.zeros((n, VALUES)), np.full(n, -1.0)
+
+    def passes(self) -> int:
+        return 2 if self._bases or self._products else 1
+
+    def statistics(self, number: int, matrix: Matrix, tile: Tile) -> _Part | _Projected | None:
+        if number == 0:
+            return self._compare(matrix, tile)
+        basis = self._bases.get(matrix.name)
+        if basis is None:
+            return None
+        first, count = tile.start // matrix.cols, tile.size // matrix.cols
+        found = np.zeros((basis.shape[1], matrix.cols), np.float32)
+        rows = tile.scratch.rows(5, matrix.codes, matrix.out_code, matrix.cols)
+        project(tile.raw, matrix.codes, count, matrix.cols, basis[first : first + count], found, rows)
+        return _Projected(matrix.name, found)
+
+    def _compare(self, matrix: Matrix, tile: Tile) -> _Part:
+        grains, sums = tile.grains(matrix.grain), np.zeros(DIFFERENCE_SUMS)
+        if (matrix.codes < 0).any():
+            changed = np.not_equal(*tile.raw[:, : tile.raw.shape[1]]).reshape(tile.size, -1).any(1)
+            sums[3] = changed.sum()
+            return _Part(matrix.name, tile.start, sums[None], 0.0, _NO_SKETCH, None)
+        sketched = matrix.name in self._sketched
+        row = matrix.cols if sketched else BLOCK
+        signs, shifts = sparse_signs(matrix.cols) if sketched else _NO_SIGNS
+        sketch = np.zeros((tile.size // row, min(WIDTH, matrix.cols)), np.float32) if sketched else _NO_SKETCH
+        rows = tile.scratch.rows(2, matrix.codes, matrix.out_code, row)
+        found = np.empty((grains, DIFFERENCE_SUMS))
+        lanes = np.empty((3, LANES))
+        difference(tile.raw, matrix.codes, tile.size, row, matrix.grain, signs, shifts, found, sketch, rows, lanes)
+        sample = np.empty(min(tile.size, BLOCK), np.float32)
+        decode(tile.raw[1], int(matrix.codes[1]), 0, sample.size, sample)
+        moved = self._rows_moved(matrix, tile) if matrix.role == "vocabulary" and found[:, 3].any() else None
+        return _Part(matrix.name, tile.start, found, rounding_noise(sample), sketch, moved)
+
+    @staticmethod
+    def _rows_moved(matrix: Matrix, tile: Tile) -> npt.NDArray[np.float64]:
+        count = tile.size // matrix.cols
+        moved, products = np.empty((count, 1)), np.empty((count, 3))
+        rows, lanes = tile.scratch.rows(2, matrix.codes, matrix.out_code), np.empty((3, LANES))
+        gram_rows(tile.raw, matrix.codes, 0, matrix.cols, True, moved, rows, lanes)
+        gram_rows(tile.raw, matrix.codes, 0, matrix.cols, False, products, rows, lanes)
+        return np.concatenate([moved, products[:, :1]], axis=1)
+
+    def take(self, number: int, result: _Part | _Projected | None) -> None:
+        if isinstance(result, _Part):
+            self._take_part(result)
+        elif isinstance(result, _Projected):
+            held = self._products.setdefault(result.name, np.zeros(result.product.shape))
+            held += result.product
+
+    def _take_part(self, part: _Part) -> None:
+        i = self._steps[part.name]
+        sums = self._sums[i]
+        # cumsum adds grain after grain; sum would add in an order that depends on the tiles.
+        sums[:4] = np.cumsum(np.concatenate([sums[None, :4], part.sums[:, :4]]), axis=0)[-1]
+        sums[4] = max(sums[4], float(part.sums[:, 4].max(initial=0)))
+        self._noises[i].append(part.noise)
+        if part.sketch.size:
+            rows = self._specs[i].shape[0]
+            held = self._sketches.setdefault(part.name, np.zeros((rows, part.sketch.shape[1]), np.float32))
+            first = part.start // self._specs[i].shape[1]
+            held[first : first + len(part.sketch)] = part.sketch
+        if part.moved is not None:
+            first = part.start // self._specs[i].shape[1]
+            shares = part.moved[:, 0] / np.where(part.moved[:, 1] > 0, part.moved[:, 1], np.inf)
+            best = np.argsort(-shares, kind="stable")[:MOVED].tolist()
+            candidates = [(float(shares[k]), -(first + k)) for k in best if part.moved[k, 0] > 0]
+            self._moved[i] = heapq.nlargest(MOVED, [*self._moved[i], *candidates])
+
+    def end(self, number: int) -> None:
+        if number == 0:
+            for i, noises in enumerate(self._noises):
+                self._sums[i, DIFFERENCE_SUMS] = float(np.mean(noises)) if noises else 0.0
+            for name in list(self._sketches):
+                self._analyse(name, self._sketches.pop(name))
+        else:
+            for name, product in self._products.items():
+                values = np.sqrt(np.maximum(np.linalg.eigvalsh(product @ product.T)[::-1], 0))
+                i = self._steps[name]
+                self._values[i, : len(values)] = values
+                self._rank[i] = self._refined(i, values)
+            self._bases.clear()
+
+    def _refined(self, i: int, values: npt.NDArray[np.float64]) -> float:
+        """The rank by the singular values, if it is less than their number; else that of the sketch."""
+        spec, energy, noise = self._specs[i], float(self._sums[i, 2]), float(self._sums[i, DIFFERENCE_SUMS])
+        rows, cols = spec.shape
+        spectrum = Spectrum(rows, cols, values, energy, noise, 0.0)
+        rank = int((spectrum.signals > TINY * energy).sum())
+        if rank == len(values) < min(rows, cols):
+            return float(self._rank[i])
+        left = energy - float(np.square(values[:rank]).sum())
+        return rank if is_noise(left, energy, noise * rows * cols) else -1
+
+    def _analyse(self, name: str, sketch: Floats) -> None:
+        i = self._steps[name]
+        energy, noise = float(self._sums[i, 2]), float(self._sums[i, DIFFERENCE_SUMS])
+        if energy == 0 or not np.isfinite(energy):
+            self._rank[i] = 0 if energy == 0 else -1
+            return
+        rows, cols = self._specs[i].shape
+        found = analyse_sketch(sketch, cols)
+        self._upper[i], self._bases[name] = found.upper, found.basis
+        self._rank[i] = found.rank(rows, energy, noise * rows * cols)
+
+    def arrays(self) -> Arrays:
+        moved = np.full((len(self._specs), MOVED, 2), -1.0)
+        for i, rows in enumerate(self._moved):
+            for k, (share, number) in enumerate(rows):
+                moved[i, k] = -number, share
+        return [self._sums, self._values, self._upper, self._rank, moved]
+
+
+def batches(steps: Sequence[tuple[str, Step]]) -> Iterator[tuple[str, list[Step]]]:
+    """Steps by a name (their layer), in order, in batches whose sketches take at most `SKETCH_BYTES`, or of one step."""
+    own: dict[str, list[Step]] = {}
+    for name, step in steps:
+        own.setdefault(name, []).append(step)
+    for name, members in own.items():
+        batch: list[Step] = []
+        held, number = 0, 0
+        for step in members:
+            nbytes = 4 * WIDTH * step.out.shape[0] if step.role == "linear" else 0
+            if batch and held + nbytes > SKETCH_BYTES:
+                yield f"{name} ({number})", batch
+                batch, held, number = [], 0, number + 1
+            batch.append(step)
+            held += nbytes
+        yield (f"{name} ({number})" if number else name), batch
+
+
+def _check(product: Product) -> str:
+    if any(len(step.inputs) != 2 or not step.out.size for step in product.steps) or not product.steps:
+        return "its steps do not have two inputs each"
+    if any(step.role != "other" and len(step.out.shape) != 2 for step in product.steps):
+        return "a matrix of it has not two dimensions"
+    if len({step.out.name for step in product.steps}) != len(product.steps):
+        return "two of its steps have one name"
+    expected = differences(product.name, product.steps).outs
+    return "" if product.outs == expected else "its arrays are not those of its steps"
+
+
+KIND = Kind("comparing", survey=Differences, check=_check)

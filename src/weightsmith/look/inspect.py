@@ -1,0 +1,327 @@
+"""`weightsmith inspect MODEL`: what a model is, from headers and small files, and on request what its tensors hold."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from weightsmith.checkpoint import Checkpoint, open_checkpoint
+from weightsmith.errors import NotFound, PlanError, Unsupported
+from weightsmith.look.files import fetch_small, licence, lineage, vocabulary_of
+from weightsmith.look.models import Place, Watching, check_patterns, finite, matches, opened, place_of, survey, with_needs
+from weightsmith.lora import open_adapter
+from weightsmith.lora.adapter import Adapter
+from weightsmith.plans import COPY, Read, Step
+from weightsmith.recipe import ModelRef
+from weightsmith.recipe.references import parse_reference
+from weightsmith.structure import Structure, analyse
+from weightsmith.structure.configs import EXPERT_COUNTS, text_sections, whole_number
+from weightsmith.structure.vocabulary import is_embedding, is_head, ties
+from weightsmith.tensors import TensorSpec
+from weightsmith.tokenizers.files import template_of
+
+_ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """Some tensors: how many, their elements, and the bytes that they take in the files."""
+
+    name: str
+    tensors: int
+    elements: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """A stack: its prefix, the number of its layers, and its module."""
+
+    prefix: str
+    layers: int
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStatistics:
+    """What a tensor holds. Sums are over its finite elements.
+
+    norm, mean, deviation   Frobenius norm, mean and standard deviation
+    low, high               smallest and largest element
+    zeros, nans, infinities how many elements are
+    outliers                rows whose norm is more than six standard deviations above the mean, and norm / mean
+    """
+
+    name: str
+    place: Place
+    shape: tuple[int, ...]
+    dtype: str
+    elements: int
+    norm: float
+    mean: float
+    deviation: float
+    low: float
+    high: float
+    zeros: int
+    nans: int
+    infinities: int
+    outliers: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """tokens: in the vocabulary, `added` of them added; rows: of the embedding."""
+
+    family: str
+    tokens: int
+    added: int
+    rows: int
+    chat_template: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """base: the model that its config names; ranks: how many modules have which rank; modules: their last names."""
+
+    base: str
+    ranks: Mapping[int, int]
+    modules: tuple[str, ...]
+    replaced: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a model is. `weightsmith.inspect` makes it.
+
+    name         as it was given
+    architecture of config.json; "" if it names none
+    elements     of all tensors that match
+    parts        tensors by what they are in their layers: `self_attn.q_proj`
+    dtypes       tensors by their dtype in the files
+    files        weight files and their bytes
+    stacks       of layers
+    tied         the head is the embedding; None if there is no embedding
+    experts      number of routed experts, and how many of them a token uses; (0, 0) if there are none
+    quantised    what the weights are quantised with; "" if they are plain
+    context      the largest number of positions; 0 if config.json has none
+    tokenizer    None if there is none that can be read
+    adapter      if it is one
+    licence, lineage   as the card says
+    notes        what opening it had to say
+    statistics   of the tensors; None if they were not asked for
+    """
+
+    name: str
+    revision: str
+    architecture: str
+    model_type: str
+    elements: int
+    tensors: tuple[TensorSpec, ...]
+    parts: tuple[Amount, ...]
+    dtypes: tuple[Amount, ...]
+    files: tuple[tuple[str, int], ...]
+    stacks: tuple[Layers, ...]
+    tied: bool | None
+    experts: tuple[int, int]
+    quantised: str
+    context: int
+    tokenizer: TokenizerFacts | None
+    adapter: AdapterFacts | None
+    licence: str
+    lineage: tuple[str, ...]
+    notes: tuple[str, ...]
+    statistics: tuple[TensorStatistics, ...] | None
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; null for what is not finite."""
+        found = asdict(self)
+        found["tensors"] = [{"name": s.name, "dtype": s.dtype.name, "shape": list(s.shape)} for s in self.tensors]
+        found["files"] = [{"name": name, "bytes": nbytes} for name, nbytes in self.files]
+        found["experts"] = {"routed": self.experts[0], "active": self.experts[1]}
+        if self.adapter is not None:
+            found["adapter"]["ranks"] = {str(rank): modules for rank, modules in self.adapter.ranks.items()}
+        converted: dict[str, Any] = finite(found)
+        return converted
+
+
+def inspect(
+    model: str | os.PathLike[str],
+    *,
+    tensors: Sequence[str] = (),
+    stats: bool = False,
+    threads: int | None = None,
+    progress: Watching = True,
+) -> Inspection:
+    """What a model is.
+
+    model     as in a recipe: a folder, a weight file, a hub id, `base+adapter`; or the folder or hub id of an adapter
+    tensors   globs of tensor names; all if there are none
+    stats     read the tensors too, and measure them; of a hub model this downloads them
+    threads   default: all available processors; does not affect the result
+    progress  called about ten times per second; True: a bar in terminals and notebooks, False: none
+
+    Without `stats` only headers and small files are read. Raises PlanError for a model that cannot be opened, UnknownName for
+    a glob that matches no tensor, FormatError for a damaged tokenizer.
+
+    >>> weightsmith.inspect("base").elements  # doctest: +SKIP
+    134515008
+    """
+    with ExitStack() as stack:
+        checkpoint, adapter = _open(model, stack)
+        check_patterns(tensors, list(checkpoint.specs), checkpoint.ref)
+        structure = analyse(checkpoint.specs.values(), checkpoint.config)
+        chosen = [spec for spec in checkpoint.specs.values() if matches(spec.name, tensors)]
+        measured = _measure(checkpoint, structure, chosen, threads, progress) if stats else None
+        return _inspection(checkpoint, structure, chosen, adapter, measured)
+
+
+def _open(model: str | os.PathLike[str], stack: ExitStack) -> tuple[Checkpoint, Adapter | None]:
+    """The model; or the adapter that the name stands for, and its weights."""
+    try:
+        (checkpoint,) = stack.enter_context(opened(model))
+    except PlanError as error:
+        ref = parse_reference(os.fspath(model), "")
+        if not isinstance(ref, ModelRef) or ref.lora is not None or not all(isinstance(e, Unsupported) for e in error.problems):
+            raise
+        try:
+            adapter = open_adapter(ref.path, revision=ref.revision or None)
+        except NotFound:
+            raise error from None
+        stack.callback(adapter.checkpoint.close)
+        return adapter.checkpoint, adapter
+    fetch_small(checkpoint)
+    return checkpoint, None
+
+
+def _inspection(
+    model: Checkpoint,
+    structure: Structure,
+    specs: Sequence[TensorSpec],
+    adapter: Adapter | None,
+    measured: tuple[TensorStatistics, ...] | None,
+) -> Inspection:
+    config = model.config or {}
+    sections = text_sections(config)
+    names = config.get("architectures")
+    architecture = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    kind = config.get("model_type")
+    embeddings, heads = [[s for s in model.specs.values() if test(s)] for test in (is_embedding, is_head)]
+    parts = _amounts(specs, [place_of(structure, spec.name).part for spec in specs])
+    stored = specs if not model.decoded else _stored(model, [spec.name for spec in specs])
+    return Inspection(
+        name=model.ref,
+        revision=model.revision,
+        architecture=architecture,
+        model_type=kind if isinstance(kind, str) else "",
+        elements=sum(spec.size for spec in specs),
+        tensors=tuple(specs),
+        parts=parts,
+        dtypes=_amounts(stored, [spec.dtype.name for spec in stored]),
+        files=_files(model),
+        stacks=tuple(Layers(s.prefix, s.n_layers, s.module) for s in structure.stacks),
+        tied=ties(config, stores_head=bool(heads)) if embeddings and adapter is None else None,
+        experts=(_first(sections, EXPERT_COUNTS), _first(sections, _ACTIVE_EXPERTS)),
+        quantised=model.decoded or model.quantised or "",
+        context=_first(sections, _CONTEXT),
+        tokenizer=_tokenizer(model, max((s.shape[0] for s in embeddings), default=0)),
+        adapter=None if adapter is None else _adapter_facts(adapter),
+        licence=licence(model),
+        lineage=lineage(model),
+        notes=tuple(str(note) for note in model.notes),
+        statistics=measured,
+    )
+
+
+def _first(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> int:
+    """The first whole number among some keys; 0 if there is none."""
+    found = (whole_number(section.get(key)) for section in sections for key in keys)
+    return next((number for number in found if number is not None and number > 0), 0)
+
+
+def _amounts(specs: Sequence[TensorSpec], names: Sequence[str]) -> tuple[Amount, ...]:
+    found: dict[str, list[TensorSpec]] = {}
+    for spec, name in zip(specs, names, strict=True):
+        found.setdefault(name, []).append(spec)
+    return tuple(Amount(name, len(own), sum(s.size for s in own), sum(s.nbytes for s in own)) for name, own in found.items())
+
+
+def _stored(model: Checkpoint, names: Sequence[str]) -> list[TensorSpec]:
+    """The tensors as they are in the files: of quantised weights codes and scales."""
+    path = model.ref.partition("+")[0]
+    with open_checkpoint(path.partition("@")[0], revision=path.partition("@")[2] or None, raw=True, download=False) as raw:
+        if set(names) == set(model.specs):
+            return list(raw.specs.values())
+        stems = tuple(name.rpartition(".")[0] + "." for name in names)
+        return [spec for spec in raw.specs.values() if spec.name in names or spec.name.startswith(stems)]
+
+
+def _files(model: Checkpoint) -> tuple[tuple[str, int], ...]:
+    sizes = {path: nbytes for path, nbytes in model.missing.items()}
+    return tuple((path.name, sizes[path] if path in sizes else path.stat().st_size) for path in model.paths)
+
+
+def _tokenizer(model: Checkpoint, rows: int) -> TokenizerFacts | None:
+    found = vocabulary_of(model, {})
+    if found is None:
+        return None
+    return TokenizerFacts(found.family, len(found.ids), len(found.added), rows, bool(template_of(model.folder, model.files)))
+
+
+def _adapter_facts(adapter: Adapter) -> AdapterFacts:
+    specs, ranks = adapter.checkpoint.specs, Counter[int]()
+    for factors in adapter.updates.values():
+        ranks[specs[factors.a].shape[0]] += 1
+    base = (adapter.checkpoint.config or {}).get("base_model_name_or_path")
+    modules = dict.fromkeys(name.rpartition(".")[2] for name in adapter.updates)
+    name = base if isinstance(base, str) else ""
+    return AdapterFacts(name, dict(sorted(ranks.items())), tuple(modules), tuple(adapter.replacements))
+
+
+def _measure(
+    model: Checkpoint,
+    structure: Structure,
+    specs: Sequence[TensorSpec],
+    threads: int | None,
+    progress: Watching,
+) -> tuple[TensorStatistics, ...]:
+    from weightsmith.look.statistics import outliers, statistics_product
+
+    name = "statistics"
+    chosen = [spec for spec in specs if spec.size and spec.dtype.floating]
+    if not chosen:
+        return ()
+    product = statistics_product(name, with_needs(name, [Step(spec, COPY, (Read(0, spec.name),)) for spec in chosen]))
+    outcome = survey("inspect", [model], [product], threads=threads, progress=progress, doing="measuring")
+    sums, rows, spread = outcome.results.arrays(name)
+    found = []
+    for i, spec in enumerate(chosen):
+        total, squares, low, high, *counts = sums[i].tolist()
+        zeros, nans, infinities = map(int, counts)
+        n = max(1, spec.size - nans - infinities)
+        mean = total / n
+        count = spec.shape[0] if len(spec.shape) == 2 else 0
+        found.append(
+            TensorStatistics(
+                spec.name,
+                place_of(structure, spec.name),
+                spec.shape,
+                model.kept_as(spec.name).name,
+                spec.size,
+                math.sqrt(squares),
+                mean,
+                math.sqrt(max(0.0, squares / n - mean**2)),
+                low,
+                high,
+                zeros,
+                nans,
+                infinities,
+                tuple(outliers(rows[i], spread[i], count)),
+            )
+        )
+    return tuple(found)

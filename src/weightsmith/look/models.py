@@ -1,0 +1,272 @@
+"""The models that are looked at: opened, and each tensor with its place, under the names of the first model."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from weightsmith.checkpoint import Checkpoint
+from weightsmith.errors import PlanError, UnknownName, WeightsmithError, nearest
+from weightsmith.planner.inputs import analyse_all, open_models
+from weightsmith.planner.logical import split_fused
+from weightsmith.planner.match import ModelNames
+from weightsmith.plans import COPY, Block, Made, ModelInput, Plan, Product, Read, Settings, Step
+from weightsmith.progress import Meter, Reading, show_progress, watched_meter
+from weightsmith.recipe import ModelRef
+from weightsmith.recipe.references import parse_reference
+from weightsmith.structure import Structure
+from weightsmith.structure.fused import fused_parts
+from weightsmith.structure.roles import role_of
+from weightsmith.structure.vocabulary import is_vocabulary
+from weightsmith.tensors import DTYPES, TensorSpec
+
+if TYPE_CHECKING:
+    from weightsmith.engine.local import Outcome, Progress
+
+OUTSIDE = "outside the layers"
+
+Watching = Callable[["Progress"], None] | Meter | bool
+"""Called about ten times per second; or what shows the progress; True: a bar in terminals and notebooks, False: nothing."""
+
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor is.
+
+    stack   prefix of its stack, `model.layers.`; "" outside the layers
+    layer   its number; -1 outside
+    part    what it is in its layer, without numbers: `self_attn.q_proj`, `mlp.experts.up_proj`, `self_attn.q_proj.bias`
+    """
+
+    stack: str
+    layer: int
+    part: str
+
+    @property
+    def group(self) -> str:
+        """Its layer as a name: `model.layers.3`."""
+        return f"{self.stack}{self.layer}" if self.stack else OUTSIDE
+
+
+def place_of(structure: Structure, name: str) -> Place:
+    """The place of a tensor.
+
+    >>> from weightsmith.structure import analyse
+    >>> names = [f"model.layers.{i}.mlp.experts.{e}.up_proj.weight" for i in (0, 1) for e in (0, 1)]
+    >>> specs = [TensorSpec(name, DTYPES["BF16"], (4, 4)) for name in names]
+    >>> place_of(analyse(specs, {"num_hidden_layers": 2}), names[3])
+    Place(stack='model.layers.', layer=1, part='mlp.experts.up_proj')
+    """
+    found = structure.locate(name) or structure.extra(name)
+    if found is None:
+        return Place("", -1, _NUMBER.sub("", name.removeprefix("model.").removesuffix(".weight")))
+    stack, layer = found
+    layer += stack.n_layers if structure.locate(name) is None else 0
+    suffix = (structure.suffix(name) or "").removesuffix(".weight")
+    return Place(stack.prefix, layer, _NUMBER.sub("", f".{suffix}").removeprefix("."))
+
+
+@contextmanager
+def opened(*names: str | os.PathLike[str]) -> Iterator[tuple[Checkpoint, ...]]:
+    """Open models as a recipe names them: folder, file, hub id, `base+adapter`. Raises PlanError with all problems."""
+    problems: list[WeightsmithError] = []
+    refs: list[ModelRef] = []
+    for name in names:
+        found = parse_reference(os.fspath(name), "")
+        if isinstance(found, ModelRef):
+            refs.append(found)
+        else:
+            problems.append(found)
+    with ExitStack() as stack:
+        checkpoints, unopened = open_models(refs, stack)
+        problems += unopened
+        if problems:
+            raise PlanError(problems)
+        yield tuple(checkpoint for checkpoint in checkpoints if checkpoint is not None)
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether one of the globs matches a tensor's name; without any, all do."""
+    return not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def check_patterns(patterns: Sequence[str], names: Sequence[str], where: str) -> None:
+    """Raise UnknownName for a glob that matches no tensor."""
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            what = f"no tensor matches '{pattern}'{nearest(pattern, names)}"
+            raise UnknownName(what, where=where, fix="write a glob of tensor names, such as '*.mlp.*'")
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """A logical matrix that several models have.
+
+    step   its reads: of each model in order. Its name and role are those in the first
+    place  in the first model
+    rows   of an embedding whose models have different numbers of tokens: how many are compared; else 0
+    """
+
+    step: Step
+    place: Place
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Matching:
+    """What several models have in common.
+
+    matrices   in the order of the first model
+    missing    for each model, the first one's tensors that it does not have
+    strange    for each model, its tensors that the first one does not have
+    different  tensors whose shapes, or dtypes of integers, differ: name, and what each has
+    structure  of the first model
+    """
+
+    matrices: tuple[Matched, ...]
+    missing: tuple[tuple[str, ...], ...]
+    strange: tuple[tuple[str, ...], ...]
+    different: tuple[tuple[str, tuple[str, ...]], ...]
+    structure: Structure
+
+
+def match(models: Sequence[Checkpoint], patterns: Sequence[str] = ()) -> Matching:
+    """Pair the tensors of some models, of which the first gives the names. Raises UnknownName for a pattern without a match."""
+    first, *others = models
+    check_patterns(patterns, list(first.specs), first.ref)
+    structures = [structure for structure in analyse_all(models) if structure is not None]
+    own = structures[0]
+    found = [_names(other, structure, first, own) for other, structure in zip(others, structures[1:], strict=True)]
+    missing: list[list[str]] = [[] for _ in found]
+    different: list[tuple[str, tuple[str, ...]]] = []
+    matrices: list[Matched] = []
+    for spec in first.specs.values():
+        if not matches(spec.name, patterns):
+            continue
+        theirs = [names.get(spec.name) for names in found]
+        for lacking, name in zip(missing, theirs, strict=True):
+            lacking += [spec.name] if name is None else []
+        if any(name is None for name in theirs):
+            continue
+        specs = [spec, *(other.specs[name] for other, name in zip(others, theirs, strict=True) if name is not None)]
+        rows = min(s.shape[0] for s in specs) if is_vocabulary(spec) and len({s.shape[1:] for s in specs}) == 1 else 0
+        if not rows and (len({s.shape for s in specs}) > 1 or not _comparable(specs)):
+            different.append((spec.name, tuple(f"{list(s.shape)} {s.dtype}" for s in specs)))
+            continue
+        if spec.size:
+            matrices += _matrices(specs, rows if len({s.shape for s in specs}) > 1 else 0, first, own)
+    strange = [
+        tuple(mine for theirs, mine in names.items() if theirs not in first.specs and matches(mine, patterns))
+        for names in found
+    ]
+    return Matching(tuple(matrices), tuple(map(tuple, missing)), tuple(strange), tuple(different), own)
+
+
+def _names(other: Checkpoint, structure: Structure, first: Checkpoint, own: Structure) -> dict[str, str]:
+    """The first model's names → the other's."""
+    names = ModelNames(structure, other.specs, own, first.specs)
+    found = dict(names.rest)
+    for prefix, layers in names.layers.items():
+        found |= {f"{prefix}{i}.{suffix}": name for i, parts in layers.items() for suffix, name in parts.items()}
+    return found
+
+
+def _comparable(specs: Sequence[TensorSpec]) -> bool:
+    return all(spec.dtype.floating for spec in specs) or len({spec.dtype for spec in specs}) == 1
+
+
+def _matrices(specs: Sequence[TensorSpec], rows: int, first: Checkpoint, structure: Structure) -> Iterator[Matched]:
+    """The logical matrices of a tensor; its expert and fused matrices each by itself."""
+    spec = replace(specs[0], dtype=DTYPES["BF16"])  # rows are float32, unless an input is F64
+    if rows:
+        shape = (rows, *spec.shape[1:])
+        block = Block(0, rows, shape[1], shape[1])
+        step = Step(replace(spec, shape=shape), COPY, tuple(Read(k, s.name, block) for k, s in enumerate(specs)))
+    else:
+        step = Step(spec, COPY, tuple(Read(k, s.name) for k, s in enumerate(specs)))
+    place = place_of(structure, spec.name)
+    for leaf in split_fused(step, fused_parts(specs[0], first.specs, structure, first.config)).leaves:
+        floating = all(s.dtype.floating for s in specs)
+        role = role_of(leaf.out) if floating else "other"
+        at = (
+            place
+            if leaf.out.name == spec.name
+            else replace(place_of(structure, leaf.out.name), stack=place.stack, layer=place.layer)
+        )
+        yield Matched(replace(leaf, role=role), at, rows)
+
+
+def survey(
+    made: str,
+    models: Sequence[Checkpoint],
+    products: Sequence[Product],
+    *,
+    threads: int | None,
+    progress: Watching,
+    doing: str,
+    passes: int = 1,
+) -> Outcome:
+    """Compute products of tensors, in memory. NaN and infinities are numbers like any others.
+
+    doing   text of the progress display
+    passes  over the tensors, for the progress display
+    """
+    from weightsmith.engine.bench import MemoryOutput  # numba takes half a second to import, and headers do not need it
+    from weightsmith.engine.local import Resources, run
+
+    for model in models:
+        model.download()
+    plan = Plan(
+        Made(made),
+        tuple(ModelInput(model.ref, model.revision, model.identity) for model in models),
+        (),
+        (Settings({}, tuple({} for _ in models)),),
+        tuple(products),
+    )
+    go = partial(run, plan, models, MemoryOutput({}), Resources(threads or 0), allow_nonfinite=True)
+    if progress is False:
+        return go()
+    if not isinstance(progress, bool | Meter):
+        return go(progress=progress)
+    reads = [(models[read.model], read, leaf) for product in products for leaf in product.steps for read in leaf.inputs]
+    total = passes * sum(leaf.out.size * model.specs[read.tensor].dtype.itemsize for model, read, leaf in reads)
+    with watched_meter() if progress is True else nullcontext(progress) as shown:
+        return go(progress=lambda now: _show(shown, now, doing, total))
+
+
+def _show(shown: Meter, now: Progress, doing: str, total_bytes: int) -> None:
+    if now.compiling:
+        show_progress(shown, now, doing)
+    elif now.read_bytes:
+        shown.show(Reading(doing, min(now.read_bytes, total_bytes), total_bytes, now.read_bytes))
+
+
+def with_needs(name: str, steps: Sequence[Step]) -> tuple[Step, ...]:
+    """The steps as those of a product: its survey looks at steps that need it."""
+    return tuple(replace(step, needs=(name,)) for step in steps)
+
+
+def groups(places: Sequence[Place], key: Callable[[Place], str]) -> dict[str, list[int]]:
+    """Indices by a key, in order of the first of each."""
+    found: dict[str, list[int]] = {}
+    for i, place in enumerate(places):
+        found.setdefault(key(place), []).append(i)
+    return found
+
+
+def finite(value: Any) -> Any:
+    """JSON values with null for each float that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    return [finite(each) for each in value] if isinstance(value, list | tuple) else value
