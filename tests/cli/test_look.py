@@ -55,3 +55,19 @@ def test_a_glob_without_a_match_is_an_error(folder: Path, cli: Cli) -> None:
     ran = cli("inspect", "base", "*.mpl.*")
     assert ran.code != 0
     assert "no tensor matches '*.mpl.*'" in ran.err
+
+
+def test_a_report_is_written_beside_the_answer(folder: Path, cli: Cli) -> None:
+    ran = cli("diff", "base", "b", "--quiet", "--json", "--report", "r.html")
+    assert json.loads(ran.out)["b"] == "b"
+    assert "in all linear layers of all layers" in (folder / "r.html").read_text()
+    assert cli("inspect", "base", "--report", "r.html").code == 0
+    assert "LlamaForCausalLM of" in (folder / "r.html").read_text()
+
+
+def test_a_file_that_is_no_report_is_found_before_the_models_are_read(folder: Path, cli: Cli) -> None:
+    (folder / "thesis.html").write_text("mine")
+    ran = cli("diff", "base", "nowhere", "--report", "thesis.html")
+    assert ran.code == 3
+    assert ran.err.startswith("error[output-exists]: thesis.html: the file exists, and is no report of weightsmith")
+    assert (folder / "thesis.html").read_text() == "mine"

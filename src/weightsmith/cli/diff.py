@@ -32,6 +32,7 @@ def diff(
         ),
     ] = None,
     threads: options.Threads = None,
+    report: options.PageFile = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
@@ -47,9 +48,16 @@ def diff(
     with failures(as_json=as_json):
         no_bars_in_logs(quiet=quiet)
         from weightsmith.look.diff import diff as compare
+        from weightsmith.look.pages import difference_page
+        from weightsmith.pages import check_page, write_page
+
+        if report is not None:
+            check_page(report)
 
         with meter(quiet=quiet) as shown:
             found = compare(*models, tensors=tensors or (), threads=threads, progress=shown)
+        if report is not None:
+            write_page(report, difference_page(found))
         if as_json:
             result(json.dumps(found.to_json(), ensure_ascii=False))
         elif not quiet:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -121,6 +122,10 @@ MaxMemory = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no summary; warnings and errors are still shown.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+PageFile = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="FILE", help="Also write the result as a page: one HTML file, readable offline."),
+]
 
 FLAGS: Mapping[str, Any] = {
     "threads": Threads,

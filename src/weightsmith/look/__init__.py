@@ -7,4 +7,5 @@ statistics.py   product: what its tensors hold
 diff.py         `Difference`: what a model differs in from another; reading.py says it in words
 differences.py  product: sums and spectra of the differences
 sketch.py       singular values from sketches
+pages.py        what was found as pages, for --report
 """

@@ -15,4 +15,5 @@ from weightsmith.pages.values import Facts as Facts
 from weightsmith.pages.values import HeatMap as HeatMap
 from weightsmith.pages.values import Page as Page
 from weightsmith.pages.values import Table as Table
+from weightsmith.pages.write import check_page as check_page
 from weightsmith.pages.write import write_page as write_page
