@@ -23,7 +23,7 @@ class RecipeOptions:
     seed             of random masks, router weights and noise
     lenient          report settings that mergekit ignores as warnings, not errors
     allow_code       allow merge_method to run a Python file; otherwise that is an error
-    report           write where a mixture's router routes the prompts to OUT/routing.json and OUT/routing.svg. True: always,
+    routing_report   write where a mixture's router routes the prompts to OUT/routing.json and OUT/routing.svg. True: always,
                      with a pass of the base over the prompts; False: never; None: only if the router weights need that pass
     quantize         format of the output (`weightsmith quantize --list`), such as `fp8-dynamic`; None: plain weights
     adapter_rank     largest rank of an adapter that is merged of adapters; None: the sum of their ranks
@@ -37,7 +37,7 @@ class RecipeOptions:
     seed: int = 0
     lenient: bool = False
     allow_code: bool = False
-    report: bool | None = None
+    routing_report: bool | None = None
     quantize: str | None = None
     adapter_rank: int | None = None
     check_loading: bool = True
@@ -132,6 +132,7 @@ class RunOptions:
     resume            resume interrupted work of the same plan; False discards it
     fsync             flush the data to disk before the output is published
     card              write README.md, a model card
+    report            write report.html: what was merged and how far it moved, by layer and part, as a page
     allow_nonfinite   merge NaN and infinity like any number; else they raise an error that names tensor and model
     device            torch device name for hidden states
     keep_stages       write the results of all the recipes whose results the recipe reads, to OUT.stage-NAME, and keep them
@@ -145,6 +146,7 @@ class RunOptions:
     resume: bool = True
     fsync: bool = True
     card: bool = True
+    report: bool = False
     allow_nonfinite: bool = False
     device: str = "cpu"
     keep_stages: bool = False
@@ -175,7 +177,7 @@ class RecipeKeywords(TypedDict, total=False):
     seed: int
     lenient: bool
     allow_code: bool
-    report: bool | None
+    routing_report: bool | None
     quantize: str | None
     adapter_rank: int | None
     check_loading: bool
@@ -191,6 +193,7 @@ class RunKeywords(TypedDict, total=False):
     resume: bool
     fsync: bool
     card: bool
+    report: bool
     allow_nonfinite: bool
     device: str
     keep_stages: bool

@@ -312,8 +312,8 @@ def test_prompts_that_end_in_the_same_token_are_advised_another_mode(models: Pat
 def test_leniently_rows_of_zeros_are_written_with_a_warning(models: Path, tmp_path: Path) -> None:
     negative = [SAME_END[0] | {"negative_prompts": ["w7 w5"]}, SAME_END[1] | {"negative_prompts": ["w8 w5"]}]
     recipe = recipe_of(models, negative, gate_mode="hidden")
-    for options in ({"report": False}, {"report": True}):
-        made = weightsmith.moe(recipe, tmp_path / f"out{options['report']}", lenient=True, fsync=False, **options)
+    for options in ({"routing_report": False}, {"routing_report": True}):
+        made = weightsmith.moe(recipe, tmp_path / f"out{options['routing_report']}", lenient=True, fsync=False, **options)
         said = [finding.what for finding in made.warnings]
         assert sum("are zero in layer 0" in what for what in said) == 2, said
         with weightsmith.open_checkpoint(made.out) as out:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from weightsmith.planner import Prepared
 
 
-@options.expand("report", "device")
+@options.expand("routing_report", "device")
 def merge(
     context: typer.Context,
     recipe: options.Recipe,

@@ -60,7 +60,7 @@ def moe(
         from weightsmith.quantisation import quantised
 
         source = options.recipe_source(recipe)
-        planning = replace(planning, report=True) if routing_only else planning
+        planning = replace(planning, routing_report=True) if routing_only else planning
         prepared = stack.enter_context(quantised(lambda: prepare_moe(source, planning), planning.quantize, settings))
         show_warnings(prepared)
         if plan_only:

@@ -150,10 +150,10 @@ FLAGS: Mapping[str, Any] = {
     "allow_code": Annotated[
         bool, typer.Option("--allow-code", help="Run the Python file that merge_method names, if it names one.")
     ],
-    "report": Annotated[
+    "routing_report": Annotated[
         bool | None,
         typer.Option(
-            "--report/--no-report",
+            "--routing-report/--no-routing-report",
             show_default=False,
             help="Write where the router sends the prompts, or not; by default if the gate mode runs the base on them anyway.",
         ),
@@ -305,6 +305,9 @@ FLAGS: Mapping[str, Any] = {
     ],
     "fsync": Annotated[
         bool, typer.Option("--fsync/--no-fsync", help="Wait until the bytes are on the disk before OUT is created.")
+    ],
+    "report": Annotated[
+        bool, typer.Option("--report", help="Write OUT/report.html too: what was done, by layer and part, readable offline.")
     ],
     "card": Annotated[bool, typer.Option("--card/--no-card", help="Write README.md, a model card.")],
     "allow_nonfinite": Annotated[

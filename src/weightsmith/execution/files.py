@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,10 @@ from weightsmith.adapters import COMMAND
 from weightsmith.checkpoint import CARD_NAME, Checkpoint
 from weightsmith.containers import PEFT, SAFETENSORS
 from weightsmith.distance import Moved, to_json
+from weightsmith.errors import Finding
+from weightsmith.execution.page import MOVED_NAME, PICTURES, Squares, report_files
 from weightsmith.lora.adapter import CONFIG_NAME
+from weightsmith.options import RunOptions
 from weightsmith.planner.build import Prepared
 from weightsmith.plans import Plan
 
@@ -36,9 +39,21 @@ def other_bytes(plan: Plan, donor: Checkpoint) -> int:
 
 
 def other_files(
-    prepared: Prepared, name: str, distance: tuple[Moved, ...], reports: Mapping[str, Report], *, card: bool, repo: str
+    prepared: Prepared,
+    name: str,
+    squares: Squares,
+    distance: tuple[Moved, ...],
+    reports: Mapping[str, Report],
+    found: Sequence[Finding],
+    options: RunOptions,
 ) -> dict[str, bytes | Path]:
-    """All files except weights. These replace the donor's files of the same name."""
+    """All files except weights. These replace the donor's files of the same name.
+
+    name     of the output
+    squares, distance   how far its tensors and layers are from the base
+    reports  of products
+    found    warnings
+    """
     plan = prepared.plan
     donor = prepared.inputs[plan.donor]
     files: dict[str, bytes | Path] = {name: donor.folder / name for name in plan.carried} | dict(plan.files)
@@ -46,11 +61,14 @@ def other_files(
         files[_CONFIG_NAMES[plan.container]] = (json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n").encode()
     if plan.made.name != COMMAND:
         files[RECIPE_NAME] = plan.recipe.encode()
-    if card:
+    sections = [report.section() for report in reports.values()]
+    if options.report:
+        files |= report_files(plan, name, squares, distance, sections, found)
+    if options.card:
         from weightsmith.cards import model_card
 
-        sections = "".join(report.section() for report in reports.values())
-        text = model_card(plan, name, distance, sections, inputs=prepared.inputs, repo=repo)
+        section = "".join([PICTURES if MOVED_NAME in files else "", *sections])
+        text = model_card(plan, name, distance, section, inputs=prepared.inputs, repo=options.push or "")
         files[CARD_NAME] = text.encode(errors="replace")
     for report in reports.values():
         files |= report.files()

@@ -119,7 +119,12 @@ def run_plan(
             raise
         reports = {**reports_of(plan.products, results), **following.reports}
         distance = distance_by_layer(plan, outcome.distances)
-        named = other_files(prepared, Path(out).name, distance, reports, card=options.card, repo=options.push or "")
+        found = [*staging.warnings]
+        found += [_disagreement(plan, step) for step in plan.steps if outcome.finished[step.out.name].differing]
+        found += copied(outcome.finished)
+        found += [finding for report in reports.values() for finding in report.warnings(RECIPE_NAME)]
+        shown = [*plan.warnings, *found]
+        named = other_files(prepared, Path(out).name, outcome.distances, distance, reports, shown, options)
         for name, data in {**named, **following.files}.items():
             staging.add_file(name, data)
         for model in inputs:
@@ -128,10 +133,6 @@ def run_plan(
     url = ""
     if hub is not None and options.push is not None:
         url = push(hub, folder, options.push, public=options.public, message=plan.made.title)
-    found = [*staging.warnings]
-    found += [_disagreement(plan, step) for step in plan.steps if outcome.finished[step.out.name].differing]
-    found += copied(outcome.finished)
-    found += [finding for report in reports.values() for finding in report.warnings(RECIPE_NAME)]
     return Merged(
         out=folder,
         plan=plan,

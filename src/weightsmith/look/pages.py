@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from weightsmith.look.files import Change, FileDifference
 from weightsmith.look.inspect import Amount, Inspection, TensorStatistics
 from weightsmith.look.models import OUTSIDE, Place
 from weightsmith.look.values import Difference, GroupDifference, TensorDifference
-from weightsmith.pages import Code, Column, Curves, Facts, HeatMap, Page, Table
-from weightsmith.pages.values import Block, Unit, Value
+from weightsmith.pages import Code, Column, Curves, Facts, Page, Table, heat_maps
+from weightsmith.pages.values import Block, Value
 
 SPECTRA = 8
 """Parts whose spectra are drawn."""
@@ -21,18 +20,17 @@ _SHARE = Column("delta / A", "share", "Frobenius norm of B - A over that of A")
 _CHANGED = Column("changed", "share", "share of elements that differ")
 _COSINE = Column("cosine", "cosine", "of A and B as vectors")
 
-T = TypeVar("T", TensorDifference, TensorStatistics)
-
 
 def difference_page(found: Difference) -> Page:
     """What a model differs in from another."""
     a, b = found.names
     blocks: list[Block] = [_models(found)]
     if found.total.changed:
+        placed = [(tensor.place, tensor) for tensor in found.tensors]
         about = "Frobenius norm of B - A over that of A, of all matrices of a part in a layer together."
-        blocks += heat_maps("How far the weights moved", found.tensors, _together, "share", about, log=True)
+        blocks += heat_maps("How far the weights moved", placed, _together, "share", about, log=True, detail=_TENSORS)
         about = "The singular values of the delta above the rounding noise. The middle one, where there are several matrices."
-        blocks += heat_maps("Rank of the deltas of low rank", found.tensors, _middle_rank, "count", about)
+        blocks += heat_maps("Rank of the deltas of low rank", placed, _middle_rank, "count", about, detail=_TENSORS)
         blocks += _by_layer(found.layers)
         blocks += _spectra(found.tensors)
         blocks += [_groups("Parts", "part", found.parts), _groups("Layers", "layer", found.layers), _tensors(found)]
@@ -56,9 +54,11 @@ def inspection_page(found: Inspection) -> Page:
     blocks: list[Block] = [_facts(found), _amounts("Parts", found.parts), _amounts("Dtypes", found.dtypes)]
     statistics = found.statistics
     if statistics is not None:
-        blocks += heat_maps("Standard deviation", statistics, _deviation, "number", "Of the elements of a part in a layer.")
+        placed = [(tensor.place, tensor) for tensor in statistics]
+        about = "Of the elements of a part in a layer."
+        blocks += heat_maps("Standard deviation", placed, _deviation, "number", about, detail=_TENSORS)
         about = "The largest magnitude in a part of a layer, over the standard deviation there."
-        blocks += heat_maps("Largest element", statistics, _peak, "number", about, log=True)
+        blocks += heat_maps("Largest element", placed, _peak, "number", about, log=True, detail=_TENSORS)
         blocks.append(_statistics(statistics))
     else:
         rows = tuple((spec.name, spec.dtype.name, " x ".join(map(str, spec.shape)), spec.size) for spec in found.tensors)
@@ -68,34 +68,6 @@ def inspection_page(found: Inspection) -> Page:
     blocks.append(Code("Reproduce", shlex.join(["weightsmith", "inspect", found.name, *stats])))
     summary = f"{found.architecture or 'A model'} of {found.elements:,} parameters in {len(found.tensors):,} tensors."
     return Page(found.name, (summary, *found.notes), tuple(blocks), found.to_json())
-
-
-def heat_maps(
-    title: str,
-    tensors: Sequence[T],
-    value: Callable[[Sequence[T]], float | None],
-    unit: Unit,
-    about: str,
-    *,
-    log: bool = False,
-) -> list[HeatMap]:
-    """One heat map for each stack of layers: a number for all tensors of a part in a layer; none where all are unknown.
-
-    value  the number; None: not known
-    """
-    cells: dict[str, dict[tuple[int, str], list[T]]] = {}
-    for tensor in tensors:
-        if tensor.place.stack:
-            cells.setdefault(tensor.place.stack, {}).setdefault((tensor.place.layer, tensor.place.part), []).append(tensor)
-    found = []
-    for stack, own in cells.items():
-        layers, parts = sorted({layer for layer, _ in own}), list(dict.fromkeys(part for _, part in own))
-        values = tuple(tuple(value(own[layer, part]) if (layer, part) in own else None for part in parts) for layer in layers)
-        if any(number is not None for row in values for number in row):
-            several = f" ({stack})" if len(cells) > 1 else ""
-            rows = tuple(f"{stack}{layer}" for layer in layers)
-            found.append(HeatMap(f"{title}{several}", rows, tuple(parts), values, unit, about, log, _TENSORS))
-    return found
 
 
 def _together(tensors: Sequence[TensorDifference]) -> float | None:

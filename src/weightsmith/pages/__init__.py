@@ -1,12 +1,14 @@
 """Reports as pages: one HTML file each, which needs no network, no other file and no server.
 
-values.py  what a page shows: facts, tables, heat maps, curves
-html.py    a page as HTML; page.css and page.js go into it
-svg.py     heat maps and curves as SVG, for pages and model cards
-words.py   how numbers and names are written
-write.py   the file
+values.py    what a page shows: facts, tables, heat maps, curves
+by_layer.py  heat maps of numbers by layer and part
+html.py      a page as HTML; page.css and page.js go into it
+svg.py       heat maps and curves as SVG, for pages and model cards
+words.py     how numbers and names are written
+write.py     the file
 """
 
+from weightsmith.pages.by_layer import heat_maps as heat_maps
 from weightsmith.pages.html import to_html as to_html
 from weightsmith.pages.values import Code as Code
 from weightsmith.pages.values import Column as Column

@@ -104,6 +104,12 @@ def _legend(found: HeatMap, x: float, y: float) -> str:
     return f'{boxes}<text x="{x + 126:.0f}" y="{y + 8:.0f}">{safe(f"{low} to {high}{scale}")}</text>'
 
 
+def picture(svg: str) -> bytes:
+    """An SVG as a file of its own: black on white, whatever is behind it."""
+    at = svg.index(">") + 1
+    return (svg[:at].replace("currentColor", "#1d2126") + '<rect width="100%" height="100%" fill="#fff"/>' + svg[at:]).encode()
+
+
 def curves(found: Curves) -> str:
     """Lines with axes and a legend."""
     points = [value for _, values in found.series for run in _runs(values, log=found.log) for _, value in run]
@@ -126,7 +132,7 @@ def curves(found: Curves) -> str:
 
     for tick in _ticks(low, high, log=found.log):
         y = y_of(tick)
-        parts.append(f'<path class="grid" d="M{left:.0f} {y:.1f}H{right:.0f}"/>')
+        parts.append(f'<path class="grid" stroke="#c8ced6" d="M{left:.0f} {y:.1f}H{right:.0f}"/>')
         parts.append(f'<text x="{left - 6:.0f}" y="{y + 4:.1f}" text-anchor="end">{safe(written(tick, found.unit))}</text>')
     step = _step(length / 10)
     for i in range(-found.first % step, length, step):
