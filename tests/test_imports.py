@@ -14,6 +14,7 @@ NAMES = [
     "CannotResume",
     "Checkpoint",
     "CheckpointError",
+    "Comparison",
     "Corrupt",
     "Difference",
     "FormatError",

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from weightsmith.errors import UnknownParameter as UnknownParameter
     from weightsmith.errors import Unsupported as Unsupported
     from weightsmith.errors import WeightsmithError as WeightsmithError
+    from weightsmith.look.comparison import Comparison as Comparison
     from weightsmith.look.diff import diff as diff
     from weightsmith.look.inspect import Inspection as Inspection
     from weightsmith.look.inspect import inspect as inspect
@@ -69,6 +70,7 @@ _HOMES = {
     "CannotResume": "errors",
     "Checkpoint": "checkpoint",
     "CheckpointError": "errors",
+    "Comparison": "look.comparison",
     "Corrupt": "errors",
     "Difference": "look.values",
     "FormatError": "errors",
@@ -121,6 +123,7 @@ __all__ = [
     "CannotResume",
     "Checkpoint",
     "CheckpointError",
+    "Comparison",
     "Corrupt",
     "Difference",
     "FormatError",

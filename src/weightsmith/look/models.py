@@ -250,6 +250,11 @@ def _show(shown: Meter, now: Progress, doing: str, total_bytes: int) -> None:
         shown.show(Reading(doing, min(now.read_bytes, total_bytes), total_bytes, now.read_bytes))
 
 
+def is_floating(step: Step, models: Sequence[Checkpoint]) -> bool:
+    """Whether all inputs of a step are floating-point numbers. models: its reads are of these."""
+    return all(models[read.model].specs[read.tensor].dtype.floating for read in step.inputs)
+
+
 def with_needs(name: str, steps: Sequence[Step]) -> tuple[Step, ...]:
     """The steps as those of a product: its survey looks at steps that need it."""
     return tuple(replace(step, needs=(name,)) for step in steps)
