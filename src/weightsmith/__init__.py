@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from weightsmith.look.diff import diff as diff
     from weightsmith.look.inspect import Inspection as Inspection
     from weightsmith.look.inspect import inspect as inspect
+    from weightsmith.look.preview import Preview as Preview
+    from weightsmith.look.preview import preview as preview
     from weightsmith.look.values import Difference as Difference
     from weightsmith.memory import merge_state_dicts as merge_state_dicts
     from weightsmith.methods.user import PerModel as PerModel
@@ -87,6 +89,7 @@ _HOMES = {
     "PerModel": "methods.user",
     "Plan": "plans",
     "PlanError": "errors",
+    "Preview": "look.preview",
     "PushFailed": "errors",
     "Progress": "engine.local",
     "RecipeError": "errors",
@@ -110,6 +113,7 @@ _HOMES = {
     "moe": "api",
     "open_checkpoint": "checkpoint",
     "plan": "api",
+    "preview": "look.preview",
     "quantize": "api",
     "run": "api",
     "save_file": "store.save",
@@ -140,6 +144,7 @@ __all__ = [
     "PerModel",
     "Plan",
     "PlanError",
+    "Preview",
     "Progress",
     "PushFailed",
     "RecipeError",
@@ -164,6 +169,7 @@ __all__ = [
     "moe",
     "open_checkpoint",
     "plan",
+    "preview",
     "quantize",
     "run",
     "save_file",

@@ -55,3 +55,15 @@ def test_a_glob_without_a_match_is_an_error(folder: Path, cli: Cli) -> None:
     ran = cli("inspect", "base", "*.mpl.*")
     assert ran.code != 0
     assert "no tensor matches '*.mpl.*'" in ran.err
+
+
+def test_a_preview_in_tables_of_eighty_columns_and_as_json(folder: Path, cli: Cli) -> None:
+    models = "\n".join(f"  - model: {name}\n    parameters: {{weight: 0.5}}" for name in ("b", "base"))
+    (folder / "sum.yml").write_text(f"merge_method: task_arithmetic\nbase_model: base\nmodels:\n{models}\n")
+    ran = cli("preview", "sum.yml")
+    assert ran.code == 0
+    assert max(map(len, ran.out.splitlines())) <= 80
+    assert "A         25." in ran.out or "A      25." in ran.out
+    found = json.loads(cli("preview", "sum.yml", "--json", "--quiet", "--full").out)
+    assert found["looked_at"] == found["elements"]
+    assert found["merge"]["write_bytes"] > 0

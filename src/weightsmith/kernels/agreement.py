@@ -9,9 +9,9 @@ from weightsmith.kernels.combine import subtract
 from weightsmith.kernels.differences import fold_row
 from weightsmith.kernels.jit import kernel
 
-SURVIVAL = 5
-"""Columns of `survival` for each delta d beside that of a merge, m: Σ d², Σ min(|m|, |d|)² where the signs agree, elements with
-d ≠ 0, those of them where m has the other sign, and those where m is 0."""
+SURVIVAL = 6
+"""Columns of `survival`. For the delta d of a model, beside that of the merge, m: Σ d², Σ min(|m|, |d|)² where the signs agree,
+elements with d ≠ 0, those of them where m has the other sign, those where m is 0, Σ (m - d)². For the merge: Σ m², Σ base²."""
 
 
 @kernel(codes="in")
@@ -96,26 +96,29 @@ def sketch_deltas(
 
 
 @kernel(codes="in")
-def survival(raw: np.ndarray, codes: np.ndarray, n: int, grain: int, out: np.ndarray, rows: np.ndarray) -> None:
-    """What of each delta is in a merge, by grain; see `SURVIVAL`.
+def survival(raw: np.ndarray, codes: np.ndarray, n: int, group: int, out: np.ndarray, rows: np.ndarray) -> None:
+    """What of each delta is in a merge, by groups of `group` elements; see `SURVIVAL`.
 
     raw   uint8 [2 + k, bytes], n elements of each: the base, the merge, and k models
-    out   float64 [grains, k, SURVIVAL]
+    out   float64 [groups, 1 + k, SURVIVAL]: of the merge, then of the models
     rows  scratch [3, BLOCK]
     """
     base, merged, x = rows[0], rows[1], rows[2]
     for g in range(out.shape[0]):
         out[g, :, :] = 0
-        end = min(n, (g + 1) * grain)
-        for start in range(g * grain, end, BLOCK):
+        end = min(n, (g + 1) * group)
+        for start in range(g * group, end, BLOCK):
             m = min(BLOCK, end - start)
             decode(raw[0], codes[0], start, m, base)
             decode(raw[1], codes[1], start, m, merged)
             subtract(merged, base, m)
-            for i in range(out.shape[1]):
+            for j in range(m):
+                out[g, 0, 0] += np.float64(merged[j]) * np.float64(merged[j])
+                out[g, 0, 1] += np.float64(base[j]) * np.float64(base[j])
+            for i in range(out.shape[1] - 1):
                 decode(raw[2 + i], codes[2 + i], start, m, x)
                 subtract(x, base, m)
-                energy, kept, used, against, dropped = 0.0, 0.0, 0.0, 0.0, 0.0
+                energy, kept, used, against, dropped, apart = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
                 for j in range(m):
                     d, y = np.float64(x[j]), np.float64(merged[j])
                     less = min(abs(d), abs(y))
@@ -124,9 +127,11 @@ def survival(raw: np.ndarray, codes: np.ndarray, n: int, grain: int, out: np.nda
                     used += 1.0 if d != 0 else 0.0
                     against += 1.0 if d * y < 0 else 0.0
                     dropped += 1.0 if d != 0 and y == 0 else 0.0
-                found = out[g, i]
+                    apart += (y - d) * (y - d)
+                found = out[g, 1 + i]
                 found[0] += energy
                 found[1] += kept
                 found[2] += used
                 found[3] += against
                 found[4] += dropped
+                found[5] += apart

@@ -17,7 +17,7 @@ from weightsmith.errors import PlanError, UnknownName, WeightsmithError, nearest
 from weightsmith.planner.inputs import analyse_all, open_models
 from weightsmith.planner.logical import split_fused
 from weightsmith.planner.match import ModelNames
-from weightsmith.plans import COPY, Block, Made, ModelInput, Plan, Product, Read, Settings, Step
+from weightsmith.plans import COPY, Block, Made, ModelInput, Plan, Product, Read, Settings, Step, Table
 from weightsmith.progress import Meter, Reading, show_progress, watched_meter
 from weightsmith.recipe import ModelRef
 from weightsmith.recipe.references import parse_reference
@@ -214,11 +214,13 @@ def survey(
     progress: Watching,
     doing: str,
     passes: int = 1,
+    tables: Sequence[Table] = (),
 ) -> Outcome:
     """Compute products of tensors, in memory. NaN and infinities are numbers like any others.
 
     doing   text of the progress display
     passes  over the tensors, for the progress display
+    tables  of the plan, for gathers
     """
     from weightsmith.engine.bench import MemoryOutput  # numba takes half a second to import, and headers do not need it
     from weightsmith.engine.local import Resources, run
@@ -231,6 +233,7 @@ def survey(
         (),
         (Settings({}, tuple({} for _ in models)),),
         tuple(products),
+        tables=tuple(tables),
     )
     go = partial(run, plan, models, MemoryOutput({}), Resources(threads or 0), allow_nonfinite=True)
     if progress is False:
