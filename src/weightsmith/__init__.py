@@ -51,9 +51,12 @@ if TYPE_CHECKING:
     from weightsmith.errors import Unsupported as Unsupported
     from weightsmith.errors import WeightsmithError as WeightsmithError
     from weightsmith.execution import Merged as Merged
+    from weightsmith.look.comparison import Comparison as Comparison
     from weightsmith.look.diff import diff as diff
     from weightsmith.look.inspect import Inspection as Inspection
     from weightsmith.look.inspect import inspect as inspect
+    from weightsmith.look.preview import Preview as Preview
+    from weightsmith.look.preview import preview as preview
     from weightsmith.look.values import Difference as Difference
     from weightsmith.memory import merge_state_dicts as merge_state_dicts
     from weightsmith.methods.user import PerModel as PerModel
@@ -69,6 +72,7 @@ _HOMES = {
     "CannotResume": "errors",
     "Checkpoint": "checkpoint",
     "CheckpointError": "errors",
+    "Comparison": "look.comparison",
     "Corrupt": "errors",
     "Difference": "look.values",
     "FormatError": "errors",
@@ -85,6 +89,7 @@ _HOMES = {
     "PerModel": "methods.user",
     "Plan": "plans",
     "PlanError": "errors",
+    "Preview": "look.preview",
     "PushFailed": "errors",
     "Progress": "engine.local",
     "RecipeError": "errors",
@@ -108,6 +113,7 @@ _HOMES = {
     "moe": "api",
     "open_checkpoint": "checkpoint",
     "plan": "api",
+    "preview": "look.preview",
     "quantize": "api",
     "run": "api",
     "save_file": "store.save",
@@ -121,6 +127,7 @@ __all__ = [
     "CannotResume",
     "Checkpoint",
     "CheckpointError",
+    "Comparison",
     "Corrupt",
     "Difference",
     "FormatError",
@@ -137,6 +144,7 @@ __all__ = [
     "PerModel",
     "Plan",
     "PlanError",
+    "Preview",
     "Progress",
     "PushFailed",
     "RecipeError",
@@ -161,6 +169,7 @@ __all__ = [
     "moe",
     "open_checkpoint",
     "plan",
+    "preview",
     "quantize",
     "run",
     "save_file",

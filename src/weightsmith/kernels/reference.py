@@ -181,3 +181,19 @@ def statistics(x: Array) -> list[float]:
     low, high = (float(good.min()), float(good.max())) if good.size else (np.inf, -np.inf)
     zeros, nans, infinities = float((good == 0).sum()), float(np.isnan(x).sum()), float(np.isinf(x).sum())
     return [float(good.sum()), float((good * good).sum()), low, high, zeros, nans, infinities]
+
+
+def agreement(deltas: Sequence[Array], limits: Sequence[float]) -> list[int]:
+    """Elements where two or more deltas are not zero; where two signs differ; where both of a pair, i <= j, are large."""
+    signs = np.sign(np.stack(deltas))
+    large = [(np.abs(d) >= limit) & (d != 0) for d, limit in zip(deltas, limits, strict=True)]
+    counts = [int((np.abs(signs).sum(0) > 1).sum()), int(((signs > 0).any(0) & (signs < 0).any(0)).sum())]
+    return counts + [int((large[i] & large[j]).sum()) for i in range(len(large)) for j in range(i, len(large))]
+
+
+def survival(merged: Array, delta: Array) -> list[float]:
+    """Σ d², Σ min(|m|, |d|)² where signs agree, elements with d ≠ 0, with the other sign in m, with m = 0, Σ (m - d)²."""
+    less = np.minimum(np.abs(merged), np.abs(delta))
+    agree = merged * delta > 0
+    counts = [float(x.sum()) for x in (delta != 0, merged * delta < 0, (delta != 0) & (merged == 0))]
+    return [float((delta**2).sum()), float((less[agree] ** 2).sum()), *counts, float(((merged - delta) ** 2).sum())]

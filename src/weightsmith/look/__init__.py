@@ -1,11 +1,16 @@
 """Looks at models, and at what a recipe would make of them. Writes nothing.
 
-models.py       the models: opened, their tensors paired and placed
-files.py        config.json, tokenizer, chat template, card
-inspect.py      `Inspection`: what one model is
-statistics.py   product: what its tensors hold
-diff.py         `Difference`: what a model differs in from another; reading.py says it in words
-differences.py  product: sums and spectra of the differences
-sketch.py       singular values from sketches
-pages.py        what was found as pages, for --report
+What is measured are products of plans without output, which the engine computes like those of a merge: it cuts and reads the
+tensors, and a survey takes their tiles. The results are frozen values with `to_json`, which the command line draws as tables.
+
+    models.py       the models: opened, their tensors paired and placed; surveys of them
+    files.py        config.json, tokenizer, chat template, card
+    inspect.py      what one model is: `Inspection`
+    diff.py         what a model differs in from another: `Difference`, in values.py; reading.py says it in words
+    comparison.py   the task vectors of several models side by side: `Comparison`
+    preview.py      what a merge will do to its models: `Preview`, from a sample of its plan (sampling.py)
+    sketch.py       singular values from sketches
+    pages.py        what was found as pages, for --report
+
+The products: statistics.py, differences.py, alignments.py, survival.py.
 """

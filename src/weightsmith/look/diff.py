@@ -6,8 +6,11 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import overload
 
 from weightsmith.checkpoint import Checkpoint
+from weightsmith.errors import ParameterError
+from weightsmith.look.comparison import Comparison, compare
 from weightsmith.look.differences import batches, differences
 from weightsmith.look.files import compare_files, fetch_small, is_merge, lineage, vocabulary_of
 from weightsmith.look.models import Matched, Matching, Watching, match, opened, survey, with_needs
@@ -18,31 +21,56 @@ from weightsmith.plans import Product
 from weightsmith.products.base import Arrays
 from weightsmith.tokenizers.vocabulary import Vocabulary
 
+Name = str | os.PathLike[str]
 
+
+@overload
 def diff(
-    a: str | os.PathLike[str],
-    b: str | os.PathLike[str],
-    *,
+    a: Name, b: Name, /, *, tensors: Sequence[str] = (), threads: int | None = None, progress: Watching = True
+) -> Difference: ...
+@overload
+def diff(
+    *models: Name, base: Name, tensors: Sequence[str] = (), threads: int | None = None, progress: Watching = True
+) -> Comparison: ...
+def diff(
+    *models: Name,
+    base: Name | None = None,
     tensors: Sequence[str] = (),
     threads: int | None = None,
     progress: Watching = True,
-) -> Difference:
-    """What model B differs in from model A.
+) -> Difference | Comparison:
+    """What model B differs in from model A; or, with a base, how the task vectors of two or more models lie to each other.
 
-    a, b      as in a recipe: a folder, a weight file, a hub id, `base+adapter`; stored in any format that weightsmith reads
-    tensors   globs of A's tensor names; all if there are none
+    models    as in a recipe: a folder, a weight file, a hub id, `base+adapter`; stored in any format that weightsmith reads
+    base      the model that all were fine-tuned from
+    tensors   globs of tensor names of A, or of the base; all if there are none
     threads   default: all available processors; does not affect the result
     progress  called about ten times per second; True: a bar in terminals and notebooks, False: none
 
     Tensors are matched as in a merge. Embeddings of different numbers of tokens are compared in the rows that both have.
 
-    Raises PlanError for models that cannot be opened, UnknownName for a glob that matches no tensor.
+    Raises PlanError for models that cannot be opened, UnknownName for a glob that matches no tensor, ParameterError for another
+    number of models.
 
-    Cost: two passes over both models; one where nothing differs. Memory does not depend on their size.
+    Cost: two passes over both models, one where nothing differs. With a base: one, and an eighth. Memory does not depend on
+    the size of the models.
 
     >>> weightsmith.diff("base", "base-german").reading  # doctest: +SKIP
-    ('A LoRA or another change of low rank: about 8 in all 210 matrices that differ.', ...)
+    ('A change of low rank, as LoRA makes it, or a merge of such models: rank about 8 in all linear layers of all layers.', ...)
+    >>> weightsmith.diff("german", "french", base="base").total.cosines  # doctest: +SKIP
+    (0.2093,)
     """
+    if base is not None:
+        if len(models) < 2:
+            what = f"two or more models are compared with a base, not {len(models)}"
+            raise ParameterError(what, fix="for one model, compare it with the base: diff(base, model)")
+        return compare(base, models, tensors=tensors, threads=threads, progress=progress)
+    if len(models) != 2:
+        raise ParameterError(f"two models are compared, not {len(models)}", fix="name A and B; or several, and their base")
+    return _differ(models[0], models[1], tensors, threads, progress)
+
+
+def _differ(a: Name, b: Name, tensors: Sequence[str], threads: int | None, progress: Watching) -> Difference:
     with opened(a, b) as models:
         first, second = models
         for model in models:

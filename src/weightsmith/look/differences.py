@@ -204,7 +204,10 @@ class Differences(Survey):
 
 
 def batches(steps: Sequence[tuple[str, Step]]) -> Iterator[tuple[str, list[Step]]]:
-    """Steps by a name (their layer), in order, in batches whose sketches take at most `SKETCH_BYTES`, or of one step."""
+    """Steps by a name (their layer), in order, in batches whose sketches take at most `SKETCH_BYTES`, or of one step.
+
+    A step has a sketch for each input but the first.
+    """
     own: dict[str, list[Step]] = {}
     for name, step in steps:
         own.setdefault(name, []).append(step)
@@ -212,7 +215,7 @@ def batches(steps: Sequence[tuple[str, Step]]) -> Iterator[tuple[str, list[Step]
         batch: list[Step] = []
         held, number = 0, 0
         for step in members:
-            nbytes = 4 * WIDTH * step.out.shape[0] if step.role == "linear" else 0
+            nbytes = 4 * WIDTH * step.out.shape[0] * (len(step.inputs) - 1) if step.role == "linear" else 0
             if batch and held + nbytes > SKETCH_BYTES:
                 yield f"{name} ({number})", batch
                 batch, held, number = [], 0, number + 1

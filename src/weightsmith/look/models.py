@@ -16,7 +16,7 @@ from weightsmith.errors import PlanError, UnknownName, WeightsmithError, nearest
 from weightsmith.planner.inputs import analyse_all, open_models
 from weightsmith.planner.logical import split_fused
 from weightsmith.planner.match import ModelNames
-from weightsmith.plans import COPY, Block, Made, ModelInput, Plan, Product, Read, Settings, Step
+from weightsmith.plans import COPY, Block, Made, ModelInput, Plan, Product, Read, Settings, Step, Table
 from weightsmith.progress import Meter, Reading, show_progress, watched_meter
 from weightsmith.recipe import ModelRef
 from weightsmith.recipe.references import parse_reference
@@ -175,11 +175,13 @@ def survey(
     progress: Watching,
     doing: str,
     passes: int = 1,
+    tables: Sequence[Table] = (),
 ) -> Outcome:
     """Compute products of tensors, in memory. NaN and infinities are numbers like any others.
 
     doing   text of the progress display
     passes  over the tensors, for the progress display
+    tables  of the plan, for gathers
     """
     from weightsmith.engine.bench import MemoryOutput  # numba takes half a second to import, and headers do not need it
     from weightsmith.engine.local import Resources, run
@@ -192,6 +194,7 @@ def survey(
         (),
         (Settings({}, tuple({} for _ in models)),),
         tuple(products),
+        tables=tuple(tables),
     )
     go = partial(run, plan, models, MemoryOutput({}), Resources(threads or 0), allow_nonfinite=True)
     if progress is False:
@@ -209,6 +212,11 @@ def _show(shown: Meter, now: Progress, doing: str, total_bytes: int) -> None:
         show_progress(shown, now, doing)
     elif now.read_bytes:
         shown.show(Reading(doing, min(now.read_bytes, total_bytes), total_bytes, now.read_bytes))
+
+
+def is_floating(step: Step, models: Sequence[Checkpoint]) -> bool:
+    """Whether all inputs of a step are floating-point numbers. models: its reads are of these."""
+    return all(models[read.model].specs[read.tensor].dtype.floating for read in step.inputs)
 
 
 def with_needs(name: str, steps: Sequence[Step]) -> tuple[Step, ...]:

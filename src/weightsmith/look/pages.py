@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 
+from weightsmith.look.comparison import Alignment, Comparison, letters
 from weightsmith.look.files import Change, FileDifference
 from weightsmith.look.inspect import Amount, Inspection, TensorStatistics
 from weightsmith.look.models import OUTSIDE, Place
+from weightsmith.look.preview import GroupPreview, Preview
 from weightsmith.look.values import Difference, GroupDifference, TensorDifference
 from weightsmith.pages import Code, Column, Curves, Facts, Page, Table, heat_maps
 from weightsmith.pages.values import Block, Value
 
 SPECTRA = 8
 """Parts whose spectra are drawn."""
+PAIRS = 6
+"""Pairs, or models, that have heat maps."""
 _TENSORS = "tensors"
 _SHARE = Column("delta / A", "share", "Frobenius norm of B - A over that of A")
 _CHANGED = Column("changed", "share", "share of elements that differ")
@@ -47,6 +54,67 @@ def difference_page(found: Difference) -> Page:
         blocks.append(Table("Not comparable", (Column("tensor"), Column("A"), Column("B")), specs))
     blocks.append(Code("Reproduce", shlex.join(["weightsmith", "diff", a, b])))
     return Page(f"{b}, compared with {a}", found.reading, tuple(blocks), found.to_json())
+
+
+def comparison_page(found: Comparison) -> Page:
+    """The task vectors of several models, side by side."""
+    names = letters(len(found.names))
+    pairs = [f"{names[i]} and {names[j]}" for i, j in found.pairs]
+    blocks: list[Block] = [Facts("Models", (("base", found.base), *zip(names, found.names, strict=True)))]
+    placed = [(tensor.place, tensor) for tensor in found.tensors if tensor.place is not None]
+    about = "Share of the elements that two or more models change in which their signs differ."
+    blocks += heat_maps("Conflicts of signs", placed, _conflicts, "share", about, detail=_TENSORS)
+    for k, pair in enumerate(pairs[:PAIRS]):
+        about = "Cosine of the deltas of the two models. The middle one, where there are several matrices."
+        blocks += heat_maps(f"Cosine of {pair}", placed, partial(_cosine, k), "number", about, detail=_TENSORS)
+    by_layer = [layer for layer in found.layers if layer.name != OUTSIDE]
+    if by_layer:
+        lines = tuple((pair, tuple(layer.cosines[k] for layer in by_layer)) for k, pair in enumerate(pairs[:PAIRS]))
+        blocks.append(Curves("Cosines by layer", lines, "layer", "cosine", first=0))
+    total = found.total
+    columns = (
+        Column("pair"),
+        Column("cosine", "number", "of the deltas"),
+        Column("largest in common", "share", "of the largest 1 % of elements of each delta; 1 % by chance"),
+        Column("directions in common", "share", "mean squared cosine of the angles between the 8 leading directions"),
+    )
+    rows = tuple((pair, total.cosines[k], total.overlaps[k], total.subspaces[k]) for k, pair in enumerate(pairs))
+    blocks.append(Table("Pairs", columns, rows))
+    for title, groups, name in (("Parts", found.parts, ""), ("Layers", found.layers, ""), ("Tensors", found.tensors, _TENSORS)):
+        heads = (Column("name"), Column("conflicts", "share"), *(Column(f"cosine {pair}", "number") for pair in pairs))
+        values: tuple[tuple[Value, ...], ...] = tuple((g.name, g.conflict_share, *g.cosines) for g in groups)
+        places = tuple((_place(g.place) if g.place else ("", "")) for g in groups) if name else ()
+        blocks.append(Table(title, heads, values, name=name, places=places))
+    if found.missing:
+        blocks.append(Table("Not in all models", (Column("tensor"),), tuple((name,) for name in found.missing)))
+    blocks.append(Code("Reproduce", shlex.join(["weightsmith", "diff", "--base", found.base, *found.names])))
+    return Page(f"Task vectors of {len(found.names)} models", found.reading, tuple(blocks), found.to_json())
+
+
+def preview_page(found: Preview, costs: Mapping[str, int] = MappingProxyType({})) -> Page:
+    """What a merge will do to its models. costs: bytes and threads of the merge, by name."""
+    names = letters(len(found.names))
+    sampled = f"{found.looked_at / max(1, found.elements):.2%} of {found.elements:,} elements"
+    facts: list[tuple[str, Value]] = [("method", found.method), ("base", found.base), *zip(names, found.names, strict=True)]
+    facts += [("looked at", sampled), *((name.replace("_", " "), f"{value:,}") for name, value in costs.items())]
+    blocks: list[Block] = [Facts("The merge", tuple(facts)), _survival(found, names)]
+    about = "Frobenius norm of merge - base over that of the base."
+    blocks += heat_maps("Distance from the base", found.cells, _distance, "share", about, log=True, detail="cells")
+    for i, name in enumerate(names[:PAIRS]):
+        about = f"Share of the energy of {found.names[i]}'s delta that is in the merge."
+        blocks += heat_maps(f"What survives of {name}", found.cells, partial(_survives, i), "share", about, detail="cells")
+    by_layer = [layer for layer in found.layers if layer.name != OUTSIDE]
+    if by_layer:
+        lines = tuple((name, tuple(_survives(i, [layer]) for layer in by_layer)) for i, name in enumerate(names[:PAIRS]))
+        blocks.append(Curves("What survives, by layer", lines, "layer", "share of the energy", "share", first=0))
+    every = [group for _, group in found.cells]
+    places = tuple(_place(place) for place, _ in found.cells)
+    blocks += [_kept("Parts", found.parts, names), _kept("Layers", found.layers, names)]
+    blocks.append(replace(_kept("Parts of layers", every, names), name="cells", places=places))
+    if found.plan.recipe:
+        blocks.append(Code("Recipe", found.plan.recipe))
+    summary = tuple(finding.what for finding in found.warnings) or ("Nothing to warn about.",)
+    return Page(f"Preview of a merge with {found.method}", summary, tuple(blocks), found.to_json() | {"merge": dict(costs)})
 
 
 def inspection_page(found: Inspection) -> Page:
@@ -90,6 +158,51 @@ def _deviation(tensors: Sequence[TensorStatistics]) -> float | None:
 def _peak(tensors: Sequence[TensorStatistics]) -> float | None:
     deviation = _deviation(tensors)
     return max(max(abs(t.low), abs(t.high)) for t in tensors) / deviation if deviation else None
+
+
+def _conflicts(tensors: Sequence[Alignment]) -> float | None:
+    shared = sum(tensor.shared for tensor in tensors)
+    return sum(tensor.conflicts for tensor in tensors) / shared if shared else None
+
+
+def _cosine(pair: int, tensors: Sequence[Alignment]) -> float | None:
+    known = sorted(tensor.cosines[pair] for tensor in tensors if math.isfinite(tensor.cosines[pair]))
+    return known[(len(known) - 1) // 2] if known else None
+
+
+def _distance(groups: Sequence[GroupPreview]) -> float | None:
+    (group,) = groups
+    return group.share
+
+
+def _survives(model: int, groups: Sequence[GroupPreview]) -> float | None:
+    (group,) = groups
+    kept = group.models[model]
+    return None if kept is None or math.isnan(kept.survives) else kept.survives
+
+
+def _kept(title: str, groups: Sequence[GroupPreview], names: Sequence[str]) -> Table:
+    moved = Column("moved", "share", "Frobenius norm of merge - base over that of the base")
+    columns = Column("name"), Column("elements", "count"), moved, *(Column(name, "share") for name in names)
+    rows = tuple((g.name, g.elements, g.share, *(_survives(i, [g]) for i in range(len(names)))) for g in groups)
+    return Table(title, columns, rows, "Columns of models: the share of the energy of the delta that survives.")
+
+
+def _survival(found: Preview, names: Sequence[str]) -> Table:
+    columns = (
+        Column("model"),
+        Column("survives", "share", "of the energy of its delta"),
+        Column("±", "share", "two standard errors of the sample"),
+        Column("opposed", "share", "of the elements that it changed, those that the merge moves the other way"),
+        Column("dropped", "share", "of these elements, those that the merge leaves as in the base"),
+        Column("distance", "number", "from the merge to the model, over the norm of its delta"),
+        Column("delta", "number", "norm of the model's delta"),
+    )
+    rows = []
+    for name, kept in zip(names, found.total.models, strict=True):
+        if kept is not None:
+            rows.append((name, kept.survives, kept.error, kept.against, kept.dropped, kept.apart, kept.norm))
+    return Table("What survives of the models", columns, tuple(rows))
 
 
 def _models(found: Difference) -> Facts:

@@ -35,6 +35,8 @@ KINDS = {
     "merged_factors": "weightsmith.adapters.merged_factors",
     "differences": "weightsmith.look.differences",
     "statistics": "weightsmith.look.statistics",
+    "alignments": "weightsmith.look.alignments",
+    "survival": "weightsmith.look.survival",
 }
 """`Product.op` → the module that defines `KIND`, imported when a plan first uses it."""
 

@@ -1,0 +1,250 @@
+"""`weightsmith diff --base BASE A B C`: the task vectors of several models side by side."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith.jobs.combination import symmetric
+from weightsmith.look.alignments import alignments
+from weightsmith.look.differences import batches
+from weightsmith.look.models import Place, Watching, finite, groups, is_floating, match, opened, survey, with_needs
+from weightsmith.plans import Step
+
+ALIKE, OPPOSED = 0.5, -0.1
+"""Cosines of task vectors from which on two models count as alike, or as opposed."""
+
+_NEARLY = 0.2
+"""Cosines below this are nearly those of orthogonal vectors."""
+
+LONG = 3.0
+"""How much longer than the shortest a task vector must be to be named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """How the deltas of k models lie to each other, in a tensor, a layer, a part or all tensors.
+
+    elements   of the tensors
+    norms      of the delta of each model
+    cosines    of the deltas of each pair, (i, j) with i < j in row order; nan where one is zero
+    shared     elements where two or more deltas are not zero
+    conflicts  those of them where two signs differ
+    overlaps   for each pair, the share of the largest elements (1 % of each delta) that both have; by chance it is 1 %
+    subspaces  for each pair, the mean squared cosine of the principal angles between the spans of the 8 leading singular
+               vectors, over the linear layers; 1: the same span; nan where there is none
+    """
+
+    name: str
+    place: Place | None
+    tensors: int
+    elements: int
+    norms: tuple[float, ...]
+    cosines: tuple[float, ...]
+    shared: int
+    conflicts: int
+    overlaps: tuple[float, ...]
+    subspaces: tuple[float, ...]
+
+    @property
+    def conflict_share(self) -> float:
+        """conflicts / shared; 0 where nothing is shared."""
+        return self.conflicts / self.shared if self.shared else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        found = asdict(self) | {"conflict_share": self.conflict_share}
+        place = found.pop("place")
+        return found | (place or {})
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """What is added up over tensors. gram: float64 [k, k]; large: int64 [k, k]; spans: float64 [m, pairs], of m matrices."""
+
+    place: Place
+    name: str
+    elements: int
+    gram: npt.NDArray[np.float64]
+    shared: int
+    conflicts: int
+    large: npt.NDArray[np.int64]
+    spans: npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The task vectors of several models, side by side. `weightsmith.diff` with a base makes it.
+
+    base, names  as they were given
+    tensors      of each tensor that all have
+    layers, parts, total   sums of them: of each layer, of each part over all layers, of all
+    missing      tensors of the base that some model does not have, or in another shape
+    """
+
+    base: str
+    names: tuple[str, ...]
+    tensors: tuple[Alignment, ...]
+    layers: tuple[Alignment, ...]
+    parts: tuple[Alignment, ...]
+    total: Alignment
+    missing: tuple[str, ...]
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """The pairs of models, in the order of all tuples of pairs."""
+        return tuple(combinations(range(len(self.names)), 2))
+
+    @cached_property
+    def reading(self) -> tuple[str, ...]:
+        """What it means for a merge, in sentences. Models are A, B, C, … in their order."""
+        return tuple(_read(self))
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; null for what is not finite."""
+        found: dict[str, Any] = finite(
+            {
+                "base": self.base,
+                "models": list(self.names),
+                "reading": list(self.reading),
+                "pairs": [list(pair) for pair in self.pairs],
+                "total": self.total.to_json(),
+                "layers": [group.to_json() for group in self.layers],
+                "parts": [group.to_json() for group in self.parts],
+                "tensors": [tensor.to_json() for tensor in self.tensors],
+                "missing": list(self.missing),
+            }
+        )
+        return found
+
+
+def compare(
+    base: str | os.PathLike[str],
+    models: Sequence[str | os.PathLike[str]],
+    *,
+    tensors: Sequence[str] = (),
+    threads: int | None = None,
+    progress: Watching = True,
+) -> Comparison:
+    """The task vectors of some models; see `weightsmith.diff`."""
+    with opened(base, *models) as checkpoints:
+        found = match(checkpoints, tensors)
+        chosen = [each for each in found.matrices if is_floating(each.step, checkpoints)]
+        products = []
+        for name, steps in batches([(each.place.group, each.step) for each in chosen]):
+            label = f"alignments of {name}"
+            products.append(alignments(label, with_needs(label, steps)))
+        by_name: dict[str, _Sums] = {}
+        if products:
+            outcome = survey("diff", checkpoints, products, threads=threads, progress=progress, doing="comparing")
+            places = {each.step.out.name: each.place for each in chosen}
+            for product in products:
+                arrays = outcome.results.arrays(product.name)
+                for i, step in enumerate(product.steps):
+                    of_step = [array[i] for array in arrays]
+                    by_name[step.out.name] = _sums(places[step.out.name], step, *of_step)
+        sums = [by_name[each.step.out.name] for each in chosen]
+        lacking = [name for names in found.missing for name in names]
+        missing = dict.fromkeys([*lacking, *(name for name, _ in found.different)])
+        refs = [checkpoint.ref for checkpoint in checkpoints]
+    by_layer, by_part = (groups([own.place for own in sums], key) for key in (lambda p: p.group, lambda p: p.part))
+    return Comparison(
+        refs[0],
+        tuple(refs[1:]),
+        tuple(_aligned(own.name, [own], len(models), own.place) for own in sums),
+        tuple(_aligned(name, [sums[i] for i in own], len(models)) for name, own in by_layer.items()),
+        tuple(_aligned(name, [sums[i] for i in own], len(models)) for name, own in by_part.items()),
+        _aligned("all", sums, len(models)),
+        tuple(missing),
+    )
+
+
+def _sums(
+    place: Place,
+    step: Step,
+    products: npt.NDArray[np.float64],
+    counts: npt.NDArray[np.int64],
+    cosines: npt.NDArray[np.float64],
+) -> _Sums:
+    k = len(step.inputs) - 1
+    large = np.zeros((k, k), np.int64)
+    large[np.triu_indices(k)] = counts[2:]
+    apart = np.flatnonzero(np.not_equal(*np.triu_indices(k)))
+    squares = np.square(cosines[apart])
+    known = np.isfinite(squares).any(1)
+    spans = np.full(len(apart), np.nan)
+    spans[known] = np.nansum(squares[known], axis=1) / np.isfinite(squares[known]).sum(1)
+    return _Sums(
+        place, step.out.name, step.out.size, symmetric(products, k), int(counts[0]), int(counts[1]), large, spans[None]
+    )
+
+
+def _aligned(name: str, sums: Sequence[_Sums], k: int, place: Place | None = None) -> Alignment:
+    gram = np.sum([own.gram for own in sums], axis=0) if sums else np.zeros((k, k))
+    large = np.sum([own.large for own in sums], axis=0) if sums else np.zeros((k, k), np.int64)
+    spans = np.concatenate([own.spans for own in sums]) if sums else np.empty((0, k * (k - 1) // 2))
+    norms = np.sqrt(np.diag(gram))
+    pairs = list(combinations(range(k), 2))
+    known = np.isfinite(spans)
+    with np.errstate(invalid="ignore"):
+        means = np.where(known, spans, 0).sum(0) / known.sum(0)
+    return Alignment(
+        name,
+        place,
+        len(sums),
+        sum(own.elements for own in sums),
+        tuple(norms.tolist()),
+        tuple(float(gram[i, j] / (norms[i] * norms[j])) if norms[i] * norms[j] else math.nan for i, j in pairs),
+        sum(own.shared for own in sums),
+        sum(own.conflicts for own in sums),
+        tuple(int(large[i, j]) / n if (n := int(min(large[i, i], large[j, j]))) else 0.0 for i, j in pairs),
+        tuple(means.tolist()),
+    )
+
+
+def letters(count: int) -> list[str]:
+    """Names of models in tables: A to Z, then M27, M28.
+
+    >>> letters(28)[25:]
+    ['Z', 'M27', 'M28']
+    """
+    return [chr(65 + i) if i < 26 else f"M{i + 1}" for i in range(count)]
+
+
+def _read(found: Comparison) -> list[str]:
+    names, total = letters(len(found.names)), found.total
+    sentences = []
+    same = [names[i] for i, norm in enumerate(total.norms) if norm == 0]
+    if same:
+        sentences.append(f"{', '.join(same)}: no difference from the base.")
+    of_pairs = zip(found.pairs, total.cosines, strict=True)
+    pairs = [(names[i], names[j], cosine) for (i, j), cosine in of_pairs if math.isfinite(cosine)]
+    alike = [f"{a} and {b} (cosine {cosine:.2f})" for a, b, cosine in pairs if cosine >= ALIKE]
+    opposed = [f"{a} and {b} (cosine {cosine:.2f})" for a, b, cosine in pairs if cosine <= OPPOSED]
+    if alike:
+        sentences.append(f"Much the same was learned by {'; '.join(alike)}: sum their weights to about 1.")
+    if opposed:
+        sentences.append(f"Opposed are {'; '.join(opposed)}: a merge undoes part of both.")
+    if pairs and not alike and not opposed:
+        a, b, cosine = max(pairs, key=lambda pair: abs(pair[2]))
+        most = f"cosines are at most {abs(cosine):.2f} ({a} and {b})"
+        sentences.append(f"The task vectors are {'nearly' if abs(cosine) < _NEARLY else 'not far from'} orthogonal: {most}.")
+    if total.shared:
+        share = total.conflict_share
+        chance = 1 - 0.5 ** (len(names) - 1)
+        text = f"Where two or more differ from the base, their signs conflict in {share:.0%} of the elements"
+        sentences.append(f"{text}{f'; by chance it would be {chance:.0%}' if len(names) == 2 else ''}.")
+    norms = {name: norm for name, norm in zip(names, total.norms, strict=True) if norm > 0}
+    if len(norms) > 1 and max(norms.values()) > LONG * min(norms.values()):
+        long, short = max(norms, key=norms.__getitem__), min(norms, key=norms.__getitem__)
+        times = f"{norms[long] / norms[short]:.1f} times as long as that of {short}"
+        sentences.append(f"The task vector of {long} is {times}: at equal weights it dominates.")
+    return sentences

@@ -1,0 +1,382 @@
+"""`weightsmith preview RECIPE`: what a merge will do to its models, from a sample of it, or computed in full.
+
+The sample is a plan of its own (`sampling.py`): the engine merges some rows of each matrix in memory, and a survey compares
+them with the models. In full, the result is a source that computes its tiles when the survey reads them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith.api import RecipeSource, prepare_any
+from weightsmith.checkpoint import Checkpoint
+from weightsmith.engine.bench import MemoryOutput
+from weightsmith.engine.computed import Computed
+from weightsmith.engine.local import Resources, run
+from weightsmith.errors import Finding, Unsupported
+from weightsmith.execution import check_computable
+from weightsmith.jobs.job import Bytes
+from weightsmith.look.models import Place, Watching, finite, groups, place_of, survey, with_needs
+from weightsmith.look.reading import ranges
+from weightsmith.look.sampling import merging_leaves, sample
+from weightsmith.look.survival import survivals
+from weightsmith.options import PlanKeywords, split
+from weightsmith.plans import COPY, PLAIN, PRODUCTS, Block, Plan, Read, Step, Table
+from weightsmith.sources.memory import StateDict
+from weightsmith.sources.views import view_of
+from weightsmith.structure import analyse
+from weightsmith.tensors import DTYPES, TensorSpec
+
+if TYPE_CHECKING:
+    from weightsmith.planner import Prepared
+
+LOST = 0.2
+"""A model that keeps less of its energy than this in a layer is warned about."""
+
+FAR = 1.25
+"""A merge that moves so much further from the base than its models do is warned about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What of one model's delta is in the merge, in some tensors.
+
+    norm      of the delta
+    survives  share of its energy (squared norm): Σ min(|m|, |d|)² / Σ d², over elements where merge and model move the base
+              in the same direction; m and d are the deltas of merge and model. nan if the model does not differ from the base
+    error     the share is off by no more than this, but for a probability of about 5 %; 0 if nothing was sampled
+    against   of the elements that the model changed, the share that the merge moves the other way
+    dropped   the share that the merge leaves as in the base
+    apart     ‖merge - model‖ / ‖model's delta‖; nan as above
+    """
+
+    norm: float
+    survives: float
+    error: float
+    against: float
+    dropped: float
+    apart: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPreview:
+    """Some tensors together: a layer, a part of all layers, or all.
+
+    elements  of the tensors
+    delta     ‖merge - base‖
+    base      norm of the base
+    models    in the order of the preview's names; None for one that is not merged there
+    """
+
+    name: str
+    tensors: int
+    elements: int
+    delta: float
+    base: float
+    models: tuple[Kept | None, ...]
+
+    @property
+    def share(self) -> float:
+        """delta / base; 0 if both are zero."""
+        return self.delta / self.base if self.base else math.inf if self.delta else 0.0
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What a merge will do. `weightsmith.preview` makes it.
+
+    method   of the merge
+    base     the model that deltas are from: the recipe's base, or its first model if it has none
+    names    of the other models
+    looked_at, elements   elements that were computed, and of all tensors that are merged
+    layers, parts, total  see `GroupPreview`
+    cells    of each part of each layer
+    left_out tensors that are merged and cannot be sampled
+    plan     of the merge
+    """
+
+    method: str
+    base: str
+    names: tuple[str, ...]
+    looked_at: int
+    elements: int
+    layers: tuple[GroupPreview, ...]
+    parts: tuple[GroupPreview, ...]
+    total: GroupPreview
+    cells: tuple[tuple[Place, GroupPreview], ...]
+    left_out: tuple[str, ...]
+    plan: Plan
+
+    @cached_property
+    def warnings(self) -> tuple[Finding, ...]:
+        """What may be wrong with the merge, in words; besides the plan's own warnings."""
+        return tuple(_warn(self))
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; null for what is not finite."""
+        found: dict[str, Any] = finite(
+            {
+                "method": self.method,
+                "base": self.base,
+                "models": list(self.names),
+                "looked_at": self.looked_at,
+                "elements": self.elements,
+                "warnings": [finding.what for finding in self.warnings],
+                "total": _group_json(self.total),
+                "layers": [_group_json(group) for group in self.layers],
+                "parts": [_group_json(group) for group in self.parts],
+                "cells": [asdict(place) | _group_json(group) for place, group in self.cells],
+                "left_out": list(self.left_out),
+            }
+        )
+        return found
+
+
+def _group_json(group: GroupPreview) -> dict[str, Any]:
+    return asdict(group) | {"share": group.share}
+
+
+def preview(
+    recipe: RecipeSource,
+    *,
+    full: bool = False,
+    threads: int | None = None,
+    progress: Watching = True,
+    **options: Unpack[PlanKeywords],
+) -> Preview:
+    """What a merge will do to its models.
+
+    recipe    as for `merge`
+    full      compute all of it; False: about 131,000 elements of each matrix, in runs of rows that depend on its name alone
+    threads   default: all available processors; does not affect the result
+    progress  called about ten times per second; True: a bar in terminals and notebooks, False: none
+    options   see `RecipeOptions` in `weightsmith.options`; the preview is of the weights before they are quantised
+
+    Nothing is written. What the method knows of a whole matrix (thresholds, norms, singular vectors), a sample takes from its
+    own rows. Raises PlanError as `merge` does, and Unsupported for a recipe of a mixture or of adapters, and, in full, for
+    methods that look at whole matrices or at the whole model first.
+
+    >>> weightsmith.preview("ties.yml").total.models[0].survives  # doctest: +SKIP
+    0.62
+    """
+    planning, settings, _ = split("preview", {**options, "quantize": None})
+    with prepare_any(recipe, planning, settings) as prepared:
+        return preview_of(prepared, full=full, threads=threads, progress=progress)
+
+
+def preview_of(prepared: Prepared, *, full: bool, threads: int | None, progress: Watching) -> Preview:
+    """The preview of a prepared plan; see `preview`."""
+    plan = prepared.plan
+    leaves = merging_leaves(plan)
+    if not leaves or any(read.model == PRODUCTS for leaf in leaves for read in leaf.inputs):
+        what = "nothing is merged" if not leaves else "what is merged are adapters, or a product makes it"
+        raise Unsupported(f"{what}, so there is nothing to preview", fix="show the plan: weightsmith plan RECIPE")
+    check_computable(prepared)
+    prepared.download()
+    looked = _in_full(prepared) if full else _sampled(prepared, threads)
+    label = f"survival in {plan.made.name}"
+    product = survivals(label, with_needs(label, looked.steps))
+    models = [*prepared.inputs, looked.merged]
+    outcome = survey("preview", models, [product], threads=threads, progress=progress, doing="previewing", tables=looked.tables)
+    return _preview(plan, looked, *outcome.results.arrays(label))
+
+
+# ---- what is looked at
+
+
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    """steps: of the survey, with base, merge and models; sizes: elements of each whole matrix."""
+
+    merged: Checkpoint
+    steps: tuple[Step, ...]
+    tables: tuple[Table, ...]
+    sizes: dict[str, int]
+    left_out: tuple[str, ...] = ()
+
+
+class _Stored:
+    """Takes the bytes of one tensor."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self.array = np.empty(spec.shape, spec.dtype.numpy)
+        self._bytes = self.array.reshape(-1).view(np.uint8)
+
+    def take(self, start_byte: int, data: Bytes) -> None:
+        self._bytes[start_byte : start_byte + data.size] = data
+
+
+def _sampled(prepared: Prepared, threads: int | None) -> _Looked:
+    sampled = sample(prepared.plan)
+    stored = {step.out.name: _Stored(step.out) for step in sampled.plan.steps}
+    run(sampled.plan, prepared.inputs, MemoryOutput(stored), Resources(threads or 0), allow_nonfinite=True)
+    views = {name: view_of(name, found.array) for name, found in stored.items()}
+    merged = Checkpoint("the merge", Path(), StateDict(views, "the merge"))
+    place = partial(Read, len(prepared.inputs))
+    steps = tuple(_compared(step, place(step.out.name)) for step in sampled.plan.steps)
+    return _Looked(merged, steps, sampled.plan.tables, sampled.sizes, sampled.left_out)
+
+
+def _in_full(prepared: Prepared) -> _Looked:
+    plan = replace(
+        prepared.plan,
+        steps=tuple(replace(step, encoding=PLAIN, stored=(), weighted=-1) for step in prepared.plan.steps),
+    )
+    source = Computed(plan, prepared.inputs, "the merge")
+    if plan.products or source.holds_matrices:
+        what = f"{plan.made.name} looks at whole matrices or at the whole model, and cannot be computed tile by tile"
+        fix = "leave out --full; or merge, and compare: weightsmith diff --base BASE MERGED A B"
+        raise Unsupported(what, fix=fix)
+    source.set_run(allow_nonfinite=True)
+    steps, number = [], len(prepared.inputs)
+    for step in plan.steps:
+        origin = 0
+        for leaf in step.leaves:
+            if leaf.merges and leaf.out.size and len(leaf.inputs) > 1:
+                block = Block(origin, 1, leaf.out.size, leaf.out.size) if step.pieces else None
+                steps.append(_compared(leaf, Read(number, step.out.name, block)))
+            origin += leaf.out.size
+    sizes = {step.out.name: step.out.size for step in steps}
+    return _Looked(Checkpoint("the merge", Path(), source), tuple(steps), plan.tables, sizes)
+
+
+def _compared(leaf: Step, merged: Read) -> Step:
+    """The step of the survey: the base (or the first model), the merge, the others. Rows are float32, unless one is F64."""
+    base, *models = leaf.inputs
+    return Step(replace(leaf.out, dtype=DTYPES["BF16"]), COPY, (base, merged, *models), role=leaf.role)
+
+
+# ---- what was found
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Of one matrix. weight: elements for each that was looked at; sums, squares, groups: see `survivals`; models: indices."""
+
+    place: Place
+    size: int
+    weight: float
+    sums: npt.NDArray[np.float64]
+    squares: npt.NDArray[np.float64]
+    groups: float
+    models: tuple[int, ...]
+
+
+def _preview(
+    plan: Plan,
+    looked: _Looked,
+    sums: npt.NDArray[np.float64],
+    squares: npt.NDArray[np.float64],
+    counts: npt.NDArray[np.float64],
+) -> Preview:
+    structure = analyse([step.out for step in plan.steps], plan.config)
+    merged = len(plan.models)
+    bases = [step.inputs[0].model for step in looked.steps]
+    base = max(dict.fromkeys(bases), key=bases.count)
+    used = dict.fromkeys(read.model for step in looked.steps for read in step.inputs[2:])
+    names = [model for model in range(merged) if model in used]
+    found = []
+    for i, step in enumerate(looked.steps):
+        size, own = looked.sizes[step.out.name], tuple(names.index(read.model) for read in step.inputs[2:])
+        place = place_of(structure, step.out.name)
+        found.append(_Found(place, size, size / step.out.size, sums[i], squares[i], float(counts[i]), own))
+    by_place: dict[Place, list[_Found]] = {}
+    for each in found:
+        by_place.setdefault(each.place, []).append(each)
+    by_layer, by_part = (groups([f.place for f in found], key) for key in (lambda p: p.group, lambda p: p.part))
+    return Preview(
+        plan.made.name,
+        plan.models[base].ref,
+        tuple(plan.models[model].ref for model in names),
+        sum(step.out.size for step in looked.steps),
+        sum(looked.sizes.values()),
+        tuple(_group(name, [found[i] for i in own], len(names)) for name, own in by_layer.items()),
+        tuple(_group(name, [found[i] for i in own], len(names)) for name, own in by_part.items()),
+        _group("all", found, len(names)),
+        tuple((place, _group(f"{place.group}.{place.part}", own, len(names))) for place, own in by_place.items()),
+        looked.left_out,
+        plan,
+    )
+
+
+def _group(name: str, found: Sequence[_Found], models: int) -> GroupPreview:
+    delta, base = (math.sqrt(sum(f.weight * float(f.sums[0, column]) for f in found)) for column in (0, 1))
+    kept = tuple(_kept(found, model) for model in range(models))
+    return GroupPreview(name, len(found), sum(f.size for f in found), delta, base, kept)
+
+
+def _kept(found: Sequence[_Found], model: int) -> Kept | None:
+    own = [(f, k) for f in found for k, other in enumerate(f.models) if other == model]
+    if not own:
+        return None
+    energy, kept, used, against, dropped, apart = sum(f.weight * f.sums[1 + k] for f, k in own).tolist()
+    if not energy:
+        return Kept(0.0, math.nan, 0.0, 0.0, 0.0, math.nan)
+    share = kept / energy
+    variance = sum(_variance(f, k, share) for f, k in own)
+    return Kept(
+        math.sqrt(energy),
+        share,
+        2 * math.sqrt(variance) / energy,
+        against / used,
+        dropped / used,
+        math.sqrt(apart / energy),
+    )
+
+
+def _variance(found: _Found, k: int, share: float) -> float:
+    """Of the sum of kept - share · energy over a whole matrix, from that over its sampled groups (a ratio estimator's)."""
+    n = found.groups
+    if n < 2 or found.weight <= 1:
+        return 0.0
+    energy, kept = found.sums[1 + k, 0], found.sums[1 + k, 1]
+    of_kept, of_both, of_energy = found.squares[k]
+    rest = kept - share * energy
+    spread = max(0.0, of_kept - 2 * share * of_both + share**2 * of_energy - rest**2 / n) / (n - 1)
+    return float(found.weight**2 * n * spread * (1 - 1 / found.weight))
+
+
+def _warn(found: Preview) -> list[Finding]:
+    texts = []
+    for i, name in enumerate(found.names):
+        lost: dict[int, float] = {}
+        for number, group in enumerate(found.layers):
+            kept = group.models[i]
+            if kept is not None and kept.survives < LOST:
+                lost[number] = kept.survives
+        whole = found.total.models[i]
+        if whole is not None and math.isnan(whole.survives):
+            texts.append(f"{name} does not differ from {found.base} in anything that is merged")
+        elif lost and whole is not None:
+            every = len(lost) == len(found.layers)
+            mean = 1 - (whole.survives if every else sum(lost.values()) / len(lost))
+            where = "" if every else f" in {_layers(found, lost)}"
+            texts.append(f"{name} loses {mean:.0%} of the energy of its delta{where}")
+    norms = [kept.norm for kept in found.total.models if kept is not None]
+    if norms and found.total.delta > FAR * max(norms) > 0:
+        times = found.total.delta / max(norms)
+        texts.append(f"the merge moves {times:.1f} times as far from {found.base} as the model that moves furthest")
+    return [Finding(text) for text in texts]
+
+
+def _layers(found: Preview, numbers: Sequence[int] | dict[int, float]) -> str:
+    """`layers 0 to 5`, or the names of what is not a layer."""
+    names = [found.layers[number].name for number in numbers]
+    stacks: dict[str, list[int]] = {}
+    others = []
+    for name in names:
+        prefix, _, last = name.rpartition(".")
+        if last.isdigit():
+            stacks.setdefault(prefix, []).append(int(last))
+        else:
+            others.append(name)
+    texts = [f"layers {ranges(own)}{f' of {prefix}' if len(stacks) > 1 else ''}" for prefix, own in stacks.items()]
+    return " and ".join([*texts, *others])

@@ -1,0 +1,119 @@
+"""A sample of a plan: the same merges, of some rows of each matrix.
+
+The rows are runs, one from each of as many equal parts of a matrix, at a place that depends on the tensor's name alone. Vectors
+and small matrices are taken whole. What a method knows of a whole matrix (thresholds, norms, singular vectors) it knows of the
+sample instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from weightsmith.look.survival import GROUP_ELEMENTS
+from weightsmith.methods import get
+from weightsmith.planner.decide import decide
+from weightsmith.plans import PLAIN, Block, Gather, Plan, Read, Step, Table
+from weightsmith.tensors import TensorSpec
+
+SAMPLE_ELEMENTS = 1 << 17
+"""Elements of a matrix that are taken, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A plan of some rows, and for each of its steps how many elements the whole matrix has.
+
+    left_out  tensors that cannot be sampled
+    """
+
+    plan: Plan
+    sizes: dict[str, int]
+    left_out: tuple[str, ...]
+
+
+def merging_leaves(plan: Plan) -> list[Step]:
+    """The logical matrices that a method makes, of plain numbers."""
+    leaves = [leaf for step in plan.steps for leaf in step.leaves if leaf.merges and leaf.out.size and len(leaf.inputs) > 1]
+    return [replace(leaf, encoding=PLAIN, stored=(), weighted=-1) for leaf in leaves]
+
+
+def sample(plan: Plan) -> Sampled:
+    """The sample of a plan of merges."""
+    tables = _Tables(plan.tables)
+    steps, sizes, left_out = [], {}, []
+    for leaf in merging_leaves(plan):
+        sizes[leaf.out.name] = leaf.out.size
+        rows = _chosen(leaf.out)
+        if rows is None:
+            steps.append(replace(leaf, needs=()))
+            continue
+        reads = [_sampled(read, leaf.out, rows, tables) for read in leaf.inputs]
+        if any(read is None for read in reads):
+            left_out.append(leaf.out.name)
+            continue
+        spec = replace(leaf.out, shape=(len(rows), leaf.out.shape[-1]))
+        steps.append(replace(leaf, out=spec, inputs=tuple(read for read in reads if read is not None), needs=()))
+    decided, products = decide(steps, plan.settings, get(steps[0].op)) if steps else ([], ())
+    roles = {leaf.out.name: leaf.role for leaf in merging_leaves(plan)}
+    steps = [replace(step, role=roles[step.out.name]) for step in decided]
+    made = replace(plan, steps=tuple(steps), products=products, tables=tables.all, header=b"", then=None)
+    return Sampled(made, sizes, tuple(left_out))
+
+
+def _chosen(spec: TensorSpec) -> npt.NDArray[np.int64] | None:
+    """The rows that are taken of a tensor: ascending; None for all."""
+    if len(spec.shape) < 2 or spec.size <= SAMPLE_ELEMENTS:
+        return None
+    cols = spec.shape[-1]
+    rows, run = spec.size // cols, max(1, GROUP_ELEMENTS // cols)
+    count = max(2, SAMPLE_ELEMENTS // (run * cols))
+    if count * run >= rows:
+        return None
+    random = np.random.Generator(np.random.Philox(xxhash.xxh64_intdigest(spec.name.encode())))
+    edges = np.linspace(0, rows, count + 1).astype(np.int64)
+    starts = edges[:-1] + (random.random(count) * np.maximum(1, np.diff(edges) - run + 1)).astype(np.int64)
+    chosen: npt.NDArray[np.int64] = (starts[:, None] + np.arange(run)).reshape(-1)
+    return chosen
+
+
+class _Tables:
+    """The tables of a plan, and those that are added; equal ones once."""
+
+    def __init__(self, known: Sequence[Table]) -> None:
+        self._known = list(known)
+        self._numbers: dict[bytes, int] = {}
+
+    @property
+    def all(self) -> tuple[Table, ...]:
+        return tuple(self._known)
+
+    def rows(self, number: int) -> npt.NDArray[np.int32]:
+        return self._known[number].array
+
+    def add(self, rows: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> int:
+        table = Table.of(rows)
+        if table.data not in self._numbers:
+            self._numbers[table.data] = len(self._known)
+            self._known.append(table)
+        return self._numbers[table.data]
+
+
+def _sampled(read: Read, out: TensorSpec, rows: npt.NDArray[np.int64], tables: _Tables) -> Read | None:
+    """A read of some rows; None for one whose rows do not follow each other, or are in an order that a product determines."""
+    cols, height = out.shape[-1], out.size // out.shape[-1]
+    view = read.view
+    if view is None or (isinstance(view, Block) and view.whole_rows):
+        offset = 0 if view is None else view.offset
+        return replace(read, view=Gather(tables.add(rows), Block(offset, height, cols, cols)))
+    if isinstance(view, Block) or isinstance(view.table, str) or view.axis == 1:
+        return None
+    fallback = [_sampled(other, out, rows, tables) for other in view.fallback]
+    if any(other is None for other in fallback):
+        return None
+    taken = tables.add(tables.rows(view.table)[rows])
+    return replace(read, view=replace(view, table=taken, fallback=tuple(other for other in fallback if other is not None)))

@@ -1,0 +1,80 @@
+"""The `survival` product: what of each model's delta is in a merge. It streams, in one pass.
+
+Its steps have the base, the merge and then the models as inputs. The sums are of groups of elements, and so are their squares:
+a sample of groups tells how far the whole may be from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith.jobs.job import Matrix, Tile
+from weightsmith.kernels.agreement import SURVIVAL, survival
+from weightsmith.plans import Product, Step
+from weightsmith.products.base import Arrays, Kind, Survey
+from weightsmith.tensors import DTYPES, TensorSpec
+
+OP = "survival"
+
+GROUP_ELEMENTS = 1 << 13
+"""Elements of a group, about: whole rows."""
+
+Sums = npt.NDArray[np.float64]
+
+
+def survivals(name: str, steps: Sequence[Step]) -> Product:
+    """The product. steps: each with base, merge and models of floating numbers; up to k models.
+
+    Its arrays have a row for each step: `sums` float64 [steps, 1 + k, SURVIVAL] (see `kernels.agreement`), `squares` float64
+    [steps, k, 3] (Σ kept², Σ kept · energy, Σ energy² over the groups), `groups` float64 [steps] (how many there are).
+    """
+    n, k = len(steps), max((len(step.inputs) for step in steps), default=2) - 2
+    shapes = {"sums": (n, 1 + k, SURVIVAL), "squares": (n, k, 3), "groups": (n,)}
+    outs = tuple(TensorSpec(f"{name}: {what}", DTYPES["F64"], shape) for what, shape in shapes.items())
+    return Product(name, OP, outs, {}, tuple(steps))
+
+
+class Survivals(Survey):
+    """See `survivals`."""
+
+    def __init__(self, product: Product) -> None:
+        self._steps = {step.out.name: i for i, step in enumerate(product.steps)}
+        n, k = len(product.steps), max((len(step.inputs) for step in product.steps), default=2) - 2
+        self._sums, self._squares, self._groups = np.zeros((n, 1 + k, SURVIVAL)), np.zeros((n, k, 3)), np.zeros(n)
+
+    def passes(self) -> int:
+        return 1
+
+    def statistics(self, number: int, matrix: Matrix, tile: Tile) -> tuple[str, Sums]:
+        row = min(matrix.cols, matrix.grain)
+        group = max(1, GROUP_ELEMENTS // row) * row
+        found = np.empty((-(-tile.size // group), len(matrix.codes) - 1, SURVIVAL))
+        survival(tile.raw, matrix.codes, tile.size, group, found, tile.scratch.rows(3, matrix.codes, matrix.out_code))
+        return matrix.name, found
+
+    def take(self, number: int, result: tuple[str, Sums]) -> None:
+        name, found = result
+        i, k = self._steps[name], found.shape[1] - 1
+        # cumsum adds group after group; sum would add in an order that depends on the tiles.
+        self._sums[i, : 1 + k] = np.cumsum(np.concatenate([self._sums[i, None, : 1 + k], found]), axis=0)[-1]
+        energy, kept = found[:, 1:, 0], found[:, 1:, 1]
+        squares = np.stack([kept * kept, kept * energy, energy * energy], axis=2)
+        self._squares[i, :k] = np.cumsum(np.concatenate([self._squares[i, None, :k], squares]), axis=0)[-1]
+        self._groups[i] += len(found)
+
+    def arrays(self) -> Arrays:
+        return [self._sums, self._squares, self._groups]
+
+
+def _check(product: Product) -> str:
+    if not product.steps or any(len(step.inputs) < 3 or not step.out.size for step in product.steps):
+        return "its steps do not have a base, a merge and models"
+    if len({step.out.name for step in product.steps}) != len(product.steps):
+        return "two of its steps have one name"
+    return "" if product.outs == survivals(product.name, product.steps).outs else "its arrays are not those of its steps"
+
+
+KIND = Kind("previewing", survey=Survivals, check=_check)
