@@ -414,6 +414,10 @@ def test_unknown_tensors(model: Path) -> None:
     write_checkpoint(model, {**tensors, **frequencies, "lm_head.weight": tensors["model.embed_tokens.weight"]}, config)
     with pytest.raises(NonFinite, match="an element of row 3 is not a number that F16 can hold"):
         quantize("m", "q", "f16")
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = 1e6
+    write_checkpoint(model, {**tensors, **frequencies, "lm_head.weight": tensors["model.embed_tokens.weight"]}, config)
+    with pytest.raises(NonFinite, match="an element of row 0 is not a number that F16 can hold"):
+        quantize("m", "q", "f16", resume=False)
     path = quantize("m", "q", "bf16", resume=False)
     assert "output.weight" not in stored(path)
     manifest = json.loads(Path("q/weightsmith.json").read_text())

@@ -248,6 +248,21 @@ def test_number_about_the_decoder_does_not_bind_the_encoder() -> None:
         resize_config(config, s, {"decoder.block.": [1, 1]})
 
 
+@pytest.mark.parametrize(("other", "tower", "refused"), [(4, "", True), (3, "", False), (4, "vision.layers.", False)])
+def test_an_encoder_that_another_section_may_count_stays(other: int, tower: str, refused: bool) -> None:
+    config = {"encoder_layers": 4, "decoder_layers": 2, "vision_config": {"num_hidden_layers": other}}
+    s = analyse(
+        [*stack("encoder.layers.", "aaaa"), *stack("decoder.layers.", "bb"), *stack(tower, "cccc" if tower else "")], config
+    )
+    if refused:
+        with pytest.raises(
+            LayerError, match=r"encoder_layers and vision_config\.num_hidden_layers of config\.json may both be"
+        ):
+            resize_config(config, s, {"encoder.layers.": [0, 1]})
+    else:
+        assert resize_config(config, s, {"encoder.layers.": [0, 1]})[0] == {**config, "encoder_layers": 2}
+
+
 def test_stacks_with_one_count_must_change_together() -> None:
     config = {"n_layers": 2}
     s = analyse([*stack("transformer.attentions.", "aa"), *stack("transformer.ffns.", "aa")], config)
