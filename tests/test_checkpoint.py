@@ -247,7 +247,8 @@ def test_code_goes_along_when_a_configuration_names_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"auto_map": one}))
     two = {"AutoTokenizer": ["tokenization_x.XTokenizer", None]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": two}))
-    (tmp_path / "processor_config.json").write_text(json.dumps({"auto_map": {"AutoProcessor": "processing_x.XProcessor"}}))
+    three = json.dumps({"auto_map": {"AutoProcessor": "processing_x.XProcessor"}})
+    (tmp_path / "processor_config.json").write_text(f'{three[:-1]}, "odd": 1, "odd": 2}}')  # copied as it is too
     (tmp_path / "preprocessor_config.json").write_text("damaged: copied as it is")
     (tmp_path / "configuration_x.py").write_text(
         "import os\nfrom .shared import a\n  from . import deep, other as o\nfrom .gone import x"

@@ -26,7 +26,7 @@ from weightsmith.encodings.gguf import TYPES
 from weightsmith.errors import Corrupt, FormatError, NonFinite, PlanError, StoreError
 from weightsmith.formats.gguf.header import read_gguf_header
 from weightsmith.formats.gguf.imatrix import of_sums, read_imatrix
-from weightsmith.plans import plan_from_json
+from weightsmith.plans import Table, plan_from_json
 from weightsmith.quantisation.gguf_types import MIXTURES, Shape, type_of
 from weightsmith.sources.gguf import open_files
 from weightsmith.store import verify
@@ -482,9 +482,13 @@ def test_a_plan_without_importances_where_a_type_needs_them(tmp_path: Path) -> N
     plan = weightsmith.plan(passthrough(str(tmp_path / "m")))
     spec = TensorSpec("w", BLOCKS["IQ1_M"], (2, 256))
     steps = (replace(plan.steps[0], encoding="gguf-iq1_m", stored=(spec,)),)
+    plan = replace(plan, steps=steps, container=GGUF, header=bytes(8))
     with pytest.raises(PlanError, match="IQ1_M cannot be encoded without importances"):
-        weightsmith.run(replace(plan, steps=steps, container=GGUF, header=bytes(8)), tmp_path / "q", progress=False)
+        weightsmith.run(plan, tmp_path / "q", progress=False)
     assert not (tmp_path / "q").exists()
+    weighted = replace(steps[0], weighted=0)
+    tables = (Table(np.ones(256, "<f4").tobytes()),)
+    weightsmith.run(replace(plan, steps=(weighted,), tables=tables), tmp_path / "q", progress=False)
 
 
 # ---- the mixtures

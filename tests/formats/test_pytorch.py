@@ -746,6 +746,13 @@ def test_zip64_without_need_is_read_and_contradictions_are_not(tmp_path: Path) -
         (tmp_path / "b.pt").write_bytes(narrow)
         with pytest.raises(FormatError, match="two ends that contradict each other"):
             read_pickle_header(tmp_path / "b.pt")
+    at = data.rindex(b"PK\x06\x07")
+    for offset, flipped in ((4, 1), (8, 1), (16, 3)):  # disk, start of the zip64 end, and number of disks in its locator
+        changed = bytearray(data)
+        changed[at + offset] ^= flipped
+        (tmp_path / "b.pt").write_bytes(changed)
+        with pytest.raises(FormatError, match="according to its locator"):
+            read_pickle_header(tmp_path / "b.pt")
     at = data.rindex(b"PK\x06\x06")
     for offset in (24, 32, 40, 48, 4, 0):  # counts, size, start, length, magic of the zip64 end
         changed = bytearray(data)

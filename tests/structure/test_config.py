@@ -179,6 +179,13 @@ def test_refusal_names_the_key_the_kinds_and_the_way_out() -> None:
     )
 
 
+def test_a_refusal_shows_the_first_layers_of_a_deep_model() -> None:
+    for n, shown in ((80, "78:sparse, 79:sparse\n"), (81, "79:sparse, ...\n")):
+        with pytest.raises(LayerError) as caught:
+            resized({"num_hidden_layers": n, "first_k_dense_replace": 1}, [1, 0, *range(2, n)])
+        assert shown in str(caught.value)
+
+
 def test_whole_stack_in_order_changes_nothing_even_without_a_count() -> None:
     config = {"first_k_dense_replace": 1, "whatever": 4}
     assert resized(config, range(4)) == config
