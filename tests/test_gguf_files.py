@@ -129,6 +129,27 @@ def test_another_reader_finds_the_same(model: Path) -> None:
     assert sorted(file.name for file in Path("q").iterdir()) == ["README.md", "model.gguf", "recipe.yml", "weightsmith.json"]
 
 
+def test_scores_are_those_of_a_sentencepiece_model(model: Path) -> None:
+    def field(number: int, data: bytes) -> bytes:
+        """A field of bytes, whose length takes two bytes from 128 on."""
+        length = len(data)
+        return bytes([number << 3 | 2, *([length] if length < 128 else [length & 127 | 128, length >> 7])]) + data
+
+    def piece(text: str, score: float) -> bytes:
+        return field(1, field(1, text.encode()) + b"\x15" + struct.pack("<f", score) + b"\x18\x01")
+
+    scores = {token: -1.5 * i for i, token in enumerate(PIECES)}
+    long = piece("x" * 300, -9)
+    whole = long + b"".join(piece(*one) for one in scores.items()) + field(2, bytes(200)) + b"\x18\xac\x02"
+    (model / "tokenizer.model").write_bytes(whole)
+    keys = gguf.GGUFReader(quantize("m", "q", "q8_0")).fields
+    assert keys["tokenizer.ggml.scores"].contents() == list(scores.values())
+    for damaged in (whole[:-1], whole + b"\x0b", long[:200], b"\x08" + b"\xff" * 10):
+        (model / "tokenizer.model").write_bytes(damaged)
+        with pytest.raises(PlanError, match="not a SentencePiece model"):
+            quantize("m", "other", "q8_0")
+
+
 FAMILIES = {
     "llama": "LLAMA",
     "llama-tied": "LLAMA",
