@@ -134,6 +134,8 @@ def test_list_that_counts_extra_layers_too_keeps_their_part() -> None:
         ({"moe_layer_start_index": 1, "moe_layer_end_index": -1}, [1, 2], {"moe_layer_start_index": 0}),
         ({"block_types": ["r", "r", "a"]}, [0, 1, 2, 3], {}),
         ({"block_types": ["r", "r", "a"]}, [0, 2, 2], {"block_types": ["r", "a", "a"]}),
+        ({"aligner_num_add_layers": 2}, [0, 1], {"aligner_num_add_layers": 1}),
+        ({"aligner_num_add_layers": 1}, [3, 3], {"aligner_num_add_layers": 2}),
         ({"global_attn_every_n_layers": 2}, [2, 1, 0], {}),
         ({"global_attn_every_n_layers": 2, "layer_types": [F, S, F, S]}, [1, 0], {"layer_types": [S, F]}),
     ],
