@@ -92,6 +92,8 @@ BESIDE = {
     "kernels/codes.py": ["encodings", "sources/test_scaled.py"],
     "kernels/fp8.py": ["encodings", "sources/test_fp8.py"],
     "kernels/lora.py": ["lora"],
+    "kernels/perturb.py": ["mixture/test_upcycling.py"],
+    "kernels/reference.py": ["encodings"],
     "lora": ["adapters", "cli/test_merge.py"],
     "methods": ["products"],
     "mixture": ["quantisation/test_exl2_format.py"],

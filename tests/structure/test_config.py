@@ -107,6 +107,7 @@ def test_list_that_counts_extra_layers_too_keeps_their_part() -> None:
         ({"first_k_dense_replace": 1, "n_routed_experts": 8}, [0, 0, 1], {"first_k_dense_replace": 2}),
         ({"first_k_dense_replace": 1, "n_routed_experts": None}, [1, 0], {}),
         ({"num_dense_layers": 2}, [0, 1, 2, 2], {}),
+        ({"num_hash_layers": 2}, [0, 2, 3], {"num_hash_layers": 1}),
         ({"max_window_layers": 4, "use_sliding_window": False, "sliding_window": 8}, [0], {}),
         ({"max_window_layers": 4, "use_sliding_window": True}, [0, 1], {"max_window_layers": 2}),
         ({"max_window_layers": 2, "use_sliding_window": True}, [0, 2, 3], {"max_window_layers": 1}),
