@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
@@ -109,7 +110,7 @@ def digest(facts: object) -> str:
 
 
 def read(source: Tensors, name: str, rows: slice | None = None, *, where: str = "") -> np.ndarray:
-    """A tensor as a new numpy array (ml_dtypes for bf16 and fp8).
+    """A tensor as a new numpy array, in the machine's byte order (ml_dtypes for bf16 and fp8).
 
     rows   a slice with step 1 along the first dimension; only these rows are read
     where  the source, for messages
@@ -132,4 +133,6 @@ def read(source: Tensors, name: str, rows: slice | None = None, *, where: str = 
     raw = array.reshape(-1).view(np.uint8)
     if raw.size:
         source.read_into(name, start_byte, raw)
+        if sys.byteorder == "big" and spec.dtype.itemsize > 1:
+            raw.view(f"u{spec.dtype.itemsize}").byteswap(inplace=True)
     return array
