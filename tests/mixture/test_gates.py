@@ -240,6 +240,16 @@ def test_rows_reach_the_plan_and_a_scale_scales_them(models: Path) -> None:
     np.testing.assert_allclose(rows(router_scale=3), 3 * rows(), rtol=1e-6)
 
 
+def test_a_shared_expert_has_prompts_of_its_own_or_none(models: Path) -> None:
+    def gate(**own: Any) -> np.ndarray:
+        shared = [{"source_model": str(models / "a"), **own}]
+        arrays, _ = made_router(recipe_of(models, told(0, 1), architecture="qwen2_moe", shared_experts=shared))
+        return next(array for name, array in arrays.items() if name.startswith("model.layers.0.") and "shared" in name)
+
+    assert gate(**told(2)[0]).any()
+    assert not gate().any()
+
+
 def problems_of(recipe: dict[str, Any], *, fill: bool = False) -> list[str]:
     with pytest.raises(PlanError) as caught:
         made_router(recipe) if fill else prepare_moe(recipe).close()
