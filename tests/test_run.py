@@ -20,11 +20,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 
 import weightsmith
 from tests import plan_help
 from tests.cli_help import CONFIG, Cli
 from tests.mini import write_checkpoint
+from weightsmith.cli.run import parse_part
 from weightsmith.errors import Busy, CheckpointError, FormatError, ParameterError, PlanError, StoreError, WeightsmithError
 from weightsmith.identity import program_digest
 from weightsmith.plans import plan_from_json
@@ -197,6 +199,13 @@ def test_a_part_says_that_it_waits_for_the_process_that_makes_its_products(
     release.join()
     assert "part 2 of 2 is done" in waited.out
     assert waited.err.count("waiting for another process") == 1
+
+
+@pytest.mark.parametrize("part", ["5/4", "0/4", "4", "1/2/4", "one/4"])
+def test_a_part_that_cannot_be_is_a_mistake_of_the_command_line(part: str) -> None:
+    assert parse_part("4/4") == (4, 4)
+    with pytest.raises(typer.BadParameter, match="is not a part"):
+        parse_part(part)
 
 
 def test_warnings_about_the_data_of_all_parts_are_shown_once_by_the_run_that_publishes(

@@ -44,6 +44,15 @@ def always_even(out: np.ndarray) -> None:
     inner(out)
 
 
+def test_compiled_kernels_are_kept_where_numba_keeps_its_own_else_in_the_users_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    for numbas, folder in ((str(tmp_path / "numba"), tmp_path / "numba"), ("", tmp_path / "user" / "weightsmith")):
+        monkeypatch.setattr(numba.core.config, "CACHE_DIR", numbas)
+        assert Path(jit.cache_folder.__wrapped__()).parent == folder
+
+
 def test_a_branch_that_no_value_takes_is_not_compiled() -> None:
     out = np.zeros(2)
     outer(np.array([0]), out)

@@ -15,7 +15,7 @@ from weightsmith.kernels.combine import LANES, combine, gram
 from weightsmith.kernels.divergence import NEAR, exponentials, logarithms, row_divergence
 from weightsmith.kernels.finite import first_nonfinite
 from weightsmith.kernels.philox import random_words
-from weightsmith.kernels.rows import SHORT, descending, keep_by_rank, keep_in_groups, keep_ranks, ranks
+from weightsmith.kernels.rows import SHORT, descending, keep_band, keep_by_rank, keep_in_groups, keep_ranks, ranks
 from weightsmith.kernels.select import HIGH_BINS, MAX_PATTERNS, TABLE, count_high, count_windows, find_bin, index_of_tie
 from weightsmith.kernels.task_vector import (
     BY_COUNT,
@@ -31,6 +31,7 @@ from weightsmith.kernels.task_vector import (
     l1_norms,
     merge_task_vectors,
 )
+from weightsmith.kernels.vectors import combine_columns, combine_rows, gram_columns, gram_rows
 from weightsmith.tensors import DTYPES
 
 F32 = DTYPES["F32"].code
@@ -93,6 +94,50 @@ def test_gram_by_grains(stack: np.ndarray, grain: int, deltas: bool) -> None:
         np.testing.assert_allclose(
             out[g], (part @ part.T)[np.triu_indices(k)], rtol=1e-12, atol=1e-12 * np.abs(part).max() ** 2
         )
+
+
+@pytest.mark.parametrize("cols", [1, LANES + 1, BLOCK, BLOCK + 37])
+@pytest.mark.parametrize("deltas", [False, True])
+def test_products_and_combinations_by_row_and_by_column(cols: int, deltas: bool) -> None:
+    rng = np.random.default_rng(cols)
+    height = 5
+    stack = rng.normal(size=(3, height, cols)).astype(np.float32)
+    vectors = (stack[1:] - stack[0] if deltas else stack).astype(np.float64)
+    first, second = np.triu_indices(len(vectors))
+    flat, codes = raw(stack.reshape(3, -1))
+    rows, sums, _, _ = scratch(3)
+    by_row, by_column = np.empty((height - 1, len(first))), np.zeros((len(first), cols))
+    gram_rows(flat, codes, 1, cols, deltas, by_row, rows, sums)
+    np.testing.assert_allclose(by_row, np.einsum("prc,prc->rp", vectors[first], vectors[second])[1:], rtol=1e-9, atol=1e-9)
+    gram_columns(flat, codes, height * cols, cols, deltas, by_column, rows)
+    np.testing.assert_allclose(by_column, np.einsum("prc,prc->pc", vectors[first], vectors[second]), rtol=1e-12, atol=1e-12)
+    of_rows, of_columns = rng.normal(size=(height - 1, 3)), rng.normal(size=(3, cols))
+    out = np.zeros((height, cols), np.float32)
+    combine_rows(flat, codes, of_rows, 1, cols, out.reshape(-1).view(np.uint8), F32, rows, sums)
+    np.testing.assert_allclose(out[1:], np.einsum("rm,mrc->rc", of_rows, stack[:, 1:]), rtol=1e-6, atol=1e-6)
+    assert not out[0].any()
+    combine_columns(flat, codes, of_columns, height * cols, cols, out.reshape(-1).view(np.uint8), F32, rows, sums)
+    np.testing.assert_allclose(out, np.einsum("mc,mrc->rc", of_columns, stack), rtol=1e-6, atol=1e-6)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.data())
+def test_a_band_of_magnitudes_with_its_ties(steps: list[int], data: st.DataObject) -> None:
+    """Neighbouring bit patterns, so that one too many or too few is seen."""
+    least = np.float32(1.5).view(np.int32)
+    bits = np.array(steps, np.int32) + least
+    (low, high), cuts = (
+        [data.draw(st.integers(0, 5)) for _ in range(2)],
+        [data.draw(st.integers(-1, len(steps) + 1)) for _ in range(2)],
+    )
+    low, high = sorted((low, high))
+    row = bits.view(np.float32) * np.where(np.arange(len(steps)) % 2, np.float32(-1), np.float32(1))
+
+    def among(limit: int, cut: int) -> np.ndarray:
+        return (bits > least + limit) | ((bits == least + limit) & (np.arange(len(steps)) < cut))
+
+    expected = np.where(among(low, cuts[0]) & ~among(high, cuts[1]), row, np.float32(0))
+    keep_band(row, len(steps), least + low, cuts[0], least + high, cuts[1])
+    np.testing.assert_array_equal(row, expected)
 
 
 def test_philox_matches_the_published_vectors() -> None:

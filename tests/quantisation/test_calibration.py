@@ -36,6 +36,7 @@ from weightsmith.plans import Product, plan_from_json
 from weightsmith.products import find_kind
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation.calibration import layer, rows, sums
+from weightsmith.quantisation.calibration.common import Progress
 from weightsmith.quantisation.calibration.plan import Chain
 from weightsmith.quantisation.calibration.rows import calibration_of, rows_of
 from weightsmith.quantisation.calibration.schemes import dequantise, split
@@ -101,6 +102,23 @@ def captured(prepared: Prepared, products: Sequence[Product], memory: int | None
 def rows_for(given: QuantizeSettings, folder: Path) -> torch.Tensor:
     text = calibration_of(given.calibration, given.calibration_rows, given.calibration_tokens, 0)
     return torch.from_numpy(rows_of(text, folder, 256, 1).astype(np.int64))
+
+
+def test_the_progress_of_the_products_of_a_phase_is_one() -> None:
+    told: list[tuple[int, int]] = []
+
+    class Bench:
+        def progress(self, done: int, total: int) -> None:
+            told.append((done, total))
+
+    class Base:
+        layers = 4
+
+    for number, first, last in ((0, 0, 0.25), (0, 0.25, 1), (3, 0.5, 1)):
+        progress = Progress(Bench(), Base(), number, first, last)  # type: ignore[arg-type]
+        for share in (0, 0.5, 1):
+            progress(share)
+    assert told == [(done, 4000) for done in (0, 125, 250, 250, 625, 1000, 3500, 3750, 4000)]
 
 
 @pytest.mark.slow
