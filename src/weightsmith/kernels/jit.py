@@ -49,6 +49,7 @@ config: Any = numba.core.config
 event: Any = numba.core.event
 codegen: Any = numba.core.codegen
 compiler: Any = numba.core.compiler
+machinery: Any = numba.core.compiler_machinery
 lowering: Any = numba.core.typed_passes
 
 
@@ -153,7 +154,7 @@ class _CodeForCallers(codegen.JITCodeLibrary):  # type: ignore[misc]
         self._finalized = True
 
 
-@numba.core.compiler_machinery.register_pass(mutates_CFG=True, analysis_only=False)
+@machinery.register_pass(mutates_CFG=True, analysis_only=False)
 class _LoweringForCallers(lowering.NativeLowering):  # type: ignore[misc]
     """Lowers a kernel to LLVM's language. numba's own pass goes on to machine code, for calls from Python."""
 
@@ -164,7 +165,7 @@ class _LoweringForCallers(lowering.NativeLowering):  # type: ignore[misc]
         state.flags.no_compile = True
         super().run_pass(state)
         state.library.finalize()
-        entry = {}.popitem  # numba wants a built-in function to call from Python; this one fails
+        entry: Any = {}.popitem  # numba wants a built-in function to call from Python; this one fails
         state.cr = state.cr._replace(cfunc=entry)
         state.targetctx.insert_user_function(entry, state.cr.fndesc, [state.library])
         return True
@@ -187,7 +188,7 @@ _setting_folder = threading.Lock()
 def _njit(function: FunctionType, called_by_kernel: bool) -> Any:
     folder = "" if called_by_kernel else cache_folder()
     # What makes a function callable from Python and from C takes as long to compile as a small kernel.
-    options = {"no_cpython_wrapper": called_by_kernel, "no_cfunc_wrapper": True}
+    options: dict[str, Any] = {"no_cpython_wrapper": called_by_kernel, "no_cfunc_wrapper": True}
     if called_by_kernel:
         options["pipeline_class"] = _CompilerForCallers
     njit: Any = numba.njit
