@@ -544,6 +544,8 @@ def test_an_activation_that_is_not_finite_is_one_error(tmp_path: Path) -> None:
         ({"calibration": "no_such_file.txt"}, "no_such_file.txt"),
         ({"calibration": "text.doc"}, "unknown kind"),
         ({"calibration": "broken.jsonl"}, "line 2 is not JSON"),
+        ({"calibration": "deep.jsonl"}, "line 1 is JSON nested too deeply"),
+        ({"calibration": "large.jsonl"}, "line 1 would take up to"),
         ({"calibration": "latin.txt"}, "not UTF-8: byte 0xe9 at offset 3"),
     ],
 )
@@ -552,6 +554,8 @@ def test_a_bad_text_is_one_error(
 ) -> None:
     given = replace(settings(tmp_path), **change)
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text":\n')
+    (tmp_path / "deep.jsonl").write_text("[" * 70 + "]" * 70)
+    (tmp_path / "large.jsonl").write_text("[" + "[]," * 10_000_000 + "0]")  # 30 MB of text, 600 MB of lists
     (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(PlanError) as caught:
@@ -596,10 +600,12 @@ def test_a_line_of_json_may_hold_other_breaks_of_lines(llama: Path, tmp_path: Pa
     assert rows_of(calibration_of(str(tmp_path / "t.jsonl"), 1, 8, 0), llama, 256, None).shape == (1, 8)
 
 
-def test_a_text_that_cannot_be_encoded_is_one_error(llama: Path, tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text('{"text": "half of a pair: \\ud800"}\n')
+def test_a_text_that_cannot_be_encoded_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("b")
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
     with pytest.raises(FormatError, match="the tokenizer cannot encode the calibration text"):
-        rows_of(calibration_of(str(tmp_path / "t.jsonl"), None, 5, 0), llama, 256, None)
+        rows_of(calibration_of(str(tmp_path / "t.txt"), None, 5, 0), tmp_path, 256, None)
 
 
 @pytest.mark.parametrize("bos", [-1, 256, 10**12])

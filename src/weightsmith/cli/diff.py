@@ -43,7 +43,9 @@ def diff(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show what model B differs in from model A: weights, config, tokenizer, chat template; and what that probably means.
+    """Show what model B differs in from model A.
+
+    Weights, config, tokenizer, chat template; and in words what that probably means.
 
     With --base: how the task vectors of two or more models fit together, pair by pair: their cosines, how often their signs
     conflict, how much of their largest elements and of their leading directions they share.

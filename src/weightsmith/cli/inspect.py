@@ -32,9 +32,9 @@ def inspect(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show what MODEL is: layers, parameters, dtypes, vocabulary, quantisation, licence. Reads headers only, but for --stats.
+    """Show what MODEL is.
 
-    Of hub models it reads the headers by byte range.
+    Layers, parameters, dtypes, vocabulary, quantisation, licence. Reads headers only, but for --stats. Of hub models it reads the headers by byte range.
     """
     with failures(as_json=as_json):
         no_bars_in_logs(quiet=quiet)

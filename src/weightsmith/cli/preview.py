@@ -36,7 +36,9 @@ def preview(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show what merging RECIPE will do to its models, from a sample that takes seconds. Writes nothing.
+    """Show what merging RECIPE will do to its models.
+
+    From a sample that takes seconds. Writes nothing.
 
     For each model: how much of the energy of its delta survives, how often the merge moves the other way, and how much is
     dropped; by part and by layer. Beside it how far the merge moves from the base, and what merging takes.
