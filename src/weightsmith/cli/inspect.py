@@ -34,7 +34,8 @@ def inspect(
 ) -> None:
     """Show what MODEL is.
 
-    Layers, parameters, dtypes, vocabulary, quantisation, licence. Reads headers only, but for --stats. Of hub models it reads the headers by byte range.
+    Layers, parameters, dtypes, vocabulary, quantisation, licence. Reads headers only, but for --stats; those
+    of hub models by byte range.
     """
     with failures(as_json=as_json):
         no_bars_in_logs(quiet=quiet)
