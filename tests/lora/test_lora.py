@@ -380,7 +380,6 @@ def test_a_tokenizer_that_differs_is_noted(tmp_path: Path) -> None:
         ({"lora_bias": True}, "lora_bias: a bias of B"),
         ({"layer_replication": [[0, 1], [0, 1]]}, "layer_replication: layers that are repeated"),
         ({"megatron_config": {"x": 1}}, "megatron_config: "),
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters: "),
         ({"trainable_token_indices": [1]}, "trainable_token_indices: "),
         ({"init_lora_weights": "pissa"}, "init_lora_weights: 'pissa': the base weights were changed"),
     ],
