@@ -106,6 +106,7 @@ class ExtractSettings:
     distribute_scale     singular values are shared between A and B; False: all of them are in A
     skip_undecomposable  leave out tensors that cannot be decomposed (norms, embedding, head) instead of saving them whole
     layout               peft, or vllm: only what vLLM loads
+    intruder_scale       scale of intruder dimensions: singular vectors of the fine-tune that the base lacks; 1 changes nothing
     """
 
     max_rank: int = 128
@@ -120,6 +121,7 @@ class ExtractSettings:
     distribute_scale: bool = True
     skip_undecomposable: bool = False
     layout: str = "peft"
+    intruder_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -343,6 +343,7 @@ def test_models_that_are_equal_or_differ_where_no_factors_are_give_no_adapter(tm
         ({"energy": 0.5, "max_parameters": 9}, "energy decides the ranks already"),
         ({"sv_epsilon": float("nan")}, "sv_epsilon is nan"),
         ({"layout": "gguf"}, "write one of peft, vllm"),
+        ({"intruder_scale": 1.5}, "intruder_scale is 1.5: a scale is from 0 to 1"),
         ({"layout": "vllm", "max_rank": 1024}, "vLLM loads ranks up to 512"),
         ({"layout": "vllm", "embed_lora": True}, "vLLM reads factors of linear layers only"),
         ({"include": ("(",)}, "is not a regular expression"),
@@ -401,8 +402,8 @@ def test_a_plan_runs_from_its_json_and_is_checked(tmp_path: Path, cli: Cli) -> N
         work = FactorWork.of(product)
         wide = tuple(replace(target, rank=H + 1) for target in work.targets)
         assert KIND.check(product) == ""
-        assert KIND.check(replace(work, targets=wide).product("x", product.steps)) == "rank 25 of a matrix [24, 40]"
-    for key, value in [("rank", 10**6), ("form", "conv"), ("module", "x")]:
+        assert KIND.check(replace(work, targets=wide).product("x", product.steps)) == "rank 25 of matrices [[24, 40]]"
+    for key, value in [("rank", 10**6), ("form", "conv"), ("module", "x"), ("experts", 2), ("experts", 10**12)]:
         broken = json.loads(ran.out)
         broken["products"][0]["settings"]["targets"][0][key] = value
         with pytest.raises(PlanError) as caught:

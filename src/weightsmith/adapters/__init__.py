@@ -1,6 +1,7 @@
 """LoRA adapters as outputs. `weightsmith.lora` reads them as inputs.
 
 select.py   which modules become factors, which are saved whole
+experts.py  which of them are matrices of experts
 factors.py  the product with the factors of a layer's matrices
 changes.py  the product that compares all other tensors
 ranks.py    ranks, by what of a difference is signal

@@ -294,6 +294,14 @@ FLAGS: Mapping[str, Any] = {
             "--for", metavar="PROGRAM", help="peft, or vllm: only what vLLM loads, which is factors of linear layers."
         ),
     ],
+    "intruder_scale": Annotated[
+        float,
+        typer.Option(
+            "--intruder-scale",
+            metavar="SCALE",
+            help="Scale intruder dimensions, singular vectors of FINETUNED that are unlike all of BASE; 0 removes them.",
+        ),
+    ],
     "overwrite": Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that already exists.")],
     "resume": Annotated[
         bool, typer.Option("--resume/--no-resume", help="Resume interrupted work of the same plan, or discard it.")
