@@ -10,6 +10,7 @@ report.py   what an adapter keeps
 extract.py  `weightsmith extract-lora`: the plans
 cores.py    the product with the core matrices of a layer's adapters
 merged_factors.py   the product that decomposes what a merge makes of them
+combinations.py     the product with what PEFT's add_weighted_adapter makes of them
 merge.py    merges of adapters: the plan
 """
 

@@ -171,6 +171,14 @@ FLAGS: Mapping[str, Any] = {
             help="Of a merge of adapters: the largest rank of the result; the sum of their ranks if not given.",
         ),
     ],
+    "adapter_space": Annotated[
+        str,
+        typer.Option(
+            "--adapter-space",
+            metavar="SPACE",
+            help="Of a merge of adapters: core, knots, or compressed (to the rank of --adapter-rank before the merge).",
+        ),
+    ],
     "check_loading": Annotated[
         bool,
         typer.Option(

@@ -33,6 +33,7 @@ KINDS = {
     "changes": "weightsmith.adapters.changes",
     "cores": "weightsmith.adapters.cores",
     "merged_factors": "weightsmith.adapters.merged_factors",
+    "combination": "weightsmith.adapters.combinations",
 }
 """`Product.op` → the module that defines `KIND`, imported when a plan first uses it."""
 
