@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 import weightsmith
 from tests.cli_help import Cli, cli
 from tests.lora.test_lora import BF16, DOWN, INNER, LLAMA, TOKENS, H, P, Q, adapter, base, base_tensors, factors, normal
-from tests.mini import write_checkpoint
+from tests.mini import as_bytes, write_checkpoint
 from weightsmith.adapters import prepare_extraction
 from weightsmith.adapters.factors import KIND, FactorWork
 from weightsmith.errors import FormatError, PlanError, WeightsmithError
@@ -303,6 +303,10 @@ def test_peft_loads_every_tensor_and_makes_the_fine_tune(kind: str, tmp_path: Pa
     tokens = torch.arange(12)[None]
     with torch.no_grad():
         torch.testing.assert_close(wrapped(tokens).logits, model(tokens).logits, atol=2e-4, rtol=2e-3)
+    wrapped.save_pretrained(tmp_path / "again", save_embedding_layers=False)
+    assert {n: as_bytes(a) for n, a in tensors_of(tmp_path / "again").items()} == {
+        n: as_bytes(a.astype(np.float32)) for n, a in tensors_of(made.out).items()
+    }
 
 
 # ---- what is refused
