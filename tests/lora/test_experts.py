@@ -131,6 +131,14 @@ def test_what_is_no_adapter_of_these_experts(tmp_path: Path) -> None:
     assert f"{MLP}.experts has in the base no down_proj of several experts" in problem
     problem = str(refusal(model, adapter(tmp_path / "b", own, r=R, target_parameters="down_proj")))
     assert "target_parameters is 'down_proj', not a list of names" in problem
+    one = factors(f"{MLP}.experts.1.down_proj", H, W, R)
+    own = {k: v for k, v in stacked(fused()).items() if ".base_layer." not in k}
+    config = {"r": R, "target_parameters": TARGETS[1:]}
+    for tensors in (fused(), apart(fused(), ("gate_proj", "up_proj", "down_proj"))):
+        both = write_checkpoint(tmp_path / f"{len(tensors)}", tensors, CONFIG)
+        problem = str(refusal(both, adapter(tmp_path / "both", own | one, **config)))
+        assert "down_proj" in problem
+        assert "the adapter has factors for it under several names" in problem
     same = {f"{MLP}.experts.{name}": normal(E, 8, H) for name in ("one", "two")}
     model = write_checkpoint(tmp_path / "same", same, CONFIG)
     config = {"r": R, "target_parameters": ["experts.one", "experts.two"]}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from weightsmith.checkpoint import Checkpoint
@@ -126,6 +127,8 @@ class _Match:
         problems += strange
         for name, updates in found.items():
             self._parts.setdefault(name, []).extend(updates)
+        twice = [name for name, updates in self._parts.items() if name in self._updates or _overlap(updates)]
+        problems += [f"{name}: the adapter has factors for it under several names" for name in twice]
         problems += self._check_rows() if not problems else []
         if problems:
             shown = [*problems[:_SHOWN], *([f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else [])]
@@ -189,8 +192,6 @@ class _Match:
         if part.shape != (b[0], a[1]):
             return f"{name}: {list(part.shape)} in {tensor} of the base, and the adapter is for {[b[0], a[1]]}"
         rows = part.offset // part.shape[1], part.shape[0]
-        if any(update.rows == rows for update in self._parts.get(tensor, ())):
-            return f"{name}: the adapter has factors for this part of {tensor} under another name too"
         self._parts.setdefault(tensor, []).append(Update(factors.a, factors.b, factors.scaling, transposed=False, rows=rows))
         return ""
 
@@ -279,6 +280,13 @@ class _Match:
         if b[0] == a[1]:
             return factors.embedding or self.adapter.transposed
         return shape == (a[1], b[0])
+
+
+def _overlap(updates: Sequence[Update]) -> bool:
+    """Whether two updates of a tensor are of the same rows."""
+    rows = sorted(update.rows or (0, 0) for update in updates)
+    whole = any(update.rows is None for update in updates)
+    return len(rows) > 1 and (whole or any(first + n > after for (first, n), (after, _) in pairwise(rows)))
 
 
 def _same(a: Path, b: Path) -> bool:
