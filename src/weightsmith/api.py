@@ -24,7 +24,7 @@ from weightsmith.containers import PEFT, SAFETENSORS
 from weightsmith.distance import Moved, distance_by_layer, to_json
 from weightsmith.errors import NOTHING_WRITTEN, Finding, ParameterError, PlanError, WeightsmithError
 from weightsmith.identity import facts, work_identity
-from weightsmith.lora.adapter import CONFIG_NAME
+from weightsmith.lora.records import CONFIG_NAME
 from weightsmith.options import (
     ExtractKeywords,
     ExtractSettings,

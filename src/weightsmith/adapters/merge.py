@@ -33,7 +33,7 @@ from weightsmith.errors import (
 )
 from weightsmith.jobs.requires import needs_torch
 from weightsmith.lora import Adapter, open_adapter
-from weightsmith.lora.adapter import CONFIG_NAME
+from weightsmith.lora.records import CONFIG_NAME
 from weightsmith.options import RecipeOptions
 from weightsmith.planner import Plan, Prepared
 from weightsmith.planner.build import prepare_recipe, prepare_source

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +18,15 @@ from weightsmith.checkpoint import CARD_NAME, Checkpoint, locate
 from weightsmith.errors import FormatError, NotFound, Unsupported
 from weightsmith.formats.files import show
 from weightsmith.formats.strict_json import read_object
+from weightsmith.lora.kohya import open_kohya
 from weightsmith.lora.patterns import PatternError, Patterns
+from weightsmith.lora.records import CONFIG_NAME, Adapter, Factors, Parameter, Stacked
 from weightsmith.sources import open_file
 from weightsmith.structure.configs import finite_number, whole_number
 
 if TYPE_CHECKING:
     from weightsmith.hub import Repository
 
-CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")  # the first that exists is read
 MAX_CONFIG_BYTES = 16 << 20
 
@@ -60,78 +60,6 @@ _NOT_APPLIED = {
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
-@dataclass(frozen=True, slots=True)
-class Factors:
-    """The update of one module's weight: scaling · B @ A, of an embedding its transpose.
-
-    a, b       names in the adapter's file of A [rank, inputs] and B [outputs, rank]
-    embedding  of an embedding: A is [rank, tokens], B [hidden, rank]
-    scaling    alpha / rank, or as rsLoRA has it
-    magnitude  name of DoRA's norms of the rows [outputs]; "" without DoRA
-    """
-
-    a: str
-    b: str
-    embedding: bool
-    scaling: float
-    magnitude: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Stacked:
-    """Factors of all experts of one parameter [experts, rows, cols] (`target_parameters`).
-
-    a, b  names in the adapter's file of A [experts · rank, inputs] and B [outputs, rank · experts]
-    """
-
-    a: str
-    b: str
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """A parameter that factors of experts may belong to: its name after the module's, and what the config says of them."""
-
-    name: str
-    rank: int
-    scaling: float
-
-
-class Adapter:
-    """An adapter's tensors, and what each is for. Made by `open_adapter`.
-
-    checkpoint    of the adapter's weights
-    updates       module → its factors; modules are named as PEFT names them, without `base_model.model.`
-    replacements  tensor of the model → tensor of the file that takes its place (modules_to_save)
-    transposed    `fan_in_fan_out`: weights are stored [inputs, outputs], as GPT-2's are
-    tokenizer     the tokenizer files that lie beside the adapter
-    stacked       module → factors of its parameters: PEFT wraps the module once for each, and the innermost comes first
-    parameters    module of `stacked` → the parameters that these may belong to
-    flat          names of modules have `_` for each dot (kohya's files)
-    """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        updates: Mapping[str, Factors],
-        replacements: Mapping[str, str] | None = None,
-        *,
-        transposed: bool = False,
-        tokenizer: tuple[str, ...] = (),
-        stacked: Mapping[str, tuple[Stacked, ...]] | None = None,
-        parameters: Mapping[str, tuple[Parameter, ...]] | None = None,
-        flat: bool = False,
-    ) -> None:
-        self.checkpoint = checkpoint
-        self.updates = updates
-        self.replacements = replacements or {}
-        self.transposed = transposed
-        self.tokenizer = tokenizer
-        self.stacked = stacked or {}
-        self.parameters = parameters or {}
-        self.flat = flat
-
-
 def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
     """Open an adapter: a local folder, a file of kohya's, or a hub id `org/name[@revision]`.
 
@@ -146,8 +74,6 @@ def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
             raise Unsupported(
                 "an adapter is a folder, or a .safetensors file", where=ref, fix=f"Name the one that holds {CONFIG_NAME}."
             )
-        from weightsmith.lora.kohya import open_kohya
-
         return open_kohya(ref, place)
     folder, names, repository = _files(place)
     weights = next((name for name in WEIGHTS_NAMES if name in names), "")

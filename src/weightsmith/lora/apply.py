@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import CheckpointError, Finding, ShapeError, nearest
 from weightsmith.formats.files import open_regular, show
-from weightsmith.lora.adapter import Adapter, Factors
 from weightsmith.lora.experts import match_stacked, names_of
+from weightsmith.lora.records import Adapter, Factors
 from weightsmith.sources.adapted import Adapted, AdaptedTensor, Update
 from weightsmith.structure import analyse
 from weightsmith.structure.configs import replace_value

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
-from weightsmith.lora.adapter import Adapter, Parameter, Stacked
+from weightsmith.lora.records import Adapter, Parameter, Stacked
 from weightsmith.sources.adapted import Update
 from weightsmith.structure.fused import GATED
 from weightsmith.tensors import TensorSpec

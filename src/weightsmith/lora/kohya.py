@@ -14,7 +14,7 @@ from pathlib import Path
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import FormatError, Unsupported
 from weightsmith.formats.files import show
-from weightsmith.lora.adapter import CONFIG_NAME, Adapter, Factors
+from weightsmith.lora.records import CONFIG_NAME, Adapter, Factors
 from weightsmith.sources import open_file
 
 _BEGINNING = re.compile(r"lora_(?:te\d*|unet|transformer|llm|prior)_|lora_|lycoris_")
