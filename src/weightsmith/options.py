@@ -27,6 +27,8 @@ class RecipeOptions:
                      with a pass of the base over the prompts; False: never; None: only if the router weights need that pass
     quantize         format of the output (`weightsmith quantize --list`), such as `fp8-dynamic`; None: plain weights
     adapter_rank     largest rank of an adapter that is merged of adapters; None: the sum of their ranks
+    adapter_space    what is merged of adapters: core (small matrices in shared bases), knots, or compressed (to adapter_rank
+                     before the merge)
     check_loading    compare stacks, mixtures and surgery with the model that transformers, if installed, builds from the new
                      config.json
     settings         values to set in the recipe, by key path: {"parameters.t": 0.3}
@@ -40,6 +42,7 @@ class RecipeOptions:
     routing_report: bool | None = None
     quantize: str | None = None
     adapter_rank: int | None = None
+    adapter_space: str = "core"
     check_loading: bool = True
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -106,6 +109,7 @@ class ExtractSettings:
     distribute_scale     singular values are shared between A and B; False: all of them are in A
     skip_undecomposable  leave out tensors that cannot be decomposed (norms, embedding, head) instead of saving them whole
     layout               peft, or vllm: only what vLLM loads
+    intruder_scale       scale of intruder dimensions: singular vectors of the fine-tune that the base lacks; 1 changes nothing
     """
 
     max_rank: int = 128
@@ -120,6 +124,7 @@ class ExtractSettings:
     distribute_scale: bool = True
     skip_undecomposable: bool = False
     layout: str = "peft"
+    intruder_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +185,7 @@ class RecipeKeywords(TypedDict, total=False):
     routing_report: bool | None
     quantize: str | None
     adapter_rank: int | None
+    adapter_space: str
     check_loading: bool
     settings: Mapping[str, Any]
 

@@ -25,7 +25,7 @@ ROUTER = "router"
 """The product whose report says where tokens go."""
 
 
-@options.expand("adapter_rank")
+@options.expand("adapter_rank", "adapter_space")
 def moe(
     context: typer.Context,
     recipe: options.Recipe,

@@ -176,6 +176,14 @@ FLAGS: Mapping[str, Any] = {
             help="Of a merge of adapters: the largest rank of the result; the sum of their ranks if not given.",
         ),
     ],
+    "adapter_space": Annotated[
+        str,
+        typer.Option(
+            "--adapter-space",
+            metavar="SPACE",
+            help="Of a merge of adapters: core, knots, or compressed (to the rank of --adapter-rank before the merge).",
+        ),
+    ],
     "check_loading": Annotated[
         bool,
         typer.Option(
@@ -297,6 +305,14 @@ FLAGS: Mapping[str, Any] = {
         str,
         typer.Option(
             "--for", metavar="PROGRAM", help="peft, or vllm: only what vLLM loads, which is factors of linear layers."
+        ),
+    ],
+    "intruder_scale": Annotated[
+        float,
+        typer.Option(
+            "--intruder-scale",
+            metavar="SCALE",
+            help="Scale intruder dimensions, singular vectors of FINETUNED that are unlike all of BASE; 0 removes them.",
         ),
     ],
     "overwrite": Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that already exists.")],

@@ -25,6 +25,7 @@ _OF_RECIPES = (
     "settings",
     "keep_stages",
     "adapter_rank",
+    "adapter_space",
 )
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a hub id, or base+adapter, as in a recipe.")]

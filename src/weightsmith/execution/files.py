@@ -16,7 +16,7 @@ from weightsmith.containers import PEFT, SAFETENSORS
 from weightsmith.distance import Moved, to_json
 from weightsmith.errors import Finding
 from weightsmith.execution.page import MOVED_NAME, PICTURES, Squares, report_files
-from weightsmith.lora.adapter import CONFIG_NAME
+from weightsmith.lora.records import CONFIG_NAME
 from weightsmith.options import RunOptions
 from weightsmith.planner.build import Prepared
 from weightsmith.plans import Plan

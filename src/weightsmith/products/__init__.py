@@ -37,6 +37,7 @@ KINDS = {
     "statistics": "weightsmith.look.statistics",
     "alignments": "weightsmith.look.alignments",
     "survival": "weightsmith.look.survival",
+    "combination": "weightsmith.adapters.combinations",
 }
 """`Product.op` → the module that defines `KIND`, imported when a plan first uses it."""
 
