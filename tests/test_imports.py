@@ -55,6 +55,7 @@ NAMES = [
     "save_file",
     "save_model",
     "tensor_method",
+    "transplant_tokenizer",
     "verify",
 ]
 

@@ -20,6 +20,7 @@ from weightsmith.cli.plan import plan
 from weightsmith.cli.quantize import dequantize, quantize
 from weightsmith.cli.run import run
 from weightsmith.cli.schema import schema
+from weightsmith.cli.transplant_tokenizer import transplant_tokenizer
 from weightsmith.cli.verify import verify
 from weightsmith.text import result
 
@@ -56,6 +57,7 @@ app.command(cls=MoeCommand)(plan)
 app.command()(quantize)
 app.command()(dequantize)
 app.command()(extract_lora)
+app.command()(transplant_tokenizer)
 app.command()(run)
 app.command()(verify)
 app.command()(init)
