@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from weightsmith.api import plan as plan
     from weightsmith.api import quantize as quantize
     from weightsmith.api import run as run
+    from weightsmith.api import transplant_tokenizer as transplant_tokenizer
     from weightsmith.checkpoint import Checkpoint as Checkpoint
     from weightsmith.checkpoint import open_checkpoint as open_checkpoint
     from weightsmith.engine.local import Progress as Progress
@@ -119,6 +120,7 @@ _HOMES = {
     "save_file": "store.save",
     "save_model": "store.save",
     "tensor_method": "methods.user",
+    "transplant_tokenizer": "api",
     "verify": "store.verify",
 }
 
@@ -175,6 +177,7 @@ __all__ = [
     "save_file",
     "save_model",
     "tensor_method",
+    "transplant_tokenizer",
     "verify",
 ]
 

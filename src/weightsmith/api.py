@@ -1,4 +1,4 @@
-"""The Python API: `plan`, `merge`, `moe`, `quantize`, `dequantize`, `extract_lora` and `run`."""
+"""The Python API: `plan`, `merge`, `moe`, `quantize`, `dequantize`, `extract_lora`, `transplant_tokenizer` and `run`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from weightsmith.options import (
     RecipeOptions,
     RunKeywords,
     RunOptions,
+    TransplantKeywords,
+    TransplantSettings,
     output_dtype,
     split,
     split_into,
@@ -202,6 +204,37 @@ def extract_lora(
     settings, running = split_into("extract_lora", options, ExtractSettings, RunOptions)
     with prepare_extraction(finetuned, base, settings, output_dtype(dtype)) as prepared:
         with _watched("storing", progress, rechecking) as watching:
+            return execute(prepared, out, running, watching, began=began)
+
+
+def transplant_tokenizer(
+    model: str | os.PathLike[str],
+    donor: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    progress: Callable[[Progress], None] | bool = True,
+    rechecking: Callable[[int, int], None] | None = None,
+    **options: Unpack[TransplantKeywords],
+) -> Merged:
+    """Give a model the tokenizer of another, in a new folder.
+
+    model    folder, hub id or `base+adapter`, stored in any format that weightsmith reads
+    donor    the same; or, for approximations that do not need its embeddings, a folder with a tokenizer alone
+    options  see `weightsmith.options`: `TransplantSettings` and `RunOptions`
+
+    Rows of tokens that both have are the model's; the others are approximated. `Merged.reports["rows of missing tokens"]` has
+    how, and how well; it is not there if no token is missing. Everything else is as for `merge`. Raises PlanError for a donor
+    without embeddings where they are needed, and for a model without a tokenizer.
+
+    >>> weightsmith.transplant_tokenizer("model", "donor", "out").plan.vocabulary["rows"]  # doctest: +SKIP
+    49152
+    """
+    from weightsmith.transplant import prepare_transplant
+
+    began = time.monotonic()
+    settings, running = split_into("transplant_tokenizer", options, TransplantSettings, RunOptions)
+    with prepare_transplant(model, donor, settings) as prepared:
+        with _watched("copying", progress, rechecking) as watching:
             return execute(prepared, out, running, watching, began=began)
 
 

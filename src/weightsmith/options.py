@@ -128,6 +128,42 @@ class ExtractSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TransplantSettings:
+    """How `transplant_tokenizer` makes the rows of tokens that the model lacks.
+
+    approximation      `weightsmith.transplant.approximations.NAMES` lists all
+    k                  of omp, hybrid, common_interpolation, stb, mp_rope: shared tokens for one missing token
+    weight_scheme      of common_interpolation: distance_proportional, barycentric or least_squares
+    cosine_similarity  of common_interpolation: nearest by angle, not by distance
+    subword_method     of subword: mean, sum, weighted_mean or first_last
+    prefix_match       the longest token that begins a missing one serves for it: no, yes, embed or lm_head (only in that table)
+    byte_match         a token for a byte and the character serve for each other: no, yes, embed or lm_head
+    magikarp           poorly trained tokens are approximated too, and approximate nothing
+    match_norms        new rows get the length that those of the shared tokens let expect
+    new_vocab_noise    standard deviation of noise that is added to new rows
+    new_vocab_scale    factor of new rows
+    seed               of random rows and noise
+    max_shard_bytes    maximum size of a weight file; None: 5 GB
+    report_text        path of a text; the report counts the missing tokens in it
+    """
+
+    approximation: str = "omp"
+    k: int = 64
+    weight_scheme: str = "distance_proportional"
+    cosine_similarity: bool = False
+    subword_method: str = "mean"
+    prefix_match: str = "no"
+    byte_match: str = "yes"
+    magikarp: bool = False
+    match_norms: bool = False
+    new_vocab_noise: float | None = None
+    new_vocab_scale: float | None = None
+    seed: int = 0
+    max_shard_bytes: int | None = None
+    report_text: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """How a plan is run. These options do not affect the weights, but for rounding on another type of device.
 
@@ -236,6 +272,25 @@ class ExtractKeywords(RunKeywords, total=False):
     distribute_scale: bool
     skip_undecomposable: bool
     layout: str
+
+
+class TransplantKeywords(RunKeywords, total=False):
+    """`TransplantSettings` and `RunOptions` as keywords."""
+
+    approximation: str
+    k: int
+    weight_scheme: str
+    cosine_similarity: bool
+    subword_method: str
+    prefix_match: str
+    byte_match: str
+    magikarp: bool
+    match_norms: bool
+    new_vocab_noise: float | None
+    new_vocab_scale: float | None
+    seed: int
+    max_shard_bytes: int | None
+    report_text: str | None
 
 
 class PlanKeywords(RecipeKeywords, QuantizeKeywords, total=False):

@@ -254,7 +254,7 @@ class VocabularyPlanner:
         data = read_bounded(place.folder / "tokenizer.json", MAX_FILE_BYTES) if held else None
         united = extend(source, new, data, asked.where)
         out = united.vocabulary
-        rows = self.counts[k] if k >= 0 else max(out.ids.values()) + 1
+        rows = self.counts[k] if k >= 0 else asked.rows or max(out.ids.values()) + 1
         rows = max([rows, *(out.ids[token] + 1 for token in united.new)])
         rows = -(-rows // asked.multiple) * asked.multiple
         rules = [made for rule in asked.rules if (made := self._rule(rule, out, vocabularies)) is not None]

@@ -31,6 +31,7 @@ KINDS = {
     "importances": "weightsmith.quantisation.calibration.importances",
     "factors": "weightsmith.adapters.factors",
     "changes": "weightsmith.adapters.changes",
+    "transplanted_rows": "weightsmith.transplant.rows",
     "cores": "weightsmith.adapters.cores",
     "merged_factors": "weightsmith.adapters.merged_factors",
     "differences": "weightsmith.look.differences",
