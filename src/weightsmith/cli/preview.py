@@ -26,7 +26,7 @@ _MODELS = 6
 """Models that are columns of tables."""
 
 
-@options.expand("routing_report", "quantize", "adapter_rank", "max_shard_bytes")
+@options.expand("routing_report", "quantize", "adapter_rank", "adapter_space", "max_shard_bytes")
 def preview(
     recipe: options.Recipe,
     planning: RecipeOptions,
