@@ -8,7 +8,8 @@
 A mutant is one changed token: `<` for `<=`, `and` for `or`, `+` for `-`, `1` for `2`, `True` for `False`, `not` left out.
 It is killed when a test of its room fails, and lives when all pass: fast ones first, slow ones if it survives them. The sample
 depends on the seed and the sources alone. Work is done in copies of the repository; the one this file lies in is not touched.
-Mutants that no test can tell from the program are named in `EQUIVALENT`, with the reason: they are sampled, and not counted.
+Mutants that no test can tell from the program are in `equivalent_mutants.txt`, with the reason: they are sampled, and not
+counted.
 
 Prints each mutant, and the share that was killed; the status is 1 when that is below `--goal`. At the end the tests that failed
 run without a change: 2 when one of them fails there too.
@@ -69,6 +70,7 @@ BESIDE = {
     "encodings/matrices.py": ["quantisation/test_exl2_matrix.py", "quantisation/test_exl2_format.py"],
     "engine": ["test_merge.py", "test_run.py", "products", "mixture/test_surgery.py"],
     "errors.py": ["test_errors.py", "cli"],
+    "execution": ["test_merge.py", "test_run.py", "test_stages.py", "cli"],
     "formats": ["sources", "test_checkpoint.py", "attacks"],
     "formats/exl2.py": ["sources/test_exl2.py", "quantisation/test_exl2_format.py"],
     "formats/files.py": ["test_hostile_input.py"],
@@ -94,10 +96,12 @@ BESIDE = {
     "kernels/lora.py": ["lora"],
     "kernels/perturb.py": ["mixture/test_upcycling.py"],
     "kernels/reference.py": ["encodings"],
+    "look": ["cli/test_look.py"],
     "lora": ["adapters", "cli/test_merge.py"],
     "methods": ["products"],
     "mixture": ["quantisation/test_exl2_format.py"],
     "options.py": ["cli", "test_run.py"],
+    "pages": ["look", "cli/test_look.py"],
     "planner": ["test_merge.py", "test_stages.py", "cli/test_plan.py", "structure"],
     "planner/account.py": ["cli/test_plan.py", "cli/test_merge.py"],
     "planner/encode.py": ["planner/test_quantize.py", "test_quantize_commands.py"],
@@ -109,6 +113,7 @@ BESIDE = {
     "progress.py": ["cli/test_progress.py", "test_python.py"],
     "quantisation": ["test_quantize_commands.py", "planner/test_quantize.py"],
     "quantisation/gguf.py": ["test_gguf_files.py", "quantisation/test_importances.py"],
+    "quantisation/gguf_types.py": ["test_gguf_files.py"],
     "recipe": [
         "cli/test_messages.py",
         "cli/test_recipe_options.py",
@@ -133,7 +138,8 @@ MAX_PROCESSOR_S, STALLED_S = 600, 180
 """An endless loop ends at the first, a deadlock when so long no processor time went by: neither depends on what else runs."""
 PRELOADED = ("numpy", "numba", "scipy.stats", "torch", "transformers")
 """Imported once; the tests of each mutant run in a fork."""
-EQUIVALENT: dict[str, str] = {}
+_LINES = [line.strip() for line in Path(__file__).with_name("equivalent_mutants.txt").read_text().splitlines()]
+EQUIVALENT = dict(zip(_LINES[1::2], _LINES[::2], strict=True))
 """`file: old line -> new line` -> why no test can tell."""
 
 

@@ -185,6 +185,7 @@ def test_parts_of_a_file_on_the_hub_are_its_bytes_in_few_requests(monkeypatch: p
         assert asked == ([] if request is None else [request])
 
 
+@pytest.mark.slow
 def test_a_hub_without_byte_ranges_is_read_from_the_start_only(hub: FakeHub, tmp_path: Path) -> None:
     hub.ranges = False
     assert weightsmith(hub, tmp_path, "plan", recipe(tmp_path, "org/base", "org/tuned")).code == 0

@@ -231,6 +231,7 @@ print(any(seen))
 """
 
 
+@pytest.mark.slow
 @compiled
 def test_progress_says_that_kernels_are_compiled_in_the_first_run_alone(tmp_path: Path) -> None:
     tensors = {"w": np.ones((8, 8), np.float32)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -120,24 +122,18 @@ def test_products_and_combinations_by_row_and_by_column(cols: int, deltas: bool)
     np.testing.assert_allclose(out, np.einsum("mc,mrc->rc", of_columns, stack), rtol=1e-6, atol=1e-6)
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.data())
-def test_a_band_of_magnitudes_with_its_ties(steps: list[int], data: st.DataObject) -> None:
+def test_a_band_of_magnitudes_with_its_ties() -> None:
     """Neighbouring bit patterns, so that one too many or too few is seen."""
-    least = np.float32(1.5).view(np.int32)
-    bits = np.array(steps, np.int32) + least
-    (low, high), cuts = (
-        [data.draw(st.integers(0, 5)) for _ in range(2)],
-        [data.draw(st.integers(-1, len(steps) + 1)) for _ in range(2)],
-    )
-    low, high = sorted((low, high))
-    row = bits.view(np.float32) * np.where(np.arange(len(steps)) % 2, np.float32(-1), np.float32(1))
-
-    def among(limit: int, cut: int) -> np.ndarray:
-        return (bits > least + limit) | ((bits == least + limit) & (np.arange(len(steps)) < cut))
-
-    expected = np.where(among(low, cuts[0]) & ~among(high, cuts[1]), row, np.float32(0))
-    keep_band(row, len(steps), least + low, cuts[0], least + high, cuts[1])
-    np.testing.assert_array_equal(row, expected)
+    n, least = 18, int(np.float32(1.5).view(np.int32))
+    index, bits = np.arange(n), least + np.arange(n, dtype=np.int32) * 5 % 6
+    row = bits.view(np.float32) * np.where(index % 4 < 2, np.float32(-1), np.float32(1))
+    for low, high, low_cut, high_cut in itertools.product(range(6), range(6), (-1, 0, 7, n, n + 1), (-1, 0, 5, 11, n)):
+        if low <= high:
+            among_low = (bits > least + low) | ((bits == least + low) & (index < low_cut))
+            among_high = (bits > least + high) | ((bits == least + high) & (index < high_cut))
+            kept = row.copy()
+            keep_band(kept, n, least + low, low_cut, least + high, high_cut)
+            np.testing.assert_array_equal(kept, np.where(among_low & ~among_high, row, np.float32(0)))
 
 
 def test_philox_matches_the_published_vectors() -> None:
