@@ -89,7 +89,7 @@ def _summary(merged: Merged) -> str:
     if not merged.distance:
         return done
     whole = merged.distance[0]
-    return f"{done}\n‖merged - base‖ is {whole.delta:.4g}, {whole.share:.2%} of the base; the manifest has it by layer"
+    return f"{done}\ndistance from the base: {whole.share:.2%} of its norm (for each layer: weightsmith.json)"
 
 
 def _to_json(merged: Merged) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from weightsmith.lora.patterns import PatternError, Patterns
 from weightsmith.lora.records import CONFIG_NAME, Adapter, Factors, Parameter, Stacked
 from weightsmith.sources import open_file
 from weightsmith.structure.configs import finite_number, whole_number
+from weightsmith.text import count
 
 if TYPE_CHECKING:
     from weightsmith.hub import Repository
@@ -188,7 +189,7 @@ def _sorted(checkpoint: Checkpoint, config: Mapping[str, Any], tokenizer: tuple[
         where, n = str(checkpoint.paths[0]), len(problems)
         shown = [*problems[:8], *([f"and {n - 8} more"] if n > 8 else [])]
         fix = "Save it again with peft: the config and the weights are of different adapters, or this is not one of PEFT's."
-        raise FormatError(f"{n} problem(s) with the adapter's tensors", where=where, details=shown, fix=fix)
+        raise FormatError(f"the adapter's tensors have {count(n, 'problem')}", where=where, details=shown, fix=fix)
     return Adapter(
         checkpoint,
         updates,

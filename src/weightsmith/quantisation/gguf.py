@@ -260,7 +260,7 @@ def _format_name(mixture: Mixture) -> str:
 
 def _format(mixture: Mixture) -> Format:
     bits = TYPES[mixture.default].itemsize * 8 / TYPES[mixture.default].block
-    about = f"{bits:g} bits a weight" if mixture.default == mixture.name else f"from {bits:g} bits a weight on"
+    about = f"{bits:g} bits a weight" if mixture.default == mixture.name else f"{bits:g}+ bits a weight"
     run: Callable[[Prepared, QuantizeSettings], Plan] = partial(apply, mixture)
     readers = "llama.cpp, Ollama, LM Studio"
     if mixture.default in ("F32", "F16", "BF16", "Q8_0"):
