@@ -111,7 +111,8 @@ class Differences(Survey):
     def _compare(self, matrix: Matrix, tile: Tile) -> _Part:
         grains, sums = tile.grains(matrix.grain), np.zeros(DIFFERENCE_SUMS)
         if (matrix.codes < 0).any():
-            changed = np.not_equal(*tile.raw[:, : tile.raw.shape[1]]).reshape(tile.size, -1).any(1)
+            nbytes = tile.size * self._specs[self._steps[matrix.name]].dtype.itemsize
+            changed = np.not_equal(tile.raw[0, :nbytes], tile.raw[1, :nbytes]).reshape(tile.size, -1).any(1)
             sums[3] = changed.sum()
             return _Part(matrix.name, tile.start, sums[None], 0.0, _NO_SKETCH, None)
         sketched = matrix.name in self._sketched
