@@ -11,6 +11,7 @@ import pytest
 
 import weightsmith
 from tests.look.models import LAYERS, TOKENS, changed, is_linear, low_rank, save, trained, weights
+from tests.mini import write_checkpoint
 from weightsmith.errors import PlanError, UnknownName
 from weightsmith.look.differences import KIND, differences
 from weightsmith.look.sketch import VALUES
@@ -197,6 +198,26 @@ def test_tensors_that_cannot_be_compared_are_named(base: Path, tmp_path: Path) -
     assert found.different == (("model.layers.1.mlp.up_proj.weight", ("[320, 160] BF16", "[319, 160] BF16")),)
     (embedding,) = (tensor for tensor in found.tensors if tensor.place.part == "embed_tokens")
     assert (embedding.shape, embedding.changed) == ((TOKENS - 20, 160), 0)
+
+
+def test_integers_are_compared_element_by_element(tmp_path: Path) -> None:
+    a = {"steps": np.arange(101, dtype=np.int32), "small": np.arange(3, dtype=np.uint8)}
+    b = {"steps": np.where(a["steps"] % 10 == 3, -1, a["steps"]).astype(np.int32), "small": a["small"]}
+    found = diff(write_checkpoint(tmp_path / "a", a), write_checkpoint(tmp_path / "b", b))
+    assert {tensor.name: tensor.changed for tensor in found.tensors} == {"steps": 10, "small": 0}
+
+
+def test_pickled_weights_and_adapters_are_read_like_any_others(base: Path, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    (tmp_path / "bin").mkdir()
+    state = {name: torch.from_numpy(tensor).bfloat16() for name, tensor in weights().items()}
+    torch.save(state, tmp_path / "bin/pytorch_model.bin")
+    assert diff(base, tmp_path / "bin").reading[0].startswith("The same weights")
+    tuned = changed(tmp_path / "tuned", low_rank(8, 0), np.float32)
+    weightsmith.extract_lora(tuned, base, tmp_path / "adapter", max_rank=8, dtype="float32", progress=False)
+    found = diff(base, f"{base}+{tmp_path / 'adapter'}")  # type: ignore[arg-type]
+    assert {t.leading.rank for t in found.tensors if t.leading} == {8}
+    assert found.total.delta == pytest.approx(diff(base, tuned).total.delta, rel=1e-4)
 
 
 def test_globs_choose_tensors(base: Path, tmp_path: Path) -> None:

@@ -71,6 +71,18 @@ def test_a_quantised_model_has_the_dtypes_of_its_files(model: Path, tmp_path: Pa
     assert "F8_E4M3" in {d.name for d in found.dtypes}
 
 
+def test_a_gguf_file_has_the_blocks_of_its_file(tmp_path: Path) -> None:
+    pytest.importorskip("libgguf")
+    pytest.importorskip("gguf")
+    from tests.gguf_help import SENTENCEPIECE, SIZES, llama, write_gguf
+
+    found = inspect(write_gguf(tmp_path / "m.gguf", "llama", llama(), SIZES | SENTENCEPIECE))
+    assert {d.name for d in found.dtypes} == {"Q8_0", "F32"}
+    assert sum(d.nbytes for d in found.dtypes) < 2 * found.elements
+    assert found.quantised.startswith("GGUF")
+    assert found.tokenizer is not None
+
+
 def test_statistics_are_torchs_in_float64(model: Path) -> None:
     torch = pytest.importorskip("torch")
     found = inspect(model, stats=True)

@@ -75,7 +75,7 @@ def _facts(found: Inspection) -> None:
     nbytes = sum(nbytes for _, nbytes in found.files)
     dtypes = ", ".join(f"{d.name} {d.elements / max(1, sum(x.elements for x in found.dtypes)):.0%}" for d in found.dtypes)
     fact("weights", f"{found.elements:,} parameters in {count(len(found.tensors), 'tensor')}")
-    fact("files", f"{size(nbytes)} in {count(len(found.files), 'file')}{f'; {dtypes}' if not found.quantised else ''}")
+    fact("files", f"{size(nbytes)} in {count(len(found.files), 'file')}; {dtypes}")
     if found.quantised:
         fact("quant", found.quantised)
     for stack in found.stacks:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from weightsmith.kernels.codecs import as_bits, as_float, decode
-from weightsmith.kernels.combine import LANES, fill, subtract, sum_lanes
+from weightsmith.kernels.combine import LANES, fill, sum_lanes
 from weightsmith.kernels.jit import kernel
+from weightsmith.kernels.task_vector import decode_delta
 
 DIFFERENCE_SUMS = 5
 """Columns of `difference`: Σ a², Σ a·d, Σ d², elements with d ≠ 0, the largest |d|; d = b - a."""
@@ -108,8 +109,7 @@ def difference(
         for start in range(g * grain, end, row):
             m = min(row, end - start)
             decode(raw[0], codes[0], start, m, a)
-            decode(raw[1], codes[1], start, m, d)
-            subtract(d, a, m)
+            decode_delta(raw[1], codes[1], start, m, a, d)
             add_moments(a, d, m, lanes)
             found = count_changes(d, m)
             if found > 0:
@@ -137,8 +137,7 @@ def project(
         for i in range(4):
             if first + i < count:
                 decode(raw[0], codes[0], (first + i) * cols, cols, a)
-                decode(raw[1], codes[1], (first + i) * cols, cols, rows[1 + i])
-                subtract(rows[1 + i], a, cols)
+                decode_delta(raw[1], codes[1], (first + i) * cols, cols, a, rows[1 + i])
             else:
                 fill(rows[1 + i], cols, 0.0)
         last = min(first + 3, count - 1)

@@ -18,8 +18,8 @@ from weightsmith.adapters.ranks import Spectrum
 from weightsmith.jobs.job import Matrix, Tile
 from weightsmith.kernels.codecs import BLOCK, decode
 from weightsmith.kernels.combine import LANES
+from weightsmith.kernels.delta import distance
 from weightsmith.kernels.differences import DIFFERENCE_SUMS, difference, project
-from weightsmith.kernels.vectors import gram_rows
 from weightsmith.look.sketch import TINY, VALUES, WIDTH, Floats, analyse_sketch, is_noise, sparse_signs
 from weightsmith.plans import Product, Step
 from weightsmith.products.base import Arrays, Kind, Survey
@@ -32,6 +32,9 @@ MOVED = 16
 
 SKETCH_BYTES = 32 << 20
 """Of the sketches that are held at once: matrices are shared out among products of this size."""
+
+_NOISE_SAMPLE = 1024
+"""Elements of each tile whose rounding is looked at."""
 
 _NO_SKETCH = np.empty((0, 0), np.float32)
 _NO_SIGNS = np.empty((0, 0), np.float32), np.empty((0, 0), np.int64)
@@ -108,7 +111,8 @@ class Differences(Survey):
     def _compare(self, matrix: Matrix, tile: Tile) -> _Part:
         grains, sums = tile.grains(matrix.grain), np.zeros(DIFFERENCE_SUMS)
         if (matrix.codes < 0).any():
-            changed = np.not_equal(*tile.raw[:, : tile.raw.shape[1]]).reshape(tile.size, -1).any(1)
+            nbytes = tile.size * self._specs[self._steps[matrix.name]].dtype.itemsize
+            changed = np.not_equal(tile.raw[0, :nbytes], tile.raw[1, :nbytes]).reshape(tile.size, -1).any(1)
             sums[3] = changed.sum()
             return _Part(matrix.name, tile.start, sums[None], 0.0, _NO_SKETCH, None)
         sketched = matrix.name in self._sketched
@@ -119,7 +123,7 @@ class Differences(Survey):
         found = np.empty((grains, DIFFERENCE_SUMS))
         lanes = np.empty((3, LANES))
         difference(tile.raw, matrix.codes, tile.size, row, matrix.grain, signs, shifts, found, sketch, rows, lanes)
-        sample = np.empty(min(tile.size, BLOCK), np.float32)
+        sample = np.empty(min(tile.size, _NOISE_SAMPLE), np.float32)
         decode(tile.raw[1], int(matrix.codes[1]), 0, sample.size, sample)
         moved = self._rows_moved(matrix, tile) if matrix.role == "vocabulary" and found[:, 3].any() else None
         return _Part(matrix.name, tile.start, found, rounding_noise(sample), sketch, moved)
@@ -127,11 +131,11 @@ class Differences(Survey):
     @staticmethod
     def _rows_moved(matrix: Matrix, tile: Tile) -> npt.NDArray[np.float64]:
         count = tile.size // matrix.cols
-        moved, products = np.empty((count, 1)), np.empty((count, 3))
-        rows, lanes = tile.scratch.rows(2, matrix.codes, matrix.out_code), np.empty((3, LANES))
-        gram_rows(tile.raw, matrix.codes, 0, matrix.cols, True, moved, rows, lanes)
-        gram_rows(tile.raw, matrix.codes, 0, matrix.cols, False, products, rows, lanes)
-        return np.concatenate([moved, products[:, :1]], axis=1)
+        found = np.empty((count, 2))
+        rows, sums = tile.scratch.rows(2, matrix.codes, matrix.out_code), tile.scratch.sums(2)
+        a, b = matrix.codes.tolist()
+        distance(tile.raw[0], a, tile.raw[1], b, tile.size, matrix.cols, found, rows, sums)
+        return found
 
     def take(self, number: int, result: _Part | _Projected | None) -> None:
         if isinstance(result, _Part):

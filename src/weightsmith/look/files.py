@@ -97,8 +97,8 @@ def compare_files(a: Checkpoint, b: Checkpoint, vocabularies: tuple[Vocabulary |
 
 
 def vocabulary_of(model: Checkpoint, seen: dict[str, Vocabulary]) -> Vocabulary | None:
-    """The tokens of a model; None for a single file, and where there is no tokenizer."""
-    return None if model.alone else read_vocabulary(model.ref, model.folder, model.files, seen)
+    """The tokens of a model; None where there is no tokenizer that can be read."""
+    return read_vocabulary(model.ref, model.folder, model.files, seen)
 
 
 def _compare_tokenizers(a: Vocabulary | None, b: Vocabulary | None) -> TokenizerDifference | None:

@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from weightsmith.checkpoint import Checkpoint, open_checkpoint
@@ -19,6 +19,7 @@ from weightsmith.lora.records import Adapter
 from weightsmith.plans import COPY, Read, Step
 from weightsmith.recipe import ModelRef
 from weightsmith.recipe.references import parse_reference
+from weightsmith.sources.gguf import GgufTensors
 from weightsmith.structure import Structure, analyse
 from weightsmith.structure.configs import EXPERT_COUNTS, text_sections, whole_number
 from weightsmith.structure.vocabulary import is_embedding, is_head, ties
@@ -253,6 +254,8 @@ def _amounts(specs: Sequence[TensorSpec], names: Sequence[str]) -> tuple[Amount,
 
 def _stored(model: Checkpoint, names: Sequence[str]) -> list[TensorSpec]:
     """The tensors as they are in the files: of quantised weights codes and scales."""
+    if isinstance(model.source, GgufTensors):
+        return [replace(model.specs[name], dtype=model.source.stored_as(name)) for name in names]
     path = model.ref.partition("+")[0]
     with open_checkpoint(path.partition("@")[0], revision=path.partition("@")[2] or None, raw=True, download=False) as raw:
         if set(names) == set(model.specs):

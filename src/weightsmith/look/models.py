@@ -147,7 +147,8 @@ def _comparable(specs: Sequence[TensorSpec]) -> bool:
 
 def _matrices(specs: Sequence[TensorSpec], rows: int, first: Checkpoint, structure: Structure) -> Iterator[Matched]:
     """The logical matrices of a tensor; its expert and fused matrices each by itself."""
-    spec = replace(specs[0], dtype=DTYPES["BF16"])  # rows are float32, unless an input is F64
+    floating = all(s.dtype.floating for s in specs)
+    spec = replace(specs[0], dtype=DTYPES["BF16"]) if floating else specs[0]  # rows are float32, unless an input is F64
     if rows:
         shape = (rows, *spec.shape[1:])
         block = Block(0, rows, shape[1], shape[1])
@@ -156,7 +157,6 @@ def _matrices(specs: Sequence[TensorSpec], rows: int, first: Checkpoint, structu
         step = Step(spec, COPY, tuple(Read(k, s.name) for k, s in enumerate(specs)))
     place = place_of(structure, spec.name)
     for leaf in split_fused(step, fused_parts(specs[0], first.specs, structure, first.config)).leaves:
-        floating = all(s.dtype.floating for s in specs)
         role = role_of(leaf.out) if floating else "other"
         at = (
             place

@@ -83,6 +83,10 @@ class GgufTensors(FileTensors[StoredBlocks]):
         dtype = self._find(name).spec.dtype
         return self._dtype if dtype.floating else dtype
 
+    def stored_as(self, name: str) -> DType:
+        """The dtype of a tensor in the file."""
+        return self._find(name).stored
+
     def location(self, name: str) -> tuple[int, int] | None:
         tensor = self._find(name)
         return (self._files.fd(tensor.file), tensor.offset) if tensor.plain else None
