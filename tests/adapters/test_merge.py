@@ -356,6 +356,10 @@ def test_what_cannot_be_merged(adapters: tuple[Path, Path], tmp_path: Path) -> N
     assert "peft_ties needs one density for all models" in str(refusal(recipe((adapters[0],) * 1, "peft_ties", (1.0,))))
     wrong = {"density": 0.5, "majority_sign_method": "most"}
     assert "majority_sign_method is 'most'" in str(refusal(recipe((adapters[0],), "peft_ties", (1.0,), **wrong)))
+    assert "peft_svd has no parameter 'normalize' here" in str(refusal(recipe(adapters, "peft_svd", normalize=True)))
+    dense = recipe(adapters[:1], "peft_cat", (1.0,))
+    dense["models"][0]["parameters"]["density"] = 0.5
+    assert "peft_cat has no parameter 'density' here" in str(refusal(dense))
     problem = str(refusal(recipe(adapters, "peft_linear")))
     assert "peft_linear works on A and on B, and the ranks are [4, 2]" in problem
     assert "adapter_space is 'cor', not one of core, knots, compressed" in str(refusal(recipe(adapters), adapter_space="cor"))

@@ -57,7 +57,7 @@ COMMAND = "extract-lora"
 _BASE, _TUNED = 0, 1  # models of the plan
 _DIFFERENCE = Settings({"normalize": False}, ({"weight": 1.0}, {"weight": -1.0}))
 _SOURCE = """LoRA: Hu et al. 2021, https://arxiv.org/abs/2106.09685. Randomised singular value decompositions:
-Halko, Martinsson and Tropp 2011, https://arxiv.org/abs/0909.4061."""
+Musco and Musco 2015, https://arxiv.org/abs/1504.05477."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,9 +105,19 @@ def _combination(recipe: Recipe, problems: list[WeightsmithError]) -> tuple[Reci
             problems.append(ParameterError(what, where=recipe.at("merge_method"), fix=f"write {' or '.join(MAJORITIES)}"))
             majority = "total"
         found = replace(found, majority=str(majority))
-    where = recipe.at("merge_method")
+    for name, setting in [*parameters.items(), *(each for own in recipe.models for each in own.parameters.items())]:
+        if name != "weight":
+            what = f"{recipe.merge_method} has no parameter {name!r} here"
+            fix = "each model has a weight; the recipe may have a density and a majority_sign_method, as PEFT's combination has"
+            problems.append(ParameterError(what, where=setting.where, fix=fix))
+    recipe = replace(recipe, models=tuple(replace(own, parameters=_weight_alone(own.parameters)) for own in recipe.models))
+    parameters, where = _weight_alone(parameters), recipe.at("merge_method")
     parameters["normalize"] = Setting((Entry(False, None, where),), where)
     return replace(recipe, merge_method="linear", parameters=parameters), found
+
+
+def _weight_alone(parameters: Mapping[str, Setting]) -> dict[str, Setting]:
+    return {name: setting for name, setting in parameters.items() if name == "weight"}
 
 
 def _plain(setting: Setting | None) -> object:
