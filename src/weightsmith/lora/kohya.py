@@ -16,6 +16,7 @@ from weightsmith.errors import FormatError, Unsupported
 from weightsmith.formats.files import show
 from weightsmith.lora.records import CONFIG_NAME, Adapter, Factors
 from weightsmith.sources import open_file
+from weightsmith.text import count
 
 _BEGINNING = re.compile(r"lora_(?:te\d*|unet|transformer|llm|prior)_|lora_|lycoris_")
 _PART = re.compile(r"([^.]+)\.(lora_down\.weight|lora_up\.weight|alpha)")
@@ -67,6 +68,6 @@ def _updates(checkpoint: Checkpoint, path: Path) -> dict[str, Factors]:
                 continue
         updates[module] = Factors(own["lora_down.weight"], own["lora_up.weight"], embedding=False, scaling=scaling)
     if problems:
-        what = f"{len(problems)} problem(s) with the adapter's tensors"
+        what = f"the adapter's tensors have {count(len(problems), 'problem')}"
         raise FormatError(what, where=str(path), details=problems[:8], fix="convert it to PEFT's format, or repair it")
     return updates
