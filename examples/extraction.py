@@ -20,7 +20,7 @@ import weightsmith
 
 HERE = Path(__file__).resolve().parent
 WAYS: dict[str, dict[str, Any]] = {
-    **{f"rank {rank}": {"max_rank": rank} for rank in (2, 4, 8, 64)},
+    **{f"rank {rank}": {"max_rank": rank} for rank in (2, 4, 8, 16, 32, 64)},
     "energy 0.9": {"energy": 0.9},
     "energy 0.99": {"energy": 0.99},
     "1 M parameters": {"max_parameters": 1_000_000},

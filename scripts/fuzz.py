@@ -32,6 +32,7 @@ import traceback
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -628,6 +629,97 @@ def _use_gguf(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
         yield next(_use_checkpoint(file, rng))
 
 
+def _make_measurement() -> None:
+    """`m`, a model, and the measurement of its blocks."""
+    import weightsmith
+    from tests.quantisation.test_exl2_format import write
+    from weightsmith.quantisation.exl2.format import prepare_model
+    from weightsmith.quantisation.exl2.measurement import Measured, measurement_json
+
+    write(Path("m"))
+    blocks = prepare_model(weightsmith.plan({"merge_method": "passthrough", "models": [{"model": "m"}]})).blocks
+    measured = [(block, [Measured(each.params, 0.5 / (i + 1)) for i, each in enumerate(block.options)]) for block in blocks]
+    Path("measurement.json").write_text(json.dumps(measurement_json(measured)))
+
+
+def _use_measurement(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
+    import weightsmith
+
+    recipe = {"merge_method": "passthrough", "models": [{"model": "m"}]}
+    yield lambda: weightsmith.plan(recipe, quantize="exl2", bits=4.5, measurement=file, calibration="none")
+
+
+def _make_adapters() -> None:
+    """`lora` and `lora2`, adapters of the same modules with different ranks."""
+    import numpy as np
+    from safetensors.numpy import load_file, save_file
+
+    _make_models()
+    shutil.copytree("lora", "lora2")
+    name = "lora2/adapter_model.safetensors"
+    save_file({key: np.concatenate([x, x], 0 if "lora_A" in key else 1) for key, x in load_file(name).items()}, name)
+    config = json.loads(Path("lora2/adapter_config.json").read_text())
+    Path("lora2/adapter_config.json").write_text(json.dumps(config | {"r": 8, "rank_pattern": {}, "use_rslora": True}))
+
+
+def mutate_adapter(rng: Rng, data: bytes) -> bytes:
+    """Another configuration, or other weights."""
+    return mutate_json(rng, data, _ADAPTER_WORDS) if data.startswith(b"{") else mutate_safetensors(rng, data)
+
+
+def _use_adapters(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
+    import weightsmith
+
+    method = rng.choice(("linear", "ties", "dare_ties", "della"))
+    models = [{"model": name, "parameters": {"weight": 0.5}} for name in ("lora", "lora2")]
+    recipe = {"merge_method": method, "models": models}
+    yield lambda: weightsmith.plan(recipe)
+    if rng.random() < 0.2:
+        yield lambda: _merge(recipe, adapter_rank=rng.choice((None, 2)))
+
+
+def _make_texts() -> None:
+    """Calibration texts, and a tokenizer for them. Parquet only where pyarrow is installed."""
+    Path("m").mkdir()
+    vocab = {character: i for i, character in enumerate("?abcdefghijklmnopqrstuvwxyz")}
+    model = {"type": "BPE", "vocab": vocab | {"th": 27, "the": 28}, "merges": [["t", "h"], ["th", "e"]], "unk_token": "?"}
+    tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None}
+    tokenizer |= {"pre_tokenizer": None, "post_processor": None, "decoder": None, "model": model}
+    Path("m/tokenizer.json").write_text(json.dumps(tokenizer))
+    lines = [f"the quick brown fox {i} jumps over the lazy dog" for i in range(20)]
+    Path("t.txt").write_text("\n".join(lines))
+    rows = [{"text": line, "source": "x", "n": [1]} if i % 2 else {"a": line, "b": 1} for i, line in enumerate(lines)]
+    Path("t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    if _PARQUET:
+        from pyarrow import Table, parquet
+
+        parquet.write_table(Table.from_pydict({"text": lines, "n": list(range(20))}), "t.parquet")
+
+
+def mutate_text(rng: Rng, data: bytes) -> bytes:
+    """A tokenizer with other values, a line with another value, or other bytes."""
+    if data.startswith(b'{"version"'):
+        return mutate_json(rng, data, ("vocab", "merges", "type", "unk_token", "normalizer", "pre_tokenizer", "pattern"))
+    lines = data.split(b"\n")
+    if data.startswith(b"{") and rng.random() < 0.7:
+        i = rng.randrange(len(lines))
+        lines[i] = mutate_json(rng, lines[i], ("text",)).replace(b"\n", b"")
+        return b"\n".join(lines)
+    return mutate_bytes(rng, data)
+
+
+def _use_texts(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
+    from weightsmith.quantisation.calibration.rows import calibration_of, rows_of
+
+    text = file if file.startswith("t") else rng.choice(_TEXTS)
+    yield lambda: rows_of(calibration_of(text, rng.choice((None, 2)), 16, 0), Path("m"), 64, 1)
+
+
+_PARQUET = find_spec("pyarrow") is not None
+_TEXTS = ("t.txt", "t.jsonl", *(["t.parquet"] if _PARQUET else []))
+_ADAPTER_WORDS = ("r", "rank_pattern", "alpha_pattern", "use_dora", "modules_to_save", "q_proj", "base_model_name_or_path")
+
+
 def _make_tokenizers() -> None:
     """`a` and `b` with tokenizer.json, `s` with SentencePiece's tokenizer.model, `t` with tekken.json."""
     _make_models()
@@ -645,6 +737,8 @@ def _make_tokenizers() -> None:
         }
         Path(f"{name}/tokenizer_config.json").write_text(json.dumps(listed))
         Path(f"{name}/generation_config.json").write_text('{"eos_token_id": [6, 7], "bos_token_id": 6}')
+    Path("b/added_tokens.json").write_text('{"<pad>": 9, "<x>": 10}')
+    Path("b/special_tokens_map.json").write_text('{"pad_token": {"content": "<pad>", "lstrip": false}, "eos_token": "</s>"}')
     proto = b""
     for i, piece in enumerate(["<unk>", "<s>", "\u2581a", "b"]):
         text = piece.encode()
@@ -762,12 +856,20 @@ KINDS: dict[str, Kind] = {
     "adapter-config": Kind(
         _make_models,
         ("lora/adapter_config.json",),
-        lambda rng, data: mutate_json(
-            rng, data, ("r", "rank_pattern", "alpha_pattern", "use_dora", "modules_to_save", "q_proj")
-        ),
+        lambda rng, data: mutate_json(rng, data, _ADAPTER_WORDS),
         _use_adapter,
     ),
     "adapter-weights": Kind(_make_models, ("lora/adapter_model.safetensors",), mutate_safetensors, _use_adapter),
+    "adapters": Kind(
+        _make_adapters, ("lora2/adapter_config.json", "lora2/adapter_model.safetensors"), mutate_adapter, _use_adapters
+    ),
+    "measurement": Kind(
+        _make_measurement,
+        ("measurement.json",),
+        lambda rng, data: mutate_json(rng, data, ("accuracy", "total_bits", "bits", "bits_prop", "group_size", "scale_bits")),
+        _use_measurement,
+    ),
+    "calibration": Kind(_make_texts, ("m/tokenizer.json", *_TEXTS), mutate_text, _use_texts),
     "settings": Kind(
         _make_models,
         ("a/tokenizer_config.json",),
@@ -776,7 +878,10 @@ KINDS: dict[str, Kind] = {
     ),
     "tokenizer": Kind(
         _make_tokenizers,
-        ("a/tokenizer.json", "b/tokenizer.json", "b/tokenizer_config.json", "a/generation_config.json", "t/tekken.json"),
+        (
+            *("a/tokenizer.json", "b/tokenizer.json", "b/tokenizer_config.json", "a/generation_config.json", "t/tekken.json"),
+            *("b/added_tokens.json", "b/special_tokens_map.json"),
+        ),
         lambda rng, data: mutate_json(rng, data, ("vocab", "added_tokens", "id", "content", "special", "merges", "type")),
         _use_tokenizer,
     ),
@@ -786,7 +891,7 @@ KINDS: dict[str, Kind] = {
     "manifest": Kind(_make_manifest, ("made/weightsmith.json",), mutate_checksummed, _use_manifest),
     "plan": Kind(
         _make_plan,
-        ("plans/linear.json", "plans/stack.json", "plans/union.json", "plans/moe.json"),
+        ("plans/linear.json", "plans/stack.json", "plans/union.json", "plans/moe.json", "plans/stages.json"),
         lambda rng, data: mutate_json(rng, data, ("pieces", "needs", "stored", "encoding", "layer", "role", "op", "shape")),
         _use_plan,
     ),

@@ -2,13 +2,17 @@
 
     python scripts/mutants.py                       # 200 mutants of all rooms
     python scripts/mutants.py --rooms store engine --count 40 --seed 7
+    python scripts/mutants.py --results mutants.jsonl                # killed half way, it goes on where it was
+    python scripts/mutants.py --again mutants.jsonl                  # those that lived, against the tests as they are now
 
 A mutant is one changed token: `<` for `<=`, `and` for `or`, `+` for `-`, `1` for `2`, `True` for `False`, `not` left out.
-It is killed when a test of its room fails, and lives when all pass. The sample depends on the seed and the sources alone.
-Work is done in copies of the repository; the one this file lies in is not touched. Mutants that no test can tell from the
-program are named in `EQUIVALENT`, with the reason: they are sampled, and not counted.
+It is killed when a test of its room fails, and lives when all pass: fast ones first, slow ones if it survives them. The sample
+depends on the seed and the sources alone. Work is done in copies of the repository; the one this file lies in is not touched.
+Mutants that no test can tell from the program are in `equivalent_mutants.txt`, with the reason: they are sampled, and not
+counted.
 
-Prints each living mutant, and the share that was killed; the status is 1 when that is below `--goal`.
+Prints each mutant, and the share that was killed; the status is 1 when that is below `--goal`. At the end the tests that failed
+run without a change: 2 when one of them fails there too.
 """
 
 from __future__ import annotations
@@ -18,17 +22,23 @@ import ast
 import concurrent.futures
 import io
 import itertools
+import json
+import multiprocessing
 import os
 import queue
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import tokenize
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Literal
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path("src/weightsmith")
@@ -38,28 +48,98 @@ SWAPS = {
     **{"break": "continue", "continue": "break", "min": "max", "max": "min", "any": "all", "all": "any"},
 }
 BESIDE = {
-    **{"jobs": ["methods", "products"], "products": ["test_decoder.py"], "plans": ["engine", "test_run.py"]},
-    **{"containers": ["store"], "structure": ["planner"], "encodings": ["planner/test_quantize.py"], "cards.py": ["cli"]},
-    **{"api.py": ["test_merge.py", "test_run.py", "cli"], "identity.py": ["test_run.py", "test_merge.py"]},
-    **{
-        "checkpoint.py": ["test_checkpoint.py", "sources"],
-        "memory.py": ["test_memory.py"],
-        "distance": ["cli", "test_merge.py"],
-    },
-    **{
-        "options.py": ["cli", "test_run.py"],
-        "tensors.py": ["engine", "formats"],
-        "errors.py": ["test_errors.py", "cli"],
-        "text.py": ["cli"],
-        "progress.py": ["cli", "test_python.py"],
-        "engine": ["test_merge.py"],
-    },
-    **{"store": ["test_merge.py"], "testing": ["sources", "encodings"], "formats": ["sources"], "planner": ["test_merge.py"]},
+    "__init__.py": ["test_imports.py"],
+    "__main__.py": ["cli/test_terminal.py"],
+    "adapters": ["test_imports.py"],
+    "api.py": ["test_merge.py", "test_run.py", "test_stages.py", "cli"],
+    "cards.py": ["cli"],
+    "checkpoint.py": ["sources", "hub"],
+    "cli/extract_lora.py": ["adapters"],
+    "cli/moe.py": ["mixture"],
+    "cli/options.py": ["test_quantize_commands.py", "mixture/test_moe.py"],
+    "cli/quantize.py": ["test_quantize_commands.py"],
+    "cli/run.py": ["test_run.py", "cli/test_plan.py"],
+    "citations.py": ["cli/test_methods.py", "test_cards.py"],
+    "containers": ["store", "encodings/test_gguf.py", "test_gguf_files.py"],
+    "containers/peft.py": ["adapters"],
+    "decoder": ["quantisation/test_calibration.py", "mixture/test_gates.py"],
+    "distance.py": ["cli", "test_merge.py"],
+    "encodings": ["planner/test_quantize.py", "test_quantize_commands.py"],
+    "encodings/exl2.py": ["quantisation/test_exl2_format.py", "quantisation/test_exl2_matrix.py"],
+    "encodings/gguf.py": ["test_gguf_files.py"],
+    "encodings/matrices.py": ["quantisation/test_exl2_matrix.py", "quantisation/test_exl2_format.py"],
+    "engine": ["test_merge.py", "test_run.py", "products", "mixture/test_surgery.py"],
+    "errors.py": ["test_errors.py", "cli"],
+    "execution": ["test_merge.py", "test_run.py", "test_stages.py", "cli"],
+    "formats": ["sources", "test_checkpoint.py", "attacks"],
+    "formats/exl2.py": ["sources/test_exl2.py", "quantisation/test_exl2_format.py"],
+    "formats/files.py": ["test_hostile_input.py"],
+    "formats/gguf": [
+        "sources/test_gguf.py",
+        "test_gguf_files.py",
+        "encodings/test_gguf.py",
+        "quantisation/test_importances.py",
+    ],
+    "formats/scaled.py": ["sources/test_scaled.py", "sources/test_quantised.py"],
+    "formats/state_pickle.py": ["formats/test_pytorch.py", "sources/test_pytorch.py"],
+    "formats/zip_records.py": ["formats/test_pytorch.py", "sources/test_pytorch.py"],
+    "identity.py": ["test_run.py", "test_merge.py"],
+    "jobs": ["methods", "products", "engine"],
+    "kernels": ["methods", "jobs", "test_merge.py"],
+    "kernels/divergence.py": ["products", "quantisation/test_full_measurement.py"],
+    "kernels/exl2.py": ["quantisation/test_exl2_matrix.py", "sources/test_exl2.py"],
+    "kernels/packed.py": ["sources/test_quantised.py", "encodings"],
+    "kernels/trellis.py": ["sources/test_quantised.py"],
+    "kernels/blocks.py": ["encodings", "sources/test_scaled.py"],
+    "kernels/codes.py": ["encodings", "sources/test_scaled.py"],
+    "kernels/fp8.py": ["encodings", "sources/test_fp8.py"],
+    "kernels/lora.py": ["lora"],
+    "kernels/perturb.py": ["mixture/test_upcycling.py"],
+    "kernels/reference.py": ["encodings"],
+    "look": ["cli/test_look.py"],
+    "lora": ["adapters", "cli/test_merge.py"],
+    "methods": ["products"],
+    "mixture": ["quantisation/test_exl2_format.py"],
+    "options.py": ["cli", "test_run.py"],
+    "pages": ["look", "cli/test_look.py"],
+    "planner": ["test_merge.py", "test_stages.py", "cli/test_plan.py", "structure"],
+    "planner/account.py": ["cli/test_plan.py", "cli/test_merge.py"],
+    "planner/encode.py": ["planner/test_quantize.py", "test_quantize_commands.py"],
+    "planner/reopen.py": ["test_run.py", "test_hostile_input.py", "test_gguf_files.py"],
+    "planner/state_dicts.py": ["test_memory.py"],
+    "planner/vocabulary.py": ["planner/test_vocabulary.py", "tokenizers"],
+    "plans": ["test_run.py", "engine", "test_hostile_input.py", "cli/test_plan.py"],
+    "products": ["test_decoder.py", "methods/test_own_method.py", "methods/test_methods.py"],
+    "progress.py": ["cli/test_progress.py", "test_python.py"],
+    "quantisation": ["test_quantize_commands.py", "planner/test_quantize.py"],
+    "quantisation/gguf.py": ["test_gguf_files.py", "quantisation/test_importances.py"],
+    "quantisation/gguf_types.py": ["test_gguf_files.py"],
+    "recipe": [
+        "cli/test_messages.py",
+        "cli/test_recipe_options.py",
+        "cli/test_init.py",
+        "planner/test_parameters.py",
+        "mixture",
+    ],
+    "recipe/tokenizers.py": ["planner/test_vocabulary.py", "tokenizers"],
+    "sources": ["test_checkpoint.py", "planner/test_quantize.py"],
+    "sources/adapted.py": ["lora", "adapters"],
+    "sources/gguf.py": ["test_gguf_files.py"],
+    "sources/memory.py": ["test_memory.py"],
+    "store": ["test_merge.py", "test_run.py", "cli/test_verify.py", "cli/test_housekeeping.py"],
+    "structure": ["planner", "mixture/test_layouts.py"],
+    "tensors.py": ["engine", "formats", "containers", "encodings", "cli/test_plan.py", "test_python.py"],
+    "testing": ["sources", "encodings"],
+    "text.py": ["cli/test_terminal.py", "test_python.py", "cli"],
+    "tokenizers": ["planner/test_vocabulary.py", "formats", "test_gguf_files.py"],
 }
-"""Room -> tests besides those in the folder of its name."""
-MAX_PROCESSOR_S, MAX_WALL_S = 400, 3600
-"""Limits of one room's tests: an endless loop meets the first, a deadlock the second. A busy machine changes neither much."""
-EQUIVALENT: dict[str, str] = {}
+"""Room, folder or module -> tests besides those in the folder of its name. The nearest come first."""
+MAX_PROCESSOR_S, STALLED_S = 600, 180
+"""An endless loop ends at the first, a deadlock when so long no processor time went by: neither depends on what else runs."""
+PRELOADED = ("numpy", "numba", "scipy.stats", "torch", "transformers")
+"""Imported once; the tests of each mutant run in a fork."""
+_LINES = [line.strip() for line in Path(__file__).with_name("equivalent_mutants.txt").read_text().splitlines()]
+EQUIVALENT = dict(zip(_LINES[1::2], _LINES[::2], strict=True))
 """`file: old line -> new line` -> why no test can tell."""
 
 
@@ -91,9 +171,31 @@ class Mutant:
         return True
 
     def describe(self) -> str:
+        """Without the row, so that it is found again when lines have moved."""
         text = (ROOT / self.file).read_text()
         old, new = (t.splitlines()[self.row - 1].strip() for t in (text, self.apply(text)))
-        return f"{self.file}:{self.row}: {old} -> {new}"
+        return f"{self.file}: {old} -> {new}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Tests that run together. kernels: `kept` from earlier runs, `compiled` anew, or `plain` Python, which takes less."""
+
+    tests: tuple[str, ...]
+    marks: str
+    kernels: Literal["kept", "compiled", "plain"] = "kept"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a mutant. by: the test that failed first, or how the run ended; "" if it lives. plain: as plain Python."""
+
+    by: str = ""
+    plain: bool = False
+
+    @property
+    def lives(self) -> bool:
+        return not self.by
 
 
 def main() -> int:
@@ -104,40 +206,70 @@ def main() -> int:
     parser.add_argument("--rooms", nargs="*", default=[])
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--goal", type=float, default=0.9, help="share of mutants to kill (default: 0.9)")
+    parser.add_argument("--results", type=Path, help="append what became of each mutant, and skip those that are in it")
+    parser.add_argument("--again", type=Path, metavar="RESULTS", help="not a sample, but those that lived in this file")
+    parser.add_argument("--near", action="store_true", help="a first look: only the nearest tests of each module, no slow ones")
     parser.add_argument("--list", action="store_true", help="show the sample, run nothing")
     options = parser.parse_args()
-    mutants = sample(options.count, options.seed, options.rooms)
+    if options.again:
+        lived = {said for said, outcome in read_results(options.again).items() if outcome.lives}
+        mutants = [m for m in every_mutant(options.rooms) if m.describe() in lived]
+    else:
+        mutants = sample(options.count, options.seed, options.rooms)
     if options.list:
         print(*(mutant.describe() for mutant in mutants), sep="\n")
         return 0
-    killed = lived = equivalent = 0
+    known = read_results(options.results) if options.results else {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copies: queue.Queue[Path] = queue.Queue()
         for k in range(options.jobs):
             copies.put(copy_of_repository(Path(folder) / str(k)))
-        if broken := [room for room in sorted({m.room for m in mutants}) if not passes(Path(folder) / "0", room)]:
-            parser.error(f"tests fail without any change: {', '.join(broken)}")
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-            for mutant, dead in zip(mutants, pool.map(lambda m: try_in(copies, m), mutants), strict=True):
-                said = mutant.describe()
-                reason = EQUIVALENT.get(said)
-                killed, lived, equivalent = (
-                    killed + (dead and not reason),
-                    lived + (not dead and not reason),
-                    equivalent + bool(reason),
+            running = {pool.submit(try_in, copies, m, options.near): m for m in mutants if m.describe() not in known}
+            for future in concurrent.futures.as_completed(running):
+                said, outcome = running[future].describe(), future.result()
+                known[said] = outcome
+                print(
+                    f"{_word(said, outcome)}  {said} (line {running[future].row})  {outcome.by or EQUIVALENT.get(said, '')}",
+                    flush=True,
                 )
-                print("killed" if dead else f"equivalent ({reason})" if reason else "LIVES ", said, flush=True)
+                if options.results:
+                    with options.results.open("a") as file:
+                        print(json.dumps({"mutant": said, **asdict(outcome)}), file=file)
+        found = {said: known[said] for said in (mutant.describe() for mutant in mutants)}
+        wrong = [test for plain in (False, True) for test in failing(Path(folder) / "0", found.values(), plain)]
+    words = [_word(said, outcome) for said, outcome in found.items()]
+    killed, lived, equivalent = (words.count(word) for word in ("killed", "LIVES", "equivalent"))
     share = killed / max(1, killed + lived)
-    print(f"\n{killed} of {killed + lived} killed ({share:.0%}); {equivalent} equivalent; seed {options.seed}")
-    return int(share < options.goal)
+    print(f"\n{killed} of {killed + lived} killed ({share:.0%}); {equivalent} equivalent")
+    print(*(f"fails without any change: {test}" for test in wrong), sep="\n")
+    return 2 if wrong else int(share < options.goal)
+
+
+def _word(said: str, outcome: Outcome) -> str:
+    return "equivalent" if said in EQUIVALENT else "LIVES" if outcome.lives else "killed"
+
+
+def read_results(file: Path) -> dict[str, Outcome]:
+    """What is known of mutants. The last line about one counts."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {line.pop("mutant"): Outcome(**line) for line in map(json.loads, lines)}
+
+
+# ---- mutants
 
 
 def sample(count: int, seed: int, rooms: Sequence[str]) -> list[Mutant]:
     """Mutants of all rooms, or of some; a file counts by its number of tokens."""
-    files = sorted((ROOT / PACKAGE).rglob("*.py"))
-    every = [m for file in files for m in mutants_of(file.relative_to(ROOT)) if not rooms or m.room in rooms]
+    every = list(every_mutant(rooms))
     random.Random(seed).shuffle(every)
     return list(itertools.islice((mutant for mutant in every if mutant.is_program()), count))
+
+
+def every_mutant(rooms: Sequence[str]) -> Iterator[Mutant]:
+    """All of them, in the order of the files."""
+    for file in sorted((ROOT / PACKAGE).rglob("*.py")):
+        yield from (m for m in mutants_of(file.relative_to(ROOT)) if not rooms or m.room in rooms)
 
 
 def mutants_of(file: Path) -> Iterator[Mutant]:
@@ -173,6 +305,39 @@ def _skipped(node: ast.AST) -> Iterator[int]:
         yield from range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
+# ---- tests
+
+
+def stages(file: Path, near: bool) -> Iterator[Stage]:
+    """What a mutant of this module has to survive."""
+    groups = list(tests_of(file))
+    of_kernels = file.is_relative_to(PACKAGE / "kernels")
+    kernels: Literal["kept", "compiled"] = "compiled" if of_kernels or file == PACKAGE / "tensors.py" else "kept"
+    if of_kernels:
+        yield Stage(("tests/kernels",), "not slow and not sweep", "plain")
+    yield Stage((str(file), *groups[0]), "not slow and not sweep", kernels)
+    if not near:
+        for tests in groups[1:]:
+            yield Stage(tests, "not slow and not sweep", kernels)
+        yield Stage(tuple(test for tests in groups for test in tests), "slow and not sweep", kernels)
+
+
+def tests_of(file: Path) -> Iterator[tuple[str, ...]]:
+    """The tests of a module, nearest first: those named for it or its folder, those of its room, those beside its room."""
+    inside = file.relative_to(PACKAGE)
+    room = inside.parts[0].removesuffix(".py")
+    folders = [str(folder) for folder in (inside, *inside.parents) if len(folder.parts) > 1]
+    named = [f"{room}/test_{inside.stem}.py", *(test for folder in folders for test in BESIDE.get(folder, []))]
+    seen: set[Path] = set()
+    for group in (named, [room, f"test_{room}.py"], BESIDE.get(inside.parts[0], [])):
+        places = [ROOT / "tests" / name for name in group]
+        files = [file for place in places for file in (sorted(place.rglob("test_*.py")) if place.is_dir() else [place])]
+        tests = [test for test in dict.fromkeys(files) if test not in seen and test.exists()]
+        seen.update(tests)
+        if tests:
+            yield tuple(str(test.relative_to(ROOT)) for test in tests)
+
+
 def copy_of_repository(to: Path) -> Path:
     """What git knows, and what it does not ignore."""
     listed = subprocess.run(
@@ -189,37 +354,118 @@ def copy_of_repository(to: Path) -> Path:
     return to
 
 
-def try_in(copies: queue.Queue[Path], mutant: Mutant) -> bool:
-    """True if a test fails, or the tests do not end within their time."""
+def try_in(copies: queue.Queue[Path], mutant: Mutant, near: bool) -> Outcome:
+    """Run the stages of a mutant until a test fails."""
     copy = copies.get()
     file = copy / mutant.file
     text = file.read_text()
     try:
         file.write_text(mutant.apply(text))
-        return not passes(copy, mutant.room, mutant.file)
+        for stage in stages(mutant.file, near):
+            passed, tests = run_tests(copy, stage, "-x")
+            if not passed:
+                return Outcome(tests[0], stage.kernels == "plain")
+        return Outcome()
     finally:
         file.write_text(text)
+        for left in (copy / ".hypothesis", copy / ".kernels"):  # examples and kernels of this mutant
+            shutil.rmtree(left, ignore_errors=True)
         copies.put(copy)
 
 
-def passes(copy: Path, room: str, *more: Path) -> bool:
-    """True if the tests of a room pass in this copy. more: modules with doctests."""
-    tests = [f"tests/{name}" for name in (room.removesuffix(".py"), *BESIDE.get(room, []))]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *map(str, more)]
-    environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1"}
-    command += [name for name in tests if (copy / name).exists()]
+def failing(copy: Path, outcomes: Iterable[Outcome], plain: bool) -> list[str]:
+    """Those of the tests that killed mutants that fail in an unchanged copy."""
+    tests = sorted({outcome.by for outcome in outcomes if "::" in outcome.by and outcome.plain == plain})
+    return run_tests(copy, Stage(tuple(tests), "not sweep", "plain" if plain else "kept"))[1] if tests else []
+
+
+def run_tests(copy: Path, stage: Stage, *options: str) -> tuple[bool, list[str]]:
+    """Whether all tests of a stage pass in a copy; those that fail, or how the run ended."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_in_fork, args=(there, copy, stage, options))
+    process.start()
+    there.close()
+    used = 0.0
+    since = time.monotonic()
+    while process.is_alive():
+        process.join(1)
+        now = processor_s(process.pid or 0)
+        if now > used + 0.5:
+            used, since = now, time.monotonic()
+        if used > MAX_PROCESSOR_S or time.monotonic() - since > STALLED_S:
+            os.killpg(process.pid or 0, signal.SIGKILL)
+            process.join()
+            return False, ["no end" if used > MAX_PROCESSOR_S else "deadlock"]
     try:
-        ended = subprocess.run(
-            ["bash", "-c", f'ulimit -t {MAX_PROCESSOR_S} && exec "$@"', "tests", *command],
-            cwd=copy,
-            env=environment,
-            capture_output=True,
-            timeout=MAX_WALL_S,
-        )
-    except subprocess.TimeoutExpired:
-        return False
-    return ended.returncode == 0
+        passed, tests = here.recv()
+    except EOFError:
+        if process.exitcode == 1:  # an exception in this script
+            raise RuntimeError((copy / ".output").read_text()[-2000:]) from None
+        return False, [f"the process ended with {process.exitcode}"]
+    return passed, tests
+
+
+def processor_s(session: int) -> float:
+    """Processor time of a session's processes, and of those they waited for."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[3]) == session:
+            ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+class _Failures:
+    """A plugin of pytest: the tests that failed, in order."""
+
+    def __init__(self) -> None:
+        self.tests: list[str] = []
+
+    def pytest_runtest_logreport(self, report: object) -> None:
+        self._note(report)
+
+    def pytest_collectreport(self, report: object) -> None:
+        self._note(report)
+
+    def _note(self, report: object) -> None:
+        if report.failed:  # type: ignore[attr-defined]
+            self.tests.append(report.nodeid)  # type: ignore[attr-defined]
+
+
+def _in_fork(there: Connection, copy: Path, stage: Stage, options: Sequence[str]) -> None:
+    """Run pytest in this process: it has what is preloaded, and nothing of weightsmith."""
+    os.setsid()
+    with (copy / ".output").open("w") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+    os.chdir(copy)
+    sys.path[0] = str(copy / "src")
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPATH"] = sys.path[0]
+    options = [*options, "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # some of what is preloaded has plugins
+    if stage.kernels == "plain":
+        os.environ["NUMBA_DISABLE_JIT"] = "1"
+        options += ["-W", "ignore::RuntimeWarning"]
+    elif stage.kernels == "compiled":
+        os.environ["NUMBA_CACHE_DIR"] = str(copy / ".kernels")
+
+    import numba.core.config
+    import pytest
+
+    numba.core.config.reload_config()
+    failures = _Failures()
+    command = ["-q", "-p", "no:cacheprovider", "--timeout=0", "-o", "faulthandler_timeout=0", *options, "-m", stage.marks]
+    code = pytest.main([*command, *stage.tests], plugins=[failures])
+    passed = code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+    there.send((passed, failures.tests or ([] if passed else [f"pytest ended with {code}"])))
 
 
 if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the fork server too
     sys.exit(main())

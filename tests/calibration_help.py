@@ -11,7 +11,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.zoo import SIZES
-from weightsmith.api import Merged, execute
+from weightsmith.execution import Merged, execute
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.planner import Prepared, prepare
 from weightsmith.quantisation import quantised

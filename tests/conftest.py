@@ -11,13 +11,19 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 
 import numba.core.config  # noqa: E402
 import pytest  # noqa: E402
-from hypothesis import settings  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 from weightsmith.planner import loading  # noqa: E402
 
-# The first call of a kernel compiles it, which takes seconds; a deadline would fail whichever test comes first.
+# The first call of a kernel compiles it, which takes seconds; a deadline would fail whichever test comes first. On a busy
+# machine it takes seconds to make examples too: a time is not what a test is to find.
 # As plain Python an example takes a hundred times as long. What goes wrong there (an index out of bounds) goes wrong in most.
-settings.register_profile("weightsmith", deadline=None, max_examples=20 if numba.core.config.DISABLE_JIT else 100)
+settings.register_profile(
+    "weightsmith",
+    deadline=None,
+    max_examples=20 if numba.core.config.DISABLE_JIT else 100,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("weightsmith")
 
 

@@ -132,6 +132,8 @@ class Judge:
         settings.n_ctx = settings.n_batch = settings.n_ubatch = n
         context = call("llama_init_from_model", c.c_void_p, c.c_void_p, _Context)(self._model, settings)
         assert context
+        # Its threads wait for each other by spinning: beside other workers several take a hundred times as long as one.
+        call("llama_set_n_threads", None, c.c_void_p, c.c_int32, c.c_int32)(context, 1, 1)
         batch = call("llama_batch_init", _Batch, c.c_int32, c.c_int32, c.c_int32)(len(tokens), 0, 1)
         batch.n = len(tokens)
         for i, token in enumerate(tokens):

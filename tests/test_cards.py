@@ -219,3 +219,10 @@ def test_an_adapter_s_card_counts_too(here: Path) -> None:
         plan = replace(prepared.plan, models=(replace(prepared.plan.models[0], ref="base+lora"),))
     text = model_card(plan, "x", inputs=[Applied()])  # type: ignore[list-item]
     assert "* `base`: `mit`\n* `lora`: `cc-by-4.0`\n" in text
+
+
+def test_the_card_beside_a_file_that_is_opened_alone_is_not_the_file_s(here: Path) -> None:
+    write_card("a", "license: mit")
+    for ref, its in (("a", True), ("a/model.safetensors", False)):
+        with prepare({"merge_method": "passthrough", "models": [{"model": ref}]}) as prepared:
+            assert ("license: mit" in model_card(prepared.plan, "x", inputs=prepared.inputs)) == its

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from weightsmith.checkpoint import MAX_CONFIG_BYTES, Checkpoint, open_checkpoint
+from weightsmith.checkpoint import MAX_CONFIG_BYTES, Checkpoint, locate, open_checkpoint
 from weightsmith.errors import (
     CheckpointError,
     FormatError,
@@ -247,7 +247,8 @@ def test_code_goes_along_when_a_configuration_names_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"auto_map": one}))
     two = {"AutoTokenizer": ["tokenization_x.XTokenizer", None]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": two}))
-    (tmp_path / "processor_config.json").write_text(json.dumps({"auto_map": {"AutoProcessor": "processing_x.XProcessor"}}))
+    three = json.dumps({"auto_map": {"AutoProcessor": "processing_x.XProcessor"}})
+    (tmp_path / "processor_config.json").write_text(f'{three[:-1]}, "odd": 1, "odd": 2}}')  # copied as it is too
     (tmp_path / "preprocessor_config.json").write_text("damaged: copied as it is")
     (tmp_path / "configuration_x.py").write_text(
         "import os\nfrom .shared import a\n  from . import deep, other as o\nfrom .gone import x"
@@ -339,6 +340,11 @@ def test_what_does_not_exist_is_not_found(tmp_path: Path, monkeypatch: pytest.Mo
     refused(FormatError, "not a PyTorch zip file", ref="weights.bin")
     (tmp_path / "weights.raw").write_bytes(b"")
     refused(Unsupported, "does not end with .safetensors, .bin, .pt, .pth, .ckpt or .gguf", ref="weights.raw")
+
+
+def test_a_revision_is_in_the_name_or_beside_it() -> None:
+    assert locate("org/name") == ("org/name", None)
+    assert locate("org/name@a") == locate("org/name", "a") == locate("org/name@a", "a") == ("org/name", "a")
 
 
 def test_revisions_that_cannot_be(tmp_path: Path) -> None:

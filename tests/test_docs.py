@@ -424,13 +424,19 @@ def first_column(heading: str) -> list[str]:
     return re.findall(r"^\| `?(\w+)`? \|", section, flags=re.MULTILINE)[1:]
 
 
+@cache
+def statements(file: Path) -> list[ast.AST]:
+    """The statements of a file, wherever in it."""
+    return [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.stmt)]
+
+
 def imports(file: Path, *, types: bool = True) -> Iterator[str]:
     """The modules that a file imports, wherever in it. types: those that it imports for types alone too."""
-    tree, skipped = ast.parse(file.read_text()), set()
-    for node in ast.walk(tree):
-        if not types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+    skipped = set()
+    for node in () if types else statements(file):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             skipped |= {id(inner) for inner in ast.walk(node)}
-    for node in ast.walk(tree):
+    for node in statements(file):
         if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):
@@ -473,7 +479,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     graph = {}
     for name, file in names.items():
         found = set()
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in statements(file):
             if isinstance(node, ast.ImportFrom) and node.module:  # of a package, the modules that are taken from it
                 inner = {f"{node.module}.{alias.name}" for alias in node.names}
                 found |= inner & names.keys() or {node.module}

@@ -144,6 +144,7 @@ def fixes() -> Iterator[tuple[str, str]]:
                     yield f"{path.relative_to(SOURCE)}:{node.lineno}", text  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_every_fix_says_what_to_do() -> None:
     found = list(fixes())
     assert len(found) > 200

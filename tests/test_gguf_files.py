@@ -26,8 +26,9 @@ from weightsmith.encodings.gguf import TYPES
 from weightsmith.errors import Corrupt, FormatError, NonFinite, PlanError, StoreError
 from weightsmith.formats.gguf.header import read_gguf_header
 from weightsmith.formats.gguf.imatrix import of_sums, read_imatrix
-from weightsmith.plans import plan_from_json
-from weightsmith.quantisation.gguf import MIXTURES, Shape, type_of
+from weightsmith.planner.reopen import reopen
+from weightsmith.plans import Table, plan_from_json
+from weightsmith.quantisation.gguf_types import MIXTURES, Shape, type_of
 from weightsmith.sources.gguf import open_files
 from weightsmith.store import verify
 from weightsmith.tensors import DTYPES, TensorSpec
@@ -127,6 +128,27 @@ def test_another_reader_finds_the_same(model: Path) -> None:
     merged = ["\u2581a", "ab", "\u2581ab", "\u2581\u2581"]
     assert sorted(merged, key=lambda token: -pieces[token]) == merged, "scores follow the order of the merges"
     assert sorted(file.name for file in Path("q").iterdir()) == ["README.md", "model.gguf", "recipe.yml", "weightsmith.json"]
+
+
+def test_scores_are_those_of_a_sentencepiece_model(model: Path) -> None:
+    def field(number: int, data: bytes) -> bytes:
+        """A field of bytes, whose length takes two bytes from 128 on."""
+        length = len(data)
+        return bytes([number << 3 | 2, *([length] if length < 128 else [length & 127 | 128, length >> 7])]) + data
+
+    def piece(text: str, score: float) -> bytes:
+        return field(1, field(1, text.encode()) + b"\x15" + struct.pack("<f", score) + b"\x18\x01")
+
+    scores = {token: -1.5 * i for i, token in enumerate(PIECES)}
+    long = piece("x" * 300, -9)
+    whole = long + b"".join(piece(*one) for one in scores.items()) + field(2, bytes(200)) + b"\x18\xac\x02"
+    (model / "tokenizer.model").write_bytes(whole)
+    keys = gguf.GGUFReader(quantize("m", "q", "q8_0")).fields
+    assert keys["tokenizer.ggml.scores"].contents() == list(scores.values())
+    for damaged in (whole[:-1], whole + b"\x0b", long[:200], b"\x08" + b"\xff" * 10):
+        (model / "tokenizer.model").write_bytes(damaged)
+        with pytest.raises(PlanError, match="not a SentencePiece model"):
+            quantize("m", "other", "q8_0")
 
 
 FAMILIES = {
@@ -414,6 +436,10 @@ def test_unknown_tensors(model: Path) -> None:
     write_checkpoint(model, {**tensors, **frequencies, "lm_head.weight": tensors["model.embed_tokens.weight"]}, config)
     with pytest.raises(NonFinite, match="an element of row 3 is not a number that F16 can hold"):
         quantize("m", "q", "f16")
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = 1e6
+    write_checkpoint(model, {**tensors, **frequencies, "lm_head.weight": tensors["model.embed_tokens.weight"]}, config)
+    with pytest.raises(NonFinite, match="an element of row 0 is not a number that F16 can hold"):
+        quantize("m", "q", "f16", resume=False)
     path = quantize("m", "q", "bf16", resume=False)
     assert "output.weight" not in stored(path)
     manifest = json.loads(Path("q/weightsmith.json").read_text())
@@ -478,9 +504,12 @@ def test_a_plan_without_importances_where_a_type_needs_them(tmp_path: Path) -> N
     plan = weightsmith.plan(passthrough(str(tmp_path / "m")))
     spec = TensorSpec("w", BLOCKS["IQ1_M"], (2, 256))
     steps = (replace(plan.steps[0], encoding="gguf-iq1_m", stored=(spec,)),)
+    plan = replace(plan, steps=steps, container=GGUF, header=bytes(8))
     with pytest.raises(PlanError, match="IQ1_M cannot be encoded without importances"):
-        weightsmith.run(replace(plan, steps=steps, container=GGUF, header=bytes(8)), tmp_path / "q", progress=False)
+        weightsmith.run(plan, tmp_path / "q", progress=False)
     assert not (tmp_path / "q").exists()
+    tables = (Table(np.ones(256, "<f4").tobytes()),)
+    reopen(replace(plan, steps=(replace(steps[0], weighted=0),), tables=tables)).close()
 
 
 # ---- the mixtures

@@ -279,6 +279,7 @@ def test_router_weights_of_a_plan_are_checked(tmp_path: Path, key: str, value: o
 # ---- messages
 
 
+@pytest.mark.slow
 def test_messages_are_short_and_printable(here: Path) -> None:
     big, strange = "x" * 100_000, "\x1b[2J\u202e\ny"
     write_checkpoint(here / "c", {f"{strange}{i}.w": np.zeros((2, 2), np.float32) for i in range(500)}, {"model_type": "llama"})
@@ -318,6 +319,7 @@ def test_text_is_cut_in_the_middle_and_escaped() -> None:
     assert (cut[:4], cut[-3:]) == (r"\x1b", "end")
 
 
+@pytest.mark.slow
 def test_a_number_of_a_megabyte_is_refused_at_once() -> None:
     for number in ("1:" * 900_000 + "1", "9" * 1_800_000, "0b" + "1" * 1_800_000, "1:" * 600 + "1.5"):
         began = time.process_time()

@@ -62,6 +62,7 @@ NAMES = [
     "save_file",
     "save_model",
     "tensor_method",
+    "transplant_tokenizer",
     "verify",
 ]
 

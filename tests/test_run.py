@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from importlib import metadata
@@ -18,11 +20,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 
 import weightsmith
 from tests import plan_help
 from tests.cli_help import CONFIG, Cli
 from tests.mini import write_checkpoint
+from weightsmith.cli.run import parse_part
 from weightsmith.errors import Busy, CheckpointError, FormatError, ParameterError, PlanError, StoreError, WeightsmithError
 from weightsmith.identity import program_digest
 from weightsmith.plans import plan_from_json
@@ -178,6 +182,30 @@ def test_a_product_is_made_by_one_part_and_found_by_the_others(here: Path, monke
         weightsmith.run(plan, "out", part=part)
     weightsmith.run(plan, "out")
     assert made == ["thresholds"]
+
+
+def test_a_part_says_that_it_waits_for_the_process_that_makes_its_products(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli = Cli(monkeypatch, capsys)
+    plan = here / "plan.json"
+    plan.write_text(json.dumps(weightsmith.plan("ties.yml").to_json()))
+    cli("run", plan, "out", "--part", "1/2")
+    lock = os.open(staging_folder(here / "out") / "parts" / "lock-products", os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    release = threading.Timer(0.3, os.close, [lock])
+    release.start()
+    waited = cli("run", plan, "out", "--part", "2/2")
+    release.join()
+    assert "part 2 of 2 is done" in waited.out
+    assert waited.err.count("waiting for another process") == 1
+
+
+@pytest.mark.parametrize("part", ["5/4", "0/4", "4", "1/2/4", "one/4"])
+def test_a_part_that_cannot_be_is_a_mistake_of_the_command_line(part: str) -> None:
+    assert parse_part("4/4") == (4, 4)
+    with pytest.raises(typer.BadParameter, match="is not a part"):
+        parse_part(part)
 
 
 def test_warnings_about_the_data_of_all_parts_are_shown_once_by_the_run_that_publishes(

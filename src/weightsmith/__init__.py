@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from weightsmith._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from weightsmith.api import Merged as Merged
     from weightsmith.api import dequantize as dequantize
     from weightsmith.api import extract_lora as extract_lora
     from weightsmith.api import merge as merge
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from weightsmith.api import plan as plan
     from weightsmith.api import quantize as quantize
     from weightsmith.api import run as run
+    from weightsmith.api import transplant_tokenizer as transplant_tokenizer
     from weightsmith.checkpoint import Checkpoint as Checkpoint
     from weightsmith.checkpoint import open_checkpoint as open_checkpoint
     from weightsmith.engine.local import Progress as Progress
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from weightsmith.errors import UnknownParameter as UnknownParameter
     from weightsmith.errors import Unsupported as Unsupported
     from weightsmith.errors import WeightsmithError as WeightsmithError
+    from weightsmith.execution import Merged as Merged
     from weightsmith.look.comparison import Comparison as Comparison
     from weightsmith.look.diff import diff as diff
     from weightsmith.look.inspect import Inspection as Inspection
@@ -78,7 +79,7 @@ _HOMES = {
     "FormatError": "errors",
     "Inspection": "look.inspect",
     "LayerError": "errors",
-    "Merged": "api",
+    "Merged": "execution",
     "MethodError": "errors",
     "MismatchError": "errors",
     "NoSpace": "errors",
@@ -119,6 +120,7 @@ _HOMES = {
     "save_file": "store.save",
     "save_model": "store.save",
     "tensor_method": "methods.user",
+    "transplant_tokenizer": "api",
     "verify": "store.verify",
 }
 
@@ -175,6 +177,7 @@ __all__ = [
     "save_file",
     "save_model",
     "tensor_method",
+    "transplant_tokenizer",
     "verify",
 ]
 

@@ -32,6 +32,7 @@ ROOMS = (
     "quantisation",
     "sources",
     "structure",
+    "transplant",
 )
 """Rooms whose code determines the bytes of an output, given the plan."""
 FILES = ("tensors.py", "plans/values.py", "store/checksum.py")

@@ -23,10 +23,12 @@ class RecipeOptions:
     seed             of random masks, router weights and noise
     lenient          report settings that mergekit ignores as warnings, not errors
     allow_code       allow merge_method to run a Python file; otherwise that is an error
-    report           write where a mixture's router routes the prompts to OUT/routing.json and OUT/routing.svg. True: always,
+    routing_report   write where a mixture's router routes the prompts to OUT/routing.json and OUT/routing.svg. True: always,
                      with a pass of the base over the prompts; False: never; None: only if the router weights need that pass
     quantize         format of the output (`weightsmith quantize --list`), such as `fp8-dynamic`; None: plain weights
     adapter_rank     largest rank of an adapter that is merged of adapters; None: the sum of their ranks
+    adapter_space    what is merged of adapters: core (small matrices in shared bases), knots, or compressed (to adapter_rank
+                     before the merge)
     check_loading    compare stacks, mixtures and surgery with the model that transformers, if installed, builds from the new
                      config.json
     settings         values to set in the recipe, by key path: {"parameters.t": 0.3}
@@ -37,9 +39,10 @@ class RecipeOptions:
     seed: int = 0
     lenient: bool = False
     allow_code: bool = False
-    report: bool | None = None
+    routing_report: bool | None = None
     quantize: str | None = None
     adapter_rank: int | None = None
+    adapter_space: str = "core"
     check_loading: bool = True
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -106,6 +109,7 @@ class ExtractSettings:
     distribute_scale     singular values are shared between A and B; False: all of them are in A
     skip_undecomposable  leave out tensors that cannot be decomposed (norms, embedding, head) instead of saving them whole
     layout               peft, or vllm: only what vLLM loads
+    intruder_scale       scale of intruder dimensions: singular vectors of the fine-tune that the base lacks; 1 changes nothing
     """
 
     max_rank: int = 128
@@ -120,6 +124,43 @@ class ExtractSettings:
     distribute_scale: bool = True
     skip_undecomposable: bool = False
     layout: str = "peft"
+    intruder_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransplantSettings:
+    """How `transplant_tokenizer` makes the rows of tokens that the model lacks.
+
+    approximation      `weightsmith.transplant.approximations.NAMES` lists all
+    k                  of omp, hybrid, common_interpolation, stb, mp_rope: shared tokens for one missing token
+    weight_scheme      of common_interpolation: distance_proportional, barycentric or least_squares
+    cosine_similarity  of common_interpolation: nearest by angle, not by distance
+    subword_method     of subword: mean, sum, weighted_mean or first_last
+    prefix_match       the longest token that begins a missing one serves for it: no, yes, embed or lm_head (only in that table)
+    byte_match         a token for a byte and the character serve for each other: no, yes, embed or lm_head
+    magikarp           poorly trained tokens are approximated too, and approximate nothing
+    match_norms        new rows get the length that those of the shared tokens let expect
+    new_vocab_noise    standard deviation of noise that is added to new rows
+    new_vocab_scale    factor of new rows
+    seed               of random rows and noise
+    max_shard_bytes    maximum size of a weight file; None: 5 GB
+    report_text        path of a text; the report counts the missing tokens in it
+    """
+
+    approximation: str = "omp"
+    k: int = 64
+    weight_scheme: str = "distance_proportional"
+    cosine_similarity: bool = False
+    subword_method: str = "mean"
+    prefix_match: str = "no"
+    byte_match: str = "yes"
+    magikarp: bool = False
+    match_norms: bool = False
+    new_vocab_noise: float | None = None
+    new_vocab_scale: float | None = None
+    seed: int = 0
+    max_shard_bytes: int | None = None
+    report_text: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +173,7 @@ class RunOptions:
     resume            resume interrupted work of the same plan; False discards it
     fsync             flush the data to disk before the output is published
     card              write README.md, a model card
+    report            write report.html: what was merged and how far it moved, by layer and part, as a page
     allow_nonfinite   merge NaN and infinity like any number; else they raise an error that names tensor and model
     device            torch device name for hidden states
     keep_stages       write the results of all the recipes whose results the recipe reads, to OUT.stage-NAME, and keep them
@@ -145,6 +187,7 @@ class RunOptions:
     resume: bool = True
     fsync: bool = True
     card: bool = True
+    report: bool = False
     allow_nonfinite: bool = False
     device: str = "cpu"
     keep_stages: bool = False
@@ -175,9 +218,10 @@ class RecipeKeywords(TypedDict, total=False):
     seed: int
     lenient: bool
     allow_code: bool
-    report: bool | None
+    routing_report: bool | None
     quantize: str | None
     adapter_rank: int | None
+    adapter_space: str
     check_loading: bool
     settings: Mapping[str, Any]
 
@@ -191,6 +235,7 @@ class RunKeywords(TypedDict, total=False):
     resume: bool
     fsync: bool
     card: bool
+    report: bool
     allow_nonfinite: bool
     device: str
     keep_stages: bool
@@ -227,6 +272,25 @@ class ExtractKeywords(RunKeywords, total=False):
     distribute_scale: bool
     skip_undecomposable: bool
     layout: str
+
+
+class TransplantKeywords(RunKeywords, total=False):
+    """`TransplantSettings` and `RunOptions` as keywords."""
+
+    approximation: str
+    k: int
+    weight_scheme: str
+    cosine_similarity: bool
+    subword_method: str
+    prefix_match: str
+    byte_match: str
+    magikarp: bool
+    match_norms: bool
+    new_vocab_noise: float | None
+    new_vocab_scale: float | None
+    seed: int
+    max_shard_bytes: int | None
+    report_text: str | None
 
 
 class PlanKeywords(RecipeKeywords, QuantizeKeywords, total=False):

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 import weightsmith
 from tests.cli_help import Cli, cli
 from tests.lora.test_lora import BF16, DOWN, INNER, LLAMA, TOKENS, H, P, Q, adapter, base, base_tensors, factors, normal
-from tests.mini import write_checkpoint
+from tests.mini import as_bytes, write_checkpoint
 from weightsmith.adapters import prepare_extraction
 from weightsmith.adapters.factors import KIND, FactorWork
 from weightsmith.errors import FormatError, PlanError, WeightsmithError
@@ -303,6 +303,10 @@ def test_peft_loads_every_tensor_and_makes_the_fine_tune(kind: str, tmp_path: Pa
     tokens = torch.arange(12)[None]
     with torch.no_grad():
         torch.testing.assert_close(wrapped(tokens).logits, model(tokens).logits, atol=2e-4, rtol=2e-3)
+    wrapped.save_pretrained(tmp_path / "again", save_embedding_layers=False)
+    assert {n: as_bytes(a) for n, a in tensors_of(tmp_path / "again").items()} == {
+        n: as_bytes(a.astype(np.float32)) for n, a in tensors_of(made.out).items()
+    }
 
 
 # ---- what is refused
@@ -343,6 +347,7 @@ def test_models_that_are_equal_or_differ_where_no_factors_are_give_no_adapter(tm
         ({"energy": 0.5, "max_parameters": 9}, "energy decides the ranks already"),
         ({"sv_epsilon": float("nan")}, "sv_epsilon is nan"),
         ({"layout": "gguf"}, "write one of peft, vllm"),
+        ({"intruder_scale": 1.5}, "intruder_scale is 1.5: a scale is from 0 to 1"),
         ({"layout": "vllm", "max_rank": 1024}, "vLLM loads ranks up to 512"),
         ({"layout": "vllm", "embed_lora": True}, "vLLM reads factors of linear layers only"),
         ({"include": ("(",)}, "is not a regular expression"),
@@ -401,8 +406,8 @@ def test_a_plan_runs_from_its_json_and_is_checked(tmp_path: Path, cli: Cli) -> N
         work = FactorWork.of(product)
         wide = tuple(replace(target, rank=H + 1) for target in work.targets)
         assert KIND.check(product) == ""
-        assert KIND.check(replace(work, targets=wide).product("x", product.steps)) == "rank 25 of a matrix [24, 40]"
-    for key, value in [("rank", 10**6), ("form", "conv"), ("module", "x")]:
+        assert KIND.check(replace(work, targets=wide).product("x", product.steps)) == "rank 25 of matrices [[24, 40]]"
+    for key, value in [("rank", 10**6), ("form", "conv"), ("module", "x"), ("experts", 2), ("experts", 10**12)]:
         broken = json.loads(ran.out)
         broken["products"][0]["settings"]["targets"][0][key] = value
         with pytest.raises(PlanError) as caught:

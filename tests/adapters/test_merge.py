@@ -15,6 +15,7 @@ from tests.adapters.test_extract import applied, config_of, tensors_of
 from tests.cli_help import Cli, cli
 from tests.lora.test_lora import DOWN, INNER, TOKENS, H, P, Q, adapter, base, base_tensors, factors, normal
 from tests.mini import write_checkpoint
+from weightsmith.adapters import combinations
 from weightsmith.adapters.merged_factors import MergedWork
 from weightsmith.errors import PlanError, WeightsmithError
 from weightsmith.products import find_kind
@@ -148,8 +149,12 @@ def test_the_result_is_an_adapter_like_the_others(adapters: tuple[Path, Path], t
     assert (tmp_path / "run" / name).read_bytes() == (direct / name).read_bytes()
 
 
-def test_products_from_elsewhere_are_checked(adapters: tuple[Path, Path]) -> None:
-    for product in weightsmith.plan(recipe(adapters)).products:
+@pytest.mark.parametrize("method", ["linear", "peft_svd"])
+@pytest.mark.parametrize("space", ["core", "knots"])
+def test_products_from_elsewhere_are_checked(method: str, space: str, adapters: tuple[Path, Path]) -> None:
+    if (method, space) == ("peft_svd", "knots"):
+        return
+    for product in weightsmith.plan(recipe(adapters, method), adapter_space=space).products:
         check = find_kind(product.op).check
         assert check(product) == ""
         changes: list[dict[str, Any]] = [{"modules": ()}, {"modules": 3}, {}]
@@ -157,6 +162,12 @@ def test_products_from_elsewhere_are_checked(adapters: tuple[Path, Path]) -> Non
             own = product.settings["modules"][0]
             wrong = {"ranks": (0,) * len(own["ranks"]), "owners": ()}
             changes = [{"modules": ({**own, key: value},)} for key, value in wrong.items()]
+        elif product.op == "combination":
+            changes += [
+                {"weights": ()},
+                {"ranks": (1,) * 9},
+                {"combination": {"name": "x", "density": 1.0, "majority": "total"}},
+            ]
         else:
             changes += [{"cores": "x"}]
             wide = replace(MergedWork.of(product), ranks=(10**6,) * len(product.settings["ranks"]))
@@ -165,6 +176,110 @@ def test_products_from_elsewhere_are_checked(adapters: tuple[Path, Path]) -> Non
             assert bool(check(replace(product, settings={**product.settings, **change}))) == bool(change), change
         assert check(replace(product, outs=product.outs[1:]))
         assert check(replace(product, steps=product.steps[1:]))
+
+
+def cores_of(folders: tuple[Path, ...]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Orthonormal bases of the outputs and the inputs that the differences of Q span, and the differences."""
+    deltas = [delta(folder, Q) for folder in folders]
+    u, s, _ = np.linalg.svd(np.hstack(deltas))
+    v = np.linalg.svd(np.vstack(deltas))[2].T
+    rank = int((s > 1e-6 * s[0]).sum())
+    return u[:, :rank], v[:, :rank], deltas
+
+
+def merged_as_models(folders: list[np.ndarray], method: str, tmp_path: Path, **shared: Any) -> np.ndarray:
+    """Matrices merged as models of one tensor are, with a base of zeros."""
+    name = f"{Q}.weight"
+    paths = [write_checkpoint(tmp_path / f"m{i}", {name: np.ascontiguousarray(a, np.float32)}) for i, a in enumerate(folders)]
+    zero = write_checkpoint(tmp_path / "zero", {name: np.zeros_like(folders[0], np.float32)})
+    models = [{"model": str(path), "parameters": {"weight": 1.0, "density": 0.5}} for path in paths]
+    what = {"merge_method": method, "base_model": str(zero), "models": models, "parameters": shared}
+    with weightsmith.open_checkpoint(merge(what, tmp_path / "as models")) as checkpoint:
+        return checkpoint.read(name).astype(np.float64)
+
+
+def both(adapters: tuple[Path, Path], **parameters: float) -> dict[str, Any]:
+    return {
+        "merge_method": "ties",
+        "models": [{"model": str(p), "parameters": {"weight": 1.0, **parameters}} for p in adapters],
+    }
+
+
+def test_knots_merges_the_right_singular_vectors_of_all_side_by_side(adapters: tuple[Path, Path], tmp_path: Path) -> None:
+    """As published: ties of Σ Vᵢ. Its rows may have any sign, which an election by rows does not see."""
+    out = merge(both(adapters, density=0.5), tmp_path / "out", adapter_space="knots")
+    u, _, deltas = cores_of(adapters)
+    want = u @ merged_as_models([u.T @ each for each in deltas], "ties", tmp_path)
+    np.testing.assert_allclose(delta(out, Q), want, atol=1e-5 * np.abs(want).max())
+    assert config_of(out)["r"] == 6
+
+
+def test_compressed_adapters_keep_what_the_shared_bases_hold(adapters: tuple[Path, Path], tmp_path: Path) -> None:
+    out = merge(both(adapters), tmp_path / "out", adapter_space="compressed", adapter_rank=3)
+    u, v, deltas = cores_of(adapters)
+    u, v = u[:, :3], v[:, :3]
+    want = u @ merged_as_models([u.T @ each @ v for each in deltas], "ties", tmp_path) @ v.T
+    trimmed = delta(merge(both(adapters, density=0.5), tmp_path / "trimmed", adapter_space="compressed", adapter_rank=3), Q)
+    np.testing.assert_allclose(trimmed, want, atol=1e-5 * np.abs(want).max())
+    assert config_of(out)["r"] == 3
+
+
+@pytest.mark.parametrize("space", ["core", "knots", "compressed"])
+def test_a_sum_is_the_same_in_every_space(space: str, adapters: tuple[Path, Path], tmp_path: Path) -> None:
+    out = merge(recipe(adapters, normalize=False), tmp_path / "out", adapter_space=space, adapter_rank=6)
+    want = delta(adapters[0], Q) + delta(adapters[1], Q)
+    np.testing.assert_allclose(delta(out, Q), want, atol=3e-6 * np.abs(want).max())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_peft_s_combinations_are_what_peft_computes(tmp_path: Path) -> None:
+    """All of them, with negative weights, by PEFT itself; dare with a density of 1, as its masks are random."""
+    peft, transformers = (pytest.importorskip(n) for n in ("peft", "transformers"))
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=TOKENS, hidden_size=H, intermediate_size=INNER, **heads)
+    ).double()
+    names = ["a", "b", "c"]
+    targets = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    tuned = peft.get_peft_model(model, peft.LoraConfig(lora_alpha=5, **targets), adapter_name="a")
+    for i, name in enumerate(names[1:]):
+        tuned.add_adapter(name, peft.LoraConfig(lora_alpha=6 + i, **targets))
+    for name, parameter in tuned.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn_like(parameter) * 0.1
+    tuned.save_pretrained(tmp_path, selected_adapters=names)
+    paths = tuple(tmp_path / name for name in names)
+    weights = (0.7, -0.4, 0.5)
+    module = tuned.base_model.model.model.layers[0].mlp.down_proj
+    for name in combinations.NAMES:
+        for majority in combinations.MAJORITIES if "ties" in name else ("total",):
+            density = 1.0 if name.startswith("dare") else 0.6
+            label = f"{name} {majority}"
+            tuned.add_weighted_adapter(
+                names, list(weights), label, combination_type=name, density=density, majority_sign_method=majority, svd_rank=5
+            )
+            want = module.get_delta_weight(label).numpy()
+            shared = {"density": density} if combinations.Combination(name).prunes() else {}
+            shared |= {"majority_sign_method": majority} if "ties" in name else {}
+            what = recipe(paths, f"peft_{name}", weights, **shared)
+            out = merge(what, tmp_path / label, adapter_rank=5)
+            found, config = tensors_of(out), config_of(out)
+            a, b = (found[f"{P}model.layers.0.mlp.down_proj.lora_{part}.weight"].astype(np.float64) for part in "AB")
+            np.testing.assert_allclose(b @ a, want, atol=2e-6 * np.abs(want).max(), err_msg=label)
+            assert config["r"] == {"cat": 12}.get(name, 5 if "svd" in name else 4)
+            assert f"peft_{name}" in (out / "README.md").read_text()
+
+
+def test_random_combinations_keep_the_mean_and_are_the_same_again(adapters: tuple[Path, Path], tmp_path: Path) -> None:
+    what = recipe((adapters[0], adapter(tmp_path / "c", factors(Q, H, H, 4, seed=7))), "peft_dare_linear_svd", density=0.5)
+    one, two, other = (
+        tensors_of(merge(what, tmp_path / f"out {n}", seed=seed, threads=threads))
+        for n, seed, threads in (("one", 1, 1), ("two", 1, 3), ("other", 2, 1))
+    )
+    assert all(a.tobytes() == two[n].tobytes() for n, a in one.items())
+    assert any(a.tobytes() != other[n].tobytes() for n, a in one.items())
 
 
 @pytest.mark.slow
@@ -237,6 +352,20 @@ def test_what_cannot_be_merged(adapters: tuple[Path, Path], tmp_path: Path) -> N
     assert "adapter_rank is the rank of a merge of adapters" in str(
         refusal(recipe((model, base(tmp_path / "base2"))), adapter_rank=3)
     )
+    assert "PEFT has no combination 'svt' (did you mean 'svd'" in str(refusal(recipe(adapters, "peft_svt")))
+    assert "peft_ties needs one density for all models" in str(refusal(recipe((adapters[0],) * 1, "peft_ties", (1.0,))))
+    wrong = {"density": 0.5, "majority_sign_method": "most"}
+    assert "majority_sign_method is 'most'" in str(refusal(recipe((adapters[0],), "peft_ties", (1.0,), **wrong)))
+    assert "peft_svd has no parameter 'normalize' here" in str(refusal(recipe(adapters, "peft_svd", normalize=True)))
+    dense = recipe(adapters[:1], "peft_cat", (1.0,))
+    dense["models"][0]["parameters"]["density"] = 0.5
+    assert "peft_cat has no parameter 'density' here" in str(refusal(dense))
+    problem = str(refusal(recipe(adapters, "peft_linear")))
+    assert "peft_linear works on A and on B, and the ranks are [4, 2]" in problem
+    assert "adapter_space is 'cor', not one of core, knots, compressed" in str(refusal(recipe(adapters), adapter_space="cor"))
+    assert "adapters are compressed to a rank" in str(refusal(recipe(adapters), adapter_space="compressed"))
+    assert "not merged in another space" in str(refusal(recipe(adapters, "peft_svd"), adapter_space="knots"))
+    assert "adapter_space is the space of" in str(refusal(recipe((model, base(tmp_path / "base3"))), adapter_space="knots"))
     scoped = recipe(adapters, "ties", scope="model", density=0.5)
     assert "looks at the whole model" in str(refusal(scoped))
     assert "densty" in str(refusal(recipe(adapters, "ties", densty=0.5)))

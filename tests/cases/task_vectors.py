@@ -190,6 +190,11 @@ CASES = (
         "task_vectors, voted", T, OPEN | {"elect": "count", "combine": "disjoint_mean"}, models(1, 1, 1, density=1.0), voted,
     ),
     Case("cabs", "cabs", {"lambda": 1.0}, models(1.2, 0.7, density=0.25, group=16), lambda a: in_turn(a, [1.2, 0.7], 4, 16)),
+    Case(
+        "cabs, nothing of one", "cabs", {"lambda": 1.0},
+        [*models(1.2, density=0.25, group=16), *models(0.7, density=0.0, group=16)[1:]],
+        lambda a: in_turn(a[:2], [1.2], 4, 16),
+    ),
     Case("magmax", "magmax", {"lambda": 1.0}, models(1.0, -0.5, 2.0), lambda a: largest_alone(a, [1.0, -0.5, 2.0])),
     Case(
         "localize_and_stitch", "localize_and_stitch", {"scope": "model", "embeddings": False, "lambda": 1.0},

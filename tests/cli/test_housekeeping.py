@@ -98,6 +98,7 @@ def test_a_folder_that_does_not_exist_is_an_error(cli: Cli, work: Path) -> None:
 # ---- doctor
 
 
+@pytest.mark.slow
 def test_the_doctor_shows_packages_cores_memory_disk_and_the_hub(work: Path) -> None:
     ran = run_process("doctor", "--json", cwd=work, env={"HF_HUB_OFFLINE": "1"})
     assert ran.code == 0

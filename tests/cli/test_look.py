@@ -57,6 +57,22 @@ def test_a_glob_without_a_match_is_an_error(folder: Path, cli: Cli) -> None:
     assert "no tensor matches '*.mpl.*'" in ran.err
 
 
+def test_a_report_is_written_beside_the_answer(folder: Path, cli: Cli) -> None:
+    ran = cli("diff", "base", "b", "--quiet", "--json", "--report", "r.html")
+    assert json.loads(ran.out)["b"] == "b"
+    assert "in all linear layers of all layers" in (folder / "r.html").read_text()
+    assert cli("inspect", "base", "--report", "r.html").code == 0
+    assert "LlamaForCausalLM of" in (folder / "r.html").read_text()
+
+
+def test_a_file_that_is_no_report_is_found_before_the_models_are_read(folder: Path, cli: Cli) -> None:
+    (folder / "thesis.html").write_text("mine")
+    ran = cli("diff", "base", "nowhere", "--report", "thesis.html")
+    assert ran.code == 3
+    assert ran.err.startswith("error[output-exists]: thesis.html: the file exists, and is no report of weightsmith")
+    assert (folder / "thesis.html").read_text() == "mine"
+
+
 def test_a_preview_in_tables_of_eighty_columns_and_as_json(folder: Path, cli: Cli) -> None:
     models = "\n".join(f"  - model: {name}\n    parameters: {{weight: 0.5}}" for name in ("b", "base"))
     (folder / "sum.yml").write_text(f"merge_method: task_arithmetic\nbase_model: base\nmodels:\n{models}\n")

@@ -28,6 +28,13 @@ def test_every_option_of_mergekit_is_in_the_table_once() -> None:
     assert sorted(MERGEKIT) == sorted(name for flag in FLAGS for name in flag.names)
 
 
+def test_those_that_take_a_value_are_mergekits() -> None:
+    taking = (
+        "--transformers-cache --lora-merge-cache --lora-merge-dtype --device --num-threads -j --out-shard-size --random-seed"
+    )
+    assert {name for name, flag in KNOWN.items() if flag.value} == {*taking.split(), "--write-threads"}
+
+
 def test_all_that_are_not_refused_together_change_nothing_but_are_answered(
     cli: Cli, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ def test_a_checkpoint_as_written_is_said_to_be_so(cli: Cli, work: Path) -> None:
     cli("merge", "linear.yml", "out")
     ran = cli("verify", "out")
     assert ran.code == 0
-    assert "out: as written: 6 tensors and 4 other files" in ran.out
+    assert "out: OK, 6 tensors and 4 other files match their checksums" in ran.out
     assert "not of this checkpoint" not in ran.err
     (work / "out/note.txt").write_text("mine")
     ran = cli("verify", "out", "--json")

@@ -61,6 +61,15 @@ def test_one_model_alone_has_nobody_to_agree_with() -> None:
         weightsmith.merge_state_dicts("passthrough", [{"w": np.float32([1, np.inf])}], scale=2)
 
 
+@pytest.mark.parametrize("at", [0, 4])
+def test_the_first_element_and_the_last_are_looked_at_in_inputs_and_in_results(at: int) -> None:
+    values = np.ones(5, np.float32)
+    for value, found in ((np.inf, rf"element \[{at}\] is inf"), (3e38, rf"element \[{at}\] of the result is not a number")):
+        values[at] = value
+        with pytest.raises(NonFinite, match=found):
+            weightsmith.merge_state_dicts("passthrough", [{"w": values}], scale=2)
+
+
 def test_dtypes_may_differ() -> None:
     models = [{"w": np.array([2, -np.inf, np.nan], kind)} for kind in (np.float32, ml_dtypes.bfloat16)]
     with pytest.warns(UserWarning, match="w: this tensor holds a NaN or an infinity that is the same in all the models"):

@@ -733,6 +733,26 @@ def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
         read_pickle_header(tmp_path / "a.pt")
 
 
+class Named(torch.Tensor):
+    """A tensor class of our own."""
+
+
+class Odd:
+    """Pickled as a tensor of a class that torch has, made by a function that makes no tensor."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch._tensor._rebuild_from_type_v2, (collections.OrderedDict, torch.nn.Parameter, (), None)
+
+
+def test_a_tensor_with_attributes_is_read_and_others_that_look_like_it_are_not(tmp_path: Path) -> None:
+    tensor = torch.arange(3.0)
+    tensor.note = "mine"  # type: ignore[attr-defined]
+    check(save(tmp_path / "a.pt", {"w": tensor}), {"w": tensor})
+    for odd in (tensor.as_subclass(Named), Odd()):  # type: ignore[arg-type]
+        with pytest.raises(CheckpointError):
+            read_pickle_header(save(tmp_path / "b.pt", {"w": odd}))
+
+
 def test_zip64_without_need_is_read_and_contradictions_are_not(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
         for name, data, _ in GOOD:
@@ -745,6 +765,13 @@ def test_zip64_without_need_is_read_and_contradictions_are_not(tmp_path: Path) -
         narrow[len(data) - 22 + offset] ^= 1
         (tmp_path / "b.pt").write_bytes(narrow)
         with pytest.raises(FormatError, match="two ends that contradict each other"):
+            read_pickle_header(tmp_path / "b.pt")
+    at = data.rindex(b"PK\x06\x07")
+    for offset, flipped in ((4, 1), (8, 1), (16, 3)):  # disk, start of the zip64 end, and number of disks in its locator
+        changed = bytearray(data)
+        changed[at + offset] ^= flipped
+        (tmp_path / "b.pt").write_bytes(changed)
+        with pytest.raises(FormatError, match="according to its locator"):
             read_pickle_header(tmp_path / "b.pt")
     at = data.rindex(b"PK\x06\x06")
     for offset in (24, 32, 40, 48, 4, 0):  # counts, size, start, length, magic of the zip64 end

@@ -429,7 +429,7 @@ GATES = tuple(
         {"base_model": base, "gate_mode": mode, "experts": list(PROMPTS), **keys},
         needs=("torch", "transformers"),
         portable=False,
-        report=False,
+        routing_report=False,
     )
     for name, mode, base, keys in (
         ("hidden", "hidden", "llama_0", {}),

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save
 
 from tests.cli_help import Ran
 from tests.fake_hub import COMMIT, FakeHub, Files, cache, environment, serve, silent
+from weightsmith import hub as hub_files
 
 WEIGHTS = "model.safetensors"
 CONFIG = json.dumps({"model_type": "llama", "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}).encode()
@@ -152,6 +153,36 @@ def test_mistakes_cost_no_download(hub: FakeHub, tmp_path: Path) -> None:
     taken = weightsmith(hub, tmp_path, "merge", recipe(tmp_path, "org/base", "org/tuned"), "out")
     assert taken.code == 3, taken.err
     assert cached(tmp_path) == {"config.json"}
+
+
+@pytest.mark.slow
+def test_parts_of_a_file_on_the_hub_are_its_bytes_in_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 3 * hub_files.HEAD_BYTES
+    data = np.random.default_rng(0).bytes(size)
+    asked: list[tuple[int, int]] = []
+
+    def fetch(self: object, first: int, end: int) -> bytes:
+        asked.append((first, end))
+        return data[first:end]
+
+    monkeypatch.setattr(hub_files._HubFile, "_fetch", fetch)
+    file = hub_files._HubFile("org/base", "main", WEIGHTS, size, None)
+    head, range_, middle = hub_files.HEAD_BYTES, hub_files.RANGE_BYTES, size // 2
+    for offset, nbytes, request in (
+        (0, 8, (0, head)),
+        (100, 1000, None),  # known
+        (size - 22, 22, (size - range_, size)),  # a directory of a zip file is at its end
+        (size - 500, 30, None),
+        (size - 10, 50, None),  # to the end
+        (size + 10, 5, None),
+        (middle, 10, (middle, middle + range_)),
+        (middle + range_ - 1, 1, None),
+        (middle - 5, 2 * range_, (middle - 5, middle - 5 + 2 * range_)),
+        (size - range_ - 1, 3, (size - range_ - 1, size - 1)),
+    ):
+        asked.clear()
+        assert file.read_at(offset, nbytes) == data[offset : offset + nbytes]
+        assert asked == ([] if request is None else [request])
 
 
 @pytest.mark.slow

@@ -80,3 +80,28 @@ def test_the_bytes_do_not_depend_on_how_counts_are_held(
     assert made("too many", 10, 1 << 16) == plain
     if method == "ties" and kind == "float32":
         assert "sure" in passes, "the window was to be too wide"
+
+
+@pytest.mark.parametrize(("kind", "density"), [("float32", 0.02), ("float32", 0.98), ("bf16", 0.5)])
+def test_one_pass_finds_a_threshold_among_few_patterns(
+    kind: str, density: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first tile says of the window is right: the matrix is not read again, and few patterns are counted."""
+    passes, counted = list[str](), [0]
+    add, fold = Counted.add, Selection.fold
+
+    def added(self: Counted, counts: Counts) -> None:
+        counted[0] += int(counts.numbers.sum())
+        add(self, counts)
+
+    def folded(self: Selection, kind: str) -> None:
+        passes.append(kind)
+        fold(self, kind)
+
+    monkeypatch.setattr(Counted, "add", added)
+    monkeypatch.setattr(Selection, "fold", folded)
+    arrays = data(kind)[:2]
+    weights = [{}, {"weight": 0.6, "density": density, "gamma": 0.0}]
+    run_method(tmp_path, "ties", arrays, shared=GTA, models=weights, base=True, tile_bytes=1)
+    assert passes == ["window"]
+    assert 0 < counted[0] < 0.25 * arrays[0].size

@@ -44,6 +44,25 @@ def always_even(out: np.ndarray) -> None:
     inner(out)
 
 
+@kernel
+def called(x: float) -> float:
+    return x + 1
+
+
+@kernel
+def calling(x: float) -> float:
+    return called(x) + called(x + 1)
+
+
+def test_compiled_kernels_are_kept_where_numba_keeps_its_own_else_in_the_users_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    for numbas, folder in ((str(tmp_path / "numba"), tmp_path / "numba"), ("", tmp_path / "user" / "weightsmith")):
+        monkeypatch.setattr(numba.core.config, "CACHE_DIR", numbas)
+        assert Path(jit.cache_folder.__wrapped__()).parent == folder
+
+
 def test_a_branch_that_no_value_takes_is_not_compiled() -> None:
     out = np.zeros(2)
     outer(np.array([0]), out)
@@ -59,6 +78,21 @@ def test_a_branch_that_a_value_takes_is_compiled() -> None:
             outer(np.array(parities), np.zeros(2))
     with pytest.raises(numba.core.errors.TypingError, match="no_such_attribute"):
         inner(np.zeros(2))  # nothing rules it out
+
+
+@compiled
+def test_a_kernel_that_kernels_call_is_not_compiled_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def emit(library: Any) -> None:
+        made.append(library.name)
+        known(library)
+
+    known = jit.codegen.JITCodeLibrary._finalize_specific
+    monkeypatch.setattr(jit.codegen.JITCodeLibrary, "_finalize_specific", emit)
+    assert calling(1.0) == 5
+    assert any(name.startswith("calling") for name in made)
+    assert not any(name.startswith("called") for name in made)
 
 
 class Worker(threading.Thread, event.Listener):  # type: ignore[misc]
@@ -184,7 +218,7 @@ def test_threads_do_not_undo_each_others_cache_folder(monkeypatch: pytest.Monkey
     monkeypatch.setattr(jit, "cache_folder", lambda: "ours")
     monkeypatch.setattr(jit.config, "CACHE_DIR", "before")
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: jit._njit(njit, called_by_kernel=True, inline=False), range(64)))
+        list(pool.map(lambda _: jit._njit(njit, called_by_kernel=False), range(64)))
     assert seen == {"ours"}
     assert jit.config.CACHE_DIR == "before"
 
@@ -197,6 +231,7 @@ print(any(seen))
 """
 
 
+@pytest.mark.slow
 @compiled
 def test_progress_says_that_kernels_are_compiled_in_the_first_run_alone(tmp_path: Path) -> None:
     tensors = {"w": np.ones((8, 8), np.float32)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from weightsmith.kernels.combine import LANES, combine, gram
 from weightsmith.kernels.divergence import NEAR, exponentials, logarithms, row_divergence
 from weightsmith.kernels.finite import first_nonfinite
 from weightsmith.kernels.philox import random_words
-from weightsmith.kernels.rows import SHORT, descending, keep_by_rank, keep_in_groups, keep_ranks, ranks
+from weightsmith.kernels.rows import SHORT, descending, keep_band, keep_by_rank, keep_in_groups, keep_ranks, ranks
 from weightsmith.kernels.select import HIGH_BINS, MAX_PATTERNS, TABLE, count_high, count_windows, find_bin, index_of_tie
 from weightsmith.kernels.task_vector import (
     BY_COUNT,
@@ -31,6 +33,7 @@ from weightsmith.kernels.task_vector import (
     l1_norms,
     merge_task_vectors,
 )
+from weightsmith.kernels.vectors import combine_columns, combine_rows, gram_columns, gram_rows
 from weightsmith.tensors import DTYPES
 
 F32 = DTYPES["F32"].code
@@ -93,6 +96,44 @@ def test_gram_by_grains(stack: np.ndarray, grain: int, deltas: bool) -> None:
         np.testing.assert_allclose(
             out[g], (part @ part.T)[np.triu_indices(k)], rtol=1e-12, atol=1e-12 * np.abs(part).max() ** 2
         )
+
+
+@pytest.mark.parametrize("cols", [1, LANES + 1, BLOCK, BLOCK + 37])
+@pytest.mark.parametrize("deltas", [False, True])
+def test_products_and_combinations_by_row_and_by_column(cols: int, deltas: bool) -> None:
+    rng = np.random.default_rng(cols)
+    height = 5
+    stack = rng.normal(size=(3, height, cols)).astype(np.float32)
+    vectors = (stack[1:] - stack[0] if deltas else stack).astype(np.float64)
+    first, second = np.triu_indices(len(vectors))
+    flat, codes = raw(stack.reshape(3, -1))
+    rows, sums, _, _ = scratch(3)
+    by_row, by_column = np.empty((height - 1, len(first))), np.zeros((len(first), cols))
+    gram_rows(flat, codes, 1, cols, deltas, by_row, rows, sums)
+    np.testing.assert_allclose(by_row, np.einsum("prc,prc->rp", vectors[first], vectors[second])[1:], rtol=1e-9, atol=1e-9)
+    gram_columns(flat, codes, height * cols, cols, deltas, by_column, rows)
+    np.testing.assert_allclose(by_column, np.einsum("prc,prc->pc", vectors[first], vectors[second]), rtol=1e-12, atol=1e-12)
+    of_rows, of_columns = rng.normal(size=(height - 1, 3)), rng.normal(size=(3, cols))
+    out = np.zeros((height, cols), np.float32)
+    combine_rows(flat, codes, of_rows, 1, cols, out.reshape(-1).view(np.uint8), F32, rows, sums)
+    np.testing.assert_allclose(out[1:], np.einsum("rm,mrc->rc", of_rows, stack[:, 1:]), rtol=1e-6, atol=1e-6)
+    assert not out[0].any()
+    combine_columns(flat, codes, of_columns, height * cols, cols, out.reshape(-1).view(np.uint8), F32, rows, sums)
+    np.testing.assert_allclose(out, np.einsum("mc,mrc->rc", of_columns, stack), rtol=1e-6, atol=1e-6)
+
+
+def test_a_band_of_magnitudes_with_its_ties() -> None:
+    """Neighbouring bit patterns, so that one too many or too few is seen."""
+    n, least = 18, int(np.float32(1.5).view(np.int32))
+    index, bits = np.arange(n), least + np.arange(n, dtype=np.int32) * 5 % 6
+    row = bits.view(np.float32) * np.where(index % 4 < 2, np.float32(-1), np.float32(1))
+    for low, high, low_cut, high_cut in itertools.product(range(6), range(6), (-1, 0, 7, n, n + 1), (-1, 0, 5, 11, n)):
+        if low <= high:
+            among_low = (bits > least + low) | ((bits == least + low) & (index < low_cut))
+            among_high = (bits > least + high) | ((bits == least + high) & (index < high_cut))
+            kept = row.copy()
+            keep_band(kept, n, least + low, low_cut, least + high, high_cut)
+            np.testing.assert_array_equal(kept, np.where(among_low & ~among_high, row, np.float32(0)))
 
 
 def test_philox_matches_the_published_vectors() -> None:

@@ -369,6 +369,27 @@ def test_a_tokenizer_that_differs_is_noted(tmp_path: Path) -> None:
     assert warning.what.endswith("are not used: tokenizer.json")
 
 
+@pytest.mark.parametrize("method", ["linear", "ties"])
+def test_modules_that_are_saved_whole_are_merged_as_those_of_models(method: str, tmp_path: Path) -> None:
+    model = base(tmp_path / "base", np.float32)
+    loras = [
+        adapter(tmp_path / n, factors(Q, H, H, seed=s) | {f"{P}lm_head.weight": normal(TOKENS, H, seed=s)})
+        for n, s in (("a", 1), ("b", 5))
+    ]
+    baked_in = [tmp_path / f"baked {lora.name}" for lora in loras]
+    for lora, out in zip(loras, baked_in, strict=True):
+        baked(model, lora, out)
+
+    def merged(names: list[str], out: Path) -> bytes:
+        models = [{"model": name, "parameters": {"weight": 0.5}} for name in names]
+        more = {"base_model": str(model)} if method == "ties" else {}
+        weightsmith.merge({"merge_method": method, "models": models, **more}, out, fsync=False)
+        return (out / "model.safetensors").read_bytes()
+
+    applied = merged([f"{model}+{lora}" for lora in loras], tmp_path / "one")
+    assert applied == merged([str(out) for out in baked_in], tmp_path / "two")
+
+
 # ---- what is refused
 
 
@@ -380,7 +401,6 @@ def test_a_tokenizer_that_differs_is_noted(tmp_path: Path) -> None:
         ({"lora_bias": True}, "lora_bias: a bias of B"),
         ({"layer_replication": [[0, 1], [0, 1]]}, "layer_replication: layers that are repeated"),
         ({"megatron_config": {"x": 1}}, "megatron_config: "),
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters: "),
         ({"trainable_token_indices": [1]}, "trainable_token_indices: "),
         ({"init_lora_weights": "pissa"}, "init_lora_weights: 'pissa': the base weights were changed"),
     ],

@@ -23,6 +23,7 @@ def peft(numbers: Mapping[str, float], name: str) -> float:
     return next((number for text, number in numbers.items() if re.match(rf"(?:.*\.)?(?:{text})$", name)), -1)
 
 
+@pytest.mark.slow
 def test_patterns_mean_what_they_mean_to_re() -> None:
     rng = random.Random(1)
     compared = fitting = 0

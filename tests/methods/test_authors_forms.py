@@ -188,6 +188,13 @@ def test_sce() -> None:
         near(got[name].ravel(), (weight * deltas).sum(0) / np.maximum(weight.sum(0), 1e-300))
 
 
+def test_sce_takes_the_positive_where_deltas_cancel() -> None:
+    deltas = np.array([[1.0, -2.0, 3.0], [-1.0, 2.0, 3.0]])
+    base = {"w": np.zeros(3)}
+    got = merged("sce", base, [{"w": delta} for delta in deltas], select_topk=1.0, select_applies_to="weights")
+    near(got["w"], np.array([1.0, 2.0, 3.0]))
+
+
 def test_cabs_groups_the_flattened_matrix() -> None:
     """Here groups end with their row: the same where the columns are a multiple of the group."""
     base, tuned = models(2)

@@ -19,6 +19,7 @@ from weightsmith import PerModel, block_method, methods
 from weightsmith.errors import MethodError, PlanError
 from weightsmith.jobs.job import Job, Matrix
 from weightsmith.methods.base import Parameter
+from weightsmith.methods.family import check_probabilities
 from weightsmith.methods.signature import Booleans, Bounds, Ignored, bound, merge_method, parameters_of, values
 from weightsmith.methods.user_files import at_hand
 
@@ -96,6 +97,16 @@ def test_a_rule_can_only_ask_for_parameters_of_the_method() -> None:
 
     with pytest.raises(MethodError, match="has the argument 'u', which is not a parameter of the method"):
         bound(lambda u: u > 0, parameters_of(f, skip=("matrix",)))
+
+
+@pytest.mark.parametrize(
+    ("density", "epsilon", "fits"), [(0.3, 0.29, 1), (0.3, 0.3, 0), (0.8, 0.19, 1), (0.8, 0.2, 0), (1, 0.5, 1)]
+)
+def test_probabilities_are_between_0_and_1(density: float, epsilon: float, fits: bool) -> None:
+    found = check_probabilities([0.5, density], [0.1, epsilon])
+    limit = f"they must lie between 0 and 1: use an epsilon below {min(density, round(1 - density, 9)):g}"
+    assert found.endswith("" if fits else limit)
+    assert bool(found) != fits
 
 
 def test_rules_get_typed_values() -> None:

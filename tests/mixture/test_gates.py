@@ -173,6 +173,23 @@ def test_what_stands_before_every_text_is_known_and_not_counted() -> None:
     assert [r.ids for r in (*rows.negative, *rows.held_out)] == [(1, 6), (1, 10)]
 
 
+def test_as_in_mergekit_an_empty_prompt_is_the_first_token_alone() -> None:
+    texts = Texts(positive=("", "w0"), negative=("",))
+    rows = Tokens(tokenizer(), plain=True).rows(texts, None)
+    assert [[r.ids for r in kind] for kind in (rows.positive, rows.negative)] == [[(1,), (1, 4)], [(1,)]]
+    rows = Tokens(tokenizer(), plain=False).rows(texts, None)
+    assert [[r.ids for r in kind] for kind in (rows.positive, rows.negative)] == [[(1, 4)], []]
+
+
+def test_a_tokenizer_without_a_prefix_of_its_own_gets_none() -> None:
+    def other(text: str, add_special_tokens: bool = True, verbose: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [*([] if add_special_tokens else [0]), *map(ord, text)]}
+
+    other.bos_token_id, other.bos_token = 1, "<s>"  # type: ignore[attr-defined]
+    rows = Tokens(other, plain=False).rows(Texts(positive=("b",)), None)
+    assert [(r.ids, r.start) for r in rows.positive] == [((0, 98), 0)]
+
+
 def test_paragraphs_are_between_blank_lines() -> None:
     assert paragraphs("a\n b\n\n \nc\n\n\n") == ["a\n b", "c"]
 
@@ -221,6 +238,16 @@ def test_rows_reach_the_plan_and_a_scale_scales_them(models: Path) -> None:
         return arrays["model.layers.0.block_sparse_moe.gate.weight"]
 
     np.testing.assert_allclose(rows(router_scale=3), 3 * rows(), rtol=1e-6)
+
+
+def test_a_shared_expert_has_prompts_of_its_own_or_none(models: Path) -> None:
+    def gate(**own: Any) -> np.ndarray:
+        shared = [{"source_model": str(models / "a"), **own}]
+        arrays, _ = made_router(recipe_of(models, told(0, 1), architecture="qwen2_moe", shared_experts=shared))
+        return next(array for name, array in arrays.items() if name.startswith("model.layers.0.") and "shared" in name)
+
+    assert gate(**told(2)[0]).any()
+    assert not gate().any()
 
 
 def problems_of(recipe: dict[str, Any], *, fill: bool = False) -> list[str]:
@@ -312,8 +339,8 @@ def test_prompts_that_end_in_the_same_token_are_advised_another_mode(models: Pat
 def test_leniently_rows_of_zeros_are_written_with_a_warning(models: Path, tmp_path: Path) -> None:
     negative = [SAME_END[0] | {"negative_prompts": ["w7 w5"]}, SAME_END[1] | {"negative_prompts": ["w8 w5"]}]
     recipe = recipe_of(models, negative, gate_mode="hidden")
-    for options in ({"report": False}, {"report": True}):
-        made = weightsmith.moe(recipe, tmp_path / f"out{options['report']}", lenient=True, fsync=False, **options)
+    for options in ({"routing_report": False}, {"routing_report": True}):
+        made = weightsmith.moe(recipe, tmp_path / f"out{options['routing_report']}", lenient=True, fsync=False, **options)
         said = [finding.what for finding in made.warnings]
         assert sum("are zero in layer 0" in what for what in said) == 2, said
         with weightsmith.open_checkpoint(made.out) as out:

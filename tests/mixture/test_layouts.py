@@ -469,6 +469,12 @@ def test_names_of_qwen3(written: str, models: Models) -> None:
     assert planned(recipe(models.dense("qwen3"), architecture=written)) == "qwen3_moe"
 
 
+def test_those_with_routers_of_sigmoids_say_so() -> None:
+    assert [layout.name for layout in all_layouts() if layout.sigmoid] == [
+        layout.name for layout in all_layouts() if "sigmoid" in layout.routing
+    ]
+
+
 def test_a_router_of_sigmoids_has_short_rows(models: Models, tmp_path: Path) -> None:
     made(recipe(models.dense("llama"), architecture="glm4_moe"), tmp_path / "out")
     tensors = load_tensors(tmp_path / "out")

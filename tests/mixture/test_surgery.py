@@ -597,6 +597,15 @@ def test_the_examples_run(recipe: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert len(RECIPES) == 3
 
 
+def test_no_router_weights_are_made_and_so_none_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "r.yml").write_text(f"model: {eight(tmp_path / 'moe')}\nprune_experts: {{keep: [0, 2, 5]}}\n")
+    ran = Cli(monkeypatch, capsys)("moe", tmp_path / "r.yml", "--routing")
+    assert ran.code == 2
+    assert "this recipe makes no router weights" in ran.err
+
+
 def test_the_recipes_in_the_docs_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     eight(tmp_path / "moe")
     monkeypatch.chdir(tmp_path)

@@ -344,6 +344,28 @@ def test_a_filter_and_a_value_that_decide_nothing_warn(abc: tuple[str, str, str]
     ]
 
 
+def test_filters_that_all_decide_nothing_warn_one_by_one(abc: tuple[str, str, str]) -> None:
+    a, b, _ = abc
+    weight = [{"filter": "mpl", "value": 1}, {"filter": "atn", "value": 2}]
+    models = [{"model": a, "parameters": {"weight": weight}}, {"model": b}]
+    p = plan({"merge_method": "linear", "models": models, "parameters": {"weight": 3}})
+    assert [w.split("\n")[0] for w in warnings(p)] == [
+        f"models[0].parameters.weight[{k}].filter: the filter '{name}' of weight decides for no tensor"
+        for k, name in enumerate(("mpl", "atn"))
+    ]
+
+
+def test_of_a_list_that_decides_nothing_its_rest_is_not_named(abc: tuple[str, str, str]) -> None:
+    a, b, _ = abc
+    models = [{"model": name, "parameters": {"weight": 1}} for name in (a, b)]
+    p = plan(
+        {"merge_method": "linear", "models": models, "parameters": {"weight": [{"filter": "mlp", "value": 2}, {"value": 3}]}}
+    )
+    assert [w.split("\n")[0] for w in warnings(p)] == [
+        "parameters.weight[0].filter: the filter 'mlp' of weight decides for no tensor"
+    ]
+
+
 def test_a_filter_hidden_behind_a_wider_one_warns(abc: tuple[str, str, str]) -> None:
     a, b, _ = abc
     t = [{"value": 0.5}, {"filter": "mlp", "value": 0.1}]

@@ -13,6 +13,7 @@ from tests import plan_help
 from tests.plan_help import only, plan, problems, warnings
 from weightsmith.errors import MismatchError, NotFound, SyntaxProblem, Unsupported
 from weightsmith.planner import Plan
+from weightsmith.recipe import Schedule
 
 
 @pytest.fixture
@@ -85,6 +86,12 @@ def test_the_entry_s_parameters_hold_for_each_and_other_entries_stay_in_their_pl
     assert refs(p) == ["./base", "./run/checkpoint-10", "./run/checkpoint-100", "./run/checkpoint-9"]
     used = {tuple(m["weight"] for m in p.settings[s.settings].models) for s in p.steps}
     assert used == {(2, 0.5, 0.5, 3)}
+
+
+def test_the_entry_s_schedule_spreads_over_what_it_matches(run: Path) -> None:
+    p = plan(linear(entry("./base", 2), {"model": "./run/*", "parameters": {"weight": {"ema": 0.5}}}))
+    used = {tuple(m["weight"] for m in p.settings[s.settings].models) for s in p.steps}
+    assert used == {(2, *Schedule("ema", 0.5).weights(4))}
 
 
 def test_patterns_in_slices_and_modules(run: Path) -> None:

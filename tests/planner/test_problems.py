@@ -51,6 +51,17 @@ parameters:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "r.yml"]
 
 
+def test_a_slice_with_a_mistake_is_not_looked_at_further(tmp_path: Path) -> None:
+    a, b = (plan_help.model(tmp_path / name, 4, seed=seed) for seed, name in enumerate("ab"))
+    ranges = [{"model": a, "layer_range": [0, 2]}, {"model": b, "layer_range": [3, 4]}]  # the second has no further layer
+    for sources, found in (
+        (ranges, "the sources of a slice have different numbers of layers"),
+        ([ranges[0], ranges[0]], f"{a} is listed twice"),
+    ):
+        recipe = {"merge_method": "linear", "slices": [{"sources": sources}], "parameters": {"weight": 1}}
+        assert [problem.finding.what for problem in problems(recipe)] == [found]
+
+
 def test_parameters_shapes_and_missing_tensors_are_told_together(tmp_path: Path) -> None:
     a = plan_help.model(tmp_path / "a")
     tensors = decoder(seed=1, without=["model.layers.1.input_layernorm.weight"])

@@ -24,11 +24,11 @@ from tokenizers import Tokenizer
 import weightsmith
 from tests.calibration_help import CONFIGS, TINY, prepared_for, quantise, save_model, settings
 from tests.cli_help import environment
-from weightsmith.api import execute
 from weightsmith.checkpoint import open_checkpoint
 from weightsmith.engine.bench import Unkept
 from weightsmith.engine.local import Resources, run
 from weightsmith.errors import CannotResume, FormatError, NonFinite, PlanError, StoreError, WeightsmithError
+from weightsmith.execution import execute
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.planner import Prepared, prepare
 from weightsmith.planner.reopen import reopen
@@ -36,6 +36,7 @@ from weightsmith.plans import Product, plan_from_json
 from weightsmith.products import find_kind
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation.calibration import layer, rows, sums
+from weightsmith.quantisation.calibration.common import Progress
 from weightsmith.quantisation.calibration.plan import Chain
 from weightsmith.quantisation.calibration.rows import calibration_of, rows_of
 from weightsmith.quantisation.calibration.schemes import dequantise, split
@@ -101,6 +102,23 @@ def captured(prepared: Prepared, products: Sequence[Product], memory: int | None
 def rows_for(given: QuantizeSettings, folder: Path) -> torch.Tensor:
     text = calibration_of(given.calibration, given.calibration_rows, given.calibration_tokens, 0)
     return torch.from_numpy(rows_of(text, folder, 256, 1).astype(np.int64))
+
+
+def test_the_progress_of_the_products_of_a_phase_is_one() -> None:
+    told: list[tuple[int, int]] = []
+
+    class Bench:
+        def progress(self, done: int, total: int) -> None:
+            told.append((done, total))
+
+    class Base:
+        layers = 4
+
+    for number, first, last in ((0, 0, 0.25), (0, 0.25, 1), (3, 0.5, 1)):
+        progress = Progress(Bench(), Base(), number, first, last)  # type: ignore[arg-type]
+        for share in (0, 0.5, 1):
+            progress(share)
+    assert told == [(done, 4000) for done in (0, 125, 250, 250, 625, 1000, 3500, 3750, 4000)]
 
 
 @pytest.mark.slow
@@ -526,6 +544,8 @@ def test_an_activation_that_is_not_finite_is_one_error(tmp_path: Path) -> None:
         ({"calibration": "no_such_file.txt"}, "no_such_file.txt"),
         ({"calibration": "text.doc"}, "unknown kind"),
         ({"calibration": "broken.jsonl"}, "line 2 is not JSON"),
+        ({"calibration": "deep.jsonl"}, "line 1 is JSON nested too deeply"),
+        ({"calibration": "large.jsonl"}, "line 1 would take up to"),
         ({"calibration": "latin.txt"}, "not UTF-8: byte 0xe9 at offset 3"),
     ],
 )
@@ -534,6 +554,8 @@ def test_a_bad_text_is_one_error(
 ) -> None:
     given = replace(settings(tmp_path), **change)
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text":\n')
+    (tmp_path / "deep.jsonl").write_text("[" * 70 + "]" * 70)
+    (tmp_path / "large.jsonl").write_text("[" + "[]," * 10_000_000 + "0]")  # 30 MB of text, 600 MB of lists
     (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(PlanError) as caught:
@@ -578,10 +600,12 @@ def test_a_line_of_json_may_hold_other_breaks_of_lines(llama: Path, tmp_path: Pa
     assert rows_of(calibration_of(str(tmp_path / "t.jsonl"), 1, 8, 0), llama, 256, None).shape == (1, 8)
 
 
-def test_a_text_that_cannot_be_encoded_is_one_error(llama: Path, tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text('{"text": "half of a pair: \\ud800"}\n')
+def test_a_text_that_cannot_be_encoded_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("b")
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
     with pytest.raises(FormatError, match="the tokenizer cannot encode the calibration text"):
-        rows_of(calibration_of(str(tmp_path / "t.jsonl"), None, 5, 0), llama, 256, None)
+        rows_of(calibration_of(str(tmp_path / "t.txt"), None, 5, 0), tmp_path, 256, None)
 
 
 @pytest.mark.parametrize("bos", [-1, 256, 10**12])

@@ -329,6 +329,10 @@ def _repeated(q_invperm: np.ndarray) -> np.ndarray:
 HOSTILE = {
     "ascending": ({"q_groups": np.array([2, 0, 3, 2, 5, 5, 8, 10], np.int16)}, "kernels read groups from the most bits"),
     "first": ({"q_groups": np.array([8, 1, 5, 8, 3, 13, 2, 16], np.int16)}, "28 rows"),
+    "skipped": (
+        {"q_groups": np.array([8, 1, 5, 9, 3, 14, 2, 17], np.int16), "q_weight": np.zeros((19, 32), np.int32)},
+        "its groups begin at row 1 of q_weight",
+    ),
     "backwards": ({"q_groups": np.array([8, 0, 5, 8, 3, 7, 2, 16], np.int16)}, "group 1 has rows 8 to 7"),
     "too far": ({"q_groups": np.array([8, 0, 5, 8, 3, 13, 2, 30], np.int16)}, "group 2 has rows 13 to 30"),
     "negative": ({"q_groups": np.array([8, 0, 5, 8, 3, -1, 2, 16], np.int16)}, "rows 8 to 65,535"),

@@ -13,8 +13,8 @@ import transformers
 
 import weightsmith
 from tests.calibration_help import prepared_for, quantise, save_model, settings
-from weightsmith.api import execute
 from weightsmith.errors import FormatError, ParameterError, PlanError
+from weightsmith.execution import execute
 from weightsmith.options import QuantizeSettings, RunOptions
 from weightsmith.plans import plan_from_json
 from weightsmith.quantisation.calibration import common

@@ -202,7 +202,7 @@ def test_many_recipes_that_each_use_all_before_them_are_read_in_time() -> None:
         f"name: r{i}\nmerge_method: linear\nmodels: [{{model: org/a}}, {', '.join(f'{{model: r{k}}}' for k in range(i))}]\n"
         for i in range(1, MAX_RECIPES)
     ]
-    began = time.monotonic()
+    began = time.process_time()
     found = read(*recipes)
     assert len(found.stages) == MAX_RECIPES - 2
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5

@@ -277,6 +277,24 @@ def test_scaled_frequencies(tmp_path: Path) -> None:
         assert found.identity != identity
 
 
+def test_keys_that_a_family_may_leave_out(tmp_path: Path) -> None:
+    def config(architecture: str, **more: Any) -> dict[str, Any]:
+        tensors = {"token_embd.weight": llama()["token_embd.weight"]}
+        keys = {**KEYS, **{name.replace("__", "."): value for name, value in more.items()}}
+        with open_checkpoint(write_gguf(tmp_path / "a.gguf", architecture, tensors, keys)) as found:
+            assert found.config is not None
+            return found.config
+
+    assert config("phi3")["sliding_window"] is None
+    assert config("phi3", attention__sliding_window=0)["sliding_window"] is None
+    assert config("phi3", attention__sliding_window=32)["sliding_window"] == 32
+    with pytest.raises(FormatError, match="sliding_window is array"):
+        config("phi3", attention__sliding_window=[32, 0])
+    window = {"attention__sliding_window": 32}
+    assert "final_logit_softcapping" not in config("gemma3", **window)
+    assert config("gemma3", **window, final_logit_softcapping=30.0)["final_logit_softcapping"] == 30
+
+
 # ---- what is refused
 
 

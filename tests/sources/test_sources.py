@@ -92,10 +92,10 @@ class TestAdapted(SourceTests):
         write_checkpoint(tmp_path / "adapter", factors)
         origins = {name: AdaptedTensor(name) for name in base} | {
             "head": AdaptedTensor("tied"),
-            "layers.2.w": AdaptedTensor("layers.2.w", update=Update("a", "b", 0.5, transposed=False)),
+            "layers.2.w": AdaptedTensor("layers.2.w", updates=(Update("a", "b", 0.5, transposed=False),)),
             "tied": AdaptedTensor("tied", replacement="saved"),
-            "wide": AdaptedTensor("wide", update=Update("a", "b.wide", -2, transposed=False)),
-            "z": AdaptedTensor("z", update=Update("a.t", "b.t", 2, transposed=True)),
+            "wide": AdaptedTensor("wide", updates=(Update("a", "b.wide", -2, transposed=False),)),
+            "z": AdaptedTensor("z", updates=(Update("a.t", "b.t", 2, transposed=True),)),
         }
 
         def adapted(changed: Mapping[str, AdaptedTensor]) -> Tensors:
@@ -113,7 +113,7 @@ class TestAdapted(SourceTests):
             "z": (base["z"] + 2 * low_rank("a.t", "b.t").T).astype(np.float32),
         }
         order = ["empty", "head", "layers.2.w", "layers.10.w", "long", "scalar", "tied", "wide", "z"]
-        doubled = origins | {"wide": AdaptedTensor("wide", update=Update("a", "b.wide", 4, transposed=False))}
+        doubled = origins | {"wide": AdaptedTensor("wide", updates=(Update("a", "b.wide", 4, transposed=False),))}
         return SourceCase(lambda: adapted(origins), {n: expected[n] for n in order}, lambda: adapted(doubled))
 
     def test_what_is_written_and_where(self, case: SourceCase) -> None:

@@ -48,6 +48,11 @@ def test_a_flipped_bit_names_its_tensor_and_no_other(tmp_path: Path, name: str) 
     verify(out)
 
 
+def test_a_weight_file_without_numbers_is_good(tmp_path: Path) -> None:
+    save_model({"a": np.zeros((0, 4), np.float32)}, tmp_path / "out", metadata={}, fsync=False)
+    assert verify(tmp_path / "out").tensors == 1
+
+
 def test_every_flipped_bit_of_a_weight_file_is_found(tmp_path: Path) -> None:
     out = tmp_path / "out"
     save_model({"a": np.arange(3, dtype=np.int16)}, out, metadata={}, fsync=False)

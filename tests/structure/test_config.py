@@ -107,6 +107,7 @@ def test_list_that_counts_extra_layers_too_keeps_their_part() -> None:
         ({"first_k_dense_replace": 1, "n_routed_experts": 8}, [0, 0, 1], {"first_k_dense_replace": 2}),
         ({"first_k_dense_replace": 1, "n_routed_experts": None}, [1, 0], {}),
         ({"num_dense_layers": 2}, [0, 1, 2, 2], {}),
+        ({"num_hash_layers": 2}, [0, 2, 3], {"num_hash_layers": 1}),
         ({"max_window_layers": 4, "use_sliding_window": False, "sliding_window": 8}, [0], {}),
         ({"max_window_layers": 4, "use_sliding_window": True}, [0, 1], {"max_window_layers": 2}),
         ({"max_window_layers": 2, "use_sliding_window": True}, [0, 2, 3], {"max_window_layers": 1}),
@@ -134,6 +135,8 @@ def test_list_that_counts_extra_layers_too_keeps_their_part() -> None:
         ({"moe_layer_start_index": 1, "moe_layer_end_index": -1}, [1, 2], {"moe_layer_start_index": 0}),
         ({"block_types": ["r", "r", "a"]}, [0, 1, 2, 3], {}),
         ({"block_types": ["r", "r", "a"]}, [0, 2, 2], {"block_types": ["r", "a", "a"]}),
+        ({"aligner_num_add_layers": 2}, [0, 1], {"aligner_num_add_layers": 1}),
+        ({"aligner_num_add_layers": 1}, [3, 3], {"aligner_num_add_layers": 2}),
         ({"global_attn_every_n_layers": 2}, [2, 1, 0], {}),
         ({"global_attn_every_n_layers": 2, "layer_types": [F, S, F, S]}, [1, 0], {"layer_types": [S, F]}),
     ],
@@ -177,6 +180,13 @@ def test_refusal_names_the_key_the_kinds_and_the_way_out() -> None:
         "  new layers: 0:sparse, 1:dense, 2:sparse\n"
         "  -> Keep the layers in an order that the model class can build."
     )
+
+
+def test_a_refusal_shows_the_first_layers_of_a_deep_model() -> None:
+    for n, shown in ((80, "78:sparse, 79:sparse\n"), (81, "79:sparse, ...\n")):
+        with pytest.raises(LayerError) as caught:
+            resized({"num_hidden_layers": n, "first_k_dense_replace": 1}, [1, 0, *range(2, n)])
+        assert shown in str(caught.value)
 
 
 def test_whole_stack_in_order_changes_nothing_even_without_a_count() -> None:
@@ -246,6 +256,21 @@ def test_number_about_the_decoder_does_not_bind_the_encoder() -> None:
     assert resize_config(config, s, {"encoder.block.": [1, 1]})[0] == config
     with pytest.raises(LayerError, match="decoder_sparse_step"):
         resize_config(config, s, {"decoder.block.": [1, 1]})
+
+
+@pytest.mark.parametrize(("other", "tower", "refused"), [(4, "", True), (3, "", False), (4, "vision.layers.", False)])
+def test_an_encoder_that_another_section_may_count_stays(other: int, tower: str, refused: bool) -> None:
+    config = {"encoder_layers": 4, "decoder_layers": 2, "vision_config": {"num_hidden_layers": other}}
+    s = analyse(
+        [*stack("encoder.layers.", "aaaa"), *stack("decoder.layers.", "bb"), *stack(tower, "cccc" if tower else "")], config
+    )
+    if refused:
+        with pytest.raises(
+            LayerError, match=r"encoder_layers and vision_config\.num_hidden_layers of config\.json may both be"
+        ):
+            resize_config(config, s, {"encoder.layers.": [0, 1]})
+    else:
+        assert resize_config(config, s, {"encoder.layers.": [0, 1]})[0] == {**config, "encoder_layers": 2}
 
 
 def test_stacks_with_one_count_must_change_together() -> None:

@@ -1,6 +1,7 @@
 """LoRA adapters as outputs. `weightsmith.lora` reads them as inputs.
 
 select.py   which modules become factors, which are saved whole
+experts.py  which of them are matrices of experts
 factors.py  the product with the factors of a layer's matrices
 changes.py  the product that compares all other tensors
 ranks.py    ranks, by what of a difference is signal
@@ -9,6 +10,7 @@ report.py   what an adapter keeps
 extract.py  `weightsmith extract-lora`: the plans
 cores.py    the product with the core matrices of a layer's adapters
 merged_factors.py   the product that decomposes what a merge makes of them
+combinations.py     the product with what PEFT's add_weighted_adapter makes of them
 merge.py    merges of adapters: the plan
 """
 

@@ -8,21 +8,22 @@ second follows from their arrays: the same products, and steps that store the fi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import yaml
 
 from weightsmith._version import __version__
 from weightsmith.adapters.changes import NAME as CHANGES
 from weightsmith.adapters.changes import changes
-from weightsmith.adapters.factors import FACTS, FactorWork, Target
-from weightsmith.adapters.peft import PREFIX, adapter_config, factor_names
+from weightsmith.adapters.factors import FactorWork
+from weightsmith.adapters.peft import PREFIX, adapter_config, factor_names, stacked_names
 from weightsmith.adapters.ranks import Spectrum, choose_ranks
 from weightsmith.adapters.report import Extraction, Matrix
-from weightsmith.adapters.select import Pair, Selection, pair_tensors, select, settings_problems
+from weightsmith.adapters.select import Pair, Selection, Weight, pair_tensors, select, settings_problems
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.containers import PEFT
 from weightsmith.errors import (
@@ -56,7 +57,7 @@ COMMAND = "extract-lora"
 _BASE, _TUNED = 0, 1  # models of the plan
 _DIFFERENCE = Settings({"normalize": False}, ({"weight": 1.0}, {"weight": -1.0}))
 _SOURCE = """LoRA: Hu et al. 2021, https://arxiv.org/abs/2106.09685. Randomised singular value decompositions:
-Halko, Martinsson and Tropp 2011, https://arxiv.org/abs/0909.4061."""
+Musco and Musco 2015, https://arxiv.org/abs/1504.05477."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +125,13 @@ def _reference(name: str | os.PathLike[str], where: str, problems: list[Weightsm
 
 def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettings, dtype: DType | None) -> Plan:
     pairs, strange = pair_tensors(base, tuned)
-    selection = select(pairs, settings)
+    selection = select(pairs, settings, base)
     if not selection.factors:
         what = "no weight of a linear layer is left to decompose"
         fix = "change include, exclude or save_modules" if settings.include or settings.exclude else "name a language model"
         raise ParameterError(what, where=tuned.ref, fix=fix)
     compared = [*selection.whole, *(pair for pair, _ in selection.left_out)]
-    factors = tuple(_factor_products(selection, analyse(base.specs.values(), base.config), spread=settings.distribute_scale))
+    factors = tuple(_factor_products(selection, analyse(base.specs.values(), base.config), settings))
     following = Following(
         dtype=(dtype or _dtype(tuned, selection)).torch,
         layout=settings.layout,
@@ -155,8 +156,7 @@ def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettin
 
 def _dtype(tuned: Checkpoint, selection: Selection) -> DType:
     """Of the fine-tune's weights: float32, if they are neither that nor a 16-bit dtype."""
-    _, pair = next(iter(selection.factors.values()))
-    found = tuned.kept_as(pair.tuned.name)
+    found = tuned.kept_as(selection.factors[0].pair.tuned.name)
     return found if found.name in ("BF16", "F16") else DTYPES["F32"]
 
 
@@ -171,30 +171,41 @@ def _warnings(models: Sequence[Checkpoint], strange: Sequence[str]) -> Iterator[
         yield Finding(what, strange[0])
 
 
-def _difference(pair: Pair, name: str = "") -> Step:
+def _difference(pair: Pair, name: str = "", block: Block | None = None) -> Step:
     """The step of the difference; of vocabularies of different sizes, of the fine-tune's tensor, which differs in any case."""
     name = name or pair.spec.name
     if pair.grown:
         return Step(replace(pair.tuned, name=name), COPY, (Read(_TUNED, pair.tuned.name),))
-    spec = TensorSpec(name, DTYPES["F32"], pair.spec.shape)
-    return Step(spec, "linear", (Read(_TUNED, pair.tuned.name), Read(_BASE, pair.base)))
+    spec = TensorSpec(name, DTYPES["F32"], _shape(pair, block))
+    return Step(spec, "linear", (Read(_TUNED, pair.tuned.name, block), Read(_BASE, pair.base, block)))
 
 
-def _factor_products(selection: Selection, structure: Structure, *, spread: bool) -> Iterator[Product]:
-    layers: dict[str, list[tuple[Target, Pair]]] = {}
-    for target, pair in selection.factors.values():
-        place = structure.locate(pair.spec.name)
-        layers.setdefault("other modules" if place is None else f"{place[0].prefix}{place[1]}", []).append((target, pair))
-    before, total = 0, sum(pair.spec.size for _, pair in selection.factors.values())
+def _shape(pair: Pair, block: Block | None) -> tuple[int, ...]:
+    return pair.spec.shape if block is None else (block.rows, block.cols)
+
+
+def _matrix_steps(weight: Weight) -> Iterator[Step]:
+    """Of each matrix of a target the difference, and what it is in the fine-tune."""
+    pair = weight.pair
+    for name, block in zip(weight.target.matrices, weight.blocks or (None,), strict=True):
+        yield _difference(pair, name, block)
+        spec = replace(pair.tuned, name=weight.target.tuned(name), shape=_shape(pair, block))
+        yield Step(spec, COPY, (Read(_TUNED, pair.tuned.name, block),))
+
+
+def _factor_products(selection: Selection, structure: Structure, settings: ExtractSettings) -> Iterator[Product]:
+    layers: dict[str, list[Weight]] = {}
+    for weight in selection.factors:
+        place = structure.locate(weight.pair.spec.name)
+        layers.setdefault("other modules" if place is None else f"{place[0].prefix}{place[1]}", []).append(weight)
+    before, total = 0, sum(weight.size for weight in selection.factors)
     for layer, own in layers.items():
-        own.sort(key=lambda item: -item[1].spec.size)  # the largest first: threads end at about the same time
-        steps = []
-        for target, pair in own:
-            read = Read(_TUNED, pair.tuned.name)
-            steps += [_difference(pair, target.weight), Step(replace(pair.tuned, name=target.tuned), COPY, (read,))]
-        work = FactorWork(tuple(target for target, _ in own), spread, before, total)
-        yield work.product(f"factors of {layer}", tuple(steps))
-        before += sum(pair.spec.size for _, pair in own)
+        own.sort(key=lambda weight: -weight.size)  # the largest first: threads end at about the same time
+        steps = tuple(step for weight in own for step in _matrix_steps(weight))
+        targets = tuple(weight.target for weight in own)
+        work = FactorWork(targets, settings.distribute_scale, before, total, settings.intruder_scale)
+        yield work.product(f"factors of {layer}", steps)
+        before += sum(weight.size for weight in own)
 
 
 # ---- the second plan
@@ -217,6 +228,7 @@ def follow(prepared: Prepared, arrays: Mapping[str, Arrays]) -> tuple[Plan, Extr
             energy=following.energy,
             max_parameters=following.max_parameters,
             sv_epsilon=following.sv_epsilon,
+            groups=[matrix.target.group for matrix in matrices],
         )
     except ParameterError as error:
         raise PlanError([error]) from error
@@ -228,7 +240,8 @@ def follow(prepared: Prepared, arrays: Mapping[str, Arrays]) -> tuple[Plan, Extr
     _check_something_differs(prepared, matrices, differing)
     reads = {step.out.name: step.inputs[0] for step in steps_compared if step.out.name not in following.left_out}
     whole = _modules_to_save(reads, differing)
-    steps = [step for matrix in matrices for step in _factor_steps(matrix, BY_TORCH_NAME[following.dtype])]
+    ranked = {matrix.target.module: matrix for matrix in matrices if matrix.rank}
+    steps = [step for matrix in ranked.values() for step in _factor_steps(matrix, ranked, BY_TORCH_NAME[following.dtype])]
     for module, names in whole.items():
         steps += [_whole_step(prepared.inputs, f"{module}.{name}", read) for name, read in names.items()]
     left_out = {name: why for name, why in following.left_out.items() if name in differing}
@@ -259,9 +272,11 @@ def _matrices(plan: Plan, arrays: Mapping[str, Arrays]) -> Iterator[Matrix]:
         found = iter(arrays[product.name])
         for target in FactorWork.of(product).targets:
             _, _, values, facts = (next(found) for _ in range(4))
-            rows, cols = shapes[target.weight]
-            spectrum = Spectrum(rows, cols, values, **dict(zip(FACTS, facts.tolist(), strict=True)))
-            yield Matrix(target, spectrum, 0)
+            rows, cols = shapes[target.matrices[0]]
+            for name, own, each in zip(target.matrices, np.atleast_2d(values), np.atleast_2d(facts).tolist(), strict=True):
+                *known, intruders = each
+                spectrum = Spectrum(rows, cols, own, *known)
+                yield Matrix(name.removesuffix(".weight"), target, spectrum, 0, int(intruders))
 
 
 def _check_something_differs(prepared: Prepared, matrices: Sequence[Matrix], differing: Sequence[str]) -> None:
@@ -293,16 +308,20 @@ def _modules_to_save(reads: Mapping[str, Read], differing: Sequence[str]) -> dic
     return found
 
 
-def _factor_steps(matrix: Matrix, dtype: DType) -> Iterator[Step]:
-    """A and B with the first `rank` of their rows and columns."""
-    target, rank = matrix.target, matrix.rank
-    if not rank:
-        return
+def _factor_steps(matrix: Matrix, chosen: Collection[str], dtype: DType) -> Iterator[Step]:
+    """A and B with the first `rank` of their rows and columns. chosen: modules with factors."""
+    target, rank, experts = matrix.target, matrix.rank, matrix.target.experts
     a, b, *_ = target.outs((matrix.spectrum.rows, matrix.spectrum.cols))
-    names = factor_names(target.module, target.form)
-    (_, inputs), (outputs, known) = a.shape, b.shape
-    reads = Read(PRODUCTS, a.name, Block(0, rank, inputs, inputs)), Read(PRODUCTS, b.name, Block(0, outputs, rank, known))
-    shapes = (rank, inputs), (outputs, rank)
+    outputs, known = b.shape
+    if experts:
+        names, inputs = stacked_names(target.module, chosen), a.shape[1] // target.rank
+        blocks = Block(0, experts, rank * inputs, a.shape[1]), Block(0, outputs, rank * experts, known)
+        shapes = (experts * rank, inputs), (outputs, rank * experts)
+    else:
+        names, inputs = factor_names(target.module, target.form), a.shape[1]
+        blocks = Block(0, rank, inputs, inputs), Block(0, outputs, rank, known)
+        shapes = (rank, inputs), (outputs, rank)
+    reads = Read(PRODUCTS, a.name, blocks[0]), Read(PRODUCTS, b.name, blocks[1])
     for name, shape, read in zip(names, shapes, reads, strict=True):
         yield Step(TensorSpec(name, dtype, shape), COPY if dtype.name == "F32" else CAST, (read,))
 
@@ -324,7 +343,9 @@ def _config_of(prepared: Prepared, matrices: Sequence[Matrix], whole: Mapping[st
         {matrix.target.module: matrix.rank for matrix in matrices if matrix.rank},
         list(whole),
         list(dict.fromkeys(name.rpartition(".")[0] for name in base.specs)),
-        transposed=any(matrix.target.form == "transposed" for matrix in matrices),
+        transposed=any(matrix.target.form == "transposed" and not matrix.target.experts for matrix in matrices),
+        parameters=list(dict.fromkeys(matrix.target.module for matrix in matrices if matrix.rank and matrix.target.experts)),
+        rank=next((matrix.rank for matrix in matrices if matrix.target.group), None),
         causal=isinstance(listed, list) and any("CausalLM" in str(name) for name in listed),
     )
 
@@ -336,4 +357,6 @@ def _command(plan: Plan, following: Following) -> str:
     work = [FactorWork.of(product) for product in plan.products if product.op == "factors"]
     largest = max(target.rank for own in work for target in own.targets)
     made = {"finetuned": tuned, "base": base, "max_rank": largest, **chosen, "distribute_scale": work[0].spread}
+    if work[0].intruders != 1:
+        made["intruder_scale"] = work[0].intruders
     return yaml.safe_dump({COMMAND: made}, sort_keys=False, allow_unicode=True)

@@ -1,9 +1,13 @@
 """The `factors` product: low-rank factors of the differences of some matrices, those of one layer.
 
-The factors of a matrix have its largest rank. They come from a randomised singular value decomposition with power iterations
-(Halko, Martinsson and Tropp 2011, https://arxiv.org/abs/0909.4061, algorithm 4.4), or from an exact one, whichever the plan
-says. The energy that factors keep is exact in both cases: B @ A is a projection of the difference. How much more the best
-factors of that rank could keep has a bound, which holds except with a probability of 1e-10 (lemma 4.1).
+The factors of a matrix have its largest rank. They come from a randomised singular value decomposition, or from an exact one,
+whichever the plan says. The randomised one looks in the span of all blocks of some power iterations, a Krylov space (Musco and
+Musco 2015, https://arxiv.org/abs/1504.05477), and not of the last block alone: of a matrix of noise, whose singular values are
+nearly equal, factors of rank 32 then keep 98 % of what the best ones keep, instead of 85 %.
+
+The energy that factors keep is exact in both cases: B @ A is a projection of the difference. How much more the best factors of
+that rank could keep has a bound, which holds except with a probability of 1e-10 (Halko, Martinsson and Tropp 2011,
+https://arxiv.org/abs/0909.4061, lemma 4.1).
 
 **Determinism.** One thread computes the factors of a matrix, and its random numbers depend on its name alone. So the result is
 the same for any number of threads, as long as processor and torch are the same.
@@ -28,7 +32,7 @@ from weightsmith.plans import Product, Step
 from weightsmith.plans.reading import has_type
 from weightsmith.products import Bench, Kind
 from weightsmith.products.base import Arrays, Floats
-from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith.tensors import DTYPES, MAX_STACKED, TensorSpec
 
 Tensor = Any  # torch is optional, so mypy cannot use its type
 
@@ -36,7 +40,9 @@ OVERSAMPLING = 16
 """Columns of the random sketch besides those asked for."""
 
 POWER = 2
-"""Power iterations."""
+"""Power iterations of the bound, and of the basis if it would have too many columns with `MORE_POWER`."""
+
+MORE_POWER = 4
 
 PROBES = 10
 """Random vectors that the bound is estimated with; it fails with a probability of 10^-PROBES."""
@@ -47,7 +53,13 @@ SAMPLED_ROWS = 128
 WORK_BYTES = 2 << 30
 """Limit of the matrices that are held at once, if the run has no limit."""
 
-FACTS = ("energy", "noise", "bound")
+FACTS = ("energy", "noise", "bound", "intruders")
+
+CHECKED = 10
+"""Largest singular vectors of a fine-tune that may be intruders."""
+
+UNLIKE = 0.5
+"""An intruder has a smaller cosine than this with each singular vector of the base."""
 
 Form = Literal["linear", "transposed", "embedding"]
 
@@ -56,52 +68,63 @@ Form = Literal["linear", "transposed", "embedding"]
 class Target:
     """A module whose weight becomes factors.
 
-    module  its name
-    form    `linear`: the weight is [outputs, inputs], and its difference B @ A; else the difference is (B @ A)ᵀ
-    rank    of the factors
-    exact   an exact decomposition, not a randomised one
+    module   its name; of experts that are one parameter, the parameter's
+    form     `linear`: the weight is [outputs, inputs], and its difference B @ A; else the difference is (B @ A)ᵀ
+    rank     of the factors
+    exact    an exact decomposition, not a randomised one
+    experts  matrices that are one parameter, each with factors of its own; 0: a single matrix
+    group    targets of the same group get the same rank; "": the target is in none
     """
 
     module: str
     form: Form
     rank: int
     exact: bool
+    experts: int = 0
+    group: str = ""
 
     def outs(self, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
-        """The arrays: A [rank, inputs], B [outputs, rank], singular values, and `FACTS`. shape: of the weight."""
+        """The arrays: A [rank, inputs], B [outputs, rank], singular values, and `FACTS`. shape: of one matrix.
+
+        Of experts, A is [experts, rank · inputs], and B [outputs, rank · experts]: the first columns of both are what PEFT
+        has for a smaller rank. Values and facts are one row for each expert.
+        """
         outputs, inputs = shape if self.form == "linear" else shape[::-1]
         f32, f64 = DTYPES["F32"], DTYPES["F64"]
+        each = (self.experts,) if self.experts else ()
         return (
-            TensorSpec(f"{self.module}: A", f32, (self.rank, inputs)),
-            TensorSpec(f"{self.module}: B", f32, (outputs, self.rank)),
-            TensorSpec(f"{self.module}: values", f64, (self.rank,)),
-            TensorSpec(f"{self.module}: facts", f64, (len(FACTS),)),
+            TensorSpec(f"{self.module}: A", f32, (*each, self.rank * inputs) if each else (self.rank, inputs)),
+            TensorSpec(f"{self.module}: B", f32, (outputs, self.rank * max(1, self.experts))),
+            TensorSpec(f"{self.module}: values", f64, (*each, self.rank)),
+            TensorSpec(f"{self.module}: facts", f64, (*each, len(FACTS))),
         )
 
     @property
-    def weight(self) -> str:
-        """The name of its weight, and of the step of the difference."""
-        return f"{self.module}.weight"
+    def matrices(self) -> tuple[str, ...]:
+        """The name of its weight, or of each expert's: those of the steps of the differences."""
+        return tuple(f"{self.module}[{e}]" for e in range(self.experts)) or (f"{self.module}.weight",)
 
-    @property
-    def tuned(self) -> str:
-        """The name of the step of its weight in the fine-tune."""
-        return f"{self.module}: fine-tuned"
+    @staticmethod
+    def tuned(matrix: str) -> str:
+        """The name of the step of a matrix in the fine-tune."""
+        return f"{matrix.removesuffix('.weight')}: fine-tuned"
 
 
 @dataclass(frozen=True, slots=True)
 class FactorWork:
     """The settings of a product.
 
-    targets  in the order of the arrays
-    spread   the singular values are shared between A and B; else all of them are in A
-    before   elements of the matrices of earlier products, and `total` of all: for the progress
+    targets    in the order of the arrays
+    spread     the singular values are shared between A and B; else all of them are in A
+    before     elements of the matrices of earlier products, and `total` of all: for the progress
+    intruders  what intruder dimensions of the fine-tune are multiplied with before its difference is decomposed
     """
 
     targets: tuple[Target, ...]
     spread: bool
     before: int
     total: int
+    intruders: float = 1.0
 
     @classmethod
     def of(cls, product: Product) -> FactorWork:
@@ -110,9 +133,9 @@ class FactorWork:
         return cls(**data | {"targets": tuple(Target(**target) for target in data["targets"])})
 
     def product(self, name: str, steps: tuple[Step, ...]) -> Product:
-        """The product. steps: of each target the difference, and the weight in the fine-tune."""
+        """The product. steps: of each matrix the difference, and what it is in the fine-tune."""
         shapes = {step.out.name: step.out.shape for step in steps}
-        outs = tuple(out for target in self.targets for out in target.outs(shapes[target.weight]))
+        outs = tuple(out for target in self.targets for out in target.outs(shapes[target.matrices[0]]))
         return Product(name, "factors", outs, asdict(self), steps)
 
 
@@ -142,8 +165,8 @@ def prefers_exact(rank: int, rows: int, cols: int) -> bool:
 def decompose(delta: Floats, rank: int, seed: int, *, exact: bool, spread: bool = True, device: str = "cpu") -> Factors:
     """The factors of a matrix. delta: float32 [rows, cols], finite; rank: at most the shorter side.
 
-    Cost of a randomised decomposition: `2 · POWER + 2` products of the matrix with rank + `OVERSAMPLING` columns, in float32.
-    Of an exact one: a product of the shorter side's squared, and its eigenvectors, in float64.
+    Cost of a randomised decomposition: in float32, about three products of the matrix with rank + `OVERSAMPLING` columns for
+    each power iteration. Of an exact one: a product of the shorter side's squared, and its eigenvectors, in float64.
     """
     import torch
 
@@ -163,16 +186,24 @@ def decompose(delta: Floats, rank: int, seed: int, *, exact: bool, spread: bool 
     return Factors(_numpy(left, f32), _numpy(right, f32), _numpy(values, f64), energy, bound)
 
 
+def _blocks(rank: int, rows: int, cols: int) -> tuple[int, int]:
+    """Power iterations, and how many of their last blocks the basis has: half as many columns as the shorter side at most."""
+    width, short = rank + OVERSAMPLING, min(rows, cols)
+    power = MORE_POWER if 4 * (MORE_POWER + 1) * width <= short else POWER
+    return power, max(1, min(power + 1, short // (2 * width)))
+
+
 def _basis(matrix: Tensor, rank: int, seed: int) -> Tensor:
-    """An orthonormal basis of nearly all that the `rank` largest singular values span: float32 [rows, rank + OVERSAMPLING]."""
+    """An orthonormal basis of nearly all that the `rank` largest singular values span: float32 [rows, columns]."""
     import torch
 
+    power, kept = _blocks(rank, *matrix.shape)
     width = min(rank + OVERSAMPLING, *matrix.shape)
-    basis = torch.linalg.qr(matrix @ _random(matrix, width, seed)).Q
-    for _ in range(POWER):
-        basis = torch.linalg.qr(matrix.T @ basis).Q
-        basis = torch.linalg.qr(matrix @ basis).Q
-    return basis
+    blocks = [torch.linalg.qr(matrix @ _random(matrix, width, seed)).Q]
+    for _ in range(power):
+        other = torch.linalg.qr(matrix.T @ blocks[-1]).Q
+        blocks = [*blocks, torch.linalg.qr(matrix @ other).Q][-kept:]
+    return blocks[0] if kept == 1 else torch.linalg.qr(torch.cat(blocks, 1)).Q
 
 
 def _bound(matrix: Tensor, basis: Tensor, seed: int, energy: float) -> float:
@@ -203,6 +234,30 @@ def _numpy(tensor: Tensor, dtype: Any) -> Any:
     return np.ascontiguousarray(tensor.to("cpu", dtype).numpy())
 
 
+def scale_intruders(delta: Floats, tuned: Floats, scale: float, *, left: bool, device: str = "cpu") -> tuple[Floats, int]:
+    """The difference from the base with the fine-tune's intruder dimensions scaled, and how many there are.
+
+    Intruder dimensions (Shuttleworth et al. 2024, https://arxiv.org/abs/2410.21228) are singular vectors of the fine-tune, of
+    outputs and with large values, that are unlike all of the base's. Scaling them down keeps more of what the base knew, for
+    some of what was trained. PEFT's `reduce_intruder_dimension` does the same, with the same limits and a scale of 0.75.
+
+    delta, tuned  float32 [rows, cols]
+    left          outputs are the rows; else the columns
+
+    Cost: an exact decomposition of the base and one of the fine-tune, in float64.
+    """
+    import torch
+
+    difference, after = (torch.from_numpy(each).to(device).double() for each in (delta, tuned))
+    if not left:
+        difference, after = difference.T, after.T
+    known, _, _ = thin_svd(after - difference)
+    u, values, vt = thin_svd(after, CHECKED)
+    found = ((u.T @ known).abs().amax(1) < UNLIKE) & (values > 0)
+    changed = difference + (scale - 1) * (u[:, found] * values[found]) @ vt[found]
+    return _numpy(changed if left else changed.T, torch.float32), int(found.sum())
+
+
 def rounding_noise(weights: Floats) -> float:
     """The mean square of the error with which weights were rounded, if they have the values of a 16-bit dtype; else about 0.
 
@@ -222,25 +277,39 @@ def rounding_noise(weights: Floats) -> float:
 def _compute(bench: Bench) -> Arrays:
     work, device = FactorWork.of(bench.product), usable_device(bench.device)
     specs = {step.out.name: step.out for step in bench.product.steps}
-    largest = max(_work_bytes(target, *specs[target.weight].shape) for target in work.targets)
+    largest = max(_work_bytes(target, *specs[target.matrices[0]].shape) for target in work.targets)
     limit = WORK_BYTES if bench.memory_bytes is None else bench.memory_bytes
     threads = max(1, min(bench.threads if device == "cpu" else 1, limit // largest))
     reading, done = threading.Lock(), [work.before]
 
     def make(target: Target) -> list[npt.NDArray[Any]]:
-        spec = specs[target.weight]
+        found = [matrix(target, name) for name in target.matrices]
+        if not target.experts:
+            return found[0]
+        a, b, values, facts = zip(*found, strict=True)
+        rows = np.stack([each.reshape(-1) for each in a])
+        return [rows, np.stack(b, axis=2).reshape(len(b[0]), -1), np.stack(values), np.stack(facts)]
+
+    def matrix(target: Target, name: str) -> list[npt.NDArray[Any]]:
+        spec = specs[name]
         with reading:  # one matrix is read while others are decomposed
             bench.progress(done[0], work.total)
             delta = np.empty(spec.shape, np.float32)
-            bench.fill({target.weight: delta})
+            bench.fill({name: delta})
             sample = np.unique(np.linspace(0, spec.shape[0] - 1, SAMPLED_ROWS).astype(np.int64)).tolist()
-            noise = rounding_noise(bench.rows(target.tuned, sample))
-        seed = xxhash.xxh64_intdigest(target.weight.encode())
+            noise = rounding_noise(bench.rows(target.tuned(name), sample))
+            if work.intruders != 1:
+                tuned = np.empty(spec.shape, np.float32)
+                bench.fill({target.tuned(name): tuned})
+        intruders = 0
+        if work.intruders != 1:
+            delta, intruders = scale_intruders(delta, tuned, work.intruders, left=target.form == "linear", device=device)
+        seed = xxhash.xxh64_intdigest(name.encode())
         found = decompose(delta, target.rank, seed, exact=target.exact, spread=work.spread, device=device)
         with reading:
             done[0] += spec.size
         a, b = (found.right, found.left) if target.form == "linear" else (_transposed(found.left), _transposed(found.right))
-        return [a, b, found.values, np.array([found.energy, noise, found.bound])]
+        return [a, b, found.values, np.array([found.energy, noise, found.bound, intruders])]
 
     with one_thread(), ThreadPoolExecutor(threads) as pool:
         return [array for arrays in pool.map(make, work.targets) for array in arrays]
@@ -255,7 +324,7 @@ def _work_bytes(target: Target, rows: int, cols: int) -> int:
     short = min(rows, cols)
     if target.exact:
         return 4 * rows * cols + 8 * (2 * rows * cols + 4 * short * short)
-    return 4 * rows * cols + 24 * (rows + cols) * (target.rank + OVERSAMPLING)
+    return 4 * rows * cols + 24 * (rows + cols) * (target.rank + OVERSAMPLING) * _blocks(target.rank, rows, cols)[1]
 
 
 def _check(product: Product) -> str:
@@ -265,12 +334,18 @@ def _check(product: Product) -> str:
     specs = {step.out.name: step.out for step in product.steps}
     outs: list[TensorSpec] = []
     for target in work.targets:
-        delta, tuned = specs.get(target.weight), specs.get(target.tuned)
-        if delta is None or tuned is None or len(delta.shape) != 2 or tuned.shape != delta.shape:
-            return f"it has no steps for the matrix {target.weight!r}"
-        if not 0 < target.rank <= min(delta.shape):
-            return f"rank {target.rank:,} of a matrix {list(delta.shape)}"
-        outs += target.outs(delta.shape)
+        if not 0 <= target.experts <= MAX_STACKED:
+            return f"{target.experts:,} experts"
+        shapes = set()
+        for name in target.matrices:
+            delta, tuned = specs.get(name), specs.get(target.tuned(name))
+            if delta is None or tuned is None or len(delta.shape) != 2 or tuned.shape != delta.shape:
+                return f"it has no steps for the matrix {name!r}"
+            shapes.add(delta.shape)
+        (shape, *others) = shapes
+        if others or not 0 < target.rank <= min(shape):
+            return f"rank {target.rank:,} of matrices {sorted(map(list, shapes))}"
+        outs += target.outs(shape)
     return "" if work.targets and tuple(outs) == product.outs else "its arrays are not those of its matrices"
 
 

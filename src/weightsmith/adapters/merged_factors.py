@@ -1,7 +1,7 @@
 """The `merged_factors` product: factors of what a merge has made of core matrices (`cores.py`), for one layer.
 
 With U M Vᵀ and the singular value decomposition M = P S Qᵀ, the factors of rank r are B = U P √S and A = √S (V Q)ᵀ, cut to r.
-They are the best of that rank.
+They are the best of that rank. Where there is no V (KnOTS), M has the columns of the matrix.
 """
 
 from __future__ import annotations
@@ -64,10 +64,12 @@ def _compute(bench: Bench) -> Arrays:
     bench.fill(arrays)
 
     def make(name: str, rank: int) -> tuple[list[npt.NDArray[np.float32]], list[float]]:
-        u, v, core = (torch.from_numpy(arrays[each]).double() for each in (f"{name}: U", f"{name}: V", name))
+        u, core = (torch.from_numpy(arrays[each]).double() for each in (f"{name}: U", name))
         left, values, right = thin_svd(core)
         squares, scale = values.square(), values[:rank].sqrt()
-        a, b = (scale[:, None] * right[:rank]) @ v.T, u @ (left[:, :rank] * scale)
+        a, b = scale[:, None] * right[:rank], u @ (left[:, :rank] * scale)
+        if f"{name}: V" in arrays:
+            a = a @ torch.from_numpy(arrays[f"{name}: V"]).double().T
         return [stored(a), stored(b)], [float(squares[:rank].sum()), float(squares.sum())]
 
     with one_thread(), ThreadPoolExecutor(bench.threads) as pool:
@@ -84,7 +86,8 @@ def _check(product: Product) -> str:
         return "it has not one rank for each module, or does not need its core matrices"
     for name, shape, rank in zip(work.modules, work.shapes, work.ranks, strict=True):
         core, u, v = (shapes.get(each, ()) for each in (name, f"{name}: U", f"{name}: V"))
-        if len(core) != 2 or (u, v) != ((shape[0], core[0]), (shape[1], core[1])) or not 0 < rank <= min(core):
+        bases = ((shape[0], core[0]), (shape[1], core[1])) if len(core) == 2 else ()
+        if (u, v) not in (bases, (*bases[:1], ())) or (not v and core[1] != shape[1]) or not 0 < rank <= min(core):
             return f"it has no steps for {name!r}"
     return "" if product.outs == work.product(product.name, ()).outs else "its arrays are not those of its modules"
 

@@ -21,6 +21,20 @@ def factor_names(module: str, form: Form) -> tuple[str, str]:
     return a, b
 
 
+def stacked_names(parameter: str, chosen: Collection[str]) -> tuple[str, str]:
+    """The names of A and B of a parameter that holds all experts. chosen: parameters with factors.
+
+    PEFT wraps a module once for each parameter, and `gate_up_proj` first, so the wrapper of `down_proj` is the outer one.
+
+    >>> both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    >>> stacked_names(both[0], both)[0], stacked_names(both[1], both)[0]
+    ('base_model.model.mlp.experts.base_layer.lora_A.weight', 'base_model.model.mlp.experts.lora_A.weight')
+    """
+    module, _, name = parameter.rpartition(".")
+    inner = name == "gate_up_proj" and f"{module}.down_proj" in chosen
+    return factor_names(f"{module}.base_layer" if inner else module, "linear")
+
+
 def adapter_config(
     base: str,
     revision: str,
@@ -30,17 +44,21 @@ def adapter_config(
     *,
     transposed: bool,
     causal: bool,
+    parameters: Sequence[str] = (),
+    rank: int | None = None,
 ) -> dict[str, Any]:
     """adapter_config.json. Every scaling is 1: alpha is the rank.
 
     base        name of the base model, `revision` of it on the Hub
-    ranks       of each module with factors
+    ranks       of each module with factors, and of each of `parameters`
     whole       modules that are saved whole
     modules     of the base: targets are named so that no other of them is one
     transposed  weights are [inputs, outputs]
     causal      the base is a causal language model
+    parameters  those of `ranks` that hold all experts: `target_parameters`
+    rank        `r`, if not the largest
     """
-    largest = max(ranks.values(), default=1)
+    largest = rank or max(ranks.values(), default=1)
     others = {module: rank for module, rank in ranks.items() if rank != largest}
     config: dict[str, Any] = {
         "peft_type": "LORA",
@@ -52,7 +70,8 @@ def adapter_config(
         "lora_alpha": largest,
         "rank_pattern": others,
         "alpha_pattern": others,
-        "target_modules": targets(ranks, modules),
+        "target_modules": targets([module for module in ranks if module not in parameters], modules),
+        **({"target_parameters": list(parameters)} if parameters else {}),
         "modules_to_save": list(whole) or None,
         "lora_dropout": 0.0,
         "bias": "none",

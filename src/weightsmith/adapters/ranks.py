@@ -109,34 +109,68 @@ class Spectrum:
         return min(1.0, energy / self.energy) if self.energy > 0 else 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """Matrices that get the same rank; see `Spectrum` for the fields.
+
+    limit  the largest rank: what the matrix with most singular values needs, at most what all of them have
+    """
+
+    size: int
+    limit: int
+    signals: Vector
+    signal: float
+
+    @classmethod
+    def of(cls, spectra: Sequence[Spectrum], sv_epsilon: float) -> _Together:
+        known = min(len(spectrum.values) for spectrum in spectra)
+        limit = min(known, max(int((spectrum.values > sv_epsilon).sum()) for spectrum in spectra))
+        signals = np.sum([spectrum.signals[:known] for spectrum in spectra], axis=0)
+        return cls(sum(s.size for s in spectra), limit, signals, sum(s.signal for s in spectra))
+
+
 def choose_ranks(
-    spectra: Sequence[Spectrum], *, energy: float | None, max_parameters: int | None, sv_epsilon: float
+    spectra: Sequence[Spectrum],
+    *,
+    energy: float | None,
+    max_parameters: int | None,
+    sv_epsilon: float,
+    groups: Sequence[str] = (),
 ) -> list[int]:
     """A rank for each matrix; 0 for one that does not differ, or holds noise only.
 
     energy          the smallest rank that keeps this share of the signal
     max_parameters  of all factors: spent where a parameter keeps most of the signal
     sv_epsilon      singular values that are not larger are not counted
+    groups          for each matrix the name of its group, whose matrices get the same rank, as if they were one; "": none
 
     Without `energy` and `max_parameters`, all singular values that are known. Raises ParameterError if nothing fits.
     """
-    limits = [int((spectrum.values > sv_epsilon).sum()) for spectrum in spectra]
+    names = [name or str(i) for i, name in enumerate(groups or [""] * len(spectra))]
+    members: dict[str, list[Spectrum]] = {}
+    for name, spectrum in zip(names, spectra, strict=True):
+        members.setdefault(name, []).append(spectrum)
+    together = [_Together.of(own, sv_epsilon) for own in members.values()]
     if energy is not None:
-        return [_by_energy(spectrum, limit, energy) for spectrum, limit in zip(spectra, limits, strict=True)]
-    if max_parameters is not None:
-        return _within(spectra, limits, max_parameters)
-    return limits
+        ranks = [_by_energy(each, energy) for each in together]
+    elif max_parameters is not None:
+        ranks = _within(together, max_parameters)
+    else:
+        ranks = [each.limit for each in together]
+    chosen = dict(zip(members, ranks, strict=True))
+    return [chosen[name] for name in names]
 
 
-def _by_energy(spectrum: Spectrum, limit: int, share: float) -> int:
+def _by_energy(spectrum: _Together, share: float) -> int:
     if spectrum.signal <= 0:
         return 0
     kept = np.cumsum(spectrum.signals) / spectrum.signal
-    return min(limit, int(np.searchsorted(kept, share * (1 - 1e-12))) + 1)
+    return min(spectrum.limit, int(np.searchsorted(kept, share * (1 - 1e-12))) + 1)
 
 
-def _within(spectra: Sequence[Spectrum], limits: Sequence[int], budget: int) -> list[int]:
+def _within(spectra: Sequence[_Together], budget: int) -> list[int]:
     """Values in the order of signal for each parameter; equal ones in the order of the matrices."""
+    limits = [each.limit for each in spectra]
     gains = np.concatenate([s.signals[:n] / s.size for s, n in zip(spectra, limits, strict=True)])
     owners = np.repeat(np.arange(len(spectra)), limits)
     ranks, left = [0] * len(spectra), budget

@@ -22,11 +22,17 @@ LOW, HIGH = (247, 250, 253), (8, 64, 129)  # colours of the shares 0 and 1
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix that became factors of a rank; 0: it is not in the adapter."""
+    """A matrix that became factors of a rank; 0: it is not in the adapter.
 
+    name       of its module; of one of several experts in a parameter, with its number: `….experts.down_proj[3]`
+    intruders  dimensions that were scaled down
+    """
+
+    name: str
     target: Target
     spectrum: Spectrum
     rank: int
+    intruders: int = 0
 
     @property
     def parameters(self) -> int:
@@ -59,16 +65,17 @@ class Extraction:
             **_shares(self.matrices),
             "modules": [
                 {
-                    "module": matrix.target.module,
+                    "module": matrix.name,
                     "shape": [matrix.spectrum.rows, matrix.spectrum.cols],
                     "rank": matrix.rank,
                     "exact": matrix.target.exact,
+                    **({"intruders": matrix.intruders} if matrix.intruders else {}),
                     **_shares([matrix]),
                     "noise_share": round(matrix.spectrum.noise_share, 6),
                     "energy": matrix.spectrum.energy,
                     "singular_values": [float(f"{value:.6g}") for value in matrix.spectrum.values],
                 }
-                for matrix in sorted(self.matrices, key=lambda m: _place(m.target.module))
+                for matrix in sorted(self.matrices, key=lambda m: _place(m.name))
             ],
             "modules_to_save": list(self.whole),
             "left_out": dict(self.left_out),
@@ -123,13 +130,18 @@ class Extraction:
             f'<text x="{LEFT - 6}" y="{TOP + row * CELL + 13}" text-anchor="end">{escape(kind)}</text>'
             for row, kind in enumerate(kinds)
         ]
+        cells: dict[tuple[int, int], list[Matrix]] = {}
         for matrix in self.matrices:
-            layer, row, s = _place(matrix.target.module)[0], kinds.index(_kind(matrix.target.module)), matrix.spectrum
-            share = s.signal_kept(matrix.rank)
-            label = f"{matrix.target.module}: rank {matrix.rank}, kept {s.kept(matrix.rank):.1%}, of the signal {share:.1%}"
+            place = _place(matrix.target.module)[0], kinds.index(_kind(matrix.target.module))
+            cells.setdefault(place, []).append(matrix)
+        for (layer, row), own in cells.items():
+            shares = _shares(own)
+            name = own[0].name if len(own) == 1 else f"{len(own)} matrices like {own[0].name}"
+            ranks = _ranks(own)
+            label = f"{name}: rank {ranks}, kept {shares['kept']:.1%}, of the signal {shares['signal_kept']:.1%}"
             parts.append(
                 f'<rect x="{LEFT + layer * CELL}" y="{TOP + row * CELL}" width="{CELL - 1}" height="{CELL - 1}" '
-                f'fill="{_colour(share)}"><title>{escape(label)}</title></rect>'
+                f'fill="{_colour(shares["signal_kept"])}"><title>{escape(label)}</title></rect>'
             )
         bottom = TOP + len(kinds) * CELL + 14
         parts += [
@@ -155,20 +167,24 @@ def _shares(matrices: Sequence[Matrix]) -> dict[str, float]:
 
 def _row(kind: str, matrices: Sequence[Matrix]) -> tuple[str, ...]:
     shares = _shares(matrices)
-    ranks = [m.rank for m in matrices]
     energy = sum(m.spectrum.energy for m in matrices)
     noise = sum(m.spectrum.energy * m.spectrum.noise_share for m in matrices)
     least = min(matrices, key=lambda m: m.spectrum.signal_kept(m.rank))
     return (
         kind,
         f"{len(matrices):,}",
-        str(ranks[0]) if len(set(ranks)) == 1 else f"{min(ranks)} to {max(ranks)}",
+        _ranks(matrices),
         f"{shares['kept']:.1%}",
         f"{shares['possible']:.1%}",
         f"{shares['signal_kept']:.1%}",
         f"{noise / energy if energy else 0.0:.1%}",
-        f"{least.spectrum.signal_kept(least.rank):.1%}, {least.target.module}",
+        f"{least.spectrum.signal_kept(least.rank):.1%}, {least.name}",
     )
+
+
+def _ranks(matrices: Sequence[Matrix]) -> str:
+    ranks = {matrix.rank for matrix in matrices}
+    return str(*ranks) if len(ranks) == 1 else f"{min(ranks)} to {max(ranks)}"
 
 
 def _kind(module: str) -> str:

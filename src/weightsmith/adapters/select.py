@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from weightsmith.adapters.experts import GROUP, find_stacks, is_expert, parts_of
 from weightsmith.adapters.factors import Form, Target, prefers_exact
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import ParameterError, ShapeError, UnknownName, WeightsmithError, nearest
@@ -14,6 +15,8 @@ from weightsmith.formats.files import show
 from weightsmith.options import ExtractSettings
 from weightsmith.planner.inputs import analyse_all
 from weightsmith.planner.match import ModelNames, is_buffer
+from weightsmith.plans import Block
+from weightsmith.structure import analyse
 from weightsmith.structure.roles import role_of
 from weightsmith.structure.vocabulary import is_embedding, is_head, is_vocabulary, ties
 from weightsmith.tensors import TensorSpec
@@ -44,17 +47,31 @@ class Pair:
         return self.tuned.shape != self.spec.shape
 
 
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor, or part of one, that becomes factors. blocks: of the target's matrices in it; () if it is the one."""
+
+    target: Target
+    pair: Pair
+    blocks: tuple[Block, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Elements of the matrices."""
+        return sum(block.rows * block.cols for block in self.blocks) or self.pair.spec.size
+
+
 @dataclass
 class Selection:
     """What becomes of each tensor.
 
-    factors   module → its target and weight
+    factors   in the order of the base's tensors
     whole     tensors to save whole if they differ
     left_out  tensors that have no place in the adapter, and why: a warning if they differ
     strange   tensors of the fine-tune that the base does not have
     """
 
-    factors: dict[str, tuple[Target, Pair]] = field(default_factory=dict)
+    factors: list[Weight] = field(default_factory=list)
     whole: list[Pair] = field(default_factory=list)
     left_out: list[tuple[Pair, str]] = field(default_factory=list)
     strange: list[str] = field(default_factory=list)
@@ -110,37 +127,52 @@ def _unequal(base: Checkpoint, tuned: Checkpoint, problems: Sequence[str]) -> Sh
     return ShapeError(what, where=tuned.ref, details=details, fix=fix)
 
 
-def select(pairs: Sequence[Pair], settings: ExtractSettings) -> Selection:
+def select(pairs: Sequence[Pair], settings: ExtractSettings, base: Checkpoint) -> Selection:
     """Sort the tensors by what becomes of them. Raises ParameterError and UnknownName for settings that match no module."""
     modules = list(dict.fromkeys(module_of(pair) for pair in pairs))
     wanted = set(_matching(modules, settings))
     saved = set(_saved(modules, settings.save_modules))
     transposed = _is_transposed(pairs)
     leaves = _leaves(modules, pairs)
+    structure = analyse(base.specs.values(), base.config)
+    stacks = find_stacks(base.specs, structure, base.config)
     found = Selection()
+
+    def target(module: str, form: Form, shape: tuple[int, ...], experts: int = 0, group: str = "") -> Target:
+        rank = min(settings.max_rank, *shape)
+        return Target(module, form, rank, settings.exact or prefers_exact(rank, *shape), experts, group)
+
     for pair in pairs:
-        module = module_of(pair)
+        module, stack = module_of(pair), stacks.get(pair.spec.name)
         if module not in wanted:
             continue
         form = None if module in saved else _form(pair, settings, transposed=transposed)
         if form is not None:
-            rank = min(settings.max_rank, *pair.spec.shape)
-            exact = settings.exact or prefers_exact(rank, *pair.spec.shape)
-            found.factors[module] = Target(module, form, rank, exact), pair
+            group = GROUP if is_expert(pair.spec.name) else ""
+            found.factors.append(Weight(target(module, form, pair.spec.shape, group=group), pair))
+        elif stack is not None and module not in saved and settings.layout == "peft":
+            form = "transposed" if stack.swapped else "linear"
+            own = target(stack.parameter, form, stack.shape[1:], stack.shape[0], GROUP)
+            found.factors.append(Weight(own, pair, stack.blocks))
+        elif stack is not None and module not in saved and not stack.transposed and ".experts." in pair.spec.name:
+            for name, block, shape in parts_of(pair.spec, base.specs, structure, base.config):
+                found.factors.append(Weight(target(name, "linear", shape, group=GROUP), pair, (block,)))
         elif why := _refusal(pair, module, settings, leaves, saved):
             found.left_out.append((pair, why))
         else:
             found.whole.append(pair)
     # A module is saved with all of its parameters, and one whose weight becomes factors has no place for its bias.
-    of_factors = [pair for pair in found.whole if module_of(pair) in found.factors]
-    found.whole = [pair for pair in found.whole if module_of(pair) not in found.factors]
+    with_factors = {module_of(weight.pair) for weight in found.factors}
+    of_factors = [pair for pair in found.whole if module_of(pair) in with_factors]
+    found.whole = [pair for pair in found.whole if module_of(pair) not in with_factors]
     found.left_out += [(pair, "a bias of a module whose weight becomes factors") for pair in of_factors]
     return found
 
 
 def module_of(pair: Pair) -> str:
-    """The module of a tensor: its name without the last component."""
-    return pair.spec.name.rpartition(".")[0]
+    """The module of a tensor: its name without the last component. A parameter of all experts counts as a module."""
+    name = pair.spec.name
+    return name if len(pair.spec.shape) == 3 and not name.endswith(WEIGHT) else name.rpartition(".")[0]
 
 
 def _form(pair: Pair, settings: ExtractSettings, *, transposed: bool) -> Form | None:
@@ -162,7 +194,7 @@ def _refusal(pair: Pair, module: str, settings: ExtractSettings, leaves: Mapping
     if settings.skip_undecomposable and module not in saved:
         return "--skip-undecomposable"
     if len(pair.spec.shape) == 3 and module not in saved:
-        return "its matrices are one tensor"
+        return "its matrices are one tensor, and which of their dimensions are inputs is not known"
     if not module or not leaves[module]:
         return "a parameter of a module that has other modules inside"
     return ""
@@ -222,6 +254,7 @@ def _pattern(text: str, where: str, modules: Sequence[str]) -> re.Pattern[str]:
 def _saved(modules: Sequence[str], names: Sequence[str]) -> Iterator[str]:
     for name in names:
         found = [module for module in modules if f".{module}".endswith(f".{name}")]
+        found += [module for module in modules if f".{module}".rpartition(".")[0].endswith(f".{name}")] if not found else []
         if not found:
             last = sorted({module.rpartition(".")[2] for module in modules})
             raise UnknownName(f"no module is called '{name}'{nearest(name, last)}", where="save_modules")
@@ -247,6 +280,8 @@ def settings_problems(settings: ExtractSettings) -> list[WeightsmithError]:
         problem("max_parameters", "a number of parameters is positive", "write --max-parameters 5000000")
     if settings.energy is not None and settings.max_parameters is not None:
         problem("max_parameters", "energy decides the ranks already", "give one of them")
+    if not 0 <= settings.intruder_scale <= 1:
+        problem("intruder_scale", "a scale is from 0 to 1", "write --intruder-scale 0.75 (intruder_scale=0.75)")
     if not settings.sv_epsilon >= 0:
         problem("sv_epsilon", "a singular value is not negative", "write --sv-epsilon 1e-6")
     if settings.layout == "vllm" and settings.embed_lora:

@@ -23,6 +23,7 @@ from weightsmith.cli.preview import preview
 from weightsmith.cli.quantize import dequantize, quantize
 from weightsmith.cli.run import run
 from weightsmith.cli.schema import schema
+from weightsmith.cli.transplant_tokenizer import transplant_tokenizer
 from weightsmith.cli.verify import verify
 from weightsmith.text import result
 
@@ -62,6 +63,7 @@ app.command()(diff)
 app.command()(quantize)
 app.command()(dequantize)
 app.command()(extract_lora)
+app.command()(transplant_tokenizer)
 app.command()(run)
 app.command()(verify)
 app.command()(init)

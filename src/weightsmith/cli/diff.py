@@ -39,10 +39,13 @@ def diff(
         ),
     ] = None,
     threads: options.Threads = None,
+    report: options.PageFile = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show what model B differs in from model A: weights, config, tokenizer, chat template; and what that probably means.
+    """Show what model B differs in from model A.
+
+    Weights, config, tokenizer, chat template; and in words what that probably means.
 
     With --base: how the task vectors of two or more models fit together, pair by pair: their cosines, how often their signs
     conflict, how much of their largest elements and of their leading directions they share.
@@ -55,17 +58,23 @@ def diff(
     with failures(as_json=as_json):
         no_bars_in_logs(quiet=quiet)
         from weightsmith.look.diff import diff as compare
+        from weightsmith.look.pages import comparison_page, difference_page
+        from weightsmith.look.values import Difference as Two
+        from weightsmith.pages import check_page, write_page
+
+        if report is not None:
+            check_page(report)
 
         with meter(quiet=quiet) as shown:
             if base is None:
                 found: Difference | Comparison = compare(*models, tensors=tensors or (), threads=threads, progress=shown)
             else:
                 found = compare(*models, base=base, tensors=tensors or (), threads=threads, progress=shown)
+        if report is not None:
+            write_page(report, difference_page(found) if isinstance(found, Two) else comparison_page(found))
         if as_json:
             result(json.dumps(found.to_json(), ensure_ascii=False))
         elif not quiet:
-            from weightsmith.look.values import Difference as Two
-
             if isinstance(found, Two):
                 _show(found, each=bool(tensors))
             else:

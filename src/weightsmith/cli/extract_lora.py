@@ -80,9 +80,10 @@ def _show_plan(plan: Plan, *, as_json: bool) -> None:
             continue
         shapes = {step.out.name: step.out.shape for step in product.steps}
         for target in FactorWork.of(product).targets:
-            rows_, cols = shapes[target.weight]
-            parameters += target.rank * (rows_ + cols)
-            rows.append((target.module, f"{rows_} x {cols}", str(target.rank), "exact" if target.exact else "randomised"))
+            rows_, cols = shapes[target.matrices[0]]
+            parameters += target.rank * (rows_ + cols) * max(1, target.experts)
+            size = f"{target.experts} x {rows_} x {cols}" if target.experts else f"{rows_} x {cols}"
+            rows.append((target.module, size, str(target.rank), "exact" if target.exact else "randomised"))
     show_table(("module", "matrix", "largest rank", "decomposition"), rows, right={1, 2})
     compared = sum(len(product.steps) for product in plan.products if product.op == "changes")
     result(f"factors of at most {parameters:,} parameters; {count(compared, 'other tensor')} compared")

@@ -28,19 +28,28 @@ def inspect(
         bool, typer.Option("--stats", help="Read the tensors, and show norms, extremes, zeros, NaN and outlier rows.")
     ] = False,
     threads: options.Threads = None,
+    report: options.PageFile = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show what MODEL is: layers, parameters, dtypes, vocabulary, quantisation, licence. Reads headers only, but for --stats.
+    """Show what MODEL is.
 
-    Of hub models it reads the headers by byte range.
+    Layers, parameters, dtypes, vocabulary, quantisation, licence. Reads headers only, but for --stats; those
+    of hub models by byte range.
     """
     with failures(as_json=as_json):
         no_bars_in_logs(quiet=quiet)
         from weightsmith.look.inspect import inspect as look
+        from weightsmith.look.pages import inspection_page
+        from weightsmith.pages import check_page, write_page
+
+        if report is not None:
+            check_page(report)
 
         with meter(quiet=quiet or not stats) as shown:
             found = look(model, tensors=tensors or (), stats=stats, threads=threads, progress=shown)
+        if report is not None:
+            write_page(report, inspection_page(found))
         if as_json:
             result(json.dumps(found.to_json(), ensure_ascii=False))
         elif not quiet:

@@ -18,11 +18,11 @@ from weightsmith.progress import callbacks, meter, no_bars_in_logs
 from weightsmith.text import count, duration, printable, result, say, size, warn
 
 if TYPE_CHECKING:
-    from weightsmith.api import Merged
+    from weightsmith.execution import Merged
     from weightsmith.planner import Prepared
 
 
-@options.expand("report", "device")
+@options.expand("routing_report", "device")
 def merge(
     context: typer.Context,
     recipe: options.Recipe,
@@ -58,7 +58,7 @@ def show_warnings(prepared: Prepared) -> None:
 
 def make(prepared: Prepared, out: str, running: RunOptions, doing: str, *, quiet: bool, as_json: bool, began: float) -> Merged:
     """Run a plan with a progress bar and report the result. doing: the verb of the progress bar."""
-    from weightsmith.api import Callbacks, execute
+    from weightsmith.execution import Callbacks, execute
 
     with failures(merging=True, as_json=as_json, interrupted=lambda: interrupted(out)), meter(quiet=quiet) as shown:
         merged = execute(prepared, out, running, Callbacks(*callbacks(shown, doing)), began=began)
@@ -89,7 +89,7 @@ def _summary(merged: Merged) -> str:
     if not merged.distance:
         return done
     whole = merged.distance[0]
-    return f"{done}\n‖merged - base‖ is {whole.delta:.4g}, {whole.share:.2%} of the base; the manifest has it by layer"
+    return f"{done}\ndistance from the base: {whole.share:.2%} of its norm (for each layer: weightsmith.json)"
 
 
 def _to_json(merged: Merged) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def methods(
         installed, broken = installed_methods()
         found = (*all_methods(), *installed)
         show_table(("method", ""), [(m.name, m.title) for m in found])
-        say("\nOne of them in full, with its parameters: weightsmith methods NAME")
+        say("\nDetails and parameters of a method: weightsmith methods NAME")
         for error in broken:
             warn(error.finding)
 
@@ -103,10 +103,12 @@ def _show(method: Method) -> None:
             result(heading(lines[:8]) + lines[8:])
     if method.parameters:
         result()
-        show_table(
-            ("parameter", "value", "default", "given for", "what it does"),
-            [(p.name, values(p), default(p), SCOPES[p.scope], doc(p)) for p in method.parameters],
-        )
+        result(heading("parameters"))
+        for p in method.parameters:
+            facts = f"{values(p)}; {'' if p.required else 'default '}{default(p)}; for {SCOPES[p.scope]}"
+            lines = wrapped(f"{p.name}: {facts}", columns(sys.stdout))
+            result(heading(p.name) + lines[len(p.name) :])
+            result(wrapped(f"    {doc(p)}", columns(sys.stdout), ""))
     if method.example:
         result()
         result(heading("example"))

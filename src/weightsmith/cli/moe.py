@@ -25,7 +25,7 @@ ROUTER = "router"
 """The product whose report says where tokens go."""
 
 
-@options.expand("adapter_rank")
+@options.expand("adapter_rank", "adapter_space")
 def moe(
     context: typer.Context,
     recipe: options.Recipe,
@@ -60,7 +60,7 @@ def moe(
         from weightsmith.quantisation import quantised
 
         source = options.recipe_source(recipe)
-        planning = replace(planning, report=True) if routing_only else planning
+        planning = replace(planning, routing_report=True) if routing_only else planning
         prepared = stack.enter_context(quantised(lambda: prepare_moe(source, planning), planning.quantize, settings))
         show_warnings(prepared)
         if plan_only:
@@ -76,7 +76,7 @@ def moe(
             return
         if all(product.name != ROUTER for product in prepared.plan.products):
             raise typer.BadParameter("this recipe makes no router weights.", param_hint="--routing")
-        from weightsmith.api import make_product
+        from weightsmith.execution import make_product
 
         with meter(quiet=quiet) as shown:
             report = cast("RoutingReport | None", make_product(prepared, ROUTER, running, callbacks(shown, "computing")[0]))

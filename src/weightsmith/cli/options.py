@@ -8,12 +8,20 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from weightsmith.errors import ParameterError, nearest
-from weightsmith.options import ExtractSettings, QuantizeSettings, RecipeOptions, RunOptions, output_dtype
+from weightsmith.options import (
+    ExtractSettings,
+    QuantizeSettings,
+    RecipeOptions,
+    RunOptions,
+    TransplantSettings,
+    output_dtype,
+)
 from weightsmith.tensors import DType
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?)?", re.IGNORECASE | re.ASCII)
@@ -121,6 +129,10 @@ MaxMemory = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no summary; warnings and errors are still shown.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+PageFile = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="FILE", help="Also write the result as a page: one HTML file, readable offline."),
+]
 
 FLAGS: Mapping[str, Any] = {
     "threads": Threads,
@@ -145,10 +157,10 @@ FLAGS: Mapping[str, Any] = {
     "allow_code": Annotated[
         bool, typer.Option("--allow-code", help="Run the Python file that merge_method names, if it names one.")
     ],
-    "report": Annotated[
+    "routing_report": Annotated[
         bool | None,
         typer.Option(
-            "--report/--no-report",
+            "--routing-report/--no-routing-report",
             show_default=False,
             help="Write where the router sends the prompts, or not; by default if the gate mode runs the base on them anyway.",
         ),
@@ -169,6 +181,14 @@ FLAGS: Mapping[str, Any] = {
             metavar="R",
             min=1,
             help="Of a merge of adapters: the largest rank of the result; the sum of their ranks if not given.",
+        ),
+    ],
+    "adapter_space": Annotated[
+        str,
+        typer.Option(
+            "--adapter-space",
+            metavar="SPACE",
+            help="Of a merge of adapters: core, knots, or compressed (to the rank of --adapter-rank before the merge).",
         ),
     ],
     "check_loading": Annotated[
@@ -294,12 +314,89 @@ FLAGS: Mapping[str, Any] = {
             "--for", metavar="PROGRAM", help="peft, or vllm: only what vLLM loads, which is factors of linear layers."
         ),
     ],
+    "intruder_scale": Annotated[
+        float,
+        typer.Option(
+            "--intruder-scale",
+            metavar="SCALE",
+            help="Scale intruder dimensions, singular vectors of FINETUNED that are unlike all of BASE; 0 removes them.",
+        ),
+    ],
+    "approximation": Annotated[
+        str,
+        typer.Option(
+            "-a",
+            "--approximation",
+            "--approximation-method",
+            metavar="NAME",
+            help="How rows of missing tokens are made: omp, hybrid, common_interpolation, subword, landmark_pca, stb, mp_rope, "
+            "john_hewitt, mean, zero or randn.",
+        ),
+    ],
+    "k": Annotated[
+        int, typer.Option("-k", "--k", metavar="K", min=1, help="Shared tokens that a missing token is approximated by.")
+    ],
+    "weight_scheme": Annotated[
+        str,
+        typer.Option(
+            "-w",
+            "--weight-scheme",
+            metavar="SCHEME",
+            help="Of common_interpolation: distance_proportional, barycentric or least_squares.",
+        ),
+    ],
+    "cosine_similarity": Annotated[
+        bool,
+        typer.Option("-c/-nc", "--cosine-similarity/--no-cosine-similarity", help="Of common_interpolation: nearest by angle."),
+    ],
+    "subword_method": Annotated[
+        str,
+        typer.Option("-s", "--subword-method", metavar="METHOD", help="Of subword: mean, sum, weighted_mean or first_last."),
+    ],
+    "prefix_match": Annotated[
+        str,
+        typer.Option(
+            "-pm",
+            "--prefix-match",
+            metavar="WHERE",
+            help="Use the row of the longest token that a missing token begins with: no, yes, embed or lm_head.",
+        ),
+    ],
+    "byte_match": Annotated[
+        str,
+        typer.Option(
+            "-bm",
+            "--byte-match",
+            metavar="WHERE",
+            help="Use the row of <0x41> for A, and the other way round: no, yes, embed or lm_head.",
+        ),
+    ],
+    "magikarp": Annotated[
+        bool, typer.Option("--magikarp", help="Approximate poorly trained tokens too, and use none of them for others.")
+    ],
+    "match_norms": Annotated[
+        bool, typer.Option("--match-norms", help="Give new rows the length that the shared tokens let expect.")
+    ],
+    "new_vocab_noise": Annotated[
+        float | None,
+        typer.Option("-nvn", "--new-vocab-noise", metavar="S", min=0, help="Standard deviation of noise in new rows."),
+    ],
+    "new_vocab_scale": Annotated[
+        float | None, typer.Option("-nvs", "--new-vocab-scale", metavar="F", help="Factor of new rows.")
+    ],
+    "report_text": Annotated[
+        str | None,
+        typer.Option("--report-text", metavar="FILE", help="A text of yours: report which missing tokens occur in it."),
+    ],
     "overwrite": Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that already exists.")],
     "resume": Annotated[
         bool, typer.Option("--resume/--no-resume", help="Resume interrupted work of the same plan, or discard it.")
     ],
     "fsync": Annotated[
         bool, typer.Option("--fsync/--no-fsync", help="Wait until the bytes are on the disk before OUT is created.")
+    ],
+    "report": Annotated[
+        bool, typer.Option("--report", help="Write OUT/report.html too: what was done, by layer and part, readable offline.")
     ],
     "card": Annotated[bool, typer.Option("--card/--no-card", help="Write README.md, a model card.")],
     "allow_nonfinite": Annotated[
@@ -321,9 +418,9 @@ FLAGS: Mapping[str, Any] = {
     ],
     "public": Annotated[bool, typer.Option("--public", help="Make the model that --push creates visible to everyone.")],
 }
-"""Field of `RecipeOptions`, `QuantizeSettings`, `ExtractSettings` or `RunOptions` → its flag."""
+"""Field of `RecipeOptions`, `QuantizeSettings`, `ExtractSettings`, `TransplantSettings` or `RunOptions` → its flag."""
 
-_RECORDS = RecipeOptions, QuantizeSettings, ExtractSettings, RunOptions
+_RECORDS = RecipeOptions, QuantizeSettings, ExtractSettings, TransplantSettings, RunOptions
 _LISTS = ("settings", "include", "exclude", "save_modules")
 """Fields whose flags may be given several times."""
 

@@ -79,8 +79,8 @@ def plan(
 
 def show_plan(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None:
     """What a plan would do."""
-    from weightsmith.api import check_computable
     from weightsmith.cli.summary import summarise
+    from weightsmith.execution import check_computable
 
     if as_json:
         check_computable(prepared)
@@ -92,8 +92,8 @@ def show_plan(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None
 
 
 def _distance(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None:
-    from weightsmith.api import measure_distance
     from weightsmith.distance import to_json
+    from weightsmith.execution import measure_distance
 
     moved = measure_distance(prepared, running)
     if as_json:

@@ -26,16 +26,19 @@ _MODELS = 6
 """Models that are columns of tables."""
 
 
-@options.expand("report", "quantize", "adapter_rank", "max_shard_bytes")
+@options.expand("routing_report", "quantize", "adapter_rank", "adapter_space", "max_shard_bytes")
 def preview(
     recipe: options.Recipe,
     planning: RecipeOptions,
     full: Annotated[bool, typer.Option("--full", help="Compute the whole merge, not a sample of it; write nothing.")] = False,
     threads: options.Threads = None,
+    report: options.PageFile = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show what merging RECIPE will do to its models, from a sample that takes seconds. Writes nothing.
+    """Show what merging RECIPE will do to its models.
+
+    From a sample that takes seconds. Writes nothing.
 
     For each model: how much of the energy of its delta survives, how often the merge moves the other way, and how much is
     dropped; by part and by layer. Beside it how far the merge moves from the base, and what merging takes.
@@ -45,13 +48,20 @@ def preview(
         no_bars_in_logs(quiet=quiet)
         from weightsmith.api import prepare_any
         from weightsmith.cli.summary import summarise
+        from weightsmith.look.pages import preview_page
         from weightsmith.look.preview import preview_of
+        from weightsmith.pages import check_page, write_page
+
+        if report is not None:
+            check_page(report)
 
         with prepare_any(options.recipe_source(recipe), planning, QuantizeSettings()) as prepared:
             show_warnings(prepared)
             summary = summarise(prepared, RunOptions(threads=threads))
             with meter(quiet=quiet) as shown:
                 found = preview_of(prepared, full=full, threads=threads, progress=shown)
+            if report is not None:
+                write_page(report, preview_page(found, _costs(summary)))
             for finding in found.warnings:
                 warn(finding)
             if as_json:

@@ -16,7 +16,17 @@ from weightsmith.progress import no_bars_in_logs
 from weightsmith.tensors import DType
 from weightsmith.text import show_table
 
-_OF_RECIPES = ("lenient", "allow_code", "report", "quantize", "check_loading", "settings", "keep_stages", "adapter_rank")
+_OF_RECIPES = (
+    "lenient",
+    "allow_code",
+    "routing_report",
+    "quantize",
+    "check_loading",
+    "settings",
+    "keep_stages",
+    "adapter_rank",
+    "adapter_space",
+)
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a hub id, or base+adapter, as in a recipe.")]
 Out = Annotated[str, typer.Argument(metavar="OUT", help="The folder to create; not with --plan.", show_default=False)]

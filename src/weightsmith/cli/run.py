@@ -60,7 +60,7 @@ def run(
         raise typer.BadParameter("a part publishes nothing: give it to the run without --part.", param_hint="--push")
     with failures(as_json=as_json, interrupted=lambda: interrupted(out)), ExitStack() as stack:
         no_bars_in_logs(quiet=quiet)
-        from weightsmith.api import Callbacks, execute_part
+        from weightsmith.execution import Callbacks, execute_part
         from weightsmith.planner.reopen import load_plan, reopen
 
         prepared = stack.enter_context(reopen(load_plan(plan), allow_code=allow_code))

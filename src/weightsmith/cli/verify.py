@@ -46,6 +46,6 @@ def verify(
             result(json.dumps(facts, ensure_ascii=False))
         elif not quiet:
             say(
-                f"{printable(str(report.folder))}: as written: {count(report.tensors, 'tensor')} and "
-                f"{count(report.files, 'other file')}, {size(report.nbytes)}"
+                f"{printable(str(report.folder))}: OK, {count(report.tensors, 'tensor')} and "
+                f"{count(report.files, 'other file')} match their checksums ({size(report.nbytes)})"
             )

@@ -25,9 +25,8 @@ class ScaledJob(Job):
         self.resident_bytes = self.inner.resident_bytes
         self._norm = norm
         self.factor = scale
-        models = len(matrix.codes) - 1
         weights = [m.get("weight") for m in matrix.models[1:]]
-        self._weights = np.array([1.0 if w is None else float(w) for w in weights] or [1.0] * models)
+        self._weights = np.array([1.0 if w is None else float(w) for w in weights])
 
     def passes(self) -> int:
         return self.inner.passes() + (self._norm != "none")

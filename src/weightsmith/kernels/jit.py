@@ -11,8 +11,8 @@ and a kernel says which arguments decide its switches:
         if BF16_IN and codes[0] == BF16:  # compiled only where BF16 is among them
             ...
 
-The kernels that it calls are compiled for the same values. numba drops what is behind a constant that is False before it infers
-types, so that such code costs nothing.
+The kernels that it calls are compiled for the same values, as a part of it: LLVM optimises them once, together. numba drops
+what is behind a constant that is False before it infers types, so that such code costs nothing.
 
 numba's own cache looks at a function's file alone. A kernel that calls another, or uses its constants, would go on with the old
 one after that file changed, and write past the end of a buffer. Here any change to any kernel is a new cache. The folder is
@@ -35,14 +35,22 @@ from typing import Any, TypeVar, overload
 from weakref import WeakSet
 
 import numba
+import numba.core.codegen
+import numba.core.compiler
+import numba.core.compiler_machinery
 import numba.core.config
 import numba.core.event
+import numba.core.typed_passes
 import numpy as np
 
 F = TypeVar("F")
 
 config: Any = numba.core.config
 event: Any = numba.core.event
+codegen: Any = numba.core.codegen
+compiler: Any = numba.core.compiler
+machinery: Any = numba.core.compiler_machinery
+lowering: Any = numba.core.typed_passes
 
 
 @cache
@@ -82,13 +90,10 @@ class Switch:
 class Kernel:
     """A function, and what it was compiled to for each setting of its switches."""
 
-    def __init__(
-        self, function: FunctionType, axes: Mapping[str, str], known: Mapping[str, Collection[int]], *, inline: bool
-    ) -> None:
+    def __init__(self, function: FunctionType, axes: Mapping[str, str], known: Mapping[str, Collection[int]]) -> None:
         """See `kernel`."""
         update_wrapper(self, function)
         self.function = function
-        self.inline = inline
         self._known = known
         self._axes = [(axis, function.__code__.co_varnames.index(argument)) for argument, axis in axes.items()]
         self._by_arguments: dict[tuple[Any, ...], Any] = {}
@@ -118,7 +123,7 @@ class Kernel:
                 }
                 function = FunctionType(self.function.__code__, {**self.function.__globals__, **bound})
                 function.__qualname__ += "_" + "".join("01"[on] for on in setting)  # its files in the cache are named so
-                self._by_setting[setting] = _njit(function, called_by_kernel, self.inline and called_by_kernel)
+                self._by_setting[setting] = _njit(function, called_by_kernel)
             return self._by_setting[setting]
 
     @cached_property
@@ -135,16 +140,59 @@ class Kernel:
                 yield name, used
 
 
+class _CodeForCallers(codegen.JITCodeLibrary):  # type: ignore[misc]
+    """The code of a kernel that only kernels call. It is linked into each of them, and optimised there.
+
+    numba would first optimise it by itself, and turn it into machine code that nobody calls.
+    """
+
+    def _optimize_final_module(self) -> None:
+        """Left to the callers."""
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+
+@machinery.register_pass(mutates_CFG=True, analysis_only=False)
+class _LoweringForCallers(lowering.NativeLowering):  # type: ignore[misc]
+    """Lowers a kernel to LLVM's language. numba's own pass goes on to machine code, for calls from Python."""
+
+    _name = "lowering_for_callers"
+
+    def run_pass(self, state: Any) -> bool:
+        state.library = _CodeForCallers(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.flags.no_compile = True
+        super().run_pass(state)
+        state.library.finalize()
+        entry: Any = {}.popitem  # numba wants a built-in function to call from Python; this one fails
+        state.cr = state.cr._replace(cfunc=entry)
+        state.targetctx.insert_user_function(entry, state.cr.fndesc, [state.library])
+        return True
+
+
+class _CompilerForCallers(compiler.CompilerBase):  # type: ignore[misc]
+    """numba's compiler, but for the last step."""
+
+    def define_pipelines(self) -> list[Any]:
+        passes = compiler.DefaultPassBuilder.define_nopython_pipeline(self.state)
+        passes.passes = [(_LoweringForCallers if one is lowering.NativeLowering else one, why) for one, why in passes.passes]
+        passes.finalize()
+        return [passes]
+
+
 _setting_folder = threading.Lock()
 """Held while numba's cache folder, which is one for the process, is ours: two threads would restore each other's."""
 
 
-def _njit(function: FunctionType, called_by_kernel: bool, inline: bool) -> Any:
-    folder = cache_folder()
+def _njit(function: FunctionType, called_by_kernel: bool) -> Any:
+    folder = "" if called_by_kernel else cache_folder()
     # What makes a function callable from Python and from C takes as long to compile as a small kernel.
-    wrappers = {"no_cpython_wrapper": called_by_kernel, "no_cfunc_wrapper": True}
+    options: dict[str, Any] = {"no_cpython_wrapper": called_by_kernel, "no_cfunc_wrapper": True}
+    if called_by_kernel:
+        options["pipeline_class"] = _CompilerForCallers
     njit: Any = numba.njit
-    decorate = njit(nogil=True, cache=bool(folder), error_model="numpy", inline="always" if inline else "never", **wrappers)
+    decorate = njit(nogil=True, cache=bool(folder), error_model="numpy", **options)
     with _setting_folder:
         before = config.CACHE_DIR
         config.CACHE_DIR = folder
@@ -160,23 +208,19 @@ def _njit(function: FunctionType, called_by_kernel: bool, inline: bool) -> Any:
 @overload
 def kernel(function: F, /) -> F: ...
 @overload
-def kernel(*, inline: bool = ..., known: Mapping[str, Collection[int]] = ..., **axes: str) -> Callable[[F], F]: ...
-def kernel(
-    function: Any = None, /, *, inline: bool = False, known: Mapping[str, Collection[int]] | None = None, **axes: str
-) -> Any:
+def kernel(*, known: Mapping[str, Collection[int]] = ..., **axes: str) -> Callable[[F], F]: ...
+def kernel(function: Any = None, /, *, known: Mapping[str, Collection[int]] | None = None, **axes: str) -> Any:
     """Compile at the first call, for the types of its arguments; releases the GIL; no fastmath.
 
-    inline  where a kernel calls it, it becomes part of that kernel before types are inferred. For those that are called in one
-            place and call kernels themselves: LLVM optimises what is called once for each kernel that is compiled on the way
-    known   values of axes that no argument decides
-    axes    argument → axis of the switches that it decides: an integer, or an array of them
+    known  values of axes that no argument decides
+    axes   argument → axis of the switches that it decides: an integer, or an array of them
 
     A division by zero gives an infinity or NaN, as in numpy: Python's test for it before each division keeps loops from
     vectorising.
     """
     if function is None:
-        return lambda decorated: Kernel(decorated, axes, known or {}, inline=inline)
-    return Kernel(function, {}, {}, inline=False)
+        return lambda decorated: Kernel(decorated, axes, known or {})
+    return Kernel(function, {}, {})
 
 
 # ---- while kernels are compiled

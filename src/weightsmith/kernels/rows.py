@@ -126,7 +126,7 @@ def keep_in_groups(row: np.ndarray, n: int, keep: int, group: int, taken: np.nda
             t[j] = np.uint8(t[j] | np.uint8(x[j] != 0))
 
 
-@kernel(inline=True)
+@kernel
 def descending(row: np.ndarray, n: int, order: np.ndarray) -> None:
     """order[0, :n] = indices of row[:n], largest magnitude first; order uint32 [4, >= n], rows 1 to 3 are scratch.
 
@@ -220,7 +220,7 @@ def fine_bins(row: np.ndarray, n: int, bits: np.ndarray, bins: np.ndarray) -> An
     return np.int64(last)
 
 
-@kernel(inline=True)
+@kernel
 def ranks(row: np.ndarray, n: int, bits: np.ndarray, order: np.ndarray) -> None:
     """order[0, :n] (uint32) = the rank of each element of row[:n], 0 for the largest magnitude.
 
@@ -280,7 +280,7 @@ def ranks(row: np.ndarray, n: int, bits: np.ndarray, order: np.ndarray) -> None:
             rank[place[j]] = np.uint32(j)
 
 
-@kernel(inline=True)
+@kernel
 def keep_by_rank(
     row: np.ndarray,
     n: int,

@@ -104,7 +104,7 @@ def keep_given(delta: np.ndarray, n: int, given: np.ndarray) -> None:
         d[j] = or_zero(d[j], g[j] != np.uint8(0))
 
 
-@kernel(inline=True)
+@kernel
 def sparsify(
     delta: np.ndarray,
     n: int,

@@ -15,7 +15,7 @@ from weightsmith.errors import NotFound, PlanError, Unsupported
 from weightsmith.look.files import fetch_small, licence, lineage, vocabulary_of
 from weightsmith.look.models import Place, Watching, check_patterns, finite, matches, opened, place_of, survey, with_needs
 from weightsmith.lora import open_adapter
-from weightsmith.lora.adapter import Adapter
+from weightsmith.lora.records import Adapter
 from weightsmith.plans import COPY, Read, Step
 from weightsmith.recipe import ModelRef
 from weightsmith.recipe.references import parse_reference

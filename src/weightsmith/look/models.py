@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -23,6 +22,9 @@ from weightsmith.recipe import ModelRef
 from weightsmith.recipe.references import parse_reference
 from weightsmith.structure import Structure
 from weightsmith.structure.fused import fused_parts
+from weightsmith.structure.places import OUTSIDE as OUTSIDE
+from weightsmith.structure.places import Place as Place
+from weightsmith.structure.places import place_of as place_of
 from weightsmith.structure.roles import role_of
 from weightsmith.structure.vocabulary import is_vocabulary
 from weightsmith.tensors import DTYPES, TensorSpec
@@ -30,49 +32,8 @@ from weightsmith.tensors import DTYPES, TensorSpec
 if TYPE_CHECKING:
     from weightsmith.engine.local import Outcome, Progress
 
-OUTSIDE = "outside the layers"
-
 Watching = Callable[["Progress"], None] | Meter | bool
 """Called about ten times per second; or what shows the progress; True: a bar in terminals and notebooks, False: nothing."""
-
-_NUMBER = re.compile(r"\.\d+(?=\.)")
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor is.
-
-    stack   prefix of its stack, `model.layers.`; "" outside the layers
-    layer   its number; -1 outside
-    part    what it is in its layer, without numbers: `self_attn.q_proj`, `mlp.experts.up_proj`, `self_attn.q_proj.bias`
-    """
-
-    stack: str
-    layer: int
-    part: str
-
-    @property
-    def group(self) -> str:
-        """Its layer as a name: `model.layers.3`."""
-        return f"{self.stack}{self.layer}" if self.stack else OUTSIDE
-
-
-def place_of(structure: Structure, name: str) -> Place:
-    """The place of a tensor.
-
-    >>> from weightsmith.structure import analyse
-    >>> names = [f"model.layers.{i}.mlp.experts.{e}.up_proj.weight" for i in (0, 1) for e in (0, 1)]
-    >>> specs = [TensorSpec(name, DTYPES["BF16"], (4, 4)) for name in names]
-    >>> place_of(analyse(specs, {"num_hidden_layers": 2}), names[3])
-    Place(stack='model.layers.', layer=1, part='mlp.experts.up_proj')
-    """
-    found = structure.locate(name) or structure.extra(name)
-    if found is None:
-        return Place("", -1, _NUMBER.sub("", name.removeprefix("model.").removesuffix(".weight")))
-    stack, layer = found
-    layer += stack.n_layers if structure.locate(name) is None else 0
-    suffix = (structure.suffix(name) or "").removesuffix(".weight")
-    return Place(stack.prefix, layer, _NUMBER.sub("", f".{suffix}").removeprefix("."))
 
 
 @contextmanager

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.api import RecipeSource, check_computable, prepare_any
+from weightsmith.api import RecipeSource, prepare_any
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.engine.bench import MemoryOutput
 from weightsmith.engine.computed import Computed
 from weightsmith.engine.local import Resources, run
 from weightsmith.errors import Finding, Unsupported
+from weightsmith.execution import check_computable
 from weightsmith.jobs.job import Bytes
 from weightsmith.look.models import Place, Watching, finite, groups, place_of, survey, with_needs
 from weightsmith.look.reading import ranges
@@ -97,6 +98,7 @@ class Preview:
     names    of the other models
     looked_at, elements   elements that were computed, and of all tensors that are merged
     layers, parts, total  see `GroupPreview`
+    cells    of each part of each layer
     left_out tensors that are merged and cannot be sampled
     plan     of the merge
     """
@@ -109,6 +111,7 @@ class Preview:
     layers: tuple[GroupPreview, ...]
     parts: tuple[GroupPreview, ...]
     total: GroupPreview
+    cells: tuple[tuple[Place, GroupPreview], ...]
     left_out: tuple[str, ...]
     plan: Plan
 
@@ -130,6 +133,7 @@ class Preview:
                 "total": _group_json(self.total),
                 "layers": [_group_json(group) for group in self.layers],
                 "parts": [_group_json(group) for group in self.parts],
+                "cells": [asdict(place) | _group_json(group) for place, group in self.cells],
                 "left_out": list(self.left_out),
             }
         )
@@ -284,6 +288,9 @@ def _preview(
         size, own = looked.sizes[step.out.name], tuple(names.index(read.model) for read in step.inputs[2:])
         place = place_of(structure, step.out.name)
         found.append(_Found(place, size, size / step.out.size, sums[i], squares[i], float(counts[i]), own))
+    by_place: dict[Place, list[_Found]] = {}
+    for each in found:
+        by_place.setdefault(each.place, []).append(each)
     by_layer, by_part = (groups([f.place for f in found], key) for key in (lambda p: p.group, lambda p: p.part))
     return Preview(
         plan.made.name,
@@ -294,6 +301,7 @@ def _preview(
         tuple(_group(name, [found[i] for i in own], len(names)) for name, own in by_layer.items()),
         tuple(_group(name, [found[i] for i in own], len(names)) for name, own in by_part.items()),
         _group("all", found, len(names)),
+        tuple((place, _group(f"{place.group}.{place.part}", own, len(names))) for place, own in by_place.items()),
         looked.left_out,
         plan,
     )

@@ -2,14 +2,15 @@
 
 LoRA (Hu et al. 2021, arXiv 2106.09685) adds scaling · B @ A to a matrix, with scaling = alpha / r; rsLoRA (Kalajdzievski 2023,
 arXiv 2312.03732) has alpha / √r. DoRA (Liu et al. 2024, arXiv 2402.09353) then gives each row a norm of its own.
+
+Single files in the format of kohya's scripts (`lora_down`, `lora_up`, `alpha`) are read too (`kohya.py`).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,20 +18,26 @@ from weightsmith.checkpoint import CARD_NAME, Checkpoint, locate
 from weightsmith.errors import FormatError, NotFound, Unsupported
 from weightsmith.formats.files import show
 from weightsmith.formats.strict_json import read_object
+from weightsmith.lora.kohya import open_kohya
 from weightsmith.lora.patterns import PatternError, Patterns
+from weightsmith.lora.records import CONFIG_NAME, Adapter, Factors, Parameter, Stacked
 from weightsmith.sources import open_file
 from weightsmith.structure.configs import finite_number, whole_number
+from weightsmith.text import count
 
 if TYPE_CHECKING:
     from weightsmith.hub import Repository
 
-CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")  # the first that exists is read
 MAX_CONFIG_BYTES = 16 << 20
 
 _PREFIX = "base_model.model."
-_FACTOR = re.compile(r"(.+)\.(?:lora_([AB])\.weight|lora_embedding_([AB]))")
-_MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.weight)?")
+_FACTOR = re.compile(r"(.+)\.(?:lora_([AB])(?:\.default)?\.weight|lora_embedding_([AB])(?:\.default)?)")
+_MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
+_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""What torch.compile, FSDP and activation checkpointing add to names, which trainers may have saved."""
+_SAVED = re.compile(r"(?<=\.)modules_to_save\.(?:default\.)?")
+_LAYER = ".base_layer"
 _NAMES = "Write the names of the modules in place of the pattern."
 _REPAIR = "Repair it, or download the adapter again."
 _MERGE_WITH_PEFT = "Merge it with peft (merge_and_unload, then save_pretrained), and name that folder."
@@ -41,7 +48,6 @@ _NOT_APPLIED = {
     "use_qalora": "QA-LoRA, which pools the inputs of A",
     "use_bdlora": "block-diagonal factors",
     "layer_replication": "layers that are repeated before the adapter is applied",
-    "target_parameters": "factors of parameters that are no module's weight (fused experts)",
     "trainable_token_indices": "single rows of the embedding, trained apart",
     "alora_invocation_tokens": "an activated LoRA, which is on for some tokens only and so cannot be merged",
     "arrow_config": "Arrow routing between several adapters",
@@ -55,56 +61,22 @@ _NOT_APPLIED = {
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
-@dataclass(frozen=True, slots=True)
-class Factors:
-    """The update of one module's weight: scaling · B @ A, of an embedding its transpose.
-
-    a, b       names in the adapter's file of A [rank, inputs] and B [outputs, rank]
-    embedding  of an embedding: A is [rank, tokens], B [hidden, rank]
-    scaling    alpha / rank, or as rsLoRA has it
-    magnitude  name of DoRA's norms of the rows [outputs]; "" without DoRA
-    """
-
-    a: str
-    b: str
-    embedding: bool
-    scaling: float
-    magnitude: str = ""
-
-
-class Adapter:
-    """An adapter's tensors, and what each is for. Made by `open_adapter`.
-
-    checkpoint    of the adapter's weights
-    updates       module → its factors; modules are named as PEFT names them, without `base_model.model.`
-    replacements  tensor of the model → tensor of the file that takes its place (modules_to_save)
-    transposed    `fan_in_fan_out`: weights are stored [inputs, outputs], as GPT-2's are
-    tokenizer     the tokenizer files that lie beside the adapter
-    """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        updates: Mapping[str, Factors],
-        replacements: Mapping[str, str],
-        *,
-        transposed: bool,
-        tokenizer: tuple[str, ...],
-    ) -> None:
-        self.checkpoint = checkpoint
-        self.updates = updates
-        self.replacements = replacements
-        self.transposed = transposed
-        self.tokenizer = tokenizer
-
-
 def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
-    """Open an adapter: a local folder, or a hub id `org/name[@revision]`. Reads its config and header, no tensor data.
+    """Open an adapter: a local folder, a file of kohya's, or a hub id `org/name[@revision]`.
+
+    Reads its config and header, no tensor data (of kohya's files, one number for each module).
 
     Raises NotFound, FormatError (bytes or settings that break the format), Unsupported (what is more than LoRA), and what
     `open_checkpoint` raises for a name. All problems of one file are in one error.
     """
-    folder, names, repository = _files(ref, revision)
+    place = locate(ref, revision)
+    if isinstance(place, Path) and not place.is_dir():
+        if place.suffix != ".safetensors":
+            raise Unsupported(
+                "an adapter is a folder, or a .safetensors file", where=ref, fix=f"Name the one that holds {CONFIG_NAME}."
+            )
+        return open_kohya(ref, place)
+    folder, names, repository = _files(place)
     weights = next((name for name in WEIGHTS_NAMES if name in names), "")
     if repository is not None and weights:
         repository.download([CONFIG_NAME], quiet=True)
@@ -130,18 +102,13 @@ def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
         notes=(*(() if repository is None else repository.notes), *opened.notes),
         repositories=() if repository is None else (repository,),
     )
-    updates, replacements = _sort(checkpoint, config)
     tokenizer = tuple(sorted(n for n in names if n.startswith(("tokenizer", "chat_template", "vocab", "merges"))))
-    transposed = config.get("fan_in_fan_out") is True
-    return Adapter(checkpoint, updates, replacements, transposed=transposed, tokenizer=tokenizer)
+    return _sorted(checkpoint, config, tokenizer)
 
 
-def _files(ref: str, revision: str | None) -> tuple[Path, list[str], Repository | None]:
+def _files(place: Path | tuple[str, str | None]) -> tuple[Path, list[str], Repository | None]:
     """The adapter's folder, the names of its files, and the repository of one from the hub."""
-    place = locate(ref, revision)
     if isinstance(place, Path):
-        if not place.is_dir():
-            raise Unsupported("an adapter is a folder", where=ref, fix=f"Name the folder that holds {CONFIG_NAME}.")
         return place, [p.name for p in place.iterdir() if p.is_file()], None
     from weightsmith import hub
 
@@ -167,36 +134,48 @@ def _check_kind(config: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _sort(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[dict[str, Factors], dict[str, str]]:
-    """The updates and replacements in a file. Raises FormatError with everything that cannot be."""
+def _sorted(checkpoint: Checkpoint, config: Mapping[str, Any], tokenizer: tuple[str, ...]) -> Adapter:
+    """The adapter in a file. Raises FormatError with everything in it that cannot be."""
     problems: list[str] = []
     found: dict[str, dict[str, str]] = {}
     embeddings: set[str] = set()
     magnitudes: dict[str, str] = {}
     replacements: dict[str, str] = {}
     for name, spec in checkpoint.specs.items():
-        inner = name.removeprefix(_PREFIX)
+        inner = _WRAPPERS.sub("", name).removeprefix(_PREFIX)
         match = _FACTOR.fullmatch(inner)
+        if ".original_module." in inner:
+            continue  # what a module that is saved whole was before the training
         if match is None and (found_magnitude := _MAGNITUDE.fullmatch(inner)):
             magnitudes[found_magnitude[1]] = name
         elif match is None and any(part.startswith("lora_") for part in inner.split(".")):
             problems.append(f"{show(name)} is no A or B of a LoRA")
         elif match is None:
-            replacements[inner.replace(".base_layer.", ".")] = name
+            replacements[_SAVED.sub("", inner).replace(f"{_LAYER}.", ".")] = name
         elif not spec.dtype.floating or len(spec.shape) != 2 or 0 in spec.shape:
             problems.append(f"{spec} is no matrix of floating numbers: only linear and embedding layers are applied")
-        else:
-            found.setdefault(match[1], {})[match[2] or match[3]] = name
-            if match[3]:
-                embeddings.add(match[1])
+        elif found.setdefault(match[1], {}).setdefault(match[2] or match[3], name) != name:
+            problems.append(f"{show(name)} and {show(found[match[1]][match[2] or match[3]])} are the same factor")
+        elif match[3]:
+            embeddings.add(match[1])
     scalings = _Scalings(config, checkpoint.ref)
-    updates = {}
+    targets = _targets(config, checkpoint.ref)
+    updates: dict[str, Factors] = {}
+    stacked: dict[str, dict[int, Stacked]] = {}
     for module, pair in found.items():
         if len(pair) < 2:
             problems.append(f"{module} has an {next(iter(pair))} and no {'B' if 'A' in pair else 'A'}")
             continue
         a, b = (checkpoint.specs[pair[part]].shape for part in "AB")
         rank = scalings.rank(module)
+        outer = module.replace(_LAYER, "")
+        if _of_parameters(outer, targets, plain=a[0] == b[1] == rank):
+            depth = module.count(_LAYER)
+            if f"{outer}{_LAYER * depth}" != module or a[0] != b[1]:
+                problems.append(f"{module} has A {list(a)} and B {list(b)}, which are no factors of experts")
+            else:
+                stacked.setdefault(outer, {})[depth] = Stacked(pair["A"], pair["B"])
+            continue
         if a[0] != rank or b[1] != rank:
             problems.append(f"{module} has rank {rank} by the config, and A {list(a)} and B {list(b)}")
             continue
@@ -210,8 +189,37 @@ def _sort(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[dict[str, 
         where, n = str(checkpoint.paths[0]), len(problems)
         shown = [*problems[:8], *([f"and {n - 8} more"] if n > 8 else [])]
         fix = "Save it again with peft: the config and the weights are of different adapters, or this is not one of PEFT's."
-        raise FormatError(f"{n} problem(s) with the adapter's tensors", where=where, details=shown, fix=fix)
-    return updates, replacements
+        raise FormatError(f"the adapter's tensors have {count(n, 'problem')}", where=where, details=shown, fix=fix)
+    return Adapter(
+        checkpoint,
+        updates,
+        replacements,
+        transposed=config.get("fan_in_fan_out") is True,
+        tokenizer=tokenizer,
+        stacked={module: tuple(levels[depth] for depth in sorted(levels, reverse=True)) for module, levels in stacked.items()},
+        parameters={module: tuple(_parameters(module, targets, scalings)) for module in stacked},
+    )
+
+
+def _targets(config: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
+    """`target_parameters`, as the end of a module's name and a parameter's."""
+    listed = config.get("target_parameters") or []
+    if not isinstance(listed, list) or not all(isinstance(name, str) and name for name in listed):
+        what = f"target_parameters is {show(listed)}, not a list of names"
+        raise FormatError(what, where=f"{where}, {CONFIG_NAME}", fix=_REPAIR)
+    return sorted({(module, name) for module, _, name in (each.rpartition(".") for each in listed)})
+
+
+def _of_parameters(module: str, targets: Iterable[tuple[str, str]], *, plain: bool) -> bool:
+    """Whether factors are of a module's parameters. plain: by their shapes they could be of the weight of a linear layer."""
+    return any(not plain if name == "weight" or not end else f".{module}".endswith(f".{end}") for end, name in targets)
+
+
+def _parameters(module: str, targets: Iterable[tuple[str, str]], scalings: _Scalings) -> Iterator[Parameter]:
+    for end, name in targets:
+        if not end or f".{module}".endswith(f".{end}"):
+            full = f"{module}.{name}"
+            yield Parameter(name, scalings.rank(full), scalings.of(full))
 
 
 def _magnitude_problem(

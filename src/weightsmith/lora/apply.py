@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import CheckpointError, Finding, ShapeError, nearest
 from weightsmith.formats.files import open_regular, show
-from weightsmith.lora.adapter import Adapter, Factors
+from weightsmith.lora.experts import match_stacked, names_of
+from weightsmith.lora.records import Adapter, Factors
 from weightsmith.sources.adapted import Adapted, AdaptedTensor, Update
+from weightsmith.structure import analyse
 from weightsmith.structure.configs import replace_value
-from weightsmith.structure.fused import fused_names
+from weightsmith.structure.fused import SubMatrix, fused_names, fused_parts
 from weightsmith.structure.vocabulary import is_embedding, is_head, is_vocabulary, tie_flag, untie
 from weightsmith.tensors import TensorSpec
 
@@ -23,6 +28,13 @@ if TYPE_CHECKING:
 _SHOWN = 8  # problems that a message lists
 _COPY_BYTES = 1 << 20
 _BEGINNINGS = 100  # of names that are tried; models have up to ten
+
+_UNMIXTRAL = re.compile(r"(\.experts\.\d+\.)(w[123])(?=\.weight$)")
+_PARTS = {
+    "w1": "gate_proj",
+    "w2": "down_proj",
+    "w3": "up_proj",
+}  # Mixtral's names of what the parts of fused tensors are called
 
 Shape = tuple[int, ...]
 
@@ -71,19 +83,22 @@ class _Match:
         self.notes: list[Finding] = []
         self._base_names = {name: name for name in base.specs}  # tensor → the base's that it stands for
         self._updates: dict[str, Factors] = {}
+        self._parts: dict[str, list[Update]] = {}  # of tensors with several matrices
         self._replaced: dict[str, str] = {}
         self._match()
 
     def origins(self) -> dict[str, AdaptedTensor]:
         """What each tensor of the result is made from."""
         return {
-            name: AdaptedTensor(base_name, self._replaced.get(name, ""), self._update(name))
+            name: AdaptedTensor(base_name, self._replaced.get(name, ""), tuple(self._updates_of(name)))
             for name, base_name in self._base_names.items()
         }
 
     def _match(self) -> None:
         adapter, problems = self.adapter, list[str]()
-        rename = self._renaming([*(f"{m}.weight" for m in adapter.updates), *adapter.replacements])
+        stacked = [name for module, own in adapter.parameters.items() for each in own for name in names_of(module, each.name)]
+        targets = [*(f"{m}.weight" for m in adapter.updates), *adapter.replacements, *stacked]
+        rename = self._flat_names() if adapter.flat else self._renaming(targets)
         tied = self._tied_embedding()
         for stored_name, source in adapter.replacements.items():
             name = rename(stored_name)
@@ -101,11 +116,19 @@ class _Match:
                 self._base_names.setdefault(name, tied)
             if name in self._base_names:
                 problem = self._shape_problem(name, factors)
+                self._updates[name] = factors
+            elif part := self._part_of(name):
+                problem = self._add_part(name, factors, *part)
             else:
                 problem = self._no_place(name) if len(problems) < _SHOWN else name
             if problem:
                 problems.append(problem)
-            self._updates[name] = factors
+        found, strange = match_stacked(adapter, self.base.specs, {m: rename(f"{m}.x")[:-2] for m in adapter.stacked})
+        problems += strange
+        for name, updates in found.items():
+            self._parts.setdefault(name, []).extend(updates)
+        twice = [name for name, updates in self._parts.items() if name in self._updates or _overlap(updates)]
+        problems += [f"{name}: the adapter has factors for it under several names" for name in twice]
         problems += self._check_rows() if not problems else []
         if problems:
             shown = [*problems[:_SHOWN], *([f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else [])]
@@ -133,10 +156,49 @@ class _Match:
         drop, beginning = best[0]
         return lambda name: beginning + name.split(".", drop)[-1]
 
+    def _flat_names(self) -> Callable[[str], str]:
+        """From names with `_` for each dot to the base's, whose names may begin with other modules. Only where one fits."""
+        names: dict[str, list[str]] = {}
+        for name in self.base.specs:
+            names.setdefault(name.removesuffix(".weight").replace(".", "_"), []).append(name)
+
+        def rename(name: str) -> str:
+            flat = name.removesuffix(".weight")
+            fitting = names.get(flat) or [n for known, own in names.items() if known.endswith(f"_{flat}") for n in own]
+            return fitting[0] if len(fitting) == 1 else name
+
+        return rename
+
+    def _part_of(self, name: str) -> tuple[str, SubMatrix] | None:
+        """The base's tensor that a matrix is part of, and the part."""
+        for each in (name, _UNMIXTRAL.sub(lambda found: f"{found[1]}{_PARTS[found[2]]}", name)):
+            if each in self._fused:
+                return self._fused[each]
+        return None
+
+    @cached_property
+    def _fused(self) -> dict[str, tuple[str, SubMatrix]]:
+        """The matrices in tensors of the base that hold several: name → the tensor, and which part of it."""
+        specs = self.base.specs
+        structure = analyse(specs.values(), self.base.config)
+        parts = ((spec.name, part) for spec in specs.values() for part in fused_parts(spec, specs, structure, self.base.config))
+        return {part.name: (name, part) for name, part in parts}
+
+    def _add_part(self, name: str, factors: Factors, tensor: str, part: SubMatrix) -> str:
+        """Add the factors of a matrix that is part of a tensor; the problem with that, or ""."""
+        a, b = self._shapes(factors)
+        if factors.magnitude:
+            return f"{name}: DoRA of a part of {tensor}"
+        if part.shape != (b[0], a[1]):
+            return f"{name}: {list(part.shape)} in {tensor} of the base, and the adapter is for {[b[0], a[1]]}"
+        rows = part.offset // part.shape[1], part.shape[0]
+        self._parts.setdefault(tensor, []).append(Update(factors.a, factors.b, factors.scaling, transposed=False, rows=rows))
+        return ""
+
     def _no_place(self, name: str) -> str:
         fused = next((fused for fused in fused_names(name) if fused in self.base.specs), "")
         if fused:
-            return f"{name}: the base keeps it inside {fused}, and an adapter for the parts cannot be applied to the whole"
+            return f"{name}: the base keeps it inside {fused}, in an order that is not known"
         return f"{name}: the base has no such tensor{nearest(name, self.base.specs)}"
 
     def _replacement_problem(self, name: str) -> str:
@@ -204,13 +266,13 @@ class _Match:
         found = self.base.specs[self._base_names[name]] if replaced is None else self.adapter.checkpoint.specs[replaced]
         return replace(found, name=name)
 
-    def _update(self, name: str) -> Update | None:
+    def _updates_of(self, name: str) -> list[Update]:
         """What the adapter adds to a tensor."""
         factors = self._updates.get(name)
         if factors is None:
-            return None
+            return sorted(self._parts.get(name, ()), key=lambda update: update.rows or (0, 0))
         transposed = self._transposed(factors, self._source_spec(name).shape)
-        return Update(factors.a, factors.b, factors.scaling, transposed, factors.magnitude)
+        return [Update(factors.a, factors.b, factors.scaling, transposed, factors.magnitude)]
 
     def _transposed(self, factors: Factors, shape: Shape) -> bool:
         """The weight is (B @ A)ᵀ: an embedding, or one of GPT-2's. The shape says so, and of a square one the config."""
@@ -218,6 +280,13 @@ class _Match:
         if b[0] == a[1]:
             return factors.embedding or self.adapter.transposed
         return shape == (a[1], b[0])
+
+
+def _overlap(updates: Sequence[Update]) -> bool:
+    """Whether two updates of a tensor are of the same rows."""
+    rows = sorted(update.rows or (0, 0) for update in updates)
+    whole = any(update.rows is None for update in updates)
+    return len(rows) > 1 and (whole or any(first + n > after for (first, n), (after, _) in pairwise(rows)))
 
 
 def _same(a: Path, b: Path) -> bool:

@@ -1,4 +1,4 @@
-"""arcee_fusion: take over only what changed most."""
+"""arcee_fusion: take only what changed most."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from weightsmith.methods.signature import merge_method
 
 
 @merge_method(
-    title="take over only what changed most",
+    title="take only what changed most",
     summary="""Takes over from the other model only the weights whose change is important: the size of the change
 times the divergence of its row, each row seen as a distribution (softmax). Important is what lies above the median by
 1.5 times the interquartile range. The quartiles are exact, of all elements; mergekit draws a sample of a million and

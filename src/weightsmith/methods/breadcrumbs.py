@@ -1,4 +1,4 @@
-"""breadcrumbs: drop the largest and the smallest deltas, then a sum."""
+"""breadcrumbs: drop the largest and the smallest deltas, then sum."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weightsmith.methods.signature import merge_method
 
 
 @merge_method(
-    title="drop the largest and the smallest deltas, then a sum",
+    title="drop the largest and the smallest deltas, then sum",
     summary="""Drops the `gamma` largest elements of each delta, which often are outliers, keeps the next `density` of it,
 and zeroes the small rest. Exactly ⌊gamma · n⌋ elements are dropped and ⌊density · n⌋ kept (at least one; fewer are
 dropped when not enough would be left). mergekit ranks within the tensor, the paper within each row (`scope: row`; its

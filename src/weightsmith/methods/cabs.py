@@ -1,4 +1,4 @@
-"""cabs: n of every m neighbours, models in turn on what is free."""
+"""cabs: n:m sparsity, without overlap between the models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weightsmith.methods.signature import merge_method
 
 
 @merge_method(
-    title="n of every m neighbours, models in turn on what is free",
+    title="n:m sparsity, without overlap between the models",
     summary="""The models take turns, in the recipe's order: each keeps, of every `group` neighbours, the share
 `density` that it changed most, among the positions that no earlier model has kept. So masks are balanced over the
 matrix and never overlap, and the deltas are simply added. The authors keep 64 of 256 and weigh two 7 B models by 1.2

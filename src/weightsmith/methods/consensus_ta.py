@@ -1,4 +1,4 @@
-"""consensus_ta: task arithmetic where enough models matter."""
+"""consensus_ta: task arithmetic, only where enough models contribute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weightsmith.methods.signature import Bounds, PerModel, always, merge_method
 
 
 @merge_method(
-    title="task arithmetic where enough models matter",
+    title="task arithmetic, only where enough models contribute",
     summary="""Keeps a position of the summed task vector only where at least `k` models stand out of the rest of the
 sum: positions that matter to one model alone, or to none, keep the base. `k: 0` is task arithmetic, `k: 1` drops what
 matters to none. No statistics: as quick as task arithmetic. λ is about 0.3 to 0.4 for eight vision models; on the

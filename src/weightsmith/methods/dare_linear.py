@@ -10,7 +10,7 @@ from weightsmith.methods.signature import merge_method
 
 
 @merge_method(
-    title="random drop and rescale, then a sum",
+    title="random drop and rescale, then sum",
     summary="""Keeps each element of a delta with probability `density` and rescales what is left. The mask is a
 function of the seed, the model's place in the recipe, the tensor's name and the element's index: the same on every
 machine. mergekit rescales so that the delta's L1 norm is restored (`rescale: l1`, the default here too); the paper

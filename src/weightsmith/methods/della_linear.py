@@ -14,7 +14,7 @@ def _check(weight: Floats, normalize: bool, density: Floats, epsilon: Floats) ->
 
 
 @merge_method(
-    title="drop by magnitude rank, then a sum",
+    title="drop by magnitude rank, then sum",
     summary="""DELLA's mask and rescaling (see della), then a weighted sum of the deltas without an election.""",
     use="As della, for models that seldom contradict each other. Results depend on the seed.",
     passes="One, or two with `rescale: l1`: norms, then the result. Sorts every row.",

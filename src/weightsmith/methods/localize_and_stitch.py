@@ -1,4 +1,4 @@
-"""localize_and_stitch: each model's largest deltas, averaged where they meet."""
+"""localize_and_stitch: each model's largest deltas, averaged where they overlap."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weightsmith.methods.signature import merge_method
 
 
 @merge_method(
-    title="each model's largest deltas, averaged where they meet",
+    title="each model's largest deltas, averaged where they overlap",
     summary="""Keeps the largest share `density` of each model's deltas, ranked over all its tensors, adds them to the
 base, and averages where those of several models meet: no election. Embeddings and output heads stay the base's and do
 not count in the ranking, as in the authors' code and in MergeBench (2 to 9 B language models), where this was among the

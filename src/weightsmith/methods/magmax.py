@@ -1,4 +1,4 @@
-"""magmax: the largest delta of each position."""
+"""magmax: the largest delta at each position."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weightsmith.methods.signature import always, merge_method
 
 
 @merge_method(
-    title="the largest delta of each position",
+    title="the largest delta at each position",
     summary="""At each position takes the delta of the model that changed it most, of equal ones the later model's.
 For models trained one after the other on different tasks.""",
     use="""For models fine-tuned one after the other. With unrelated skills it adds up every model's largest changes:

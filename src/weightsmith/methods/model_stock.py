@@ -1,4 +1,4 @@
-"""model_stock: as far from the base as the fine-tunes agree."""
+"""model_stock: closer to the base the less the fine-tunes agree."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def stock_coefficients(gram: np.ndarray, *, pooled: bool) -> np.ndarray:
 
 
 @merge_method(
-    title="as far from the base as the fine-tunes agree",
+    title="closer to the base the less the fine-tunes agree",
     summary="""Between the base and the average of at least two fine-tunes of it, at a distance that their angle gives: deltas
 that point the same way are kept, deltas at right angles fall back to the base. It has no weight to choose, and works
 best on runs that differ in seed, data order or learning rate. The paper has one angle between the deltas; among three

@@ -1,4 +1,4 @@
-"""nearswap: move towards the other model where it is near."""
+"""nearswap: move towards the other model where the two are close."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weightsmith.methods.signature import always, merge_method
 
 
 @merge_method(
-    title="move towards the other model where it is near",
+    title="move towards the other model where the two are close",
     summary="""Where the two models differ by at most `t` the other model is taken; where they differ by more, the
 base moves towards it by `t`. In other words: the base plus the delta cut to ±t. Useful to add a trace of one model to
 another; its author used t = 0.0001.""",

@@ -11,7 +11,7 @@ from weightsmith.methods.signature import PerModel, always, merge_method
 
 
 @merge_method(
-    title="layers as they are",
+    title="copy tensors unchanged, or scaled",
     summary="""Takes each tensor from the one model that is listed for it. With `slices` it stacks layers of one or
 several models into a deeper one ("frankenmerge", depth up-scaling). Without `scale`, and where the dtype stays, bytes
 are copied and never decoded. A scale of 0 on `o_proj` and `down_proj` makes a duplicated layer the identity at

@@ -1,4 +1,4 @@
-"""ram: keep what one model alone changed, average what several did."""
+"""ram: keep what only one model changed, average what several did."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Epsilon = Annotated[float, "A delta is active where it is larger than this.", Bo
 
 
 @merge_method(
-    title="keep what one model alone changed, average what several did",
+    title="keep what only one model changed, average what several did",
     summary="""For models trained by reinforcement learning, whose deltas are sparse: plain averaging dilutes what
 only one of them has changed. Where one model alone is active its delta is kept whole; where several are, their deltas
 are averaged over those. bf16 weights change by more than 1e-5 or not at all unless they are tiny, so `epsilon` seldom

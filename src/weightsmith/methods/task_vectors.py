@@ -1,4 +1,4 @@
-"""task_vectors: the task-vector kernel with all its axes open."""
+"""task_vectors: any combination of mask, rescaling and sign election."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _check(
 
 
 @merge_method(
-    title="the task-vector kernel with all its axes open",
+    title="any combination of mask, rescaling and sign election",
     summary="""Every method of the family is a point on these axes: which part of each delta stays (`sparsify`,
 `scope`, `density`), what makes up for the rest (`rescale`), who decides the sign (`elect`), and how the models are
 put together (`combine`). task_arithmetic is the defaults; ties is `{sparsify: magnitude, elect: sum, combine: mean}`.

@@ -44,7 +44,7 @@ def merge(deltas: Sequence[Any], ridge: float) -> Any:
 
 
 @matrix_method(
-    title="least interference with each delta's rows",
+    title="least interference with the rows of each delta",
     summary="""Looks for the merged delta that does to the directions in which each model moved what that model's own
 delta does: the rows of a delta stand in for the inputs that its layer saw. This is the exact minimum of the paper's loss
 with a `ridge`, in closed form. It is not the published result: that is what 300 steps of Adam from the sum of the deltas

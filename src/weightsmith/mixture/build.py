@@ -164,7 +164,7 @@ class _Builder:
     def _gating(self, mode: str, base: Dense, layout: ExpertLayout, gated: Sequence[Expert], texts: Sequence[Texts]) -> Gating:
         """The settings of the router weights."""
         recipe, routed = self.recipe, len(self.recipe.experts)
-        report = uses_states(mode, report=False) if self.options.report is None else self.options.report
+        report = uses_states(mode, report=False) if self.options.routing_report is None else self.options.routing_report
         report = report and any(t.has_prompts or t.has_held_out for t in texts[:routed])
         seen = report or MODES[mode].needs != "nothing"
         if not seen:

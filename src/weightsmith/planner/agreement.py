@@ -83,6 +83,11 @@ def _by_value(models: Sequence[Model], values: Sequence[Any]) -> tuple[str, ...]
 
 
 def _names(labels: Sequence[str]) -> str:
+    """Models in one line.
+
+    >>> _names(["a", "b", "c"]), _names(["a", "b", "c", "d"])
+    ('a, b and c', 'a, b, c and 1 more')
+    """
     more = [f"{len(labels) - _SHOWN} more"] if len(labels) > _SHOWN else []
     listed = [*labels[:_SHOWN], *more]
     return listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} and {listed[-1]}"

@@ -41,7 +41,7 @@ from weightsmith.planner.patterns import match_patterns
 from weightsmith.planner.placement import Placement, Placer
 from weightsmith.planner.segments import Region, SegmentMaker
 from weightsmith.planner.stages import adapted, count_reads, in_order, result_of, same_name, why_written
-from weightsmith.planner.vocabulary import Aligned, carried, plan_vocabulary
+from weightsmith.planner.vocabulary import Aligned, VocabularyPlanner, carried
 from weightsmith.plans import Made, ModelInput, Plan, Step
 from weightsmith.recipe import ModelRef, Recipe
 from weightsmith.structure import Structure
@@ -382,7 +382,8 @@ class _Planner:
         aligned: Aligned | None = None
         unknown = False
         if len(present) == len(opened):
-            aligned, found = plan_vocabulary(self.recipe, present, self.labels, self.models, donor, self.folder, stack)
+            vocabularies = VocabularyPlanner(self.recipe, present, self.labels, self.models, donor, self.folder, stack)
+            aligned, found = vocabularies.plan()
             unknown = bool(found)  # then the vocabularies are not aligned, and their tensors differ
             self.problems += found
             self.warnings += aligned.findings

@@ -238,24 +238,28 @@ def _check_leaf(plan: Plan, leaf: Step, inputs: list[Checkpoint], arrays: dict[s
         if size != leaf.out.size:
             raise _wrong(leaf, f"{read.tensor} gives {size:,} elements, and {leaf.out.size:,} are wanted")
         for other in read.view.fallback if isinstance(read.view, Gather) else ():
-            _check_fallback(plan, leaf, read, other, inputs)
+            _check_fallback(plan, leaf, read, other, inputs, arrays)
         if leaf.op == COPY and spec.dtype is not leaf.out.dtype:
             raise _wrong(leaf, f"{read.tensor} is {spec.dtype}, and cannot be copied as {leaf.out.dtype}")
         if leaf.op != COPY and (spec.dtype.code < 0 or leaf.out.dtype.code < 0):
             raise _wrong(leaf, f"{leaf.op} computes with numbers, and {read.tensor} is {spec.dtype}")
 
 
-def _check_fallback(plan: Plan, leaf: Step, read: Read, other: Read, inputs: list[Checkpoint]) -> None:
+def _check_fallback(
+    plan: Plan, leaf: Step, read: Read, other: Read, inputs: list[Checkpoint], arrays: dict[str, TensorSpec]
+) -> None:
     """Rows that fill those of `read`: as many, of the same length, of numbers."""
-    spec = inputs[other.model].specs.get(other.tensor)
-    if spec is None:
+    own_spec, spec = (
+        (arrays if each.model == PRODUCTS else inputs[each.model].specs).get(each.tensor) for each in (read, other)
+    )
+    if own_spec is None or spec is None:
         raise _wrong(leaf, f"{plan.label(other)} has no tensor {other.tensor!r}")
     own, view = read.view, other.view
     assert isinstance(own, Gather)
     assert isinstance(view, Gather)
     assert isinstance(own.table, int)
-    same = view.block.cols == own.block.cols and _size(plan, leaf, other, spec, {}) == leaf.out.size
-    if not same or spec.dtype.code < 0 or inputs[read.model].specs[read.tensor].dtype.code < 0:
+    same = view.block.cols == own.block.cols and _size(plan, leaf, other, spec, arrays) == leaf.out.size
+    if not same or spec.dtype.code < 0 or own_spec.dtype.code < 0:
         raise _wrong(leaf, f"the rows of {other.tensor} cannot replace those of {read.tensor}")
 
 

@@ -1,6 +1,6 @@
 """The vocabulary of a merge: the tokenizer of the output, and which rows of the models' embeddings and heads become its rows.
 
-Two steps. `plan_vocabulary` reads the tokenizers, before the tensors are matched; with it, every embedding and head has the
+Two steps. `VocabularyPlanner` reads the tokenizers, before the tensors are matched; with it, every embedding and head has the
 output's number of rows, whatever it has on disk. `Aligned.place` then turns the reads of the finished steps into gathers.
 """
 
@@ -153,16 +153,8 @@ def _height(spec: TensorSpec) -> int:
     return spec.size if len(spec.shape) == 1 or spec.shape[0] == 1 else spec.shape[0]
 
 
-def plan_vocabulary(
-    recipe: Recipe,
-    opened: Sequence[Checkpoint],
-    labels: Sequence[str],
-    numbers: Mapping[ModelRef, int],
-    donor: int,
-    folder: Path,
-    stack: ExitStack,
-) -> tuple[Aligned, list[WeightsmithError]]:
-    """The output's tokenizer and rows; and what is wrong with what the recipe asks for.
+class VocabularyPlanner:
+    """Reads the tokenizers, and decides the output's tokenizer and rows.
 
     numbers  index of each reference of the recipe
     folder   that paths of the recipe start from
@@ -170,11 +162,6 @@ def plan_vocabulary(
     Without a key of the recipe the rows are merged by number, and no tokenizer is read unless the models differ in rows: then
     those that differ in padding alone are aligned.
     """
-    return _Vocabularies(recipe, opened, labels, numbers, donor, folder, stack).plan()
-
-
-class _Vocabularies:
-    """One call of `plan_vocabulary`."""
 
     def __init__(
         self,
@@ -200,6 +187,7 @@ class _Vocabularies:
         self._seen: dict[str, Vocabulary] = {}
 
     def plan(self) -> tuple[Aligned, list[WeightsmithError]]:
+        """The vocabulary, and what is wrong with what the recipe asks for."""
         recipe = self.recipe
         specs = [c.specs for c in self.opened]
         found = Aligned(specs, self.counts, None, list(specs))
@@ -266,7 +254,7 @@ class _Vocabularies:
         data = read_bounded(place.folder / "tokenizer.json", MAX_FILE_BYTES) if held else None
         united = extend(source, new, data, asked.where)
         out = united.vocabulary
-        rows = self.counts[k] if k >= 0 else max(out.ids.values()) + 1
+        rows = self.counts[k] if k >= 0 else asked.rows or max(out.ids.values()) + 1
         rows = max([rows, *(out.ids[token] + 1 for token in united.new)])
         rows = -(-rows // asked.multiple) * asked.multiple
         rules = [made for rule in asked.rules if (made := self._rule(rule, out, vocabularies)) is not None]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -182,7 +182,7 @@ class _Decoder:
                 tuple(self._read(_of(r, list, at), at) for r in _list(gather, "fallback", at)) if "fallback" in gather else ()
             )
             if any(not _is_fallback(other) for other in fallback) or (fallback and (axis or isinstance(table, str))):
-                raise _wrong(at, "a fallback must be rows of a model, gathered by a table of the plan")
+                raise _wrong(at, "a fallback must be rows, gathered by a table of the plan")
             return Gather(table, block, cast("Any", axis), fallback)
         return _block(data, at)
 
@@ -240,7 +240,7 @@ def _check_step(plan: Plan, step: Step, products: set[str], arrays: set[str]) ->
             raise _wrong(at, f"settings {leaf.settings} are for a different number of inputs")
         if not products.issuperset(leaf.needs):
             raise _wrong(at, f"it needs {leaf.needs}, which are not all products of this plan")
-        for read in _with_fallbacks(leaf.inputs):
+        for read in leaf.all_inputs:
             if read.model == PRODUCTS:
                 if read.tensor not in arrays:
                     raise _wrong(at, f"no product provides {read.tensor!r}")
@@ -252,17 +252,9 @@ def _check_step(plan: Plan, step: Step, products: set[str], arrays: set[str]) ->
                     raise _wrong(at, f"there is no table {table!r}")
 
 
-def _with_fallbacks(reads: Iterable[Read]) -> Iterator[Read]:
-    for read in reads:
-        yield read
-        if isinstance(read.view, Gather):
-            yield from read.view.fallback
-
-
 def _is_fallback(read: Read) -> bool:
     view = read.view
-    gathered = isinstance(view, Gather) and isinstance(view.table, int) and view.axis == 0 and not view.fallback
-    return gathered and read.model != PRODUCTS
+    return isinstance(view, Gather) and isinstance(view.table, int) and view.axis == 0 and not view.fallback
 
 
 def has_type(value: object, hint: Any) -> bool:

@@ -217,6 +217,14 @@ class Step:
         return self.pieces or (self,)
 
     @property
+    def all_inputs(self) -> Iterator[Read]:
+        """Its inputs, and what replaces rows that they lack. Not those of its pieces."""
+        for read in self.inputs:
+            yield read
+            if isinstance(read.view, Gather):
+                yield from read.view.fallback
+
+    @property
     def merges(self) -> bool:
         """Whether the op is a merge method; for a `join`, check its leaves."""
         return self.op not in OPERATIONS
@@ -419,7 +427,7 @@ class Plan:
         found = set(step.needs)
         for leaf in step.leaves:
             found.update(leaf.needs)
-            for read in leaf.inputs:
+            for read in leaf.all_inputs:
                 if read.model == PRODUCTS:
                     found.add(self.maker[read.tensor])
                 if read.table:

@@ -31,12 +31,14 @@ KINDS = {
     "importances": "weightsmith.quantisation.calibration.importances",
     "factors": "weightsmith.adapters.factors",
     "changes": "weightsmith.adapters.changes",
+    "transplanted_rows": "weightsmith.transplant.rows",
     "cores": "weightsmith.adapters.cores",
     "merged_factors": "weightsmith.adapters.merged_factors",
     "differences": "weightsmith.look.differences",
     "statistics": "weightsmith.look.statistics",
     "alignments": "weightsmith.look.alignments",
     "survival": "weightsmith.look.survival",
+    "combination": "weightsmith.adapters.combinations",
 }
 """`Product.op` → the module that defines `KIND`, imported when a plan first uses it."""
 

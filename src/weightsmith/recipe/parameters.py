@@ -20,8 +20,8 @@ SCHEDULE = Level(
     "in a schedule of weights",
     "Weights over the checkpoints of a run, oldest first.",
     (
-        Key("ema", SHARE, "Exponential moving average: the part of the average that each checkpoint leaves standing."),
-        Key("lawa", count(), "The mean of so many checkpoints, the last ones."),
+        Key("ema", SHARE, "Exponential moving average: the share of the average that each checkpoint keeps."),
+        Key("lawa", count(), "The mean of the last k checkpoints."),
         Key("wsm", DECAY, "The learning rate curve whose effect the mean is to have."),
     ),
     one_of=("ema", "lawa", "wsm"),

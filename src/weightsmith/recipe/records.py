@@ -102,12 +102,14 @@ class Tokenizer:
 
     source    "union", "base" or a model
     multiple  the number of rows is rounded up to a multiple of it
+    rows      of a source that is not in the merge; 0: one for each id
     """
 
     source: str | ModelRef
     where: str
     rules: tuple[TokenRule, ...] = ()
     multiple: int = 1
+    rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,8 +90,8 @@ TOKEN = Level(
     "under a token",
     "Where the rows of a token come from.",
     (
-        Key("source", _ROW, "Where models without this token take its row from; required to be in the merge."),
-        Key("force", FLAG, "All models take that row, also those that have the token; false by default."),
+        Key("source", _ROW, "Where models that lack this token get its row; it must be one of the merge."),
+        Key("force", FLAG, "All models take that row, even those that have the token; false by default."),
     ),
 )
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 
     from weightsmith.sources.base import Buffer
 
+FACTORS_BYTES = 256 << 20
+"""Limit of the factors that an adapted source keeps in memory, besides those in use."""
+
+Array = npt.NDArray[Any]
+
 
 @dataclass(frozen=True, slots=True)
 class Update:
@@ -28,6 +34,9 @@ class Update:
     scaling     factor on the product
     transposed  the matrix is [inputs, outputs]: (B @ A)ᵀ is added
     magnitude   the adapter's tensor of the norms that the rows of the sum are scaled to (DoRA); "": they remain as they are
+    rows        first row and number of rows of the matrix in its tensor, whose last dimension is the columns; None: all of it
+    expert      number, and how many there are: A is [experts · rank, inputs], B [outputs, rank · experts], the factors of all
+    part        first row and number of rows of the product that are added; None: all
     """
 
     a: str
@@ -35,6 +44,9 @@ class Update:
     scaling: float
     transposed: bool
     magnitude: str = ""
+    rows: tuple[int, int] | None = None
+    expert: tuple[int, int] = (0, 1)
+    part: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +55,18 @@ class AdaptedTensor:
 
     base         the corresponding tensor of the base, which determines the output dtype
     replacement  the adapter's tensor that replaces it; "" for none
-    update       the update to add, or None
+    updates      what is added to it, or to matrices in it: in the order of their rows, which do not overlap
     """
 
     base: str
     replacement: str = ""
-    update: Update | None = None
+    updates: tuple[Update, ...] = ()
 
 
 class Adapted:
     """A source `base` with an adapter applied.
 
-    Tensors with an update are F32 (F64 if the base tensor is F64): base plus update, rounded once, so a merge does not lose
+    Tensors with updates are F32 (F64 if the base tensor is F64): base plus update, rounded once, so a merge does not lose
     the part of the update that 16 bits cannot hold. All others are read unchanged.
 
     base, adapter  the sources; closed with this one
@@ -69,8 +81,7 @@ class Adapted:
         changes = [repr((name, origin)) for name, origin in self._origins.items() if origin != AdaptedTensor(name)]
         self.identity = digest([base.identity, adapter.identity, changes])
         self.paths: tuple[Path, ...] = (*base.paths, *adapter.paths)
-        self._factors: dict[str, tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]] = {}
-        self._lock = threading.Lock()
+        self._kept = _Recent(FACTORS_BYTES)
 
     @property
     def state(self) -> str:
@@ -86,36 +97,58 @@ class Adapted:
     def location(self, name: str) -> tuple[int, int] | None:
         origin = self._origin(name)
         source, stored = self._stored(origin)
-        return source.location(stored) if origin.update is None else None
+        return None if origin.updates else source.location(stored)
 
     def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
         origin, spec = self._origin(name), self.specs[name]
         source, stored = self._stored(origin)
         into = np.frombuffer(out, np.uint8)
         check_range(spec, start_byte, into.size, self._where)
-        if origin.update is None:
+        if not origin.updates:
             source.read_into(stored, start_byte, out)
             return
-        from weightsmith.kernels.codecs import BLOCK
-        from weightsmith.kernels.lora import add_low_rank
-
         before = source.specs[stored].dtype
-        width, cols = spec.dtype.itemsize, spec.shape[1]
+        width, cols = spec.dtype.itemsize, spec.shape[-1]
         first, end = start_byte // width, -(-(start_byte + into.size) // width)
-        if origin.update.magnitude:  # a norm is of a whole row
+        magnitude = origin.updates[0].magnitude
+        if magnitude:  # a norm is of a whole row
             first, end = first // cols * cols, -(-end // cols) * cols
         raw = np.empty((end - first) * before.itemsize, np.uint8)
         source.read_into(stored, first * before.itemsize, raw)
-        left, right = self._factors_of(name, origin.update)
         values = np.empty(end - first, spec.dtype.numpy)
-        row, total = np.empty(BLOCK, spec.dtype.numpy), np.empty(BLOCK)
-        add_low_rank(raw, before.code, first, values.size, left, right, origin.update.scaling, values, row, total)
-        if origin.update.magnitude:
+        self._add(origin, raw, before, first, cols, values)
+        if magnitude:
             rows = values.reshape(-1, cols)
             norms = np.sqrt(np.square(rows, dtype=np.float64).sum(axis=1))
-            wanted = read(self._adapter, origin.update.magnitude, slice(first // cols, end // cols)).astype(np.float64)
+            wanted = read(self._adapter, magnitude, slice(first // cols, end // cols)).astype(np.float64)
             rows *= (wanted / np.where(norms > 0, norms, 1.0))[:, None]
         into[:] = values.view(np.uint8)[start_byte - first * width :][: into.size]
+
+    def _add(self, origin: AdaptedTensor, raw: Array, before: DType, first: int, cols: int, values: Array) -> None:
+        """values = the elements `raw` from number `first` of a tensor, stored as `before`, with its updates."""
+        from weightsmith.kernels.codecs import BLOCK
+        from weightsmith.kernels.lora import add_low_rank
+
+        row, total = np.empty(BLOCK, values.dtype), np.empty(BLOCK)
+        nothing = np.empty((0, 0)), np.empty((0, cols), np.float32)
+        done, size = 0, before.itemsize
+
+        def fill(start: int, n: int, left: Array, right: Array, scaling: float) -> None:
+            """The next `n` values, which begin at element `start` of the matrix that left @ right is added to."""
+            nonlocal done
+            add_low_rank(raw[done * size :], before.code, start, n, left, right, scaling, values[done:], row, total)
+            done += n
+
+        for update in origin.updates:
+            begin, rows = update.rows or (0, -1)
+            start, stop = begin * cols - first, (begin + rows) * cols - first if rows >= 0 else values.size
+            if stop <= done or start >= values.size:
+                continue
+            if start > done:
+                fill(0, start - done, *nothing, 0.0)
+            fill(done - start, min(stop, values.size) - done, *self._factors_of(update), update.scaling)
+        if done < values.size:
+            fill(0, values.size - done, *nothing, 0.0)
 
     def check_unchanged(self) -> None:
         self._base.check_unchanged()
@@ -135,14 +168,44 @@ class Adapted:
     def _spec(self, name: str, origin: AdaptedTensor) -> TensorSpec:
         source, stored = self._stored(origin)
         spec = replace(source.specs[stored], name=name)
-        return spec if origin.update is None or spec.dtype.name == "F64" else replace(spec, dtype=DTYPES["F32"])
+        return spec if not origin.updates or spec.dtype.name == "F64" else replace(spec, dtype=DTYPES["F32"])
 
-    def _factors_of(self, name: str, update: Update) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
-        """left [rows, rank] and right [rank, cols] of the update of a tensor [rows, cols]; cached."""
+    def _factors_of(self, update: Update) -> tuple[Array, Array]:
+        """Of an update to a matrix [rows, cols]: left, float64 [rows, rank], and right, float32 [rank, cols]."""
+
+        def make() -> tuple[Array, Array]:
+            a, b = self._factor(update.a), self._factor(update.b)
+            number, experts = update.expert
+            rank = a.shape[0] // experts
+            a, b = a[number * rank :][:rank], b[:, number::experts]
+            left, right = (a.T, b.T) if update.transposed else (b, a)
+            if update.part is not None:
+                left = left[update.part[0] :][: update.part[1]]
+            return np.ascontiguousarray(left, np.float64), np.ascontiguousarray(right)
+
+        left, right = self._kept.get(update, make)
+        return left, right
+
+    def _factor(self, name: str) -> Array:
+        (array,) = self._kept.get(name, lambda: (read(self._adapter, name).astype(np.float32),))
+        return array
+
+
+class _Recent:
+    """The arrays that were asked for last, of a limited size together. Threads share them."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._left = limit_bytes
+        self._kept: OrderedDict[Any, tuple[Array, ...]] = OrderedDict()
+        self._lock = threading.RLock()  # arrays are made of others that are kept here
+
+    def get(self, key: object, make: Callable[[], tuple[Array, ...]]) -> tuple[Array, ...]:
         with self._lock:
-            if name not in self._factors:
-                a, b = (read(self._adapter, factor).astype(np.float32) for factor in (update.a, update.b))
-                if update.transposed:
-                    a, b = b.T, a.T
-                self._factors[name] = np.ascontiguousarray(b, np.float64), np.ascontiguousarray(a)
-            return self._factors[name]
+            if key not in self._kept:
+                self._kept[key] = made = make()
+                self._left -= sum(array.nbytes for array in made)
+                while self._left < 0 and len(self._kept) > 1:
+                    oldest = next(iter(self._kept))
+                    self._left += sum(array.nbytes for array in self._kept.pop(oldest))
+            self._kept.move_to_end(key)
+            return self._kept[key]

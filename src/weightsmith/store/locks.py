@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from io import FileIO
 from pathlib import Path
@@ -125,14 +125,17 @@ class Locks:
             ) from None
 
     @contextmanager
-    def products(self) -> Iterator[None]:
-        """Wait for the lock on the products, and hold it."""
+    def products(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:
+        """Wait for the lock on the products, and hold it. waiting: called once if another process holds it."""
         with FileIO(disk.open_own(self.folder / PARTS / "lock-products", os.O_RDWR), "r+") as file:
             while True:
                 try:
                     disk.lock(file.fileno())
                     break
                 except BlockingIOError:
+                    if waiting is not None:
+                        waiting()
+                        waiting = None
                     time.sleep(0.1)
             yield
 

@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -224,9 +224,9 @@ class Staging:
         self._products = dict(entries.products)
 
     @contextmanager
-    def only_process(self) -> Iterator[None]:
-        """Wait until no other part is inside, and see the products that they have finished."""
-        with self._locks.products():
+    def only_process(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:
+        """Wait until no other part is inside, and see the products that they have finished. waiting: called if one is."""
+        with self._locks.products(waiting):
             self._products = read_journals(self.folder).products
             yield
 

@@ -48,7 +48,7 @@ class Rule(Protocol):
 
 
 def _refuse(key: str, value: Any, wanted: Kinds, names: Mapping[Any, str], why: str) -> LayerError:
-    shown = ", ".join(f"{i}:{names.get(kind, kind)}" for i, kind in enumerate(wanted[:80]))
+    shown = ", ".join(f"{i}:{names.get(kind, kind)}" for i, kind in enumerate(wanted[:80])) + (", ..." if wanted[80:] else "")
     return LayerError(
         f"{key} = {value} of config.json cannot express this stack: {why}",
         details=[f"new layers: {shown}"],

@@ -79,7 +79,7 @@ def align(
     chosen = [one & lacking & of | mean & of for of in has]
     chosen[base] = chosen[base] | from_base
     defaults = [np.where(of, numbers, -1).astype(np.int32) for of, numbers in zip(chosen, own, strict=True)]
-    if (unused := _unused(models[base], sizes[base])) >= 0:
+    if (unused := unused_row(models[base], sizes[base])) >= 0:
         defaults[base][count == 0] = unused
     ruled = np.zeros(rows, bool)
     for rule in rules:
@@ -101,7 +101,7 @@ def align(
     return Alignment(rows, tuple(own), tuple(defaults), {name: n for name, n in sources.items() if n})
 
 
-def _unused(model: Vocabulary, size: int) -> int:
+def unused_row(model: Vocabulary, size: int) -> int:
     """The last row of padding, else that of the last piece, which is the rarest in most vocabularies; -1 if there is none."""
     padding = next((row for row in range(size - 1, -1, -1) if row not in model.tokens), -1)
     if padding >= 0:

@@ -66,13 +66,24 @@ class Vocabulary:
 
     @cached_property
     def as_bytes(self) -> dict[bytes, int]:
-        """Id by the bytes that a token stands for, to compare it with tokenizers of other families. Added tokens win."""
+        """Id by the bytes that a token stands for, to compare it with tokenizers of other families.
+
+        Added tokens win. A piece wins against SentencePiece's token for a byte (`A` against `<0x41>`): no text gives that.
+        """
         spell = _SPELLINGS[self.family]
         found: dict[bytes, int] = {}
-        for token, number in self.ids.items():
+        for token, number in sorted(self.ids.items(), key=lambda item: self.is_byte(item[0])):
             if token not in self.added:
                 found.setdefault(spell(token), number)
         return found | {self.key(token): self.ids[token] for token in self.added}
+
+    def is_special(self, token: str) -> bool:
+        """True for a special token: `<s>`."""
+        return token in self.added and self.added[token].get("special") is True
+
+    def is_byte(self, token: str) -> bool:
+        """True for SentencePiece's token for a byte, `<0x41>`."""
+        return _spell_byte(token) is not None if _SPELLINGS[self.family] is _spell_sentencepiece else False
 
     def key(self, token: str) -> bytes:
         """The bytes that one of its tokens stands for."""
@@ -261,12 +272,18 @@ def _spell_sentencepiece(token: str) -> bytes:
     >>> _spell_sentencepiece("▁the"), _spell_sentencepiece("<0x0A>")
     (b' the', b'\\n')
     """
+    byte = _spell_byte(token)
+    return token.replace(_SPACE, " ").encode() if byte is None else byte
+
+
+def _spell_byte(token: str) -> bytes | None:
+    """The byte that `<0x41>` stands for; None for any other token."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes([int(token[3:5], 16)])
         except ValueError:
             pass
-    return token.replace(_SPACE, " ").encode()
+    return None
 
 
 def _spell_wordpiece(token: str) -> bytes:

@@ -16,6 +16,7 @@ from weightsmith.containers.gguf import Value
 from weightsmith.errors import Finding, FormatError, Unsupported
 from weightsmith.formats.files import DAMAGED, show
 from weightsmith.formats.gguf.families import Family
+from weightsmith.formats.protobuf import fields
 from weightsmith.formats.strict_json import parse_object
 
 T = TypeVar("T")
@@ -445,47 +446,15 @@ def _piece_scores(data: bytes) -> list[tuple[str, float]]:
     """The pieces of a SentencePiece model (a protobuf message whose field 1 is a piece: text 1, score 2) and their scores."""
     found = []
     try:
-        for number, piece in _fields(data):
-            if number == 1 and isinstance(piece, bytes):
-                inner = dict(_fields(piece))
+        for number, piece in fields(memoryview(data)):
+            if number == 1 and isinstance(piece, memoryview):
+                inner = dict(fields(piece))
                 text, score = inner.get(1), inner.get(2, b"\0\0\0\0")
-                if isinstance(text, bytes) and isinstance(score, bytes):
-                    found.append((text.decode(), struct.unpack("<f", score)[0]))
-    except (IndexError, ValueError, struct.error) as error:
+                if isinstance(text, memoryview) and not isinstance(score, int):
+                    found.append((bytes(text).decode(), struct.unpack("<f", score)[0]))
+    except (ValueError, struct.error) as error:
         what = f"not a SentencePiece model: {show(str(error))}"
         raise FormatError(what, where="tokenizer.model", fix="download it again") from error
-    return found
-
-
-def _fields(data: bytes) -> list[tuple[int, int | bytes]]:
-    """The fields of a protobuf message: numbers, and bytes of fixed or stated length."""
-    found: list[tuple[int, int | bytes]] = []
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = data[at]
-            at += 1
-            value |= (byte & 127) << shift
-            if byte < 128:
-                return value
-            shift += 7
-            if shift > 63:
-                raise ValueError("a number of more than 64 bits")
-
-    while at < len(data):
-        tag = varint()
-        wire = tag & 7
-        if wire == 0:
-            found.append((tag >> 3, varint()))
-            continue
-        length = {1: 8, 5: 4}.get(wire, -1) if wire != 2 else varint()
-        if length < 0 or at + length > len(data):
-            raise ValueError(f"a field of the type {wire} that does not fit")
-        found.append((tag >> 3, data[at : at + length]))
-        at += length
     return found
 
 

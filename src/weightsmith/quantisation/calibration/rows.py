@@ -7,11 +7,12 @@ until it has `SPARE` times the tokens that the rows take; the rows are drawn fro
 from __future__ import annotations
 
 import hashlib
-import json
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy.typing as npt
 
 from weightsmith.errors import CheckpointError, FormatError, NotFound, ParameterError, Unsupported, WeightsmithError, first_line
 from weightsmith.formats.files import open_regular, read_bounded, show
+from weightsmith.formats.strict_json import JsonError, parse
 
 BUILT_IN = "built-in"
 """The text that comes with the package: `texts/`, one document per file."""
@@ -167,13 +169,14 @@ def _plain(path: Path) -> Iterator[str]:
 
 def _json_lines(path: Path) -> Iterator[str]:
     """The `text` of each line, or all of its strings."""
-    for number, line in enumerate(_decoded(read_bounded(path, MAX_TEXT_BYTES), path).split("\n"), 1):
+    data = read_bounded(path, MAX_TEXT_BYTES).removeprefix(BOM_UTF8)
+    for number, line in enumerate(BytesIO(data), 1):
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"line {number} is not JSON: {error}", where=str(path)) from error
+            value = parse(line, unique=False)
+        except JsonError as error:
+            raise FormatError(f"line {number} {error}", where=str(path), fix="correct the line, or delete it") from error
         if text := _text_of(value):
             yield text
 

@@ -152,7 +152,7 @@ FORMATS = (
     Format(
         "exl2",
         "2.2 to 8 bits for each weight, chosen for each layer",
-        "ExLlamaV2, TabbyAPI up to June 2026",
+        "ExLlamaV2, older TabbyAPI",
         apply,
         frozenset({"bits", "head_bits", "measure", "measurement", "uniform"}) | CALIBRATION_SETTINGS,
         follow,

@@ -1,0 +1,17 @@
+"""Runs prepared plans: what is needed first, the plan itself, and the files beside the weights.
+
+execute.py    a whole plan, or one part
+stages.py     results of other recipes that must be written first
+measured.py   plans that follow from the products of another one
+run.py        one plan
+files.py      the files besides the weights
+unwritten.py  computations that write nothing
+"""
+
+from weightsmith.execution.execute import execute as execute
+from weightsmith.execution.execute import execute_part as execute_part
+from weightsmith.execution.run import Callbacks as Callbacks
+from weightsmith.execution.run import Merged as Merged
+from weightsmith.execution.stages import check_computable as check_computable
+from weightsmith.execution.unwritten import make_product as make_product
+from weightsmith.execution.unwritten import measure_distance as measure_distance

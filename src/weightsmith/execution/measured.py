@@ -1,0 +1,52 @@
+"""Plans that follow from the products of another one, which is run first: a calibration, a decomposition."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weightsmith import adapters
+from weightsmith.adapters.report import NAME
+from weightsmith.errors import NOTHING_WRITTEN, PlanError
+from weightsmith.execution.run import Callbacks, Following, kept_products, protected_paths, staged
+from weightsmith.options import RunOptions
+from weightsmith.planner.build import Prepared
+from weightsmith.plans import Made
+from weightsmith.quantisation.formats import followed
+
+if TYPE_CHECKING:
+    from weightsmith.products.base import Arrays
+
+
+@contextmanager
+def measured(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, callbacks: Callbacks) -> Iterator[Following]:
+    """Compute the products of a plan from which another one follows."""
+    from weightsmith.store.target import check_out, check_vacant
+
+    check_vacant(check_out(out), overwrite=options.overwrite, protected=protected_paths(prepared))
+    plan = replace(prepared.plan, made=Made("measurement"), steps=(), then=None)  # it serves any number of bits, any mixture
+    folder = Path(out).with_name(f"{Path(out).name}.measurement")
+    with staged(replace(prepared, plan=plan), folder, options, callbacks) as (staging, run):
+        results = kept_products(plan, staging)
+        found = run(results=results).results
+        arrays = {product.name: found.arrays(product.name) for product in plan.products if not product.transient}
+        try:
+            following = _follow(prepared, arrays)
+        except PlanError as error:
+            if error.state == NOTHING_WRITTEN:
+                staging.discard()
+            raise
+        yield following
+        staging.discard()
+
+
+def _follow(prepared: Prepared, arrays: Mapping[str, Arrays]) -> Following:
+    if (prepared.plan.then or {}).get("format") == adapters.FORMAT:
+        plan, report = adapters.follow(prepared, arrays)
+        return Following(replace(prepared, plan=plan), arrays, reports={NAME: report})
+    following, files = followed(prepared, arrays)
+    return Following(following, files=files)

@@ -1,0 +1,147 @@
+"""The report of a run: what was made of what, and how far it moved from the base, by layer and part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from weightsmith.distance import Moved
+from weightsmith.errors import Finding
+from weightsmith.pages import Code, Column, Curves, Facts, HeatMap, Page, Table, heat_maps, to_html
+from weightsmith.pages.svg import curves, heat_map, picture
+from weightsmith.pages.values import Block, Value
+from weightsmith.plans import PLAIN, Plan
+from weightsmith.structure import analyse
+from weightsmith.structure.places import OUTSIDE, Place, place_of
+
+_TENSORS = "tensors"
+
+PAGE_NAME = "report.html"
+MOVED_NAME, BY_LAYER_NAME = "distance.svg", "distance_by_layer.svg"
+PICTURES = f"""
+## Distance from the base
+
+![Distance from the base by layer and part]({MOVED_NAME})
+
+![Distance from the base by layer]({BY_LAYER_NAME})
+
+More in [{PAGE_NAME}]({PAGE_NAME}).
+
+"""
+"""Of the model card."""
+
+Squares = Mapping[str, tuple[float, float]]
+"""Tensor → squared Frobenius norms of its delta and of its base."""
+
+
+def report_files(
+    plan: Plan, name: str, squares: Squares, distance: Sequence[Moved], sections: Sequence[str], found: Sequence[Finding]
+) -> dict[str, bytes]:
+    """The report as a page, and two of its pictures for the model card, if there is a base. Arguments: see `run_page`."""
+    files = {PAGE_NAME: to_html(run_page(plan, name, squares, distance, sections, found)).encode(errors="replace")}
+    maps, lines = moved_maps(plan, squares), moved_curves(distance)
+    if maps and lines:
+        files |= {MOVED_NAME: picture(heat_map(maps[0])), BY_LAYER_NAME: picture(curves(lines[0]))}
+    return files
+
+
+def run_page(
+    plan: Plan, name: str, squares: Squares, distance: Sequence[Moved], sections: Sequence[str], found: Sequence[Finding]
+) -> Page:
+    """The report of a plan that was run.
+
+    name      of the output
+    distance  from the base: in total, then by layer; () without a base
+    sections  of what products report, in Markdown
+    found     warnings
+    """
+    structure = analyse([step.out for step in plan.steps], plan.config)
+    places = {step.out.name: place_of(structure, step.out.name) for step in plan.steps}
+    blocks: list[Block] = [_facts(plan)]
+    if squares:
+        blocks += moved_maps(plan, squares)
+        blocks += moved_curves(distance)
+    blocks.append(_tensors(plan, places, squares))
+    if plan.dropped:
+        rows = tuple((plan.models[d.model].ref, d.tensor, d.reason) for d in plan.dropped)
+        blocks.append(Table("Not in the output", (Column("model"), Column("tensor"), Column("reason")), rows))
+    blocks += [Code("", section.strip()) for section in sections if section.strip()]
+    if found:
+        blocks.append(Table("Warnings", (Column("about"), Column("what")), tuple((f.where, f.what) for f in found)))
+    if plan.recipe:
+        blocks.append(Code("Recipe", plan.recipe))
+    summary = plan.made.title.replace("`", "")
+    moved = f"It is {distance[0].share:.2%} away from its base, by the Frobenius norm of all weights." if distance else ""
+    data = {
+        "distance": [{"name": m.name, "delta_norm": _known(m.delta), "base_norm": _known(m.base)} for m in distance],
+        "tensors": [
+            {"name": tensor, "stack": place.stack, "layer": place.layer, "part": place.part, "share": _share(squares, [tensor])}
+            for tensor, place in places.items()
+        ],
+    }
+    return Page(name, tuple(filter(None, (summary, moved))), tuple(blocks), data)
+
+
+def moved_maps(plan: Plan, squares: Squares) -> list[HeatMap]:
+    """How far each part of each layer moved from the base: a heat map for each stack."""
+    structure = analyse([step.out for step in plan.steps], plan.config)
+    placed = [(place_of(structure, step.out.name), step.out.name) for step in plan.steps]
+    about = "Frobenius norm of merged - base over that of the base, of all tensors of a part in a layer together."
+    share = partial(_share, squares)
+    return heat_maps("Distance from the base", placed, share, "share", about, log=True, detail=_TENSORS)
+
+
+def moved_curves(distance: Sequence[Moved]) -> list[Curves]:
+    """How far each layer moved from the base, a line for each stack."""
+    stacks: dict[str, list[float]] = {}
+    for moved in distance[1:]:
+        if moved.name != OUTSIDE:
+            stacks.setdefault(moved.name.rstrip("0123456789"), []).append(moved.share)
+    if not stacks:
+        return []
+    lines = tuple((stack, tuple(values)) for stack, values in stacks.items())
+    return [Curves("Distance by layer", lines, "layer", "‖merged - base‖ / ‖base‖", "share", first=0)]
+
+
+def _share(squares: Squares, names: Sequence[str]) -> float | None:
+    """Of some tensors together; None where none has a base."""
+    pairs = [squares[name] for name in names if name in squares]
+    delta, base = (math.fsum(values) for values in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+    return _known(math.sqrt(delta / base)) if base > 0 and delta >= 0 else None
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _facts(plan: Plan) -> Facts:
+    facts: list[tuple[str, Value]] = [("method", plan.made.name), ("source", plan.made.source)]
+    facts += [(f"model {i + 1}", model.ref) for i, model in enumerate(plan.models)]
+    facts += [("seed", f"{plan.seed}"), ("stored as", plan.made.format)]
+    facts.append(("tensors", f"{len(plan.steps):,}, {sum(out.nbytes for step in plan.steps for out in step.outs):,} bytes"))
+    return Facts("What was made", tuple((name, value) for name, value in facts if value))
+
+
+def _tensors(plan: Plan, places: Mapping[str, Place], squares: Squares) -> Table:
+    columns = (
+        Column("tensor"),
+        Column("made by"),
+        Column("shape"),
+        Column("stored as"),
+        Column("size", "bytes"),
+        Column("moved", "share", "‖merged - base‖ / ‖base‖"),
+    )
+    rows = tuple(
+        (
+            step.out.name,
+            step.op,
+            " x ".join(map(str, step.out.shape)),
+            step.out.dtype.name if step.encoding == PLAIN else step.encoding,
+            sum(out.nbytes for out in step.outs),
+            _share(squares, [step.out.name]),
+        )
+        for step in plan.steps
+    )
+    where = tuple((places[step.out.name].group, places[step.out.name].part) for step in plan.steps)
+    return Table("Tensors", columns, rows, name=_TENSORS, places=where)

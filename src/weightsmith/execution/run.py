@@ -1,0 +1,279 @@
+"""Runs one plan: its products and steps, into a staging folder, which is published at the end."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from weightsmith.distance import Moved, distance_by_layer
+from weightsmith.errors import NOTHING_WRITTEN, Finding, PlanError, WeightsmithError
+from weightsmith.execution.files import RECIPE_NAME, other_bytes, other_files, provenance
+from weightsmith.identity import facts, work_identity
+from weightsmith.options import RunOptions
+from weightsmith.planner.build import Prepared
+from weightsmith.plans import Plan, Product, Step
+
+if TYPE_CHECKING:
+    from weightsmith.engine.local import Outcome, Progress, Resources
+    from weightsmith.engine.results import Results
+    from weightsmith.products import Report
+    from weightsmith.products.base import Arrays
+    from weightsmith.store.journal import Finished
+    from weightsmith.store.staging import Staging
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """The result of a run.
+
+    out            the finished folder
+    plan           the plan that was run
+    resumed        number of tensors that an interrupted run had finished
+    read_bytes, written_bytes   of tensor data, in this run
+    seconds        of this run, including planning
+    distance       distance from the base: in total, then per layer; () without a base
+    warnings       the plan's and those found in the data
+    reports        reports of products, by name: where a router routes the prompts
+    url            of the model on the hub, if pushed
+    stages         folders with the results of other recipes, if they are kept
+    """
+
+    out: Path
+    plan: Plan
+    resumed: int
+    read_bytes: int
+    written_bytes: int
+    seconds: float
+    distance: tuple[Moved, ...]
+    warnings: tuple[Finding, ...]
+    reports: Mapping[str, Report] = field(default_factory=dict)
+    url: str = ""
+    stages: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Callbacks:
+    """Callbacks during a run, from the calling thread.
+
+    progress    called about ten times per second
+    rechecking  called with (bytes done, total bytes) while the finished tensors of an interrupted run are verified
+    waiting     called when another process computes the products that this part of a plan needs
+    """
+
+    progress: Callable[[Progress], None] | None = None
+    rechecking: Callable[[int, int], None] | None = None
+    waiting: Callable[[], None] | None = None
+
+
+NO_CALLBACKS = Callbacks()
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """A plan to run, and what another one that was run first gives it.
+
+    arrays   of products that both have, by name
+    files    to add to the output
+    reports  besides those of the products
+    """
+
+    prepared: Prepared
+    arrays: Mapping[str, Arrays] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    reports: Mapping[str, Report] = field(default_factory=dict)
+
+
+def run_plan(
+    following: Following,
+    out: str | os.PathLike[str],
+    options: RunOptions,
+    callbacks: Callbacks,
+    began: float,
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> Merged:
+    """See `execute`. more: for the manifest."""
+    from weightsmith.engine.constants import copied
+    from weightsmith.hub import check_push, push
+
+    prepared = following.prepared
+    plan, inputs = prepared.plan, prepared.inputs
+    hub = check_push(options.push) if options.push is not None else None
+    with staged(prepared, out, options, callbacks) as (staging, run):
+        results = kept_products(plan, staging, following.arrays)
+        done = finished_steps(plan, staging, results, options.allow_nonfinite)
+        earlier = bool(staging.finished) or any(results.finished(product.name) for product in plan.products)
+        try:
+            outcome = run(skip=done, results=results)
+        except WeightsmithError as error:
+            made = not isinstance(error, PlanError) and any(results.finished(product.name) for product in plan.products)
+            if error.product and not earlier and not made:  # a product that fails first leaves nothing behind
+                staging.discard()
+                error.state = NOTHING_WRITTEN
+            raise
+        reports = {**reports_of(plan.products, results), **following.reports}
+        distance = distance_by_layer(plan, outcome.distances)
+        found = [*staging.warnings]
+        found += [_disagreement(plan, step) for step in plan.steps if outcome.finished[step.out.name].differing]
+        found += copied(outcome.finished)
+        found += [finding for report in reports.values() for finding in report.warnings(RECIPE_NAME)]
+        shown = [*plan.warnings, *found]
+        named = other_files(prepared, Path(out).name, outcome.distances, distance, reports, shown, options)
+        for name, data in {**named, **following.files}.items():
+            staging.add_file(name, data)
+        for model in inputs:
+            model.check_unchanged()
+        folder = staging.publish({**provenance(plan, distance), **more}, fsync=options.fsync)
+    url = ""
+    if hub is not None and options.push is not None:
+        url = push(hub, folder, options.push, public=options.public, message=plan.made.title)
+    return Merged(
+        out=folder,
+        plan=plan,
+        resumed=len(done),
+        read_bytes=outcome.read_bytes,
+        written_bytes=outcome.written_bytes,
+        seconds=time.monotonic() - began,
+        distance=distance,
+        warnings=(*plan.warnings, *found),
+        reports=reports,
+        url=url,
+    )
+
+
+@contextmanager
+def staged(
+    prepared: Prepared,
+    out: str | os.PathLike[str],
+    options: RunOptions,
+    callbacks: Callbacks,
+    part: tuple[int, int] | None = None,
+    steps: Iterable[Step] | None = None,
+) -> Iterator[tuple[Staging, Callable[..., Outcome]]]:
+    """Download, then open the output: its staging, and `engine.local.run` bound to it. steps: of the part."""
+    from weightsmith.engine.local import run
+    from weightsmith.store.staging import Staging
+
+    plan, inputs = prepared.plan, prepared.inputs
+    resources = resources_of(plan, options)
+    for stage in prepared.stages:
+        stage.source.set_run(
+            allow_nonfinite=options.allow_nonfinite, tile_bytes=resources.tile_bytes, aligned_bytes=resources.aligned_bytes
+        )
+    _download(prepared, out, options)
+    with Staging.open(
+        out,
+        plan.layout,
+        work_identity(plan, inputs, options.device),
+        part=part,
+        names=None if steps is None else {out.name for step in steps for out in step.outs},
+        facts=facts(plan, inputs, options.device),
+        resume=options.resume,
+        overwrite=options.overwrite,
+        protected=protected_paths(prepared),
+        other_bytes=other_bytes(plan, inputs[plan.donor]),
+        threads=resources.workers,
+        progress=callbacks.rechecking,
+    ) as staging:
+        yield (
+            staging,
+            partial(
+                run,
+                plan,
+                inputs,
+                staging,
+                resources,
+                progress=callbacks.progress,
+                allow_nonfinite=options.allow_nonfinite,
+                folders=[model.folder for model in inputs],
+            ),
+        )
+
+
+def resources_of(plan: Plan, options: RunOptions) -> Resources:
+    """The engine's resources, by the options for threads (default: all available processors) and memory."""
+    from weightsmith.engine.local import Resources
+    from weightsmith.engine.schedule import RESIDENT_BYTES
+    from weightsmith.engine.tiles import ALIGNED_BYTES, fit_resident_bytes, fit_tile_bytes
+
+    threads = options.threads or Resources().workers
+    memory = options.max_memory_bytes
+    resident = fit_resident_bytes(memory, threads, plan.widest, RESIDENT_BYTES, plan.levels)
+    return Resources(
+        threads,
+        fit_tile_bytes(memory, threads, plan.widest, plan.levels),
+        resident,
+        options.device,
+        ALIGNED_BYTES if memory is None else 0,
+        None if memory is None else resident,
+    )
+
+
+def _download(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions) -> None:
+    """Download missing files of hub models, after checking that the output folder can be written."""
+    from weightsmith.store.target import check_out, check_vacant
+
+    if prepared.missing:
+        check_vacant(check_out(out), overwrite=options.overwrite, protected=protected_paths(prepared))
+        prepared.download()
+
+
+def protected_paths(prepared: Prepared) -> tuple[Path, ...]:
+    """Every folder and file that a run reads: the inputs, their adapters, and other files the recipe names."""
+    paths = [path for model in prepared.inputs for path in (*(() if model.alone else (model.folder,)), *model.paths)]
+    return tuple(dict.fromkeys([*paths, *prepared.named]))
+
+
+def kept_products(plan: Plan, staging: Staging, known: Mapping[str, Arrays] = MappingProxyType({})) -> Results:
+    """The products that an earlier run or another process has finished. known: the arrays of some."""
+    from weightsmith.engine.results import Results
+
+    results = Results(plan)
+    for product in plan.products:
+        arrays = known[product.name] if product.name in known else staging.product(product.name, product.outs)
+        if arrays is not None:
+            results.put(product, arrays)
+    return results
+
+
+def finished_steps(plan: Plan, staging: Staging, results: Results, allow_nonfinite: bool) -> dict[str, Finished]:
+    """The output tensors (`Step.out`) that an earlier run or another process has finished.
+
+    A tensor counts only if the products it was computed from still exist (recomputed, they might differ), and if it was
+    checked for NaN in the same way as in this run.
+    """
+    finished = staging.records
+
+    def counts(step: Step) -> bool:
+        needed = plan.needs(step)
+        if not all(out.name in finished for out in step.outs) or not all(map(results.finished, needed)):
+            return False
+        digests = {results.digest(needed), results.digest(needed, allow_nonfinite=allow_nonfinite)}
+        return all(finished[out.name].made_from in digests for out in step.outs)
+
+    return {step.out.name: finished[step.outs[0].name] for step in plan.steps if counts(step)}
+
+
+def reports_of(products: Iterable[Product], results: Results) -> dict[str, Report]:
+    from weightsmith.products import find_kind
+
+    found = {}
+    for product in products:
+        if product.transient:
+            continue
+        arrays = [results.array(out.name) for out in product.outs]
+        report = find_kind(product.op).report(product, arrays)
+        if report is not None:
+            found[product.name] = report
+    return found
+
+
+def _disagreement(plan: Plan, step: Step) -> Finding:
+    taken = plan.models[step.inputs[0].model].ref
+    return Finding(f"the models differ in this {step.out.dtype.torch} tensor; taken from {taken}", step.out.name)

@@ -1,0 +1,111 @@
+"""Results of other recipes that a plan reads: those that cannot be computed when they are read are written first."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from weightsmith.errors import NOTHING_WRITTEN, Finding, ParameterError, WeightsmithError
+from weightsmith.execution.run import Callbacks, Following, Merged, protected_paths, resources_of, run_plan
+from weightsmith.identity import work_identity
+from weightsmith.options import RunOptions
+from weightsmith.planner.build import Prepared
+
+STAGE = "stage"
+"""Key of the manifest: whether a result was written only for another recipe."""
+
+
+@contextmanager
+def stages_written(
+    prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, callbacks: Callbacks
+) -> Iterator[tuple[Prepared, list[Merged]]]:
+    """Write the results of other recipes that must be written, or all that are to be kept: the plan that reads them, and they.
+
+    Each is a run of its own, which resumes; its folder remains until the output is published. One that an earlier run has
+    finished, from the same plan and the same files, is verified and used again.
+    """
+    from weightsmith.store.target import check_out, check_vacant
+
+    wanted = list({stage.path: stage for stage in prepared.stages if stage.why or options.keep_stages}.values())
+    if not wanted:
+        yield prepared, []
+        return
+    if prepared.again is None or any(stage.again is None for stage in wanted):
+        raise ParameterError("a plan that was made before has no results of stages to keep", fix="merge the recipe itself")
+    check_vacant(check_out(out), overwrite=options.overwrite, protected=protected_paths(prepared))
+    written: dict[str, Path] = {}
+    made: list[Merged] = []
+    for stage in wanted:
+        assert stage.again is not None
+        with stage.again(written) as own:
+            made.append(_stage(own, stage_folder(out, stage.path), options, callbacks))
+        written[stage.path] = made[-1].out
+    with prepared.again(written) as last:
+        yield replace(last, plan=replace(last.plan, warnings=prepared.plan.warnings)), made
+
+
+def without_stages(stages: Sequence[Merged]) -> list[Finding]:
+    """Remove results that were written only to be read; a warning for each that stays."""
+    from weightsmith.store.disk import remove_tree
+    from weightsmith.store.manifest import MANIFEST_NAME, read_manifest
+    from weightsmith.store.target import check_replaced
+
+    found = []
+    for stage in stages:
+        try:
+            if read_manifest(stage.out).data.get(STAGE) is True:  # one of an earlier run may be there to be kept
+                check_replaced(stage.out)
+                remove_tree(stage.out, last=MANIFEST_NAME)
+        except WeightsmithError as error:
+            found.append(Finding(f"not removed: {error.finding.what}", str(stage.out), fix="remove it yourself"))
+    return found
+
+
+def _stage(prepared: Prepared, folder: Path, options: RunOptions, callbacks: Callbacks) -> Merged:
+    """Write the result of one recipe for others, unless it is there."""
+    from weightsmith.store.manifest import read_manifest
+    from weightsmith.store.verify import verify
+
+    began, plan = time.monotonic(), prepared.plan
+    more = {STAGE: not options.keep_stages}
+    options = replace(options, push=None)
+    with suppress(WeightsmithError):  # not there, or damaged: it is made
+        found = read_manifest(folder)
+        if found.data.get(STAGE) is True:
+            options = replace(options, overwrite=True)
+        if found.plan == work_identity(plan, prepared.inputs, options.device):
+            verify(folder, threads=resources_of(plan, options).workers, progress=callbacks.rechecking)
+            return Merged(folder, plan, len(plan.steps), 0, 0, time.monotonic() - began, (), plan.warnings)
+    return run_plan(Following(prepared), folder, options, callbacks, began, more)
+
+
+def stage_folder(out: str | os.PathLike[str], path: str) -> Path:
+    """Where the result of another recipe is written for an output. path: `Stage.path`.
+
+    >>> stage_folder("out", "first").name, stage_folder("out", "a/b").name
+    ('out.stage-first', 'out.stage-a_b-c14cdd')
+    """
+    from weightsmith.store.target import absolute
+
+    name = re.sub(r"[^\w.-]", "_", path)[:80]
+    if name != path:
+        name += f"-{hashlib.sha256(path.encode()).hexdigest()[:6]}"
+    folder = absolute(out)
+    return folder.with_name(f"{folder.name}.stage-{name}")
+
+
+def check_computable(prepared: Prepared) -> None:
+    """Raise ParameterError if a result must be written before the plan can be run."""
+    for stage in prepared.stages:
+        if stage.why:
+            raise ParameterError(
+                f"the result of {stage.label} must be written first: {stage.why}",
+                fix="run weightsmith merge (weightsmith.merge), which does that; or merge it alone, and name its folder",
+                state=NOTHING_WRITTEN,
+            )

@@ -1,0 +1,110 @@
+"""What a page shows. Values only: nothing here knows HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Unit = Literal["text", "number", "count", "share", "cosine", "bytes"]
+Value = str | float | int | None
+"""None and nan: not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table. about: what its numbers are, in a sentence."""
+
+    name: str
+    unit: Unit = "text"
+    about: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table that readers can sort, filter and download.
+
+    name    short, for links and file names: `tensors`
+    places  of each row, the row and column of the heat maps whose cells lead to it; () without heat maps
+    """
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Value, ...], ...]
+    about: str = ""
+    name: str = ""
+    places: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HeatMap:
+    """Numbers by layer and part, as colours.
+
+    values   [row][column]; None: there is nothing at this place
+    log      colours by the logarithm: for shares of very different sizes
+    detail   name of the table that a cell leads to
+    """
+
+    title: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    values: tuple[tuple[float | None, ...], ...]
+    unit: Unit = "number"
+    about: str = ""
+    log: bool = False
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """Lines over numbers that follow each other: spectra, distances by layer.
+
+    series  name and values of each line
+    x, y    what the axes are
+    first   the number of the first value
+    """
+
+    title: str
+    series: tuple[tuple[str, tuple[float | None, ...]], ...]
+    x: str
+    y: str
+    unit: Unit = "number"
+    about: str = ""
+    log: bool = False
+    first: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Names and values, a line each."""
+
+    title: str
+    facts: tuple[tuple[str, Value], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Text as it is: a recipe, a command."""
+
+    title: str
+    text: str
+    about: str = ""
+
+
+Block = Table | HeatMap | Curves | Facts | Code
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A report.
+
+    title    what it is about
+    summary  what matters, in sentences
+    blocks   in the order in which they are shown
+    data     all of it as JSON values, for readers to download
+    """
+
+    title: str
+    summary: tuple[str, ...]
+    blocks: tuple[Block, ...]
+    data: Mapping[str, Any] = field(default_factory=dict)

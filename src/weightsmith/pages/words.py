@@ -1,0 +1,41 @@
+"""How numbers and names are written on pages."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+from weightsmith.pages.values import Unit, Value
+from weightsmith.text import printable, size
+
+
+def written(value: Value, unit: Unit = "text") -> str:
+    """A value for people.
+
+    >>> written(0.01234, "share"), written(1234567, "count"), written(0.99999, "cosine"), written(2.5e-7), written(None)
+    ('1.23 %', '1,234,567', '1 - 1e-05', '2.5e-07', '')
+    """
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, str):
+        return value
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    if unit == "count":
+        return f"{value:,.0f}"
+    if unit == "bytes":
+        return size(int(value))
+    if unit == "share":
+        return f"{100 * value:.3g} %" if value == 0 or abs(value) >= 1e-5 else f"{100 * value:.2e} %"
+    if unit == "cosine" and 0.9995 < value <= 1:
+        return "1" if value > 1 - 1e-12 else f"1 - {1 - value:.1g}"
+    return f"{value:.4g}"
+
+
+def safe(text: str) -> str:
+    r"""A text as HTML: names of tensors, tokens and files may hold markup and control characters.
+
+    >>> print(safe("<b>\x1b"))
+    &lt;b&gt;\x1b
+    """
+    return escape(printable(text))

@@ -1,0 +1,17 @@
+"""`weightsmith transplant-tokenizer`: a model with the tokenizer of another.
+
+plan.py             the plan
+rows.py             the product with the rows of missing tokens
+approximations/     how such rows are made: one file for each way
+pursuit.py moments.py   what several of them use
+norms.py            the length of new rows
+trained.py          the filter of poorly trained tokens
+report.py           how the tokens were found
+
+Which row of the model serves for which token is decided in `tokenizers/matching.py`.
+"""
+
+from __future__ import annotations
+
+from weightsmith.transplant.plan import COMMAND as COMMAND
+from weightsmith.transplant.plan import prepare_transplant as prepare_transplant

@@ -1,0 +1,96 @@
+"""`--report`: a page beside the weights, with the distances of the manifest, and two pictures in the card."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import weightsmith
+from tests.mini import write_checkpoint
+from weightsmith.execution.page import BY_LAYER_NAME, MOVED_NAME, PAGE_NAME
+
+LAYERS = 3
+CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": LAYERS, "hidden_size": 32}
+PICTURES = {MOVED_NAME, BY_LAYER_NAME}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Models a, b and c, of which b and c differ from a in their layers."""
+    for seed, name in enumerate("abc"):
+        rng = np.random.default_rng(0)
+        tensors = {"model.embed_tokens.weight": rng.normal(size=(64, 32))}
+        tensors |= {
+            f"model.layers.{i}.mlp.{p}_proj.weight": rng.normal(size=(48, 32)) for i in range(LAYERS) for p in ("up", "gate")
+        }
+        own = np.random.default_rng(seed)
+        for tensor in list(tensors.values())[1:] if seed else ():
+            tensor += own.normal(size=tensor.shape) / 50
+        write_checkpoint(tmp_path / name, {n: t.astype(np.float32) for n, t in tensors.items()}, CONFIG)
+    (tmp_path / "ties.yml").write_text(
+        "merge_method: ties\nbase_model: ./a\nmodels:\n"
+        "  - {model: ./b, parameters: {weight: 1, density: 0.5}}\n  - {model: ./c, parameters: {weight: 1, density: 0.5}}\n"
+    )
+    (tmp_path / "linear.yml").write_text(
+        "merge_method: linear\nmodels: [{model: ./b, parameters: {weight: 1}}, {model: ./c, parameters: {weight: 1}}]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def data_of(page: str) -> dict[str, object]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found
+    data: dict[str, object] = json.loads(found[1])
+    return data
+
+
+def test_a_report_has_the_distances_of_the_manifest_and_belongs_to_the_output(here: Path) -> None:
+    weightsmith.merge("ties.yml", "plain", fsync=False)
+    merged = weightsmith.merge("ties.yml", "out", report=True, fsync=False)
+    page = (here / "out" / PAGE_NAME).read_text()
+    manifest = json.loads((here / "out/weightsmith.json").read_text())
+    assert data_of(page)["distance"] == manifest["distance_from_base"]
+    assert f"It is {merged.distance[0].share:.2%} away from its base" in page
+    assert page.count("<a href=") == LAYERS * 2
+    assert "merge_method: ties" in page
+    card = (here / "out/README.md").read_text()
+    assert all(f"({name})" in card for name in (PAGE_NAME, *PICTURES))
+    assert {f.name for f in (here / "out").iterdir()} - {f.name for f in (here / "plain").iterdir()} == {PAGE_NAME, *PICTURES}
+    assert (here / "out/model.safetensors").read_bytes() == (here / "plain/model.safetensors").read_bytes()
+    weightsmith.verify("out")
+    weightsmith.merge("linear.yml", "out", overwrite=True, fsync=False)  # all of it is ours
+    assert not (here / "out" / PAGE_NAME).exists()
+
+
+def test_a_report_without_a_base_has_no_pictures(here: Path) -> None:
+    weightsmith.merge("linear.yml", "out", report=True, fsync=False)
+    assert "Distance from the base" not in (here / "out" / PAGE_NAME).read_text()
+    assert PICTURES.isdisjoint(f.name for f in (here / "out").iterdir())
+    assert PAGE_NAME not in (here / "out/README.md").read_text()
+
+
+def test_a_report_is_the_same_for_any_threads_and_in_a_resumed_run(here: Path) -> None:
+    weightsmith.merge("ties.yml", "whole/out", report=True, threads=1, fsync=False)
+
+    def stop(now: weightsmith.Progress) -> None:
+        if now.tensors:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        weightsmith.merge("ties.yml", "again/out", progress=stop, fsync=False)
+    merged = weightsmith.merge("ties.yml", "again/out", report=True, threads=2, fsync=False)
+    assert merged.resumed
+    for name in (PAGE_NAME, *PICTURES):
+        assert (here / "again/out" / name).read_bytes() == (here / "whole/out" / name).read_bytes()
+
+
+def test_a_quantised_copy_says_how_its_tensors_are_stored(here: Path) -> None:
+    weightsmith.quantize("a", "q", format="int8", report=True, fsync=False)
+    page = (here / "q" / PAGE_NAME).read_text()
+    assert page.count("<td>int8</td>") == LAYERS * 2
+    assert "<td>F32</td>" in page
