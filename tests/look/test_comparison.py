@@ -67,7 +67,7 @@ def test_overlaps_are_of_the_largest_hundredth(folders: Mapping[str, Path]) -> N
     own = [np.abs(d).reshape(-1) for d in deltas(folders, "abc", UP)]
     large = [d >= np.sort(d)[-round(0.01 * d.size)] for d in own]
     expected = [(large[i] & large[j]).sum() / large[i].sum() for i, j in ((0, 1), (0, 2), (1, 2))]
-    assert found.overlaps == pytest.approx(expected, abs=0.1)
+    assert found.overlaps == pytest.approx(expected, abs=0.02)
     assert found.overlaps[1] == pytest.approx(1, abs=0.05)
 
 

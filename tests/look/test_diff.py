@@ -95,7 +95,7 @@ def test_nan_is_reported_and_not_an_error(base: Path, tmp_path: Path) -> None:
     tensors = weights()
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan
     found = diff(base, save(tmp_path / "b", tensors))
-    assert "NaN or infinities in 1 tensors, the first model.layers.1.mlp.up_proj.weight" in found.reading[0]
+    assert "NaN or infinities in 1 tensor, the first model.layers.1.mlp.up_proj.weight" in found.reading[0]
     assert json.loads(json.dumps(found.to_json(), allow_nan=False))["tensors"]
 
 
@@ -117,6 +117,16 @@ def test_a_low_rank_adapter_of_some_layers(base: Path, tmp_path: Path) -> None:
 
     (kind, *_) = diff(base, changed(tmp_path / "b", change, np.float32)).reading
     assert kind.endswith("rank 4 in self_attn.q_proj and self_attn.v_proj of layers 2 to 3.")
+
+
+def test_some_experts_are_counted(tmp_path: Path) -> None:
+    experts = {f"model.layers.{i}.mlp.experts.down_proj": np.ones((3, 40, 32), np.float32) for i in range(2)}
+    tuned = {name: tensor + 0.5 * (np.arange(3) == 1)[:, None, None] for name, tensor in experts.items()}
+    config = {"num_hidden_layers": 2, "num_local_experts": 3}
+    a = write_checkpoint(tmp_path / "a", experts, config)
+    b = write_checkpoint(tmp_path / "b", {name: tensor.astype(np.float32) for name, tensor in tuned.items()}, config)
+    (kind, *_) = diff(a, b).reading
+    assert kind.endswith("rank 1 in 2 of the 6 tensors of all linear layers of all layers.")
 
 
 def test_a_full_fine_tune(base: Path, tmp_path: Path) -> None:
@@ -181,7 +191,7 @@ def test_files_that_differ(base: Path, tmp_path: Path) -> None:
     found = diff(base, other)
     assert found.reading[1:] == (
         "config.json differs in rope_theta.",
-        "The tokenizers differ: 1 tokens only B has, 1 tokens only A has, 2 tokens have another id.",
+        "The tokenizers differ: 1 token that only B has, 1 token that only A has, 2 tokens with another id.",
         "Only B has a chat template.",
     )
 

@@ -14,13 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith.adapters.factors import rounding_noise
-from weightsmith.adapters.ranks import Spectrum
 from weightsmith.jobs.job import Matrix, Tile
 from weightsmith.kernels.codecs import BLOCK, decode
 from weightsmith.kernels.combine import LANES
 from weightsmith.kernels.delta import distance
 from weightsmith.kernels.differences import DIFFERENCE_SUMS, difference, project
-from weightsmith.look.sketch import TINY, VALUES, WIDTH, Floats, analyse_sketch, is_noise, sparse_signs
+from weightsmith.look.sketch import VALUES, WIDTH, Floats, analyse_sketch, sparse_signs
 from weightsmith.plans import Product, Step
 from weightsmith.products.base import Arrays, Kind, Survey
 from weightsmith.tensors import DTYPES, TensorSpec
@@ -174,19 +173,7 @@ class Differences(Survey):
                 values = np.sqrt(np.maximum(np.linalg.eigvalsh(product @ product.T)[::-1], 0))
                 i = self._steps[name]
                 self._values[i, : len(values)] = values
-                self._rank[i] = self._refined(i, values)
             self._bases.clear()
-
-    def _refined(self, i: int, values: npt.NDArray[np.float64]) -> float:
-        """The rank by the singular values, if it is less than their number; else that of the sketch."""
-        spec, energy, noise = self._specs[i], float(self._sums[i, 2]), float(self._sums[i, DIFFERENCE_SUMS])
-        rows, cols = spec.shape
-        spectrum = Spectrum(rows, cols, values, energy, noise, 0.0)
-        rank = int((spectrum.signals > TINY * energy).sum())
-        if rank == len(values) < min(rows, cols):
-            return float(self._rank[i])
-        left = energy - float(np.square(values[:rank]).sum())
-        return rank if is_noise(left, energy, noise * rows * cols) else -1
 
     def _analyse(self, name: str, sketch: Floats) -> None:
         i = self._steps[name]

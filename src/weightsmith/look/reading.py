@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from weightsmith.look.files import NAMES_ONLY
 from weightsmith.structure.vocabulary import EMBEDDINGS, HEADS
+from weightsmith.text import count
 
 if TYPE_CHECKING:
     from weightsmith.look.values import Difference, TensorDifference
@@ -36,12 +37,12 @@ def read_difference(found: Difference) -> tuple[str, ...]:
     changed = [tensor for tensor in found.tensors if tensor.changed]
     sentences = [*_kind(found, changed), *_vocabulary(found, changed), *_files(found)]
     if found.only_a or found.only_b or found.different:
-        counts = [
-            (len(found.only_a), "only A has"),
-            (len(found.only_b), "only B has"),
-            (len(found.different), "have other shapes in B"),
-        ]
-        sentences.append(f"Not compared: {', '.join(f'{n:,} tensors that {what}' for n, what in counts if n)}.")
+        counts = (
+            (len(found.only_a), "that only A has"),
+            (len(found.only_b), "that only B has"),
+            (len(found.different), "with another shape in B"),
+        )
+        sentences.append(f"Not compared: {_counted(counts, 'tensor')}.")
     if found.merged_of is not None:
         made_of = f" of {', '.join(found.merged_of)}" if found.merged_of else ""
         sentences.append(f"The card of B says that it is a merge{made_of}.")
@@ -55,9 +56,8 @@ def _kind(found: Difference, changed: Sequence[TensorDifference]) -> list[str]:
         return ["The same weights: every tensor that both have is equal in every element."]
     if any(math.isnan(tensor.delta) for tensor in changed):
         names = [tensor.name for tensor in changed if math.isnan(tensor.delta)]
-        return [
-            f"NaN or infinities in {len(names):,} tensors, the first {names[0]}: `weightsmith inspect --stats` counts them."
-        ]
+        where = f"{count(len(names), 'tensor')}, the first {names[0]}"
+        return [f"NaN or infinities in {where}: `weightsmith inspect --stats` counts them."]
     matrices = [tensor for tensor in changed if tensor.leading is not None]
     where = _where(found, changed)
     for quantised, name in zip(found.quantised, ("A", "B"), strict=True):
@@ -114,16 +114,18 @@ def _where(found: Difference, changed: Sequence[TensorDifference]) -> str:
         layers, all_layers = {t.place.layer for t in own}, {t.place.layer for t in every}
         linear = {t.place.part for t in every if t.leading is not None or len(t.shape) == 2}
         parts = list(dict.fromkeys(t.place.part for t in own))
-        what = (
-            "all linear layers"
-            if set(parts) == linear
-            else "all tensors"
-            if set(parts) == {t.place.part for t in every}
-            else _list(parts)
-        )
+        what = _list(parts)
+        if set(parts) == linear:
+            what = "all linear layers"
+        elif set(parts) == {t.place.part for t in every}:
+            what = "all tensors"
         where = "all layers" if layers == all_layers else f"layers {ranges(layers)}"
         name = "" if len({t.place.stack for t in inside}) == 1 else f" of {stack.rstrip('.')}"
-        texts.append(f"{what} of {where}{name}")
+        there = sum(t.place.part in parts and t.place.layer in layers for t in every)
+        some = (
+            f"{len(own):,} of the {there:,} tensors of " if len(own) < there else ""
+        )  # some experts, some parts of some layers
+        texts.append(f"{some}{what} of {where}{name}")
     outside = [tensor for tensor in changed if not tensor.place.stack]
     return "; ".join([*texts, *([_names(outside)] if outside else [])])
 
@@ -177,15 +179,20 @@ def _files(found: Difference) -> list[str]:
             texts.append(f"Only {'B' if tokenizer.sizes[0] == 0 else 'A'} has a tokenizer.")
         else:
             counts = (
-                (len(tokenizer.added), "only B has"),
-                (len(tokenizer.removed), "only A has"),
-                (tokenizer.moved, "have another id"),
+                (len(tokenizer.added), "that only B has"),
+                (len(tokenizer.removed), "that only A has"),
+                (tokenizer.moved, "with another id"),
             )
-            texts.append(f"The tokenizers differ: {', '.join(f'{n:,} tokens {what}' for n, what in counts if n)}.")
+            texts.append(f"The tokenizers differ: {_counted(counts, 'token')}.")
     if files.templates is not None:
         a, b = files.templates
         texts.append("The chat templates differ." if a and b else f"Only {'A' if a else 'B'} has a chat template.")
     return texts
+
+
+def _counted(counts: Iterable[tuple[int, str]], noun: str) -> str:
+    """Those that are not zero, with their nouns: `2 tensors that only A has`."""
+    return ", ".join(f"{count(n, noun)} {what}" for n, what in counts if n)
 
 
 def _percent(share: float) -> str:

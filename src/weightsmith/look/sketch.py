@@ -78,12 +78,7 @@ class Sketched:
         if rank > width // 2 and width == WIDTH:
             return -1
         left = float(found[rank:].sum()) * width / max(1, width - rank)  # the basis of the signal is a part of the sketch too
-        return rank if is_noise(left, energy, noise) else -1
-
-
-def is_noise(left: float, energy: float, noise: float) -> bool:
-    """Whether what is left of a difference may be rounding noise. All are squared norms; noise: as the dtype predicts it."""
-    return left <= NOISE_MARGIN * noise + 1e-3 * energy
+        return rank if left <= NOISE_MARGIN * noise + 1e-3 * energy else -1
 
 
 def analyse_sketch(sketch: Floats, cols: int) -> Sketched:
