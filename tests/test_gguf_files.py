@@ -461,6 +461,10 @@ def test_what_a_container_refuses() -> None:
         make_layout([TensorSpec("w", DTYPES["F32"], (1,))] * 2, 100)
 
 
+def test_types_of_blocks_are_not_merged_in() -> None:
+    assert {(block.floating, block.torch) for block in BLOCKS.values()} == {(False, "")}
+
+
 def test_a_plan_that_does_not_fit(model: Path) -> None:
     path = imatrix_numbers(Path("i.dat"), {"blk.0.ffn_up.weight": np.ones(64, np.float32)})
     plan = weightsmith.plan(passthrough("m"), quantize="gguf-q4_0", imatrix=str(path)).to_json()

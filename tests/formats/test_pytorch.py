@@ -661,7 +661,8 @@ def entry(name: bytes, data: bytes, **local: Any) -> tuple[bytes, bytes]:
     """Local header with data, directory entry without the offset."""
     flags, method, size = local.get("flags", 0), local.get("method", 0), local.get("size", len(data))
     head = struct.pack("<4s5H3L2H", b"PK\x03\x04", 20, flags, method, 0, 0, 0, size, size, len(name), 0)
-    central = struct.pack("<4s6H3L5H", b"PK\x01\x02", 20, 20, flags, method, 0, 0, 0, size, size, len(name), 0, 0, 0, 0)
+    extra, disk = len(local.get("extra", b"")), local.get("disk", 0)
+    central = struct.pack("<4s6H3L5H", b"PK\x01\x02", 20, 20, flags, method, 0, 0, 0, size, size, len(name), extra, 0, disk, 0)
     return head + local.get("local_name", name) + data, central + struct.pack("<L", 0)
 
 
@@ -669,7 +670,7 @@ def assemble(members: list[tuple[bytes, bytes, dict[str, Any]]], **end: Any) -> 
     body, directory = b"", b""
     for name, data, changes in members:
         head, central = entry(name, data, **changes)
-        directory += central + struct.pack("<L", changes.get("at", len(body))) + name
+        directory += central + struct.pack("<L", changes.get("at", len(body))) + name + changes.get("extra", b"")
         body += head
     count = end.get("count", len(members))
     start, size = end.get("start", len(body)), end.get("size", len(directory))
@@ -780,6 +781,19 @@ def test_zip64_without_need_is_read_and_contradictions_are_not(tmp_path: Path) -
         (tmp_path / "b.pt").write_bytes(changed)
         with pytest.raises(FormatError, match="zip archive"):
             read_pickle_header(tmp_path / "b.pt")
+
+
+@pytest.mark.parametrize(
+    ("extra", "refusal"),
+    [(struct.pack("<2HL", 1, 4, 0), ""), (struct.pack("<2HL", 1, 4, 1), "is on disk"), (b"", "no valid zip64")],
+)
+def test_the_number_of_a_disk_may_be_in_the_wide_fields(tmp_path: Path, extra: bytes, refusal: str) -> None:
+    (tmp_path / "a.pt").write_bytes(assemble([*GOOD, (b"a/x", b"", {"disk": 0xFFFF, "extra": extra})]))
+    if refusal:
+        with pytest.raises(FormatError, match=refusal):
+            read_pickle_header(tmp_path / "a.pt")
+    else:
+        assert len(read_pickle_header(tmp_path / "a.pt").tensors) == 1
 
 
 def test_a_huge_directory_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

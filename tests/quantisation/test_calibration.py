@@ -663,6 +663,7 @@ def test_a_long_text_is_encoded_in_pieces_until_there_are_enough_tokens(
         ("abcdefghijklmno", ["abcdefghij", "klmno"]),
         ("ab\n\nc\nd e f g", ["ab\n\n", "c\nd e f g"]),
         ("ab\nc d efghijk", ["ab\n", "c d ", "efghijk"]),
+        ("\nabcdefghijkl", ["\n", "abcdefghij", "kl"]),
     ],
 )
 def test_pieces_end_where_paragraphs_lines_or_words_do(text: str, found: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
