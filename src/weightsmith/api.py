@@ -18,7 +18,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from weightsmith._version import __version__
-from weightsmith.adapters import COMMAND, prepare_merge, prepare_models
+from weightsmith.adapters import COMMAND as EXTRACT
+from weightsmith.adapters import prepare_merge, prepare_models
 from weightsmith.checkpoint import CARD_NAME
 from weightsmith.containers import PEFT, SAFETENSORS
 from weightsmith.distance import Moved, distance_by_layer, to_json
@@ -46,6 +47,7 @@ from weightsmith.plans.parts import part_of
 from weightsmith.progress import callbacks, watched_meter
 from weightsmith.quantisation import prepare_copy, quantised
 from weightsmith.recipe import Recipe, Surgery, Upcycling
+from weightsmith.transplant import COMMAND as TRANSPLANT
 
 if TYPE_CHECKING:
     from weightsmith.checkpoint import Checkpoint
@@ -821,7 +823,7 @@ def _files(
     files: dict[str, bytes | Path] = {name: donor.folder / name for name in plan.carried} | dict(plan.files)
     if plan.config is not None and plan.container in _CONFIG_NAMES:
         files[_CONFIG_NAMES[plan.container]] = (json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n").encode()
-    if plan.made.name != COMMAND:
+    if plan.made.name not in (EXTRACT, TRANSPLANT):  # they follow no recipe
         files[RECIPE_NAME] = plan.recipe.encode()
     if card:
         from weightsmith.cards import model_card

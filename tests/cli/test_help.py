@@ -21,6 +21,7 @@ COMMANDS = (
     "quantize",
     "dequantize",
     "extract-lora",
+    "transplant-tokenizer",
     "run",
     "verify",
     "init",
