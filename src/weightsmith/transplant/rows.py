@@ -210,10 +210,8 @@ def _make(
     )
     found = approximation.make(problem) if len(shared) or not approximation.donor else _mean(problem)
     new = found.rows
-    if (work.match_norms or approximation.matched) and table.kind != "bias":
+    if work.match_norms and table.kind != "bias":
         new = matched(new, problem, use_donor=bool(table.cols[1]))
-        if approximation.matched and found.composed is not None:  # a mean of pieces is shorter than they are, and should be
-            new[found.composed] = found.rows[found.composed]
     if work.noise:
         new = new + np.float32(work.noise) * problem.random().standard_normal(new.shape, np.float32)
     rows[todo], errors[todo] = new * np.float32(work.scale), found.errors

@@ -116,7 +116,6 @@ class Approximation:
     donor    it needs the donor's rows
     pieces   it needs the pieces of tokens
     torch    it needs torch
-    matched  its rows get the lengths that the shared tokens let expect, as with `match_norms`
     reads    the fields of `Choices` that it reads, besides the seed
     """
 
@@ -127,5 +126,4 @@ class Approximation:
     donor: bool = False
     pieces: bool = False
     torch: bool = False
-    matched: bool = False
     reads: tuple[str, ...] = ()

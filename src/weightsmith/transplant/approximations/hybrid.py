@@ -169,6 +169,5 @@ hybrid = Approximation(
     donor=True,
     pieces=True,
     torch=True,
-    matched=True,
     reads=("subword_method",),
 )
