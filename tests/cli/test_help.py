@@ -24,6 +24,7 @@ COMMANDS = (
     "quantize",
     "dequantize",
     "extract-lora",
+    "transplant-tokenizer",
     "run",
     "verify",
     "init",

@@ -65,7 +65,7 @@ def test_sparse_sums_are_found_again() -> None:
     np.testing.assert_allclose(found.errors, 0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["omp", "landmark_pca", "stb", "mp_rope"])
+@pytest.mark.parametrize("name", ["omp", "hybrid", "landmark_pca", "stb", "mp_rope"])
 def test_a_rotated_table_is_found_again(name: str) -> None:
     turn = np.linalg.qr(normal(DONOR, DONOR, seed=3))[0].astype(np.float32)
     donor = normal(N, DONOR)
@@ -73,8 +73,8 @@ def test_a_rotated_table_is_found_again(name: str) -> None:
     missing = list(range(20))
     found = find_approximation(name).make(problem(model, donor, missing, k=48, heads=(3, 3)))
     expected = donor[missing] if name == "mp_rope" else donor[missing] @ turn
-    np.testing.assert_allclose(found.rows, expected, atol=0.02)
-    assert found.errors.max() < 0.02
+    np.testing.assert_allclose(found.rows, expected, atol=0.2 if name == "hybrid" else 0.02)
+    assert found.errors.max() < (1 if name == "hybrid" else 0.02)
 
 
 def test_pursuit_takes_the_same_atoms_as_a_plain_one() -> None:
@@ -146,3 +146,15 @@ def test_random_rows_are_distributed_as_the_others() -> None:
     np.testing.assert_allclose(
         find_approximation("john_hewitt").make(problem(flat, normal(500, 3), [0])).rows[0], flat[0], atol=1e-2
     )
+
+
+def test_the_hybrid_takes_pieces_where_they_are_nearer_than_any_token() -> None:
+    donor, values = normal(N, 200), normal(N, MODEL, seed=1)
+    donor[0] = donor[200] + donor[201]
+    model = in_reverse(values)
+    pieces = [(N - 1 - 200, N - 1 - 201), (N - 1 - 202, N - 1 - 203), ()]
+    found = find_approximation("hybrid").make(problem(model, donor, [0, 1, 2], pieces=pieces))
+    assert found.composed is not None
+    assert found.composed.tolist() == [True, False, False]
+    np.testing.assert_allclose(found.rows[0], (values[200] + values[201]) / 2, atol=1e-5)
+    assert found.errors[0] < 0.1 < found.errors[1]

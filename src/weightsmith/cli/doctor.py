@@ -39,7 +39,7 @@ def doctor(
     ] = ".",
     as_json: options.Json = False,
 ) -> None:
-    """Show packages, cores, memory, disk space and hub access.
+    """Show packages, cores, memory, disk and hub access.
 
     Ends with 1 if a package that weightsmith needs is missing.
     """

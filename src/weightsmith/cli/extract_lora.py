@@ -43,7 +43,7 @@ def extract_lora(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Make a LoRA adapter of FINETUNED for BASE in folder OUT.
+    """Make a LoRA adapter of FINETUNED for BASE in OUT.
 
     PEFT loads the adapter, and BASE+OUT names the model with it in a recipe. OUT is created only when complete. If interrupted,
     run the same command again to resume; what was decomposed is used for other ranks too.

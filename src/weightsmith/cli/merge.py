@@ -33,7 +33,7 @@ def merge(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Merge checkpoints as RECIPE says, into the folder OUT.
+    """Merge checkpoints as RECIPE says, into OUT.
 
     OUT is created only when complete. If interrupted, run the same command again to resume.
     """

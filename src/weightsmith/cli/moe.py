@@ -44,7 +44,7 @@ def moe(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Make a mixture of experts as RECIPE says, in folder OUT.
+    """Make a mixture of experts as RECIPE says.
 
     OUT is created only when complete. If interrupted, run the same command again to resume.
     """

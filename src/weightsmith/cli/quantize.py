@@ -61,7 +61,7 @@ def quantize(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Store MODEL in a quantised FORMAT, in the folder OUT.
+    """Store MODEL in a quantised FORMAT, in OUT.
 
     A flag that the format does not read is an error. A model that is quantised already is dequantised first. OUT is created
     only when complete. If interrupted, run the same command again to resume.

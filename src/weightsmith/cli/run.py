@@ -50,7 +50,7 @@ def run(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Run PLAN, or one part of it, and write the result to OUT.
+    """Run PLAN, or one part of it, and write OUT.
 
     The output is identical to that of the recipe. The models must be the ones that the plan was created for.
     """

@@ -35,7 +35,7 @@ def transplant_tokenizer(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Give MODEL the tokenizer of DONOR, in the folder OUT.
+    """Give MODEL the tokenizer of DONOR, in OUT.
 
     Tokens that both have keep the model's rows; the rows of the others are approximated. OUT is created only when complete. If
     interrupted, run the same command again to resume.

@@ -19,7 +19,7 @@ def verify(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Re-read OUT and compare every byte with what was written.
+    """Compare every byte of OUT with what was written.
 
     Names each damaged tensor and file. Needs nothing but OUT.
     """

@@ -49,7 +49,7 @@ _OWN_WEIGHTS = re.compile(
     rf"{_STEMS}(\.fp16|\.bf16)?([.-]\d{{1,6}}(-of-\d{{1,6}})?)?\.(safetensors|bin|pth|gguf)(\.index\.json)?"
 )
 _ABOUT = frozenset({"README.md", ".gitattributes", ".DS_Store", "adapter_config.json", "mergekit_config.yml"})
-_OURS = frozenset({"weightsmith.json", "recipe.yml", "routing.json", "routing.svg"})
+_OURS = frozenset({"weightsmith.json", "recipe.yml", "routing.json", "routing.svg", "transplant.json"})
 """Files that weightsmith writes about a model. They describe how that model was made, so they are not copied to the next."""
 
 WEIGHTS = tuple(".safetensors .bin .pt .pth .ckpt .pkl .gguf .onnx .onnx_data .h5 .msgpack .npz .npy .tflite .mlmodel".split())

@@ -209,9 +209,9 @@ def _make(
         check=lambda: bench.progress(work.tables.index(table), len(work.tables)),
     )
     found = approximation.make(problem) if len(shared) or not approximation.donor else _mean(problem)
-    new = (
-        matched(found.rows, problem, use_donor=bool(table.cols[1])) if work.match_norms and table.kind != "bias" else found.rows
-    )
+    new = found.rows
+    if work.match_norms and table.kind != "bias":
+        new = matched(new, problem, use_donor=bool(table.cols[1]))
     if work.noise:
         new = new + np.float32(work.noise) * problem.random().standard_normal(new.shape, np.float32)
     rows[todo], errors[todo] = new * np.float32(work.scale), found.errors

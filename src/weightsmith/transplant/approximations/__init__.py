@@ -12,7 +12,7 @@ from weightsmith.errors import UnknownName, nearest
 from weightsmith.transplant.approximations.base import Approximation
 
 NAMES = (
-    *("omp", "common_interpolation", "subword", "landmark_pca", "stb", "mp_rope"),
+    *("omp", "hybrid", "common_interpolation", "subword", "landmark_pca", "stb", "mp_rope"),
     *("john_hewitt", "mean", "zero", "randn"),
 )
 

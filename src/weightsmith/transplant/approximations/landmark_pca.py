@@ -13,7 +13,7 @@ Tensor = Any  # torch is optional, so mypy cannot use its type
 
 
 def _make(problem: Problem) -> Approximated:
-    """The rotation is the orthogonal Procrustes solution for the shared tokens."""
+    """The rotation and its scale are the orthogonal Procrustes solution for the shared tokens."""
     import torch
 
     targets, atoms, values = (_wide(rows, problem) for rows in (problem.targets(), problem.atoms(), problem.values()))
@@ -22,8 +22,9 @@ def _make(problem: Problem) -> Approximated:
     values -= middle
     kept = min(atoms.shape[1], values.shape[1])
     axes, own_axes = _axes(atoms, kept), _axes(values, kept)
-    left, _, right = torch.linalg.svd((atoms @ axes).T @ (values @ own_axes))
-    turn = axes @ left @ right @ own_axes.T
+    projected = atoms @ axes
+    left, sizes, right = torch.linalg.svd(projected.T @ (values @ own_axes))
+    turn = axes @ left @ right @ own_axes.T * (sizes.sum() / projected.square().sum().clamp_min(1e-30))
     rows = np.empty((len(targets), values.shape[1]), np.float32)
     errors = np.empty(len(targets), np.float32)
 
@@ -32,8 +33,8 @@ def _make(problem: Problem) -> Approximated:
         own = slice(start, start + SCREENED)
         few = targets[own] - centre
         rows[own] = (few @ turn + middle).float().cpu().numpy()
-        sizes, lost = targets[own].norm(dim=1), few - few @ axes @ axes.T
-        errors[own] = (lost.norm(dim=1) / sizes.clamp_min(1e-30)).float().cpu().numpy()
+        lost = (few - few @ axes @ axes.T).norm(dim=1)
+        errors[own] = (lost / targets[own].norm(dim=1).clamp_min(1e-30)).float().cpu().numpy()
 
     in_parallel(work, range(0, len(targets), SCREENED), problem)
     return Approximated(rows, errors)
