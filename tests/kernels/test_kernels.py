@@ -242,7 +242,10 @@ def test_task_vectors_are_float64_results_to_float32_rounding(
     size = np.abs(stack[0]) + np.abs(factor) * np.abs(np.array(masked)).sum(0) / (0.1 if normalize else 1.0)
     # Each elected contribution, their sum, the quotient and the addition round to float32 once. Without an election weights of
     # both signs may cancel in the divisor, down to 0.1 with these; after one its terms are magnitudes.
-    np.testing.assert_array_less(np.abs(got - expected), (models + 3) * 2.0**-24 * size + 1e-30)
+    # Where contributions cancel but for the rounding of float64, either sign may be elected.
+    votes = np.array(weights)[:, None] * np.array(masked)
+    sure = ~np.bool_(elect) | (np.abs(votes.sum(0)) > 1e-12 * np.abs(votes).sum(0)) | ~votes.any(0)
+    np.testing.assert_array_less(np.abs(got - expected)[sure], ((models + 3) * 2.0**-24 * size + 1e-30)[sure])
 
 
 @given(stacks(2), st.integers(64, 5000))
