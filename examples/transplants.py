@@ -56,7 +56,14 @@ def main() -> None:
         if args.model == "trained" and approximation.donor:
             continue
         made = weightsmith.transplant_tokenizer(
-            model, donor, work / "transplanted", approximation=approximation.name, overwrite=True, fsync=False, progress=False
+            model,
+            donor,
+            work / "transplanted",
+            approximation=approximation.name,
+            overwrite=True,
+            resume=False,
+            fsync=False,
+            progress=False,
         )
         report: Any = made.reports["rows of missing tokens"]
         judged(approximation.name, made.out, report.error)

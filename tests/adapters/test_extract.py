@@ -424,13 +424,34 @@ def test_the_command(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) 
     assert ran.code == 0
     assert "model.layers.0.self_attn.q_proj  24 x 24" in ran.out
     assert not Path("out").exists()
-    ran = cli("extract-lora", "fine", "base", "out", "--max-rank", 5, "--energy", "0.9", "-e", "norm", "--dtype", "bfloat16")
+    ran = cli(
+        "extract-lora",
+        "fine",
+        "base",
+        "out",
+        "--max-rank",
+        5,
+        "--energy",
+        "0.9",
+        "-e",
+        "norm",
+        "--dtype",
+        "bfloat16",
+        "--report",
+    )
     assert ran.code == 0, ran.err
     assert "self_attn.q_proj" in ran.out
     assert "best possible" in ran.out
     found = json.loads(Path("out/extraction.json").read_text())
     assert found["parameters"] == sum(a.size for a in tensors_of(Path("out")).values())
     assert Path("out/extraction.svg").read_text().startswith("<svg")
+    page = Path("out/report.html").read_text()
+    matrices = [m for m in found["modules"] if ".layers." in m["module"]]
+    assert matrices
+    for matrix in matrices:  # a cell each
+        stack, _, rest = matrix["module"].partition(".layers.")
+        layer, _, part = rest.partition(".")
+        assert f"{stack}.layers.{layer}, {part}: {100 * matrix['signal_kept']:.3g} %" in page
     assert all(array.dtype == ml_dtypes.bfloat16 for array in tensors_of(Path("out")).values())
     card = Path("out/README.md").read_text()
     for line in ("library_name: peft", "- lora", "base_model_relation: adapter", "What the adapter keeps", "PeftModel"):

@@ -61,9 +61,11 @@ def test_the_picture_is_xml_with_a_cell_for_each_layer_and_expert_and_names_do_n
 def test_the_output_has_the_report_and_it_is_of_the_mixture_s_own_router(models: Path, tmp_path: Path) -> None:
     """In layer 0 the mixture's router, run by transformers, sends tokens where the report says."""
     recipe = recipe_of(models, told(0, 1, 2))
-    moe(recipe, tmp_path / "out")
+    moe(recipe, tmp_path / "out", report=True)
     data = json.loads((tmp_path / "out/routing.json").read_text())
     assert "routing.svg" in (tmp_path / "out/README.md").read_text()
+    page = (tmp_path / "out/report.html").read_text()
+    assert [f"<h2>Routing: prompts of {e} " in page for e in range(3)] == [True] * 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")

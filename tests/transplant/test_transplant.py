@@ -122,7 +122,7 @@ def test_a_transplant_to_itself_is_the_identity(tmp_path: Path, rows: int) -> No
 
 def test_shared_tokens_keep_their_rows_and_special_tokens_take_those_of_the_same_role(tmp_path: Path) -> None:
     own, donor = pair(tmp_path)
-    made = transplant(own, donor, tmp_path / "out", approximation="zero")
+    made = transplant(own, donor, tmp_path / "out", approximation="zero", report=True)
     rows, before, ids, old = table(made.out), table(own), vocabulary(donor), vocabulary(own)
     assert rows.shape == (len(ids), WIDTH)
     special = {"<|begin|>": "<s>", "<|end|>": "</s>"}
@@ -142,6 +142,7 @@ def test_shared_tokens_keep_their_rows_and_special_tokens_take_those_of_the_same
     assert (made.out / "tokenizer.json").read_bytes() == (donor / "tokenizer.json").read_bytes()
     report: Any = made.reports["rows of missing tokens"]
     assert len(report.made) == missing
+    assert (made.out / "report.html").read_text().count("<td>approximated</td>") == missing
     assert json.loads((made.out / "transplant.json").read_text())["how"] == {"approximated": missing}
 
 

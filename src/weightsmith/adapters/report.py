@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from weightsmith.adapters.factors import Target
 from weightsmith.adapters.ranks import Spectrum
 from weightsmith.errors import Finding
+from weightsmith.pages import Column, HeatMap, Table, heat_maps
+from weightsmith.pages.svg import heat_map, picture
+from weightsmith.pages.values import Block
+from weightsmith.structure.places import Place
 
 NAME = "extraction"
 """Key of the report in `Merged.reports`."""
-
-CELL = 18  # pixels
-LEFT, TOP = 180, 64
-LOW, HIGH = (247, 250, 253), (8, 64, 129)  # colours of the shares 0 and 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,8 @@ class Extraction:
     def files(self) -> Mapping[str, bytes]:
         """The report as JSON and as a plot."""
         report = json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n"
-        return {"extraction.json": report.encode(), "extraction.svg": self.plot().encode()}
+        maps = self._maps()
+        return {"extraction.json": report.encode(), **({"extraction.svg": picture(heat_map(maps[0]))} if maps else {})}
 
     def section(self) -> str:
         """A section for the model card."""
@@ -114,41 +114,17 @@ class Extraction:
             for why, names in found.items()
         ]
 
-    def plot(self) -> str:
-        """An SVG: for each kind of module a row, for each layer a column; the shade is the share of the signal kept."""
-        kinds = list(dict.fromkeys(_kind(matrix.target.module) for matrix in self.matrices))
-        layers = 1 + max((_place(matrix.target.module)[0] for matrix in self.matrices), default=0)
-        width, height = LEFT + max(layers, 12) * CELL + 20, TOP + (len(kinds) + 1) * CELL + 10
-        parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-            'font-family="sans-serif" font-size="11">',
-            f'<rect width="{width}" height="{height}" fill="white"/>',
-            '<text x="10" y="20" font-size="13">Share of the signal that the adapter keeps, by layer</text>',
-            '<text x="10" y="38">light: 0, dark: 1; the tooltip has the numbers</text>',
-        ]
-        parts += [
-            f'<text x="{LEFT - 6}" y="{TOP + row * CELL + 13}" text-anchor="end">{escape(kind)}</text>'
-            for row, kind in enumerate(kinds)
-        ]
-        cells: dict[tuple[int, int], list[Matrix]] = {}
-        for matrix in self.matrices:
-            place = _place(matrix.target.module)[0], kinds.index(_kind(matrix.target.module))
-            cells.setdefault(place, []).append(matrix)
-        for (layer, row), own in cells.items():
-            shares = _shares(own)
-            name = own[0].name if len(own) == 1 else f"{len(own)} matrices like {own[0].name}"
-            ranks = _ranks(own)
-            label = f"{name}: rank {ranks}, kept {shares['kept']:.1%}, of the signal {shares['signal_kept']:.1%}"
-            parts.append(
-                f'<rect x="{LEFT + layer * CELL}" y="{TOP + row * CELL}" width="{CELL - 1}" height="{CELL - 1}" '
-                f'fill="{_colour(shares["signal_kept"])}"><title>{escape(label)}</title></rect>'
-            )
-        bottom = TOP + len(kinds) * CELL + 14
-        parts += [
-            f'<text x="{LEFT + i * CELL + CELL // 2}" y="{bottom}" text-anchor="middle">{i}</text>'
-            for i in range(0, layers, 1 if layers <= 10 else 5)
-        ]
-        return "\n".join([*parts, f'<text x="10" y="{bottom}">layer</text>', "</svg>"]) + "\n"
+    def blocks(self) -> list[Block]:
+        """Heat maps of the signal kept, and the table."""
+        head, rows = self.table()
+        columns = tuple(map(Column, head))
+        return [*self._maps(), Table("What the adapter keeps", columns, tuple(rows))]
+
+    def _maps(self) -> list[HeatMap]:
+        placed = [(_placed(matrix.target.module), matrix) for matrix in self.matrices]
+        about = "Of the signal in the difference, without rounding noise, by the squared Frobenius norm."
+        title, span = "Share of the signal that the adapter keeps", (0.0, 1.0)
+        return heat_maps(title, placed, lambda own: _shares(own)["signal_kept"], "share", about, span=span)
 
 
 def _shares(matrices: Sequence[Matrix]) -> dict[str, float]:
@@ -198,6 +174,17 @@ def _kind(module: str) -> str:
     return ".".join(part for part in parts[numbers[0] + 1 :] if not part.isdigit()) if numbers else parts[-1]
 
 
+def _placed(module: str) -> Place:
+    """By the first number in a name.
+
+    >>> _placed("model.layers.3.mlp.up_proj")
+    Place(stack='model.layers.', layer=3, part='mlp.up_proj')
+    """
+    layer = _place(module)[0]
+    stack, number, _ = module.partition(f".{layer}.")
+    return Place(f"{stack}.", layer, _kind(module)) if number else Place("", -1, module)
+
+
 def _place(module: str) -> tuple[int, str]:
     """The first number in a name, and the name.
 
@@ -205,7 +192,3 @@ def _place(module: str) -> tuple[int, str]:
     (3, 'model.layers.3.mlp.up_proj')
     """
     return next((int(part) for part in module.split(".") if part.isdigit() and len(part) < 6), 0), module
-
-
-def _colour(share: float) -> str:
-    return "#" + "".join(f"{round(low + (high - low) * share):02x}" for low, high in zip(LOW, HIGH, strict=True))

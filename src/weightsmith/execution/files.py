@@ -62,14 +62,13 @@ def other_files(
         files[_CONFIG_NAMES[plan.container]] = (json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n").encode()
     if plan.made.name not in (EXTRACT, TRANSPLANT):  # they follow no recipe
         files[RECIPE_NAME] = plan.recipe.encode()
-    sections = [report.section() for report in reports.values()]
     if options.report:
-        files |= report_files(plan, name, squares, distance, sections, found)
+        files |= report_files(plan, name, squares, distance, reports.values(), found)
     if options.card:
         from weightsmith.cards import model_card
 
-        section = "".join([PICTURES if MOVED_NAME in files else "", *sections])
-        text = model_card(plan, name, distance, section, inputs=prepared.inputs, repo=options.push or "")
+        sections = [PICTURES if MOVED_NAME in files else "", *(report.section() for report in reports.values())]
+        text = model_card(plan, name, distance, "".join(sections), inputs=prepared.inputs, repo=options.push or "")
         files[CARD_NAME] = text.encode(errors="replace")
     for report in reports.values():
         files |= report.files()

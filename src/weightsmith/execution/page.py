@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from weightsmith.distance import Moved
@@ -12,6 +12,7 @@ from weightsmith.pages import Code, Column, Curves, Facts, HeatMap, Page, Table,
 from weightsmith.pages.svg import curves, heat_map, picture
 from weightsmith.pages.values import Block, Value
 from weightsmith.plans import PLAIN, Plan
+from weightsmith.products import Report
 from weightsmith.structure import analyse
 from weightsmith.structure.places import OUTSIDE, Place, place_of
 
@@ -36,10 +37,10 @@ Squares = Mapping[str, tuple[float, float]]
 
 
 def report_files(
-    plan: Plan, name: str, squares: Squares, distance: Sequence[Moved], sections: Sequence[str], found: Sequence[Finding]
+    plan: Plan, name: str, squares: Squares, distance: Sequence[Moved], reports: Iterable[Report], found: Sequence[Finding]
 ) -> dict[str, bytes]:
     """The report as a page, and two of its pictures for the model card, if there is a base. Arguments: see `run_page`."""
-    files = {PAGE_NAME: to_html(run_page(plan, name, squares, distance, sections, found)).encode(errors="replace")}
+    files = {PAGE_NAME: to_html(run_page(plan, name, squares, distance, reports, found)).encode(errors="replace")}
     maps, lines = moved_maps(plan, squares), moved_curves(distance)
     if maps and lines:
         files |= {MOVED_NAME: picture(heat_map(maps[0])), BY_LAYER_NAME: picture(curves(lines[0]))}
@@ -47,13 +48,13 @@ def report_files(
 
 
 def run_page(
-    plan: Plan, name: str, squares: Squares, distance: Sequence[Moved], sections: Sequence[str], found: Sequence[Finding]
+    plan: Plan, name: str, squares: Squares, distance: Sequence[Moved], reports: Iterable[Report], found: Sequence[Finding]
 ) -> Page:
     """The report of a plan that was run.
 
     name      of the output
     distance  from the base: in total, then by layer; () without a base
-    sections  of what products report, in Markdown
+    reports   of products
     found     warnings
     """
     structure = analyse([step.out for step in plan.steps], plan.config)
@@ -66,7 +67,7 @@ def run_page(
     if plan.dropped:
         rows = tuple((plan.models[d.model].ref, d.tensor, d.reason) for d in plan.dropped)
         blocks.append(Table("Not in the output", (Column("model"), Column("tensor"), Column("reason")), rows))
-    blocks += [Code("", section.strip()) for section in sections if section.strip()]
+    blocks += [block for report in reports for block in report.blocks()]
     if found:
         blocks.append(Table("Warnings", (Column("about"), Column("what")), tuple((f.where, f.what) for f in found)))
     if plan.recipe:

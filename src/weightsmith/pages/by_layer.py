@@ -30,11 +30,13 @@ def heat_maps(
     *,
     log: bool = False,
     detail: str = "",
+    span: tuple[float, float] | None = None,
 ) -> list[HeatMap]:
     """One heat map for each stack of layers, without those that would be empty.
 
     items  what is where; of what is outside the layers nothing is shown
     value  one number for all items of a part in a layer; None: not known
+    span   see `HeatMap`
     """
     stacks: dict[str, dict[tuple[int, str], list[T]]] = {}
     for place, item in items:
@@ -47,5 +49,5 @@ def heat_maps(
         if any(number is not None for row in values for number in row):
             name = f"{title} ({stack})" if len(stacks) > 1 else title
             rows = tuple(f"{stack}{layer}" for layer in layers)
-            found.append(HeatMap(name, rows, parts, values, unit, about, log, detail))
+            found.append(HeatMap(name, rows, parts, values, unit, about, log, detail, span))
     return found

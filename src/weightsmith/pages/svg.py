@@ -17,8 +17,10 @@ _CHARACTER = 6.2
 """Width of a character of a label."""
 
 
-def scaled(values: Sequence[float | None], *, log: bool) -> list[float | None]:
+def scaled(values: Sequence[float | None], *, log: bool, span: tuple[float, float] | None = None) -> list[float | None]:
     """Numbers from 0 to 1 for colours: the smallest is 0, the largest 1. None where there is none; infinity is 1.
+
+    span  instead of the smallest and the largest
 
     >>> scaled([0.0, 5.0, 10.0, None, math.inf], log=False), scaled([0.0, 0.01, 1.0], log=True)
     ([0.0, 0.5, 1.0, None, 1.0], [0.0, 0.0, 1.0])
@@ -27,7 +29,7 @@ def scaled(values: Sequence[float | None], *, log: bool) -> list[float | None]:
     if not known:
         return [None if v is None or math.isnan(v) else 0.0 for v in values]
     transform = math.log if log else float
-    low, high = transform(min(known)), transform(max(known))
+    low, high = map(transform, span or (min(known), max(known)))
 
     def one(value: float | None) -> float | None:
         if value is None or math.isnan(value):
@@ -58,7 +60,7 @@ def heat_map(found: HeatMap, places: Mapping[tuple[str, str], int] | None = None
     width = left + _CELL_WIDTH * len(found.columns) + reach + 8
     height = top + _CELL_HEIGHT * len(found.rows) + 34
     every = max(1, -(-len(found.rows) // 48))
-    shares = scaled([value for row in found.values for value in row], log=found.log)
+    shares = scaled([value for row in found.values for value in row], log=found.log, span=found.span)
     parts = [_opening(width, height, f"{found.title}: {_extremes(found)}")]
     for j, name in enumerate(found.columns):
         x, y = left + _CELL_WIDTH * (j + 0.55), top - 5
@@ -99,7 +101,7 @@ def _legend(found: HeatMap, x: float, y: float) -> str:
     if not values:
         return ""
     boxes = "".join(f'<rect x="{x + 6 * i:.0f}" y="{y:.0f}" width="6" height="9" fill="{colour(i / 19)}"/>' for i in range(20))
-    low, high = written(min(values), found.unit), written(max(values), found.unit)
+    low, high = (written(value, found.unit) for value in found.span or (min(values), max(values)))
     scale = " (logarithmic)" if found.log else ""
     return f'{boxes}<text x="{x + 126:.0f}" y="{y + 8:.0f}">{safe(f"{low} to {high}{scale}")}</text>'
 

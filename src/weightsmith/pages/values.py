@@ -43,6 +43,7 @@ class HeatMap:
     values   [row][column]; None: there is nothing at this place
     log      colours by the logarithm: for shares of very different sizes
     detail   name of the table that a cell leads to
+    span     numbers that have the first and the last colour; None: the smallest and the largest
     """
 
     title: str
@@ -53,6 +54,7 @@ class HeatMap:
     about: str = ""
     log: bool = False
     detail: str = ""
+    span: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

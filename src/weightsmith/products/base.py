@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from weightsmith.errors import Finding
 from weightsmith.jobs.job import Matrix, Tile
+from weightsmith.pages.values import Block
 from weightsmith.plans import Product
 
 Arrays = Sequence[npt.NDArray[Any]]
@@ -109,6 +110,9 @@ class Report(Protocol):
 
     def section(self) -> str:
         """A section for the model card, in Markdown."""
+
+    def blocks(self) -> Sequence[Block]:
+        """What the page of a run shows of it."""
 
     def warnings(self, where: str) -> list[Finding]:
         """Warnings. where: the recipe."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightsmith.errors import Finding
+from weightsmith.pages import Column, Table
+from weightsmith.pages.values import Block
 
 FILE_NAME = "transplant.json"
 
@@ -122,6 +124,16 @@ class Transplant:
             ]
             text += "\n" + "\n".join(lines) + "\n"
         return text
+
+    def blocks(self) -> list[Block]:
+        """How the missing tokens were found, and each of them."""
+        counted = any(made.count is not None for made in self.made)
+        more = (Column("in the text", "count"),) if counted else ()
+        columns = Column("id", "count"), Column("token"), Column("how"), Column("error", "number", "relative"), *more
+        rows = tuple(
+            (made.number, repr(made.token), made.how, made.error, *((made.count,) if counted else ())) for made in self.made
+        )
+        return [Table("Missing tokens", columns, rows, self.summary())]
 
     def warnings(self, where: str) -> list[Finding]:
         """None."""

@@ -13,6 +13,8 @@ from weightsmith.mixture.routing.gating import Gating, outs_of, router_dtype
 from weightsmith.mixture.routing.heat_map import heat_map
 from weightsmith.mixture.routing.report import Group, Routing
 from weightsmith.mixture.routing.route import route, useless_rows
+from weightsmith.pages import HeatMap
+from weightsmith.pages.values import Block
 from weightsmith.plans import Product
 from weightsmith.plans.reading import has_type
 from weightsmith.products import Bench, Kind
@@ -57,6 +59,19 @@ class RoutingReport:
             return {}
         data = json.dumps(self.routing.to_json(), indent=1, ensure_ascii=False) + "\n"
         return {JSON_NAME: data.encode(), PICTURE_NAME: heat_map(self.routing).encode()}
+
+    def blocks(self) -> list[Block]:
+        """A heat map for the texts of each expert: by layer, where their tokens go."""
+        if self.routing is None:
+            return []
+        routing, about = self.routing, "Share of the tokens for which the expert comes first, on the hidden states of the base."
+        layers = tuple(f"layer {i}" for i in range(routing.first.shape[0]))
+        experts = tuple(map(routing.label, range(len(routing.experts))))
+        return [
+            HeatMap(f"Routing: {routing.title(group)}", layers, experts, values, "share", about, span=(0.0, 1.0))
+            for g, group in enumerate(routing.groups)
+            for values in [tuple(map(tuple, routing.first[:, g].tolist()))]
+        ]
 
     def section(self) -> str:
         """The model card's section on routing."""
