@@ -223,7 +223,9 @@ def test_the_example_becomes_a_method_of_weightsmiths_by_its_file_and_its_name(
     monkeypatch.setattr(methods, "NAMES", (*methods.NAMES, "unit_mean"))
     shown = cli("methods", "unit_mean").out
     assert shown.startswith("unit_mean: average at one length")
-    assert re.search(r"power\s+number 0 to 1\s+1.0\s+the merge\s+0: lengths stay as they are; 1: all are the same.", shown)
+    assert re.search(
+        r"power: number 0 to 1; default 1.0; for the merge\s+0: lengths stay as they are; 1: all are the same.", shown
+    )
     assert doctest.testmod(module) == (0, 1)
 
 

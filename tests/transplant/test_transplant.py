@@ -192,9 +192,14 @@ def test_a_plan_runs_from_its_json_and_a_wrong_one_does_not(tmp_path: Path) -> N
 
 def test_a_tokenizer_alone_is_enough_where_no_embeddings_are_needed(tmp_path: Path) -> None:
     own = model(tmp_path / "model", trained())
-    write(tmp_path / "alone", files(trained(text=OTHER_TEXT, size=340)))
+    special = ["<unk>", "<|begin|>", "<|end|>"]
+    alone = trained(text=OTHER_TEXT, size=340, special=special)
+    write(tmp_path / "alone", files(alone, bos_token="<|begin|>", eos_token={"content": "<|end|>"}))
     made = transplant(own, tmp_path / "alone", tmp_path / "out", approximation="subword")
     assert len(made.plan.models) == 1
+    for name in ("config.json", "generation_config.json"):  # nothing but the tokenizer's files says which they are
+        found = json.loads((made.out / name).read_text())
+        assert [found[f"{role}_token_id"] for role in ("bos", "eos")] == [alone.token_to_id(s) for s in special[1:]]
     assert table(made.out).shape[0] == len(vocabulary(tmp_path / "alone"))
     problem = refusal(own, tmp_path / "alone", tmp_path / "no", approximation="omp")
     assert problem.finding.what == "the approximation omp needs the donor's embeddings, and this is a tokenizer alone"

@@ -108,7 +108,7 @@ def _combination(recipe: Recipe, problems: list[WeightsmithError]) -> tuple[Reci
     for name, setting in [*parameters.items(), *(each for own in recipe.models for each in own.parameters.items())]:
         if name != "weight":
             what = f"{recipe.merge_method} has no parameter {name!r} here"
-            fix = "each model has a weight; the recipe may have a density and a majority_sign_method, as PEFT's combination has"
+            fix = "write weight for each model, and for the recipe what PEFT's combination has: density, majority_sign_method"
             problems.append(ParameterError(what, where=setting.where, fix=fix))
     recipe = replace(recipe, models=tuple(replace(own, parameters=_weight_alone(own.parameters)) for own in recipe.models))
     parameters, where = _weight_alone(parameters), recipe.at("merge_method")

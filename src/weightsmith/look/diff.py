@@ -63,7 +63,7 @@ def diff(
     if base is not None:
         if len(models) < 2:
             what = f"two or more models are compared with a base, not {len(models)}"
-            raise ParameterError(what, fix="for one model, compare it with the base: diff(base, model)")
+            raise ParameterError(what, fix="compare one model with the base: diff(base, model)")
         return compare(base, models, tensors=tensors, threads=threads, progress=progress)
     if len(models) != 2:
         raise ParameterError(f"two models are compared, not {len(models)}", fix="name A and B; or several, and their base")

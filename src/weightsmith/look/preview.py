@@ -178,7 +178,7 @@ def preview_of(prepared: Prepared, *, full: bool, threads: int | None, progress:
     leaves = merging_leaves(plan)
     if not leaves or any(read.model == PRODUCTS for leaf in leaves for read in leaf.inputs):
         what = "nothing is merged" if not leaves else "what is merged are adapters, or a product makes it"
-        raise Unsupported(f"{what}, so there is nothing to preview", fix="show the plan: weightsmith plan RECIPE")
+        raise Unsupported(f"{what}, so there is nothing to preview", fix="run weightsmith plan RECIPE")
     check_computable(prepared)
     prepared.download()
     looked = _in_full(prepared) if full else _sampled(prepared, threads)

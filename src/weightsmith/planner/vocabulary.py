@@ -34,6 +34,7 @@ from weightsmith.tokenizers.files import (
     with_added,
     with_template,
 )
+from weightsmith.tokenizers.matching import roles_of
 from weightsmith.tokenizers.rows import Rows
 from weightsmith.tokenizers.union import left_out
 from weightsmith.tokenizers.vocabulary import MAX_FILE_BYTES, digest_of
@@ -394,9 +395,13 @@ class VocabularyPlanner:
         old = self._read(mine, self.opened[self.donor])
         config = self.opened[k].config if k >= 0 else settings_of(place.folder, place.files, "config.json")
         generation = settings_of(place.folder, place.files, _GENERATION)
-        found.move = lambda donors: move_ids(donors, [config or {}, generation], old, source)
+        roles = {}
+        if not config:  # a tokenizer alone: its own files name its special tokens
+            named = roles_of(source, place.folder, place.files, None)
+            roles = {f"{role}_token_id": source.ids[token] for role, token in named.items()}
+        found.move = lambda donors: move_ids(donors, [config or {}, generation, roles], old, source)
         if own := settings_of(mine.folder, mine.files, _GENERATION):
-            moved, _ = move_ids(own, [generation, config or {}], old, source)
+            moved, _ = move_ids(own, [generation, config or {}, roles], old, source)
             found.files[_GENERATION] = json_bytes(moved)
 
     def _template(self, asked: str, found: Aligned) -> None:
