@@ -18,12 +18,16 @@ from weightsmith.planner import loading  # noqa: E402
 # The first call of a kernel compiles it, which takes seconds; a deadline would fail whichever test comes first. On a busy
 # machine it takes seconds to make examples too: a time is not what a test is to find.
 # As plain Python an example takes a hundred times as long. What goes wrong there (an index out of bounds) goes wrong in most.
+# The same examples in every run, so that a change is not rejected for what it did not do; `--hypothesis-profile search` takes
+# others each time.
 settings.register_profile(
     "weightsmith",
+    derandomize=True,
     deadline=None,
     max_examples=20 if numba.core.config.DISABLE_JIT else 100,
     suppress_health_check=[HealthCheck.too_slow],
 )
+settings.register_profile("search", settings.get_profile("weightsmith"), derandomize=False)
 settings.load_profile("weightsmith")
 
 
