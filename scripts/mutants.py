@@ -2,8 +2,8 @@
 
     python scripts/mutants.py                       # 200 mutants of all rooms
     python scripts/mutants.py --rooms store engine --count 40 --seed 7
-    python scripts/mutants.py --results mutants.jsonl                # killed half way, it goes on where it was
-    python scripts/mutants.py --again mutants.jsonl                  # those that lived, against the tests as they are now
+    python scripts/mutants.py --results mutants.jsonl                # saves results; an interrupted run resumes
+    python scripts/mutants.py --again mutants.jsonl                  # reruns the survivors against the current tests
 
 A mutant is one changed token: `<` for `<=`, `and` for `or`, `+` for `-`, `1` for `2`, `True` for `False`, `not` left out.
 It is killed when a test of its room fails, and lives when all pass: fast ones first, slow ones if it survives them. The sample

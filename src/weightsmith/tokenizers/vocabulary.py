@@ -9,8 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, Literal
 
 from weightsmith.errors import FormatError
 from weightsmith.formats.files import read_bounded, show
+from weightsmith.formats.protobuf import fields
 from weightsmith.formats.strict_json import parse_object
 
 Family = Literal["byte-level BPE", "BPE", "SentencePiece BPE", "unigram", "WordPiece", "unknown"]
@@ -316,49 +316,24 @@ def _sentencepiece(data: bytes, label: str, name: str) -> tuple[dict[str, int], 
     family: Family = "unigram"
     number = 0
     try:
-        for key, value in _fields(memoryview(data)):
+        for key, value in fields(memoryview(data)):
             if key == 1 and isinstance(value, memoryview):
-                inner = dict(_fields(value))
-                piece, kind = bytes(inner.get(1, b"")).decode(), inner.get(3, 1)
+                inner = dict(fields(value))
+                text, kind = inner.get(1, memoryview(b"")), inner.get(3, 1)
+                if isinstance(text, int):  # bytes() of it would be as many zeros
+                    raise ValueError("a piece whose text is a number")
+                piece = bytes(text).decode()
                 ids.setdefault(piece, number)
                 if kind in (_CONTROL, _USER_DEFINED) and piece:
                     added[piece] = {"id": number, "content": piece, "special": kind == _CONTROL}
                 number += 1
             elif key == 2 and isinstance(value, memoryview):  # trainer: model_type 1 is unigram, 2 is BPE
-                family = "SentencePiece BPE" if dict(_fields(value)).get(3, 1) == 2 else "unigram"
-    except (ValueError, IndexError, struct.error) as error:
+                family = "SentencePiece BPE" if dict(fields(value)).get(3, 1) == 2 else "unigram"
+    except ValueError as error:
         raise _wrong(label, name, "is not a SentencePiece model") from error
     if not ids:
         raise _wrong(label, name, "is not a SentencePiece model")
     return ids, family, added
-
-
-def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """The fields of a protocol buffer: number and value (bytes, an integer, or the bits of a float)."""
-    at = 0
-    while at < len(data):
-        tag, at = _varint(data, at)
-        kind = tag & 7
-        if kind == 0:
-            value, at = _varint(data, at)
-            yield tag >> 3, value
-            continue
-        length, at = _varint(data, at) if kind == 2 else ({1: 8, 5: 4}.get(kind, -1), at)
-        if length < 0 or at + length > len(data):
-            raise ValueError(f"field of wire type {kind}")
-        yield tag >> 3, data[at : at + length]
-        at += length
-
-
-def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        at += 1
-        if byte < 0x80:
-            return value, at
-    raise ValueError("a number of more than 64 bits")
 
 
 def _tiktoken(data: bytes) -> dict[str, int] | None:
