@@ -63,6 +63,7 @@ def test_a_report_has_the_distances_of_the_manifest_and_belongs_to_the_output(he
     assert {f.name for f in (here / "out").iterdir()} - {f.name for f in (here / "plain").iterdir()} == {PAGE_NAME, *PICTURES}
     assert (here / "out/model.safetensors").read_bytes() == (here / "plain/model.safetensors").read_bytes()
     weightsmith.verify("out")
+    assert weightsmith.plan({"merge_method": "passthrough", "models": [{"model": "./out"}]}).warnings == ()
     weightsmith.merge("linear.yml", "out", overwrite=True, fsync=False)  # all of it is ours
     assert not (here / "out" / PAGE_NAME).exists()
 

@@ -51,6 +51,10 @@ _OWN_WEIGHTS = re.compile(
 _ABOUT = frozenset({"README.md", ".gitattributes", ".DS_Store", "adapter_config.json", "mergekit_config.yml"})
 _OURS = frozenset({"weightsmith.json", "recipe.yml", "routing.json", "routing.svg", "transplant.json"})
 """Files that weightsmith writes about a model. They describe how that model was made, so they are not copied to the next."""
+_REPORTS = frozenset(
+    "report.html distance.svg distance_by_layer.svg extraction.json extraction.svg measurement.json imatrix.dat".split()
+)
+"""More of them. Others write files of these names too, so they do not make a folder one that may be replaced."""
 
 WEIGHTS = tuple(".safetensors .bin .pt .pth .ckpt .pkl .gguf .onnx .onnx_data .h5 .msgpack .npz .npy .tflite .mlmodel".split())
 """How the names of weight files end, of any format."""
@@ -149,7 +153,7 @@ def read_to_choose(names: Iterable[str]) -> tuple[str, ...]:
 
 def _never_carried(name: str) -> bool:
     lower = name.lower()
-    if "/" in name or name.startswith(".") or name in _OURS:
+    if "/" in name or name.startswith(".") or name in _OURS or name in _REPORTS:
         return True
     return lower.endswith((*WEIGHTS, ".index.json", *_MEDIA)) or TRAINING.fullmatch(lower) is not None
 
