@@ -15,7 +15,7 @@ from weightsmith.checkpoint import CARD_NAME, Checkpoint
 from weightsmith.containers import PEFT, SAFETENSORS
 from weightsmith.distance import Moved, to_json
 from weightsmith.errors import Finding
-from weightsmith.execution.page import MOVED_NAME, PICTURES, Squares, report_files
+from weightsmith.execution.page import MAX_PAGE_BYTES, MOVED_NAME, PICTURES, Squares, report_files
 from weightsmith.lora.records import CONFIG_NAME
 from weightsmith.options import RunOptions
 from weightsmith.planner.build import Prepared
@@ -32,11 +32,11 @@ _CONFIG_NAMES = {SAFETENSORS: "config.json", PEFT: CONFIG_NAME}
 """Container → the file of `Plan.config`, if it is one."""
 
 
-def other_bytes(plan: Plan, donor: Checkpoint) -> int:
-    """Approximate size of all files except weights: carried files, the recipe (also in the card), and others."""
+def other_bytes(plan: Plan, donor: Checkpoint, options: RunOptions) -> int:
+    """Approximate size of all files except weights: carried files, the recipe (also in the card), the report, and others."""
     carried = sum(path.stat().st_size for name in plan.carried if (path := donor.folder / name).is_file())
     carried += sum(map(len, plan.files.values()))
-    return carried + len(json.dumps(plan.config)) + 2 * len(plan.recipe.encode()) + (64 << 10)
+    return carried + len(json.dumps(plan.config)) + 2 * len(plan.recipe.encode()) + (64 << 10) + options.report * MAX_PAGE_BYTES
 
 
 def other_files(

@@ -19,6 +19,8 @@ from weightsmith.structure.places import OUTSIDE, Place, place_of
 _TENSORS = "tensors"
 
 PAGE_NAME = "report.html"
+MAX_PAGE_BYTES = 2 << 20
+"""Of a page and its pictures, about: tables and data are bounded."""
 MOVED_NAME, BY_LAYER_NAME = "distance.svg", "distance_by_layer.svg"
 PICTURES = f"""
 ## Distance from the base

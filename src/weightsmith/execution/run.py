@@ -177,7 +177,7 @@ def staged(
         resume=options.resume,
         overwrite=options.overwrite,
         protected=protected_paths(prepared),
-        other_bytes=other_bytes(plan, inputs[plan.donor]),
+        other_bytes=other_bytes(plan, inputs[plan.donor], options),
         threads=resources.workers,
         progress=callbacks.rechecking,
     ) as staging:
