@@ -27,7 +27,7 @@ def extract_lora(
     base: Annotated[str, typer.Argument(metavar="BASE", help="The model that was fine-tuned: a folder, or a hub id.")],
     settings: ExtractSettings,
     running: RunOptions,
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to create; not with --plan.", show_default=False)] = "",
+    out: options.OutOrPlan = "",
     dtype: Annotated[
         DType | None,
         typer.Option(
@@ -49,8 +49,7 @@ def extract_lora(
     run the same command again to resume; what was decomposed is used for other ranks too.
     """
     began = time.monotonic()
-    if bool(out) == plan_only:
-        raise typer.BadParameter("with --plan nothing is written." if out else "name the folder to create.", param_hint="OUT")
+    options.check_out(out, plan_only=plan_only)
     with failures(as_json=as_json, interrupted=lambda: interrupted(out)):
         no_bars_in_logs(quiet=quiet)
         from weightsmith.adapters import prepare_extraction

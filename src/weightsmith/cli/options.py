@@ -127,12 +127,20 @@ MaxMemory = Annotated[
     int | None,
     _size_option("--max-memory", "Bound of resident memory, such as 500MB or 2GiB; the result does not depend on it."),
 ]
+OutOrPlan = Annotated[str, typer.Argument(metavar="OUT", help="The folder to create; not with --plan.", show_default=False)]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no summary; warnings and errors are still shown.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 PageFile = Annotated[
     Path | None,
     typer.Option("--report", metavar="FILE", help="Also write the result as a page: one HTML file, readable offline."),
 ]
+
+
+def check_out(out: str, *, plan_only: bool) -> None:
+    """Raise BadParameter unless either a folder is named or --plan is given."""
+    if bool(out) == plan_only:
+        raise typer.BadParameter("with --plan nothing is written." if out else "name the folder to create.", param_hint="OUT")
+
 
 FLAGS: Mapping[str, Any] = {
     "threads": Threads,

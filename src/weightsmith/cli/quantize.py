@@ -29,7 +29,6 @@ _OF_RECIPES = (
 )
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a hub id, or base+adapter, as in a recipe.")]
-Out = Annotated[str, typer.Argument(metavar="OUT", help="The folder to create; not with --plan.", show_default=False)]
 PlanOnly = Annotated[
     bool, typer.Option("--plan", help="Show what would be made, as `weightsmith plan` does; compute and write nothing.")
 ]
@@ -53,7 +52,7 @@ def quantize(
         str,
         typer.Option("--format", metavar="FORMAT", parser=options.parse_format, help="The format; --list shows all."),
     ],
-    out: Out = "",
+    out: options.OutOrPlan = "",
     plan_only: PlanOnly = False,
     list_formats: Annotated[
         bool, typer.Option("--list", callback=_list, is_eager=True, help="List the formats, and which programs read them.")
@@ -75,7 +74,7 @@ def dequantize(
     model: Model,
     planning: RecipeOptions,
     running: RunOptions,
-    out: Out = "",
+    out: options.OutOrPlan = "",
     dtype: Annotated[
         DType | None,
         typer.Option(
@@ -111,8 +110,7 @@ def _copy(
     as_json: bool,
 ) -> None:
     began = time.monotonic()
-    if bool(out) == plan_only:
-        raise typer.BadParameter("with --plan nothing is written." if out else "name the folder to create.", param_hint="OUT")
+    options.check_out(out, plan_only=plan_only)
     with failures(as_json=as_json, interrupted=lambda: interrupted(out)):
         no_bars_in_logs(quiet=quiet)
         from weightsmith.quantisation import prepare_copy

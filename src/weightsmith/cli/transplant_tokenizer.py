@@ -28,7 +28,7 @@ def transplant_tokenizer(
     ],
     settings: TransplantSettings,
     running: RunOptions,
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to create; not with --plan.", show_default=False)] = "",
+    out: options.OutOrPlan = "",
     plan_only: Annotated[
         bool, typer.Option("--plan", help="Show how the tokens would be found; compute and write nothing.")
     ] = False,
@@ -41,8 +41,7 @@ def transplant_tokenizer(
     interrupted, run the same command again to resume.
     """
     began = time.monotonic()
-    if bool(out) == plan_only:
-        raise typer.BadParameter("with --plan nothing is written." if out else "name the folder to create.", param_hint="OUT")
+    options.check_out(out, plan_only=plan_only)
     with failures(as_json=as_json, interrupted=lambda: interrupted(out)):
         no_bars_in_logs(quiet=quiet)
         from weightsmith.transplant import prepare_transplant
