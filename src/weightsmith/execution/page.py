@@ -41,18 +41,7 @@ Squares = Mapping[str, tuple[float, float]]
 def report_files(
     plan: Plan, name: str, squares: Squares, distance: Sequence[Moved], reports: Iterable[Report], found: Sequence[Finding]
 ) -> dict[str, bytes]:
-    """The report as a page, and two of its pictures for the model card, if there is a base. Arguments: see `run_page`."""
-    files = {PAGE_NAME: to_html(run_page(plan, name, squares, distance, reports, found)).encode(errors="replace")}
-    maps, lines = moved_maps(plan, squares), moved_curves(distance)
-    if maps and lines:
-        files |= {MOVED_NAME: picture(heat_map(maps[0])), BY_LAYER_NAME: picture(curves(lines[0]))}
-    return files
-
-
-def run_page(
-    plan: Plan, name: str, squares: Squares, distance: Sequence[Moved], reports: Iterable[Report], found: Sequence[Finding]
-) -> Page:
-    """The report of a plan that was run.
+    """The report of a plan that was run, as a page; and two of its pictures for the model card, if there is a base.
 
     name      of the output
     distance  from the base: in total, then by layer; () without a base
@@ -61,10 +50,26 @@ def run_page(
     """
     structure = analyse([step.out for step in plan.steps], plan.config)
     places = {step.out.name: place_of(structure, step.out.name) for step in plan.steps}
-    blocks: list[Block] = [_facts(plan)]
-    if squares:
-        blocks += moved_maps(plan, squares)
-        blocks += moved_curves(distance)
+    maps, lines = _moved_maps(places, squares), _moved_curves(distance)
+    page = _page(plan, name, squares, distance, places, [*maps, *lines], reports, found)
+    files = {PAGE_NAME: to_html(page).encode(errors="replace")}
+    if maps and lines:
+        files |= {MOVED_NAME: picture(heat_map(maps[0])), BY_LAYER_NAME: picture(curves(lines[0]))}
+    return files
+
+
+def _page(
+    plan: Plan,
+    name: str,
+    squares: Squares,
+    distance: Sequence[Moved],
+    places: Mapping[str, Place],
+    drawn: Sequence[Block],
+    reports: Iterable[Report],
+    found: Sequence[Finding],
+) -> Page:
+    """drawn: what shows how far the weights moved."""
+    blocks: list[Block] = [_facts(plan), *drawn]
     blocks.append(_tensors(plan, places, squares))
     if plan.dropped:
         rows = tuple((plan.models[d.model].ref, d.tensor, d.reason) for d in plan.dropped)
@@ -86,16 +91,15 @@ def run_page(
     return Page(name, tuple(filter(None, (summary, moved))), tuple(blocks), data)
 
 
-def moved_maps(plan: Plan, squares: Squares) -> list[HeatMap]:
+def _moved_maps(places: Mapping[str, Place], squares: Squares) -> list[HeatMap]:
     """How far each part of each layer moved from the base: a heat map for each stack."""
-    structure = analyse([step.out for step in plan.steps], plan.config)
-    placed = [(place_of(structure, step.out.name), step.out.name) for step in plan.steps]
     about = "Frobenius norm of merged - base over that of the base, of all tensors of a part in a layer together."
+    placed = [(place, name) for name, place in places.items()]
     share = partial(_share, squares)
     return heat_maps("Distance from the base", placed, share, "share", about, log=True, detail=_TENSORS)
 
 
-def moved_curves(distance: Sequence[Moved]) -> list[Curves]:
+def _moved_curves(distance: Sequence[Moved]) -> list[Curves]:
     """How far each layer moved from the base, a line for each stack."""
     stacks: dict[str, list[float]] = {}
     for moved in distance[1:]:
