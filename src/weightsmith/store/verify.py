@@ -21,7 +21,7 @@ from weightsmith.store.reread import Progress, Stored, reread
 class Verified:
     """A checkpoint that is what was written.
 
-    folder   what was checked
+    folder   what was checked: a folder, or an address in a bucket
     plan     hash of the plan that made it
     tensors  number of tensors read and found right
     files    number of other files read and found right
@@ -29,7 +29,7 @@ class Verified:
     extra    files that are not of the checkpoint, and that no loader reads: a note, a cache
     """
 
-    folder: Path
+    folder: Path | str
     plan: str
     tensors: int
     files: int
