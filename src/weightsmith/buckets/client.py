@@ -58,7 +58,7 @@ class Bucket:
             import botocore.session
             from botocore.config import Config
         except ImportError as error:
-            fix = "pip install 'weightsmith[remote]'"
+            fix = "install it: pip install 'weightsmith[remote]'"
             raise StoreError("writing to a bucket requires botocore", where=f"s3://{name}", fix=fix) from error
         from botocore import exceptions
 
@@ -208,6 +208,16 @@ class Bucket:
             return True
         except Missing:
             return False
+
+    def uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
+        """Keys and ids of the uploads that are neither complete nor aborted, of keys that start with `prefix`."""
+        marker: dict[str, str] = {}
+        while True:
+            page = self._call("list_multipart_uploads", None, Prefix=prefix, **marker)
+            yield from ((each["Key"], each["UploadId"]) for each in page.get("Uploads", ()))
+            if not page.get("IsTruncated"):
+                return
+            marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def abort(self, key: str, upload: str) -> None:
         """Discard an upload and its parts; it may be gone."""

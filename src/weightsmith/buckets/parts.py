@@ -77,8 +77,7 @@ def _runs(layout: Layout, shard: ShardLayout, part_bytes: int) -> Iterator[tuple
 
 def _parts(first: int, begin: int, end: int, least: int, inside: list[tuple[int, int]]) -> Iterator[Part]:
     count = max(1, (end - begin) // least)
-    each = -(-(end - begin) // count)
     for i in range(count):
-        start, stop = begin + i * each, min(begin + (i + 1) * each, end)
+        start, stop = (begin + (end - begin) * k // count for k in (i, i + 1))
         filled = sum(max(0, min(stop, b) - max(start, a)) for a, b in inside)
         yield Part(first + i, start, stop - start, filled)

@@ -27,7 +27,7 @@ from weightsmith.buckets.client import Bucket
 from weightsmith.buckets.contents import check_vacant
 from weightsmith.buckets.journal import State, read_state
 from weightsmith.buckets.lock import Lock
-from weightsmith.buckets.uploads import Uploads, discard
+from weightsmith.buckets.uploads import Uploads, discard, discard_empty
 from weightsmith.containers import Layout, make_layout
 from weightsmith.containers.safetensors import INDEX_NAME
 from weightsmith.errors import NOTHING_WRITTEN, Finding, StoreError, WeightsmithError
@@ -276,8 +276,8 @@ class BucketStaging:
         """Remove the journal and the lock. uploads: abort them too."""
         self._opened().close(save=False)
         self._uploads = None
-        if uploads:
-            discard(self._bucket, self.out, self._state.uploads)
+        end = discard if uploads else discard_empty
+        end(self._bucket, self.out, self._state.uploads)
         self._bucket.delete(self._journal)
         self._lock.release()
 

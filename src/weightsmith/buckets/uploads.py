@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -298,3 +298,13 @@ def discard(bucket: Bucket, address: Address, uploads: Mapping[str, str]) -> Non
     """Abort uploads. uploads: weight file → id."""
     for file, upload in uploads.items():
         bucket.abort(address.key(file), upload)
+    discard_empty(bucket, address, uploads)
+
+
+def discard_empty(bucket: Bucket, address: Address, files: Collection[str]) -> None:
+    """Abort uploads of these weight files without parts: a request to begin one was repeated, for its answer was lost."""
+    keys = {address.key(file) for file in files}
+    with suppress(StoreError):  # listing may not be allowed, and they take no space
+        for key, upload in [*bucket.uploads(address.key(""))]:
+            if key in keys and bucket.parts(key, upload) == {}:
+                bucket.abort(key, upload)

@@ -1,12 +1,13 @@
-"""Is every byte of a checkpoint in a bucket what was written? Re-reads all of it and compares with the manifest."""
+"""Is every byte of a checkpoint, in a bucket or a folder, what was written? Compares all of it with the manifest."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from weightsmith.buckets.address import Address
+from weightsmith.buckets.address import Address, parse_address
 from weightsmith.buckets.client import UPLOADS, Bucket
 from weightsmith.buckets.contents import manifest_of, names_in
 from weightsmith.errors import Corrupt
@@ -14,17 +15,28 @@ from weightsmith.formats.carried import is_loaded
 from weightsmith.store.checksum import combine, hash_bytes, hash_grains
 from weightsmith.store.manifest import MANIFEST_NAME, Manifest
 from weightsmith.store.reread import Progress
+from weightsmith.store.target import is_address
 from weightsmith.store.verify import Verified
+from weightsmith.store.verify import verify as verify_folder
 
 RANGE_BYTES = 16 << 20
 """Read at a time, by each of `UPLOADS` threads."""
 
 
-def verify_bucket(address: Address, *, progress: Progress | None = None) -> Verified:
-    """Re-read a checkpoint in a bucket whole and compare it with its manifest; see `store.verify`.
+def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progress | None = None) -> Verified:
+    """Re-read a checkpoint whole and compare it with its manifest.
 
-    Memory: `UPLOADS` ranges of 16 MiB.
+    folder    a folder, or an address: `s3://bucket/prefix`
+    threads   threads that read and hash, 4 MiB of memory each; of an address 8 read, 16 MiB each
+    progress  called with (bytes of tensors done, in all)
+
+    Raises Corrupt, whose details name every damaged tensor, header and file, every missing file, and files that are not of the
+    checkpoint and that a loader would read (weights, adapters, a tokenizer); NotFound when there is no manifest, FormatError
+    when weightsmith did not write it.
     """
+    if not is_address(folder):
+        return verify_folder(folder, threads=threads, progress=progress)
+    address = parse_address(str(folder))
     bucket = Bucket(address.bucket)
     manifest = manifest_of(bucket, address)
     present = names_in(bucket, address)

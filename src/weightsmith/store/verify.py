@@ -38,15 +38,7 @@ class Verified:
 
 
 def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progress | None = None) -> Verified:
-    """Re-read a checkpoint whole and compare it with its manifest.
-
-    threads   threads that read and hash, 4 MiB of memory each
-    progress  called with (bytes of tensors done, in all)
-
-    Raises Corrupt, whose details name every damaged tensor, header and file, every missing file, and files that are not of the
-    checkpoint and that a loader would read (weights, adapters, a tokenizer); NotFound when there is no manifest, FormatError
-    when weightsmith did not write it.
-    """
+    """Re-read a checkpoint in a folder; see `buckets.verify`."""
     root = expand_user(folder)
     if not os.path.lexists(root / MANIFEST_NAME):
         raise NotFound(
