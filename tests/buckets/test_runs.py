@@ -143,21 +143,19 @@ def counted(self, each):
     if count == int(sys.argv[2]):
         os.kill(os.getpid(), 9)
 uploads.Uploads._upload = counted
-weightsmith.merge({"merge_method": "linear", "models": [{"model": "a"}, {"model": "b"}], "parameters": {"weight": 0.5}}, sys.argv[1], progress=False)
+weightsmith.merge("r.yml", sys.argv[1], progress=False)
 """
+AVERAGE = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 0.5}\n"
 
 
 @pytest.mark.slow
 def test_killed_half_way_and_resumed_no_part_is_uploaded_twice(
     here: Path, moto: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, recipe = (
-        f"s3://{moto.bucket}/out",
-        {"merge_method": "linear", "models": [{"model": "a"}, {"model": "b"}], "parameters": {"weight": 0.5}},
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", KILLED, out, "12"], env=environment(), cwd=here, capture_output=True, check=False
-    )
+    out = f"s3://{moto.bucket}/out"
+    Path("r.yml").write_text(AVERAGE)
+    command = [sys.executable, "-c", KILLED, out, "12"]
+    ran = subprocess.run(command, env=environment(), cwd=here, capture_output=True, check=False)
     assert ran.returncode == -signal.SIGKILL, ran.stderr.decode()
     assert moto.contents("out") == {}
     (key,) = moto.uploads()
@@ -167,8 +165,8 @@ def test_killed_half_way_and_resumed_no_part_is_uploaded_twice(
     seen: list[uploads.Uploads] = []
     drain = uploads.Uploads.drain
     monkeypatch.setattr(uploads.Uploads, "drain", lambda self: (drain(self), seen.append(self))[0])
-    merged = weightsmith.merge(recipe, out, progress=False)
-    weightsmith.merge(recipe, "out", progress=False)
+    merged = weightsmith.merge("r.yml", out, progress=False)
+    weightsmith.merge("r.yml", "out", progress=False)
     assert moto.contents("out") == tree(here / "out")
     assert merged.resumed > 0
     whole = sum(place.nbytes for place in merged.plan.layout.places.values()) + len(merged.plan.layout.shards[0].header)
@@ -234,7 +232,7 @@ def test_credentials_are_in_no_object_message_or_file(
     here: Path, moto: Server, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WEIGHTSMITH_DEBUG", "1")
-    Path("r.yml").write_text("merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 0.5}\n")
+    Path("r.yml").write_text(AVERAGE)
     done = cli("merge", "r.yml", f"s3://{moto.bucket}/out")
     again = cli("merge", "r.yml", f"s3://{moto.bucket}/out")
     missing = cli("merge", "r.yml", "s3://there-is-no-such-bucket/out")

@@ -192,7 +192,7 @@ def test_killed_before_any_request_the_next_run_completes_it(memory: MemoryBucke
         left = number
         dead = threading.Event()
 
-        def kill(call: str) -> None:
+        def kill(call: str, dead: threading.Event = dead) -> None:
             nonlocal left
             left -= 1
             if left <= 0:
