@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -13,6 +14,7 @@ from weightsmith import methods
 from weightsmith.engine.buffers import Buffers
 from weightsmith.engine.results import Results
 from weightsmith.engine.tiles import ALIGNED_BYTES, INPUTS_BYTES, TILE_BYTES, Cut, cut, tile_grains
+from weightsmith.formats.files import Extent
 from weightsmith.jobs.job import Bytes, Job, Matrix
 from weightsmith.jobs.operations import OPERATIONS
 from weightsmith.plans import PRODUCTS, Block, Gather, Plan, Read, Step
@@ -23,11 +25,18 @@ class Source(Protocol):
     """What the engine needs of an input."""
 
     @property
+    def paths(self) -> tuple[Path, ...]:
+        """All files of the source."""
+
+    @property
     def specs(self) -> Mapping[str, TensorSpec]:
         """Name → dtype and shape."""
 
     def location(self, name: str) -> tuple[int, int] | None:
         """File descriptor and offset of a tensor that is a run of bytes in a file; None for any other."""
+
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
+        """The parts of remote files that are read for these bytes of a tensor; () if all of it is on this disk."""
 
     def preferred_rows(self, name: str) -> int:
         """Rows that are best read together; 1 where it makes no difference."""
@@ -137,6 +146,23 @@ class Reader:
             source.read_into(read.tensor, (offset + first) * width, out)
         else:
             _fill_block(source, read.tensor, view, first, out, width)
+
+    def extents(self, read: Read, first: int, size: int) -> tuple[Extent, ...]:
+        """The parts of remote files that are read for elements first … first + size of a read; those of a gather for all of it."""
+        source, view = self.source(read), read.view
+        width = source.specs[read.tensor].dtype.itemsize
+        if isinstance(view, Gather):
+            block, rows = view.block, (0, view.block.rows)
+            if view.axis == 0 and not isinstance(view.table, str):
+                wanted = self._table(view)
+                wanted = wanted[wanted >= 0]
+                rows = (int(wanted.min()), int(wanted.max()) + 1) if wanted.size else (0, 0)
+            start, nbytes = (block.offset + rows[0] * block.cols) * width, (rows[1] - rows[0]) * block.cols * width
+            found = source.extents(read.tensor, start, nbytes) if nbytes else ()
+            return (*found, *(part for other in view.fallback for part in self.extents(other, 0, 0)))
+        if view is None or view.whole_rows:
+            return source.extents(read.tensor, (first + (0 if view is None else view.offset)) * width, size * width)
+        return source.extents(read.tensor, view.offset * width, ((view.rows - 1) * view.stride + view.cols) * width)
 
     def flat(self, read: Read, index: int) -> int:
         """The flat index in the tensor of element `index` of a read; -1 for one that is not in the tensor."""

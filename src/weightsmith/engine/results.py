@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from weightsmith.formats.files import Extent
 from weightsmith.jobs.job import Bytes, Result
 from weightsmith.plans import Plan, Product
 from weightsmith.store.products import release_pages
@@ -85,6 +86,10 @@ class Results:
         return Result(product.settings, product.models, arrays)
 
     # ---- as a source of tensors
+
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
+        """No file."""
+        return ()
 
     def location(self, name: str) -> None:
         """They are in no file."""

@@ -212,6 +212,7 @@ def resources_of(plan: Plan, options: RunOptions) -> Resources:
         options.device,
         ALIGNED_BYTES if memory is None else 0,
         None if memory is None else resident,
+        options.max_spool_bytes,
     )
 
 
@@ -219,6 +220,8 @@ def _download(prepared: Prepared, out: str | os.PathLike[str], options: RunOptio
     """Download missing files of hub models, after checking that the output folder can be written."""
     from weightsmith.store.target import check_out, check_vacant
 
+    if options.stream:
+        prepared.stream()
     if prepared.missing:
         check_vacant(check_out(out), overwrite=options.overwrite, protected=protected_paths(prepared))
         prepared.download()
