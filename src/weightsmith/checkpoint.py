@@ -146,7 +146,7 @@ class Checkpoint:
         return {repo.folder / name: nbytes for repo in self.repositories for name, nbytes in repo.missing.items()}
 
     def stream(self) -> None:
-        """Read the weights of hub models where they are, unless they are cached; `download` then brings the other files alone."""
+        """Read weights of hub models that are not cached where they are; `download` then brings the other files alone."""
         for repository in self.repositories:
             repository.stream()
 
@@ -264,7 +264,9 @@ def open_checkpoint(
     try:
         repository, only = open_place(place, cache_dir=cache_dir, token=token)
     except NotFound as error:
-        if hint := "" if isinstance(place, Address) else _nearest_sibling(expand_user(name)):  # `models/lama` looks like a hub id
+        if (
+            hint := "" if isinstance(place, Address) else _nearest_sibling(expand_user(name))
+        ):  # `models/lama` looks like a hub id
             found = error.finding
             raise NotFound(found.what + hint, where=found.where, details=found.details, fix=found.fix) from error
         raise
@@ -310,8 +312,8 @@ def locate(ref: str | Path, revision: str | None = None) -> Path | HubModel | Ad
     """
     name = os.fspath(ref)
     if isinstance(ref, str) and is_address(name):
-        path, _, in_name = name.partition("@")
-        address = parse_address(path if name.lower().startswith("hf://") else name)
+        plain, _, in_name = name.partition("@")
+        address = parse_address(plain if name.lower().startswith("hf://") else name)
         if address.scheme == HUB:
             return _hub_model(name, address.path, in_name, revision, streams=True)
         if revision is not None:

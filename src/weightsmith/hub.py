@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightsmith.errors import NOTHING_WRITTEN, CheckpointError, Finding, NotFound, PushFailed, WeightsmithError
+from weightsmith.errors import NOTHING_WRITTEN, CheckpointError, Finding, NotFound, PushFailed
 from weightsmith.formats.files import RandomAccess, open_local, show
 from weightsmith.remote.files import RemoteFile, read_starts
 from weightsmith.remote.http import HttpFile
@@ -147,7 +147,7 @@ class Repository:
         read_starts(self._files.values())
 
     def stream(self) -> None:
-        """Read weights that are not in the cache where they are; `download` leaves them there. Once `read_starts` was called."""
+        """Read weights that are not in the cache where they are, and leave them there. Call it after `read_starts`."""
         for name, file in self._files.items():
             file.streams = not (self.folder / name).is_file()
 

@@ -24,11 +24,11 @@ from weightsmith.encodings.base import WHOLE, array_name
 from weightsmith.engine.bench import Computing, EngineBench
 from weightsmith.engine.buffers import Buffers
 from weightsmith.engine.constants import UNPUBLISHED, Finite
+from weightsmith.engine.passes import visits
 from weightsmith.engine.reader import Reader, Source
 from weightsmith.engine.results import Results
 from weightsmith.engine.schedule import APPLY, RESIDENT_BYTES, Flight, Gathered, Part, Scheduler, SurveyFlight, Task, Work
 from weightsmith.engine.tiles import ALIGNED_BYTES, TILE_BYTES, Cut
-from weightsmith.engine.passes import visits
 from weightsmith.errors import NonFinite
 from weightsmith.jobs.job import Bytes, Matrix, Tile
 from weightsmith.kernels.codecs import decode

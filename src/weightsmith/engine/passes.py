@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from weightsmith.engine.reader import Reader
 from weightsmith.formats.files import Extent
-from weightsmith.plans import COPY, PRODUCTS, Plan, Product, Read, Step
+from weightsmith.plans import COPY, Plan, Product, Step
 from weightsmith.products import Survey, find_kind
 
 STRIDE_BYTES = 4 << 20

@@ -148,7 +148,7 @@ class Reader:
             _fill_block(source, read.tensor, view, first, out, width)
 
     def extents(self, read: Read, first: int, size: int) -> tuple[Extent, ...]:
-        """The parts of remote files that are read for elements first … first + size of a read; those of a gather for all of it."""
+        """The parts of remote files that are read for elements first … first + size of a read; of a gather, for all of it."""
         source, view = self.source(read), read.view
         width = source.specs[read.tensor].dtype.itemsize
         if isinstance(view, Gather):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ class Results:
 
     specs  of all arrays
     """
+
+    paths: tuple[Path, ...] = ()
 
     def __init__(self, plan: Plan) -> None:
         self.specs: Mapping[str, TensorSpec] = {out.name: out for product in plan.products for out in product.outs}

@@ -37,6 +37,7 @@ class Merged:
     plan           the plan that was run
     resumed        number of tensors that an interrupted run had finished
     read_bytes, written_bytes   of tensor data, in this run
+    fetched_bytes  of tensor data over the network, if models were streamed
     seconds        of this run, including planning
     distance       distance from the base: in total, then per layer; () without a base
     warnings       the plan's and those found in the data
@@ -56,6 +57,7 @@ class Merged:
     reports: Mapping[str, Report] = field(default_factory=dict)
     url: str = ""
     stages: tuple[Path, ...] = ()
+    fetched_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,7 @@ def run_plan(
         warnings=(*plan.warnings, *found),
         reports=reports,
         url=url,
+        fetched_bytes=outcome.fetched_bytes,
     )
 
 

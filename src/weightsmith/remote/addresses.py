@@ -13,7 +13,7 @@ HUB = "hf"
 STORES = ("s3", "gs", "az")
 SCHEMES = (HUB, "https", *STORES)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_HOST = re.compile(r"[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]")
+_HOST = re.compile(r"([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?", re.ASCII)
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -71,7 +71,7 @@ def parse_address(name: str) -> Address:
             raise ParameterError("not the name of a model on the hub", where=shown, fix=fix)
         return Address(scheme, "", path)
     host, _, path = rest.partition("/")
-    good = (_BUCKET if scheme in STORES else _HOST).fullmatch(host.partition(":")[0] if host[:1] != "[" else host.rpartition(":")[0])
+    good = (_BUCKET if scheme in STORES else _HOST).fullmatch(host)
     parts = path.strip("/").split("/") if path.strip("/") else []
     if not good or any(part in ("", ".", "..") or not part.isprintable() or "\\" in part for part in parts):
         raise ParameterError("not the address of a folder", where=shown, fix=f"write {scheme}://place/folder")

@@ -129,7 +129,11 @@ class RemoteFolder:
         path = self.folder / name
         part = path.with_name(f"{path.name}.part-{threading.get_ident()}")
         with part.open("wb") as file:
-            fetch(self._ranges[name], 0, self.sizes[name], lambda at, piece: file.write(piece))
+
+            def put(at: int, piece: bytes) -> None:
+                file.write(piece)
+
+            fetch(self._ranges[name], 0, self.sizes[name], put)
         part.replace(path)
 
 

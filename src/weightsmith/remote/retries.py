@@ -74,7 +74,7 @@ PATIENCE = Patience()
 
 
 def insist(call: Callable[[], None], where: str, stop: threading.Event | None = None) -> None:
-    """Call until it does not raise Again. Raises CheckpointError after `PATIENCE.failures` failures, Stopped once `stop` is set."""
+    """Call until it does not raise Again. Raises CheckpointError after too many failures, Stopped once `stop` is set."""
     failures = 0
     while True:
         try:

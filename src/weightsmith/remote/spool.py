@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def spool_folder() -> Path:
-    """Where the spool's file is: huggingface_hub's cache, for which people choose a large disk; else where temporary files are."""
+    """Where the spool's file is: huggingface_hub's cache, which is on a large disk, else where temporary files are."""
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE).expanduser()

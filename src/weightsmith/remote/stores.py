@@ -27,7 +27,7 @@ def obstore(where: str) -> ModuleType:
     try:
         import obstore as found
         import obstore.exceptions
-        import obstore.store  # noqa: F401
+        import obstore.store
     except ImportError:
         what = "the package obstore, which reads object stores, is not installed"
         raise Unsupported(what, where=where, fix="install it: pip install 'weightsmith[remote]'") from None
@@ -44,7 +44,9 @@ class Store:
         self._obstore = obstore(self.where)
         try:
             self._store = self._obstore.store.from_url(
-                str(address), client_options=_TIMEOUTS, retry_config={"max_retries": 0}  # retried by `retries`
+                str(address),
+                client_options=_TIMEOUTS,
+                retry_config={"max_retries": 0},  # retried by `retries`
             )
         except Exception as error:
             raise CheckpointError(f"the store cannot be opened: {first_line(error)}", where=self.where) from error
