@@ -312,9 +312,9 @@ class ReadAhead:
     def _give_slot(self, block: Block, *, urgent: bool) -> bool:
         """Take a slot for a block, if need be that of another which is not read now; False if there is none."""
         if not self._free and self._used == self._slots:
-            past = self._frontier - 2 * _ahead(self._slots)
+            past = self._past()
             idle = [other for other in self._here if not other.pins]
-            victims = [other for other in idle if other.places[0] < past]  # a pass was shorter than planned
+            victims = [other for other in idle if other.places[0] < past]
             if urgent and not victims and idle:
                 victims = [max(idle, key=lambda other: other.places[0])]
             for other in victims:
@@ -329,6 +329,10 @@ class ReadAhead:
         block.state = "wanted"
         return True
 
+    def _past(self) -> int:
+        """A place so far behind what is read that nobody will come back to it: a pass was shorter than planned."""
+        return self._frontier - 2 * _ahead(self._slots)
+
     def _next(self) -> Block | None:
         """The next block to fetch; None if there is nothing to fetch now."""
         if self._urgent:
@@ -336,7 +340,7 @@ class ReadAhead:
         while self._late or self._pointer < len(self._blocks.order):
             place = self._late[0] if self._late else self._pointer
             block = self._blocks.order[place]
-            if block.state == "" and block.error is None and place in block.places:
+            if block.state == "" and block.error is None and place in block.places and place >= self._past():
                 if place > self._frontier + _ahead(self._slots) or not self._give_slot(block, urgent=False):
                     return None
             if self._late:
