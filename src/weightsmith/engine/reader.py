@@ -20,6 +20,9 @@ from weightsmith.jobs.operations import OPERATIONS
 from weightsmith.plans import PRODUCTS, Block, Gather, Plan, Read, Step
 from weightsmith.tensors import DType, TensorSpec, grain_elements
 
+MAX_RUNS = 10_000
+"""Of rows of a gather that are counted one by one; of more, all that lies between them counts too."""
+
 
 class Source(Protocol):
     """What the engine needs of an input."""
@@ -152,13 +155,11 @@ class Reader:
         source, view = self.source(read), read.view
         width = source.specs[read.tensor].dtype.itemsize
         if isinstance(view, Gather):
-            block, rows = view.block, (0, view.block.rows)
+            block, runs = view.block, [(0, view.block.rows)]
             if view.axis == 0 and not isinstance(view.table, str):
-                wanted = self._table(view)
-                wanted = wanted[wanted >= 0]
-                rows = (int(wanted.min()), int(wanted.max()) + 1) if wanted.size else (0, 0)
-            start, nbytes = (block.offset + rows[0] * block.cols) * width, (rows[1] - rows[0]) * block.cols * width
-            found = source.extents(read.tensor, start, nbytes) if nbytes else ()
+                runs = _runs(self._table(view))
+            places = [((block.offset + top * block.cols) * width, (end - top) * block.cols * width) for top, end in runs]
+            found = [part for start, nbytes in places for part in source.extents(read.tensor, start, nbytes)]
             return (*found, *(part for other in view.fallback for part in self.extents(other, 0, 0)))
         if view is None or view.whole_rows:
             return source.extents(read.tensor, (first + (0 if view is None else view.offset)) * width, size * width)
@@ -249,6 +250,22 @@ class Reader:
 
 def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
+
+
+def _runs(table: npt.NDArray[np.int32]) -> list[tuple[int, int]]:
+    """The rows that a table names, as runs: first row, and one past the last.
+
+    >>> _runs(np.array([7, -1, 2, 3, 1], np.int32))
+    [(1, 4), (7, 8)]
+    """
+    rows = np.unique(table[table >= 0])
+    if not rows.size:
+        return []
+    cuts = np.flatnonzero(np.diff(rows) > 1)
+    starts, ends = rows[np.concatenate(([0], cuts + 1))], rows[np.concatenate((cuts, [rows.size - 1]))] + 1
+    if len(starts) > MAX_RUNS:
+        return [(int(rows[0]), int(rows[-1]) + 1)]
+    return list(zip(starts.tolist(), ends.tolist(), strict=True))
 
 
 def _fill_block(source: Source, name: str, block: Block, first: int, out: Bytes, width: int) -> None:

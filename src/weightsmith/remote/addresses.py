@@ -72,7 +72,7 @@ def parse_address(name: str) -> Address:
         return Address(scheme, "", path)
     host, _, path = rest.partition("/")
     good = (_BUCKET if scheme in STORES else _HOST).fullmatch(host)
-    parts = path.strip("/").split("/") if path.strip("/") else []
+    parts = path.rstrip("/").split("/") if path.rstrip("/") else []
     if not good or any(part in ("", ".", "..") or not part.isprintable() or "\\" in part for part in parts):
         raise ParameterError("not the address of a folder", where=shown, fix=f"write {scheme}://place/folder")
     return Address(scheme, host, "/".join(parts))

@@ -7,10 +7,12 @@ goes to no other host, and so that an address that a redirect has given is used 
 from __future__ import annotations
 
 import email.utils
+import logging
 import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
@@ -163,6 +165,7 @@ def ask(
     import huggingface_hub
     from huggingface_hub import constants, errors
 
+    _keep_signatures_out_of_logs()
     client = huggingface_hub.get_session()
     seconds = float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
     hops: list[tuple[str, Mapping[str, str]]] = []
@@ -192,6 +195,23 @@ def ask(
         raise CheckpointError("HF_HUB_OFFLINE=1 forbids reading it", where=where, fix=fix) from error
     except Exception as error:  # those of the client's package, whose name depends on huggingface_hub's version
         raise _failure(error, url, where) from error
+
+
+class _WithoutQueries(logging.Filter):
+    """The query of an address may be its signature, with which anybody may read the file."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = re.sub(r"\?[^\s'\"]+", "?...", record.getMessage()), ()
+        return True
+
+
+@cache
+def _keep_signatures_out_of_logs() -> None:
+    """The client's package logs every address at level INFO. Loggers have no filters for those below them."""
+    for version in ("", "2"):
+        parts = ("connection", "http11", "http2", "proxy", "socks")
+        for name in (f"httpx{version}", *(f"httpcore{version}.{part}" for part in parts)):
+            logging.getLogger(name).addFilter(_WithoutQueries())
 
 
 def check_status(response: Any, where: str) -> None:
