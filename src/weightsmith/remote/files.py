@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from weightsmith.formats.files import FileState
 from weightsmith.remote.retries import Ranges, fetch, insist
-
-if TYPE_CHECKING:
-    from weightsmith.remote.ahead import ReadAhead
 
 HEAD_BYTES = 128 << 10  # read at once from the start of a file: the header of most shards
 RANGE_BYTES = 4 << 10  # read at least, elsewhere
@@ -24,6 +21,13 @@ def read_starts(files: Iterable[RemoteFile]) -> None:
             pass
 
 
+class Ahead(Protocol):
+    """What fetches bytes before they are read: `ahead.ReadAhead`."""
+
+    def read_into(self, file: RemoteFile, offset: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of a file from `offset` on. Raises CheckpointError."""
+
+
 class RemoteFile:
     """A file that is read by byte ranges: `formats.files.RandomAccess` while its header is read, then `Elsewhere`.
 
@@ -34,7 +38,7 @@ class RemoteFile:
     def __init__(self, ranges: Ranges, *, streams: bool = False) -> None:
         self.ranges = ranges
         self.streams = streams
-        self.ahead: ReadAhead | None = None
+        self.ahead: Ahead | None = None
         self._parts: list[tuple[int, bytes]] = []
 
     @property
