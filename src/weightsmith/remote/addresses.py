@@ -12,7 +12,6 @@ from weightsmith.formats.files import show
 HUB = "hf"
 STORES = ("s3", "gs", "az")
 SCHEMES = (HUB, "https", *STORES)
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HOST = re.compile(r"([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?", re.ASCII)
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -56,7 +55,7 @@ def parse_address(name: str) -> Address:
     scheme, _, rest = name.partition("://")
     scheme = scheme.lower()
     shown = f"{scheme}://{rest.rpartition('@')[2]}".partition("?")[0]  # no key or password in a message
-    if scheme == "http" and (urlsplit(f"//{rest}").hostname or "") not in _LOOPBACK:
+    if scheme == "http" and not is_loopback(rest):
         raise ParameterError("http is read from this machine alone: it is not encrypted", where=shown, fix="write https://")
     if scheme not in (*SCHEMES, "http"):
         known = ", ".join(f"{each}://" for each in SCHEMES)
@@ -76,6 +75,18 @@ def parse_address(name: str) -> Address:
     if not good or any(part in ("", ".", "..") or not part.isprintable() or "\\" in part for part in parts):
         raise ParameterError("not the address of a folder", where=shown, fix=f"write {scheme}://place/folder")
     return Address(scheme, host, "/".join(parts))
+
+
+def is_loopback(place: str) -> bool:
+    """True for a host, with anything after it, that is this machine.
+
+    >>> is_loopback("127.0.0.1:9000/x"), is_loopback("127.0.0.1.example.org")
+    (True, False)
+    """
+    try:
+        return urlsplit(f"//{place}").hostname in ("127.0.0.1", "localhost", "::1")
+    except ValueError:
+        return False
 
 
 def is_file_name(name: str) -> bool:

@@ -6,12 +6,14 @@ them. The object's ETag is sent as a condition with every request.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from weightsmith.errors import CheckpointError, NotFound, Unsupported
 from weightsmith.formats.files import show
-from weightsmith.remote.addresses import Address
+from weightsmith.remote.addresses import Address, is_loopback
 from weightsmith.remote.http import CHANGED_FIX
 from weightsmith.remote.retries import Again
 
@@ -45,7 +47,7 @@ class Store:
         try:
             self._store = self._obstore.store.from_url(
                 str(address),
-                client_options=_TIMEOUTS,
+                client_options={**_TIMEOUTS, "allow_http": _allows_http()},
                 retry_config={"max_retries": 0},  # retried by `retries`
             )
         except Exception as error:
@@ -75,11 +77,13 @@ class Store:
     def failure(self, error: Exception, where: str) -> Exception:
         """What an exception of obstore means."""
         known = self._obstore.exceptions
+        found = re.search(r"status code: ([0-9]{3})", str(error))  # of a list, whose errors are all of one type
+        status = int(found[1]) if found is not None else 0
         if isinstance(error, known.PreconditionError | known.NotModifiedError):
             return CheckpointError("the object has changed since it was first read", where=where, fix=CHANGED_FIX)
-        if isinstance(error, known.NotFoundError | FileNotFoundError):
+        if isinstance(error, known.NotFoundError | FileNotFoundError) or status == 404:
             return NotFound("no such object, or no such bucket", where=where, fix="Check the address.")
-        if isinstance(error, known.PermissionDeniedError | known.UnauthenticatedError):
+        if isinstance(error, known.PermissionDeniedError | known.UnauthenticatedError) or status in (401, 403):
             fix = "Check the keys, or the role, that the environment gives: see docs/remote.md."
             return CheckpointError("the store refuses access", where=where, fix=fix)
         return Again(f"the store does not answer as it should ({type(error).__name__}: {first_line(error)})")
@@ -127,6 +131,12 @@ class StoreFile:
             then, now = (f"{self.nbytes:,} bytes", f"{size:,}") if size != self.nbytes else (show(self.version), show(tag))
             what = f"the object has changed since it was first read: {then} then, {now} now"
             raise CheckpointError(what, where=self.where, fix=CHANGED_FIX)
+
+
+def _allows_http() -> bool:
+    """Plain http is for stores on this machine, and for those whose user says so."""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or ""
+    return is_loopback(endpoint.partition("://")[2]) or os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
 
 
 def first_line(error: Exception) -> str:
