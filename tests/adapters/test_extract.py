@@ -121,7 +121,7 @@ def test_ranks_that_differ_and_modules_that_do_not_are_in_the_config(tmp_path: P
 def test_bytes_do_not_depend_on_threads_or_memory(tmp_path: Path) -> None:
     names = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
     model, fine = (
-        write_checkpoint(tmp_path / name, {n: normal(80, 96, seed=seed + i).astype(BF16) for i, n in enumerate(names)}, LLAMA)
+        write_checkpoint(tmp_path / name, {n: normal(160, 176, seed=seed + i).astype(BF16) for i, n in enumerate(names)}, LLAMA)
         for name, seed in (("base", 0), ("fine", 9))
     )
     assert not any(m["exact"] for m in json.loads(first_plan(fine, model))["products"][0]["settings"]["targets"])
