@@ -165,8 +165,8 @@ class Factors:
 def prefers_exact(rank: int, rows: int, cols: int) -> bool:
     """Whether an exact decomposition is preferred to a randomised one.
 
-    It costs less if about half of the ranks are asked for. Of a small matrix it costs up to twice as much if a sixth are, and keeps
-    more, as the basis of a randomised one has only one or two blocks then.
+    It costs less if about half of the ranks are asked for. Of a small matrix it costs up to twice as much if a sixth are, and
+    keeps more, as the basis of a randomised one has only one or two blocks then.
     """
     short, width = min(rows, cols), rank + OVERSAMPLING
     return 2 * width >= short or (short <= FEW and 6 * width >= short)

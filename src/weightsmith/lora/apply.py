@@ -70,17 +70,27 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str) -> Checkpoint:
     )
 
 
+def find_places(base: Checkpoint, adapter: Adapter) -> dict[str, str]:
+    """Modules with factors, and tensors that are saved whole → the tensors of the base, but for those that are parts of others.
+
+    Raises ShapeError as `apply_adapter` does.
+    """
+    return _Match(base, adapter, adapter.checkpoint.ref).places
+
+
 class _Match:
     """Finds the base's tensor for everything in the adapter.
 
     config  the base's, with the vocabulary and the tying that the result has
     notes   what the user should know
+    places  see `find_places`
     """
 
     def __init__(self, base: Checkpoint, adapter: Adapter, ref: str) -> None:
         self.base, self.adapter, self.ref = base, adapter, ref
         self.config: dict[str, Any] = copy.deepcopy(base.config or {})
         self.notes: list[Finding] = []
+        self.places: dict[str, str] = {}
         self._base_names = {name: name for name in base.specs}  # tensor → the base's that it stands for
         self._updates: dict[str, Factors] = {}
         self._parts: dict[str, list[Update]] = {}  # of tensors with several matrices
@@ -105,6 +115,7 @@ class _Match:
             if name in self._base_names or (tied and is_head(replace(adapter.checkpoint.specs[source], name=name))):
                 self._base_names.setdefault(name, tied)
                 self._replaced[name] = source
+                self.places[stored_name] = self._base_names[name]
                 problem = self._replacement_problem(name)
             else:
                 problem = self._no_place(name) if len(problems) < _SHOWN else name
@@ -117,6 +128,7 @@ class _Match:
             if name in self._base_names:
                 problem = self._shape_problem(name, factors)
                 self._updates[name] = factors
+                self.places[module] = self._base_names[name]
             elif part := self._part_of(name):
                 problem = self._add_part(name, factors, *part)
             else:
