@@ -48,7 +48,8 @@ def assert_same(found: dict[str, np.ndarray], want: dict[str, np.ndarray], atol:
 def expert_adapters(folder: Path, *, swapped: bool = False, second: list[str] = TARGETS, rank: int = 3) -> tuple[Path, Path]:
     """Two adapters of different ranks and scalings; the second has factors of the parameters named."""
     tensors = fused()
-    one = adapter(folder / "one", stacked(tensors, swapped=swapped) | factors(Q, H, H, R), r=R, target_parameters=TARGETS)
+    first = stacked(tensors, swapped=swapped) | factors(Q, H, H, 8)
+    one = adapter(folder / "one", first, r=R, rank_pattern={"q_proj": 8}, target_parameters=TARGETS)
     more = {}
     levels = {"gate_up_proj": ".base_layer" if len(second) == 2 else "", "down_proj": ""}
     for name, level in levels.items():
@@ -72,7 +73,7 @@ def test_a_sum_of_factors_of_fused_experts_is_exact(swapped: bool, second: list[
     out = merge(recipe(pair, "task_arithmetic", WEIGHTS), tmp_path / "out")
     assert_same(applied(model, out, tmp_path / "in"), models_merged(model, pair, tmp_path / "as models", "task_arithmetic"))
     config = config_of(out)
-    assert (config["r"], config["rank_pattern"]) == (R + 3, {Q: R})
+    assert (config["r"], config["rank_pattern"]) == (R + 3, {Q: 8})  # PEFT stacks experts by `r`
     assert [f"model.layers.0.{name}" for name in TARGETS] == config["target_parameters"]
     again = merge(recipe((out, pair[0]), weights=(1.0, 0.0)), tmp_path / "again")
     assert_same(applied(model, again, tmp_path / "in again"), applied(model, out, tmp_path / "in 2"), 1e-4)
@@ -161,6 +162,24 @@ def test_what_an_adapter_does_not_save_is_the_base_s(method: str, tmp_path: Path
     if method == "task_arithmetic":
         assert_same(found, want)
     assert "base_model" in (out / "README.md").read_text()
+
+
+def test_tokenizer_files_beside_adapters_that_save_vocabularies_are_kept(tmp_path: Path) -> None:
+    one, two = with_whole(tmp_path / "one", 1), with_whole(tmp_path / "two", 2)
+    for folder in (one, two):
+        (folder / "tokenizer_config.json").write_text("{}")
+        (folder / "tokenizer_secret").write_text("private")
+    what = recipe((one, two), "linear", (0.5, 0.5))
+    out = merge(what, tmp_path / "out")
+    assert (out / "tokenizer_config.json").read_text() == "{}"
+    assert not (out / "tokenizer_secret").exists()
+    assert not weightsmith.plan(what).warnings
+    (two / "tokenizer_config.json").write_text('{"a": 1}')
+    (warning,) = weightsmith.plan(what).warnings
+    assert warning.what.startswith("tokenizer files differ from those beside")
+    (tmp_path / "plan.json").write_text(json.dumps(weightsmith.plan(what).to_json()))
+    ran = weightsmith.run(tmp_path / "plan.json", tmp_path / "run", progress=False, fsync=False).out
+    assert (ran / "tokenizer_config.json").exists()
 
 
 def test_whole_tensors_without_what_they_need_are_rejected(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from weightsmith.errors import (
     WeightsmithError,
     nearest,
 )
+from weightsmith.formats.files import same_bytes
 from weightsmith.jobs.requires import needs_torch
 from weightsmith.lora import Adapter, find_places, open_adapter
 from weightsmith.lora.records import CONFIG_NAME
@@ -48,6 +49,7 @@ from weightsmith.plans import CAST, COPY, PRODUCTS, ModelInput, Product, Read, S
 from weightsmith.recipe import ModelRef, Recipe, Source
 from weightsmith.recipe.values import Entry, Setting
 from weightsmith.sources.memory import StateDict
+from weightsmith.structure.vocabulary import is_vocabulary
 from weightsmith.tensors import DTYPES, DType, TensorSpec
 
 ZERO_ADAPTER = ModelRef("the zero adapter", text="the zero adapter")
@@ -387,7 +389,7 @@ def _planned(plan: Plan, opened: _Opened, rank: int | None, combination: Combina
         products=tuple(products),
         config=_config(opened, ranks),
         donor=0,
-        carried=(),
+        carried=_tokenizer(opened),
         dropped=(),
         container=PEFT,
         warnings=tuple(w for w in plan.warnings if "no config.json" not in w.what) + tuple(_notes(opened)),
@@ -429,9 +431,20 @@ def _weights(plan: Plan, step: Step, module: Adapted) -> tuple[float, ...]:
     return tuple(known.get(owner, 0.0) for owner in module.owners)
 
 
+def _tokenizer(opened: _Opened) -> tuple[str, ...]:
+    """The files of the first adapter's tokenizer, if tensors with a row for each token are merged."""
+    return opened.adapters[0].checkpoint.files if any(map(is_vocabulary, opened.whole.values())) else ()
+
+
 def _notes(opened: _Opened) -> Iterator[Finding]:
     for checkpoint in opened.inputs:
         yield from checkpoint.notes
+    first, *others = (adapter.checkpoint for adapter in opened.adapters)
+    for other in others if _tokenizer(opened) else ():
+        names = sorted({*first.files, *other.files})
+        if differing := [name for name in names if not same_bytes(first.folder / name, other.folder / name)]:
+            what = f"tokenizer files differ from those beside {first.ref}, which are kept: {', '.join(differing)}"
+            yield Finding(what, other.ref, fix="check that both number their tokens alike: rows are merged by number")
 
 
 def _layer(name: str) -> str:

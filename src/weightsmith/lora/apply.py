@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weightsmith.checkpoint import Checkpoint
-from weightsmith.errors import CheckpointError, Finding, ShapeError, nearest
-from weightsmith.formats.files import open_regular, show
+from weightsmith.errors import Finding, ShapeError, nearest
+from weightsmith.formats.files import same_bytes, show
 from weightsmith.lora.experts import match_stacked, names_of
 from weightsmith.lora.records import Adapter, Factors
 from weightsmith.sources.adapted import Adapted, AdaptedTensor, Update
@@ -22,11 +22,7 @@ from weightsmith.structure.fused import SubMatrix, fused_names, fused_parts
 from weightsmith.structure.vocabulary import is_embedding, is_head, is_vocabulary, tie_flag, untie
 from weightsmith.tensors import TensorSpec
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 _SHOWN = 8  # problems that a message lists
-_COPY_BYTES = 1 << 20
 _BEGINNINGS = 100  # of names that are tried; models have up to ten
 
 _UNMIXTRAL = re.compile(r"(\.experts\.\d+\.)(w[123])(?=\.weight$)")
@@ -49,8 +45,8 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str) -> Checkpoint:
     """
     match, own = _Match(base, adapter, ref), adapter.checkpoint
     notes = [*base.notes, *own.notes, *match.notes]
-    base.fetch([name for name in adapter.tokenizer if name in base.files])
-    if other := [name for name in adapter.tokenizer if not _same(own.folder / name, base.folder / name)]:
+    base.fetch([name for name in own.files if name in base.files])
+    if other := [name for name in own.files if not same_bytes(own.folder / name, base.folder / name)]:
         fix = "copy it into the output, if the adapter was trained with it"
         what = f"tokenizer files beside the adapter differ from the base's, and are not used: {', '.join(other)}"
         notes.append(Finding(what, ref, fix=fix))
@@ -299,15 +295,3 @@ def _overlap(updates: Sequence[Update]) -> bool:
     rows = sorted(update.rows or (0, 0) for update in updates)
     whole = any(update.rows is None for update in updates)
     return len(rows) > 1 and (whole or any(first + n > after for (first, n), (after, _) in pairwise(rows)))
-
-
-def _same(a: Path, b: Path) -> bool:
-    """Two files hold the same bytes."""
-    try:
-        with open_regular(a) as one, open_regular(b) as other:
-            while (piece := one.read(_COPY_BYTES)) == other.read(_COPY_BYTES):
-                if not piece:
-                    return True
-    except (OSError, CheckpointError):
-        pass
-    return False
