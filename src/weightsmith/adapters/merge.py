@@ -11,20 +11,17 @@ the method needs a base, that is the base model's, which `base_model` may name. 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from weightsmith import methods
 from weightsmith.adapters.combinations import MAJORITIES, NAMES, ON_FACTORS, PREFIX, Combination, CombinationWork
-from weightsmith.adapters.cores import SPACES, ZERO, Adapted, CoreWork, Space, basis_steps, core_step, scales_step
-from weightsmith.adapters.experts import is_expert
+from weightsmith.adapters.cores import SPACES, Adapted, CoreWork, Space, basis_steps, core_step, scales_step
 from weightsmith.adapters.merged_factors import MergedWork
+from weightsmith.adapters.opening import NAME_BASE, WEIGHT, ZERO_ADAPTER, Opened, is_adapter
 from weightsmith.adapters.peft import PREFIX as PEFT_PREFIX
 from weightsmith.adapters.peft import adapter_config, factor_names, norms_name, stacked_names
-from weightsmith.adapters.shared import MERGE_MODELS, find_modules, parameters_of, whole_tensors
-from weightsmith.checkpoint import Checkpoint, locate
+from weightsmith.adapters.shared import parameters_of
 from weightsmith.containers import PEFT
 from weightsmith.errors import (
     Finding,
@@ -38,32 +35,24 @@ from weightsmith.errors import (
 )
 from weightsmith.formats.files import same_bytes
 from weightsmith.jobs.requires import needs_torch
-from weightsmith.lora import Adapter, find_places, open_adapter
-from weightsmith.lora.records import CONFIG_NAME
 from weightsmith.methods.base import BaseRole
 from weightsmith.options import RecipeOptions
 from weightsmith.planner import Plan, Prepared
 from weightsmith.planner.build import prepare_recipe, prepare_source
-from weightsmith.planner.inputs import at, open_models
 from weightsmith.plans import CAST, COPY, PRODUCTS, ModelInput, Product, Read, Step
-from weightsmith.recipe import ModelRef, Recipe, Source
+from weightsmith.recipe import Recipe, Source
 from weightsmith.recipe.values import Entry, Setting
-from weightsmith.sources.memory import StateDict
 from weightsmith.structure.vocabulary import is_vocabulary
-from weightsmith.tensors import DTYPES, DType, TensorSpec
+from weightsmith.tensors import DType, TensorSpec
 
-ZERO_ADAPTER = ModelRef("the zero adapter", text="the zero adapter")
-"""The base of methods that need one, unless the recipe names another adapter."""
 _SOURCES: Mapping[Space, str] = {
     "core": "Core Space: Panariello et al. 2025, https://arxiv.org/abs/2509.17786.",
     "knots": "KnOTS: Stoica et al. 2024, https://arxiv.org/abs/2410.19735.",
     "compressed": "Compress-then-Merge: 2026, https://arxiv.org/abs/2606.03723.",
 }
 _PEFT = "PEFT's add_weighted_adapter, https://github.com/huggingface/peft."
-_WEIGHT = ".weight"
 _WEIGHTS_OFF = 1e-6
 """How far weights that add up to 1 may be off."""
-_NAME_BASE = "base_model: the model that the adapters were trained on"
 
 
 def prepare_merge(source: Source, options: RecipeOptions) -> Prepared:
@@ -86,7 +75,7 @@ def prepare_models(
 
 def are_adapters(recipe: Recipe) -> bool:
     """Whether every model of the recipe, but for the base, is a local folder with an adapter in it."""
-    return bool(recipe.models) and all(_is_adapter(each.model) for each in recipe.models)
+    return bool(recipe.models) and all(is_adapter(each.model) for each in recipe.models)
 
 
 def _combination(recipe: Recipe, problems: list[WeightsmithError]) -> tuple[Recipe, Combination | None]:
@@ -136,148 +125,6 @@ def _plain(setting: Setting | None) -> object:
     return entries[0].value if len(entries) == 1 and entries[0].filter is None else None
 
 
-def _is_adapter(ref: ModelRef) -> bool:
-    if ref.lora is not None:
-        return False
-    try:
-        place = locate(ref.path, ref.revision or None)
-    except WeightsmithError:
-        return False
-    return isinstance(place, Path) and (place / CONFIG_NAME).is_file() and not (place / "config.json").exists()
-
-
-class _Opened:
-    """Opens adapters for the planner, as models of the differences: it sees names and shapes alone.
-
-    space, rank  of the merge; see `Adapted`
-    combination  of PEFT's, as the recipe names it; ""
-    name_base    what to do if the base is needed. To some methods it would be one more input
-    adapters     in the planner's order, without the base
-    base         the model that the adapters were trained on, if the recipe names it
-    places       what the adapters have factors of, or save whole → the base's tensor
-    modules      that any of them has factors of
-    matrices     of the modules → their modules
-    whole        tensors that any of them saves whole, as models have them
-    zeros        1 if a base, the zero adapter or a model, comes before the adapters, else 0
-    """
-
-    def __init__(self, space: Space, rank: int, combination: str, role: BaseRole) -> None:
-        self.space, self.rank, self.combination = space, rank, combination
-        self.name_base = f"write {_NAME_BASE}" if role != "input" else f"write merge_method: task_arithmetic, and {_NAME_BASE}"
-        self.adapters: list[Adapter] = []
-        self.base: Checkpoint | None = None
-        self.places: dict[str, str] = {}
-        self.modules: Mapping[str, Adapted] = {}
-        self.matrices: dict[str, Adapted] = {}
-        self.whole: dict[str, TensorSpec] = {}
-        self.zeros = 0
-
-    def __call__(
-        self, refs: Sequence[ModelRef], stack: ExitStack, results: Mapping[str, Checkpoint | None]
-    ) -> tuple[list[Checkpoint | None], list[WeightsmithError]]:
-        """See `planner.build.Opening`."""
-        problems: list[WeightsmithError] = []
-        for ref in refs:
-            if ref == ZERO_ADAPTER:
-                self.zeros = 1
-            elif ref.path in results or not _is_adapter(ref):
-                self.zeros = 1
-                (self.base,), found = open_models([ref], stack, results)
-                problems += found
-            else:
-                try:
-                    adapter = open_adapter(ref.path, revision=ref.revision or None)
-                    stack.callback(adapter.checkpoint.close)
-                    self.adapters.append(adapter)
-                except WeightsmithError as error:
-                    problems.append(at(error, ref.where))
-        if not problems:
-            try:
-                self._match()
-            except WeightsmithError as error:
-                problems.append(error)
-        if problems:
-            return [None for _ in refs], problems
-        specs = [TensorSpec(f"{name}{_WEIGHT}", DTYPES["F32"], module.shape) for name, module in self.matrices.items()]
-        owners = [None] * self.zeros + list(self.adapters)
-        return [
-            Checkpoint(str(ref), Path(), _Specs([*specs, *self._whole_specs(owner)], str(ref)))
-            for ref, owner in zip(refs, owners, strict=True)
-        ], []
-
-    def _match(self) -> None:
-        if self.base is not None:
-            for adapter in self.adapters:
-                self.places |= find_places(self.base, adapter)
-        modules = find_modules(self.adapters)
-        self.whole = whole_tensors(self.adapters, modules)
-        scaled = any(module.normed for module in modules.values())
-        stacked = any(module.experts for module in modules.values())
-        if self.combination and (scaled or stacked or self.whole):
-            kind = "DoRA" if scaled else "factors of all experts of a parameter" if stacked else "tensors that are saved whole"
-            fix = f"write another merge_method, such as task_arithmetic, or {MERGE_MODELS}"
-            raise Unsupported(f"PEFT's add_weighted_adapter has no {self.combination} of {kind}", where="merge_method", fix=fix)
-        if scaled:
-            self._check_norms(modules)
-        self.modules = {
-            name: replace(module, space=self.space, rank=self.rank, scaled=scaled) for name, module in modules.items()
-        }
-        self.matrices = {matrix: module for module in self.modules.values() for matrix in module.matrices}
-
-    def _check_norms(self, modules: Mapping[str, Adapted]) -> None:
-        """Whether the norms of DoRA can be computed."""
-        normed = next(module for module in modules.values() if module.normed)
-        where = self.adapters[normed.normed[0]].checkpoint.ref
-        if self.base is None:
-            what = "DoRA scales the rows of the base's matrices, so the merge needs the base model"
-            raise Unsupported(what, where=where, fix=self.name_base)
-        for name, module in modules.items():
-            embedding = any(self.adapters[i].updates[name].embedding for i in module.owners if not module.experts)
-            if module.experts or embedding or name not in self.places or self.adapters[0].transposed:
-                kind = "all experts of a parameter" if module.experts else "an embedding" if embedding else "a part of a tensor"
-                kind = "a weight stored [inputs, outputs]" if self.adapters[0].transposed else kind
-                what = f"an adapter is DoRA, and PEFT has no DoRA of {kind}: {name}"
-                raise Unsupported(what, where=where, fix=MERGE_MODELS)
-
-    def _whole_specs(self, owner: Adapter | None) -> Iterator[TensorSpec]:
-        """Of the tensors that are saved whole, as a model has them. owner: the adapter; None: the base."""
-        for name, spec in self.whole.items():
-            kept = owner.replacements.get(name) if owner is not None else None
-            if owner is not None and kept is not None:
-                yield replace(owner.checkpoint.specs[kept], name=name)
-            elif self.base is not None and name in self.places:
-                yield replace(self.base.specs[self.places[name]], name=name)
-            else:
-                yield spec
-
-    @property
-    def experts(self) -> list[str]:
-        """The modules that are experts, or parameters of all experts."""
-        return [name for name, module in self.modules.items() if module.experts or is_expert(f"{name}{_WEIGHT}")]
-
-    @property
-    def inputs(self) -> tuple[Checkpoint, ...]:
-        """The models of the plan: the adapters, and the base if the recipe names it."""
-        return (*(adapter.checkpoint for adapter in self.adapters), *([] if self.base is None else [self.base]))
-
-    def owner_of(self, read: Read) -> int:
-        """The adapter that a read of the planner's is of; `ZERO` for the base."""
-        return read.model - self.zeros if read.model >= self.zeros else ZERO
-
-    def whole_read(self, read: Read, method: str) -> Read:
-        """Where a tensor of a merge of models is that adapters save whole. Raises Unsupported if it is only in the base."""
-        number = self.owner_of(read)
-        adapter = self.adapters[number] if number != ZERO else None
-        if adapter is not None and read.tensor in adapter.replacements:
-            return replace(read, model=number, tensor=adapter.replacements[read.tensor])
-        if self.base is None:
-            missing = f"and {method} needs the base's" if adapter is None else f"which {adapter.checkpoint.ref} does not have"
-            owner = next(each for each in self.adapters if read.tensor in each.replacements)
-            what = f"it saves {read.tensor} whole, {missing}"
-            raise Unsupported(what, where=owner.checkpoint.ref, fix=self.name_base)
-        return replace(read, model=len(self.adapters), tensor=self.places[read.tensor])
-
-
 def _prepare_adapters(
     recipe: Recipe, options: RecipeOptions, problems: Sequence[WeightsmithError] = (), **places: Any
 ) -> Prepared:
@@ -300,7 +147,7 @@ def _prepare_adapters(
     if recipe.base_model is None and role == "required":
         recipe = replace(recipe, base_model=ZERO_ADAPTER)
     rank = options.adapter_rank or 0 if space == "compressed" else 0
-    opened = _Opened(space or "core", rank, method if combination is not None else "", role)
+    opened = Opened(space or "core", rank, method if combination is not None else "", role)
     prepared = prepare_recipe(recipe, options, found, opening=opened, **places)
     try:
         plan = _planned(prepared.plan, opened, options.adapter_rank, combination)
@@ -326,15 +173,7 @@ def _refusals(recipe: Recipe, options: RecipeOptions) -> Iterator[WeightsmithErr
         yield Unsupported("an adapter is not quantised", where="quantize", fix="leave it out")
 
 
-class _Specs(StateDict):
-    """A source of names and shapes, which is never read."""
-
-    def __init__(self, specs: Sequence[TensorSpec], where: str) -> None:
-        super().__init__({}, where)
-        self.specs = {spec.name: spec for spec in specs}
-
-
-def _planned(plan: Plan, opened: _Opened, rank: int | None, combination: Combination | None) -> Plan:
+def _planned(plan: Plan, opened: Opened, rank: int | None, combination: Combination | None) -> Plan:
     if plan.products:
         what = f"{plan.made.name} looks at the whole model before it merges, which merges of adapters cannot do"
         raise PlanError([Unsupported(what, where="models", fix="write scope: tensor, or merge models: BASE+ADAPTER")])
@@ -348,7 +187,7 @@ def _planned(plan: Plan, opened: _Opened, rank: int | None, combination: Combina
         if step.out.name not in opened.whole:
             layers.setdefault(_layer(step.out.name), []).append(step)
     for layer, own in layers.items():
-        made = {step.out.name.removesuffix(_WEIGHT): step for step in own}
+        made = {step.out.name.removesuffix(WEIGHT): step for step in own}
         modules = list(dict.fromkeys(opened.matrices[matrix] for matrix in made))
         firsts = [made[module.matrices[0]] for module in modules]
         factors = tuple(step for module in modules for step in _factors(opened, module))
@@ -396,7 +235,7 @@ def _planned(plan: Plan, opened: _Opened, rank: int | None, combination: Combina
     )
 
 
-def _ranks(opened: _Opened, rank: int | None, combination: Combination | None) -> dict[str, int]:
+def _ranks(opened: Opened, rank: int | None, combination: Combination | None) -> dict[str, int]:
     """The rank of each module's factors. All experts have the same, as PEFT and vLLM stack them."""
     found: dict[str, int] = {}
     for name, module in opened.modules.items():
@@ -419,7 +258,7 @@ def _check_sums(plan: Plan, whole: Sequence[Step]) -> None:
             total = sum(float(model["weight"] or 0) for model in plan.settings[own.settings].models)
             if abs(total - 1) > _WEIGHTS_OFF:
                 what = f"an adapter saves it whole, and linear without normalize makes {total:g} times such a tensor of it"
-                fix = f"write merge_method: task_arithmetic, and {_NAME_BASE}"
+                fix = f"write merge_method: task_arithmetic, and {NAME_BASE}"
                 raise ParameterError(what, where=step.out.name, fix=fix)
 
 
@@ -431,12 +270,12 @@ def _weights(plan: Plan, step: Step, module: Adapted) -> tuple[float, ...]:
     return tuple(known.get(owner, 0.0) for owner in module.owners)
 
 
-def _tokenizer(opened: _Opened) -> tuple[str, ...]:
+def _tokenizer(opened: Opened) -> tuple[str, ...]:
     """The files of the first adapter's tokenizer, if tensors with a row for each token are merged."""
     return opened.adapters[0].checkpoint.files if any(map(is_vocabulary, opened.whole.values())) else ()
 
 
-def _notes(opened: _Opened) -> Iterator[Finding]:
+def _notes(opened: Opened) -> Iterator[Finding]:
     for checkpoint in opened.inputs:
         yield from checkpoint.notes
     first, *others = (adapter.checkpoint for adapter in opened.adapters)
@@ -454,7 +293,7 @@ def _layer(name: str) -> str:
     return "other modules" if last is None else ".".join(parts[: last + 1])
 
 
-def _factors(opened: _Opened, module: Adapted) -> Iterator[Step]:
+def _factors(opened: Opened, module: Adapted) -> Iterator[Step]:
     """Steps of A and B, and of DoRA's norms, of all adapters that have them."""
     for owner in module.owners:
         adapter = opened.adapters[owner]
@@ -469,7 +308,7 @@ def _factors(opened: _Opened, module: Adapted) -> Iterator[Step]:
             yield Step(replace(spec, name=module.factor(part, owner)), COPY, (Read(owner, name),))
 
 
-def _base_step(opened: _Opened, module: Adapted) -> Step:
+def _base_step(opened: Opened, module: Adapted) -> Step:
     """The step of the base's matrix."""
     assert opened.base is not None
     name = opened.places[module.name]
@@ -481,12 +320,12 @@ def _unfused(step: Step) -> Step:
     return replace(step.pieces[0], out=step.out) if step.pieces else step
 
 
-def _core_step(step: Step, opened: _Opened, matrix: str) -> Step:
+def _core_step(step: Step, opened: Opened, matrix: str) -> Step:
     """The step of a merge as one of core matrices."""
     return core_step(_unfused(step), opened.matrices[matrix], matrix, opened.owner_of)
 
 
-def _whole_step(opened: _Opened, step: Step, method: str) -> Step:
+def _whole_step(opened: Opened, step: Step, method: str) -> Step:
     """The step of a tensor that is saved whole, which reads the adapters, and the base."""
 
     def moved(own: Step) -> Step:
@@ -496,7 +335,7 @@ def _whole_step(opened: _Opened, step: Step, method: str) -> Step:
     return replace(moved(step), out=replace(step.out, name=f"{PEFT_PREFIX}{step.out.name}"))
 
 
-def _stored(opened: _Opened, module: Adapted, ranks: Mapping[str, int], dtype: DType) -> Iterator[Step]:
+def _stored(opened: Opened, module: Adapted, ranks: Mapping[str, int], dtype: DType) -> Iterator[Step]:
     """Steps of the factors, and of DoRA's norms, as PEFT names them."""
     if module.experts:
         names = stacked_names(module.name, ranks)
@@ -513,7 +352,7 @@ def _stored(opened: _Opened, module: Adapted, ranks: Mapping[str, int], dtype: D
         yield Step(TensorSpec(name, dtype, shape), COPY if dtype.name == "F32" else CAST, (read,))
 
 
-def _config(opened: _Opened, ranks: Mapping[str, int]) -> dict[str, Any]:
+def _config(opened: Opened, ranks: Mapping[str, int]) -> dict[str, Any]:
     configs = [adapter.checkpoint.config or {} for adapter in opened.adapters]
     named = next((config for config in configs if config.get("base_model_name_or_path")), configs[0])
     parameters = [name for name in ranks if opened.modules[name].experts]
