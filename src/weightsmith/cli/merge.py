@@ -119,8 +119,12 @@ def interrupted(out: str) -> str:
     import shlex
 
     from weightsmith.store.area import staging_folder
-    from weightsmith.store.target import absolute
+    from weightsmith.store.target import absolute, is_address
 
+    # --no-resume on this run discarded an earlier one's work; on the next it would discard this one's.
+    command = shlex.join(["weightsmith", *(a for a in sys.argv[1:] if a != "--no-resume")])
+    if is_address(out):
+        return f"Interrupted. What was uploaded is kept at {out}\n  -> Resume with the same command: {command}"
     target = absolute(out)
     folder = staging_folder(target)
     if not folder.exists():  # the result of another recipe, that this one uses, may be there
@@ -128,6 +132,4 @@ def interrupted(out: str) -> str:
         folder = next((path for start in (".", "") for path in target.parent.glob(start + pattern)), folder)
     if not folder.exists():
         return "Interrupted. No unfinished work was left."
-    # --no-resume on this run discarded an earlier one's work; on the next it would discard this one's.
-    command = shlex.join(["weightsmith", *(a for a in sys.argv[1:] if a != "--no-resume")])
     return f"Interrupted. Finished tensors are kept in {folder}\n  -> Resume with the same command: {command}"

@@ -118,7 +118,7 @@ def _size_option(name: str, help: str, **more: Any) -> Any:
 
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file; - for standard input.")]
-Out = Annotated[str, typer.Argument(metavar="OUT", help="The folder to create.")]
+Out = Annotated[str, typer.Argument(metavar="OUT", help="The folder to create, or s3://BUCKET/PREFIX.")]
 Threads = Annotated[
     int | None,
     typer.Option("--threads", metavar="N", min=1, help="Number of threads; all cores that this process may use if not given."),
@@ -127,7 +127,10 @@ MaxMemory = Annotated[
     int | None,
     _size_option("--max-memory", "Bound of resident memory, such as 500MB or 2GiB; the result does not depend on it."),
 ]
-OutOrPlan = Annotated[str, typer.Argument(metavar="OUT", help="The folder to create; not with --plan.", show_default=False)]
+OutOrPlan = Annotated[
+    str,
+    typer.Argument(metavar="OUT", help="The folder to create, or s3://BUCKET/PREFIX; not with --plan.", show_default=False),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no summary; warnings and errors are still shown.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 PageFile = Annotated[
