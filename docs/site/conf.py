@@ -32,12 +32,10 @@ pygments_style, pygments_dark_style = "friendly", "github-dark"
 
 html_theme = "furo"
 html_title = "weightsmith"
-html_theme_options = {"sidebar_hide_name": False}
 html_static_path = ["style.css"]
 html_css_files = ["style.css"]
 html_show_sphinx = html_show_sourcelink = html_copy_source = False
 html_show_search_summary = False  # it would take requests, which browsers refuse to pages opened from the disk
-templates_path: list[str] = []
 
 
 def setup(app: Sphinx) -> None:
