@@ -179,6 +179,9 @@ class RunOptions:
     keep_stages       write the results of all the recipes whose results the recipe reads, to OUT.stage-NAME, and keep them
     push              upload the finished folder to the hub, as the model `org/name`
     public            make the model that `push` creates public; the default is private
+    ray               have a Ray cluster do the parts of the plan: its address `host:port`; "auto": the cluster of this machine,
+                      or a new one on this machine; "local": a new one. Inputs and output are in folders that all machines
+                      share; threads and memory are those of a worker
     """
 
     threads: int | None = None
@@ -193,6 +196,7 @@ class RunOptions:
     keep_stages: bool = False
     push: str | None = None
     public: bool = False
+    ray: str | None = None
 
 
 def output_dtype(asked: object) -> DType | None:
@@ -241,6 +245,7 @@ class RunKeywords(TypedDict, total=False):
     keep_stages: bool
     push: str | None
     public: bool
+    ray: str | None
 
 
 class QuantizeKeywords(TypedDict, total=False):

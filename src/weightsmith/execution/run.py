@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsmith.distance import Moved, distance_by_layer
 from weightsmith.errors import NOTHING_WRITTEN, Finding, PlanError, WeightsmithError
@@ -90,6 +90,24 @@ class Following:
     reports: Mapping[str, Report] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Helped:
+    """What other processes did for a run: number of steps that an earlier run had finished, and bytes of tensor data."""
+
+    resumed: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+
+class Helpers(Protocol):
+    """Other processes, which do the parts of a plan."""
+
+    def __call__(
+        self, prepared: Prepared, staging: Staging, out: str | os.PathLike[str], options: RunOptions, callbacks: Callbacks
+    ) -> Helped:
+        """Have all parts done, in the staging folder that is open here. What remains undone, the caller does."""
+
+
 def run_plan(
     following: Following,
     out: str | os.PathLike[str],
@@ -97,6 +115,7 @@ def run_plan(
     callbacks: Callbacks,
     began: float,
     more: Mapping[str, Any] = MappingProxyType({}),
+    helpers: Helpers | None = None,
 ) -> Merged:
     """See `execute`. more: for the manifest."""
     from weightsmith.engine.constants import copied
@@ -105,14 +124,18 @@ def run_plan(
     prepared = following.prepared
     plan, inputs = prepared.plan, prepared.inputs
     hub = check_push(options.push) if options.push is not None else None
-    with staged(prepared, out, options, callbacks) as (staging, run):
-        results = kept_products(plan, staging, following.arrays)
-        done = finished_steps(plan, staging, results, options.allow_nonfinite)
-        earlier = bool(staging.finished) or any(results.finished(product.name) for product in plan.products)
+    # With helpers, the process that does a part checks what an earlier run has finished of it.
+    with staged(prepared, out, options, callbacks, steps=None if helpers is None else ()) as (staging, run):
+        earlier = staging.holds_work
+        helped = Helped()
         try:
+            if helpers is not None:
+                helped = helpers(prepared, staging, out, options, callbacks)
+            results = kept_products(plan, staging, following.arrays)
+            done = finished_steps(plan, staging, results, options.allow_nonfinite)
             outcome = run(skip=done, results=results)
         except WeightsmithError as error:
-            made = not isinstance(error, PlanError) and any(results.finished(product.name) for product in plan.products)
+            made = not isinstance(error, PlanError) and bool(staging.products)
             if error.product and not earlier and not made:  # a product that fails first leaves nothing behind
                 staging.discard()
                 error.state = NOTHING_WRITTEN
@@ -136,9 +159,9 @@ def run_plan(
     return Merged(
         out=folder,
         plan=plan,
-        resumed=len(done),
-        read_bytes=outcome.read_bytes,
-        written_bytes=outcome.written_bytes,
+        resumed=len(done) if helpers is None else helped.resumed,
+        read_bytes=outcome.read_bytes + helped.read_bytes,
+        written_bytes=outcome.written_bytes + helped.written_bytes,
         seconds=time.monotonic() - began,
         distance=distance,
         warnings=(*plan.warnings, *found),
@@ -153,10 +176,14 @@ def staged(
     out: str | os.PathLike[str],
     options: RunOptions,
     callbacks: Callbacks,
-    part: tuple[int, int] | None = None,
+    part: str = "",
     steps: Iterable[Step] | None = None,
 ) -> Iterator[tuple[Staging, Callable[..., Outcome]]]:
-    """Download, then open the output: its staging, and `engine.local.run` bound to it. steps: of the part."""
+    """Download, then open the output: its staging, and `engine.local.run` bound to it.
+
+    part   its label
+    steps  of the part: what an earlier run has finished of them is taken over; None: of all
+    """
     from weightsmith.engine.local import run
     from weightsmith.store.staging import Staging
 

@@ -19,3 +19,12 @@ def part_of(plan: Plan, k: int, n: int) -> tuple[Step, ...]:
             steps.append(step)
         before += step.out.nbytes
     return tuple(steps)
+
+
+def label(part: tuple[int, int]) -> str:
+    """A part in file names.
+
+    >>> label((2, 4))
+    '2-of-4'
+    """
+    return f"{part[0]}-of-{part[1]}"

@@ -66,7 +66,19 @@ class Entries:
 
 def read_journal(path: Path) -> Entries:
     """The readable lines of a journal; a missing file is an empty journal. Raises StoreError if it is not a file."""
-    data = disk.read_own(path, MAX_JOURNAL_BYTES) or b""
+    return _entries(disk.read_own(path, MAX_JOURNAL_BYTES) or b"")
+
+
+def read_further(path: Path, start: int) -> tuple[Entries, int]:
+    """The lines of a growing journal from byte `start` on, and the byte where the next ones will begin."""
+    with path.open("rb") as file:
+        file.seek(start)
+        data = file.read(MAX_JOURNAL_BYTES)
+    data = data[: data.rfind(b"\n") + 1]
+    return _entries(data), start + len(data)
+
+
+def _entries(data: bytes) -> Entries:
     found = Entries()
     for line in BytesIO(data):
         entry = _decode(line)

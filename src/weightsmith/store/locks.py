@@ -95,11 +95,7 @@ class Locks:
             with ExitStack() as closing:
                 file = closing.enter_context(_open(path))
                 if not disk.lock(file.fileno(), shared=True):
-                    raise StoreError(
-                        "this file system has no locks, which the processes that do parts need",
-                        where=str(self.out.parent),
-                        fix="run the plan in one process, without a part, or choose an output folder on another disk",
-                    )
+                    raise self._no_locks()
                 entries = read_journals(self.folder)
                 if path.lstat().st_ino != os.fstat(file.fileno()).st_ino or not entries.lines:
                     return None
@@ -109,16 +105,55 @@ class Locks:
         except (FileNotFoundError, BlockingIOError):
             return None
 
-    def take_part(self, part: tuple[int, int]) -> None:
-        """Take the lock of part k of n. Raises Busy if another process holds it."""
+    def let_in(self) -> None:
+        """Share the lock that this process holds alone, so that others can do parts. Raises StoreError."""
+        for file in self._files:
+            try:
+                if not disk.lock(file.fileno(), shared=True):
+                    raise self._no_locks()
+            except BlockingIOError:  # a conversion gives the lock up for a moment
+                raise self._taken() from None
+
+    def take_back(self, seconds: float) -> None:
+        """Hold the lock alone again, when the processes that did parts have left. Raises Busy if one stays so long."""
+        deadline = time.monotonic() + seconds
+        for file in self._files:
+            while True:
+                try:
+                    disk.lock(file.fileno())
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise self._taken() from None
+                    time.sleep(0.05)
+            try:
+                same = (self.folder / LOCK).lstat().st_ino == os.fstat(file.fileno()).st_ino
+            except FileNotFoundError:
+                same = False
+            if not same:
+                raise self._taken()
+
+    def _no_locks(self) -> StoreError:
+        return StoreError(
+            "this file system has no locks, which the processes that do parts need",
+            where=str(self.out.parent),
+            fix="run the plan in one process, without a part, or choose an output folder on another disk",
+        )
+
+    def _taken(self) -> Busy:
+        what = "another process has taken the unfinished work, or is still doing a part of it"
+        return Busy(what, where=str(self.out), fix="run again")
+
+    def take_part(self, part: str) -> None:
+        """Take the lock of a part, by its label. Raises Busy if another process holds it."""
         (self.folder / PARTS).mkdir(exist_ok=True)
-        file = FileIO(disk.open_own(self.folder / PARTS / f"lock-{label(part)}", os.O_RDWR), "r+")
+        file = FileIO(disk.open_own(self.folder / PARTS / f"lock-{part}", os.O_RDWR), "r+")
         self._files.append(file)
         try:
             disk.lock(file.fileno())
         except BlockingIOError:
             raise Busy(
-                f"another process is doing part {part[0]} of {part[1]}",
+                f"another process is doing part {part.replace('-', ' ')}",
                 where=str(self.out),
                 fix="wait until it has ended, or do another part",
                 state=NOTHING_WRITTEN,
@@ -158,11 +193,6 @@ def is_held(folder: Path) -> bool:
             return False
         except BlockingIOError:
             return True
-
-
-def label(part: tuple[int, int]) -> str:
-    """A part in file names: `2-of-4`."""
-    return f"{part[0]}-of-{part[1]}"
 
 
 def read_journals(folder: Path) -> Entries:
