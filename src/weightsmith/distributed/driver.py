@@ -34,7 +34,7 @@ from weightsmith.identity import facts, work_identity
 from weightsmith.options import RunOptions
 from weightsmith.planner.build import Prepared
 from weightsmith.plans import COPY, Plan
-from weightsmith.plans.parts import part_of
+from weightsmith.plans.parts import parts_of
 from weightsmith.store.followed import Followed
 from weightsmith.store.staging import Staging
 
@@ -109,7 +109,7 @@ class Driver:
         self.plan, self.staging, self.workers, self.callbacks = plan, staging, workers, callbacks
         self.resumed = self.read_bytes = self.written_bytes = 0
         self.n = part_count(plan, workers.slots())
-        parts = {k: part_of(plan, k, self.n) for k in range(1, self.n + 1)}
+        parts = dict(enumerate(parts_of(plan, self.n), 1))
         self._owner = {out.name: k for k, steps in parts.items() for step in steps for out in step.outs}
         later = {k for k, steps in parts.items() if any(plan.needs(step) for step in steps)}
         first = [Share((k, self.n)) for k, steps in parts.items() if steps and k not in later]
@@ -212,12 +212,12 @@ class Driver:
             case Failed(error):
                 raise error
             case Lost(why):
-                state.losses += 1
+                state.losses, state.busy_since = state.losses + 1, 0.0
                 if state.losses > MOST_LOSSES:
                     raise WorkerLost(
                         f"the worker of {share} was lost {state.losses} times: {why}",
                         where="--ray",
-                        fix="lower --max-memory or --threads if the machines are short of memory; Ray's logs say more",
+                        fix="read the logs of Ray; if the machines are short of memory, lower --max-memory or --threads",
                         state=f"Finished tensors are kept in {self.staging.folder}; run again to resume.",
                     )
                 self._again(share, 0.0)

@@ -10,7 +10,7 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -38,7 +38,8 @@ class RayWorkers:
         self._task = ray.remote(max_retries=0, scheduling_strategy="SPREAD")(do)
         self._order: Any = None
         self._running: dict[Share, Any] = {}
-        self._nodes: tuple[float, list[int]] = (0.0, [])
+        self._nodes: list[Mapping[str, float]] = []
+        self._asked = -NODES_SECONDS
 
     @classmethod
     @contextmanager
@@ -76,18 +77,28 @@ class RayWorkers:
         self._order = self._ray.put(replace(order, options=replace(order.options, threads=self._cpus)))
 
     def slots(self) -> int:
-        """See `Workers`. Machines may come and go."""
+        """See `Workers`. Machines may come and go. Raises ParameterError if no worker fits on any of them."""
         now = time.monotonic()
-        if now - self._nodes[0] > NODES_SECONDS or not self._nodes[1]:
-            nodes = [int(node["Resources"].get("CPU", 0)) for node in self._ray.nodes() if node["Alive"]]
-            self._nodes = now, [cpus for cpus in nodes if cpus]
-        return max(1, sum(cpus // self._cpus for cpus in self._nodes[1]))
+        if now - self._asked > NODES_SECONDS:
+            alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+            self._asked, self._nodes = now, alive or self._nodes
+        memory = self._memory_bytes
+        if memory is not None and self._nodes and all(node.get("memory", 0) < memory for node in self._nodes):
+            most = max(int(node.get("memory", 0)) for node in self._nodes)
+            what = f"a worker may have {memory:,} bytes, and the largest machine of the cluster has {most:,} for all of them"
+            raise ParameterError(what, where="--max-memory", fix="write less, or leave it out")
+        return max(1, sum(self._fit(node) for node in self._nodes))
+
+    def _fit(self, node: Mapping[str, float]) -> int:
+        """Workers that a machine can run at once."""
+        by_cpus = int(node["CPU"]) // self._cpus
+        return by_cpus if self._memory_bytes is None else min(by_cpus, int(node.get("memory", 0)) // self._memory_bytes)
 
     @property
     def _cpus(self) -> int:
         """Processors of a worker."""
-        smallest = min(self._nodes[1], default=1)
-        return min(self._threads or smallest, max(self._nodes[1], default=1))
+        all_cpus = [int(node["CPU"]) for node in self._nodes] or [1]
+        return min(self._threads or min(all_cpus), max(all_cpus))
 
     def start(self, share: Share) -> None:
         """See `Workers`."""

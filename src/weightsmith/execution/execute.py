@@ -108,12 +108,11 @@ def execute_part(
                 run(steps=(), products=products, results=results)
         else:
             results = Results(plan)
-        done = finished_steps(plan, staging, results, options.allow_nonfinite)
+        done = finished_steps(plan, staging, results, options.allow_nonfinite, steps)
         outcome = run(steps=steps, products=(), skip=done, results=results)
         for model in prepared.inputs:
             model.check_unchanged()
-        resumed = sum(step.out.name in done for step in steps)
-        return PartDone(staging.records, staging.products, resumed, outcome.read_bytes, outcome.written_bytes)
+        return PartDone(staging.records, staging.products, len(done), outcome.read_bytes, outcome.written_bytes)
 
 
 def execute_products(

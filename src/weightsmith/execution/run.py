@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -269,8 +269,10 @@ def kept_products(plan: Plan, staging: Staging, known: Mapping[str, Arrays] = Ma
     return results
 
 
-def finished_steps(plan: Plan, staging: Staging, results: Results, allow_nonfinite: bool) -> dict[str, Finished]:
-    """The output tensors (`Step.out`) that an earlier run or another process has finished.
+def finished_steps(
+    plan: Plan, staging: Staging, results: Results, allow_nonfinite: bool, steps: Sequence[Step] | None = None
+) -> dict[str, Finished]:
+    """The output tensors (`Step.out`) that an earlier run or another process has finished. steps: of the plan; None: all.
 
     A tensor counts only if the products it was computed from still exist (recomputed, they might differ), and if it was
     checked for NaN in the same way as in this run.
@@ -284,7 +286,7 @@ def finished_steps(plan: Plan, staging: Staging, results: Results, allow_nonfini
         digests = {results.digest(needed), results.digest(needed, allow_nonfinite=allow_nonfinite)}
         return all(finished[out.name].made_from in digests for out in step.outs)
 
-    return {step.out.name: finished[step.outs[0].name] for step in plan.steps if counts(step)}
+    return {step.out.name: finished[step.outs[0].name] for step in (plan.steps if steps is None else steps) if counts(step)}
 
 
 def reports_of(products: Iterable[Product], results: Results) -> dict[str, Report]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from io import FileIO
 from pathlib import Path
@@ -89,14 +89,17 @@ class Locks:
             ) from None
 
     def share(self) -> Entries | None:
-        """Share the lock with other parts, and read the journals. None if a process holds it alone or nothing is prepared."""
+        """Share the lock with other parts, and read the journals, all but the tensors.
+
+        None if a process holds the lock alone or nothing is prepared.
+        """
         path = self.folder / LOCK
         try:
             with ExitStack() as closing:
                 file = closing.enter_context(_open(path))
                 if not disk.lock(file.fileno(), shared=True):
                     raise self._no_locks()
-                entries = read_journals(self.folder)
+                entries = read_journals(self.folder, ())
                 if path.lstat().st_ino != os.fstat(file.fileno()).st_ino or not entries.lines:
                     return None
                 self._files.append(file)
@@ -195,11 +198,11 @@ def is_held(folder: Path) -> bool:
             return True
 
 
-def read_journals(folder: Path) -> Entries:
-    """The entries of the journal and of the journals of parts."""
-    entries = read_journal(folder / JOURNAL)
+def read_journals(folder: Path, names: Collection[str] | None = None) -> Entries:
+    """The entries of the journal and of the journals of parts. names: see `read_journal`."""
+    entries = read_journal(folder / JOURNAL, names)
     for path in part_journals(folder):
-        part = read_journal(path)
+        part = read_journal(path, names)
         entries.tensors |= part.tensors
         entries.products |= part.products
     return entries

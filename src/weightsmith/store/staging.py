@@ -202,13 +202,15 @@ class Staging:
             if time.monotonic() > deadline:
                 raise busy
             time.sleep(0.05)
+        if (entries.plan, entries.layout) != (self.plan_hash, layout_hash(self.layout)):
+            entries = read_journals(self.folder)  # for the message
         if not self._is_resumable(entries):
             raise StoreError("another process has just removed the unfinished work", where=str(self.folder), fix="run again")
         self._part = part
         self._locks.take_part(part)
         self._weights = Weights(self._content, self.layout)
         self._journal = Journal(self.folder / PARTS / f"journal-{part}")
-        self._take_over(read_journals(self.folder), names, threads, progress)
+        self._take_over(read_journals(self.folder, names), names, threads, progress)
 
     def _is_resumable(self, entries: Entries) -> bool:
         """See `is_resumable`; False also for work cut off before its first line, or while it was being discarded."""
@@ -233,7 +235,7 @@ class Staging:
     def only_process(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:
         """Wait until no other part is inside, and see the products that they have finished. waiting: called if one is."""
         with self._locks.products(waiting):
-            self._products = read_journals(self.folder).products
+            self._products = read_journals(self.folder, ()).products
             yield
 
     @contextmanager
