@@ -56,17 +56,12 @@ class Checked:
 def check(text: str, places: Places) -> Checked:
     """Plan a recipe if it reads only what it may. Cost: that of `plan`, which reads headers."""
     try:
-        found = planned(text, places)
+        found = plan(allowed(text, places))
     except PlanError as error:
         return Checked(tuple(_note("error", each.code, each.finding, as_text(text)) for each in error.problems))
     except WeightsmithError as error:
         return Checked((_note("error", error.code, error.finding, as_text(text)),))
     return Checked(tuple(_note("warning", "", finding, as_text(text)) for finding in found.warnings), found)
-
-
-def planned(text: str, places: Places) -> Plan:
-    """The plan of a recipe. Raises PlanError, also for one that reads what it may not."""
-    return plan(allowed(text, places))
 
 
 def allowed(text: str, places: Places) -> str:
@@ -80,11 +75,13 @@ def allowed(text: str, places: Places) -> str:
         what = f"the recipe has more than {MAX_CHARACTERS:,} characters"
         raise PlanError([SyntaxProblem(what, where=f"{_NAME}:1:1", fix="run it on the command line")])
     loaded = load(text, "merge")
-    refused = [problem for ref in loaded.models if (problem := _unchosen(ref) or places.check(ref))]
-    if isinstance(loaded.recipe, Recipe):
-        every = [loaded.recipe, *(stage for stage in loaded.recipe.stages.values() if stage is not None)]
-        refused += [problem for recipe in every for problem in _other_files(recipe, places)]
-    if refused:
+    recipe, refs, refused = loaded.recipe, list(loaded.models), list[WeightsmithError]()
+    if isinstance(recipe, Recipe):
+        every = [recipe, *(stage for stage in recipe.stages.values() if stage is not None)]
+        refused += [problem for each in every for problem in _other_files(each, places)]
+        refs += [ref for each in every for ref in each.references if ref.path not in recipe.stages]
+    refused += [problem for ref in dict.fromkeys(refs) if (problem := _unchosen(ref) or places.check(ref))]
+    if refused or not isinstance(recipe, Recipe):  # what cannot be read cannot be checked; `plan` would read mixtures too
         raise PlanError([*loaded.problems, *refused], (_NAME, text))
     return text
 

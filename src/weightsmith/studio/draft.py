@@ -94,7 +94,7 @@ def read(text: str) -> Draft:
     except WeightsmithError:
         return Draft(held=f"There is no method {recipe.merge_method!r}.")
     base = str(recipe.base_model or "")
-    base = "" if base == NO_BASE else base
+    base = "" if base in (NO_BASE, NO_MODEL) else base
     if not recipe.models or recipe.stages or any(entry.matched or not str(entry.model) for entry in recipe.models):
         return Draft(method.name, base, held="Controls are for recipes with a list of models; this one is edited as text.")
     own = [(i, entry) for i, entry in enumerate(recipe.models) if str(entry.model) not in (base, NO_MODEL)]

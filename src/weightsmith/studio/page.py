@@ -21,11 +21,6 @@ from weightsmith.studio.policy import ContentPolicy
 from weightsmith.studio.session import Session
 
 _PROMPT = "The three most important things about this program are"
-_SAVE = """(text, name) => {
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([text], {type: "text/plain"}));
-  link.download = name; link.click(); URL.revokeObjectURL(link.href);
-}"""
 _QUIET: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
 _SEEN: dict[str, Any] = {"api_visibility": "private", "show_progress": "minimal"}
 _LAST: dict[str, Any] = {**_QUIET, "trigger_mode": "always_last"}
@@ -65,7 +60,7 @@ def build(places: Places) -> gr.Blocks:
                 with gr.Tabs():
                     with gr.Tab("Preview"):
                         with gr.Row():
-                            live = gr.Checkbox(True, label="Update when the recipe changes", container=False, elem_id="ws-live")
+                            live = gr.Checkbox(True, label="Update when the recipe changes", container=False, min_width=220)
                             again = gr.Button("Preview now", size="sm", scale=0, min_width=160)
                         ahead = gr.HTML(session.preview(""), elem_id="ws-preview")
                     with gr.Tab("Merge"):
@@ -90,7 +85,7 @@ def build(places: Places) -> gr.Blocks:
                         judged = chooser("Models", "ws-judged")
                         prompt = gr.Textbox(_PROMPT, label="Prompt, to be continued", lines=2, elem_id="ws-prompt")
                         text = gr.Textbox("", label="Text for the perplexity", lines=4, max_lines=8, elem_id="ws-text")
-                        tokens = gr.Slider(8, compare.MAX_NEW_TOKENS, value=48, step=8, label="New tokens", elem_id="ws-tokens")
+                        tokens = gr.Slider(8, compare.MAX_NEW_TOKENS, value=32, step=8, label="New tokens", elem_id="ws-tokens")
                         run = gr.Button("Compare", variant="primary", elem_id="ws-compare", interactive=able)
                         table = gr.HTML("" if able else show.hint("This needs torch and transformers."), elem_id="ws-samples")
                     with gr.Tab("Look"):
@@ -112,7 +107,7 @@ def build(places: Places) -> gr.Blocks:
         checked = recipe.change(session.check, recipe, notes, **_LAST)
         checked.then(lambda text, on: session.preview(text) if on is True else gr.skip(), [recipe, live], ahead, **_SEEN)
         again.click(session.preview, recipe, ahead, **_SEEN)
-        save.click(None, [recipe, gr.State("recipe.yml")], None, js=_SAVE)
+        save.click(None, recipe, None, js=_saving("recipe.yml"))
 
         begun = merge.click(session.start, [recipe, name, overwrite, discard], refused, **_QUIET)
         for event in (begun, page.load(lambda: None, **_QUIET)):  # who opens the page again sees the merge that runs
@@ -120,7 +115,7 @@ def build(places: Places) -> gr.Blocks:
             watched.then(_ended(session), [html, name, base, models], [framed, keep, merge, base, models, judged], **_QUIET)
         name.change(lambda name: gr.Button(_verb(session, name)), name, merge, **_QUIET)
         cancel.click(session.work.cancel, None, None, **_QUIET)
-        keep.click(None, [html, gr.State("report.html")], None, js=_SAVE)
+        keep.click(None, html, None, js=_saving("report.html"))
         run.click(session.compare, [judged, prompt, text, tokens], table, **_QUIET)
         look.click(session.look, [base, models], looked, **_SEEN)
     return page
@@ -160,6 +155,15 @@ def _ended(session: Session) -> Any:
 
 def _verb(session: Session, name: str) -> str:
     return "Resume" if session.resumes(name) else "Merge"
+
+
+def _saving(name: str) -> str:
+    """JavaScript that saves a text as a file, without the server."""
+    return f"""text => {{
+      const link = document.createElement("a");
+      link.href = URL.createObjectURL(new Blob([text], {{type: "text/plain"}}));
+      link.download = "{name}"; link.click(); URL.revokeObjectURL(link.href);
+    }}"""
 
 
 def _asset(name: str) -> str:
