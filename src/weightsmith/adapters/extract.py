@@ -259,6 +259,7 @@ def follow(prepared: Prepared, arrays: Mapping[str, Arrays]) -> tuple[Plan, Extr
         carried=tuple(name for name in tuned.files if is_read(name) and name != "config.json") if grown else (),
         then=None,
         recipe=_command(plan, following),
+        follows_recipe=False,
     )
     result.layout  # noqa: B018  names that cannot be stored show here
     return result, report

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from weightsmith.errors import ParameterError
 from weightsmith.execution.measured import measured
@@ -46,7 +47,7 @@ def execute(
             merged = run_plan(Following(ready), out, options, callbacks, began)
     found = [finding for stage in stages for finding in stage.warnings[len(stage.plan.warnings) :]]
     found += [] if options.keep_stages else without_stages(stages)
-    kept = tuple(stage.out for stage in stages) if options.keep_stages else ()
+    kept = tuple(stage.out for stage in stages if isinstance(stage.out, Path)) if options.keep_stages else ()
     return replace(merged, warnings=(*merged.warnings, *found), stages=kept)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsmith._version import __version__
-from weightsmith.adapters import COMMAND as EXTRACT
 from weightsmith.checkpoint import CARD_NAME, Checkpoint
 from weightsmith.containers import PEFT, SAFETENSORS
 from weightsmith.distance import Moved, to_json
@@ -20,7 +19,6 @@ from weightsmith.lora.records import CONFIG_NAME
 from weightsmith.options import RunOptions
 from weightsmith.planner.build import Prepared
 from weightsmith.plans import Plan
-from weightsmith.transplant import COMMAND as TRANSPLANT
 
 if TYPE_CHECKING:
     from weightsmith.products import Report
@@ -60,7 +58,7 @@ def other_files(
     files: dict[str, bytes | Path] = {name: donor.folder / name for name in plan.carried} | dict(plan.files)
     if plan.config is not None and plan.container in _CONFIG_NAMES:
         files[_CONFIG_NAMES[plan.container]] = (json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n").encode()
-    if plan.made.name not in (EXTRACT, TRANSPLANT):  # they follow no recipe
+    if plan.follows_recipe:
         files[RECIPE_NAME] = plan.recipe.encode()
     if options.report:
         files |= report_files(plan, name, squares, distance, reports.values(), found)

@@ -83,6 +83,7 @@ class _Decoder:
                 for at, w in _objects(data, "warnings", "plan")
             ),
             recipe=_text(data, "recipe", "plan"),
+            follows_recipe="follows_recipe" not in data or _of(data["follows_recipe"], bool, "plan.follows_recipe"),
             then=_object(data, "then", "plan") if "then" in data else None,
         )
 

@@ -360,6 +360,7 @@ class Plan:
     seed             of the random masks
     warnings         for the user
     recipe           the recipe's text, unchanged
+    follows_recipe   False: `recipe` holds the settings of a command instead, and is not written as a file
     then             the format and the settings of the plan that follows from the products; nothing else of this plan is run
     """
 
@@ -381,6 +382,7 @@ class Plan:
     seed: int = 0
     warnings: tuple[Finding, ...] = field(default=())
     recipe: str = ""
+    follows_recipe: bool = True
     then: Mapping[str, Any] | None = None
 
     @cached_property
@@ -487,6 +489,7 @@ class Plan:
             "seed": self.seed,
             "warnings": [{"what": w.what, "where": w.where, "details": list(w.details), "fix": w.fix} for w in self.warnings],
             "recipe": self.recipe,
+            **({} if self.follows_recipe else {"follows_recipe": False}),
             **({} if self.then is None else {"then": dict(self.then)}),
         }
 

@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -66,12 +66,13 @@ class Entries:
 
 def read_journal(path: Path) -> Entries:
     """The readable lines of a journal; a missing file is an empty journal. Raises StoreError if it is not a file."""
-    data = disk.read_own(path, MAX_JOURNAL_BYTES) or b""
+    return read_lines(disk.read_own(path, MAX_JOURNAL_BYTES) or b"")
+
+
+def read_lines(data: bytes) -> Entries:
+    """The readable lines in the bytes of a journal."""
     found = Entries()
-    for line in BytesIO(data):
-        entry = _decode(line)
-        if entry is None:
-            continue
+    for entry in decoded(data):
         found.lines += 1
         match entry:
             case ["plan", int(version), str(plan_hash), str(layout_hash), dict(facts)] if version == VERSION:
@@ -88,6 +89,30 @@ def read_journal(path: Path) -> Entries:
             case ["publish", int(device), int(inode)]:
                 found.published = (device, inode)
     return found
+
+
+def decoded(data: bytes) -> Iterator[Any]:
+    """The JSON value of each readable line."""
+    for line in BytesIO(data):
+        entry = _decode(line)
+        if entry is not None:
+            yield entry
+
+
+def encoded(entry: Sequence[object]) -> bytes:
+    """One line."""
+    body = json.dumps(entry, separators=(",", ":")).encode()
+    return xxhash.xxh3_64_hexdigest(body).encode() + b" " + body + b"\n"
+
+
+def plan_line(plan: str, layout: str, facts: Mapping[str, str]) -> bytes:
+    """The first line."""
+    return encoded(["plan", VERSION, plan, layout, dict(facts)])
+
+
+def tensor_line(name: str, done: Finished) -> bytes:
+    """The line of one finished tensor."""
+    return encoded(["tensor", name, *done])
 
 
 def _decode(line: bytes) -> Any:
@@ -116,20 +141,20 @@ class Journal:
 
     def start(self, plan: str, layout: str, facts: Mapping[str, str]) -> None:
         """The first line."""
-        self._append(["plan", VERSION, plan, layout, dict(facts)])
+        self._write(plan_line(plan, layout, facts))
         os.fsync(self._fd)
 
     def tensor(self, name: str, done: Finished) -> None:
         """One finished tensor."""
-        self._append(["tensor", name, *done])
+        self._write(tensor_line(name, done))
 
     def product(self, name: str, checksum: str) -> None:
         """One finished product."""
-        self._append(["product", name, checksum])
+        self._write(encoded(["product", name, checksum]))
 
     def publish(self, device: int, inode: int) -> None:
         """The folder that is about to be renamed to its final name."""
-        self._append(["publish", device, inode])
+        self._write(encoded(["publish", device, inode]))
         os.fsync(self._fd)
 
     def absorb(self, path: Path) -> None:
@@ -143,10 +168,6 @@ class Journal:
             fd, self._fd = self._fd, -1  # first, so that an interrupted close is not repeated
             if fd >= 0:
                 os.close(fd)
-
-    def _append(self, entry: list[object]) -> None:
-        body = json.dumps(entry, separators=(",", ":")).encode()
-        self._write(xxhash.xxh3_64_hexdigest(body).encode() + b" " + body + b"\n")
 
     def _write(self, line: bytes) -> None:
         with self._lock:

@@ -205,7 +205,8 @@ class _Planner:
             products=products,
             tables=tuple(tables),
             vocabulary=self._summary(matches["embedding"]),
-            recipe=self._recipe(),
+            recipe=self._settings(),
+            follows_recipe=False,
         )
         return replace(self.prepared, plan=result, inputs=(*self.prepared.inputs, *donor), again=None)
 
@@ -375,7 +376,7 @@ class _Planner:
             "sources": sources,
         }
 
-    def _recipe(self) -> str:
+    def _settings(self) -> str:
         """The settings, for the card."""
         import yaml
 
