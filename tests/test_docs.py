@@ -512,7 +512,7 @@ def test_the_dependencies_in_the_docs_are_those_that_the_code_imports() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {
         re.split(r"[<>=]", line)[0]
-        for name in ("torch", "moe", "calibration", "gguf", "remote")
+        for name in ("torch", "moe", "calibration", "gguf", "studio", "remote")
         for line in project["optional-dependencies"][name]
     }
     assert used == {{"PyYAML": "yaml"}.get(name, name) for name in documented} | extras
