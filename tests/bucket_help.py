@@ -63,7 +63,7 @@ class MemoryBucket:
         data, _, written = self.objects[key]
         return Object(data, etag_of(data), self.now - written)
 
-    def read_range(self, key: str, start: int, nbytes: int, etag: str) -> bytes:
+    def read_range(self, key: str, start: int, nbytes: int) -> bytes:
         self._call("read_range")
         return self.objects[key][0][start : start + nbytes]
 

@@ -25,6 +25,7 @@ _DAMAGED = frozenset({"BadDigest", "IncompleteBody", "RequestTimeout", "XAmzCont
 _BODY_ATTEMPTS = 4
 _MISSING = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
 _REFUSED = frozenset({"409", "412", "PreconditionFailed", "ConditionalRequestConflict"})
+_EMPTY = frozenset({"416", "InvalidRange"})
 _UNSUPPORTED = frozenset({"501", "NotImplemented"})
 _FIXES = {
     "NoSuchBucket": "create the bucket, or correct its name",
@@ -94,35 +95,33 @@ class Bucket:
     def read(self, key: str, max_bytes: int) -> Object | None:
         """An object; None if it is missing."""
         try:
-            answer = self._client.get_object(Bucket=self.name, Key=key)
-            if answer["ContentLength"] > max_bytes:
-                what = f"{answer['ContentLength']:,} bytes: at most {max_bytes:,} are read"
-                raise StoreError(what, where=self._shown(key), fix="remove it")
-            data = answer["Body"].read()
-        except self._client_error as error:
-            if _code(error) in _MISSING:
-                return None
-            raise self._failed(error, key) from error
-        except self._errors as error:
-            raise self._failed(error, key) from error
+            answer, data = self._get(key, Range=f"bytes=0-{max_bytes}")
+        except Missing:
+            return None
+        except Empty:
+            answer, data = self._get(key)
+        if len(data) > max_bytes:
+            raise StoreError(f"more than the {max_bytes:,} bytes that are read", where=self._shown(key), fix="remove it")
         now = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
         age = (parsedate_to_datetime(now) - answer["LastModified"]).total_seconds() if now else 0.0
         return Object(data, answer["ETag"], age)
 
-    def read_range(self, key: str, start: int, nbytes: int, etag: str) -> bytes:
-        """Some bytes of an object; fewer if it ends. etag: of the version, "" for any. Raises StoreError if it has changed."""
-        more = {"IfMatch": etag} if etag else {}
-        for attempt in range(ATTEMPTS):
+    def read_range(self, key: str, start: int, nbytes: int) -> bytes:
+        """Some bytes of an object; fewer if it ends."""
+        return self._get(key, Range=f"bytes={start}-{start + nbytes - 1}")[1]
+
+    def _get(self, key: str, **more: str) -> tuple[Mapping[str, Any], bytes]:
+        for _ in range(ATTEMPTS - 1):  # botocore does not repeat a body that was cut off
+            answer = self._call("get_object", key, **more)
             try:
-                span = f"bytes={start}-{start + nbytes - 1}"
-                answer = self._client.get_object(Bucket=self.name, Key=key, Range=span, **more)
-                return bytes(answer["Body"].read())
-            except self._client_error as error:
-                raise self._failed(error, key) from error
-            except self._errors as error:  # botocore does not repeat a body that was cut off
-                if attempt == ATTEMPTS - 1:
-                    raise self._failed(error, key) from error
-        raise AssertionError
+                return answer, bytes(answer["Body"].read())
+            except self._errors:
+                continue
+        answer = self._call("get_object", key, **more)
+        try:
+            return answer, bytes(answer["Body"].read())
+        except self._errors as error:
+            raise self._failed(error, key) from error
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object."""
@@ -139,7 +138,7 @@ class Bucket:
     def _conditional(self, key: str, data: bytes, **condition: str) -> str | None:
         try:
             return str(self._send("put_object", key, data, md5_of(data), **condition)["ETag"])
-        except Refused:
+        except (Refused, Missing):
             found = self.read(key, 1 << 20)  # the answer to a request that was repeated may have been lost
             return found.etag if found is not None and found.data == data else None
 
@@ -261,7 +260,7 @@ class Bucket:
             what = f"the store does not answer ({kind}, {ATTEMPTS} attempts)"
             return StoreError(what, where=where, fix=f"check the network and AWS_ENDPOINT_URL, and {again}")
         code = _code(error)
-        kinds = {_MISSING: Missing, _REFUSED: Refused, _DAMAGED: Damaged, _UNSUPPORTED: NoConditions}
+        kinds = {_MISSING: Missing, _REFUSED: Refused, _DAMAGED: Damaged, _UNSUPPORTED: NoConditions, _EMPTY: Empty}
         kind_of = next((kind for codes, kind in kinds.items() if code in codes), StoreError)
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         what = f"the store refused {error.operation_name}: {legible(code, 80)}"
@@ -275,6 +274,10 @@ class Bucket:
 
 class Missing(StoreError):
     """There is no such object or upload."""
+
+
+class Empty(StoreError):
+    """A range begins after the end of an object."""
 
 
 class Refused(StoreError):

@@ -97,8 +97,10 @@ class BucketStaging:
         staging = cls(out, layout, plan_hash, overwrite, reads)
         try:
             staging._open(facts, resume)
-        except BaseException:
+        except BaseException as error:
             staging.close()
+            if isinstance(error, StoreError):
+                error.state = error.state or NOTHING_WRITTEN
             raise
         return staging
 
@@ -107,7 +109,7 @@ class BucketStaging:
         self._state.facts, self._resume = facts, resume
         found = read_state(self._bucket, self._journal)
         if found is not None:
-            state, entries = found
+            state, entries, _ = found
             if resume and is_resumable(entries, self.plan_hash, self.layout, facts, self.folder) and state.token:
                 self._state = state
             else:
@@ -116,6 +118,7 @@ class BucketStaging:
                 self._state.publishing = ((), tuple(left)) if left else None
         self._check_vacant()
         self._uploads = Uploads(self._bucket, self.out, self.layout, self._state, self._lock, self._journal)
+        self._uploads.write_headers()
 
     def _check_vacant(self, state: str = NOTHING_WRITTEN) -> tuple[str, ...]:
         """The names that will be replaced."""

@@ -51,12 +51,11 @@ def find_uploads(address: Address) -> Iterator[UnfinishedUpload]:
             outs.append(Address(address.bucket, address.key(name[1:].removesuffix(STAGING_SUFFIX))))
     for out in outs:
         lock = bucket.read(f"{out.staging}/{LOCK}", 1 << 16)
-        written = bucket.read(f"{out.staging}/{JOURNAL}", 128 << 20)
-        found = read_state(bucket, f"{out.staging}/{JOURNAL}") if written is not None else None
+        found = read_state(bucket, f"{out.staging}/{JOURNAL}")
         if lock is None and found is None:
             continue
-        age = next(each.age_seconds for each in (written, lock) if each is not None)
-        state = found[0] if found is not None else State("", "", {}, "")
+        age = next(each.age_seconds for each in (found, lock) if each is not None)
+        state = found.state if found is not None else State("", "", {}, "")
         nbytes = sum(
             size for file, upload in state.uploads.items() for _, size in (bucket.parts(out.key(file), upload) or {}).values()
         )
@@ -74,9 +73,9 @@ def remove_upload(found: UnfinishedUpload) -> None:
         journal = read_state(bucket, f"{out.staging}/{JOURNAL}")
         if journal is None:
             return
-        if reason := _half_published(bucket, out, journal[0]):
+        if reason := _half_published(bucket, out, journal.state):
             raise StoreError(f"not removed: {reason}", where=str(out), fix="run the same command again")
-        discard(bucket, out, journal[0].uploads)
+        discard(bucket, out, journal.state.uploads)
         bucket.delete(f"{out.staging}/{JOURNAL}")
     finally:
         lock.release()
@@ -96,5 +95,5 @@ def check_free(address: Address, *, overwrite: bool, reads: Sequence[str]) -> No
     """Raise as `BucketStaging.open` will if the output cannot be written. Changes nothing."""
     bucket = Bucket(address.bucket)
     found = read_state(bucket, f"{address.staging}/{JOURNAL}")
-    ours = [name for names in (found[0].publishing or () if found is not None else ()) for name in names]
+    ours = [name for names in (found.state.publishing or () if found is not None else ()) for name in names]
     check_vacant(bucket, address, overwrite=overwrite, reads=reads, ours=ours)

@@ -56,16 +56,12 @@ class _Progress:
 
 
 class Uploads:
-    """The weight files of an output. `write` and `finish` are thread-safe; `close` may be called twice.
-
-    reused_bytes, sent_bytes  of parts, in this run: found in the store as they are, and uploaded
-    """
+    """The weight files of an output. `write` and `finish` are thread-safe; `close` may be called twice."""
 
     def __init__(self, bucket: Bucket, address: Address, layout: Layout, state: State, lock: Lock, journal: str) -> None:
         """Find out what is uploaded, begin the other uploads, and write the journal to this key."""
         self._bucket, self._address, self._layout, self._state, self._lock = bucket, address, layout, state, lock
         self._journal = journal
-        self.reused_bytes = self.sent_bytes = 0
         self._groups = [_Progress(group) for group in cut(layout)]
         self._group_of = {name: progress for progress in self._groups for name in progress.group.tensors}
         self._parts: list[list[_Open]] = [[] for _ in layout.shards]
@@ -85,9 +81,6 @@ class Uploads:
         self.save()
         self._spool = Spool(max(each.part.nbytes for parts in self._parts for each in parts))
         self._pool = ThreadPoolExecutor(UPLOADS, "weightsmith-upload")
-        for progress in self._groups:
-            if progress.group.header and not progress.taken:
-                self._put(progress.group.shard, 0, memoryview(layout.shards[progress.group.shard].header))
 
     def _find(self) -> None:
         """What is uploaded already: enter it, and leave only that in the state."""
@@ -125,6 +118,12 @@ class Uploads:
         shard = self._layout.shards[number]
         head = self._bucket.head(self._address.key(shard.name))
         return head is not None and head["Metadata"].get(TOKEN) == self._state.token and head["ContentLength"] == shard.nbytes
+
+    def write_headers(self) -> None:
+        """Write what precedes the tensors of each file, for parts that are not uploaded."""
+        for progress in self._groups:
+            if progress.group.header and not progress.taken:
+                self._put(progress.group.shard, 0, memoryview(self._layout.shards[progress.group.shard].header))
 
     # tensors
 
@@ -197,18 +196,13 @@ class Uploads:
             shard, part = each.group.group.shard, each.part
             data = self._spool.read(each.slot, part.nbytes)
             md5 = md5_of(data)
-            listed = self._listed[shard].get(part.number)
-            if listed == (etag := f'"{md5.hex()}"', part.nbytes):
-                sent = 0
-            else:
+            etag = f'"{md5.hex()}"'
+            if self._listed[shard].get(part.number) != (etag, part.nbytes):
                 file = self._layout.shards[shard].name
                 etag = self._bucket.upload(self._address.key(file), self._state.uploads[file], part.number, data, md5)
-                sent = part.nbytes
             self._spool.give_back(each.slot)
             with self._mutex:
                 each.etag = etag
-                self.sent_bytes += sent
-                self.reused_bytes += part.nbytes - sent
             self._close_group(each.group)
         except BaseException as error:
             with self._mutex:

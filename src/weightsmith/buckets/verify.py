@@ -47,14 +47,14 @@ def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progre
     problems += [f"{name}: is missing" for name in sorted(missing)]
     for name, file in manifest.files.items():
         if name not in missing:
-            data = bucket.read_range(address.key(name), 0, max(1, file.nbytes), "") if present[name] else b""
+            data = bucket.read_range(address.key(name), 0, max(1, file.nbytes)) if present[name] else b""
             if present[name] != file.nbytes or hash_bytes(data) != file.xxh3_128:
                 problems.append(f"{name}: differs from what was written")
     for name, weight in manifest.weights.items():
         if name not in missing:
             if present[name] != weight.nbytes:
                 problems.append(f"{name}: has {present[name]:,} bytes, not the {weight.nbytes:,} that were written")
-            header = bucket.read_range(address.key(name), 0, weight.header_bytes, "")
+            header = bucket.read_range(address.key(name), 0, weight.header_bytes)
             if hash_bytes(header) != weight.header_xxh3_128:
                 problems.append(f"{name}: its header differs from what was written")
     problems += _tensor_problems(bucket, address, manifest, present, progress)
@@ -81,7 +81,7 @@ def _tensor_problems(
         nonlocal done
         name, start, nbytes = place
         tensor = manifest.tensors[name]
-        data = bucket.read_range(address.key(tensor.file), tensor.offset + start, nbytes, "") if nbytes else b""
+        data = bucket.read_range(address.key(tensor.file), tensor.offset + start, nbytes) if nbytes else b""
         with lock:
             done += nbytes
             if progress is not None:
