@@ -84,6 +84,8 @@ def _summary(merged: Merged) -> str:
     resumed = f", {merged.resumed:,} of them by an earlier run" if merged.resumed else ""
     speed = f" ({size(moved / merged.seconds)}/s read and written)" if merged.seconds > 0 else ""
     done = f"{printable(str(merged.out))}: {tensors}{resumed}, {size(nbytes)} in {duration(merged.seconds)}{speed}"
+    if merged.fetched_bytes:
+        done += f"\n{size(merged.fetched_bytes)} streamed"
     if merged.url:
         done += f"\nuploaded to {printable(merged.url)}"
     if not merged.distance:
@@ -106,6 +108,7 @@ def _to_json(merged: Merged) -> dict[str, Any]:
         "files": [{"name": s.name, "bytes": s.nbytes} for s in plan.layout.shards],
         "read_bytes": merged.read_bytes,
         "written_bytes": merged.written_bytes,
+        "fetched_bytes": merged.fetched_bytes,
         "seconds": round(merged.seconds, 3),
         "dropped": len(plan.dropped),
         "distance_from_base": to_json(merged.distance),

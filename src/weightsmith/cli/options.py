@@ -133,6 +133,18 @@ OutOrPlan = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no summary; warnings and errors are still shown.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+Stream = Annotated[
+    bool,
+    typer.Option("--stream", help="Read the weights of hub models where they are, only what is needed, without a download."),
+]
+MaxSpool = Annotated[
+    int,
+    _size_option(
+        "--max-spool",
+        "Bound of the disk space for streamed bytes that are read again, in huggingface_hub's cache folder.",
+        show_default="20GB",
+    ),
+]
 PageFile = Annotated[
     Path | None,
     typer.Option("--report", metavar="FILE", help="Also write the result as a page: one HTML file, readable offline."),
@@ -423,6 +435,8 @@ FLAGS: Mapping[str, Any] = {
             help="Write the result of each recipe that the recipe uses as a model, to OUT.stage-NAME, and keep it.",
         ),
     ],
+    "stream": Stream,
+    "max_spool_bytes": MaxSpool,
     "push": Annotated[
         str | None,
         typer.Option("--push", metavar="ORG/NAME", help="Upload OUT to the hub when it is finished, as a private model."),

@@ -19,6 +19,7 @@ from weightsmith.engine.constants import Finite
 from weightsmith.engine.reader import Reader
 from weightsmith.engine.results import Results
 from weightsmith.engine.tiles import ALIGNED_BYTES, TILE_BYTES, Cut
+from weightsmith.formats.files import Extent
 from weightsmith.formats.hf_folder import natural_key
 from weightsmith.jobs.job import Bytes, Job, Tile
 from weightsmith.plans import CAST, COPY, Gather, Plan, Read, Step
@@ -133,6 +134,12 @@ class Computed:
         place = self._source(read).location(read.tensor)
         offset = 0 if read.view is None else read.view.offset * step.out.dtype.itemsize
         return None if place is None else (place[0], place[1] + offset)
+
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
+        """All that the tensor is made of."""
+        leaves = self._step(name).leaves
+        found = (self._reader.extents(read, 0, leaf.out.size) for leaf in leaves for read in leaf.inputs)
+        return tuple(dict.fromkeys(part for parts in found for part in parts))
 
     def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
         step = self._step(name)

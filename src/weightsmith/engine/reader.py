@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -13,14 +14,22 @@ from weightsmith import methods
 from weightsmith.engine.buffers import Buffers
 from weightsmith.engine.results import Results
 from weightsmith.engine.tiles import ALIGNED_BYTES, INPUTS_BYTES, TILE_BYTES, Cut, cut, tile_grains
+from weightsmith.formats.files import Extent
 from weightsmith.jobs.job import Bytes, Job, Matrix
 from weightsmith.jobs.operations import OPERATIONS
 from weightsmith.plans import PRODUCTS, Block, Gather, Plan, Read, Step
 from weightsmith.tensors import DType, TensorSpec, grain_elements
 
+MAX_RUNS = 10_000
+"""Of rows of a gather that are counted one by one; of more, all that lies between them counts too."""
+
 
 class Source(Protocol):
     """What the engine needs of an input."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All files of the source."""
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -28,6 +37,9 @@ class Source(Protocol):
 
     def location(self, name: str) -> tuple[int, int] | None:
         """File descriptor and offset of a tensor that is a run of bytes in a file; None for any other."""
+
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
+        """The parts of remote files that are read for these bytes of a tensor; () if all of it is on this disk."""
 
     def preferred_rows(self, name: str) -> int:
         """Rows that are best read together; 1 where it makes no difference."""
@@ -138,6 +150,21 @@ class Reader:
         else:
             _fill_block(source, read.tensor, view, first, out, width)
 
+    def extents(self, read: Read, first: int, size: int) -> tuple[Extent, ...]:
+        """The parts of remote files that are read for elements first … first + size of a read; of a gather, for all of it."""
+        source, view = self.source(read), read.view
+        width = source.specs[read.tensor].dtype.itemsize
+        if isinstance(view, Gather):
+            block, runs = view.block, [(0, view.block.rows)]
+            if view.axis == 0 and not isinstance(view.table, str):
+                runs = _runs(self._table(view))
+            places = [((block.offset + top * block.cols) * width, (end - top) * block.cols * width) for top, end in runs]
+            found = [part for start, nbytes in places for part in source.extents(read.tensor, start, nbytes)]
+            return (*found, *(part for other in view.fallback for part in self.extents(other, 0, 0)))
+        if view is None or view.whole_rows:
+            return source.extents(read.tensor, (first + (0 if view is None else view.offset)) * width, size * width)
+        return source.extents(read.tensor, view.offset * width, ((view.rows - 1) * view.stride + view.cols) * width)
+
     def flat(self, read: Read, index: int) -> int:
         """The flat index in the tensor of element `index` of a read; -1 for one that is not in the tensor."""
         view = read.view
@@ -223,6 +250,22 @@ class Reader:
 
 def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
+
+
+def _runs(table: npt.NDArray[np.int32]) -> list[tuple[int, int]]:
+    """The rows that a table names, as runs: first row, and one past the last.
+
+    >>> _runs(np.array([7, -1, 2, 3, 1], np.int32))
+    [(1, 4), (7, 8)]
+    """
+    rows = np.unique(table[table >= 0])
+    if not rows.size:
+        return []
+    cuts = np.flatnonzero(np.diff(rows) > 1)
+    starts, ends = rows[np.concatenate(([0], cuts + 1))], rows[np.concatenate((cuts, [rows.size - 1]))] + 1
+    if len(starts) > MAX_RUNS:
+        return [(int(rows[0]), int(rows[-1]) + 1)]
+    return list(zip(starts.tolist(), ends.tolist(), strict=True))
 
 
 def _fill_block(source: Source, name: str, block: Block, first: int, out: Bytes, width: int) -> None:

@@ -39,6 +39,7 @@ class Merged:
     plan           the plan that was run
     resumed        number of tensors that an interrupted run had finished
     read_bytes, written_bytes   of tensor data, in this run
+    fetched_bytes  of tensor data over the network, if models were streamed
     seconds        of this run, including planning
     distance       distance from the base: in total, then per layer; () without a base
     warnings       the plan's and those found in the data
@@ -58,6 +59,7 @@ class Merged:
     reports: Mapping[str, Report] = field(default_factory=dict)
     url: str = ""
     stages: tuple[Path, ...] = ()
+    fetched_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,7 @@ def run_plan(
         warnings=(*plan.warnings, *found),
         reports=reports,
         url=url,
+        fetched_bytes=outcome.fetched_bytes,
     )
 
 
@@ -213,11 +216,14 @@ def resources_of(plan: Plan, options: RunOptions) -> Resources:
         options.device,
         ALIGNED_BYTES if memory is None else 0,
         None if memory is None else resident,
+        options.max_spool_bytes,
     )
 
 
 def _download(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions) -> None:
     """Download missing files of hub models, after checking that the output can be written."""
+    if options.stream:
+        prepared.stream()
     if prepared.missing:
         check_output(out, prepared.plan, options, protected_paths(prepared))
         prepared.download()
