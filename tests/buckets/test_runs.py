@@ -132,7 +132,7 @@ def test_seaweedfs_takes_parts_of_many_megabytes(
 
 KILLED = """
 import os, sys
-from weightsmith.buckets import client, parts
+from weightsmith.buckets import parts, uploads
 import weightsmith
 parts.PART_BYTES, uploads.SAVE_SECONDS = 20_000, 0.0
 upload, count = uploads.Uploads._upload, 0
