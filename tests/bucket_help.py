@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from weightsmith.buckets.client import Missing, NoConditions, Object
+from weightsmith.buckets.client import Missing, NoConditions, Object, Run
 
 
 class MemoryBucket:
@@ -115,6 +115,14 @@ class MemoryBucket:
         assert hashlib.md5(data).digest() == md5
         self.pending[upload][2][number] = bytes(data)
         return etag_of(data)
+
+    def copy(self, key: str, upload: str, number: int, run: Run, nbytes: int) -> str:
+        self._call("copy")
+        data, _, _ = MemoryBucket(run.bucket).objects.get(run.key, (b"", {}, 0.0))
+        if etag_of(data) != run.etag:
+            return ""
+        self.pending[upload][2][number] = data[run.start : run.start + nbytes]
+        return etag_of(self.pending[upload][2][number])
 
     def parts(self, key: str, upload: str) -> dict[int, tuple[str, int]] | None:
         self._call("parts")

@@ -255,6 +255,34 @@ def test_credentials_that_are_missing_are_one_error(here: Path, moto: Server, mo
     assert "AWS_PROFILE" in str(found.value)
 
 
+@pytest.mark.parametrize("case", ["stack", "moe"])
+def test_from_a_bucket_into_the_same_one_hardly_anything_is_uploaded(
+    tmp_path: Path, moto: Server, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    pytest.importorskip("obstore")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(parts, "PART_BYTES", 20_000)  # of tensors of up to 2 MB, as 8 MiB of a model of 70 B
+    make_llamas(tmp_path, hidden=256, inner=2048)
+    for path in (path for name in MODELS for path in (tmp_path / name).iterdir()):
+        key = f"in/{path.parent.name}/{path.name}"
+        moto.client.put_object(Bucket=moto.bucket, Key=key, Body=path.read_bytes())
+    sent: list[int] = []
+    upload = client.Bucket.upload
+    monkeypatch.setattr(client.Bucket, "upload", lambda self, *given: (sent.append(len(given[3])), upload(self, *given))[1])
+    run(case, "out")
+    function, recipe, options = RECIPES[case]
+    there = json.loads(re.sub(r'"(base|a|b)"', rf'"s3://{moto.bucket}/in/\1"', json.dumps(recipe)))
+    merged = getattr(weightsmith, function)(there, f"s3://{moto.bucket}/out", progress=False, **options)
+    weights = {name: data for name, data in tree(tmp_path / "out").items() if name.endswith(".safetensors")}
+    assert {name: moto.contents("out")[name] for name in weights} == weights
+    whole = sum(map(len, weights.values()))
+    assert sum(sent) < whole / 100, (sum(sent), whole)
+    assert merged.fetched_bytes > 0
+    with pytest.raises(StoreError, match="the run reads"):
+        getattr(weightsmith, function)(there, f"s3://{moto.bucket}/in/a", progress=False, overwrite=True, **options)
+    assert len(moto.contents("in/a")) == 3
+
+
 @pytest.mark.parametrize(
     ("out", "options", "message"),
     [

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.bucket_help import MemoryBucket
+from tests.bucket_help import MemoryBucket, etag_of
 from tests.store_help import BY_NAME, NAMES, build, data, layout, put, tree
 from weightsmith.buckets import lock, parts, uploads
 from weightsmith.buckets.address import Address
@@ -19,6 +19,8 @@ from weightsmith.buckets.staging import BucketStaging
 from weightsmith.buckets.unfinished import check_free, find_uploads, remove_upload
 from weightsmith.buckets.verify import verify
 from weightsmith.errors import Busy, CannotResume, Corrupt, OutputExists, StoreError
+from weightsmith.formats.files import Extent
+from weightsmith.remote.files import RemoteFile
 from weightsmith.store import combine, grain_bytes, hash_grains
 from weightsmith.store.journal import Finished
 
@@ -401,6 +403,46 @@ def test_an_upload_that_was_begun_twice_is_aborted_at_the_end_and_those_of_other
         put(staging)  # type: ignore[arg-type]
         staging.publish({})
     assert memory.pending.keys() == others
+
+
+class Ranges:
+    """An object, as `remote.retries.Ranges` names it."""
+
+    def __init__(self, where: str, data: bytes) -> None:
+        self.where, self.nbytes, self.version = where, len(data), etag_of(data)
+
+
+@pytest.mark.parametrize("source", ["as it is", "changed", "gone", "other bytes", "not in a store"])
+def test_parts_that_an_object_has_are_copied_in_the_store_or_uploaded(
+    memory: MemoryBucket, tmp_path: Path, source: str
+) -> None:
+    """Whatever the object holds by then, the bytes are those that were written."""
+    local = tree(build(tmp_path / "out"))
+    whole = b"before" + b"".join(data(name).tobytes() for name in ("embed", "head"))
+    memory.put("in/model", whole)
+    file = RemoteFile(Ranges("https://bkt/in/model" if "store" in source else "s3://bkt/in/model", whole))  # type: ignore[arg-type]
+    if source == "other bytes":  # what the source says is not true
+        memory.put("in/model", whole[::-1])
+        file.ranges.version = etag_of(whole[::-1])  # type: ignore[misc]
+    elif source == "changed":
+        memory.put("in/model", whole[::-1])
+    elif source == "gone":
+        memory.delete("in/model")
+    with open_out() as staging:
+        for name, at in (("embed", 6), ("head", 6 + BY_NAME["embed"].nbytes)):
+            for start in range(0, BY_NAME[name].nbytes, 96):
+                piece = data(name)[start : start + 96]
+                staging.equal(name, start, Extent(file, at + start, len(piece)))
+                staging.write(name, start, piece)
+            staging.finish(name, finished(name))
+        put(staging)  # type: ignore[arg-type]
+        staging.add_file("config.json", b'{"model_type": "tiny"}')
+        staging.publish({"recipe": "none"})
+    assert memory.contents("models/out") == local
+    whole_parts = sum(len(group.parts) for group in parts.cut(layout()))
+    copies, sent = memory.calls.count("copy"), memory.calls.count("upload")
+    assert (copies > 0) == (source != "not in a store")
+    assert sent == whole_parts - (copies if source == "as it is" else 0)
 
 
 def test_discarded_work_leaves_nothing(memory: MemoryBucket) -> None:

@@ -50,6 +50,15 @@ class Object(NamedTuple):
     age_seconds: float
 
 
+class Run(NamedTuple):
+    """Bytes of an object in the same store: bucket, key and ETag, and the first of them."""
+
+    bucket: str
+    key: str
+    etag: str
+    start: int
+
+
 class Bucket:
     """One bucket. Thread-safe. Every method raises StoreError if the store refuses, or does not answer."""
 
@@ -184,6 +193,23 @@ class Bucket:
     def upload(self, key: str, upload: str, number: int, data: bytes, md5: bytes) -> str:
         """Upload a part, from 1: its ETag. md5: of `data`. Raises Missing if there is no such upload."""
         return str(self._send("upload_part", key, data, md5, UploadId=upload, PartNumber=number)["ETag"])
+
+    def copy(self, key: str, upload: str, number: int, run: Run, nbytes: int) -> str:
+        """Copy bytes of an object to a part: its ETag; "" if the store does not copy them."""
+        last = run.start + nbytes - 1
+        try:
+            copied = self._call(
+                "upload_part_copy",
+                key,
+                UploadId=upload,
+                PartNumber=number,
+                CopySource={"Bucket": run.bucket, "Key": run.key},
+                CopySourceIfMatch=run.etag,
+                CopySourceRange=f"bytes={run.start}-{last}",
+            )
+        except StoreError:  # another store, no permission, changed: the bytes are here, and uploading says what is wrong
+            return ""
+        return str(copied["CopyPartResult"]["ETag"])
 
     def parts(self, key: str, upload: str) -> dict[int, tuple[str, int]] | None:
         """Number, ETag and size of the uploaded parts; None if there is no such upload."""

@@ -41,6 +41,7 @@ from weightsmith.store.target import check_file_name
 from weightsmith.tensors import TensorSpec
 
 if TYPE_CHECKING:
+    from weightsmith.formats.files import Extent
     from weightsmith.plans import Product
     from weightsmith.store.checksum import BytesLike
     from weightsmith.store.products import Arrays
@@ -153,6 +154,10 @@ class BucketStaging:
         """Write a C-contiguous buffer at byte `start_byte` of a tensor. Thread-safe. Raises StoreError, NoSpace."""
         with self._kept():
             self._opened().write(name, start_byte, byte_view(buffer))
+
+    def equal(self, name: str, start_byte: int, extent: Extent) -> None:
+        """These bytes, which are about to be written, may be copied from an object, without being sent."""
+        self._opened().equal(name, start_byte, extent)
 
     def finish(self, name: str, done: Finished) -> None:
         """Record that all bytes of a tensor are written. Thread-safe."""

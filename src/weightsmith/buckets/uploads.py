@@ -6,26 +6,30 @@ faster than the network is slowed down to it.
 What an interrupted run has uploaded is used in two ways. A group in the journal, whose parts the store still lists, is
 finished: its tensors are not computed again. Other parts are computed again, and uploaded only if the store lists another MD5
 or none. So what another machine computes differently replaces what was there, and bytes of two computations are never mixed.
+
+A part whose bytes are a run of an object in the same store is copied there, and uploaded if the copy has another MD5.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
 from weightsmith.buckets.address import Address
-from weightsmith.buckets.client import UPLOADS, Bucket, md5_of
+from weightsmith.buckets.client import UPLOADS, Bucket, Run, md5_of
 from weightsmith.buckets.journal import State
 from weightsmith.buckets.lock import Lock
 from weightsmith.buckets.parts import Group, Part, cut
 from weightsmith.buckets.spool import Spool
 from weightsmith.containers import Layout
 from weightsmith.errors import StoreError
+from weightsmith.formats.files import Elsewhere, Extent
+from weightsmith.remote.files import RemoteFile
 from weightsmith.store.journal import Finished
 
 TOKEN = "weightsmith"
@@ -36,13 +40,21 @@ SAVE_SECONDS = 5.0
 
 
 class _Open:
-    """A part that is being filled or uploaded. slot: -1 while it has none; missing: bytes; etag: "" until it is uploaded."""
+    """A part that is being filled or uploaded.
 
-    __slots__ = ("etag", "group", "missing", "part", "slot")
+    slot     of the spool; -1 while it has none
+    missing  bytes that are not written yet
+    run      what it may be copied from; equal: how many of its bytes are known to be those of the run
+    etag     "" until it is uploaded
+    """
+
+    __slots__ = ("equal", "etag", "group", "missing", "part", "run", "slot")
 
     def __init__(self, part: Part, group: _Progress) -> None:
         self.part, self.group = part, group
         self.slot, self.missing, self.etag = -1, part.filled, ""
+        self.run: Run | None = None
+        self.equal = 0
 
 
 class _Progress:
@@ -142,6 +154,19 @@ class Uploads:
         if not self._group_of[name].taken:  # what was taken over and is computed again all the same: `finish` compares
             self._put(place.shard, place.offset + start_byte, view)
 
+    def equal(self, name: str, start_byte: int, extent: Extent) -> None:
+        """These bytes, which are about to be written, are a run of an object: a part may be copied from it in the store."""
+        found, place = object_of(extent.file), self._layout.places[name]
+        if found is None:
+            return
+        first, end, starts = place.offset + start_byte, place.offset + start_byte + extent.nbytes, self._starts[place.shard]
+        for each in self._parts[place.shard][bisect_right(starts, first) - 1 : bisect_left(starts, end)]:
+            run = Run(*found, extent.offset - first + each.part.start)
+            inside = min(end, each.part.start + each.part.nbytes) - max(first, each.part.start)
+            with self._mutex:
+                each.run = each.run or run
+                each.equal += inside if each.run == run else 0
+
     def _put(self, shard: int, offset: int, view: memoryview) -> None:
         i = bisect_right(self._starts[shard], offset) - 1
         while view.nbytes:
@@ -199,7 +224,10 @@ class Uploads:
             etag = f'"{md5.hex()}"'
             if self._listed[shard].get(part.number) != (etag, part.nbytes):
                 file = self._layout.shards[shard].name
-                etag = self._bucket.upload(self._address.key(file), self._state.uploads[file], part.number, data, md5)
+                key, upload = self._address.key(file), self._state.uploads[file]
+                run = each.run if each.equal == part.nbytes else None
+                if run is None or self._bucket.copy(key, upload, part.number, run, part.nbytes) != etag:
+                    etag = self._bucket.upload(key, upload, part.number, data, md5)
             self._spool.give_back(each.slot)
             with self._mutex:
                 each.etag = etag
@@ -286,6 +314,15 @@ class Uploads:
         if save:
             with suppress(StoreError):  # without it, the parts are compared one by one
                 self.save()
+
+
+def object_of(file: Elsewhere) -> tuple[str, str, str] | None:
+    """Bucket, key and ETag of a file in a store that has our kind of copies; None for any other."""
+    if not isinstance(file, RemoteFile):
+        return None
+    scheme, _, rest = file.ranges.where.partition("://")
+    bucket, _, key = rest.partition("/")
+    return (bucket, key, file.version) if scheme == "s3" and file.version else None
 
 
 def discard(bucket: Bucket, address: Address, uploads: Mapping[str, str]) -> None:
