@@ -13,8 +13,8 @@ import pytest
 from tests.bucket_help import MemoryBucket, etag_of
 from tests.store_help import BY_NAME, NAMES, build, data, layout, put, tree
 from weightsmith.buckets import lock, parts, uploads
-from weightsmith.buckets.address import Address
 from weightsmith.buckets.client import md5_of
+from weightsmith.buckets.prefix import Prefix
 from weightsmith.buckets.staging import BucketStaging
 from weightsmith.buckets.unfinished import check_free, find_uploads, remove_upload
 from weightsmith.buckets.verify import verify
@@ -24,7 +24,7 @@ from weightsmith.remote.files import RemoteFile
 from weightsmith.store import combine, grain_bytes, hash_grains
 from weightsmith.store.journal import Finished
 
-OUT = Address("bkt", "models/out")
+OUT = Prefix("bkt", "models/out")
 
 
 @pytest.fixture(autouse=True)
@@ -368,7 +368,7 @@ def test_unfinished_work_is_listed_and_discarded(memory: MemoryBucket) -> None:
         assert found.reason == "a process is working on it"
         with pytest.raises(Busy):
             remove_upload(found)
-    for where in (OUT, Address("bkt", "models")):
+    for where in (OUT, Prefix("bkt", "models")):
         (found,) = find_uploads(where)
         assert (found.out, found.reason) == (OUT, "")
         assert found.tensors > 0

@@ -22,11 +22,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from weightsmith.buckets.address import Address
 from weightsmith.buckets.client import Bucket
 from weightsmith.buckets.contents import check_vacant
 from weightsmith.buckets.journal import State, read_state
 from weightsmith.buckets.lock import Lock
+from weightsmith.buckets.prefix import Prefix
 from weightsmith.buckets.uploads import Uploads, discard, discard_empty
 from weightsmith.containers import Layout, make_layout
 from weightsmith.containers.safetensors import INDEX_NAME
@@ -61,7 +61,7 @@ class BucketStaging:
     plan_hash  identity of the plan; only work of the same plan is resumed
     """
 
-    def __init__(self, out: Address, layout: Layout, plan_hash: str, overwrite: bool, reads: Sequence[str]) -> None:
+    def __init__(self, out: Prefix, layout: Layout, plan_hash: str, overwrite: bool, reads: Sequence[str]) -> None:
         """Use `BucketStaging.open`."""
         self.out, self.layout, self.plan_hash = out, layout, plan_hash
         self.folder = str(out)
@@ -79,7 +79,7 @@ class BucketStaging:
     @classmethod
     def open(
         cls,
-        out: Address,
+        out: Prefix,
         layout: Layout,
         plan_hash: str,
         *,
@@ -227,7 +227,7 @@ class BucketStaging:
             raise StoreError("the output has a file of this name already", where=name)
         self._files[name] = data if isinstance(data, Path) else bytes(byte_view(data))
 
-    def publish(self, manifest: Mapping[str, Any], *, fsync: bool = True) -> Address:
+    def publish(self, manifest: Mapping[str, Any], *, fsync: bool = True) -> Prefix:
         """Upload what is left, then make the output visible: the other files, the weights, the index, the manifest.
 
         Raises StoreError if a tensor is missing, OutputExists if others have written there meanwhile. What is uploaded stays.

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from weightsmith.buckets.address import Address
 from weightsmith.buckets.client import Bucket
 from weightsmith.buckets.contents import check_vacant, manifest_of
 from weightsmith.buckets.journal import State, read_state
 from weightsmith.buckets.lock import Lock, is_held
+from weightsmith.buckets.prefix import Prefix
 from weightsmith.buckets.staging import JOURNAL, LOCK
 from weightsmith.buckets.uploads import discard
 from weightsmith.errors import StoreError, WeightsmithError
@@ -29,7 +29,7 @@ class UnfinishedUpload:
     reason   why it may not be removed; "" if it may be
     """
 
-    out: Address
+    out: Prefix
     tensors: int
     nbytes: int
     changed: float
@@ -41,14 +41,14 @@ class UnfinishedUpload:
         return self.out.shown(self.out.staging)
 
 
-def find_uploads(address: Address) -> Iterator[UnfinishedUpload]:
+def find_uploads(address: Prefix) -> Iterator[UnfinishedUpload]:
     """The unfinished work for this output, and for outputs directly under it. Nothing is changed."""
     bucket = Bucket(address.bucket)
     outs = [address] if address.prefix else []
     for prefix in bucket.folders(address.key(".")):
         name = prefix.rstrip("/").rpartition("/")[2]
         if name.endswith(STAGING_SUFFIX):
-            outs.append(Address(address.bucket, address.key(name[1:].removesuffix(STAGING_SUFFIX))))
+            outs.append(Prefix(address.bucket, address.key(name[1:].removesuffix(STAGING_SUFFIX))))
     for out in outs:
         lock = bucket.read(f"{out.staging}/{LOCK}", 1 << 16)
         found = read_state(bucket, f"{out.staging}/{JOURNAL}")
@@ -81,7 +81,7 @@ def remove_upload(found: UnfinishedUpload) -> None:
         lock.release()
 
 
-def _half_published(bucket: Bucket, out: Address, state: State) -> str:
+def _half_published(bucket: Bucket, out: Prefix, state: State) -> str:
     """Why the work must not be removed: some of its files are visible. "" otherwise."""
     if state.publishing is None:
         return ""
@@ -91,7 +91,7 @@ def _half_published(bucket: Bucket, out: Address, state: State) -> str:
     return "it was interrupted while it was published; the same command completes it"
 
 
-def check_free(address: Address, *, overwrite: bool, reads: Sequence[str]) -> None:
+def check_free(address: Prefix, *, overwrite: bool, reads: Sequence[str]) -> None:
     """Raise as `BucketStaging.open` will if the output cannot be written. Changes nothing."""
     bucket = Bucket(address.bucket)
     found = read_state(bucket, f"{address.staging}/{JOURNAL}")

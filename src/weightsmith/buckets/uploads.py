@@ -20,11 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
-from weightsmith.buckets.address import Address
 from weightsmith.buckets.client import UPLOADS, Bucket, Run, md5_of
 from weightsmith.buckets.journal import State
 from weightsmith.buckets.lock import Lock
 from weightsmith.buckets.parts import Group, Part, cut
+from weightsmith.buckets.prefix import Prefix
 from weightsmith.buckets.spool import Spool
 from weightsmith.containers import Layout
 from weightsmith.errors import StoreError
@@ -70,7 +70,7 @@ class _Progress:
 class Uploads:
     """The weight files of an output. `write` and `finish` are thread-safe; `close` may be called twice."""
 
-    def __init__(self, bucket: Bucket, address: Address, layout: Layout, state: State, lock: Lock, journal: str) -> None:
+    def __init__(self, bucket: Bucket, address: Prefix, layout: Layout, state: State, lock: Lock, journal: str) -> None:
         """Find out what is uploaded, begin the other uploads, and write the journal to this key."""
         self._bucket, self._address, self._layout, self._state, self._lock = bucket, address, layout, state, lock
         self._journal = journal
@@ -325,14 +325,14 @@ def object_of(file: Elsewhere) -> tuple[str, str, str] | None:
     return (bucket, key, file.version) if scheme == "s3" and file.version else None
 
 
-def discard(bucket: Bucket, address: Address, uploads: Mapping[str, str]) -> None:
+def discard(bucket: Bucket, address: Prefix, uploads: Mapping[str, str]) -> None:
     """Abort uploads. uploads: weight file → id."""
     for file, upload in uploads.items():
         bucket.abort(address.key(file), upload)
     discard_empty(bucket, address, uploads)
 
 
-def discard_empty(bucket: Bucket, address: Address, files: Collection[str]) -> None:
+def discard_empty(bucket: Bucket, address: Prefix, files: Collection[str]) -> None:
     """Abort uploads of these weight files without parts: a request to begin one was repeated, for its answer was lost."""
     keys = {address.key(file) for file in files}
     with suppress(StoreError):  # listing may not be allowed, and they take no space

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from weightsmith.buckets.address import Address, parse_address
 from weightsmith.buckets.client import UPLOADS, Bucket
 from weightsmith.buckets.contents import manifest_of, names_in
+from weightsmith.buckets.prefix import Prefix, parse_prefix
 from weightsmith.errors import Corrupt
 from weightsmith.formats.carried import is_loaded
 from weightsmith.store.checksum import combine, hash_bytes, hash_grains
@@ -36,7 +36,7 @@ def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progre
     """
     if not is_address(folder):
         return verify_folder(folder, threads=threads, progress=progress)
-    address = parse_address(str(folder))
+    address = parse_prefix(str(folder))
     bucket = Bucket(address.bucket)
     manifest = manifest_of(bucket, address)
     present = names_in(bucket, address)
@@ -71,7 +71,7 @@ def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progre
 
 
 def _tensor_problems(
-    bucket: Bucket, address: Address, manifest: Manifest, present: dict[str, int], progress: Progress | None
+    bucket: Bucket, address: Prefix, manifest: Manifest, present: dict[str, int], progress: Progress | None
 ) -> list[str]:
     total = sum(tensor.nbytes for tensor in manifest.tensors.values())
     done = 0
