@@ -190,7 +190,7 @@ class Bucket:
         """Begin an upload in parts: its id."""
         return str(self._call("create_multipart_upload", key, Metadata=dict(metadata))["UploadId"])
 
-    def upload(self, key: str, upload: str, number: int, data: bytes, md5: bytes) -> str:
+    def upload(self, key: str, upload: str, number: int, data: bytes | bytearray, md5: bytes) -> str:
         """Upload a part, from 1: its ETag. md5: of `data`. Raises Missing if there is no such upload."""
         return str(self._send("upload_part", key, data, md5, UploadId=upload, PartNumber=number)["ETag"])
 
@@ -253,7 +253,7 @@ class Bucket:
 
     # requests
 
-    def _send(self, operation: str, key: str, data: bytes, md5: bytes, **more: Any) -> Mapping[str, Any]:
+    def _send(self, operation: str, key: str, data: bytes | bytearray, md5: bytes, **more: Any) -> Mapping[str, Any]:
         more |= {"Body": data, "ContentMD5": base64.b64encode(md5).decode()}
         for _ in range(_BODY_ATTEMPTS - 1):
             try:
@@ -318,7 +318,7 @@ class NoConditions(StoreError):
     """The store has no conditional writes."""
 
 
-def md5_of(data: bytes) -> bytes:
+def md5_of(data: bytes | bytearray) -> bytes:
     """The MD5 that stores compare what they receive with; most of them use it as the ETag too."""
     return hashlib.md5(data, usedforsecurity=False).digest()
 
