@@ -302,6 +302,39 @@ def test_an_output_that_exists_is_replaced_only_with_overwrite(memory: MemoryBuc
     assert memory.contents("models/out") == tree(build(tmp_path / "out"))
 
 
+def test_files_of_the_old_output_that_the_new_one_lacks_go(memory: MemoryBucket, tmp_path: Path) -> None:
+    with BucketStaging.open(OUT, layout(10_000), "old", facts={}, resume=True, overwrite=False, reads=()) as staging:
+        put(staging, seed=5)  # type: ignore[arg-type]
+        staging.add_file("sub/old.json", b"{}")
+        staging.publish({})
+    assert {"model.safetensors", "sub/old.json"} <= memory.contents("models/out").keys()
+    build_out(overwrite=True)
+    assert memory.contents("models/out") == tree(build(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_half_published_work_may_be_discarded_by_the_next_plan(memory: MemoryBucket, tmp_path: Path, count: int) -> None:
+    """What it has written, and what it was about to replace, is replaced without --overwrite."""
+
+    def kill(call: str) -> None:
+        if memory.calls.count("complete") == count:
+            raise Killed
+
+    memory.before = kill
+    with pytest.raises(Killed):
+        build_out("old", seed=5)
+    memory.before = lambda call: None
+    memory.delete(f"{OUT.staging}/lock")
+    with pytest.raises(CannotResume):
+        open_out()
+    with open_out(resume=False) as staging:
+        put(staging)  # type: ignore[arg-type]
+        staging.add_file("config.json", b'{"model_type": "tiny"}')
+        staging.publish({"recipe": "none"})
+    assert memory.contents("models/out") == tree(build(tmp_path / "out"))
+    assert memory.pending == {}
+
+
 @pytest.mark.parametrize("what", ["a note", "no manifest", "a damaged manifest"])
 def test_what_no_manifest_of_ours_lists_is_never_replaced(memory: MemoryBucket, what: str) -> None:
     build_out("old", seed=5)
