@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.bucket_help import MemoryBucket
-from weightsmith.buckets.client import Bucket, Missing, md5_of
+from weightsmith.buckets.client import Bucket, Missing, NoConditions, md5_of
 
 OPEN: dict[str, Callable[[pytest.FixtureRequest], Any]] = {
     "memory": lambda request: MemoryBucket(request.node.name),
@@ -34,6 +34,23 @@ def test_an_object_is_created_once_and_replaced_only_in_the_version_that_was_see
     found = bucket.read("a/lock", 100)
     assert (found.data, found.etag) == (b"three", second)
     assert 0 <= found.age_seconds < 60
+
+
+def test_a_store_that_cannot_replace_a_version_is_asked_for_it_first(moto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket, send = Bucket(moto.bucket), Bucket._send
+
+    def without(self: Bucket, *given: Any, **more: Any) -> Any:
+        if "IfMatch" in more:
+            raise NoConditions("501")
+        return send(self, *given, **more)
+
+    monkeypatch.setattr(Bucket, "_send", without)
+    first = bucket.create("lock", b"one")
+    second = bucket.replace("lock", b"two", first or "")
+    assert second
+    assert bucket.replace("lock", b"three", first or "") is None
+    assert bucket.replace("none", b"three", second) is None
+    assert bucket.read("lock", 10).data == b"two"  # type: ignore[union-attr]
 
 
 def test_small_objects(bucket: Any) -> None:
