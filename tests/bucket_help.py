@@ -43,6 +43,7 @@ class MemoryBucket:
             self.objects: dict[str, tuple[bytes, dict[str, str], float]] = {}
             self.pending: dict[str, tuple[str, dict[str, str], dict[int, bytes]]] = {}
             self.conditions = True
+            self.begun = 0
             self.now = 0.0
             self.calls: list[str] = []
             self.before = lambda call: None
@@ -104,7 +105,8 @@ class MemoryBucket:
 
     def begin(self, key: str, metadata: Mapping[str, str]) -> str:
         self._call("begin")
-        upload = uuid.uuid4().hex
+        self.begun += 1
+        upload = f"upload-{self.begun}"
         self.pending[upload] = key, dict(metadata), {}
         return upload
 

@@ -9,12 +9,15 @@ The lines are those of a local journal (`store.journal`), and further ones:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from weightsmith.buckets.client import Bucket
 from weightsmith.store.journal import MAX_JOURNAL_BYTES, Entries, Finished, decoded, encoded, plan_line, read_lines, tensor_line
+
+CHECKSUM = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(slots=True)
@@ -61,7 +64,8 @@ def read_state(bucket: Bucket, key: str) -> Written | None:
     if found is None:
         return None
     entries = read_lines(found.data)
-    state = State(entries.plan, entries.layout, entries.facts, "", tensors=entries.tensors)
+    tensors = {name: done for name, done in entries.tensors.items() if CHECKSUM.fullmatch(done.checksum)}
+    state = State(entries.plan, entries.layout, entries.facts, "", tensors=tensors)
     for entry in decoded(found.data):
         match entry:
             case ["token", str(token)]:

@@ -13,7 +13,6 @@ was cut off, the next run completes it. Products are kept in a staging folder of
 
 from __future__ import annotations
 
-import re
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from weightsmith.buckets.client import Bucket
 from weightsmith.buckets.contents import check_vacant
-from weightsmith.buckets.journal import State, read_state
+from weightsmith.buckets.journal import CHECKSUM, State, read_state
 from weightsmith.buckets.lock import Lock
 from weightsmith.buckets.prefix import Prefix
 from weightsmith.buckets.uploads import Uploads, discard, discard_empty
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     from weightsmith.store.products import Arrays
 
 JOURNAL, LOCK = "journal", "lock"
-_CHECKSUM = re.compile("[0-9a-f]{32}")
 _ENTRANCES = (INDEX_NAME, "config.json", "adapter_config.json")
 """Files that loaders read first: written after all others, but for the manifest."""
 
@@ -168,7 +166,7 @@ class BucketStaging:
         """Record that all bytes of a tensor are written. Thread-safe."""
         if name not in self.layout.places:
             raise KeyError(name)
-        if not _CHECKSUM.fullmatch(done.checksum):
+        if not CHECKSUM.fullmatch(done.checksum):
             raise ValueError(f"{name}: {done.checksum!r} is not a checksum of 32 hex digits")
         with self._kept():
             self._opened().finish(name, done)
