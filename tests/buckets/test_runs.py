@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,35 @@ def test_killed_half_way_and_resumed_no_part_is_uploaded_twice(
     assert merged.resumed > 0
     whole = sum(place.nbytes for place in merged.plan.layout.places.values()) + len(merged.plan.layout.shards[0].header)
     assert sum(sent) == whole - sum(part["Size"] for part in before)
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_work_that_one_of_two_processes_resumes(here: Path, moto: Server) -> None:
+    make_llamas(here, hidden=1024, inner=4096)
+    Path("r.yml").write_text(AVERAGE)
+    out = f"s3://{moto.bucket}/x/out"
+
+    def start() -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "weightsmith", "merge", "r.yml", out]
+        return subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    first = start()
+    while ".out.weightsmith-staging/journal" not in moto.contents("x"):
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.02)
+    first.send_signal(signal.SIGINT)
+    assert f"What was uploaded is kept at {out}" in first.communicate()[1]
+    assert first.returncode == 130
+    assert [*moto.contents("x")] == [".out.weightsmith-staging/journal"]  # no lock
+    both = [start(), start()]
+    ended = [process.communicate() for process in both]
+    codes = sorted(process.returncode for process in both)
+    assert codes == [0, 3], ended
+    refused = next(streams[1] for process, streams in zip(both, ended, strict=True) if process.returncode == 3)
+    assert re.search("error\\[(busy|output-exists)\\]", refused)
+    weightsmith.merge("r.yml", "out", progress=False)
+    assert moto.contents("x") == {f"out/{name}": data for name, data in tree(here / "out").items()}
+    assert moto.uploads() == []
 
 
 @pytest.mark.slow
