@@ -281,7 +281,7 @@ def test_a_hub_model_is_streamed(address: str, hub: FakeHub, tmp_path: Path) -> 
     run("stack", expected, tmp_path / "expected")
     assert content(tmp_path / "out") == content(tmp_path / "expected")
     card = (tmp_path / "out/README.md").read_text()
-    assert "[org/m0](https://huggingface.co/org/m0)" in card
+    assert "](https://huggingface.co/org/m0)" in card
     assert "base_model:\n- org/m0\n" in card
 
 
