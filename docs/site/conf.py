@@ -34,7 +34,7 @@ html_theme = "furo"
 html_title = "weightsmith"
 html_static_path = ["style.css"]
 html_css_files = ["style.css"]
-html_show_sphinx = html_show_sourcelink = html_copy_source = False
+html_show_sphinx = html_show_sourcelink = html_show_copyright = html_copy_source = False
 html_show_search_summary = False  # it would take requests, which browsers refuse to pages opened from the disk
 
 
