@@ -21,7 +21,7 @@ from weightsmith.adapters.merged_factors import MergedWork
 from weightsmith.adapters.opening import NAME_BASE, WEIGHT, ZERO_ADAPTER, Opened, is_adapter
 from weightsmith.adapters.peft import PREFIX as PEFT_PREFIX
 from weightsmith.adapters.peft import adapter_config, factor_names, norms_name, stacked_names
-from weightsmith.adapters.shared import parameters_of
+from weightsmith.adapters.shared import different_bases, parameters_of
 from weightsmith.containers import PEFT
 from weightsmith.errors import (
     Finding,
@@ -278,6 +278,10 @@ def _tokenizer(opened: Opened) -> tuple[str, ...]:
 def _notes(opened: Opened) -> Iterator[Finding]:
     for checkpoint in opened.inputs:
         yield from checkpoint.notes
+    if error := different_bases(opened.adapters):
+        yield replace(
+            error.finding, what="adapters that name different bases: all fit the base_model, by names and shapes", fix=""
+        )
     first, *others = (adapter.checkpoint for adapter in opened.adapters)
     for other in others if _tokenizer(opened) else ():
         names = sorted({*first.files, *other.files})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from weightsmith.adapters.cores import ZERO, Adapted, Space
 from weightsmith.adapters.experts import is_expert
-from weightsmith.adapters.shared import MERGE_MODELS, find_modules, whole_tensors
+from weightsmith.adapters.shared import MERGE_MODELS, different_bases, find_modules, whole_tensors
 from weightsmith.checkpoint import Checkpoint, locate
 from weightsmith.errors import Unsupported, WeightsmithError
 from weightsmith.lora import Adapter, find_places, open_adapter
@@ -102,6 +102,8 @@ class Opened:
         if self.base is not None:
             for adapter in self.adapters:
                 self.places |= find_places(self.base, adapter)
+        elif error := different_bases(self.adapters):
+            raise error
         modules = find_modules(self.adapters)
         self.whole = whole_tensors(self.adapters, modules)
         scaled = any(module.normed for module in modules.values())
