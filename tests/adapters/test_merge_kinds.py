@@ -321,7 +321,9 @@ def test_a_base_that_the_recipe_names_may_have_several_names(tmp_path: Path) -> 
     pair = tuple(adapter(tmp_path / name, base_model_name_or_path=f"org/{name}") for name in ("one", "two"))
     assert "name it as base_model" in str(refusal(recipe((pair[0], pair[1]), "task_arithmetic")))
     what = {**recipe((pair[0], pair[1]), "task_arithmetic"), "base_model": str(model)}
-    (warning,) = weightsmith.plan(what).warnings
+    plan = weightsmith.plan(what)
+    (warning,) = plan.warnings
+    assert [each.ref for each in plan.models] == list(map(str, pair))  # nothing of the base is read
     assert warning.what.startswith("adapters that name different bases")
     assert warning.details == (f"{pair[0]}: org/one", f"{pair[1]}: org/two")
 

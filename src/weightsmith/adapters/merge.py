@@ -215,6 +215,7 @@ def _planned(plan: Plan, opened: Opened, rank: int | None, combination: Combinat
         for step, module in zip(firsts, modules, strict=True):
             steps += _stored(opened, module, ranks, step.out.dtype)
     steps += [_whole_step(opened, step, plan.made.name) for step in whole]
+    opened.leave_base([*steps, *(step for product in products for step in product.steps)])
     title, source = plan.made.title.replace("Merged with", "LoRA adapters merged with"), _SOURCES[opened.space]
     name, cited = plan.made.name, plan.made.source
     if combination is not None:

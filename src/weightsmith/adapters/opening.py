@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from weightsmith.lora import Adapter, find_places, open_adapter
 from weightsmith.lora.records import CONFIG_NAME
 from weightsmith.methods.base import BaseRole
 from weightsmith.planner.inputs import at, open_models
-from weightsmith.plans import Read
+from weightsmith.plans import Read, Step
 from weightsmith.recipe import ModelRef
 from weightsmith.sources.memory import StateDict
 from weightsmith.tensors import DTYPES, TensorSpec
@@ -154,6 +154,15 @@ class Opened:
     def inputs(self) -> tuple[Checkpoint, ...]:
         """The models of the plan: the adapters, and the base if the recipe names it."""
         return (*(adapter.checkpoint for adapter in self.adapters), *([] if self.base is None else [self.base]))
+
+    def leave_base(self, steps: Iterable[Step]) -> None:
+        """Close the base if no step of the plan reads it: one on the Hub is not downloaded then."""
+        number = len(self.adapters)
+        if self.base is not None and all(
+            read.model != number for step in steps for leaf in step.leaves for read in leaf.inputs
+        ):
+            self.base.close()
+            self.base = None
 
     def owner_of(self, read: Read) -> int:
         """The adapter that a read of the planner's is of; `ZERO` for the base."""
