@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from weightsmith.api import quantize as quantize
     from weightsmith.api import run as run
     from weightsmith.api import transplant_tokenizer as transplant_tokenizer
+    from weightsmith.buckets.verify import verify as verify
     from weightsmith.checkpoint import Checkpoint as Checkpoint
     from weightsmith.checkpoint import open_checkpoint as open_checkpoint
     from weightsmith.engine.local import Progress as Progress
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from weightsmith.errors import UnknownParameter as UnknownParameter
     from weightsmith.errors import Unsupported as Unsupported
     from weightsmith.errors import WeightsmithError as WeightsmithError
+    from weightsmith.errors import WorkerLost as WorkerLost
     from weightsmith.execution import Merged as Merged
     from weightsmith.look.comparison import Comparison as Comparison
     from weightsmith.look.diff import diff as diff
@@ -66,7 +68,6 @@ if TYPE_CHECKING:
     from weightsmith.plans import Plan as Plan
     from weightsmith.store.save import save_file as save_file
     from weightsmith.store.save import save_model as save_model
-    from weightsmith.store.verify import verify as verify
 
 _HOMES = {
     "Busy": "errors",
@@ -104,6 +105,7 @@ _HOMES = {
     "UnknownParameter": "errors",
     "Unsupported": "errors",
     "WeightsmithError": "errors",
+    "WorkerLost": "errors",
     "block_method": "methods.user",
     "dequantize": "api",
     "diff": "look.diff",
@@ -121,7 +123,7 @@ _HOMES = {
     "save_model": "store.save",
     "tensor_method": "methods.user",
     "transplant_tokenizer": "api",
-    "verify": "store.verify",
+    "verify": "buckets.verify",
 }
 
 __all__ = [
@@ -160,6 +162,7 @@ __all__ = [
     "UnknownParameter",
     "Unsupported",
     "WeightsmithError",
+    "WorkerLost",
     "__version__",
     "block_method",
     "dequantize",

@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from weightsmith.errors import NOTHING_WRITTEN, Finding, ParameterError, WeightsmithError
-from weightsmith.execution.run import Callbacks, Following, Merged, protected_paths, resources_of, run_plan
+from weightsmith.execution.output import beside, check_options, check_output
+from weightsmith.execution.run import Callbacks, Following, Helpers, Merged, protected_paths, resources_of, run_plan
 from weightsmith.identity import work_identity
 from weightsmith.options import RunOptions
 from weightsmith.planner.build import Prepared
@@ -23,29 +24,33 @@ STAGE = "stage"
 
 @contextmanager
 def stages_written(
-    prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, callbacks: Callbacks
+    prepared: Prepared,
+    out: str | os.PathLike[str],
+    options: RunOptions,
+    callbacks: Callbacks,
+    helpers: Helpers | None = None,
 ) -> Iterator[tuple[Prepared, list[Merged]]]:
     """Write the results of other recipes that must be written, or all that are to be kept: the plan that reads them, and they.
 
     Each is a run of its own, which resumes; its folder remains until the output is published. One that an earlier run has
     finished, from the same plan and the same files, is verified and used again.
     """
-    from weightsmith.store.target import check_out, check_vacant
-
+    check_options(out, options)
     wanted = list({stage.path: stage for stage in prepared.stages if stage.why or options.keep_stages}.values())
     if not wanted:
         yield prepared, []
         return
     if prepared.again is None or any(stage.again is None for stage in wanted):
         raise ParameterError("a plan that was made before has no results of stages to keep", fix="merge the recipe itself")
-    check_vacant(check_out(out), overwrite=options.overwrite, protected=protected_paths(prepared))
+    check_output(out, prepared.plan, options, protected_paths(prepared))
     written: dict[str, Path] = {}
     made: list[Merged] = []
     for stage in wanted:
         assert stage.again is not None
         with stage.again(written) as own:
-            made.append(_stage(own, stage_folder(out, stage.path), options, callbacks))
-        written[stage.path] = made[-1].out
+            folder = stage_folder(out, stage.path)
+            made.append(_stage(own, folder, options, callbacks, helpers))
+        written[stage.path] = folder
     with prepared.again(written) as last:
         yield replace(last, plan=replace(last.plan, warnings=prepared.plan.warnings)), made
 
@@ -58,6 +63,7 @@ def without_stages(stages: Sequence[Merged]) -> list[Finding]:
 
     found = []
     for stage in stages:
+        assert isinstance(stage.out, Path)
         try:
             if read_manifest(stage.out).data.get(STAGE) is True:  # one of an earlier run may be there to be kept
                 check_replaced(stage.out)
@@ -67,7 +73,7 @@ def without_stages(stages: Sequence[Merged]) -> list[Finding]:
     return found
 
 
-def _stage(prepared: Prepared, folder: Path, options: RunOptions, callbacks: Callbacks) -> Merged:
+def _stage(prepared: Prepared, folder: Path, options: RunOptions, callbacks: Callbacks, helpers: Helpers | None) -> Merged:
     """Write the result of one recipe for others, unless it is there."""
     from weightsmith.store.manifest import read_manifest
     from weightsmith.store.verify import verify
@@ -82,7 +88,7 @@ def _stage(prepared: Prepared, folder: Path, options: RunOptions, callbacks: Cal
         if found.plan == work_identity(plan, prepared.inputs, options.device):
             verify(folder, threads=resources_of(plan, options).workers, progress=callbacks.rechecking)
             return Merged(folder, plan, len(plan.steps), 0, 0, time.monotonic() - began, (), plan.warnings)
-    return run_plan(Following(prepared), folder, options, callbacks, began, more)
+    return run_plan(Following(prepared), folder, options, callbacks, began, more, helpers)
 
 
 def stage_folder(out: str | os.PathLike[str], path: str) -> Path:
@@ -91,13 +97,10 @@ def stage_folder(out: str | os.PathLike[str], path: str) -> Path:
     >>> stage_folder("out", "first").name, stage_folder("out", "a/b").name
     ('out.stage-first', 'out.stage-a_b-c14cdd')
     """
-    from weightsmith.store.target import absolute
-
     name = re.sub(r"[^\w.-]", "_", path)[:80]
     if name != path:
         name += f"-{hashlib.sha256(path.encode()).hexdigest()[:6]}"
-    folder = absolute(out)
-    return folder.with_name(f"{folder.name}.stage-{name}")
+    return beside(out, f".stage-{name}")
 
 
 def check_computable(prepared: Prepared) -> None:

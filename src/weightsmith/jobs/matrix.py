@@ -132,6 +132,8 @@ class MatrixJob(Job):
     If a delta is not finite (only with allow_nonfinite), it cannot be decomposed: the update is factor times the mean.
     """
 
+    portable = False
+
     def __init__(
         self,
         matrix: Matrix,

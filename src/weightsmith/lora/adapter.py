@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightsmith.checkpoint import CARD_NAME, Checkpoint, locate
+from weightsmith.checkpoint import CARD_NAME, Checkpoint, HubModel, locate, open_place
 from weightsmith.errors import FormatError, NotFound, Unsupported
 from weightsmith.formats.carried import is_tokenizer
 from weightsmith.formats.files import show
@@ -28,6 +28,8 @@ from weightsmith.text import count
 
 if TYPE_CHECKING:
     from weightsmith.hub import Repository
+    from weightsmith.remote.addresses import Address
+    from weightsmith.remote.folder import RemoteFolder
 
 WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")  # the first that exists is read
 MAX_CONFIG_BYTES = 16 << 20
@@ -83,6 +85,8 @@ def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
         repository.download([CONFIG_NAME], quiet=True)
         repository.want([weights, CARD_NAME])
         repository.read_starts([weights])
+        if isinstance(place, HubModel) and place.streams:
+            repository.stream()
     if CONFIG_NAME not in names or not weights:
         missing = [] if CONFIG_NAME in names else [CONFIG_NAME]
         missing += [] if weights else [" or ".join(WEIGHTS_NAMES)]
@@ -108,13 +112,11 @@ def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
     return _sorted(checkpoint, config)
 
 
-def _files(place: Path | tuple[str, str | None]) -> tuple[Path, list[str], Repository | None]:
-    """The adapter's folder, the names of its files, and the repository of one from the hub."""
+def _files(place: Path | HubModel | Address) -> tuple[Path, list[str], Repository | RemoteFolder | None]:
+    """The adapter's folder, the names of its files, and the repository of one that is elsewhere."""
     if isinstance(place, Path):
         return place, [p.name for p in place.iterdir() if p.is_file()], None
-    from weightsmith import hub
-
-    repository = hub.open_repository(*place)
+    repository, _ = open_place(place)
     return repository.folder, [name for name in (CONFIG_NAME, *WEIGHTS_NAMES) if name in repository.sizes], repository
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith.formats.files import Extent
 from weightsmith.formats.hf_folder import natural_key
 from weightsmith.sources.base import Tensors, check_range, digest, read, spec_of
 from weightsmith.tensors import DTYPES, DType, TensorSpec
@@ -98,6 +99,17 @@ class Adapted:
         origin = self._origin(name)
         source, stored = self._stored(origin)
         return None if origin.updates else source.location(stored)
+
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
+        origin, spec = self._origin(name), self.specs[name]
+        source, stored = self._stored(origin)
+        if not origin.updates:
+            return source.extents(stored, start_byte, nbytes)
+        width, before = spec.dtype.itemsize, source.specs[stored].dtype.itemsize
+        found = source.extents(stored, start_byte // width * before, -(-nbytes // width) * before)
+        factors = dict.fromkeys(part for u in origin.updates for part in (u.a, u.b, u.magnitude) if part)
+        specs = self._adapter.specs
+        return (*found, *(part for each in factors for part in self._adapter.extents(each, 0, specs[each].nbytes)))
 
     def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
         origin, spec = self._origin(name), self.specs[name]
