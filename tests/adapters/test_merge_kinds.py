@@ -227,6 +227,8 @@ def test_a_sum_of_doras_is_a_dora(space: str, tmp_path: Path) -> None:
     assert_same(found, models_merged(model, three, tmp_path / "as models", "task_arithmetic", weights), 5e-5)
     config = config_of(out)
     assert (config["use_dora"], config["r"], config["rank_pattern"]) == (True, 9, {DOWN: 4})
+    assert config["base_model_name_or_path"] == str(model)  # none of the adapters names one
+    assert config["target_modules"] == [Q, DOWN]
     assert tensors_of(out)[f"{P}{DOWN}.lora_magnitude_vector"].shape == (H,)
     one, two = (merge(what, tmp_path / f"threads {n}", adapter_space=space, threads=n) for n in (1, 3))
     assert {n: as_bytes(a) for n, a in tensors_of(one).items()} == {n: as_bytes(a) for n, a in tensors_of(two).items()}
@@ -237,6 +239,7 @@ def test_a_smaller_rank_of_doras_keeps_the_norms_of_what_is_left(tmp_path: Path)
     model = base(tmp_path / "base", np.float32)
     pair = dora(tmp_path / "one", 1), dora(tmp_path / "two", 2)
     out = merge({**recipe(pair, "ties", density=0.5), "base_model": str(model)}, tmp_path / "out", adapter_rank=2)
+    assert config_of(out)["target_modules"] == [Q, DOWN]  # theirs do not say all that they have
     found, norms = applied(model, out, tmp_path / "in"), tensors_of(out)[f"{P}{Q}.lora_magnitude_vector"]
     np.testing.assert_allclose(np.linalg.norm(found[f"{Q}.weight"], axis=1), norms, rtol=1e-5)
     assert config_of(out)["r"] == 2

@@ -362,7 +362,7 @@ def _config(opened: Opened, ranks: Mapping[str, int]) -> dict[str, Any]:
     named = next((config for config in configs if config.get("base_model_name_or_path")), configs[0])
     parameters = [name for name in ranks if opened.modules[name].experts]
     made = adapter_config(
-        str(named.get("base_model_name_or_path") or ""),
+        str(named.get("base_model_name_or_path") or opened.base_name),
         str(named.get("revision") or ""),
         ranks,
         list(dict.fromkeys(name.rpartition(".")[0] for name in opened.whole)),
@@ -376,8 +376,12 @@ def _config(opened: Opened, ranks: Mapping[str, int]) -> dict[str, Any]:
     )
     # Short names only where every adapter has these targets.
     every = all(len(module.owners) == len(configs) for module in opened.modules.values())
-    for key in ("target_modules", "target_parameters"):
+    for key, names in (
+        ("target_modules", [name for name in ranks if name not in parameters]),
+        ("target_parameters", parameters),
+    ):
         listed = [sorted(map(str, c[key])) for c in configs if isinstance(c.get(key), list)]
-        if every and made.get(key) and len(listed) == len(configs) and all(each == listed[0] for each in listed):
+        alike = len(listed) == len(configs) and all(each == listed[0] for each in listed)
+        if every and names and alike and all(f".{name}".endswith(tuple(f".{end}" for end in listed[0])) for name in names):
             made[key] = listed[0]
     return made

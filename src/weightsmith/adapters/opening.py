@@ -46,7 +46,7 @@ class Opened:
     combination  of PEFT's, as the recipe names it; ""
     name_base    what to do if the base is needed. To some methods it would be one more input
     adapters     in the planner's order, without the base
-    base         the model that the adapters were trained on, if the recipe names it
+    base         the model that the adapters were trained on, if the recipe names it; `base_name` is what it calls it
     places       what the adapters have factors of, or save whole → the base's tensor
     modules      that any of them has factors of
     matrices     of the modules → their modules
@@ -59,6 +59,7 @@ class Opened:
         self.name_base = f"write {NAME_BASE}" if role != "input" else f"write merge_method: task_arithmetic, and {NAME_BASE}"
         self.adapters: list[Adapter] = []
         self.base: Checkpoint | None = None
+        self.base_name = ""
         self.places: dict[str, str] = {}
         self.modules: Mapping[str, Adapted] = {}
         self.matrices: dict[str, Adapted] = {}
@@ -76,6 +77,7 @@ class Opened:
             elif ref.path in results or not is_adapter(ref):
                 self.zeros = 1
                 (self.base,), found = open_models([ref], stack, results)
+                self.base_name = "" if ref.path in results else str(ref)
                 problems += found
             else:
                 try:
