@@ -77,7 +77,7 @@ class Opened:
             elif ref.path in results or not is_adapter(ref):
                 self.zeros = 1
                 (self.base,), found = open_models([ref], stack, results)
-                self.base_name = "" if ref.path in results else str(ref)
+                self.base_name = "" if ref.path in results else ref.path
                 problems += found
             else:
                 try:
