@@ -15,11 +15,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from judge import DOMAINS, ROW_TOKENS, judge
+from judge import DOMAINS, judge
 from measured import mean
 from smollm2 import build_base, build_once
 
 import weightsmith
+from weightsmith.judge import ROW_TOKENS
 
 HERE = Path(__file__).resolve().parent
 OVER = "over"

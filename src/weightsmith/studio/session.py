@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from weightsmith import methods
@@ -132,13 +133,17 @@ class Session:
         while (status := self.work.status).state == "running":
             yield show.status(status), ""
             time.sleep(_TICK_SECONDS)
-        made = status.merged.out / "report.html" if status.merged is not None else None
-        yield show.status(status), made.read_text(encoding="utf-8") if made is not None and made.is_file() else ""
+        pages = [folder / "report.html" for folder in self._folders() if (folder / "report.html").is_file()]
+        yield show.status(status), "".join(page.read_text(encoding="utf-8") for page in pages)
 
     def made(self) -> list[str]:
         """The result of the last merge, as a recipe names it."""
+        return [reference(folder) for folder in self._folders()]
+
+    def _folders(self) -> list[Path]:
+        """That of the last merge, if it has ended well."""
         merged = self.work.status.merged
-        return [] if merged is None else [reference(merged.out)]
+        return [merged.out] if merged is not None and isinstance(merged.out, Path) else []
 
     def resumes(self, name: str) -> bool:
         """Whether a merge of this name was interrupted."""
