@@ -115,7 +115,8 @@ class RayWorkers:
             time.sleep(seconds)
             return []
         shares = {ref: share for share, ref in self._running.items()}
-        ended, _ = self._ray.wait(list(shares), num_returns=1, timeout=seconds)
+        self._ray.wait(list(shares), num_returns=1, timeout=seconds)
+        ended, _ = self._ray.wait(list(shares), num_returns=len(shares), timeout=0)
         found: list[tuple[Share, Answer]] = []
         for ref in ended:
             del self._running[shares[ref]]

@@ -94,7 +94,7 @@ def execute_part(
 ) -> PartDone:
     """Run one part of a prepared plan, in parallel with other processes; see `run`.
 
-    name  label of a second process that does the same part
+    name  its label, other than `label(part)` for a second process that does the same part
     """
     from weightsmith.engine.results import Results
 
