@@ -41,7 +41,9 @@ class FakeHub:
     refs       branch or tag → commit, of every repository
     ranges     False: every answer is the whole file
     sizes      False: the list of files does not say how large they are, as of some mirrors
+    cdn        weights are at another host, behind an address whose signature serves so many requests; 0: they are not
     fails      start of a path → status with which requests for it are refused
+    sent       bytes of files that were sent by byte range
     created    body of each request that creates a repository
     pushed     org/name → files that were committed to it
     """
@@ -50,12 +52,15 @@ class FakeHub:
     refs: dict[str, str] = field(default_factory=lambda: {"main": COMMIT})
     ranges: bool = True
     sizes: bool = True
+    cdn: int = 0
     fails: dict[str, int] = field(default_factory=dict)
     seen: list[Seen] = field(default_factory=list)
     created: list[dict[str, Any]] = field(default_factory=list)
     pushed: dict[str, Files] = field(default_factory=dict)
     objects: Files = field(default_factory=dict)
     url: str = ""
+    sent: int = 0
+    signatures: dict[str, int] = field(default_factory=dict)
 
     def environment(self, home: Path, **more: str) -> dict[str, str]:
         """The environment of a process that uses this hub and no other, and caches in `home`."""
@@ -108,7 +113,9 @@ class _Handler(BaseHTTPRequestHandler):
             if path.startswith(start):
                 self._json({"error": "refused by the test"}, status)
                 return
-        if self.command in ("GET", "HEAD"):
+        if path.startswith("/cdn/"):
+            self._signed(path)
+        elif self.command in ("GET", "HEAD"):
             self._read(path)
         else:
             self._write(path, body)
@@ -139,14 +146,37 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._file(files["/".join(parts[4:])], commit)
 
+    def _signed(self, path: str) -> None:
+        """A file at the other host, while its signature is valid."""
+        signature = urlsplit(self.path).query
+        self.hub.signatures[signature] -= 1
+        if self.hub.signatures[signature] < 0:
+            self._send(403, b"expired", {})
+            return
+        repo, commit, name = path.removeprefix("/cdn/").rsplit("/", 2)
+        data = self.hub.repos[repo, commit][name]
+        self._send_file(data, {"ETag": f'"{hashlib.md5(data).hexdigest()}"'})
+
     def _file(self, data: bytes, commit: str) -> None:
-        headers = {"ETag": f'"{_sha1(data)}"', "X-Repo-Commit": commit}
+        path = unquote(urlsplit(self.path).path)
+        if self.hub.cdn and path.endswith(".safetensors") and self.command == "GET":
+            signature = f"signature=s3cret{len(self.hub.signatures)}"
+            self.hub.signatures[signature] = self.hub.cdn
+            repo, name = "/".join(path.strip("/").split("/")[:2]), path.rpartition("/")[2]
+            host = f"http://localhost:{self.server.server_address[1]}"
+            headers = {"Location": f"{host}/cdn/{repo}/{commit}/{name}?{signature}", "X-Repo-Commit": commit}
+            self._send(302, b"elsewhere", headers | {"X-Linked-ETag": f'"{_sha1(data)}"'})
+            return
+        self._send_file(data, {"ETag": f'"{_sha1(data)}"', "X-Repo-Commit": commit})
+
+    def _send_file(self, data: bytes, headers: dict[str, str]) -> None:
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range", ""))
         if asked is None or not self.hub.ranges:
             self._send(200, data, headers)
             return
         first, last = int(asked[1]), min(int(asked[2]), len(data) - 1)
         headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+        self.hub.sent += last + 1 - first
         self._send(206, data[first : last + 1], headers)
 
     def _write(self, path: str, body: bytes) -> None:

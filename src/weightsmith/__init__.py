@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from weightsmith.api import quantize as quantize
     from weightsmith.api import run as run
     from weightsmith.api import transplant_tokenizer as transplant_tokenizer
+    from weightsmith.buckets.verify import verify as verify
     from weightsmith.checkpoint import Checkpoint as Checkpoint
     from weightsmith.checkpoint import open_checkpoint as open_checkpoint
     from weightsmith.engine.local import Progress as Progress
@@ -67,7 +68,6 @@ if TYPE_CHECKING:
     from weightsmith.plans import Plan as Plan
     from weightsmith.store.save import save_file as save_file
     from weightsmith.store.save import save_model as save_model
-    from weightsmith.store.verify import verify as verify
 
 _HOMES = {
     "Busy": "errors",
@@ -123,7 +123,7 @@ _HOMES = {
     "save_model": "store.save",
     "tensor_method": "methods.user",
     "transplant_tokenizer": "api",
-    "verify": "store.verify",
+    "verify": "buckets.verify",
 }
 
 __all__ = [

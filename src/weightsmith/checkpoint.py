@@ -11,6 +11,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
@@ -21,6 +22,7 @@ from weightsmith.formats.carried import carried_files, check_carried, choose_car
 from weightsmith.formats.files import expand_user, show
 from weightsmith.formats.quantised import describe_quantisation
 from weightsmith.formats.strict_json import read_object
+from weightsmith.remote.addresses import HUB, Address, is_address, parse_address
 from weightsmith.sources import Opened, Tensors
 from weightsmith.sources.base import read
 from weightsmith.tensors import DType, TensorSpec
@@ -28,8 +30,10 @@ from weightsmith.tensors import DType, TensorSpec
 if TYPE_CHECKING:
     import numpy as np
 
+    from weightsmith.formats.files import Extent
     from weightsmith.hub import Repository
     from weightsmith.plans import Plan
+    from weightsmith.remote.folder import RemoteFolder
     from weightsmith.sources.base import Buffer
 
 MAX_CONFIG_BYTES = 16 << 20
@@ -40,6 +44,15 @@ _FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".jso
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A model on the hub: org/name, and branch, tag or commit. streams: its weights are read where they are."""
+
+    name: str
+    revision: str | None
+    streams: bool = False
+
+
 @final
 class Checkpoint:
     """A model: a source of tensors, and its other files. Created by `open_checkpoint`; a context manager.
@@ -47,7 +60,7 @@ class Checkpoint:
     ref          as the user named it
     folder       contains config.json and the other files; a temporary one if they are made from the weight files (GGUF)
     source       source of the tensors; its members are available here too, so a checkpoint is itself a source
-    revision     commit hash of a hub model, "" otherwise
+    revision     commit hash of a hub model, digest of the files' versions at another address, "" otherwise
     config       config.json, or None if missing
     files        names of the files to copy into a new model (including config.json and the tokenizer), sorted
     left_out     names of other top-level files, which no loader reads and which are not copied
@@ -55,7 +68,7 @@ class Checkpoint:
     metadata     the weight files' metadata (`__metadata__` of safetensors), without keys on which files disagree
     quantised    the quantisation of the weights, None if not quantised
     decoded      the quantisation of stored weights that the source decodes; "" if there is none
-    repositories hub repositories whose files may have to be downloaded before tensors are read
+    repositories hub repositories, and folders elsewhere, whose files may have to be downloaded before tensors are read
     notes        warnings about the model
     alone        a single file, opened without its folder
     plan         of a merge whose result it is, if the tensors are computed when they are read
@@ -75,7 +88,7 @@ class Checkpoint:
         alone: bool = False,
         metadata: Mapping[str, str] | None = None,
         notes: tuple[Finding, ...] = (),
-        repositories: tuple[Repository, ...] = (),
+        repositories: tuple[Repository | RemoteFolder, ...] = (),
         decoded: str = "",
         temporary: tempfile.TemporaryDirectory[str] | None = None,
         plan: Plan | None = None,
@@ -132,6 +145,11 @@ class Checkpoint:
         """Files of hub models that a merge needs and that are not cached yet, with their sizes."""
         return {repo.folder / name: nbytes for repo in self.repositories for name, nbytes in repo.missing.items()}
 
+    def stream(self) -> None:
+        """Read weights of hub models that are not cached where they are; `download` then brings the other files alone."""
+        for repository in self.repositories:
+            repository.stream()
+
     def download(self) -> None:
         """Download missing files. Raises CheckpointError; completed files stay in the cache."""
         for repository in self.repositories:
@@ -157,6 +175,10 @@ class Checkpoint:
         CheckpointError if the file has changed since the checkpoint was opened.
         """
         return self.source.location(name)
+
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
+        """The parts of remote files that are read for these bytes of a tensor; () if all of it is on this disk."""
+        return self.source.extents(name, start_byte, nbytes)
 
     def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
         """Fill `out` with the tensor's bytes from `start_byte` on. Thread-safe.
@@ -205,8 +227,12 @@ def open_checkpoint(
     token: str | bool | None = None,
     raw: bool = False,
     download: bool = True,
+    stream: bool = False,
 ) -> Checkpoint:
-    """Open a model: a local folder, one weight file, or a hub id `org/name[@revision]`.
+    """Open a model: a local folder, one weight file, a hub id `org/name[@revision]`, or an address.
+
+    Addresses are `hf://org/name[@revision]`, `https://host/folder`, `s3://bucket/folder`, `gs://` and `az://`; see
+    docs/remote.md. Their tensors are read by byte range.
 
     Weights are safetensors, PyTorch's zip checkpoints (.bin, .pt, .pth, .ckpt), which are read without executing code, or GGUF,
     whose config.json and tokenizer are made from the file. GGUF's blocks, and FP8, compressed-tensors, GPTQ, AWQ, bitsandbytes,
@@ -218,6 +244,7 @@ def open_checkpoint(
 
     raw       return tensors as stored, without decoding
     download  False reads the headers of a hub model by byte range; tensors can be read after `Checkpoint.download`
+    stream    read the tensors of a hub model by byte range, without a download
 
     Raises NotFound, FormatError (a byte that breaks the format), Unsupported (adapters, dtypes, codes in another layout),
     CheckpointError (permissions, network), ParameterError (a revision for a local path, or two revisions).
@@ -234,31 +261,64 @@ def open_checkpoint(
             return _open_folder(name, place, _local_names(place), raw=raw)
         return _checkpoint(name, place.parent, sources.open_file(place, name), raw=raw, alone=True)
 
-    from weightsmith import hub
-
     try:
-        repository = hub.open_repository(*place, cache_dir=cache_dir, token=token)
+        repository, only = open_place(place, cache_dir=cache_dir, token=token)
     except NotFound as error:
-        if hint := _nearest_sibling(expand_user(name)):  # `models/lama` looks like a hub id
+        if (
+            hint := "" if isinstance(place, Address) else _nearest_sibling(expand_user(name))
+        ):  # `models/lama` looks like a hub id
             found = error.finding
             raise NotFound(found.what + hint, where=found.where, details=found.details, fix=found.fix) from error
         raise
+    if only:
+        repository.read_starts([only])
+        opened = sources.open_file(repository.folder / only, name, repository.open)
+        return _checkpoint(name, repository.folder, opened, repository, raw=raw, alone=True)
     repository.download(["config.json", *(pattern for kind in sources.KINDS for pattern in kind.indexes)], quiet=True)
     weights = [path.name for path in sources.find_weights(repository.folder, repository.sizes, name).paths]
     repository.want([*weights, *carried_files(repository.sizes), CARD_NAME])
-    if download:
+    stream |= isinstance(place, Address) or place.streams
+    if download and not stream:
         repository.download()
     repository.download(read_to_choose(repository.sizes), quiet=True)
     repository.read_starts(weights)
+    if stream:
+        repository.stream()
+    if download:
+        repository.download(quiet=True)
     return _open_folder(name, repository.folder, list(repository.sizes), repository, raw=raw)
 
 
-def locate(ref: str | Path, revision: str | None = None) -> Path | tuple[str, str | None]:
-    """The local path of a name, else its hub id and revision.
+def open_place(
+    place: HubModel | Address, *, cache_dir: str | Path | None = None, token: str | bool | None = None
+) -> tuple[Repository | RemoteFolder, str]:
+    """The files of a model on the hub or at an address; and the name of the one that an address names, else ""."""
+    if isinstance(place, HubModel):
+        from weightsmith import hub
+
+        return hub.open_repository(place.name, place.revision, cache_dir=cache_dir, token=token), ""
+    from weightsmith.remote.folder import open_folder
+
+    parent, _, last = place.path.rpartition("/")
+    if not last.lower().endswith(sources.suffixes()):
+        return open_folder(place), ""
+    return open_folder(replace(place, path=parent), last), last
+
+
+def locate(ref: str | Path, revision: str | None = None) -> Path | HubModel | Address:
+    """The local path of a name, else the hub model, or the address, that it names.
 
     Raises NotFound for a name that is neither, ParameterError for a revision of a local path and for two revisions.
     """
     name = os.fspath(ref)
+    if isinstance(ref, str) and is_address(name):
+        plain, _, in_name = name.partition("@")
+        address = parse_address(plain if name.lower().startswith("hf://") else name)
+        if address.scheme == HUB:
+            return _hub_model(name, address.path, in_name, revision, streams=True)
+        if revision is not None:
+            raise ParameterError(f"revision {show(revision)} for an address, which has no revisions", where=str(address))
+        return address
     path = expand_user(name)
     if name and _exists(path):
         if revision is not None:
@@ -268,15 +328,18 @@ def locate(ref: str | Path, revision: str | None = None) -> Path | tuple[str, st
     match = _HUB_ID.fullmatch(name) if isinstance(ref, str) and not name.lower().endswith(_FILE_SUFFIXES) else None
     if match is None:
         raise _not_found(name, path)
-    repo, in_name = match[1], match[2]
-    if revision is not None and in_name is not None and revision != in_name:
+    return _hub_model(name, match[1], match[2] or "", revision, streams=False)
+
+
+def _hub_model(name: str, repo: str, in_name: str, revision: str | None, *, streams: bool) -> HubModel:
+    if revision is not None and in_name and revision != in_name:
         what = f"two revisions: {show(in_name)} in the name, and revision={show(revision)}"
         raise ParameterError(what, where=name, fix="give one of them")
-    return repo, in_name or revision
+    return HubModel(repo, in_name or revision, streams)
 
 
 def _open_folder(
-    ref: str, folder: Path, names: Sequence[str], repository: Repository | None = None, *, raw: bool
+    ref: str, folder: Path, names: Sequence[str], repository: Repository | RemoteFolder | None = None, *, raw: bool
 ) -> Checkpoint:
     """A folder with the files `names`; `repository` if it is in the hub's cache (whose links need no check)."""
     found = sources.find_weights(folder, names, str(folder) if repository is None else ref)
@@ -295,7 +358,7 @@ def _checkpoint(
     ref: str,
     folder: Path,
     opened: Opened,
-    repository: Repository | None = None,
+    repository: Repository | RemoteFolder | None = None,
     config: Mapping[str, Any] | None = None,
     files: tuple[str, ...] = (),
     left_out: tuple[str, ...] = (),
@@ -394,8 +457,6 @@ def _not_found(name: str, path: Path) -> NotFound:
         return NotFound(f"no such folder; {base} is one, but a local path has no revisions", where=name, fix="Drop the @.")
     with contextlib.suppress(OSError, ValueError):  # not a link, or not a valid path
         return NotFound(f"broken symbolic link to {path.readlink()}", where=name, fix="restore the link's target")
-    if name.startswith(("http://", "https://", "hf://")):
-        return NotFound("neither a local path nor a hub id", where=name, fix="Write a hub model as org/name[@revision].")
     kind = "no such folder or file"
     if "/" not in name and os.sep not in name:
         kind += ", and not a hub id, which has the form org/name"

@@ -12,24 +12,22 @@ import glob
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightsmith.errors import NOTHING_WRITTEN, CheckpointError, Finding, NotFound, PushFailed, WeightsmithError
-from weightsmith.formats.files import FileState, RandomAccess, open_local, show
+from weightsmith.errors import NOTHING_WRITTEN, CheckpointError, Finding, NotFound, PushFailed
+from weightsmith.formats.files import RandomAccess, open_local, show
+from weightsmith.remote.files import RemoteFile, read_starts
+from weightsmith.remote.http import HttpFile
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 UPLOAD_SECONDS = 300.0  # for an answer to what changes a repository: the hub hashes and moves files before it answers
-HEAD_BYTES = 128 << 10  # read at once from the start of a file: the header of most shards
-RANGE_BYTES = 4 << 10  # read at least, elsewhere
 SILENT_SECONDS = 60.0  # a hub that did not answer is not asked again for so long: each question takes a timeout
 UNKNOWN = -1  # size of a file
 _DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM})
-_CONNECTIONS = 8
 _COMMIT = re.compile("[0-9a-f]{40,64}")
 
 _silent: dict[str, tuple[float, str]] = {}
@@ -72,7 +70,7 @@ class Repository:
         self._token = token
         self._revision = revision
         self._wanted: dict[str, None] = {}
-        self._files: dict[str, _HubFile] = {}
+        self._files: dict[str, RemoteFile] = {}
 
     def want(self, names: Iterable[str]) -> None:
         """Name files that are needed: `download` brings them. Raises CheckpointError."""
@@ -101,7 +99,8 @@ class Repository:
     @property
     def missing(self) -> dict[str, int]:
         """The files that are needed and not in the cache, and their sizes."""
-        return {name: self.sizes[name] for name in self._wanted if not (self.folder / name).is_file()}
+        wanted = (name for name in self._wanted if name not in self._files or not self._files[name].streams)
+        return {name: self.sizes[name] for name in wanted if not (self.folder / name).is_file()}
 
     def download(self, patterns: Sequence[str] | None = None, *, quiet: bool = False) -> None:
         """Bring into the cache what is missing, or the files of these patterns.
@@ -144,74 +143,33 @@ class Repository:
     def read_starts(self, names: Iterable[str]) -> None:
         """Read the start of each file that is not in the cache, several at a time: their headers, if `open` is to find them."""
         absent = [name for name in names if name in self.sizes and not (self.folder / name).is_file()]
-        self._files = {name: _HubFile(self.name, self.commit, name, self.sizes[name], self._token) for name in absent}
-        with ThreadPoolExecutor(_CONNECTIONS) as pool:
-            for _ in pool.map(lambda file: file.read_at(0, 1), self._files.values()):
-                pass
+        self._files = {name: RemoteFile(self._ranges(name)) for name in absent}
+        read_starts(self._files.values())
+
+    def stream(self) -> None:
+        """Read weights that are not in the cache where they are, and leave them there. Call it after `read_starts`."""
+        for name, file in self._files.items():
+            file.streams = not (self.folder / name).is_file()
 
     @contextmanager
     def open(self, path: Path) -> Iterator[RandomAccess]:
         """Open a file of `folder` to read parts of it: the cached one, else the one on the hub."""
         if path.name in self._files:
-            yield self._files.pop(path.name)
+            yield self._files[path.name]
+            self._files[path.name].forget()
         else:
             with open_local(path) as file:
                 yield file
 
-
-class _HubFile:
-    """A file on the hub, read by byte ranges. What was read is remembered."""
-
-    def __init__(self, repo: str, commit: str, name: str, nbytes: int, token: str | bool | None) -> None:
-        self.state = FileState.elsewhere(nbytes)
-        self._repo, self._commit, self._name, self._token = repo, commit, name, token
-        self._parts: list[tuple[int, bytes]] = []
-
-    def read_at(self, offset: int, nbytes: int) -> bytes:
-        end = min(offset + nbytes, self.state.nbytes)
-        if end <= offset:
-            return b""
-        for start, part in self._parts:
-            if start <= offset and end <= start + len(part):
-                return part[offset - start : end - start]
-        first = offset if offset + RANGE_BYTES <= self.state.nbytes else max(0, self.state.nbytes - RANGE_BYTES)
-        last = min(max(end, first + (RANGE_BYTES if offset else HEAD_BYTES)), self.state.nbytes)
-        part = self._fetch(first, last)
-        self._parts.append((first, part))
-        return part[offset - first : end - first]
-
-    def _fetch(self, first: int, end: int) -> bytes:
-        """Bytes `first` to `end` of the file. Raises CheckpointError, also when the hub sends anything else."""
+    def _ranges(self, name: str) -> HttpFile:
+        """A file on the hub."""
         import huggingface_hub
-        from huggingface_hub.utils import build_hf_headers, http_stream_backoff  # type: ignore[attr-defined]  # it marks no exports
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # it marks no exports
 
-        where = f"{self._repo}, {self._name}"
-        url = huggingface_hub.hf_hub_url(self._repo, self._name, revision=self._commit)
-        headers = {**build_hf_headers(token=self._token), "Range": f"bytes={first}-{end - 1}", "Accept-Encoding": "identity"}
-        data = bytearray()
-        try:
-            with http_stream_backoff("GET", url, max_retries=2, headers=headers, timeout=_timeouts()[1]) as response:
-                huggingface_hub.hf_raise_for_status(response)
-                whole = response.status_code == 200 and first == 0  # a server without ranges: the start of the file is enough
-                span = response.headers.get("content-range", "")
-                if not whole and (response.status_code, span) != (206, f"bytes {first}-{end - 1}/{self.state.nbytes}"):
-                    found = f"status {response.status_code}, Content-Range {show(span)}"
-                    raise CheckpointError(
-                        f"bytes {first:,} to {end:,} of {self.state.nbytes:,} were requested, and the hub sent others: {found}",
-                        where=where,
-                        fix=f"Download the model first: `hf download {self._repo} --revision {self._commit}`",
-                    )
-                for chunk in response.iter_bytes():
-                    data += chunk
-                    if len(data) >= end - first:
-                        break
-        except WeightsmithError:
-            raise
-        except Exception as error:
-            raise _explain(error, where) from error
-        if len(data) < end - first:
-            raise CheckpointError(f"the hub sent {len(data):,} of {end - first:,} bytes", where=where, fix="Run again.")
-        return bytes(data[: end - first])
+        url = huggingface_hub.hf_hub_url(self.name, name, revision=self.commit)
+        headers = build_hf_headers(token=self._token)
+        pinned = "x-repo-commit", self.commit
+        return HttpFile(url, f"{self.name}, {name}", self.sizes[name], self.commit, headers, pinned=pinned)
 
 
 def open_repository(

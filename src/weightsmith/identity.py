@@ -31,6 +31,7 @@ ROOMS = (
     "mixture",
     "products",
     "quantisation",
+    "remote",
     "sources",
     "structure",
     "transplant",

@@ -12,6 +12,7 @@ from weightsmith.tensors import BY_TORCH_NAME, DTYPE_NAMES, DType, dtype_name
 SHARD_BYTES = 5_000_000_000
 ONE_FILE_BYTES = 50_000_000_000
 """The largest file that the Hub takes: people expect one GGUF file, not one for each 5 GB."""
+SPOOL_BYTES = 20_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +178,8 @@ class RunOptions:
     allow_nonfinite   merge NaN and infinity like any number; else they raise an error that names tensor and model
     device            torch device name for hidden states
     keep_stages       write the results of all the recipes whose results the recipe reads, to OUT.stage-NAME, and keep them
+    stream            read the weights of hub models where they are, instead of downloading them first
+    max_spool_bytes   limit of the disk space for bytes that are streamed; those of a later pass that do not fit travel again
     push              upload the finished folder to the hub, as the model `org/name`
     public            make the model that `push` creates public; the default is private
     ray               have a Ray cluster do the parts of the plan: its address `host:port`; "auto": the cluster of this machine,
@@ -194,6 +197,8 @@ class RunOptions:
     allow_nonfinite: bool = False
     device: str = "cpu"
     keep_stages: bool = False
+    stream: bool = False
+    max_spool_bytes: int = SPOOL_BYTES
     push: str | None = None
     public: bool = False
     ray: str | None = None
@@ -243,6 +248,8 @@ class RunKeywords(TypedDict, total=False):
     allow_nonfinite: bool
     device: str
     keep_stages: bool
+    stream: bool
+    max_spool_bytes: int
     push: str | None
     public: bool
     ray: str | None

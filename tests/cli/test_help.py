@@ -21,6 +21,7 @@ COMMANDS = (
     "preview",
     "inspect",
     "diff",
+    "studio",
     "quantize",
     "dequantize",
     "extract-lora",

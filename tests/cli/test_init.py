@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli_help import Cli, cli, environment, make_models, work
-from weightsmith.cli.init import GOALS, goal_names, preset_names
+from weightsmith.cli.init import goal_names, preset_names
 from weightsmith.cli.methods import method_names
+from weightsmith.goals import GOALS
 
 __all__ = ["cli", "work"]
 

@@ -31,9 +31,9 @@ ONLY_ASKED = {
 
 SAMPLE = frozenset(
     "bert blenderbot dinov2 esm gpt2 gpt_oss jamba llama mamba mbart mixtral qwen2 "
-    "qwen2_vl qwen3 qwen3_moe qwen3_next swin t5 vit whisper yolos".split()
+    "qwen2_vl qwen3 qwen3_moe qwen3_next swin t5 vit vits whisper yolos".split()
 )
-"""Model types that every run looks at: one or two of each kind of structure."""
+"""Model types that every run looks at: one or two of each kind of structure. VITS counts other things too."""
 
 
 @pytest.fixture(autouse=True)

@@ -81,6 +81,7 @@ def resized(config: Config, source: Sequence[int], kinds: str = "", prefix: str 
         ),
         ({"eos_token_id": [1, 2, 3, 4], "id2label": {str(i): "x" for i in range(4)}}, [0], {}),
         ({"rope_scaling": {"mrope_section": [1, 2, 3, 4], "long_factor": [1, 2, 3, 4]}}, [0], {}),
+        ({"upsample_rates": [8, 8, 2, 2], "upsample_kernel_sizes": [16, 16, 4, 4]}, [0], {}),  # of VITS' decoder
         ({"architectures": ["A"], "attention_dropout": 0.0, "use_cache": True}, [0], {}),
     ],
 )

@@ -2,7 +2,7 @@
 
     app.py             the commands together
     merge.py moe.py quantize.py extract_lora.py transplant_tokenizer.py inspect.py diff.py preview.py plan.py run.py verify.py
-    methods.py schema.py init.py clean.py doctor.py
+    studio.py methods.py schema.py init.py clean.py doctor.py
                        one command each, quantize.py two
     presets/           the recipes of the papers
     options.py         options that several commands have, and how sizes and dtypes are read

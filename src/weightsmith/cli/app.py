@@ -23,6 +23,7 @@ from weightsmith.cli.preview import preview
 from weightsmith.cli.quantize import dequantize, quantize
 from weightsmith.cli.run import run
 from weightsmith.cli.schema import schema
+from weightsmith.cli.studio import studio
 from weightsmith.cli.transplant_tokenizer import transplant_tokenizer
 from weightsmith.cli.verify import verify
 from weightsmith.text import result
@@ -60,6 +61,7 @@ app.command(cls=MoeCommand)(plan)
 app.command()(preview)
 app.command()(inspect)
 app.command()(diff)
+app.command()(studio)
 app.command()(quantize)
 app.command()(dequantize)
 app.command()(extract_lora)

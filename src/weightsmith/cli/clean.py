@@ -17,7 +17,11 @@ from weightsmith.text import count, note, printable, result, say, show_table, si
 def clean(
     folders: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FOLDER]...", help="Where to look: the parents of output folders.", show_default=False),
+        typer.Argument(
+            metavar="[FOLDER]...",
+            help="Where to look: the parents of output folders, or s3://BUCKET/PREFIX.",
+            show_default=False,
+        ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Remove them. Without it they are listed only.")] = False,
     as_json: options.Json = False,
@@ -25,21 +29,30 @@ def clean(
     """List the work of interrupted runs; --yes removes it.
 
     Looks in the current folder unless FOLDERs are named. Only folders that weightsmith made are removed, and none in which a
-    process is working.
+    process is working. In a bucket, the uploads of interrupted runs are aborted.
     """
     with failures(checking=True, as_json=as_json):
+        from weightsmith.buckets.address import parse_address
+        from weightsmith.buckets.unfinished import UnfinishedUpload, find_uploads, remove_upload
         from weightsmith.errors import NotFound
-        from weightsmith.store.unfinished import find_unfinished, remove_unfinished
+        from weightsmith.store.target import is_address
+        from weightsmith.store.unfinished import Unfinished, find_unfinished, remove_unfinished
 
-        parents = [Path(folder) for folder in folders or ["."]]
-        for parent in parents:
-            if not parent.is_dir():
-                raise NotFound("no such folder", where=str(parent), fix="write the folder that the output folder is in")
-        found = [each for parent in parents for each in find_unfinished(parent)]
+        found: list[Unfinished | UnfinishedUpload] = []
+        for folder in folders or ["."]:
+            if is_address(folder):
+                found += find_uploads(parse_address(folder, folder=True))
+            elif Path(folder).is_dir():
+                found += find_unfinished(Path(folder))
+            else:
+                raise NotFound("no such folder", where=folder, fix="write the folder that the output folder is in")
         removable = [each for each in found if not each.reason]
         if yes:
             for each in removable:
-                remove_unfinished(each)
+                if isinstance(each, Unfinished):
+                    remove_unfinished(each)
+                else:
+                    remove_upload(each)
         if as_json:
             facts = [
                 {
@@ -70,6 +83,6 @@ def clean(
             )
             for each in removable
         ]
-        show_table(("unfinished work", "tensors", "on disk", "last change"), rows, right={1, 2})
+        show_table(("unfinished work", "tensors", "stored", "last change"), rows, right={1, 2})
         folders_ = f"{count(len(removable), 'folder')}, {size(sum(each.nbytes for each in removable))}"
         say(f"removed {folders_}" if yes else f"{folders_}; weightsmith clean --yes removes them, the same merge resumes them")

@@ -39,6 +39,7 @@ def diff(
         ),
     ] = None,
     threads: options.Threads = None,
+    stream: options.Stream = False,
     report: options.PageFile = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
@@ -67,9 +68,11 @@ def diff(
 
         with meter(quiet=quiet) as shown:
             if base is None:
-                found: Difference | Comparison = compare(*models, tensors=tensors or (), threads=threads, progress=shown)
+                found: Difference | Comparison = compare(
+                    *models, tensors=tensors or (), threads=threads, stream=stream, progress=shown
+                )
             else:
-                found = compare(*models, base=base, tensors=tensors or (), threads=threads, progress=shown)
+                found = compare(*models, base=base, tensors=tensors or (), threads=threads, stream=stream, progress=shown)
         if report is not None:
             write_page(report, difference_page(found) if isinstance(found, Two) else comparison_page(found))
         if as_json:

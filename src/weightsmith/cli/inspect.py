@@ -28,6 +28,7 @@ def inspect(
         bool, typer.Option("--stats", help="Read the tensors, and show norms, extremes, zeros, NaN and outlier rows.")
     ] = False,
     threads: options.Threads = None,
+    stream: options.Stream = False,
     report: options.PageFile = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
@@ -47,7 +48,7 @@ def inspect(
             check_page(report)
 
         with meter(quiet=quiet or not stats) as shown:
-            found = look(model, tensors=tensors or (), stats=stats, threads=threads, progress=shown)
+            found = look(model, tensors=tensors or (), stats=stats, threads=threads, stream=stream, progress=shown)
         if report is not None:
             write_page(report, inspection_page(found))
         if as_json:

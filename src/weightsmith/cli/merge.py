@@ -85,6 +85,8 @@ def _summary(merged: Merged) -> str:
     resumed = f", {merged.resumed:,} of them by an earlier run" if merged.resumed else ""
     speed = f" ({size(moved / merged.seconds)}/s read and written)" if merged.seconds > 0 else ""
     done = f"{printable(str(merged.out))}: {tensors}{resumed}, {size(nbytes)} in {duration(merged.seconds)}{speed}"
+    if merged.fetched_bytes:
+        done += f"\n{size(merged.fetched_bytes)} streamed"
     if merged.url:
         done += f"\nuploaded to {printable(merged.url)}"
     if not merged.distance:
@@ -107,6 +109,7 @@ def _to_json(merged: Merged) -> dict[str, Any]:
         "files": [{"name": s.name, "bytes": s.nbytes} for s in plan.layout.shards],
         "read_bytes": merged.read_bytes,
         "written_bytes": merged.written_bytes,
+        "fetched_bytes": merged.fetched_bytes,
         "seconds": round(merged.seconds, 3),
         "dropped": len(plan.dropped),
         "distance_from_base": to_json(merged.distance),
@@ -120,8 +123,12 @@ def interrupted(out: str) -> str:
     import shlex
 
     from weightsmith.store.area import staging_folder
-    from weightsmith.store.target import absolute
+    from weightsmith.store.target import absolute, is_address
 
+    # --no-resume on this run discarded an earlier one's work; on the next it would discard this one's.
+    command = shlex.join(["weightsmith", *(a for a in sys.argv[1:] if a != "--no-resume")])
+    if is_address(out):
+        return f"Interrupted. What was uploaded is kept at {out}\n  -> Resume with the same command: {command}"
     target = absolute(out)
     folder = staging_folder(target)
     if not folder.exists():  # the result of another recipe, that this one uses, may be there
@@ -129,6 +136,4 @@ def interrupted(out: str) -> str:
         folder = next((path for start in (".", "") for path in target.parent.glob(start + pattern)), folder)
     if not folder.exists():
         return "Interrupted. No unfinished work was left."
-    # --no-resume on this run discarded an earlier one's work; on the next it would discard this one's.
-    command = shlex.join(["weightsmith", *(a for a in sys.argv[1:] if a != "--no-resume")])
     return f"Interrupted. Finished tensors are kept in {folder}\n  -> Resume with the same command: {command}"

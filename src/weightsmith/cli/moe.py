@@ -33,7 +33,12 @@ def moe(
     settings: QuantizeSettings,
     running: RunOptions,
     out: Annotated[
-        str, typer.Argument(metavar="OUT", help="The folder to create; not with --plan and --routing.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="OUT",
+            help="The folder to create, or s3://BUCKET/PREFIX; not with --plan and --routing.",
+            show_default=False,
+        ),
     ] = "",
     plan_only: Annotated[
         bool, typer.Option("--plan", help="Show what would be made, as `weightsmith plan` does; compute and write nothing.")

@@ -118,7 +118,7 @@ def _size_option(name: str, help: str, **more: Any) -> Any:
 
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file; - for standard input.")]
-Out = Annotated[str, typer.Argument(metavar="OUT", help="The folder to create.")]
+Out = Annotated[str, typer.Argument(metavar="OUT", help="The folder to create, or s3://BUCKET/PREFIX.")]
 Threads = Annotated[
     int | None,
     typer.Option("--threads", metavar="N", min=1, help="Number of threads; all cores that this process may use if not given."),
@@ -127,9 +127,24 @@ MaxMemory = Annotated[
     int | None,
     _size_option("--max-memory", "Bound of resident memory, such as 500MB or 2GiB; the result does not depend on it."),
 ]
-OutOrPlan = Annotated[str, typer.Argument(metavar="OUT", help="The folder to create; not with --plan.", show_default=False)]
+OutOrPlan = Annotated[
+    str,
+    typer.Argument(metavar="OUT", help="The folder to create, or s3://BUCKET/PREFIX; not with --plan.", show_default=False),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no summary; warnings and errors are still shown.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+Stream = Annotated[
+    bool,
+    typer.Option("--stream", help="Read the weights of hub models where they are, only what is needed, without a download."),
+]
+MaxSpool = Annotated[
+    int,
+    _size_option(
+        "--max-spool",
+        "Bound of the disk space for streamed bytes that are read again, in huggingface_hub's cache folder.",
+        show_default="20GB",
+    ),
+]
 PageFile = Annotated[
     Path | None,
     typer.Option("--report", metavar="FILE", help="Also write the result as a page: one HTML file, readable offline."),
@@ -420,6 +435,8 @@ FLAGS: Mapping[str, Any] = {
             help="Write the result of each recipe that the recipe uses as a model, to OUT.stage-NAME, and keep it.",
         ),
     ],
+    "stream": Stream,
+    "max_spool_bytes": MaxSpool,
     "push": Annotated[
         str | None,
         typer.Option("--push", metavar="ORG/NAME", help="Upload OUT to the hub when it is finished, as a private model."),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from weightsmith.cli.summary import Summary
     from weightsmith.planner import Prepared
     from weightsmith.plans import Plan, Step
+    from weightsmith.remote.ahead import Travel
 
 _PIECES_SHOWN = 12
 AS_IT_IS = "as it is"
@@ -55,7 +56,7 @@ def plan(
 ) -> None:
     """Show what merging RECIPE would do. Reads headers only (but for --distance), writes nothing.
 
-    Of hub models it reads the headers by byte range, and says what a merge would download.
+    Of hub models it reads the headers by byte range, and says what a merge would download, or with --stream read where it is.
 
     Names the modules that `modules:` in a recipe takes. Takes the options of merge, and of moe for a recipe of a mixture. With
     --json: the whole plan, which `weightsmith run` takes, and where each tensor goes.
@@ -84,6 +85,8 @@ def show_plan(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None
 
     if as_json:
         check_computable(prepared)
+    if running.stream:
+        prepared.stream()
     summary = summarise(prepared, running)
     if as_json:
         result(json.dumps(_to_json(prepared.plan, summary), ensure_ascii=False))
@@ -119,6 +122,8 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
         fact(
             "download", f"{nbytes} in {count(len(summary.downloads), 'file')}, before the merge begins; only headers were read"
         )
+    if summary.travel.needed_bytes:
+        fact("stream", _travel(summary.travel))
     files = count(len(shards), "file") + (f" of at most {size(plan.max_shard_bytes)}" if len(shards) > 1 else "")
     fact("output", f"{count(len(plan.steps), 'tensor')}, {size(summary.out_bytes)}, in {files}")
     times = f" (inputs of {size(summary.input_bytes)}, read up to {summary.passes} times)" if summary.passes > 1 else ""
@@ -166,6 +171,17 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
         say(printable(", ".join(plan.carried)))
 
 
+def _travel(travel: Travel) -> str:
+    """What is read where it is."""
+    text = f"{size(travel.network_bytes)} in {count(travel.requests, 'request')}, while the merge runs"
+    if travel.passes < 2:
+        return text
+    again = travel.network_bytes - travel.needed_bytes
+    if not again:
+        return f"{text}; later passes read the spool"
+    return f"{text}; {size(again)} of them for later passes, which the spool has no room for (--max-spool)"
+
+
 def _vocabulary(found: Mapping[str, Any]) -> None:
     """Whose tokenizer the output has, and where the rows of its tokens come from."""
     _section("vocabulary")
@@ -206,6 +222,12 @@ def _to_json(plan: Plan, summary: Summary) -> dict[str, Any]:
         "survey_bytes": summary.survey_bytes,
         "download_bytes": sum(d.nbytes for d in summary.downloads),
         "downloads": [{"model": d.model, "file": d.file, "bytes": d.nbytes} for d in summary.downloads],
+        "stream": {
+            "needed_bytes": summary.travel.needed_bytes,
+            "network_bytes": summary.travel.network_bytes,
+            "requests": summary.travel.requests,
+            "passes": summary.travel.passes,
+        },
         "peak_memory_bytes": summary.memory.peak_bytes,
         "threads": summary.memory.threads,
         "stages": [

@@ -32,6 +32,7 @@ def preview(
     planning: RecipeOptions,
     full: Annotated[bool, typer.Option("--full", help="Compute the whole merge, not a sample of it; write nothing.")] = False,
     threads: options.Threads = None,
+    stream: options.Stream = False,
     report: options.PageFile = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
@@ -57,6 +58,8 @@ def preview(
 
         with prepare_any(options.recipe_source(recipe), planning, QuantizeSettings()) as prepared:
             show_warnings(prepared)
+            if stream:
+                prepared.stream()
             summary = summarise(prepared, RunOptions(threads=threads))
             with meter(quiet=quiet) as shown:
                 found = preview_of(prepared, full=full, threads=threads, progress=shown)

@@ -9,6 +9,7 @@ from typing import Any
 
 from weightsmith.engine.computed import Computed
 from weightsmith.engine.local import Resources
+from weightsmith.engine.passes import Passes, visits
 from weightsmith.engine.reader import Reader
 from weightsmith.engine.results import Results
 from weightsmith.engine.schedule import RESIDENT_BYTES
@@ -17,8 +18,8 @@ from weightsmith.look.files import Change, changes
 from weightsmith.options import RunOptions
 from weightsmith.planner import Prepared
 from weightsmith.planner.encode import stored_plain
-from weightsmith.plans import COPY, PLAIN, Plan, Read, Step
-from weightsmith.products import Survey, find_kind
+from weightsmith.plans import PLAIN, Plan, Read, Step
+from weightsmith.remote.ahead import Travel, estimate
 from weightsmith.structure import analyse
 
 TORCH_BYTES = 250 << 20
@@ -119,7 +120,8 @@ class Summary:
     read_bytes   with the passes for statistics before the last one; an upper bound, as a pass may prove needless
     survey_bytes of them those that the method reads of the whole model before it merges the first tensor
     passes       the most times that any tensor is read
-    downloads    what of hub models is not in the cache
+    downloads    what of hub models is not in the cache, and is not streamed
+    travel       what is streamed
     stages       the other recipes whose results it reads, each after those that it depends on
     """
 
@@ -135,6 +137,7 @@ class Summary:
     dropped: tuple[DroppedFacts, ...]
     changes: tuple[Change, ...]
     memory: Memory
+    travel: Travel
     downloads: tuple[Download, ...] = ()
     stages: tuple[StageFacts, ...] = ()
 
@@ -144,7 +147,7 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
     plan, reader = prepared.plan, Reader(prepared.plan, prepared.inputs, Results(prepared.plan))
     ops: dict[str, tuple[int, int]] = {}
     input_bytes = read_bytes = survey_bytes = most = 0
-    passes = _Passes(plan, reader)
+    passes = Passes(plan, reader)
     leaves = [leaf for step in plan.steps for leaf in step.leaves]
     inner = {i: c.source for i, c in enumerate(prepared.inputs) if c.plan is not None and isinstance(c.source, Computed)}
     once: dict[tuple[int, str], int] = {}
@@ -180,6 +183,7 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
         modules=_modules(prepared),
         dropped=_dropped(plan),
         changes=tuple(changes(prepared.inputs[plan.donor].config or {}, plan.config or {})),
+        travel=estimate(visits(reader, plan.steps, plan.products), options.max_spool_bytes),
         downloads=_downloads(prepared),
         stages=_stages(prepared),
         memory=_memory(plan, options.threads, options.max_memory_bytes, [passes.resident_bytes(leaf) for leaf in leaves]),
@@ -205,39 +209,6 @@ def _downloads(prepared: Prepared) -> tuple[Download, ...]:
     repositories = [repository for checkpoint in prepared.inputs for repository in checkpoint.repositories]
     found = {r.folder / name: Download(r.name, name, nbytes) for r in repositories for name, nbytes in r.missing.items()}
     return tuple(found.values())
-
-
-class _Passes:
-    """How often each step reads its inputs: asked of the jobs themselves, once for each set of parameters and shape."""
-
-    def __init__(self, plan: Plan, reader: Reader) -> None:
-        self._reader = reader
-        self._known: dict[tuple[object, ...], tuple[int, int]] = {}
-        self._surveys: dict[str, Survey] = {}
-        for product in plan.products:
-            make = find_kind(product.op).survey
-            if make is not None:
-                self._surveys[product.name] = make(product)
-
-    def before(self, step: Step) -> int:
-        """Whole passes over the inputs of a step for products that it needs."""
-        surveys = [self._surveys[name] for name in step.needs if name in self._surveys]
-        return sum(not survey.sampled(number) for survey in surveys for number in range(survey.passes()))
-
-    def of(self, step: Step) -> int:
-        """Passes over the inputs of a step, the one that writes included."""
-        return 1 if step.op == COPY or not step.out.size else 1 + self._job(step)[0]
-
-    def resident_bytes(self, step: Step) -> int:
-        """What the job of a step holds in memory between its passes."""
-        return 0 if step.op == COPY or not step.out.size else self._job(step)[1]
-
-    def _job(self, step: Step) -> tuple[int, int]:
-        key = step.op, step.settings, step.base, step.out.shape, step.role
-        if key not in self._known:
-            job = self._reader.job(step)
-            self._known[key] = job.passes(), job.resident_bytes
-        return self._known[key]
 
 
 def _modules(prepared: Prepared) -> tuple[ModuleFacts, ...]:

@@ -14,7 +14,7 @@ from weightsmith.text import count, note, printable, result, say, size
 
 
 def verify(
-    out: Annotated[str, typer.Argument(metavar="OUT", help="A folder that weightsmith wrote.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="A folder or an address that weightsmith wrote.")],
     threads: Annotated[int, typer.Option("--threads", metavar="N", min=1, help="Threads that read.")] = 2,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
@@ -24,7 +24,7 @@ def verify(
     Names each damaged tensor and file. Needs nothing but OUT.
     """
     with failures(checking=True, as_json=as_json):
-        from weightsmith.store.verify import verify as check
+        from weightsmith.buckets.verify import verify as check
 
         with meter(quiet=quiet) as shown:
             report = check(

@@ -24,6 +24,7 @@ from weightsmith.encodings.base import WHOLE, array_name
 from weightsmith.engine.bench import Computing, EngineBench
 from weightsmith.engine.buffers import Buffers
 from weightsmith.engine.constants import UNPUBLISHED, Finite
+from weightsmith.engine.passes import visits
 from weightsmith.engine.reader import Reader, Source
 from weightsmith.engine.results import Results
 from weightsmith.engine.schedule import APPLY, RESIDENT_BYTES, Flight, Gathered, Part, Scheduler, SurveyFlight, Task, Work
@@ -34,9 +35,11 @@ from weightsmith.kernels.codecs import decode
 from weightsmith.kernels.delta import distance
 from weightsmith.kernels.finite import first_nonfinite
 from weightsmith.kernels.jit import is_compiling, leave
+from weightsmith.options import SPOOL_BYTES
 from weightsmith.plans import CAST, COPY, PLAIN, Gather, Plan, Product, Step
 from weightsmith.products import find_kind
 from weightsmith.products.base import Arrays
+from weightsmith.remote.ahead import ReadAhead
 from weightsmith.store.disk import copies_by_reference
 from weightsmith.store.journal import Finished
 from weightsmith.tensors import GRAIN_ELEMENTS, TensorSpec, grain_elements
@@ -102,6 +105,7 @@ class Outcome:
     """What a run did.
 
     read_bytes, written_bytes  of tensors
+    fetched_bytes  of files elsewhere, over the network
     finished    the output tensors (`Step.out`), also those that were skipped
     results     the products
     """
@@ -110,6 +114,7 @@ class Outcome:
     written_bytes: int
     finished: Mapping[str, Finished]
     results: Results
+    fetched_bytes: int = 0
 
     @property
     def distances(self) -> dict[str, tuple[float, float]]:
@@ -127,6 +132,7 @@ class Resources:
     product_bytes   that a product that computes may hold besides its arrays; None: no limit
     resident_bytes  that methods of whole matrices may hold; a matrix that needs more is merged alone
     device          for products that compute, as torch names it
+    spool_bytes     on disk, for bytes of files elsewhere
     """
 
     threads: int = 0
@@ -135,6 +141,7 @@ class Resources:
     device: str = "cpu"
     aligned_bytes: int = ALIGNED_BYTES
     product_bytes: int | None = None
+    spool_bytes: int = SPOOL_BYTES
 
     @property
     def workers(self) -> int:
@@ -160,8 +167,12 @@ class Run:
         *,
         allow_nonfinite: bool = False,
         folders: Sequence[Path] = (),
+        abandon: Callable[[], None] = lambda: None,
     ) -> None:
-        """folders: of each model's files, for products that read them."""
+        """
+        folders  of each model's files, for products that read them
+        abandon  wakes threads that wait for bytes, which nobody needs any more
+        """
         self.reader = reader
         self.plan = reader.plan
         self.output = output
@@ -169,6 +180,7 @@ class Run:
         self.allow_nonfinite = allow_nonfinite
         self.finite = Finite(reader, allow_nonfinite)
         self.folders = folders
+        self.abandon = abandon
         self.total_bytes = sum(out.nbytes for step in steps for out in step.outs)
         self.total_tensors = len(steps)
         self.written_bytes = self.read_bytes = self.tensors = 0
@@ -206,6 +218,7 @@ class Run:
                     report()
         except BaseException as error:  # KeyboardInterrupt, or the caller's progress function
             self.scheduler.fail(error)
+            self.abandon()
             leave([thread for thread in pool if thread.ident is not None])
             raise
         finally:
@@ -603,16 +616,21 @@ def run(
     left = [step for step in steps if step.out.name not in skip]
     skipped = [step for step in steps if step.out.name in skip]
     wanted = plan.products if products is None else products
-    task = Run(reader, left, wanted, output, resources, allow_nonfinite=allow_nonfinite, folders=folders)
     finished = len(skipped), sum(out.nbytes for step in skipped for out in step.outs)
     began = time.monotonic()
+    to_make = [product for product in wanted if not results.finished(product.name)]
+    with ReadAhead(visits(reader, left, to_make), resources.spool_bytes) as ahead:
+        task = Run(
+            reader, left, wanted, output, resources, allow_nonfinite=allow_nonfinite, folders=folders, abandon=ahead.stop
+        )
 
-    def report() -> None:
-        if progress is not None:
-            progress(task.progress(began, finished))
+        def report() -> None:
+            if progress is not None:
+                progress(task.progress(began, finished))
 
-    report()
-    task.go(report)
-    report()
+        report()
+        task.go(report)
+        report()
     done = {**skip, **task.finished}
-    return Outcome(task.read_bytes, task.total_bytes, {step.out.name: done[step.out.name] for step in steps}, results)
+    made = {step.out.name: done[step.out.name] for step in steps}
+    return Outcome(task.read_bytes, task.total_bytes, made, results, ahead.fetched_bytes)

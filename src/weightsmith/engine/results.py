@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from weightsmith.formats.files import Extent
 from weightsmith.jobs.job import Bytes, Result
 from weightsmith.plans import Plan, Product
 from weightsmith.store.products import release_pages
@@ -21,6 +23,8 @@ class Results:
 
     specs  of all arrays
     """
+
+    paths: tuple[Path, ...] = ()
 
     def __init__(self, plan: Plan) -> None:
         self.specs: Mapping[str, TensorSpec] = {out.name: out for product in plan.products for out in product.outs}
@@ -85,6 +89,10 @@ class Results:
         return Result(product.settings, product.models, arrays)
 
     # ---- as a source of tensors
+
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
+        """No file."""
+        return ()
 
     def location(self, name: str) -> None:
         """They are in no file."""

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightsmith.errors import ParameterError
@@ -62,7 +63,7 @@ def execute(
             merged = run_plan(Following(ready), out, options, callbacks, began, helpers=helpers)
     found = [finding for stage in stages for finding in stage.warnings[len(stage.plan.warnings) :]]
     found += [] if options.keep_stages else without_stages(stages)
-    kept = tuple(stage.out for stage in stages) if options.keep_stages else ()
+    kept = tuple(stage.out for stage in stages if isinstance(stage.out, Path)) if options.keep_stages else ()
     return replace(merged, warnings=(*merged.warnings, *found), stages=kept)
 
 

@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightsmith import adapters
 from weightsmith.adapters.report import NAME
 from weightsmith.errors import NOTHING_WRITTEN, PlanError
+from weightsmith.execution.output import beside, check_options, check_output
 from weightsmith.execution.run import Callbacks, Following, kept_products, protected_paths, staged
 from weightsmith.options import RunOptions
 from weightsmith.planner.build import Prepared
@@ -25,12 +25,10 @@ if TYPE_CHECKING:
 @contextmanager
 def measured(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, callbacks: Callbacks) -> Iterator[Following]:
     """Compute the products of a plan from which another one follows."""
-    from weightsmith.store.target import check_out, check_vacant
-
-    check_vacant(check_out(out), overwrite=options.overwrite, protected=protected_paths(prepared))
+    check_options(out, options)
+    check_output(out, prepared.plan, options, protected_paths(prepared))
     plan = replace(prepared.plan, made=Made("measurement"), steps=(), then=None)  # it serves any number of bits, any mixture
-    folder = Path(out).with_name(f"{Path(out).name}.measurement")
-    with staged(replace(prepared, plan=plan), folder, options, callbacks) as (staging, run):
+    with staged(replace(prepared, plan=plan), beside(out, ".measurement"), options, callbacks) as (staging, run):
         results = kept_products(plan, staging)
         found = run(results=results).results
         arrays = {product.name: found.arrays(product.name) for product in plan.products if not product.transient}

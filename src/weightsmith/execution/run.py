@@ -15,28 +15,31 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weightsmith.distance import Moved, distance_by_layer
 from weightsmith.errors import NOTHING_WRITTEN, Finding, PlanError, WeightsmithError
 from weightsmith.execution.files import RECIPE_NAME, other_bytes, other_files, provenance
+from weightsmith.execution.output import check_options, check_output, open_output
 from weightsmith.identity import facts, work_identity
 from weightsmith.options import RunOptions
 from weightsmith.planner.build import Prepared
 from weightsmith.plans import Plan, Product, Step
 
 if TYPE_CHECKING:
+    from weightsmith.buckets.address import Address
     from weightsmith.engine.local import Outcome, Progress, Resources
     from weightsmith.engine.results import Results
+    from weightsmith.execution.output import Output
     from weightsmith.products import Report
     from weightsmith.products.base import Arrays
     from weightsmith.store.journal import Finished
-    from weightsmith.store.staging import Staging
 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
     """The result of a run.
 
-    out            the finished folder
+    out            the finished folder, or its address in a bucket
     plan           the plan that was run
     resumed        number of tensors that an interrupted run had finished
     read_bytes, written_bytes   of tensor data, in this run
+    fetched_bytes  of tensor data over the network, if models were streamed
     seconds        of this run, including planning
     distance       distance from the base: in total, then per layer; () without a base
     warnings       the plan's and those found in the data
@@ -45,7 +48,7 @@ class Merged:
     stages         folders with the results of other recipes, if they are kept
     """
 
-    out: Path
+    out: Path | Address
     plan: Plan
     resumed: int
     read_bytes: int
@@ -56,6 +59,7 @@ class Merged:
     reports: Mapping[str, Report] = field(default_factory=dict)
     url: str = ""
     stages: tuple[Path, ...] = ()
+    fetched_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,7 @@ class Helpers(Protocol):
     """Other processes, which do the parts of a plan."""
 
     def __call__(
-        self, prepared: Prepared, staging: Staging, out: str | os.PathLike[str], options: RunOptions, callbacks: Callbacks
+        self, prepared: Prepared, staging: Output, out: str | os.PathLike[str], options: RunOptions, callbacks: Callbacks
     ) -> Helped:
         """Have all parts done, in the staging folder that is open here. What remains undone, the caller does."""
 
@@ -123,6 +127,7 @@ def run_plan(
 
     prepared = following.prepared
     plan, inputs = prepared.plan, prepared.inputs
+    check_options(out, options)
     hub = check_push(options.push) if options.push is not None else None
     # With helpers, the process that does a part checks what an earlier run has finished of it.
     with staged(prepared, out, options, callbacks, steps=None if helpers is None else ()) as (staging, run):
@@ -154,7 +159,7 @@ def run_plan(
             model.check_unchanged()
         folder = staging.publish({**provenance(plan, distance), **more}, fsync=options.fsync)
     url = ""
-    if hub is not None and options.push is not None:
+    if hub is not None and options.push is not None and isinstance(folder, Path):
         url = push(hub, folder, options.push, public=options.public, message=plan.made.title)
     return Merged(
         out=folder,
@@ -167,6 +172,7 @@ def run_plan(
         warnings=(*plan.warnings, *found),
         reports=reports,
         url=url,
+        fetched_bytes=outcome.fetched_bytes,
     )
 
 
@@ -178,14 +184,13 @@ def staged(
     callbacks: Callbacks,
     part: str = "",
     steps: Iterable[Step] | None = None,
-) -> Iterator[tuple[Staging, Callable[..., Outcome]]]:
+) -> Iterator[tuple[Output, Callable[..., Outcome]]]:
     """Download, then open the output: its staging, and `engine.local.run` bound to it.
 
     part   its label
     steps  of the part: what an earlier run has finished of them is taken over; None: of all
     """
     from weightsmith.engine.local import run
-    from weightsmith.store.staging import Staging
 
     plan, inputs = prepared.plan, prepared.inputs
     resources = resources_of(plan, options)
@@ -194,16 +199,15 @@ def staged(
             allow_nonfinite=options.allow_nonfinite, tile_bytes=resources.tile_bytes, aligned_bytes=resources.aligned_bytes
         )
     _download(prepared, out, options)
-    with Staging.open(
+    with open_output(
         out,
-        plan.layout,
+        plan,
         work_identity(plan, inputs, options.device),
-        part=part,
+        options,
+        part,
+        protected_paths(prepared),
         names=None if steps is None else {out.name for step in steps for out in step.outs},
         facts=facts(plan, inputs, options.device),
-        resume=options.resume,
-        overwrite=options.overwrite,
-        protected=protected_paths(prepared),
         other_bytes=other_bytes(plan, inputs[plan.donor], options),
         threads=resources.workers,
         progress=callbacks.rechecking,
@@ -239,15 +243,16 @@ def resources_of(plan: Plan, options: RunOptions) -> Resources:
         options.device,
         ALIGNED_BYTES if memory is None else 0,
         None if memory is None else resident,
+        options.max_spool_bytes,
     )
 
 
 def _download(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions) -> None:
-    """Download missing files of hub models, after checking that the output folder can be written."""
-    from weightsmith.store.target import check_out, check_vacant
-
+    """Download missing files of hub models, after checking that the output can be written."""
+    if options.stream:
+        prepared.stream()
     if prepared.missing:
-        check_vacant(check_out(out), overwrite=options.overwrite, protected=protected_paths(prepared))
+        check_output(out, prepared.plan, options, protected_paths(prepared))
         prepared.download()
 
 
@@ -257,7 +262,7 @@ def protected_paths(prepared: Prepared) -> tuple[Path, ...]:
     return tuple(dict.fromkeys([*paths, *prepared.named]))
 
 
-def kept_products(plan: Plan, staging: Staging, known: Mapping[str, Arrays] = MappingProxyType({})) -> Results:
+def kept_products(plan: Plan, staging: Output, known: Mapping[str, Arrays] = MappingProxyType({})) -> Results:
     """The products that an earlier run or another process has finished. known: the arrays of some."""
     from weightsmith.engine.results import Results
 
@@ -270,7 +275,7 @@ def kept_products(plan: Plan, staging: Staging, known: Mapping[str, Arrays] = Ma
 
 
 def finished_steps(
-    plan: Plan, staging: Staging, results: Results, allow_nonfinite: bool, steps: Sequence[Step] | None = None
+    plan: Plan, staging: Output, results: Results, allow_nonfinite: bool, steps: Sequence[Step] | None = None
 ) -> dict[str, Finished]:
     """The output tensors (`Step.out`) that an earlier run or another process has finished. steps: of the plan; None: all.
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from weightsmith.errors import NOTHING_WRITTEN, Finding, ParameterError, WeightsmithError
+from weightsmith.execution.output import beside, check_options, check_output
 from weightsmith.execution.run import Callbacks, Following, Helpers, Merged, protected_paths, resources_of, run_plan
 from weightsmith.identity import work_identity
 from weightsmith.options import RunOptions
@@ -34,22 +35,22 @@ def stages_written(
     Each is a run of its own, which resumes; its folder remains until the output is published. One that an earlier run has
     finished, from the same plan and the same files, is verified and used again.
     """
-    from weightsmith.store.target import check_out, check_vacant
-
+    check_options(out, options)
     wanted = list({stage.path: stage for stage in prepared.stages if stage.why or options.keep_stages}.values())
     if not wanted:
         yield prepared, []
         return
     if prepared.again is None or any(stage.again is None for stage in wanted):
         raise ParameterError("a plan that was made before has no results of stages to keep", fix="merge the recipe itself")
-    check_vacant(check_out(out), overwrite=options.overwrite, protected=protected_paths(prepared))
+    check_output(out, prepared.plan, options, protected_paths(prepared))
     written: dict[str, Path] = {}
     made: list[Merged] = []
     for stage in wanted:
         assert stage.again is not None
         with stage.again(written) as own:
-            made.append(_stage(own, stage_folder(out, stage.path), options, callbacks, helpers))
-        written[stage.path] = made[-1].out
+            folder = stage_folder(out, stage.path)
+            made.append(_stage(own, folder, options, callbacks, helpers))
+        written[stage.path] = folder
     with prepared.again(written) as last:
         yield replace(last, plan=replace(last.plan, warnings=prepared.plan.warnings)), made
 
@@ -62,6 +63,7 @@ def without_stages(stages: Sequence[Merged]) -> list[Finding]:
 
     found = []
     for stage in stages:
+        assert isinstance(stage.out, Path)
         try:
             if read_manifest(stage.out).data.get(STAGE) is True:  # one of an earlier run may be there to be kept
                 check_replaced(stage.out)
@@ -95,13 +97,10 @@ def stage_folder(out: str | os.PathLike[str], path: str) -> Path:
     >>> stage_folder("out", "first").name, stage_folder("out", "a/b").name
     ('out.stage-first', 'out.stage-a_b-c14cdd')
     """
-    from weightsmith.store.target import absolute
-
     name = re.sub(r"[^\w.-]", "_", path)[:80]
     if name != path:
         name += f"-{hashlib.sha256(path.encode()).hexdigest()[:6]}"
-    folder = absolute(out)
-    return folder.with_name(f"{folder.name}.stage-{name}")
+    return beside(out, f".stage-{name}")
 
 
 def check_computable(prepared: Prepared) -> None:

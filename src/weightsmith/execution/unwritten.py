@@ -25,6 +25,8 @@ def make_product(
     from weightsmith.engine.local import run
 
     check_computable(prepared)
+    if options.stream:
+        prepared.stream()
     prepared.download()
     plan = prepared.plan
     products = plan.products_for((), {name})
@@ -51,6 +53,8 @@ def measure_distance(
     from weightsmith.engine.local import run
 
     check_computable(prepared)
+    if options.stream:
+        prepared.stream()
     prepared.download()
     plan = prepared.plan
     steps = [step for step in plan.steps if any(leaf.base and leaf.merges for leaf in step.leaves)]

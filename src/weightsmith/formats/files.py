@@ -15,7 +15,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +25,7 @@ from weightsmith.tensors import TensorSpec
 DAMAGED = "The file is damaged, or was written by a faulty tool: download or export it again."
 RESAVE = "Load it with torch 1.6 or later in an isolated environment, and save it again with torch.save(state_dict, path)."
 
+_COMPARED_BYTES = 1 << 20
 _LOOKALIKES = (
     (b"version ", "It is a git-lfs pointer, not the weights: run `git lfs pull` in its folder."),
     (b"PK\x03\x04", "It looks like a PyTorch checkpoint under another name: rename it to .bin."),
@@ -70,6 +71,7 @@ class FileState:
     nbytes         size
     mtime_ns       when the content was modified; any program can set it
     ctime_ns       when content or metadata was changed; only the file system sets it
+    elsewhere      the file itself, if it is not on this disk
     """
 
     device: int
@@ -77,6 +79,7 @@ class FileState:
     nbytes: int
     mtime_ns: int
     ctime_ns: int
+    elsewhere: Elsewhere | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, found: os.stat_result) -> FileState:
@@ -84,14 +87,9 @@ class FileState:
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     @classmethod
-    def elsewhere(cls, nbytes: int) -> FileState:
-        """The state of a file that is not on this disk yet: nothing but its size."""
-        return cls(0, 0, nbytes, 0, 0)
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """The file was not on this disk."""
-        return self == self.elsewhere(self.nbytes)
+    def of_remote(cls, file: Elsewhere) -> FileState:
+        """The state of a file that is not on this disk: nothing but its size."""
+        return cls(0, 0, file.nbytes, 0, 0, file)
 
     def difference(self, now: FileState) -> str:
         """What another state has different, in words; "" when they are equal.
@@ -108,6 +106,39 @@ class FileState:
         if self.mtime_ns != now.mtime_ns:
             return f"modification time {self.mtime_ns:,} ns then, {now.mtime_ns:,} ns now"
         return f"change time (ctime) {self.ctime_ns:,} ns then, {now.ctime_ns:,} ns now"
+
+
+class Elsewhere(Protocol):
+    """A file that is not on this disk.
+
+    nbytes   size
+    version  equal for equal content: a commit, or what the server calls an ETag
+    streams  True: it is read where it is. False: it is to be downloaded, and until then only headers are read
+    """
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def version(self) -> str: ...
+
+    @property
+    def streams(self) -> bool: ...
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """Fill `out` with the bytes from `offset` on. Thread-safe. Raises CheckpointError, also if the file has changed."""
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if the file has changed since it was first read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A run of bytes of a file that is read where it is."""
+
+    file: Elsewhere
+    offset: int
+    nbytes: int
 
 
 class RandomAccess(Protocol):
@@ -214,6 +245,18 @@ def lookalike(start: bytes) -> str:
     if start[8:9] == b"{":
         return "It looks like a safetensors file under another name: rename it to .safetensors."
     return next((fix for magic, fix in _LOOKALIKES if start.startswith(magic)), DAMAGED)
+
+
+def same_bytes(a: Path, b: Path) -> bool:
+    """Whether two regular files hold the same bytes; not if one cannot be read."""
+    try:
+        with open_regular(a) as one, open_regular(b) as other:
+            while (piece := one.read(_COMPARED_BYTES)) == other.read(_COMPARED_BYTES):
+                if not piece:
+                    return True
+    except (OSError, CheckpointError):
+        pass
+    return False
 
 
 def open_regular(path: Path) -> io.FileIO:

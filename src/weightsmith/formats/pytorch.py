@@ -72,6 +72,14 @@ class StoredView:
         """Offset of the tensor's first byte, from the start of the file."""
         return self.offset + self.first * self.spec.dtype.itemsize
 
+    @property
+    def span(self) -> int:
+        """Bytes from the tensor's first element to its last, with what lies between them."""
+        if not self.spec.size:
+            return 0
+        steps = sum((n - 1) * stride for n, stride in zip(self.spec.shape, self.strides, strict=True))
+        return (steps + 1) * self.spec.dtype.itemsize
+
 
 @dataclass(frozen=True, slots=True)
 class PickleHeader:

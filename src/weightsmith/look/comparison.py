@@ -132,10 +132,11 @@ def compare(
     *,
     tensors: Sequence[str] = (),
     threads: int | None = None,
+    stream: bool = False,
     progress: Watching = True,
 ) -> Comparison:
     """The task vectors of some models; see `weightsmith.diff`."""
-    with opened(base, *models) as checkpoints:
+    with opened(base, *models, stream=stream) as checkpoints:
         found = match(checkpoints, tensors)
         chosen = [each for each in found.matrices if is_floating(each.step, checkpoints)]
         products = []

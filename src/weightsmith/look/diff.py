@@ -26,17 +26,30 @@ Name = str | os.PathLike[str]
 
 @overload
 def diff(
-    a: Name, b: Name, /, *, tensors: Sequence[str] = (), threads: int | None = None, progress: Watching = True
+    a: Name,
+    b: Name,
+    /,
+    *,
+    tensors: Sequence[str] = (),
+    threads: int | None = None,
+    stream: bool = False,
+    progress: Watching = True,
 ) -> Difference: ...
 @overload
 def diff(
-    *models: Name, base: Name, tensors: Sequence[str] = (), threads: int | None = None, progress: Watching = True
+    *models: Name,
+    base: Name,
+    tensors: Sequence[str] = (),
+    threads: int | None = None,
+    stream: bool = False,
+    progress: Watching = True,
 ) -> Comparison: ...
 def diff(
     *models: Name,
     base: Name | None = None,
     tensors: Sequence[str] = (),
     threads: int | None = None,
+    stream: bool = False,
     progress: Watching = True,
 ) -> Difference | Comparison:
     """What model B differs in from model A; or, with a base, how the task vectors of two or more models lie to each other.
@@ -45,6 +58,7 @@ def diff(
     base      the model that all were fine-tuned from
     tensors   globs of tensor names of A, or of the base; all if there are none
     threads   default: all available processors; does not affect the result
+    stream    read weights of hub models that are not cached where they are, instead of downloading them
     progress  called about ten times per second; True: a bar in terminals and notebooks, False: none
 
     Tensors are matched as in a merge. Embeddings of different numbers of tokens are compared in the rows that both have.
@@ -64,14 +78,14 @@ def diff(
         if len(models) < 2:
             what = f"two or more models are compared with a base, not {len(models)}"
             raise ParameterError(what, fix="compare one model with the base: diff(base, model)")
-        return compare(base, models, tensors=tensors, threads=threads, progress=progress)
+        return compare(base, models, tensors=tensors, threads=threads, stream=stream, progress=progress)
     if len(models) != 2:
         raise ParameterError(f"two models are compared, not {len(models)}", fix="name A and B; or several, and their base")
-    return _differ(models[0], models[1], tensors, threads, progress)
+    return _differ(models[0], models[1], tensors, threads, progress, stream=stream)
 
 
-def _differ(a: Name, b: Name, tensors: Sequence[str], threads: int | None, progress: Watching) -> Difference:
-    with opened(a, b) as models:
+def _differ(a: Name, b: Name, tensors: Sequence[str], threads: int | None, progress: Watching, *, stream: bool) -> Difference:
+    with opened(a, b, stream=stream) as models:
         first, second = models
         for model in models:
             fetch_small(model)

@@ -157,14 +157,16 @@ def inspect(
     tensors: Sequence[str] = (),
     stats: bool = False,
     threads: int | None = None,
+    stream: bool = False,
     progress: Watching = True,
 ) -> Inspection:
     """What a model is.
 
     model     as in a recipe: a folder, a weight file, a hub id, `base+adapter`; or the folder or hub id of an adapter
     tensors   globs of tensor names; all if there are none
-    stats     read the tensors too, and measure them; of a hub model this downloads them
+    stats     read the tensors too, and measure them; of a hub model this downloads them, unless they are streamed
     threads   default: all available processors; does not affect the result
+    stream    read weights of hub models that are not cached where they are, instead of downloading them
     progress  called about ten times per second; True: a bar in terminals and notebooks, False: none
 
     Without `stats` only headers and small files are read. Raises PlanError for a model that cannot be opened, UnknownName for
@@ -174,7 +176,7 @@ def inspect(
     134515008
     """
     with ExitStack() as stack:
-        checkpoint, adapter = _open(model, stack)
+        checkpoint, adapter = _open(model, stack, stream=stream)
         check_patterns(tensors, list(checkpoint.specs), checkpoint.ref)
         structure = analyse(checkpoint.specs.values(), checkpoint.config)
         chosen = [spec for spec in checkpoint.specs.values() if matches(spec.name, tensors)]
@@ -182,10 +184,10 @@ def inspect(
         return _inspection(checkpoint, structure, chosen, adapter, measured)
 
 
-def _open(model: str | os.PathLike[str], stack: ExitStack) -> tuple[Checkpoint, Adapter | None]:
+def _open(model: str | os.PathLike[str], stack: ExitStack, *, stream: bool) -> tuple[Checkpoint, Adapter | None]:
     """The model; or the adapter that the name stands for, and its weights."""
     try:
-        (checkpoint,) = stack.enter_context(opened(model))
+        (checkpoint,) = stack.enter_context(opened(model, stream=stream))
     except PlanError as error:
         ref = parse_reference(os.fspath(model), "")
         if not isinstance(ref, ModelRef) or ref.lora is not None or not all(isinstance(e, Unsupported) for e in error.problems):
@@ -265,7 +267,7 @@ def _stored(model: Checkpoint, names: Sequence[str]) -> list[TensorSpec]:
 
 
 def _files(model: Checkpoint) -> tuple[tuple[str, int], ...]:
-    sizes = {path: nbytes for path, nbytes in model.missing.items()}
+    sizes = {repo.folder / name: nbytes for repo in model.repositories for name, nbytes in repo.sizes.items()}
     return tuple((path.name, sizes[path] if path in sizes else path.stat().st_size) for path in model.paths)
 
 

@@ -37,8 +37,11 @@ Watching = Callable[["Progress"], None] | Meter | bool
 
 
 @contextmanager
-def opened(*names: str | os.PathLike[str]) -> Iterator[tuple[Checkpoint, ...]]:
-    """Open models as a recipe names them: folder, file, hub id, `base+adapter`. Raises PlanError with all problems."""
+def opened(*names: str | os.PathLike[str], stream: bool) -> Iterator[tuple[Checkpoint, ...]]:
+    """Open models as a recipe names them: folder, file, hub id, address, `base+adapter`. Raises PlanError with all problems.
+
+    stream  read weights of hub models where they are
+    """
     problems: list[WeightsmithError] = []
     refs: list[ModelRef] = []
     for name in names:
@@ -52,7 +55,10 @@ def opened(*names: str | os.PathLike[str]) -> Iterator[tuple[Checkpoint, ...]]:
         problems += unopened
         if problems:
             raise PlanError(problems)
-        yield tuple(checkpoint for checkpoint in checkpoints if checkpoint is not None)
+        models = tuple(checkpoint for checkpoint in checkpoints if checkpoint is not None)
+        for model in models if stream else ():
+            model.stream()
+        yield models
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

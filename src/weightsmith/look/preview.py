@@ -149,6 +149,7 @@ def preview(
     *,
     full: bool = False,
     threads: int | None = None,
+    stream: bool = False,
     progress: Watching = True,
     **options: Unpack[PlanKeywords],
 ) -> Preview:
@@ -157,6 +158,7 @@ def preview(
     recipe    as for `merge`
     full      compute all of it; False: about 131,000 elements of each matrix, in runs of rows that depend on its name alone
     threads   default: all available processors; does not affect the result
+    stream    read weights of hub models that are not cached where they are, instead of downloading them
     progress  called about ten times per second; True: a bar in terminals and notebooks, False: none
     options   see `RecipeOptions` in `weightsmith.options`; the preview is of the weights before they are quantised
 
@@ -169,6 +171,8 @@ def preview(
     """
     planning, settings, _ = split("preview", {**options, "quantize": None})
     with prepare_any(recipe, planning, settings) as prepared:
+        if stream:
+            prepared.stream()
         return preview_of(prepared, full=full, threads=threads, progress=progress)
 
 

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightsmith.checkpoint import CARD_NAME, Checkpoint, locate
+from weightsmith.checkpoint import CARD_NAME, Checkpoint, HubModel, locate, open_place
 from weightsmith.errors import FormatError, NotFound, Unsupported
+from weightsmith.formats.carried import is_tokenizer
 from weightsmith.formats.files import show
 from weightsmith.formats.strict_json import read_object
 from weightsmith.lora.kohya import open_kohya
@@ -27,6 +28,8 @@ from weightsmith.text import count
 
 if TYPE_CHECKING:
     from weightsmith.hub import Repository
+    from weightsmith.remote.addresses import Address
+    from weightsmith.remote.folder import RemoteFolder
 
 WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")  # the first that exists is read
 MAX_CONFIG_BYTES = 16 << 20
@@ -82,6 +85,8 @@ def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
         repository.download([CONFIG_NAME], quiet=True)
         repository.want([weights, CARD_NAME])
         repository.read_starts([weights])
+        if isinstance(place, HubModel) and place.streams:
+            repository.stream()
     if CONFIG_NAME not in names or not weights:
         missing = [] if CONFIG_NAME in names else [CONFIG_NAME]
         missing += [] if weights else [" or ".join(WEIGHTS_NAMES)]
@@ -91,6 +96,7 @@ def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
     config_path, path = folder / CONFIG_NAME, folder / weights
     config = read_object(config_path, MAX_CONFIG_BYTES, CONFIG_NAME, _REPAIR)
     _check_kind(config, str(config_path))
+    tokenizer = tuple(sorted(name for name in names if is_tokenizer(name)))
     opened = open_file(path, ref) if repository is None else open_file(path, ref, repository.open)
     checkpoint = Checkpoint(
         ref,
@@ -98,21 +104,19 @@ def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
         opened.source,
         revision="" if repository is None else repository.commit,
         config=config,
+        files=tokenizer,
         metadata=opened.metadata,
         notes=(*(() if repository is None else repository.notes), *opened.notes),
         repositories=() if repository is None else (repository,),
     )
-    tokenizer = tuple(sorted(n for n in names if n.startswith(("tokenizer", "chat_template", "vocab", "merges"))))
-    return _sorted(checkpoint, config, tokenizer)
+    return _sorted(checkpoint, config)
 
 
-def _files(place: Path | tuple[str, str | None]) -> tuple[Path, list[str], Repository | None]:
-    """The adapter's folder, the names of its files, and the repository of one from the hub."""
+def _files(place: Path | HubModel | Address) -> tuple[Path, list[str], Repository | RemoteFolder | None]:
+    """The adapter's folder, the names of its files, and the repository of one that is elsewhere."""
     if isinstance(place, Path):
         return place, [p.name for p in place.iterdir() if p.is_file()], None
-    from weightsmith import hub
-
-    repository = hub.open_repository(*place)
+    repository, _ = open_place(place)
     return repository.folder, [name for name in (CONFIG_NAME, *WEIGHTS_NAMES) if name in repository.sizes], repository
 
 
@@ -134,7 +138,7 @@ def _check_kind(config: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _sorted(checkpoint: Checkpoint, config: Mapping[str, Any], tokenizer: tuple[str, ...]) -> Adapter:
+def _sorted(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
     """The adapter in a file. Raises FormatError with everything in it that cannot be."""
     problems: list[str] = []
     found: dict[str, dict[str, str]] = {}
@@ -195,7 +199,6 @@ def _sorted(checkpoint: Checkpoint, config: Mapping[str, Any], tokenizer: tuple[
         updates,
         replacements,
         transposed=config.get("fan_in_fan_out") is True,
-        tokenizer=tokenizer,
         stacked={module: tuple(levels[depth] for depth in sorted(levels, reverse=True)) for module, levels in stacked.items()},
         parameters={module: tuple(_parameters(module, targets, scalings)) for module in stacked},
     )

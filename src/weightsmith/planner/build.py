@@ -97,6 +97,11 @@ class Prepared:
         """Files of hub models that must be downloaded before tensors are read, and their sizes."""
         return {path: nbytes for checkpoint in self.inputs for path, nbytes in checkpoint.missing.items()}
 
+    def stream(self) -> None:
+        """Read the weights of hub models where they are; `download` then brings the other files alone."""
+        for checkpoint in self.inputs:
+            checkpoint.stream()
+
     def download(self) -> None:
         """Download what is missing. Raises CheckpointError."""
         for checkpoint in self.inputs:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from weightsmith import methods
-from weightsmith.checkpoint import Checkpoint, open_checkpoint
+from weightsmith.checkpoint import Checkpoint, HubModel, locate, open_checkpoint
 from weightsmith.containers import GGUF
 from weightsmith.encodings import find_encoding
 from weightsmith.encodings.base import array_name
@@ -121,6 +121,7 @@ def _differs(planned: ModelInput, found: str) -> CheckpointError:
 
 def _open(planned: ModelInput, ref: ModelRef, stack: ExitStack) -> Checkpoint | list[WeightsmithError]:
     """The model that was planned; or why it is not there. One whose codes are only moved is opened without decoding them."""
+    ref = _pinned(ref, planned)
     (opened,), problems = open_models([ref], stack)
     if opened is None and ref.lora is None:
         try:
@@ -130,6 +131,8 @@ def _open(planned: ModelInput, ref: ModelRef, stack: ExitStack) -> Checkpoint | 
         else:
             stack.callback(adapter.checkpoint.close)
             opened = adapter.checkpoint
+    if opened is not None and opened.identity == planned.identity and opened.revision != planned.revision:
+        return [_changed(planned, opened.revision)]
     if opened is not None and opened.identity == planned.identity:
         return opened
     if ref.lora is None and (opened is None or opened.quantised is None):
@@ -141,6 +144,25 @@ def _open(planned: ModelInput, ref: ModelRef, stack: ExitStack) -> Checkpoint | 
         if raw.identity == planned.identity:
             return raw
     return problems or [_differs(planned, opened.identity if opened is not None else "")]
+
+
+def _pinned(ref: ModelRef, planned: ModelInput) -> ModelRef:
+    """The reference with the commits that the plan was made for, whatever the branches stand for now."""
+    base, _, adapter = planned.revision.partition("+")
+    lora = ref.lora
+    if lora is not None and adapter and _is_on_hub(lora):
+        lora = replace(lora, revision=adapter)
+    return replace(ref, revision=base if base and _is_on_hub(ref) else ref.revision, lora=lora)
+
+
+def _is_on_hub(ref: ModelRef) -> bool:
+    return isinstance(locate(ref.path, ref.revision or None), HubModel)
+
+
+def _changed(planned: ModelInput, found: str) -> CheckpointError:
+    what = "the files of this model have changed since the plan was made"
+    details = [f"planned  {planned.revision}", f"found    {found}"]
+    return CheckpointError(what, where=planned.ref, details=details, fix="make the plan again")
 
 
 def _load_method(plan: Plan, *, allow_code: bool) -> None:

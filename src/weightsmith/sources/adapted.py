@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith.formats.files import Extent
 from weightsmith.formats.hf_folder import natural_key
 from weightsmith.sources.base import Tensors, check_range, digest, read, spec_of
 from weightsmith.tensors import DTYPES, DType, TensorSpec
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from weightsmith.sources.base import Buffer
 
-FACTORS_BYTES = 256 << 20
+FACTORS_BYTES = 128 << 20
 """Limit of the factors that an adapted source keeps in memory, besides those in use."""
 
 Array = npt.NDArray[Any]
@@ -99,6 +100,17 @@ class Adapted:
         source, stored = self._stored(origin)
         return None if origin.updates else source.location(stored)
 
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
+        origin, spec = self._origin(name), self.specs[name]
+        source, stored = self._stored(origin)
+        if not origin.updates:
+            return source.extents(stored, start_byte, nbytes)
+        width, before = spec.dtype.itemsize, source.specs[stored].dtype.itemsize
+        found = source.extents(stored, start_byte // width * before, -(-nbytes // width) * before)
+        factors = dict.fromkeys(part for u in origin.updates for part in (u.a, u.b, u.magnitude) if part)
+        specs = self._adapter.specs
+        return (*found, *(part for each in factors for part in self._adapter.extents(each, 0, specs[each].nbytes)))
+
     def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
         origin, spec = self._origin(name), self.specs[name]
         source, stored = self._stored(origin)
@@ -174,8 +186,8 @@ class Adapted:
         """Of an update to a matrix [rows, cols]: left, float64 [rows, rank], and right, float32 [rank, cols]."""
 
         def make() -> tuple[Array, Array]:
-            a, b = self._factor(update.a), self._factor(update.b)
             number, experts = update.expert
+            a, b = (self._factor(name, keep=experts > 1) for name in (update.a, update.b))
             rank = a.shape[0] // experts
             a, b = a[number * rank :][:rank], b[:, number::experts]
             left, right = (a.T, b.T) if update.transposed else (b, a)
@@ -186,8 +198,13 @@ class Adapted:
         left, right = self._kept.get(update, make)
         return left, right
 
-    def _factor(self, name: str) -> Array:
-        (array,) = self._kept.get(name, lambda: (read(self._adapter, name).astype(np.float32),))
+    def _factor(self, name: str, *, keep: bool) -> Array:
+        """A tensor of the adapter. keep: others are made of it, too."""
+
+        def make() -> tuple[Array]:
+            return (read(self._adapter, name).astype(np.float32, copy=False),)
+
+        (array,) = self._kept.get(name, make) if keep else make()
         return array
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import xxhash
 
 from weightsmith.errors import CheckpointError, NotFound, ParameterError, nearest
-from weightsmith.formats.files import show
+from weightsmith.formats.files import Extent, show
 from weightsmith.tensors import DType, TensorSpec
 
 if TYPE_CHECKING:
@@ -59,6 +59,12 @@ class Tensors(Protocol):
         """(file descriptor, offset of the tensor's first byte in that file), for `os.copy_file_range` and the like.
 
         The descriptor belongs to the source and stays open until `close`. None for a tensor that is not stored as plain bytes.
+        """
+
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
+        """The parts of remote files that are read for these bytes of a tensor, at most; () if all of it is on this disk.
+
+        They are fetched ahead, and counted before anything is read.
         """
 
     def preferred_rows(self, name: str) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith.errors import CheckpointError, Finding, FormatError, Unsupported
-from weightsmith.formats.files import show
+from weightsmith.formats.files import Extent, show
 from weightsmith.formats.hf_folder import natural_key
 from weightsmith.formats.quantised import DAMAGED_CHECKPOINT, PLAIN_FIX, without_entries
 from weightsmith.formats.strided import gather
@@ -101,6 +101,12 @@ class DecodedTensors:
 
     def location(self, name: str) -> tuple[int, int] | None:
         return self._stored.location(name) if self._weight(name) is None else None
+
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
+        weight, stored = self._weight(name), self._stored
+        if weight is None:
+            return stored.extents(name, start_byte, nbytes)
+        return tuple(part for each in weight.stored for part in stored.extents(each, 0, stored.specs[each].nbytes))
 
     def preferred_rows(self, name: str) -> int:
         weight = self._weight(name)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from weightsmith.errors import FormatError
 from weightsmith.formats.exl2 import ROWS, SUFFIXES, Group, Groups, padded, why_illegal
-from weightsmith.formats.files import show
+from weightsmith.formats.files import Extent, show
 from weightsmith.formats.quantised import DAMAGED_CHECKPOINT, part_of
 from weightsmith.sources.base import Tensors, digest
 from weightsmith.sources.decoded import F32, decoded, read_all, read_columns, transposed_rows
@@ -195,6 +195,9 @@ class Unprefixed:
 
     def location(self, name: str) -> tuple[int, int] | None:
         return self._stored.location(self._prefix + name)
+
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
+        return self._stored.extents(self._prefix + name, start_byte, nbytes)
 
     def preferred_rows(self, name: str) -> int:
         return self._stored.preferred_rows(self._prefix + name)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from weightsmith.errors import CheckpointError, FormatError
-from weightsmith.formats.files import FileState, StoredTensor, raise_open_files, read_into, show
+from weightsmith.formats.files import Elsewhere, Extent, FileState, StoredTensor, raise_open_files, read_into, show
 from weightsmith.formats.hf_folder import natural_key
 from weightsmith.sources.base import byte_view, check_range, closed, digest, spec_of
 from weightsmith.tensors import DType, TensorSpec
@@ -71,7 +71,17 @@ class SourceFiles:
         """Hash of the identity and of each file's inode and change time."""
         states = [self._state(path) for path in self.paths]
         # Without the device number, which changes with each mount of a network file system.
-        return digest([self.identity, [(s.inode, s.mtime_ns, s.ctime_ns) for s in states]])
+        facts = [(s.inode, s.mtime_ns, s.ctime_ns) if s.elsewhere is None else s.elsewhere.version for s in states]
+        return digest([self.identity, facts])
+
+    def extents(self, path: Path, offset: int, nbytes: int) -> tuple[Extent, ...]:
+        """A run of bytes of a file, if it is read where it is; () for a file on this disk."""
+        remote = self._remote(path)
+        return () if remote is None else (Extent(remote, offset, nbytes),)
+
+    def location(self, path: Path, offset: int) -> tuple[int, int] | None:
+        """The descriptor of a file, and the offset; None for a file that is read elsewhere. Raises as `fd`."""
+        return None if self._remote(path) is not None else (self.fd(path), offset)
 
     def fd(self, path: Path) -> int:
         """The descriptor of a file, open until `close`. Raises CheckpointError if the file has changed, or after `close`."""
@@ -83,6 +93,12 @@ class SourceFiles:
 
         Raises FormatError if the file ends early, CheckpointError for an I/O error, else as `fd`.
         """
+        remote = self._remote(path)
+        if remote is not None:
+            if self._closed:
+                raise closed(self._where)
+            remote.read_into(offset, out)
+            return
         fd, done = self.fd(path), 0
         while done < len(out):  # one call reads at most 2 GiB, and may read less
             try:
@@ -103,6 +119,10 @@ class SourceFiles:
     def check_unchanged(self) -> None:
         """As `Tensors.check_unchanged`."""
         for path in self._states:
+            remote = self._remote(path)
+            if remote is not None:
+                remote.check_unchanged()
+                continue
             fd, opened = self._fds.get(path), self._state(path)
             try:
                 now = [path.stat(), *([] if fd is None else [os.fstat(fd)])]
@@ -124,12 +144,17 @@ class SourceFiles:
     def _state(self, path: Path) -> FileState:
         """The file's state when its table was read, or when it was downloaded if the table was read from the hub."""
         state = self._states[path]
-        if state.is_elsewhere:
+        if state.elsewhere is not None and not state.elsewhere.streams:
             with contextlib.suppress(OSError):  # not downloaded: opening it raises
                 arrived = FileState.of(path.stat())
                 if arrived.nbytes == state.nbytes:
                     self._states[path] = state = arrived
         return state
+
+    def _remote(self, path: Path) -> Elsewhere | None:
+        """The file, if it is read where it is."""
+        found = self._states[path].elsewhere
+        return found if found is not None and found.streams else None
 
     def _open(self, path: Path) -> int:
         with self._lock:
@@ -138,7 +163,7 @@ class SourceFiles:
             if path in self._fds:  # another thread opened it first
                 return self._fds[path]
             state = self._state(path)
-            if state.is_elsewhere:
+            if state.elsewhere is not None:
                 what = "not downloaded: only its header was read from the hub"
                 raise CheckpointError(what, where=str(path), fix="Call the checkpoint's download() first.")
             fd = _open_readonly(path)
@@ -199,6 +224,10 @@ class FileTensors(ABC, Generic[_InFile]):
     def location(self, name: str) -> tuple[int, int] | None:
         """See `Tensors.location`."""
 
+    @abstractmethod
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
+        """See `Tensors.extents`."""
+
     def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
         tensor, view = self._find(name), byte_view(out)
         check_range(tensor.spec, start_byte, len(view), str(tensor.file))
@@ -223,9 +252,13 @@ class FileTensors(ABC, Generic[_InFile]):
 class PlainFiles(FileTensors[StoredTensor]):
     """A source whose tensors are stored as contiguous, little-endian, row-major bytes."""
 
-    def location(self, name: str) -> tuple[int, int]:
+    def location(self, name: str) -> tuple[int, int] | None:
         tensor = self._find(name)
-        return self._files.fd(tensor.file), tensor.offset
+        return self._files.location(tensor.file, tensor.offset)
+
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
+        tensor = self._find(name)
+        return self._files.extents(tensor.file, tensor.offset + start_byte, nbytes)
 
     def _read(self, tensor: StoredTensor, start_byte: int, out: memoryview) -> None:
         self._files.read(tensor.file, tensor.spec.name, tensor.offset + start_byte, out)

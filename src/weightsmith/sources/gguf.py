@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from weightsmith.containers.gguf import TYPE_IDS
 from weightsmith.errors import FormatError, Unsupported
-from weightsmith.formats.files import DAMAGED, Opener, open_local, show
+from weightsmith.formats.files import DAMAGED, Extent, Opener, open_local, show
 from weightsmith.formats.gguf.config import config_of_keys, family_of_keys
 from weightsmith.formats.gguf.families import Family, hub_name, is_norm, rotated_heads
 from weightsmith.formats.gguf.header import SMALL, GgufHeader, GgufTensor, read_gguf_header
@@ -89,7 +89,14 @@ class GgufTensors(FileTensors[StoredBlocks]):
 
     def location(self, name: str) -> tuple[int, int] | None:
         tensor = self._find(name)
-        return (self._files.fd(tensor.file), tensor.offset) if tensor.plain else None
+        return self._files.location(tensor.file, tensor.offset) if tensor.plain else None
+
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
+        tensor = self._find(name)
+        if tensor.plain:
+            return self._files.extents(tensor.file, tensor.offset + start_byte, nbytes)
+        stored = tensor.stored
+        return self._files.extents(tensor.file, tensor.offset, tensor.spec.size // stored.block * stored.itemsize)
 
     def preferred_rows(self, name: str) -> int:
         """The rows of a head, where these are in another order; else 1."""

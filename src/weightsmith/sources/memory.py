@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from weightsmith.formats.files import Extent
 from weightsmith.sources.base import check_range, closed, digest, spec_of
 from weightsmith.sources.views import View, read_into
 from weightsmith.tensors import DType, TensorSpec
@@ -52,6 +53,11 @@ class StateDict:
     def location(self, name: str) -> None:
         """No file."""
         spec_of(self.specs, name, self._where)
+
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
+        """No file."""
+        spec_of(self.specs, name, self._where)
+        return ()
 
     def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
         spec = spec_of(self.specs, name, self._where)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from weightsmith.errors import Unsupported
 from weightsmith.formats.carried import TRAINING
-from weightsmith.formats.files import Opener, open_local
+from weightsmith.formats.files import Extent, Opener, open_local
 from weightsmith.formats.hf_folder import Weights, choose_weights
 from weightsmith.formats.pytorch import SUFFIXES, StoredView, read_pickle_header, read_view
 from weightsmith.sources.files import FileTensors, SourceFile, unite
@@ -37,7 +37,13 @@ class StoredViews(FileTensors[StoredView]):
 
     def location(self, name: str) -> tuple[int, int] | None:
         view = self._find(name)
-        return (self._files.fd(view.file), view.start) if view.contiguous else None
+        return self._files.location(view.file, view.start) if view.contiguous else None
+
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
+        view = self._find(name)
+        if view.contiguous:
+            return self._files.extents(view.file, view.start + start_byte, nbytes)
+        return self._files.extents(view.file, view.start, view.span)
 
     def _read(self, tensor: StoredView, start_byte: int, out: memoryview) -> None:
         read_view(partial(self._files.read, tensor.file, tensor.spec.name), tensor, start_byte, out)

@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -73,7 +73,7 @@ def read_journal(path: Path, names: Collection[str] | None = None) -> Entries:
 
     names  of the tensors whose lines are read; None: all. Others cost a hundredth
     """
-    return _entries(disk.read_own(path, MAX_JOURNAL_BYTES) or b"", names)
+    return read_lines(disk.read_own(path, MAX_JOURNAL_BYTES) or b"", names)
 
 
 def read_further(path: Path, start: int) -> tuple[Entries, int]:
@@ -82,10 +82,11 @@ def read_further(path: Path, start: int) -> tuple[Entries, int]:
         file.seek(start)
         data = file.read(MAX_JOURNAL_BYTES)
     data = data[: data.rfind(b"\n") + 1]
-    return _entries(data), start + len(data)
+    return read_lines(data), start + len(data)
 
 
-def _entries(data: bytes, names: Collection[str] | None = None) -> Entries:
+def read_lines(data: bytes, names: Collection[str] | None = None) -> Entries:
+    """The readable lines in the bytes of a journal. names: of the tensors whose lines are read; None: all."""
     found = Entries()
     for line in BytesIO(data):
         if names is not None and (name := _tensor_of(line)) is not None and name not in names:
@@ -110,6 +111,30 @@ def _entries(data: bytes, names: Collection[str] | None = None) -> Entries:
             case ["publish", int(device), int(inode)]:
                 found.published = (device, inode)
     return found
+
+
+def decoded(data: bytes) -> Iterator[Any]:
+    """The JSON value of each readable line."""
+    for line in BytesIO(data):
+        entry = _decode(line)
+        if entry is not None:
+            yield entry
+
+
+def encoded(entry: Sequence[object]) -> bytes:
+    """One line."""
+    body = json.dumps(entry, separators=(",", ":")).encode()
+    return xxhash.xxh3_64_hexdigest(body).encode() + b" " + body + b"\n"
+
+
+def plan_line(plan: str, layout: str, facts: Mapping[str, str]) -> bytes:
+    """The first line."""
+    return encoded(["plan", VERSION, plan, layout, dict(facts)])
+
+
+def tensor_line(name: str, done: Finished) -> bytes:
+    """The line of one finished tensor."""
+    return encoded(["tensor", name, *done])
 
 
 def _tensor_of(line: bytes) -> str | None:
@@ -147,20 +172,20 @@ class Journal:
 
     def start(self, plan: str, layout: str, facts: Mapping[str, str]) -> None:
         """The first line."""
-        self._append(["plan", VERSION, plan, layout, dict(facts)])
+        self._write(plan_line(plan, layout, facts))
         os.fsync(self._fd)
 
     def tensor(self, name: str, done: Finished) -> None:
         """One finished tensor."""
-        self._append(["tensor", name, *done])
+        self._write(tensor_line(name, done))
 
     def product(self, name: str, checksum: str) -> None:
         """One finished product."""
-        self._append(["product", name, checksum])
+        self._write(encoded(["product", name, checksum]))
 
     def publish(self, device: int, inode: int) -> None:
         """The folder that is about to be renamed to its final name."""
-        self._append(["publish", device, inode])
+        self._write(encoded(["publish", device, inode]))
         os.fsync(self._fd)
 
     def absorb(self, path: Path) -> None:
@@ -174,10 +199,6 @@ class Journal:
             fd, self._fd = self._fd, -1  # first, so that an interrupted close is not repeated
             if fd >= 0:
                 os.close(fd)
-
-    def _append(self, entry: list[object]) -> None:
-        body = json.dumps(entry, separators=(",", ":")).encode()
-        self._write(xxhash.xxh3_64_hexdigest(body).encode() + b" " + body + b"\n")
 
     def _write(self, line: bytes) -> None:
         with self._lock:

@@ -16,11 +16,11 @@ def layout_hash(layout: Layout) -> str:
     return hash_bytes(b"".join(shard.header for shard in layout.shards) + (layout.index or b""))
 
 
-def is_resumable(entries: Entries, plan_hash: str, layout: Layout, facts: Mapping[str, str], folder: Path) -> bool:
+def is_resumable(entries: Entries, plan_hash: str, layout: Layout, facts: Mapping[str, str], folder: Path | str) -> bool:
     """True if the work is of this very plan, False if nothing in it is finished.
 
     facts   of this run: what the plan was made from
-    folder  the staging folder, for messages
+    folder  where the work is, for messages
 
     Raises CannotResume if the work is of another plan and something in it is finished.
     """

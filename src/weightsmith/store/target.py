@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -17,6 +18,7 @@ from weightsmith.store.manifest import MANIFEST_NAME, read_manifest
 _VERSION_CONTROL = (".git", ".hg", ".svn", ".jj")
 _SHOWN = 6  # names of an existing folder that a message lists
 _LOOKED_AT = 10_000  # entries of it that are read for this
+_ADDRESS = re.compile("[A-Za-z][A-Za-z0-9+.-]*://")
 _MAX_LINKS = 40  # in a row, as in Linux
 _MAX_CONFIG_BYTES = 16 << 20
 
@@ -29,6 +31,9 @@ def check_out(out: str | os.PathLike[str]) -> Path:
     given = os.fspath(out)
     if not given or "\0" in given:
         raise StoreError(f"{given!r} is not a path", where="output folder", fix="name a new folder", state=NOTHING_WRITTEN)
+    if is_address(given):
+        what = "cannot be the output folder: it is an address"
+        raise StoreError(what, where=given, fix="name a local folder", state=NOTHING_WRITTEN)
     if given.startswith("~") and str(expand_user(given)) == str(Path(given)):
         raise StoreError(
             f"{given!r} is in a home folder that does not exist",
@@ -48,6 +53,11 @@ def check_out(out: str | os.PathLike[str]) -> Path:
     except OSError as error:  # a name that is too long, a parent that may not be entered
         raise _refused(path, str(error.strerror), "choose another folder") from error
     return path
+
+
+def is_address(out: str | os.PathLike[str]) -> bool:
+    """True for `scheme://…`, which is no local folder."""
+    return isinstance(out, str) and _ADDRESS.match(out) is not None
 
 
 def absolute(out: str | os.PathLike[str]) -> Path:

@@ -21,7 +21,7 @@ from weightsmith.store.reread import Progress, Stored, reread
 class Verified:
     """A checkpoint that is what was written.
 
-    folder   what was checked
+    folder   what was checked: a folder, or an address in a bucket
     plan     hash of the plan that made it
     tensors  number of tensors read and found right
     files    number of other files read and found right
@@ -29,7 +29,7 @@ class Verified:
     extra    files that are not of the checkpoint, and that no loader reads: a note, a cache
     """
 
-    folder: Path
+    folder: Path | str
     plan: str
     tensors: int
     files: int
@@ -38,15 +38,7 @@ class Verified:
 
 
 def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progress | None = None) -> Verified:
-    """Re-read a checkpoint whole and compare it with its manifest.
-
-    threads   threads that read and hash, 4 MiB of memory each
-    progress  called with (bytes of tensors done, in all)
-
-    Raises Corrupt, whose details name every damaged tensor, header and file, every missing file, and files that are not of the
-    checkpoint and that a loader would read (weights, adapters, a tokenizer); NotFound when there is no manifest, FormatError
-    when weightsmith did not write it.
-    """
+    """Re-read a checkpoint in a folder; see `buckets.verify`."""
     root = expand_user(folder)
     if not os.path.lexists(root / MANIFEST_NAME):
         raise NotFound(

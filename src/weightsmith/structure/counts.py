@@ -19,7 +19,7 @@ _COUNT = re.compile(r"^(nlayers?|depth|(\w+_)?(layers?|blocks?|stages?|depth))$"
 # Keys about layers that are not a stack's number of layers.
 _NOT_COUNT = re.compile(
     r"(^|_)(max|min|kv|shared|dense|nextn|mtp|predict|window|per|hash|first|last|skip|drop|freeze|feature|mem|of|"
-    r"sparse|rescale|residual|pooler|attention|attn|proj|global_attention|iou|bits|group|cla)(_|$)"
+    r"sparse|rescale|residual|pooler|attention|attn|proj|global_attention|iou|bits|group|cla|wavenet)(_|$)"
 )
 # Lists with one kind per layer; their length counts the layers of a config without a number (Nemotron-H, transformers 5).
 _LISTS = ("layers_block_type", "layer_types", "block_configs", "hybrid_override_pattern")

@@ -25,7 +25,7 @@ from weightsmith.structure.configs import whole_numbers
 
 _NEVER = re.compile(
     r"label|token|architectures|auto_map|factor|section|mean|std|(^|_)(?<!^intermediate_)(size|sizes|stride|strides|kernel|dim|dims)$"
-    r"|image|out_features|stage_names|bos|eos|pad_|betas|range|tags|languages|grid|pinpoints|bins|^conv_|resolution"
+    r"|image|out_features|stage_names|bos|eos|pad_|betas|range|tags|languages|grid|pinpoints|bins|^(conv|upsample|downsample)_|resolution"
 )
 _NEVER_MAP = re.compile(r"label|token|task_specific_params|generation_config|auto_map|^rope_(scaling|parameters)$")
 _INDICES = re.compile(r"(layers?|idxs?|indices|indexes|layer_ids|block_ids|blocks_enum|layers_enum|block_indices)$")

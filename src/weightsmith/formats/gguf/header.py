@@ -97,7 +97,7 @@ class _InMemory:
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self.state = FileState.elsewhere(len(data))
+        self.state = FileState(0, 0, len(data), 0, 0)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         return self._data[offset : offset + nbytes]

@@ -1,0 +1,10 @@
+"""The studio as a Space of the Hugging Face Hub: models are named by their hub ids; nothing of the machine can be read."""
+
+from __future__ import annotations
+
+import tempfile
+
+from weightsmith.studio.page import launch
+from weightsmith.studio.places import Places
+
+launch(Places.of([tempfile.mkdtemp(prefix="weightsmith-")]), host="0.0.0.0", port=7860)

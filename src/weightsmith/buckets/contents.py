@@ -1,0 +1,105 @@
+"""What is stored under an address: what may be overwritten, and what must not be."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from itertools import islice
+
+from weightsmith.buckets.address import Address
+from weightsmith.buckets.client import Bucket
+from weightsmith.errors import NOTHING_WRITTEN, NotFound, OutputExists, StoreError, WeightsmithError
+from weightsmith.store.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest
+from weightsmith.store.target import is_address
+
+_SHOWN = 6
+_MOST = 100_000
+
+
+def names_in(bucket: Bucket, address: Address) -> dict[str, int]:
+    """Relative names and sizes of the objects of an output. Raises StoreError if there are too many."""
+    prefix = f"{address.prefix}/" if address.prefix else ""
+    found = {key[len(prefix) :]: nbytes for key, nbytes in islice(bucket.names(prefix), _MOST)}
+    if len(found) == _MOST:
+        raise StoreError(f"{_MOST:,} objects and more", where=str(address), fix="choose another prefix", state=NOTHING_WRITTEN)
+    if found.get("") == 0:  # a folder, as consoles show it
+        del found[""]
+    return found
+
+
+def manifest_of(bucket: Bucket, address: Address) -> Manifest:
+    """The manifest of an output. Raises NotFound, and the errors of `decode_manifest`."""
+    found = bucket.read(address.key(MANIFEST_NAME), MAX_MANIFEST_BYTES)
+    where = address.shown(address.key(MANIFEST_NAME))
+    if found is None:
+        raise NotFound(
+            "there is no manifest, so nothing to compare with", where=where, fix="name a prefix that weightsmith wrote"
+        )
+    return decode_manifest(found.data, where)
+
+
+def check_vacant(
+    bucket: Bucket, address: Address, *, overwrite: bool, reads: Iterable[str] = (), ours: Collection[str] = ()
+) -> tuple[str, ...]:
+    """The names that the output will replace. Raises OutputExists if others are there, StoreError if the run reads from there.
+
+    reads  what the run reads, as the user names it
+    ours   names that unfinished work of ours has written, or was about to replace
+
+    With `overwrite`, objects are replaced only if weightsmith's manifest, which is with them, lists all of them.
+    """
+    found = names_in(bucket, address)
+    others = [name for name in found if name not in ours]
+    if not found:
+        return ()
+    check_not_read(address, reads)
+    if others and not overwrite:
+        raise OutputExists(
+            "the output already exists",
+            where=str(address),
+            details=(f"it holds {_some(others)}",),
+            fix="choose another prefix, or replace this output with --overwrite (overwrite=True)",
+            state=NOTHING_WRITTEN,
+        )
+    if others:
+        try:
+            manifest = manifest_of(bucket, address)
+        except NotFound:
+            listed = set[str]()
+        except WeightsmithError as error:
+            raise _kept(address, f"its manifest cannot be used: {error.finding.what}", ()) from error
+        else:
+            listed = {MANIFEST_NAME, *manifest.weights, *manifest.files}
+        if lost := [name for name in others if name not in listed]:
+            raise _kept(address, "it holds what no manifest of weightsmith lists, and that would be lost", lost)
+    return tuple(found)
+
+
+def _kept(address: Address, reason: str, lost: Iterable[str]) -> OutputExists:
+    names = [*lost]
+    return OutputExists(
+        f"will not be overwritten: {reason}",
+        where=str(address),
+        details=(f"would be lost: {_some(names)}",) if names else (),
+        fix="choose another prefix, or remove these objects yourself",
+        state=NOTHING_WRITTEN,
+    )
+
+
+def check_not_read(address: Address, reads: Iterable[str]) -> None:
+    """Raise StoreError if the output is, contains, or lies in anything that the run reads."""
+    own = f"{address}/"
+    for read in reads:
+        for text in read.split("+"):  # a model and its adapter
+            if is_address(text):
+                place = f"{text.rstrip('/')}/"
+                if place.startswith(own) or own.startswith(place):
+                    raise StoreError(
+                        f"the run reads {text}, which would be lost",
+                        where=str(address),
+                        fix="choose another output",
+                        state=NOTHING_WRITTEN,
+                    )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (" and more" if len(names) > _SHOWN else "")

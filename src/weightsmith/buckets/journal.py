@@ -1,0 +1,66 @@
+"""What is uploaded, in one small object that is written anew each time: from it, another run resumes on any machine.
+
+The lines are those of a local journal (`store.journal`), and further ones:
+
+    ["upload", file, id]                 of the upload of a weight file
+    ["group", file, first part, etags]   all parts of a group are uploaded; its tensors have lines of their own
+    ["publishing", names, replaced]      files of the output are being written: these, in place of those
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from weightsmith.buckets.client import Bucket
+from weightsmith.store.journal import MAX_JOURNAL_BYTES, Entries, Finished, decoded, encoded, plan_line, read_lines, tensor_line
+
+
+@dataclass(slots=True)
+class State:
+    """The contents of a journal.
+
+    token       of this work, in the metadata of the weight files: which objects it has completed
+    uploads     weight file → id of its upload
+    groups      (weight file, first part) → ETags of the parts
+    tensors     the finished tensors of these groups
+    publishing  files of the output, and files that they replace, from when the first of them is written; None before that
+    """
+
+    plan: str
+    layout: str
+    facts: Mapping[str, str]
+    token: str
+    uploads: dict[str, str] = field(default_factory=dict)
+    groups: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
+    tensors: dict[str, Finished] = field(default_factory=dict)
+    publishing: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+
+    def encode(self) -> bytes:
+        """The bytes of the journal."""
+        lines = [plan_line(self.plan, self.layout, self.facts), encoded(["token", self.token])]
+        lines += [encoded(["upload", *each]) for each in self.uploads.items()]
+        lines += [encoded(["group", *which, list(etags)]) for which, etags in self.groups.items()]
+        lines += [tensor_line(*each) for each in self.tensors.items()]
+        lines += [] if self.publishing is None else [encoded(["publishing", *map(list, self.publishing)])]
+        return b"".join(lines)
+
+
+def read_state(bucket: Bucket, key: str) -> tuple[State, Entries] | None:
+    """The journal of unfinished work, also as the entries of a local one; None if there is none."""
+    found = bucket.read(key, MAX_JOURNAL_BYTES)
+    if found is None:
+        return None
+    entries = read_lines(found.data)
+    state = State(entries.plan, entries.layout, entries.facts, "", tensors=entries.tensors)
+    for entry in decoded(found.data):
+        match entry:
+            case ["token", str(token)]:
+                state.token = token
+            case ["upload", str(file), str(upload)]:
+                state.uploads[file] = upload
+            case ["group", str(file), int(first), list(etags)] if all(isinstance(etag, str) for etag in etags):
+                state.groups[file, first] = tuple(etags)
+            case ["publishing", list(names), list(replaced)] if all(isinstance(n, str) for n in (*names, *replaced)):
+                state.publishing = tuple(names), tuple(replaced)
+    return state, entries

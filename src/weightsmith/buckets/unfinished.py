@@ -1,0 +1,100 @@
+"""Finds, describes and removes the work of interrupted runs in a bucket."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from weightsmith.buckets.address import Address
+from weightsmith.buckets.client import Bucket
+from weightsmith.buckets.contents import check_vacant, manifest_of
+from weightsmith.buckets.journal import State, read_state
+from weightsmith.buckets.lock import Lock, is_held
+from weightsmith.buckets.staging import JOURNAL, LOCK
+from weightsmith.buckets.uploads import discard
+from weightsmith.errors import StoreError, WeightsmithError
+from weightsmith.store.area import STAGING_SUFFIX
+
+
+@dataclass(frozen=True, slots=True)
+class UnfinishedUpload:
+    """The lock and the journal of an output in a bucket.
+
+    out      the output
+    tensors  number of finished tensors
+    nbytes   of uploaded parts
+    changed  when the journal was written, in seconds since the epoch
+    reason   why it may not be removed; "" if it may be
+    """
+
+    out: Address
+    tensors: int
+    nbytes: int
+    changed: float
+    reason: str = ""
+
+    @property
+    def folder(self) -> str:
+        """The prefix of its lock and journal."""
+        return self.out.shown(self.out.staging)
+
+
+def find_uploads(address: Address) -> Iterator[UnfinishedUpload]:
+    """The unfinished work for this output, and for outputs directly under it. Nothing is changed."""
+    bucket = Bucket(address.bucket)
+    outs = [address] if address.prefix else []
+    for prefix in bucket.folders(address.key(".")):
+        name = prefix.rstrip("/").rpartition("/")[2]
+        if name.endswith(STAGING_SUFFIX):
+            outs.append(Address(address.bucket, address.key(name[1:].removesuffix(STAGING_SUFFIX))))
+    for out in outs:
+        lock = bucket.read(f"{out.staging}/{LOCK}", 1 << 16)
+        written = bucket.read(f"{out.staging}/{JOURNAL}", 128 << 20)
+        found = read_state(bucket, f"{out.staging}/{JOURNAL}") if written is not None else None
+        if lock is None and found is None:
+            continue
+        age = next(each.age_seconds for each in (written, lock) if each is not None)
+        state = found[0] if found is not None else State("", "", {}, "")
+        nbytes = sum(
+            size for file, upload in state.uploads.items() for _, size in (bucket.parts(out.key(file), upload) or {}).values()
+        )
+        reason = "a process is working on it" if lock is not None and is_held(lock) else _half_published(bucket, out, state)
+        yield UnfinishedUpload(out, len(state.tensors), nbytes, time.time() - age, reason)
+
+
+def remove_upload(found: UnfinishedUpload) -> None:
+    """Abort the uploads, and remove journal and lock. Raises Busy if a process works on it."""
+    out = found.out
+    bucket = Bucket(out.bucket)
+    lock = Lock(bucket, f"{out.staging}/{LOCK}", str(out))
+    lock.take()
+    try:
+        journal = read_state(bucket, f"{out.staging}/{JOURNAL}")
+        if journal is None:
+            return
+        if reason := _half_published(bucket, out, journal[0]):
+            raise StoreError(f"not removed: {reason}", where=str(out), fix="run the same command again")
+        discard(bucket, out, journal[0].uploads)
+        bucket.delete(f"{out.staging}/{JOURNAL}")
+    finally:
+        lock.release()
+
+
+def _half_published(bucket: Bucket, out: Address, state: State) -> str:
+    """Why the work must not be removed: some of its files are visible. "" otherwise."""
+    if state.publishing is None:
+        return ""
+    with suppress(WeightsmithError):
+        if manifest_of(bucket, out).plan == state.plan:
+            return ""  # all of them are
+    return "it was interrupted while it was published; the same command completes it"
+
+
+def check_free(address: Address, *, overwrite: bool, reads: Sequence[str]) -> None:
+    """Raise as `BucketStaging.open` will if the output cannot be written. Changes nothing."""
+    bucket = Bucket(address.bucket)
+    found = read_state(bucket, f"{address.staging}/{JOURNAL}")
+    ours = [name for names in (found[0].publishing or () if found is not None else ()) for name in names]
+    check_vacant(bucket, address, overwrite=overwrite, reads=reads, ours=ours)

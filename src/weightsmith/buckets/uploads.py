@@ -1,0 +1,310 @@
+"""The weight files of an output: tiles go in, in any order, and parts are uploaded as soon as all of their bytes are there.
+
+A few threads upload. Full parts that wait for them are bounded in number, and then `write` waits, so a computation that is
+faster than the network is slowed down to it.
+
+What an interrupted run has uploaded is used in two ways. A group in the journal, whose parts the store still lists, is
+finished: its tensors are not computed again. Other parts are computed again, and uploaded only if the store lists another MD5
+or none. So what another machine computes differently replaces what was there, and bytes of two computations are never mixed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+
+from weightsmith.buckets.address import Address
+from weightsmith.buckets.client import UPLOADS, Bucket, md5_of
+from weightsmith.buckets.journal import State
+from weightsmith.buckets.lock import Lock
+from weightsmith.buckets.parts import Group, Part, cut
+from weightsmith.buckets.spool import Spool
+from weightsmith.containers import Layout
+from weightsmith.errors import StoreError
+from weightsmith.store.journal import Finished
+
+TOKEN = "weightsmith"
+"""Key of an object's metadata: which work has made it."""
+WAITING = 2 * UPLOADS
+"""Full parts that are uploaded or wait to be."""
+SAVE_SECONDS = 5.0
+
+
+class _Open:
+    """A part that is being filled or uploaded. slot: -1 while it has none; missing: bytes; etag: "" until it is uploaded."""
+
+    __slots__ = ("etag", "group", "missing", "part", "slot")
+
+    def __init__(self, part: Part, group: _Progress) -> None:
+        self.part, self.group = part, group
+        self.slot, self.missing, self.etag = -1, part.filled, ""
+
+
+class _Progress:
+    """A group. taken: an earlier run has finished it."""
+
+    __slots__ = ("group", "parts", "taken")
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.taken = group, False
+        self.parts = [_Open(part, self) for part in group.parts]
+
+
+class Uploads:
+    """The weight files of an output. `write` and `finish` are thread-safe; `close` may be called twice.
+
+    reused_bytes, sent_bytes  of parts, in this run: found in the store as they are, and uploaded
+    """
+
+    def __init__(self, bucket: Bucket, address: Address, layout: Layout, state: State, lock: Lock, journal: str) -> None:
+        """Find out what is uploaded, begin the other uploads, and write the journal to this key."""
+        self._bucket, self._address, self._layout, self._state, self._lock = bucket, address, layout, state, lock
+        self._journal = journal
+        self.reused_bytes = self.sent_bytes = 0
+        self._groups = [_Progress(group) for group in cut(layout)]
+        self._group_of = {name: progress for progress in self._groups for name in progress.group.tensors}
+        self._parts: list[list[_Open]] = [[] for _ in layout.shards]
+        for progress in self._groups:
+            self._parts[progress.group.shard] += progress.parts
+        self._starts = [[each.part.start for each in parts] for parts in self._parts]
+        self._listed: list[dict[int, tuple[str, int]]] = [{} for _ in layout.shards]
+        self._completed: set[int] = set()
+        self._finished: dict[str, Finished] = {}
+        self._mutex = threading.Lock()
+        self._saving = threading.Lock()
+        self._saved, self._save_seconds = 0.0, SAVE_SECONDS
+        self._error: BaseException | None = None
+        self._closed = False
+        self._room = threading.Semaphore(WAITING)
+        self._find()
+        self.save()
+        self._spool = Spool(max(each.part.nbytes for parts in self._parts for each in parts))
+        self._pool = ThreadPoolExecutor(UPLOADS, "weightsmith-upload")
+        for progress in self._groups:
+            if progress.group.header and not progress.taken:
+                self._put(progress.group.shard, 0, memoryview(layout.shards[progress.group.shard].header))
+
+    def _find(self) -> None:
+        """What is uploaded already: enter it, and leave only that in the state."""
+        state, old = self._state, replace(self._state)
+        state.uploads, state.groups, state.tensors = {}, {}, {}
+        for number, shard in enumerate(self._layout.shards):
+            own = [each.group for each in self._parts[number] if each is each.group.parts[0]]
+            known = [old.groups.get((shard.name, progress.group.parts[0].number), ()) for progress in own]
+            key, upload = self._address.key(shard.name), old.uploads.get(shard.name, "")
+            listed = self._bucket.parts(key, upload) if upload else None
+            if upload and listed is None and all(known) and self._is_complete(number):
+                self._completed.add(number)
+                whole = zip(own, known, strict=True)
+                listed = {p.number: (e, p.nbytes) for g, etags in whole for p, e in zip(g.group.parts, etags, strict=False)}
+            elif listed is None:
+                upload = self._bucket.begin(key, {TOKEN: state.token})
+            state.uploads[shard.name] = upload
+            self._listed[number] = listed or {}
+            for progress, etags in zip(own, known, strict=True):
+                names, parts = progress.group.tensors, progress.group.parts
+                there = [self._listed[number].get(part.number) for part in parts]
+                if len(etags) != len(parts) or there != [(etag, part.nbytes) for etag, part in zip(etags, parts, strict=True)]:
+                    continue
+                if not all(name in old.tensors for name in names):
+                    continue
+                progress.taken = True
+                state.groups[shard.name, parts[0].number] = etags
+                state.tensors |= {name: old.tensors[name] for name in names}
+                for each, etag in zip(progress.parts, etags, strict=True):
+                    each.etag, each.missing = etag, 0
+        self._finished = dict(state.tensors)
+
+    def _is_complete(self, number: int) -> bool:
+        """This work has completed the upload of a file."""
+        shard = self._layout.shards[number]
+        head = self._bucket.head(self._address.key(shard.name))
+        return head is not None and head["Metadata"].get(TOKEN) == self._state.token and head["ContentLength"] == shard.nbytes
+
+    # tensors
+
+    @property
+    def records(self) -> dict[str, Finished]:
+        """The finished tensors. A snapshot."""
+        with self._mutex:
+            return dict(self._finished)
+
+    def write(self, name: str, start_byte: int, view: memoryview) -> None:
+        """Write part of a tensor, every byte once. Waits while too many parts wait. Raises StoreError, NoSpace."""
+        place = self._layout.places[name]
+        if start_byte < 0 or start_byte + view.nbytes > place.nbytes:
+            raise ValueError(f"{name}: bytes {start_byte}..{start_byte + view.nbytes} of a tensor of {place.nbytes} bytes")
+        self.check()
+        if not self._group_of[name].taken:  # what was taken over and is computed again all the same: `finish` compares
+            self._put(place.shard, place.offset + start_byte, view)
+
+    def _put(self, shard: int, offset: int, view: memoryview) -> None:
+        i = bisect_right(self._starts[shard], offset) - 1
+        while view.nbytes:
+            each = self._parts[shard][i]
+            start = offset - each.part.start
+            piece = view[: each.part.nbytes - start]
+            self._fill(each, start, piece)
+            view, offset, i = view[piece.nbytes :], offset + piece.nbytes, i + 1
+
+    def _fill(self, each: _Open, start: int, piece: memoryview) -> None:
+        with self._mutex:
+            if each.slot < 0:
+                each.slot = self._spool.take()
+                if each.part.filled < each.part.nbytes:  # padding
+                    self._spool.write(each.slot, 0, memoryview(bytes(each.part.nbytes)))
+        self._spool.write(each.slot, start, piece)
+        with self._mutex:
+            each.missing -= piece.nbytes
+            assert each.missing >= 0, f"bytes of part {each.part.number} were written twice"
+            full = each.missing == 0
+        if full:
+            while not self._room.acquire(timeout=0.5):
+                self.check()
+            self._pool.submit(self._upload, each)
+
+    def finish(self, name: str, done: Finished) -> None:
+        """All bytes of a tensor are written. Raises StoreError if an earlier run has uploaded others."""
+        progress = self._group_of[name]
+        with self._mutex:
+            before = self._finished.get(name)
+            self._finished[name] = done
+            differs = progress.taken and before is not None and before.checksum != done.checksum
+            if differs:  # none of it is trusted now: all is computed again, and compared part by part
+                self._state.groups.clear()
+                self._state.tensors.clear()
+        if differs:
+            self.save()
+            raise StoreError(
+                "computed again, this tensor differs from what an earlier run has uploaded",
+                where=f"{self._address}, tensor {name}",
+                fix="run again: all tensors are computed again, and parts that differ are uploaded again",
+            )
+        self._close_group(progress)
+
+    # uploading
+
+    def _upload(self, each: _Open) -> None:
+        """The work of a thread of the pool."""
+        try:
+            if self._closed or self._error is not None:
+                return
+            shard, part = each.group.group.shard, each.part
+            data = self._spool.read(each.slot, part.nbytes)
+            md5 = md5_of(data)
+            listed = self._listed[shard].get(part.number)
+            if listed == (etag := f'"{md5.hex()}"', part.nbytes):
+                sent = 0
+            else:
+                file = self._layout.shards[shard].name
+                etag = self._bucket.upload(self._address.key(file), self._state.uploads[file], part.number, data, md5)
+                sent = part.nbytes
+            self._spool.give_back(each.slot)
+            with self._mutex:
+                each.etag = etag
+                self.sent_bytes += sent
+                self.reused_bytes += part.nbytes - sent
+            self._close_group(each.group)
+        except BaseException as error:
+            with self._mutex:
+                self._error = self._error or error
+        finally:
+            self._room.release()
+
+    def _close_group(self, progress: _Progress) -> None:
+        """Enter a group in the journal once all of it is uploaded and finished."""
+        group = progress.group
+        with self._mutex:
+            uploaded = all(each.etag for each in progress.parts)
+            if progress.taken or not uploaded or not all(name in self._finished for name in group.tensors):
+                return
+            file = self._layout.shards[group.shard].name
+            self._state.groups[file, group.parts[0].number] = tuple(each.etag for each in progress.parts)
+            self._state.tensors |= {name: self._finished[name] for name in group.tensors}
+            late = time.monotonic() - self._saved > self._save_seconds
+        if late and self._saving.acquire(blocking=False):
+            try:
+                self._save()
+            finally:
+                self._saving.release()
+
+    def save(self) -> None:
+        """Write the journal."""
+        with self._saving:
+            self._save()
+
+    def _save(self) -> None:
+        began = time.monotonic()
+        with self._mutex:
+            data = self._state.encode()
+        self._save_seconds = max(SAVE_SECONDS, 20 * (time.monotonic() - began))  # a journal of 100,000 tensors is long
+        self._lock.check()
+        self._bucket.put(self._journal, data)
+        self._saved = time.monotonic()
+
+    def check(self) -> None:
+        """Raise what has failed in a thread that uploads; ValueError once it is closed."""
+        if self._closed:
+            raise ValueError(f"{self._address}: this output is closed")
+        if self._error is not None:
+            raise self._error
+        self._lock.check()
+
+    # the end
+
+    def drain(self) -> None:
+        """Wait until everything written is uploaded. Nothing may be written afterwards."""
+        self._pool.shutdown(wait=True)
+        self.check()
+
+    def problems(self) -> list[str]:
+        """What is missing."""
+        found = [f"tensor {name} is not finished" for name in self._layout.places if name not in self._finished]
+        return found + [
+            f"part {each.part.number} of {self._layout.shards[number].name} is not uploaded"
+            for number, parts in enumerate(self._parts)
+            for each in parts
+            if not each.etag
+        ]
+
+    def complete(self) -> None:
+        """Make objects of the parts. From now on, the weight files can be read."""
+        for number, shard in enumerate(self._layout.shards):
+            if number in self._completed:
+                continue
+            key, etags = self._address.key(shard.name), [each.etag for each in self._parts[number]]
+            if not self._bucket.complete(key, self._state.uploads[shard.name], etags) and not self._is_complete(number):
+                raise StoreError("the upload was discarded by someone else", where=self._address.shown(key), fix="run again")
+            self._completed.add(number)
+
+    def close(self, *, save: bool = True) -> None:
+        """End the threads after their current part; uploaded parts stay in the store. save: write the journal, if possible."""
+        if self._closed:
+            return
+        self._closed = True
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._spool.close()
+        if save:
+            with suppress(StoreError):  # without it, the parts are compared one by one
+                self.save()
+
+
+def discard(bucket: Bucket, address: Address, uploads: Mapping[str, str]) -> None:
+    """Abort uploads. uploads: weight file → id."""
+    for file, upload in uploads.items():
+        bucket.abort(address.key(file), upload)
+    discard_empty(bucket, address, uploads)
+
+
+def discard_empty(bucket: Bucket, address: Address, files: Collection[str]) -> None:
+    """Abort uploads of these weight files without parts: a request to begin one was repeated, for its answer was lost."""
+    keys = {address.key(file) for file in files}
+    with suppress(StoreError):  # listing may not be allowed, and they take no space
+        for key, upload in [*bucket.uploads(address.key(""))]:
+            if key in keys and bucket.parts(key, upload) == {}:
+                bucket.abort(key, upload)

@@ -1,0 +1,113 @@
+"""Is every byte of a checkpoint, in a bucket or a folder, what was written? Compares all of it with the manifest."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from weightsmith.buckets.address import Address, parse_address
+from weightsmith.buckets.client import UPLOADS, Bucket
+from weightsmith.buckets.contents import manifest_of, names_in
+from weightsmith.errors import Corrupt
+from weightsmith.formats.carried import is_loaded
+from weightsmith.store.checksum import combine, hash_bytes, hash_grains
+from weightsmith.store.manifest import MANIFEST_NAME, Manifest
+from weightsmith.store.reread import Progress
+from weightsmith.store.target import is_address
+from weightsmith.store.verify import Verified
+from weightsmith.store.verify import verify as verify_folder
+
+RANGE_BYTES = 16 << 20
+"""Read at a time, by each of `UPLOADS` threads."""
+
+
+def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progress | None = None) -> Verified:
+    """Re-read a checkpoint whole and compare it with its manifest.
+
+    folder    a folder, or an address: `s3://bucket/prefix`
+    threads   threads that read and hash, 4 MiB of memory each; of an address 8 read, 16 MiB each
+    progress  called with (bytes of tensors done, in all)
+
+    Raises Corrupt, whose details name every damaged tensor, header and file, every missing file, and files that are not of the
+    checkpoint and that a loader would read (weights, adapters, a tokenizer); NotFound when there is no manifest, FormatError
+    when weightsmith did not write it.
+    """
+    if not is_address(folder):
+        return verify_folder(folder, threads=threads, progress=progress)
+    address = parse_address(str(folder))
+    bucket = Bucket(address.bucket)
+    manifest = manifest_of(bucket, address)
+    present = names_in(bucket, address)
+    stray = present.keys() - {MANIFEST_NAME, *manifest.weights, *manifest.files}
+    loadable = {name for name in stray if is_loaded(name)}
+    problems = [f"{name}: is not of this checkpoint, and may be loaded with it" for name in sorted(loadable)]
+    missing = {name for name in (*manifest.files, *manifest.weights) if name not in present}
+    problems += [f"{name}: is missing" for name in sorted(missing)]
+    for name, file in manifest.files.items():
+        if name not in missing:
+            data = bucket.read_range(address.key(name), 0, max(1, file.nbytes), "") if present[name] else b""
+            if present[name] != file.nbytes or hash_bytes(data) != file.xxh3_128:
+                problems.append(f"{name}: differs from what was written")
+    for name, weight in manifest.weights.items():
+        if name not in missing:
+            if present[name] != weight.nbytes:
+                problems.append(f"{name}: has {present[name]:,} bytes, not the {weight.nbytes:,} that were written")
+            header = bucket.read_range(address.key(name), 0, weight.header_bytes, "")
+            if hash_bytes(header) != weight.header_xxh3_128:
+                problems.append(f"{name}: its header differs from what was written")
+    problems += _tensor_problems(bucket, address, manifest, present, progress)
+    if problems:
+        raise Corrupt(
+            f"{len(problems):,} problem{'s' if len(problems) > 1 else ''} found",
+            where=str(address),
+            details=problems,
+            fix="restore these from a copy, or make the checkpoint again",
+        )
+    nbytes = sum(w.nbytes for w in manifest.weights.values()) + sum(f.nbytes for f in manifest.files.values())
+    extra = tuple(sorted(stray - loadable))
+    return Verified(str(address), manifest.plan, len(manifest.tensors), len(manifest.files), nbytes, extra)
+
+
+def _tensor_problems(
+    bucket: Bucket, address: Address, manifest: Manifest, present: dict[str, int], progress: Progress | None
+) -> list[str]:
+    total = sum(tensor.nbytes for tensor in manifest.tensors.values())
+    done = 0
+    lock = threading.Lock()
+
+    def digests(place: tuple[str, int, int]) -> bytes:
+        nonlocal done
+        name, start, nbytes = place
+        tensor = manifest.tensors[name]
+        data = bucket.read_range(address.key(tensor.file), tensor.offset + start, nbytes, "") if nbytes else b""
+        with lock:
+            done += nbytes
+            if progress is not None:
+                progress(done, total)
+        return hash_grains(data, tensor.grain_bytes)
+
+    readable = [
+        (name, tensor)
+        for name, tensor in manifest.tensors.items()
+        if present.get(tensor.file, -1) >= tensor.offset + tensor.nbytes
+    ]
+    problems = [
+        f"tensor {name}: lost with {manifest.tensors[name].file}" for name in manifest.tensors.keys() - dict(readable).keys()
+    ]
+    places = [(name, *each) for name, tensor in readable for each in _ranges(tensor.nbytes, tensor.grain_bytes)]
+    found: dict[str, list[bytes]] = {name: [] for name, _ in readable}
+    with ThreadPoolExecutor(UPLOADS) as pool:
+        for (name, _, _), runs in zip(places, pool.map(digests, places), strict=True):
+            found[name].append(runs)
+    for name, tensor in readable:
+        if combine(b"".join(found[name])) != tensor.checksum:
+            problems.append(f"tensor {name}: differs from what was written ({tensor.file})")
+    return problems
+
+
+def _ranges(nbytes: int, grain_bytes: int) -> Sequence[tuple[int, int]]:
+    """Start and length of runs of whole grains."""
+    step = grain_bytes * max(1, RANGE_BYTES // grain_bytes)
+    return [(start, min(step, nbytes - start)) for start in range(0, nbytes, step)]

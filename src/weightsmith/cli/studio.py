@@ -1,0 +1,45 @@
+"""`weightsmith studio`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from weightsmith.cli.failures import failures
+from weightsmith.errors import Unsupported
+
+
+def studio(
+    folders: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FOLDER]...", help="Folders with models; . if none is named.", show_default=False),
+    ] = None,
+    out: Annotated[
+        str,
+        typer.Option("--out", metavar="FOLDER", show_default=False, help="Where results go; the first FOLDER if not given."),
+    ] = "",
+    host: Annotated[
+        str, typer.Option("--host", metavar="HOST", help="Address to serve; any but this makes the page reachable by others.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None, typer.Option("--port", metavar="PORT", help="Default: the first free one from 7860 on.")
+    ] = None,
+    hub: Annotated[bool, typer.Option(" /--no-hub", show_default=False, help="Read no models of the Hub.")] = True,
+    browser: Annotated[bool, typer.Option("--browser", help="Open the page in a browser.")] = False,
+) -> None:
+    """Open a local web page for merging without YAML.
+
+    Choose models, a goal and a method, move sliders, look at what the merge will do, run it, and compare the result. Serves
+    until Ctrl-C. Takes Gradio: pip install 'weightsmith[studio]'.
+    """
+    with failures(interrupted=lambda: "Stopped."):
+        try:
+            from weightsmith.studio.page import launch
+        except ModuleNotFoundError as error:
+            if error.name not in ("gradio", "starlette"):
+                raise
+            raise Unsupported("the studio needs Gradio", fix="pip install 'weightsmith[studio]'") from None
+        from weightsmith.studio.places import Places
+
+        launch(Places.of(folders or ["."], out or None, hub=hub), host=host, port=port, browser=browser)

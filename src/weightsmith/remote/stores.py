@@ -1,0 +1,146 @@
+"""Object stores by the package obstore: S3 and what is like it, GCS, Azure.
+
+Keys, regions and endpoints come from the environment (AWS_…, GOOGLE_…, AZURE_…) and from the machine's role, as obstore finds
+them. The object's ETag is sent as a condition with every request.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from weightsmith.errors import CheckpointError, NotFound, Unsupported
+from weightsmith.formats.files import show
+from weightsmith.remote.addresses import Address, is_loopback
+from weightsmith.remote.http import CHANGED_FIX
+from weightsmith.remote.retries import Again
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_TIMEOUTS = {"connect_timeout": "10s", "timeout": "60s"}
+_CHUNK_BYTES = 1 << 20
+
+
+def obstore(where: str) -> ModuleType:
+    """The package. Raises Unsupported where it is not installed."""
+    try:
+        import obstore as found
+        import obstore.exceptions
+        import obstore.store
+    except ImportError:
+        what = "the package obstore, which reads object stores, is not installed"
+        raise Unsupported(what, where=where, fix="install it: pip install 'weightsmith[remote]'") from None
+    module: ModuleType = found
+    return module
+
+
+class Store:
+    """A folder in an object store."""
+
+    def __init__(self, address: Address) -> None:
+        """Raises Unsupported without obstore, CheckpointError for settings that it does not accept."""
+        self.where = str(address)
+        self._obstore = obstore(self.where)
+        try:
+            self._store = self._obstore.store.from_url(
+                str(address),
+                client_options={**_TIMEOUTS, "allow_http": _allows_http()},
+                retry_config={"max_retries": 0},  # retried by `retries`
+            )
+        except Exception as error:
+            raise CheckpointError(f"the store cannot be opened: {first_line(error)}", where=self.where) from error
+
+    def objects(self) -> list[dict[str, Any]]:
+        """path, size and e_tag of every object of the folder itself. Raises Again."""
+        try:
+            found = self._obstore.list_with_delimiter(self._store)
+        except Exception as error:
+            raise self.failure(error, self.where) from error
+        return [dict(meta) for meta in found["objects"]]
+
+    def file(self, name: str, nbytes: int, tag: str) -> StoreFile:
+        """A file of the folder. tag: its ETag."""
+        return StoreFile(self, name, nbytes, tag)
+
+    def get(self, name: str, first: int, end: int, tag: str) -> Any:
+        """obstore's answer to a request for a run of bytes."""
+        options = {"range": (first, end), **({"if_match": tag} if tag else {})}
+        return self._obstore.get(self._store, name, options=options)
+
+    def head(self, name: str) -> Any:
+        """Size and ETag of an object now."""
+        return self._obstore.head(self._store, name)
+
+    def failure(self, error: Exception, where: str) -> Exception:
+        """What an exception of obstore means."""
+        known = self._obstore.exceptions
+        found = re.search(r"status code: ([0-9]{3})", str(error))  # of a list, whose errors are all of one type
+        status = int(found[1]) if found is not None else 0
+        if isinstance(error, known.PreconditionError | known.NotModifiedError):
+            return CheckpointError("the object has changed since it was first read", where=where, fix=CHANGED_FIX)
+        if isinstance(error, known.NotFoundError | FileNotFoundError) or status == 404:
+            return NotFound("no such object, or no such bucket", where=where, fix="Check the address.")
+        if isinstance(error, known.PermissionDeniedError | known.UnauthenticatedError) or status in (401, 403):
+            fix = "Check the keys, or the role, that the environment gives: see docs/remote.md."
+            return CheckpointError("the store refuses access", where=where, fix=fix)
+        return Again(f"the store does not answer as it should ({type(error).__name__}: {first_line(error)})")
+
+
+class StoreFile:
+    """An object: `retries.Ranges`."""
+
+    def __init__(self, store: Store, name: str, nbytes: int, tag: str) -> None:
+        self.where = f"{store.where}/{name}"
+        self.nbytes = nbytes
+        self.version = tag
+        self._store, self._name = store, name
+
+    def request(self, first: int, end: int) -> Iterator[bytes]:
+        """See `Ranges`."""
+        try:
+            found = self._store.get(self._name, first, end, self.version)
+            self._check(found.meta)
+            if tuple(found.range) != (first, end):
+                raise Again(f"bytes {first:,} to {end:,} were asked for, and bytes {found.range} came")
+            left = end - first
+            for chunk in found.stream(min_chunk_size=_CHUNK_BYTES):
+                piece = bytes(chunk)
+                left -= len(piece)
+                if left < 0:
+                    raise Again(f"the answer has more than the {end - first:,} bytes that were asked for")
+                yield piece
+        except (Again, CheckpointError, GeneratorExit):
+            raise
+        except Exception as error:
+            raise self._store.failure(error, self.where) from error
+
+    def check_unchanged(self) -> None:
+        """See `Ranges`."""
+        try:
+            meta = self._store.head(self._name)
+        except Exception as error:
+            raise self._store.failure(error, self.where) from error
+        self._check(meta)
+
+    def _check(self, meta: Any) -> None:
+        size, tag = meta["size"], meta.get("e_tag") or ""
+        if size != self.nbytes or (tag and tag != self.version):
+            then, now = (f"{self.nbytes:,} bytes", f"{size:,}") if size != self.nbytes else (show(self.version), show(tag))
+            what = f"the object has changed since it was first read: {then} then, {now} now"
+            raise CheckpointError(what, where=self.where, fix=CHANGED_FIX)
+
+
+def _allows_http() -> bool:
+    """Plain http is for stores on this machine, and for those whose user says so."""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or ""
+    return is_loopback(endpoint.partition("://")[2]) or os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+
+
+def first_line(error: Exception) -> str:
+    """The beginning of an error's text, without the query of an address, which may be signed."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    words = (word.partition("?")[0] for word in (lines or [""])[0].split())
+    return show(" ".join(words))[1:-1]

@@ -1,0 +1,81 @@
+"""How models write and predict, side by side. Reads models as a merge does; transformers computes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import numpy as np
+
+from weightsmith.errors import CheckpointError, Unsupported, WeightsmithError
+from weightsmith.judge import Judge
+from weightsmith.look.models import opened
+from weightsmith.studio.check import model_allowed
+from weightsmith.studio.places import Places
+
+MAX_CHARACTERS = 100_000
+"""Of a text, and of a prompt."""
+MAX_NEW_TOKENS = 256
+MAX_MODELS = 12
+ROWS = 8
+"""Of 384 tokens of the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one model did. problem: why it did nothing; "" if it did."""
+
+    model: str
+    continuation: str = ""
+    perplexity: float | None = None
+    problem: str = ""
+
+
+def available() -> bool:
+    """Whether torch and transformers are installed."""
+    return find_spec("torch") is not None and find_spec("transformers") is not None
+
+
+def compare(models: Sequence[str], places: Places, *, prompt: str, text: str = "", new_tokens: int = 48) -> Iterator[Sample]:
+    """The greedy continuation of a prompt by each model, and its perplexity on a text; one model in memory at a time, float32.
+
+    models  as a recipe names them
+    text    its first 3,072 tokens are read; "": no perplexity
+
+    Raises Unsupported without transformers, and for too much of anything.
+    """
+    if not available():
+        raise Unsupported("comparing needs torch and transformers", fix="pip install 'weightsmith[moe]'")
+    if len(models) > MAX_MODELS or max(len(prompt), len(text)) > MAX_CHARACTERS or not 0 < new_tokens <= MAX_NEW_TOKENS:
+        what = f"at most {MAX_MODELS} models, {MAX_CHARACTERS:,} characters and {MAX_NEW_TOKENS} new tokens"
+        raise Unsupported(f"too much to compare: {what}", fix="ask for less")
+    for name in models:
+        try:
+            judge = _load(model_allowed(name, places))
+            found = Sample(name, judge.continuation(prompt, new_tokens), judge.perplexity(text, ROWS) if text.strip() else None)
+            del judge
+        except WeightsmithError as error:
+            found = Sample(name, problem=str(error))
+        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:  # what transformers raises for such models
+            found = Sample(
+                name, problem=f"transformers cannot load it: {str(error).splitlines()[0][:300] if str(error) else error!r}"
+            )
+        gc.collect()
+        yield found
+
+
+def _load(name: str) -> Judge:
+    import torch
+
+    with opened(name, stream=False) as (model,):
+        if model.config is None or "auto_map" in model.config:
+            what = "it brings code of its own" if model.config else "it has no config.json"
+            raise CheckpointError(f"transformers cannot run it here: {what}", where=name)
+        model.download()
+        tensors = {}
+        for spec in model.specs.values():
+            array = np.asarray(model.read(spec.name))
+            tensors[spec.name] = torch.from_numpy(array.astype(np.float32) if spec.dtype.floating else np.array(array))
+        return Judge.of_tensors(tensors, model.folder, name)

@@ -1,0 +1,162 @@
+"""The folders that the studio may read and write, and what it finds there."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightsmith.errors import CheckpointError, NotFound, ParameterError, WeightsmithError
+from weightsmith.formats.carried import is_weights
+from weightsmith.formats.files import expand_user
+from weightsmith.planner.patterns import is_pattern
+from weightsmith.recipe import ModelRef
+
+MAX_FOUND = 500
+"""Models that are listed."""
+MAX_FOLDERS = 20_000
+"""Folders that are looked into."""
+DEPTH = 4
+"""Levels of folders: the hub's cache has models--org--name/snapshots/commit."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A model or an adapter in one of the folders. ref: as a recipe names it."""
+
+    ref: str
+    adapter: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What may be read and written.
+
+    folders  models in these may be read; resolved
+    out      results are folders in this one, which `folders` contain; resolved
+    hub      models of the Hub may be named
+    """
+
+    folders: tuple[Path, ...]
+    out: Path
+    hub: bool = True
+
+    @classmethod
+    def of(
+        cls, folders: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str] | None = None, *, hub: bool = True
+    ) -> Places:
+        """Some folders. out: created if it does not exist; None: the first folder.
+
+        Raises NotFound for one that does not exist.
+        """
+        found = [_existing(folder) for folder in folders]
+        if out is not None:
+            expand_user(os.fspath(out)).mkdir(parents=True, exist_ok=True)
+        written = found[0] if out is None else _existing(out)
+        if not any(written.is_relative_to(folder) for folder in found):
+            found.append(written)
+        return cls(tuple(found), written, hub)
+
+    def check(self, ref: ModelRef) -> WeightsmithError | None:
+        """Why a model of a recipe may not be read; None if it may. What is no local path is the planner's to judge."""
+        if ref.lora is not None and (problem := self.check(ref.lora)):
+            return problem
+        try:
+            matched = is_pattern(ref)
+            fixed = glob.escape(ref.path) if not matched else ref.path
+            local = expand_user(ref.path)
+            if matched:
+                first = re.split(r"[*?\[]", ref.path, maxsplit=1)[0]
+                if ".." in Path(ref.path).parts or not self.holds(expand_user(first or ".")):
+                    return self._outside(ref)
+                return None if all(map(self.holds, map(Path, glob.glob(str(expand_user(fixed)))))) else self._outside(ref)  # noqa: PTH207
+            if local.is_absolute() or ref.path.startswith(("~", ".")) or os.path.lexists(local):
+                return None if self.holds(local) else self._outside(ref)
+        except (OSError, ValueError, RuntimeError):  # a name too long, a NUL, a circle of links
+            return NotFound("no such folder or file", where=ref.where)
+        if not self.hub:
+            what = f"{ref.path} is not in the studio's folders, and the studio was started without the hub"
+            return NotFound(what, where=ref.where, fix="choose one of the models that the page lists")
+        if not _HUB_ID.fullmatch(ref.path):
+            what = f"{ref.path} is neither a folder nor a hub id"
+            return NotFound(what, where=ref.where, fix="write org/name, or choose one of the models that the page lists")
+        return None
+
+    def holds(self, path: Path) -> bool:
+        """Whether a path, its links followed, is in one of the folders."""
+        real = path.resolve()
+        return any(real.is_relative_to(folder) for folder in self.folders)
+
+    def _outside(self, ref: ModelRef) -> WeightsmithError:
+        where = ", ".join(map(str, self.folders))
+        what = f"{ref.path} is outside the folders that the studio was started with"
+        return CheckpointError(what, where=ref.where, details=(f"these are {where}",), fix="start it with this folder too")
+
+    def target(self, name: str) -> Path:
+        """The folder of a result. Raises ParameterError for a name that is not a plain one."""
+        if not _NAME.fullmatch(name):
+            what = f"{name!r} cannot be the name of a result"
+            raise ParameterError(what, where="name", fix="write up to 100 letters, digits, '-', '_' and '.'")
+        return self.out / name
+
+    def on_base(self, models: Iterable[str], base: str) -> list[str]:
+        """The models as a merge names them: an adapter is applied to the base."""
+        adapters = {found.ref for found in self.models() if found.adapter}
+        plain = [model.rpartition("+")[2] if model.rpartition("+")[2] in adapters else model for model in models]
+        return [f"{base}+{model}" if model in adapters and base else model for model in plain]
+
+    def models(self) -> tuple[Found, ...]:
+        """The models and adapters in the folders, by path; at most `MAX_FOUND`."""
+        found: dict[str, Found] = {}
+        for folder in self.folders:
+            for path, adapter in _walk(folder):
+                if self.holds(path):
+                    ref = reference(path)
+                    found.setdefault(ref, Found(ref, adapter))
+                if len(found) >= MAX_FOUND:
+                    break
+        return tuple(found[ref] for ref in sorted(found))
+
+
+def reference(path: Path) -> str:
+    """A path as a recipe names it: from the current folder on if it is in it.
+
+    >>> reference(Path("/no/such"))
+    '/no/such'
+    """
+    here = Path.cwd()
+    return f"./{path.relative_to(here)}" if path.is_relative_to(here) and path != here else str(path)
+
+
+def _existing(folder: str | os.PathLike[str]) -> Path:
+    path = expand_user(os.fspath(folder))
+    if not path.is_dir():
+        raise NotFound("no such folder", where=str(path), fix="name folders with models")
+    return path.resolve()
+
+
+def _walk(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """Folders that hold weights, and GGUF files; an adapter or not. Folders inside a model are not searched."""
+    left, seen = [(folder, 0)], 0
+    while left and seen < MAX_FOLDERS:
+        place, depth = left.pop(0)
+        seen += 1
+        try:
+            names = sorted(entry.name for entry in os.scandir(place))
+        except OSError:
+            continue
+        if "adapter_config.json" in names:
+            yield place, True
+        elif "config.json" in names and any(map(is_weights, names)):
+            yield place, False
+        else:
+            yield from ((place / name, False) for name in names if name.endswith(".gguf"))
+            if depth < DEPTH:
+                inner = (place / name for name in names if not name.startswith("."))
+                left += [(path, depth + 1) for path in inner if path.is_dir() and not path.is_symlink()]

@@ -1,0 +1,52 @@
+"""Servers for the tests of outputs in buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.bucket_help import MOTO, SEAWEED, MemoryBucket, Server, environment_of, serving
+from weightsmith.buckets import contents, staging, unfinished, uploads, verify
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryBucket]:
+    """The bucket `bkt` in memory."""
+    MemoryBucket.stores.clear()
+    for module in (contents, staging, unfinished, uploads, verify):
+        if hasattr(module, "Bucket"):
+            monkeypatch.setattr(module, "Bucket", MemoryBucket)
+    yield MemoryBucket("bkt")
+    MemoryBucket.stores.clear()
+
+
+@pytest.fixture(scope="session")
+def moto_port() -> Iterator[int]:
+    with serving(MOTO) as port:
+        yield port
+
+
+@pytest.fixture(scope="session")
+def seaweed_port() -> Iterator[int]:
+    with serving(SEAWEED) as port:
+        yield port
+
+
+def _server(kind: str, port: int, monkeypatch: pytest.MonkeyPatch) -> Server:
+    for name, value in environment_of(port).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+    return Server(kind, port)
+
+
+@pytest.fixture
+def moto(moto_port: int, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """A new bucket of moto, which the environment names."""
+    return _server(MOTO, moto_port, monkeypatch)
+
+
+@pytest.fixture
+def seaweed(seaweed_port: int, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """A new bucket of SeaweedFS, which the environment names."""
+    return _server(SEAWEED, seaweed_port, monkeypatch)

@@ -1,0 +1,473 @@
+"""A checkpoint built in a bucket: the bytes of a local one, resumed at any point, and nothing lost."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.bucket_help import MemoryBucket
+from tests.store_help import BY_NAME, NAMES, build, data, layout, put, tree
+from weightsmith.buckets import lock, parts, uploads
+from weightsmith.buckets.address import Address
+from weightsmith.buckets.client import md5_of
+from weightsmith.buckets.staging import BucketStaging
+from weightsmith.buckets.unfinished import check_free, find_uploads, remove_upload
+from weightsmith.buckets.verify import verify
+from weightsmith.errors import Busy, CannotResume, Corrupt, OutputExists, StoreError
+from weightsmith.store import combine, grain_bytes, hash_grains
+from weightsmith.store.journal import Finished
+
+OUT = Address("bkt", "models/out")
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PART_BYTES", 200)
+    monkeypatch.setattr(uploads, "SAVE_SECONDS", -1.0)  # after every group
+
+
+def open_out(plan: str = "plan", *, resume: bool = True, overwrite: bool = False, reads: tuple[str, ...] = ()) -> BucketStaging:
+    facts = {"seed": plan}
+    return BucketStaging.open(OUT, layout(), plan, facts=facts, resume=resume, overwrite=overwrite, reads=reads)
+
+
+def build_out(plan: str = "plan", seed: int = 0, *, overwrite: bool = False, names: tuple[str, ...] = NAMES) -> None:
+    with open_out(plan, overwrite=overwrite) as staging:
+        put(staging, names, seed=seed)  # type: ignore[arg-type]
+        staging.add_file("config.json", b'{"model_type": "tiny"}')
+        staging.publish({"recipe": "none"})
+
+
+def put_some() -> None:
+    """An interrupted run: all but the last tensor."""
+    with open_out() as staging:
+        put(staging, NAMES[:4])  # type: ignore[arg-type]
+        staging._opened().drain()
+
+
+def finished(name: str, seed: int = 0) -> Finished:
+    return Finished(combine(hash_grains(data(name, seed), grain_bytes(BY_NAME[name]))))
+
+
+def test_the_objects_are_the_files_of_a_local_output(memory: MemoryBucket, tmp_path: Path) -> None:
+    build_out()
+    assert memory.contents("models/out") == tree(build(tmp_path / "out"))
+    assert [*memory.contents("models")] == [f"out/{name}" for name in memory.contents("models/out")]  # no lock, no journal
+    assert memory.pending == {}
+    assert verify(str(OUT)).tensors == len(NAMES)
+
+
+def test_bytes_in_any_order_from_many_threads(memory: MemoryBucket, tmp_path: Path) -> None:
+    with open_out() as staging:
+        pieces = [(name, start) for name in NAMES for start in range(0, BY_NAME[name].nbytes, 7)]
+        np.random.default_rng(0).shuffle(pieces)
+
+        def work(own: list[tuple[str, int]]) -> None:
+            for name, start in own:
+                staging.write(name, int(start), data(name)[int(start) : int(start) + 7])
+
+        threads = [threading.Thread(target=work, args=(pieces[i::4],)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for name in NAMES:
+            staging.finish(name, finished(name))
+        staging.add_file("config.json", b'{"model_type": "tiny"}')
+        staging.publish({"recipe": "none"})
+    assert memory.contents("models/out") == tree(build(tmp_path / "out"))
+
+
+def test_nothing_is_visible_before_it_is_published(memory: MemoryBucket) -> None:
+    with open_out() as staging:
+        put(staging)  # type: ignore[arg-type]
+        staging.add_file("config.json", b"{}")
+        staging._opened().drain()
+        assert memory.contents("models/out") == {}
+
+
+def test_files_appear_in_an_order_that_no_reader_takes_for_a_model(memory: MemoryBucket) -> None:
+    seen: list[set[str]] = []
+    memory.before = lambda call: seen.append(set(memory.contents("models/out")))
+    build_out()
+    weights = {shard.name for shard in layout().shards}
+    for names in seen:
+        assert not names & {"config.json", "model.safetensors.index.json"} or weights <= names
+        assert "weightsmith.json" not in names or names == set(memory.contents("models/out"))
+
+
+def test_an_interrupted_run_resumes_and_uploads_nothing_again(memory: MemoryBucket, tmp_path: Path) -> None:
+    put_some()
+    sent = memory.calls.count("upload")
+    assert sent > 0
+    with open_out() as staging:
+        taken = staging.finished
+        assert taken
+        put(staging)  # type: ignore[arg-type]
+        staging.add_file("config.json", b'{"model_type": "tiny"}')
+        staging.publish({"recipe": "none"})
+    whole = sum(len(parts) for parts in staging_parts())
+    assert memory.calls.count("upload") == whole
+    assert memory.contents("models/out") == tree(build(tmp_path / "out"))
+
+
+def staging_parts() -> Iterator[list[object]]:
+    for group in parts.cut(layout()):
+        yield [*group.parts]
+
+
+def test_parts_without_a_journal_are_compared_and_not_uploaded_again(memory: MemoryBucket, tmp_path: Path) -> None:
+    """Killed before the journal was written again: the store still lists the parts."""
+    with open_out() as staging:
+        journal = memory.objects[f"{OUT.staging}/journal"]
+        put(staging)  # type: ignore[arg-type]
+        staging._opened().drain()
+    memory.objects[f"{OUT.staging}/journal"] = journal
+    sent = memory.calls.count("upload")
+    with open_out() as staging:
+        assert not staging.finished
+        put(staging)  # type: ignore[arg-type]
+        staging.add_file("config.json", b'{"model_type": "tiny"}')
+        staging.publish({"recipe": "none"})
+        assert memory.calls.count("upload") == sent
+    assert memory.contents("models/out") == tree(build(tmp_path / "out"))
+
+
+def test_a_part_that_is_computed_differently_is_uploaded_again(memory: MemoryBucket, tmp_path: Path) -> None:
+    with open_out() as staging:
+        journal = memory.objects[f"{OUT.staging}/journal"]
+        put(staging, seed=1)  # type: ignore[arg-type]
+        staging._opened().drain()
+    memory.objects[f"{OUT.staging}/journal"] = journal
+    build_out()
+    assert memory.contents("models/out") == tree(build(tmp_path / "out"))
+
+
+def test_a_finished_tensor_that_is_computed_again_to_other_bytes_is_an_error_and_then_uploaded(
+    memory: MemoryBucket, tmp_path: Path
+) -> None:
+    with open_out() as staging:
+        put(staging, seed=1)  # type: ignore[arg-type]
+        staging._opened().drain()
+    with open_out() as staging:
+        assert staging.finished == set(NAMES)
+        staging.write("head", 0, data("head"))
+        with pytest.raises(StoreError, match="differs from what an earlier run has uploaded") as found:
+            staging.finish("head", finished("head"))
+        assert "run again" in str(found.value)
+    build_out()
+    assert memory.contents("models/out") == tree(build(tmp_path / "out"))
+
+
+def test_a_finished_tensor_that_is_computed_again_to_the_same_bytes_is_fine(memory: MemoryBucket, tmp_path: Path) -> None:
+    with open_out() as staging:
+        put(staging)  # type: ignore[arg-type]
+        staging._opened().drain()
+    with open_out() as staging:
+        staging.write("head", 0, data("head"))
+        staging.finish("head", finished("head"))
+        staging.add_file("config.json", b'{"model_type": "tiny"}')
+        staging.publish({"recipe": "none"})
+    assert memory.contents("models/out") == tree(build(tmp_path / "out"))
+
+
+class Killed(BaseException):
+    """Nothing is cleaned up after it."""
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_killed_before_any_request_the_next_run_completes_it(memory: MemoryBucket, tmp_path: Path, overwrite: bool) -> None:
+    wanted = tree(build(tmp_path / "out"))
+    for number in range(1, 200):
+        memory.objects.clear()
+        memory.pending.clear()
+        memory.before = lambda call: None
+        if overwrite:
+            build_out("old", seed=5)
+        left = number
+        dead = threading.Event()
+
+        def kill(call: str, dead: threading.Event = dead) -> None:
+            nonlocal left
+            left -= 1
+            if left <= 0:
+                dead.set()
+                raise Killed
+
+        memory.before = kill
+        try:
+            build_out(overwrite=overwrite)
+        except (Killed, StoreError, ValueError):
+            pass
+        memory.before = lambda call: None
+        if not dead.is_set():
+            break
+        names = set(memory.contents("models/out"))
+        if "config.json" in names and not overwrite:
+            assert {shard.name for shard in layout().shards} <= names
+        memory.objects.pop(f"{OUT.staging}/lock", None)  # as it is after a while
+        if memory.contents("models/out") != wanted or f"{OUT.staging}/journal" in memory.objects:
+            build_out(overwrite=overwrite)
+        assert memory.contents("models/out") == wanted
+        assert [key for key in memory.objects if "staging" in key] == []
+    else:
+        pytest.fail("it never ended")
+    assert number > 20
+
+
+def test_two_writers_the_second_is_told_who_builds_it(memory: MemoryBucket) -> None:
+    with open_out() as first:
+        put(first, NAMES[:2])  # type: ignore[arg-type]
+        with pytest.raises(Busy, match=r"process \d+ on .* is building this output") as found:
+            open_out()
+        assert "run again in 120 s" in str(found.value)
+        put(first)  # type: ignore[arg-type]
+        first.publish({})
+
+
+def test_a_lock_that_is_not_renewed_is_taken_over_and_its_owner_stops(
+    memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = open_out()
+    put(first, NAMES[:2])  # type: ignore[arg-type]
+    memory.now += lock.STALE_SECONDS + 1
+    with open_out() as second:
+        put(second)  # type: ignore[arg-type]
+        with pytest.raises(StoreError, match="another process has taken over this output"):
+            first._lock.renew()
+        with pytest.raises(StoreError, match="another process has taken over"):
+            first.write("head", 0, data("head"))
+        first.close()
+        assert f"{OUT.staging}/lock" in memory.objects  # the second one's
+        second.publish({})
+
+
+def test_the_lock_of_a_process_of_this_machine_that_is_dead_is_taken_over_at_once(
+    memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not lock._this_process():
+        pytest.skip("the system does not say which processes there are")
+    machine = lock._this_process().rpartition(" ")[0]
+    monkeypatch.setattr(lock, "_this_process", lambda: f"{machine} 999999999@1")
+    first = open_out()
+    monkeypatch.undo()
+    monkeypatch.setattr("weightsmith.buckets.staging.Bucket", MemoryBucket)
+    open_out().close()
+    first.close()
+
+
+def test_a_renewal_that_comes_too_late_stops_the_run(memory: MemoryBucket) -> None:
+    staging = open_out()
+    staging._lock._renewed -= lock.STALE_SECONDS
+    with pytest.raises(StoreError, match="could not be renewed in time"):
+        staging.write("head", 0, data("head"))
+    staging.close()
+
+
+def test_a_store_without_conditional_writes_is_used_with_a_warning(memory: MemoryBucket) -> None:
+    memory.conditions = False
+    with open_out() as staging:
+        assert "no conditional writes" in staging.warnings[0].what
+        put(staging)  # type: ignore[arg-type]
+        staging.publish({})
+    assert [key for key in memory.objects if "staging" in key] == []
+
+
+def test_work_of_another_plan_is_not_mixed_in_and_can_be_discarded(memory: MemoryBucket) -> None:
+    put_some()
+    with pytest.raises(CannotResume, match="does not match this run") as found:
+        open_out("other")
+    assert "seed: plan -> other" in str(found.value)
+    with open_out("other", resume=False) as staging:
+        assert not staging.finished
+        assert len(memory.pending) == len(layout().shards)
+        put(staging)  # type: ignore[arg-type]
+        staging.publish({})
+
+
+def test_an_output_that_exists_is_replaced_only_with_overwrite(memory: MemoryBucket, tmp_path: Path) -> None:
+    build_out("old", seed=5)
+    before = dict(memory.objects)
+    with pytest.raises(OutputExists, match="already exists"):
+        build_out()
+    assert memory.objects == before
+    build_out(overwrite=True)
+    assert memory.contents("models/out") == tree(build(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("what", ["a note", "no manifest", "a damaged manifest"])
+def test_what_no_manifest_of_ours_lists_is_never_replaced(memory: MemoryBucket, what: str) -> None:
+    build_out("old", seed=5)
+    manifest = f"{OUT.prefix}/weightsmith.json"
+    if what == "a note":
+        memory.put(f"{OUT.prefix}/sub/note.txt", b"mine")
+    elif what == "no manifest":
+        memory.delete(manifest)
+    else:
+        memory.put(manifest, memory.objects[manifest][0][:-9])
+    before = dict(memory.objects)
+    for attempt in (lambda: build_out(overwrite=True), lambda: check_free(OUT, overwrite=True, reads=())):
+        with pytest.raises(OutputExists, match="will not be overwritten"):
+            attempt()
+    assert memory.objects == before
+
+
+@pytest.mark.parametrize(
+    "read", ["s3://bkt/models/out", "s3://bkt/models/out/sub", "base+s3://bkt/models", "s3://bkt/models/out/"]
+)
+def test_what_the_run_reads_is_never_replaced(memory: MemoryBucket, read: str) -> None:
+    build_out("old", seed=5)
+    with pytest.raises(StoreError, match="the run reads"):
+        open_out(overwrite=True, reads=("./a", read))
+    open_out(overwrite=True, reads=("s3://bkt/models/other", "s3://bkt2/models/out")).close()
+
+
+def test_an_object_that_appears_meanwhile_is_not_written_over(memory: MemoryBucket) -> None:
+    with open_out() as staging:
+        put(staging)  # type: ignore[arg-type]
+        memory.put(f"{OUT.prefix}/config.json", b"theirs")
+        with pytest.raises(OutputExists) as found:
+            staging.publish({})
+        assert "Everything is uploaded" in str(found.value)
+    assert memory.contents("models/out") == {"config.json": b"theirs"}
+
+
+def test_an_upload_that_someone_has_discarded_is_begun_again(memory: MemoryBucket, tmp_path: Path) -> None:
+    put_some()
+    memory.pending.clear()
+    build_out()
+    assert memory.contents("models/out") == tree(build(tmp_path / "out"))
+
+
+def test_a_failed_upload_is_one_error_and_what_is_uploaded_stays(memory: MemoryBucket, tmp_path: Path) -> None:
+    def fail(call: str) -> None:
+        if call == "upload" and memory.calls.count("upload") == 2:
+            raise StoreError("the store kept answering SlowDown (503) to UploadPart")
+
+    memory.before = fail
+    with pytest.raises(StoreError, match="SlowDown") as found:
+        build_out()
+    assert "Uploaded parts are kept at s3://bkt/models/out; run again to resume." in str(found.value)
+    memory.before = lambda call: None
+    build_out()
+    assert memory.contents("models/out") == tree(build(tmp_path / "out"))
+
+
+def test_unfinished_work_is_listed_and_discarded(memory: MemoryBucket) -> None:
+    with open_out() as staging:
+        put(staging, NAMES[:4])  # type: ignore[arg-type]
+        staging._opened()._pool.shutdown(wait=True)
+        (found,) = find_uploads(OUT)
+        assert found.reason == "a process is working on it"
+        with pytest.raises(Busy):
+            remove_upload(found)
+    for where in (OUT, Address("bkt", "models")):
+        (found,) = find_uploads(where)
+        assert (found.out, found.reason) == (OUT, "")
+        assert found.tensors > 0
+        assert found.nbytes > 0
+    remove_upload(found)
+    assert (memory.objects, memory.pending) == ({}, {})
+
+
+def test_work_that_is_half_published_is_not_discarded(memory: MemoryBucket) -> None:
+    def kill(call: str) -> None:
+        if call == "complete" and "complete" in memory.calls:
+            raise Killed
+
+    memory.before = kill
+    with pytest.raises(Killed):
+        build_out()
+    memory.before = lambda call: None
+    (found,) = find_uploads(OUT)
+    assert "the same command completes it" in found.reason
+    with pytest.raises(StoreError, match="not removed"):
+        remove_upload(found)
+    build_out()
+    assert verify(str(OUT)).tensors == len(NAMES)
+
+
+def test_an_upload_that_was_begun_twice_is_aborted_at_the_end_and_those_of_others_are_not(memory: MemoryBucket) -> None:
+    memory.begin("models/out2/model.safetensors", {})
+    memory.upload("models/out/model.safetensors", memory.begin("models/out/model.safetensors", {}), 1, b"x", md5_of(b"x"))
+    others = set(memory.pending)
+    with open_out() as staging:
+        memory.begin(OUT.key(layout().shards[0].name), {})
+        put(staging)  # type: ignore[arg-type]
+        staging.publish({})
+    assert memory.pending.keys() == others
+
+
+def test_discarded_work_leaves_nothing(memory: MemoryBucket) -> None:
+    with open_out() as staging:
+        put(staging, NAMES[:3])  # type: ignore[arg-type]
+        staging.discard()
+        assert not staging.is_open
+    assert (memory.objects, memory.pending) == ({}, {})
+
+
+@pytest.mark.parametrize("change", ["tensor", "header", "file", "missing", "stray"])
+def test_verify_names_what_differs(memory: MemoryBucket, change: str) -> None:
+    build_out()
+    shard = layout().shards[0]
+    key = f"{OUT.prefix}/{shard.name if change in ('tensor', 'header', 'missing') else 'config.json'}"
+    whole = bytearray(memory.objects[key][0])
+    if change == "missing":
+        memory.delete(key)
+    elif change == "stray":
+        memory.put(f"{OUT.prefix}/model-more.safetensors", b"")
+    else:
+        whole[9 if change == "header" else -1] ^= 1
+        memory.put(key, bytes(whole))
+    with pytest.raises(Corrupt) as found:
+        verify(str(OUT))
+    wanted = {"tensor": "tensor embed: differs", "header": "its header differs", "file": "config.json: differs"}
+    wanted |= {"missing": f"{shard.name}: is missing", "stray": "model-more.safetensors: is not of this checkpoint"}
+    assert wanted[change] in str(found.value)
+
+
+def test_a_journal_of_unknown_origin_is_one_error_or_ignored(memory: MemoryBucket, tmp_path: Path) -> None:
+    put_some()
+    key = f"{OUT.staging}/journal"
+    whole = memory.objects[key][0]
+    rng, wanted = np.random.default_rng(0), tree(build(tmp_path / "out"))
+    for _ in range(30):
+        damaged = bytearray(whole)
+        for place in rng.integers(0, len(damaged), 4):
+            damaged[place] = rng.integers(0, 256)
+        memory.put(key, bytes(damaged[: rng.integers(1, len(damaged))]))
+        try:
+            with open_out() as staging:
+                put(staging)  # type: ignore[arg-type]
+                staging.add_file("config.json", b'{"model_type": "tiny"}')
+                staging.publish({"recipe": "none"})
+        except StoreError:
+            continue
+        assert memory.contents("models/out") == wanted
+        memory.objects.clear()
+
+
+def test_padding_between_tensors_is_zeros(memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightsmith.containers.gguf import make_layout as make_gguf_layout
+    from weightsmith.tensors import DTYPES, TensorSpec
+
+    specs = [TensorSpec(f"t{i}", DTYPES["F32"], (33,)) for i in range(9)]
+    padded = make_gguf_layout(specs, 1 << 40, b"header")
+    for seed in (1, 2):  # slots are used again
+        with BucketStaging.open(OUT, padded, str(seed), facts={}, resume=True, overwrite=True, reads=()) as staging:
+            for spec in specs:
+                staging.write(spec.name, 0, np.full(spec.nbytes, 255, np.uint8))
+                staging.finish(spec.name, Finished(combine(hash_grains(b"\xff" * spec.nbytes, grain_bytes(spec)))))
+            staging.publish({})
+    (shard,) = padded.shards
+    wanted = bytearray(shard.nbytes)
+    wanted[: len(shard.header)] = shard.header
+    for place in padded.places.values():
+        wanted[place.offset : place.offset + place.nbytes] = b"\xff" * place.nbytes
+    assert memory.contents("models/out")[shard.name] == bytes(wanted)
+    assert json.loads(memory.contents("models/out")["weightsmith.json"])["plan"] == "2"

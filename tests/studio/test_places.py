@@ -1,0 +1,106 @@
+"""Which models may be read, and where results may go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.studio.models import make
+from weightsmith.errors import NotFound, ParameterError
+from weightsmith.recipe import ModelRef
+from weightsmith.recipe.references import parse_reference
+from weightsmith.studio.places import Found, Places, reference
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("places").resolve()
+    make(root)
+    return root
+
+
+def problem(places: Places, name: str) -> str:
+    found = parse_reference(name, "r.yml:1:1")
+    assert isinstance(found, ModelRef)
+    error = places.check(found)
+    return "" if error is None else error.finding.what
+
+
+def test_what_the_folders_hold(root: Path) -> None:
+    models = root / "models"
+    assert Places.of([models], root / "out").models() == (
+        Found(f"{models}/adapters/py", True),
+        Found(f"{models}/base", False),
+        Found(f"{models}/de", False),
+        Found(f"{models}/fr", False),
+    )
+
+
+def test_names_start_at_the_current_folder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+    assert reference(root / "models" / "base") == "./models/base"
+    places = Places.of(["models"])
+    assert [found.ref for found in places.models()][1] == "./models/base"
+    assert problem(places, "./models/base") == problem(places, "models/fr") == ""
+    assert places.on_base(["./models/adapters/py", "./models/fr"], "./b") == ["./b+./models/adapters/py", "./models/fr"]
+    assert places.on_base(["./old+./models/adapters/py"], "./new") == ["./new+./models/adapters/py"]
+
+
+def test_paths_outside_are_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+    places = Places.of(["models"], "out", hub=True)
+    (root / "models" / "link").unlink(missing_ok=True)
+    (root / "models" / "link").symlink_to(root / "secret")
+    outside = [
+        str(root / "secret"),
+        "./secret",
+        "secret",
+        "models/../secret",
+        "./models/link",
+        "models/base/../../secret",
+        "~",
+        "~/x",
+        "/etc/passwd",
+        "/",
+        "..",
+        "./models/../*",
+        "./sec*",
+        "./models/li*",
+        "/e*",
+        "*",
+        "./models/base+./secret",
+        "./models/base+/etc",
+        "../" * 20 + "etc",
+    ]
+    for name in outside:
+        assert "outside the folders" in problem(places, name), name
+    for name in (
+        "./models/base",
+        "./models/[bf]*",
+        "./models/base+./models/adapters/py",
+        "./models/none",
+        "org/name",
+        "org/name@v1",
+        "out/x",
+    ):
+        assert problem(places, name) == "", name
+    for name in ("s3://bucket/model", "https://evil/x", "hf://a/b", "a/b/c", "file:///etc/passwd", "x" * 5000, "a\0b", "name"):
+        assert problem(places, name), name
+
+
+def test_without_the_hub_only_folders_are_read(root: Path) -> None:
+    places = Places.of([root / "models"], hub=False)
+    assert "without the hub" in problem(places, "org/name")
+    assert problem(places, str(root / "models" / "base")) == ""
+
+
+def test_results_have_plain_names(root: Path) -> None:
+    places = Places.of([root / "models"], root / "out")
+    assert places.target("my-merge_1.0") == root / "out" / "my-merge_1.0"
+    assert places.holds(root / "out" / "my-merge_1.0")  # a result can be a model
+    for name in ("", ".", "..", "../x", "a/b", "/tmp/x", ".hidden", "a\0", "a b", "x" * 101, "\n", "é"):
+        with pytest.raises(ParameterError, match="cannot be the name of a result"):
+            places.target(name)
+    with pytest.raises(NotFound):
+        Places.of([root / "none"])
