@@ -32,6 +32,7 @@ from weightsmith.errors import Busy, WorkerLost
 from weightsmith.execution import Callbacks, Helped
 from weightsmith.formats.collector import collector_paused
 from weightsmith.identity import facts, work_identity
+from weightsmith.jobs.requires import named_device
 from weightsmith.options import RunOptions
 from weightsmith.planner.build import Prepared
 from weightsmith.plans import COPY, Plan
@@ -88,10 +89,9 @@ def _order(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions)
         data = json.dumps(plan.to_json(), separators=(",", ":")).encode()
     return Order(
         plan=data,
-        plan_hash=plan.hash,
         out=str(Path(out).absolute()),
         folder=str(Path.cwd()),
-        options=replace(options, ray=None, resume=True, push=None),
+        options=replace(options, ray=None, resume=True, push=None, device=named_device(options.device)),
         allow_code=plan.made.code is not None,
         identity=work_identity(plan, prepared.inputs, options.device),
         facts=facts(plan, prepared.inputs, options.device),

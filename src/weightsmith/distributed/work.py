@@ -31,7 +31,6 @@ class Order:
     """What all workers of a run get.
 
     plan        its JSON
-    plan_hash   of the same plan
     out         the output folder
     folder      the driver's current folder, where relative paths of models start
     options     of the run
@@ -40,7 +39,6 @@ class Order:
     """
 
     plan: bytes
-    plan_hash: str
     out: str
     folder: str
     options: RunOptions
@@ -125,11 +123,11 @@ def do(order: Order, share: Share) -> bytes:
 
 
 _open: dict[str, Prepared] = {}
-"""The plan that this process has open, by hash: most workers do several parts of one."""
+"""The plan that this process has open, by the identity of the work: most workers do several parts of one."""
 
 
 def _reopened(order: Order) -> Prepared:
-    key = f"{order.plan_hash} {order.folder}"
+    key = f"{order.identity} {order.folder}"
     if key not in _open:
         while _open:
             _open.popitem()[1].close()
