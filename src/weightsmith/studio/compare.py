@@ -69,7 +69,7 @@ def compare(models: Sequence[str], places: Places, *, prompt: str, text: str = "
 def _load(name: str) -> Judge:
     import torch
 
-    with opened(name) as (model,):
+    with opened(name, stream=False) as (model,):
         if model.config is None or "auto_map" in model.config:
             what = "it brings code of its own" if model.config else "it has no config.json"
             raise CheckpointError(f"transformers cannot run it here: {what}", where=name)

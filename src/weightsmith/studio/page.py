@@ -105,7 +105,8 @@ def build(places: Places) -> gr.Blocks:
         controls.input(_edit(session), recipe, recipe, **_LAST)
         recipe.input(follow, recipe, shown, **_LAST)
         checked = recipe.change(session.check, recipe, notes, **_LAST)
-        checked.then(lambda text, on: session.preview(text) if on is True else gr.skip(), [recipe, live], ahead, **_SEEN)
+        ahead_of = lambda text, on: session.preview(text) if on is True else gr.skip()  # noqa: E731
+        checked.then(ahead_of, [recipe, live], ahead, **{**_SEEN, "trigger_mode": "always_last"})
         again.click(session.preview, recipe, ahead, **_SEEN)
         save.click(None, recipe, None, js=_saving("recipe.yml"))
 

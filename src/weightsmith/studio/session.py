@@ -132,13 +132,13 @@ class Session:
         while (status := self.work.status).state == "running":
             yield show.status(status), ""
             time.sleep(_TICK_SECONDS)
-        made = status.merged.out / "report.html" if status.merged is not None else None
+        made = status.out / "report.html" if status.out is not None and status.state == "done" else None
         yield show.status(status), made.read_text(encoding="utf-8") if made is not None and made.is_file() else ""
 
     def made(self) -> list[str]:
         """The result of the last merge, as a recipe names it."""
-        merged = self.work.status.merged
-        return [] if merged is None else [reference(merged.out)]
+        status = self.work.status
+        return [reference(status.out)] if status.out is not None and status.state == "done" else []
 
     def resumes(self, name: str) -> bool:
         """Whether a merge of this name was interrupted."""
