@@ -256,26 +256,18 @@ def test_choose_preview_merge_compare_export(browser: Any, address: str, root: P
 @pytest.mark.slow
 def test_a_recipe_that_is_written_draws_the_controls_and_marks_its_lines(browser: Any, address: str) -> None:
     with Visit(browser, address) as visit:
-        lines = [
-            "merge_method: slerp",
-            "base_model: ./models/base",
-            "models:",
-            "- model: ./models/fr",
-            "parameters:",
-            "  tt: 0.5",
-        ]
-        visit.write("\n".join(lines))
+        lines = ["merge_method: slerp", "base_model: ./models/base", "models:", "- model: ./models/fr", "parameters:"]
+        visit.write("\n".join([*lines, "  tt: 0.5"]))
         visit.has("#ws-notes li", "line 6, column 3")
         marked = "getComputedStyle(document.querySelectorAll('#ws-recipe .cm-line')[5]).backgroundColor"
         visit.page.wait_for_function(f"{marked} !== 'rgba(0, 0, 0, 0)'")
-        visit.write("\n".join([*lines[:5], "  t: [0, 0.5, 1]"]))
+        visit.write("\n".join([*lines, "  t: [0, 0.5, 1]"]))
         visit.has("#ws-notes", "The recipe is correct.")
         visit.page.locator(".ws-curve circle").nth(2).wait_for()
         assert visit.page.locator("#ws-base input").input_value() == "./models/base"
         assert visit.page.locator("#ws-method input").input_value().startswith("slerp")
-        visit.page.locator("#ws-method input").click()
-        visit.page.keyboard.type("nearswap")
-        visit.page.locator("ul[role=listbox] li").first.click()
+        visit.page.fill("#ws-method input", "nearswap")
+        visit.page.locator("ul[role=listbox] li", has_text="nearswap").click()
         visit.has("#ws-recipe", "merge_method: nearswap")
         visit.fine()
 
