@@ -99,6 +99,9 @@ def status_of(url: str, data: bytes | None = None, **headers: str) -> int:
 def test_the_server_gives_away_no_file_and_answers_no_other_name(address: str, root: Path) -> None:
     assert status_of(address) == 200
     assert status_of(address, Host="evil.example") == 400
+    assert status_of(address, Origin="http://evil.example") == 403
+    assert status_of(f"{address}/gradio_api/upload", b"", Origin="null") == 403
+    assert status_of(address, Origin=address) == 200
     for path in ("/etc/passwd", f"{root}/models/base/config.json", f"{root}/secret/config.json", f"{root}/log"):
         assert status_of(f"{address}/gradio_api/file={path}") in (403, 404)
     for path in ("/docs", "/openapi.json", "/gradio_api/mcp/sse", "/monitoring"):

@@ -17,7 +17,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from weightsmith import methods
 from weightsmith.studio import compare, draft, show
 from weightsmith.studio.places import Places
-from weightsmith.studio.policy import ContentPolicy
+from weightsmith.studio.policy import ContentPolicy, SameOrigin
 from weightsmith.studio.session import Session
 
 _PROMPT = "The three most important things about this program are"
@@ -182,8 +182,9 @@ def launch(places: Places, *, host: str = "127.0.0.1", port: int | None = None, 
     """
     page = build(places)
     middleware = [Middleware(ContentPolicy)]
-    if host in ("127.0.0.1", "localhost", "::1"):  # another site may let a name of its own point here: it is not answered
-        middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]"]))
+    if host in ("127.0.0.1", "localhost", "::1"):  # other sites may send requests here, also under names of their own
+        hosts = ["127.0.0.1", "localhost", "[::1]"]
+        middleware += [Middleware(TrustedHostMiddleware, allowed_hosts=hosts), Middleware(SameOrigin)]
     page.queue(max_size=32).launch(
         server_name=host,
         server_port=port,
