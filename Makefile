@@ -13,6 +13,8 @@
 #   make bench-methods   every method compared with mergekit's: errors, times and memory (over an hour; resumes if interrupted)
 #   make bench-moe       mixtures of experts compared with mergekit-moe's (20 GB of disk, half an hour)
 #   make docs      the pages of docs/ that are generated from the code
+#   make site      the documentation as a site, in build/site; a broken link or anchor is an error
+#   make gallery   the reports of docs/gallery.md, for the site: some minutes, on the models of the demo
 #   make dist      wheel and sdist, their metadata checked, and a merge with the wheel in a fresh environment
 
 PYTHON ?= python3
@@ -34,7 +36,7 @@ MERGEKIT_VENV := benchmarks/.venv-mergekit
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test test-fast test-architectures test-python mutants fuzz check lint types format docs dist bench bench-toy bench-methods bench-moe mergekit clean help
+.PHONY: demo test test-fast test-architectures test-python mutants fuzz check lint types format docs site gallery dist bench bench-toy bench-methods bench-moe mergekit clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -76,6 +78,14 @@ format: $(VENV)/.dev
 docs: $(VENV)/.core
 	$(BIN)/python scripts/docs.py $(DOCS_OPTIONS)
 
+site: $(VENV)/.site
+	rm -rf build/site
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -E -d build/site.doctrees -c docs/site . build/site
+	@echo 'written: build/site/index.html'
+
+gallery: $(VENV)/.demo
+	$(BIN)/python examples/gallery.py $(GALLERY_OPTIONS)
+
 dist: $(VENV)/.dist
 	$(BIN)/python scripts/dist.py $(DIST_OPTIONS)
 
@@ -108,6 +118,10 @@ $(VENV)/.core: pyproject.toml | $(BIN)/python
 
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	$(INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/.core
+
+$(VENV)/.site: pyproject.toml | $(BIN)/python
+	$(INSTALL) -e '.[site]'
 	@touch $@ $(VENV)/.core
 
 $(VENV)/.dist: pyproject.toml | $(BIN)/python

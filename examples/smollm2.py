@@ -22,7 +22,7 @@ FINE_TUNES = ("fr", "de", "py")
 def build_models(models: Path, adapters: Path) -> tuple[Path, ...]:
     """Build the four models as subfolders of `models`; those that are there already are kept. Base first."""
     base = build_base(models)
-    fine_tunes = [_build_once(models / name, partial(_save_fine_tune, base, adapters / name)) for name in FINE_TUNES]
+    fine_tunes = [build_once(models / name, partial(_save_fine_tune, base, adapters / name)) for name in FINE_TUNES]
     return base, *fine_tunes
 
 
@@ -35,7 +35,7 @@ def build_base(models: Path) -> Path:
     return base
 
 
-def _build_once(folder: Path, save: Callable[[Path], None]) -> Path:
+def build_once(folder: Path, save: Callable[[Path], None]) -> Path:
     """Call `save` on a temporary folder and rename it: an interrupted build is never taken for a finished one."""
     if not folder.exists():
         unfinished = folder.with_name(f"{folder.name}.unfinished")

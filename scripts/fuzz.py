@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import os
 import random
 import re
@@ -24,6 +25,7 @@ import resource
 import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -316,6 +318,22 @@ _RECIPE_KEYS = """
     out_dtype tokenizer_source tokenizer modules filter value embed_slerp int8_mask experts source_model gate_mode
     positive_prompts prune_experts merge_experts keep groups saliency architecture experts_per_token shared_experts <<
 """.split()
+
+
+def mutate_model(rng: Rng, data: bytes) -> bytes:
+    """A file of a model with other values: JSON, a card, or weights, whose numbers may be anything."""
+    if data.startswith(b"{"):
+        return mutate_json(rng, data, (*_CONFIG_WORDS, "vocab", "added_tokens", "content", "chat_template"))
+    if data.startswith(b"---"):
+        return mutate_recipe(rng, data) if rng.random() < 0.7 else mutate_bytes(rng, data)
+    if rng.random() < 0.3:
+        return mutate_safetensors(rng, data)
+    changed = bytearray(data)
+    first = 8 + int.from_bytes(data[:8], "little")
+    for _ in range(rng.choice((1, 3, 100))):
+        at = rng.randrange(first, len(changed) - 3, 4)
+        changed[at : at + 4] = struct.pack("<f", rng.choice((0.0, -0.0, 1e-45, 3e38, -3e38, math.inf, -math.inf, math.nan)))
+    return bytes(changed)
 
 
 def mutate_checksummed(rng: Rng, data: bytes) -> bytes:
@@ -764,6 +782,32 @@ def _use_tokenizer(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
     yield lambda: _merge({**recipe, "tokenizer_source": source})
 
 
+def _make_looked_at() -> None:
+    _make_tokenizers()
+    card = "license: apache-2.0\nbase_model:\n- org/base\n- org/other\ntags: [merge, 'x y']\nlanguage: [fr, de]"
+    Path("a/README.md").write_text(f"---\n{card}\n---\n\n# A model\n")
+
+
+def _use_looks(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
+    import weightsmith
+    from weightsmith.look import pages
+    from weightsmith.pages.html import to_html
+
+    def look(found: Any, page: Callable[[Any], Any]) -> None:
+        json.dumps(found.to_json(), allow_nan=False)
+        to_html(page(found)).encode()
+
+    ties = {"merge_method": "ties", "base_model": "b", "models": [{"model": "a"}, {"model": "a+lora"}]}
+    ties["parameters"] = {"weight": 1, "density": 0.5}
+    alone: dict[str, Any] = {"threads": 1, "progress": False}
+    yield lambda: look(weightsmith.inspect("a", stats=True, **alone), pages.inspection_page)
+    yield lambda: look(weightsmith.diff("b", "a", **alone), pages.difference_page)
+    yield lambda: look(weightsmith.diff("a", rng.choice(("b", "a+lora", "q", "x")), **alone), pages.difference_page)
+    yield lambda: look(weightsmith.diff("b", "a+lora", base="a", **alone), pages.comparison_page)
+    yield lambda: look(weightsmith.preview(ties, **alone), pages.preview_page)
+    yield lambda: look(weightsmith.preview(ties, full=True, **alone), pages.preview_page)
+
+
 def _make_recipes() -> None:
     _make_models()
     for name, text in _RECIPES.items():
@@ -884,6 +928,12 @@ KINDS: dict[str, Kind] = {
         ),
         lambda rng, data: mutate_json(rng, data, ("vocab", "added_tokens", "id", "content", "special", "merges", "type")),
         _use_tokenizer,
+    ),
+    "look": Kind(
+        _make_looked_at,
+        ("a/config.json", "a/model.safetensors", "a/tokenizer.json", "a/tokenizer_config.json", "a/README.md"),
+        mutate_model,
+        _use_looks,
     ),
     "sentencepiece": Kind(_make_tokenizers, ("s/tokenizer.model",), mutate_bytes, _use_tokenizer),
     "recipe": Kind(_make_recipes, tuple(_RECIPES), mutate_recipe, _use_recipe),

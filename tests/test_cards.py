@@ -156,6 +156,7 @@ def test_how_other_models_are_loaded(here: Path, config: Any, carried: tuple[str
         "---\nlicense: [unclosed\n---\n",
         f"---\n{'[' * 20_000}\n---\n",
         f"---\nlicense: {'x' * 70_000}\n---\n",
+        '---\nlicense: "\\UFFFFFFFF"\n---\n',
         "---\nlicense: !!python/object/apply:os.system [exit]\n---\n",
     ],
 )

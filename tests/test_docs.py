@@ -10,8 +10,8 @@ Conventions of fenced blocks in README.md, CHANGELOG.md and docs/:
 * ```` ```bash ````: is not run (installation, make); the make targets in it must exist.
 * ```` ```text ````: is only shown.
 
-The blocks of one page run in order in one folder with the models `base`, `fr`, `de` and `py`: the demo's in every header
-and size, but full of zeros.
+The blocks of one page run in order in one folder with the models `base`, `fr`, `de`, `py` and `over`: the demo's in every
+header and size, but full of zeros.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import ast
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -131,7 +132,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The models of the demo, as sparse files: they take no room."""
     folder = tmp_path_factory.mktemp("models")
     (shard,) = make_layout(smollm2(), 10**9).shards
-    for name in ("base", "fr", "de", "py"):
+    for name in ("base", "fr", "de", "py", "over"):
         (folder / name).mkdir()
         weights = folder / name / "model.safetensors"
         weights.write_bytes(shard.header)
@@ -183,8 +184,12 @@ def test_a_recipe_in_the_docs_plans_unless_it_is_wrong_on_purpose(block: Block, 
         assert prepared.plan.steps
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "examples" / "recipes").glob("*.yml")), ids=lambda file: file.name)
-def test_the_recipes_of_the_demo_plan(file: Path, folder: Path) -> None:
+@pytest.mark.parametrize(
+    "file",
+    [*sorted((ROOT / "examples/recipes").glob("*.yml")), *sorted((ROOT / "examples/gallery").glob("*.yml"))],
+    ids=lambda file: file.name,
+)
+def test_the_recipes_of_the_demo_and_the_gallery_plan(file: Path, folder: Path) -> None:
     with prepare(file) as prepared:
         assert prepared.plan.steps
 
@@ -254,9 +259,9 @@ def test_a_page_that_shows_something_else_is_found() -> None:
 
 
 def targets(text: str) -> list[str]:
-    """The links of a page, code left out."""
+    """The links and pictures of a page, code left out."""
     prose = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
-    return re.findall(r"\]\(([^)\s]+)\)", prose)
+    return [link or picture for link, picture in re.findall(r'\]\(([^)\s]+)\)|<img [^>]*src="([^"]+)"', prose)]
 
 
 def anchors(text: str) -> set[str]:
@@ -288,6 +293,38 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
         reached.add(page)
         queue += [(page.parent / t.partition("#")[0]).resolve() for t in targets(page.read_text()) if "://" not in t]
     assert [page for page in PAGES if page not in reached] == []
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    docs = ROOT / "docs"
+    text = (docs / "README.md").read_text(encoding="utf-8")
+    items = re.findall(r"^\* \[[^]]+\]\((.+\.md)\)$", text, flags=re.MULTILINE)  # what docs/site/conf.py reads
+    assert items == targets(text)
+    listed = [(docs / item).resolve() for item in items]
+    assert len(set(listed)) == len(listed)
+    methods = docs / "methods" / "README.md"
+    below = [methods.parent / target for target in targets(methods.read_text(encoding="utf-8"))]
+    assert [page for page in PAGES if page not in (*listed, *below, docs / "README.md")] == []
+
+
+def test_the_commands_of_the_gallery_can_be_run() -> None:
+    from typer.main import get_command
+
+    from weightsmith.cli.app import app
+
+    text = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+    sections = load(ROOT / "examples" / "gallery.py").sections(text)
+    assert len(sections) == text.count("\n## ")
+    for name, lines in sections.items():
+        assert f"gallery/{name}" in lines
+        for line in lines.splitlines():
+            program, command, *arguments = shlex.split(line, comments=True)
+            known = get_command(app).commands[command]  # type: ignore[attr-defined]
+            options = {option for parameter in known.params for option in parameter.opts}
+            assert program == "weightsmith"
+            assert {argument for argument in arguments if argument.startswith("-")} <= options, line
+            for argument in arguments:
+                assert not argument.startswith("../../") or (ROOT / argument.removeprefix("../../")).exists(), line
 
 
 def test_every_command_is_in_the_readme_or_a_page_and_every_one_there_exists() -> None:
@@ -331,13 +368,22 @@ def test_the_changelog_has_the_version() -> None:
 
 
 @cache
-def docs_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_script", ROOT / "scripts" / "docs.py")
+def load(script: Path) -> ModuleType:
+    """A program outside the package, as a module; it finds those beside it."""
+    spec = importlib.util.spec_from_file_location(f"{script.stem}_script", script)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(script.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(script.parent))
     return module
+
+
+def docs_script() -> ModuleType:
+    return load(ROOT / "scripts" / "docs.py")
 
 
 def test_generated_pages_are_up_to_date() -> None:

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from weightsmith.errors import UnknownParameter as UnknownParameter
     from weightsmith.errors import Unsupported as Unsupported
     from weightsmith.errors import WeightsmithError as WeightsmithError
+    from weightsmith.errors import WorkerLost as WorkerLost
     from weightsmith.execution import Merged as Merged
     from weightsmith.look.comparison import Comparison as Comparison
     from weightsmith.look.diff import diff as diff
@@ -104,6 +105,7 @@ _HOMES = {
     "UnknownParameter": "errors",
     "Unsupported": "errors",
     "WeightsmithError": "errors",
+    "WorkerLost": "errors",
     "block_method": "methods.user",
     "dequantize": "api",
     "diff": "look.diff",
@@ -160,6 +162,7 @@ __all__ = [
     "UnknownParameter",
     "Unsupported",
     "WeightsmithError",
+    "WorkerLost",
     "__version__",
     "block_method",
     "dequantize",

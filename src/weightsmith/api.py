@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
 from weightsmith.adapters import prepare_merge, prepare_models
-from weightsmith.execution import Callbacks, Merged, execute, execute_part
+from weightsmith.distributed import execute
+from weightsmith.execution import Callbacks, Merged, execute_part
 from weightsmith.options import (
     ExtractKeywords,
     ExtractSettings,

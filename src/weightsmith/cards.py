@@ -121,7 +121,7 @@ def read_card(folder: Path) -> dict[str, Any]:
         return {}
     try:
         found = yaml.load(match[1], Loader=yaml.BaseLoader)  # text, lists and mappings alone: no numbers, no dates, no objects
-    except (yaml.YAMLError, RecursionError, ValueError):
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError):  # PyYAML's own for \UFFFFFFFF
         return {}
     return {key: value for key, value in found.items() if isinstance(key, str)} if isinstance(found, dict) else {}
 

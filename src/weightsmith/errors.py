@@ -15,6 +15,7 @@
     │   ├── FormatError      bytes that break the file format (never trusted, never executed)
     │   └── Unsupported      a format, dtype or quantisation that this version does not read
     ├── NonFinite            a NaN or an infinity among the inputs, or in the result
+    ├── WorkerLost           the processes that do a part of a plan end without an answer, again and again
     ├── MismatchError        inputs that do not go together
     │   ├── ShapeError       unequal shapes
     │   ├── LayerError       layer ranges and stacks that cannot be made
@@ -43,7 +44,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 NOTHING_WRITTEN = "Nothing was written."
 
@@ -142,6 +143,9 @@ class PlanError(WeightsmithError):
         self.source = source
         super().__init__(f"{len(self.problems)} problem(s)", state=NOTHING_WRITTEN)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problems, self.source), {"state": self.state, "product": self.product}
+
     def __str__(self) -> str:
         return report(self)
 
@@ -196,6 +200,10 @@ class Unsupported(CheckpointError):
 
 class NonFinite(CheckpointError):
     """A NaN or infinity in an input, or a result that the output's dtype cannot hold."""
+
+
+class WorkerLost(WeightsmithError):
+    """The processes that do a part of a plan end without an answer, again and again."""
 
 
 class MismatchError(WeightsmithError):

@@ -30,6 +30,7 @@ ROOMS = (
     "mixture",
     "products",
     "quantisation",
+    "remote",
     "sources",
     "structure",
     "transplant",

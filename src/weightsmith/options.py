@@ -182,6 +182,9 @@ class RunOptions:
     max_spool_bytes   limit of the disk space for bytes that are streamed; those of a later pass that do not fit travel again
     push              upload the finished folder to the hub, as the model `org/name`
     public            make the model that `push` creates public; the default is private
+    ray               have a Ray cluster do the parts of the plan: its address `host:port`; "auto": the cluster of this machine,
+                      or a new one on this machine; "local": a new one. Inputs and output are in folders that all machines
+                      share; threads and memory are those of a worker
     """
 
     threads: int | None = None
@@ -198,6 +201,7 @@ class RunOptions:
     max_spool_bytes: int = SPOOL_BYTES
     push: str | None = None
     public: bool = False
+    ray: str | None = None
 
 
 def output_dtype(asked: object) -> DType | None:
@@ -248,6 +252,7 @@ class RunKeywords(TypedDict, total=False):
     max_spool_bytes: int
     push: str | None
     public: bool
+    ray: str | None
 
 
 class QuantizeKeywords(TypedDict, total=False):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ import weightsmith
 from tests.cli_help import Cli, cli
 from tests.lora.test_lora import BF16, DOWN, INNER, LLAMA, TOKENS, H, P, Q, adapter, base, base_tensors, factors, normal
 from tests.mini import as_bytes, write_checkpoint
+from weightsmith.adapters import factors as factors_module
 from weightsmith.adapters import prepare_extraction
 from weightsmith.adapters.factors import KIND, FactorWork
 from weightsmith.errors import FormatError, PlanError, WeightsmithError
@@ -118,10 +121,32 @@ def test_ranks_that_differ_and_modules_that_do_not_are_in_the_config(tmp_path: P
     applied(model, made.out, tmp_path / "merged")
 
 
+def test_a_matrix_is_released_with_its_factors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when the next garbage collection finds it: a layer's matrices would be in memory at once."""
+    alive: list[weakref.ref[Any]] = []
+    counts: list[int] = []
+
+    def decompose(delta: Any, *args: Any, **more: Any) -> Any:
+        alive.append(weakref.ref(delta))
+        counts.append(sum(each() is not None for each in alive))
+        return original(delta, *args, **more)
+
+    original = factors_module.decompose
+    monkeypatch.setattr(factors_module, "decompose", decompose)
+    model = base(tmp_path / "base")
+    changes = {name: normal(*array.shape, seed=3) for name, array in base_tensors().items() if "proj" in name}
+    gc.disable()
+    try:
+        extract(tuned(tmp_path / "fine", changes), model, tmp_path / "out", max_rank=2, threads=1)
+    finally:
+        gc.enable()
+    assert (len(counts), max(counts)) == (14, 1)
+
+
 def test_bytes_do_not_depend_on_threads_or_memory(tmp_path: Path) -> None:
     names = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
     model, fine = (
-        write_checkpoint(tmp_path / name, {n: normal(80, 96, seed=seed + i).astype(BF16) for i, n in enumerate(names)}, LLAMA)
+        write_checkpoint(tmp_path / name, {n: normal(160, 176, seed=seed + i).astype(BF16) for i, n in enumerate(names)}, LLAMA)
         for name, seed in (("base", 0), ("fine", 9))
     )
     assert not any(m["exact"] for m in json.loads(first_plan(fine, model))["products"][0]["settings"]["targets"])

@@ -230,6 +230,18 @@ def test_pickled_weights_and_adapters_are_read_like_any_others(base: Path, tmp_p
     assert found.total.delta == pytest.approx(diff(base, tuned).total.delta, rel=1e-4)
 
 
+@pytest.mark.parametrize("where", [np.s_[:2, 5], np.s_[::2]], ids=["in the projection", "in the sketch"])
+def test_sums_that_overflow_leave_the_spectrum_unknown(base: Path, tmp_path: Path, where: object) -> None:
+    tensors = weights()
+    tensors["model.layers.1.mlp.up_proj.weight"][where] = 3e38
+    found = diff(base, save(tmp_path / "b", tensors, np.float32), tensors=["*layers.1.mlp.up*"])
+    (tensor,) = found.tensors
+    assert tensor.delta > 1e38
+    assert tensor.leading is not None
+    assert (tensor.leading.rank, set(tensor.leading.values)) == (None, {0.0})
+    json.dumps(found.to_json(), allow_nan=False)
+
+
 def test_globs_choose_tensors(base: Path, tmp_path: Path) -> None:
     other = changed(tmp_path / "b", trained)
     found = diff(base, other, tensors=["*.mlp.up*", "model.norm.weight"])

@@ -17,7 +17,7 @@ from tests import plan_help
 from tests.cli_help import Cli
 from tests.mini import write_checkpoint
 from tests.plan_help import decoder, problems
-from tests.tokenizer_help import OTHER_TEXT, files, trained, write
+from tests.tokenizer_help import OTHER_TEXT, SAMPLES, files, ids, trained, write
 from weightsmith.plans import Gather, Plan, plan_from_json
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -510,6 +510,34 @@ def test_a_base_without_a_tokenizer_is_refused_and_another_model_is_taken_as_ali
     assert "b has no tokenizer that can be read: its rows are taken to be those of a" in [str(w) for w in result.warnings]
     (problem,) = problems(recipe("b", "a", tokenizer_source="union"))
     assert "b has no tokenizer that can be read" in str(problem)
+
+
+@pytest.mark.parametrize("base", ["a", "b"])
+def test_a_base_with_older_files_gets_a_tokenizer_json(make: Callable[..., Tokenizer], base: str) -> None:
+    own = make("a")
+    make("b", trained(special=["<s>", "</s>", "<x>"], text=OTHER_TEXT), seed=1)
+    for name in ("a", "b") if base == "b" else ("a",):
+        vocab = Tokenizer.from_file(f"{name}/tokenizer.json")
+        vocab.model.save(name)
+        data = json.loads(Path(name, "tokenizer.json").read_text())
+        Path(name, "added_tokens.json").write_text(json.dumps({e["content"]: e["id"] for e in data["added_tokens"]}))
+        Path(name, "tokenizer.json").unlink()
+        Path(name, "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    if base == "b":
+        asked, new = recipe("a", "b", tokenizer={"source": "b", "tokens": {"<new>": None}}), "<new>"
+        own = trained(special=["<s>", "</s>", "<x>"], text=OTHER_TEXT)
+    else:
+        asked, new = recipe("a", "b", tokenizer_source="union"), "<x>"
+    said = f"{base} has no tokenizer.json: that of the output is made from vocab.json"
+    assert any(said in str(warning) for warning in weightsmith.plan(asked).warnings)
+    merged(asked)
+    made = Tokenizer.from_file("out/tokenizer.json")
+    for text in SAMPLES:
+        assert ids(made, text) == ids(own, text)
+    assert ids(made, f"fox{new}") == [*ids(own, "fox"), own.get_vocab_size()]
+    assert not {"vocab.json", "merges.txt"} & {path.name for path in Path("out").iterdir()}
+    assert json.loads(Path("out/tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert json.loads(Path("out/added_tokens.json").read_text())[new] == own.get_vocab_size()
 
 
 def test_a_tokenizer_that_cannot_be_made_is_the_only_problem(make: Callable[..., Tokenizer]) -> None:

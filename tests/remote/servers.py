@@ -150,9 +150,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         body = body if upto is None else body[:upto]
+        self.site.sent += len(body)
         try:
             self.wfile.write(body)
-            self.site.sent += len(body)
         except OSError:
             self.close_connection = True
         if upto is not None:
@@ -209,7 +209,7 @@ def model(seed: int, layers: int = 4, width: int = 64, shards: int = 1) -> dict[
         "rms_norm_eps": 1e-6,
         "torch_dtype": "float32",
     }
-    files = {"config.json": json.dumps(config).encode(), "tokenizer.json": b"{}"}
+    files = {"config.json": json.dumps(config).encode(), "generation_config.json": b"{}"}
     if shards == 1:
         return files | {"model.safetensors": save(tensors)}
     names = list(tensors)

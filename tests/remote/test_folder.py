@@ -39,7 +39,7 @@ def test_every_tensor_is_that_of_the_files(shards: int) -> None:
     with serve(at("models/a", files)) as site, weightsmith.open_checkpoint(f"{site.url}/models/a") as checkpoint:
         assert set(checkpoint.specs) == set(expected)
         assert checkpoint.config is not None
-        assert checkpoint.files == ("config.json", "tokenizer.json")
+        assert checkpoint.files == ("config.json", "generation_config.json")
         for name, array in expected.items():
             np.testing.assert_array_equal(checkpoint.read(name), array)
             assert checkpoint.location(name) is None

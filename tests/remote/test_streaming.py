@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,59 @@ def test_a_model_that_changes_during_a_merge_is_one_error(
         assert not (tmp_path / "out").exists()
 
 
+def test_a_result_of_another_recipe_reads_its_models_once(
+    models: list[dict[str, bytes]], local: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "BLOCK_BYTES", 64 << 10)
+
+    def staged(*places: object) -> list[Recipe]:
+        inner = {**ties(*places), "name": "inner"}
+        return [inner, {**ties("inner", places[0], places[2]), "name": "outer"}]
+
+    weightsmith.merge(staged(*local), tmp_path / "expected", fsync=False, progress=False)
+    with serve(served(models)) as site:
+        places = [f"{site.url}/m{k}" for k in range(3)]
+        done = weightsmith.merge(staged(*places), tmp_path / "out", fsync=False, progress=False)
+    assert content(tmp_path / "out") == content(tmp_path / "expected")
+    assert done.fetched_bytes <= 1.02 * needed("ties", models)
+
+
+def test_an_interrupt_does_not_wait_for_a_silent_server(
+    models: list[dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve(served(models)) as site:
+        recipe = linear(*(f"{site.url}/m{k}" for k in range(3)))
+        raised = list[float]()
+
+        def interrupt(now: Any) -> None:
+            site.stall_seconds = 3
+            site.faults = ["*stall"]
+            if len(site.ranges) > 6:
+                raised.append(time.monotonic())
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            weightsmith.merge(recipe, tmp_path / "out", fsync=False, progress=interrupt)
+        assert time.monotonic() < raised[0] + 2
+        site.faults = []
+        site.stall_seconds = 0
+
+
+def test_what_is_looked_at_is_streamed_too(models: list[dict[str, bytes]], local: list[Path]) -> None:
+    with serve(served(models)) as site:
+        places = [f"{site.url}/m{k}" for k in range(2)]
+        assert weightsmith.inspect(places[0], stats=True, progress=False).statistics is not None
+        far, near = (weightsmith.diff(*map(str, found), progress=False) for found in (places, local[:2]))
+        assert far.total == near.total
+        site.sent = 0
+        weightsmith.preview(linear_of_base(places), progress=False)
+    assert site.sent < 2 * needed("linear", models[:2]) + 6 * HEAD_BYTES
+
+
+def linear_of_base(places: list[str]) -> Recipe:
+    return {**linear(*places), "base_model": places[0], "merge_method": "task_arithmetic"}
+
+
 def test_a_plan_is_run_with_the_files_that_it_was_made_for(models: list[dict[str, bytes]], tmp_path: Path) -> None:
     with serve(served(models)) as site:
         plan = weightsmith.plan(linear(f"{site.url}/m0", f"{site.url}/m1"))
@@ -206,7 +260,7 @@ def test_a_hub_model_is_streamed(address: str, hub: FakeHub, tmp_path: Path) -> 
     arrays = [load(hub.repos[f"org/m{k}", COMMIT][WEIGHTS]) for k in range(2)]
     wanted = needed("stack", [hub.repos[f"org/m{k}", COMMIT] for k in range(2)])
     assert summary["stream"]["needed_bytes"] == summary["stream"]["network_bytes"] == wanted
-    assert summary["download_bytes"] == 4  # tokenizer.json
+    assert summary["download_bytes"] == 4  # generation_config.json
     assert wanted < 0.3 * sum(array.nbytes for own in arrays for array in own.values())
 
     hub.sent = 0

@@ -388,10 +388,10 @@ def test_what_a_killed_process_wrote_of_a_product_is_removed(out: Path) -> None:
         assert staging.create(cut) is not None
     products = staging.folder / "products"
     assert len(list(products.iterdir())) == 2
-    with Staging.open(out, layout(), "plan", part=(1, 2)) as staging:  # takes the folder alone for a moment
+    with Staging.open(out, layout(), "plan", part="1-of-2") as staging:  # takes the folder alone for a moment
         assert len(list(products.iterdir())) == 1
         assert staging.create(cut) is not None
-        with Staging.open(out, layout(), "plan", part=(2, 2)) as other:  # what another process writes stays
+        with Staging.open(out, layout(), "plan", part="2-of-2") as other:  # what another process writes stays
             assert len(list(products.iterdir())) == 2
             assert other.product("whole", whole.outs) is not None
 

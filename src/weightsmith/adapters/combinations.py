@@ -205,6 +205,8 @@ def _check(product: Product) -> str:
     for module, weights, rank in zip(work.modules, work.weights, work.ranks, strict=True):
         if problem := module.problem(shapes):
             return problem
+        if module.experts or module.scaled:
+            return f"experts or norms of {module.name!r}"
         if len(weights) != len(module.owners) or rank != work.combination.rank(module.ranks, rank):
             return f"wrong weights or rank of {module.name!r}"
         if work.combination.name in ON_FACTORS and len(set(module.ranks)) > 1:

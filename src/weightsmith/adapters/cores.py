@@ -13,11 +13,17 @@ matrices.
 hold most of all differences (singular vectors of all Mᵢ side by side, and of all on top of each other), so the Mᵢ are
 [rank, rank], and so is the merge. What the adapters have outside of these bases is lost before they are merged.
 
-A `cores` product computes U, V and Mᵢ of one layer. `merged_factors.py` decomposes what the method makes of the Mᵢ.
+**DoRA** (Liu et al. 2024, https://arxiv.org/abs/2402.09353) gives the rows of W + B A other norms. With c the quotients of new
+and old norms, the result is diag(c) W + diag(c) B A: the rows of the base scaled, and a difference of low rank. So the c - 1
+are merged as a vector, and the diag(c) B A as above. The result is a DoRA adapter again (`merged_factors.py`).
+
+A `cores` product computes U, V and Mᵢ of one layer, and the c - 1. `merged_factors.py` decomposes what the method makes of
+the Mᵢ.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -32,13 +38,19 @@ from weightsmith.plans import COPY, PRODUCTS, Product, Read, Step
 from weightsmith.plans.reading import has_type
 from weightsmith.products import Bench, Kind
 from weightsmith.products.base import Arrays
-from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith.tensors import DTYPES, MAX_STACKED, TensorSpec
+
+Tensor = Any  # torch is optional, so mypy cannot use its type
 
 Space = Literal["core", "knots", "compressed"]
 SPACES = get_args(Space)
 
 ZERO = -1
 """In place of an adapter's number: the zero adapter, which is the base of a merge."""
+
+
+_NORM_ELEMENTS = 1 << 20
+"""Of the blocks of rows whose norms are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +64,9 @@ class Adapted:
     scalings  what B @ A of each is multiplied with
     space     what is merged: see above
     rank      of the bases of `compressed`; else 0
+    experts   matrices that are one parameter (`target_parameters`), each with factors of its own; 0: a single matrix
+    normed    those of the owners that are DoRA
+    scaled    rows of the base are scaled, as any of the adapters is DoRA
     """
 
     name: str
@@ -61,12 +76,20 @@ class Adapted:
     scalings: tuple[float, ...]
     space: Space = "core"
     rank: int = 0
+    experts: int = 0
+    normed: tuple[int, ...] = ()
+    scaled: bool = False
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Adapted:
         """From JSON."""
-        names = ("shape", "owners", "ranks", "scalings")
+        names = ("shape", "owners", "ranks", "scalings", "normed")
         return cls(**{**data, **{name: tuple(data[name]) for name in names}})
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """The names of its matrices: the module's, or one for each expert."""
+        return matrices_of(self.name, self.experts)
 
     @property
     def core(self) -> tuple[int, int]:
@@ -75,23 +98,42 @@ class Adapted:
         return min(limit, self.shape[0]), self.shape[1] if self.space == "knots" else min(limit, self.shape[1])
 
     def factor(self, part: str, owner: int) -> str:
-        """The name of the step of A or B of an adapter."""
+        """The name of the step of A, B or the norms of an adapter."""
         return f"{self.name}: {part} of {owner}"
 
-    def matrix(self, owner: int) -> str:
+    def factor_shapes(self, rank: int) -> dict[str, tuple[int, int]]:
+        """Of A and B of one rank, as PEFT stores them."""
+        count = max(1, self.experts)
+        return {"A": (count * rank, self.shape[1]), "B": (self.shape[0], rank * count)}
+
+    @property
+    def base(self) -> str:
+        """The name of the step of the base's matrix."""
+        return f"{self.name}: base"
+
+    def core_of(self, matrix: str, owner: int) -> str:
         """The name of the core matrix of an adapter; of one without factors of this module, and of `ZERO`, that of zeros."""
-        return f"{self.name}: core of {owner if owner in self.owners else ZERO}"
+        return f"{matrix}: core of {owner if owner in self.owners else ZERO}"
+
+    def scales_of(self, owner: int) -> str:
+        """The name of the c - 1 of an adapter; of one that is no DoRA, and of `ZERO`, that of zeros."""
+        return f"{self.name}: scales of {owner if owner in self.normed else ZERO}"
 
     def outs(self) -> tuple[TensorSpec, ...]:
-        """The arrays: `bases`, the core matrices of its owners, and one of zeros."""
-        cores = (TensorSpec(self.matrix(owner), DTYPES["F32"], self.core) for owner in (*self.owners, ZERO))
-        return (*self.bases(), *cores)
+        """The arrays: of each matrix `bases`, the core matrices of its owners, and one of zeros; if scaled, the scales."""
+        f32, found = DTYPES["F32"], list[TensorSpec]()
+        for matrix in self.matrices:
+            found += self.bases(matrix)
+            found += [TensorSpec(self.core_of(matrix, owner), f32, self.core) for owner in (*self.owners, ZERO)]
+        if self.scaled:
+            found += [TensorSpec(self.scales_of(owner), f32, self.shape[:1]) for owner in (*self.normed, ZERO)]
+        return tuple(found)
 
-    def bases(self) -> tuple[TensorSpec, ...]:
+    def bases(self, matrix: str) -> tuple[TensorSpec, ...]:
         """U, and V but for KnOTS."""
         f32, (rows, cols) = DTYPES["F32"], self.core
-        u = TensorSpec(f"{self.name}: U", f32, (self.shape[0], rows))
-        v = TensorSpec(f"{self.name}: V", f32, (self.shape[1], cols))
+        u = TensorSpec(f"{matrix}: U", f32, (self.shape[0], rows))
+        v = TensorSpec(f"{matrix}: V", f32, (self.shape[1], cols))
         return (u,) if self.space == "knots" else (u, v)
 
     def problem(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -102,11 +144,27 @@ class Adapted:
             or min(*self.shape, *self.ranks) < 1
         ):
             return f"no adapter has factors of {self.name!r}"
+        if not 0 <= self.experts <= MAX_STACKED or (self.experts and self.scaled):
+            return f"{self.experts:,} experts of {self.name!r}"
         for owner, rank in zip(self.owners, self.ranks, strict=True):
-            found = shapes.get(self.factor("A", owner)), shapes.get(self.factor("B", owner))
-            if found != ((rank, self.shape[1]), (self.shape[0], rank)):
+            wanted = {self.factor(part, owner): shape for part, shape in self.factor_shapes(rank).items()}
+            if any(shapes.get(name) != shape for name, shape in wanted.items()):
                 return f"it has no steps for the factors of {self.name!r}"
+        wanted_norms = {self.factor("norms", owner): self.shape[:1] for owner in self.normed}
+        if self.scaled and any(shapes.get(n) != shape for n, shape in {self.base: self.shape, **wanted_norms}.items()):
+            return f"it has no steps for the norms of {self.name!r}"
+        if not set(self.normed) <= set(self.owners) or (self.normed and not self.scaled):
+            return f"norms of {self.name!r}"
         return "" if (self.space == "compressed") == (self.rank > 0) else f"rank {self.rank} of {self.name!r}"
+
+
+def matrices_of(name: str, experts: int) -> tuple[str, ...]:
+    """The names of the matrices of a module, or of a parameter of some experts.
+
+    >>> matrices_of("mlp.experts.down_proj", 2), matrices_of("mlp.down_proj", 0)
+    (('mlp.experts.down_proj[0]', 'mlp.experts.down_proj[1]'), ('mlp.down_proj',))
+    """
+    return tuple(f"{name}[{e}]" for e in range(experts)) or (name,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,46 +184,101 @@ class CoreWork:
         return Product(name, "cores", outs, asdict(self), tuple(steps))
 
 
-def core_step(step: Step, module: Adapted, owner: Callable[[Read], int]) -> Step:
+def core_step(step: Step, module: Adapted, matrix: str, owner: Callable[[Read], int]) -> Step:
     """The step of a merge of whole matrices, as one of core matrices. owner: the adapter that a read is of."""
-    inputs = tuple(Read(PRODUCTS, module.matrix(owner(read))) for read in step.inputs)
-    spec = TensorSpec(module.name, DTYPES["F32"], module.core)
+    inputs = tuple(Read(PRODUCTS, module.core_of(matrix, owner(read))) for read in step.inputs)
+    spec = TensorSpec(matrix, DTYPES["F32"], module.core)
     return Step(spec, step.op, inputs, step.base, step.settings, role=step.role, layer=step.layer)
+
+
+def scales_step(step: Step, module: Adapted, owner: Callable[[Read], int]) -> Step:
+    """The step of a merge of whole matrices, as one of the scales of the base's rows, which are merged as norms are."""
+    inputs = tuple(Read(PRODUCTS, module.scales_of(owner(read))) for read in step.inputs)
+    spec = TensorSpec(f"{module.name}: scales", DTYPES["F32"], module.shape[:1])
+    return Step(spec, step.op, inputs, step.base, step.settings, layer=step.layer)
 
 
 def basis_steps(module: Adapted) -> tuple[Step, ...]:
     """The steps of the bases."""
-    return tuple(Step(out, COPY, (Read(PRODUCTS, out.name),)) for out in module.bases())
+    bases = (out for matrix in module.matrices for out in module.bases(matrix))
+    return tuple(Step(out, COPY, (Read(PRODUCTS, out.name),)) for out in bases)
+
+
+def row_norms(weight: npt.NDArray[np.float32], a: Tensor, b: Tensor, scales: Tensor | None = None) -> Tensor:
+    """The norms of the rows of diag(scales) W + B A: float64 [outputs]. Without another matrix of W's size."""
+    import torch
+
+    found = []
+    for start in range(0, len(weight), step := max(1, _NORM_ELEMENTS // weight.shape[1])):
+        rows = torch.from_numpy(weight[start : start + step]).double()
+        rows = rows if scales is None else rows * scales[start : start + step, None]
+        found.append(torch.linalg.vector_norm(rows + b[start : start + step] @ a, dim=1))
+    return torch.cat(found)
 
 
 def _compute(bench: Bench) -> Arrays:
     import torch
 
     work = CoreWork.of(bench.product)
-    shapes = {step.out.name: step.out.shape for step in bench.product.steps}
+    bases = {module.base for module in work.modules}
+    shapes = {step.out.name: step.out.shape for step in bench.product.steps if step.out.name not in bases}
     arrays = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
     bench.fill(arrays)
+    reading = threading.Lock()  # one matrix of the base is in memory at a time
+
+    def factors(module: Adapted, owner: int, rank: int) -> tuple[Tensor, Tensor]:
+        """[experts, rank, inputs] and [experts, outputs, rank]."""
+        a, b = (torch.from_numpy(arrays[module.factor(part, owner)]).double() for part in "AB")
+        count = max(1, module.experts)
+        return a.reshape(count, rank, -1), b.reshape(-1, rank, count).permute(2, 0, 1)
+
+    def scales(module: Adapted, found: Mapping[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
+        """The c of each adapter that is DoRA."""
+        if not module.normed:
+            return {}
+        with reading:
+            weight = np.empty(module.shape, np.float32)
+            bench.fill({module.base: weight})
+            scalings = dict(zip(module.owners, module.scalings, strict=True))
+            norms = {i: row_norms(weight, found[i][0][0], scalings[i] * found[i][1][0]) for i in module.normed}
+        wanted = {i: torch.from_numpy(arrays[module.factor("norms", i)]).double() for i in module.normed}
+        return {i: wanted[i] / torch.where(norms[i] > 0, norms[i], torch.ones_like(norms[i])) for i in module.normed}
 
     def make(module: Adapted) -> list[npt.NDArray[np.float32]]:
-        bases, rests = [], []
-        for part, transposed in (("B", False), ("A", True)):
-            own = [torch.from_numpy(arrays[module.factor(part, owner)]).double() for owner in module.owners]
-            basis, rest = torch.linalg.qr(torch.cat([each.T if transposed else each for each in own], 1))
-            bases.append(basis)
-            rests.append(rest.split(module.ranks, 1))
-        cores = [s * b @ a.T for s, b, a in zip(module.scalings, *rests, strict=True)]
-        if module.space == "knots":
-            left = thin_svd(torch.cat(cores, 1), module.core[0])[0]
-            cores = [left.T @ core @ bases[1].T for core in cores]
-            bases = [bases[0] @ left]
-        elif module.space == "compressed":
-            left, right = thin_svd(torch.cat(cores, 1), module.core[0])[0], thin_svd(torch.cat(cores), module.core[1])[2].T
-            cores = [left.T @ core @ right for core in cores]
-            bases = [bases[0] @ left, bases[1] @ right]
-        return [*map(stored, bases), *map(stored, cores), np.zeros(module.core, np.float32)]
+        found = {i: factors(module, i, rank) for i, rank in zip(module.owners, module.ranks, strict=True)}
+        scaled = scales(module, found)
+        results = list[npt.NDArray[np.float32]]()
+        for e in range(max(1, module.experts)):
+            own = [(a[e], b[e] * scaled[i][:, None] if i in scaled else b[e]) for i, (a, b) in found.items()]
+            results += _cores(module, own)
+        if module.scaled:
+            results += [stored(scaled[i] - 1) for i in module.normed]
+            results.append(np.zeros(module.shape[0], np.float32))
+        return results
 
     with one_thread(), ThreadPoolExecutor(bench.threads) as pool:
         return [array for found in pool.map(make, work.modules) for array in found]
+
+
+def _cores(module: Adapted, factors: Sequence[tuple[Tensor, Tensor]]) -> list[npt.NDArray[np.float32]]:
+    """Bases and core matrices of the adapters of one matrix, and the core matrix of zeros."""
+    import torch
+
+    bases, rests = [], []
+    for own in ([b for _, b in factors], [a.T for a, _ in factors]):
+        basis, rest = torch.linalg.qr(torch.cat(own, 1))
+        bases.append(basis)
+        rests.append(rest.split(module.ranks, 1))
+    cores = [s * b @ a.T for s, b, a in zip(module.scalings, *rests, strict=True)]
+    if module.space == "knots":
+        left = thin_svd(torch.cat(cores, 1), module.core[0])[0]
+        cores = [left.T @ core @ bases[1].T for core in cores]
+        bases = [bases[0] @ left]
+    elif module.space == "compressed":
+        left, right = thin_svd(torch.cat(cores, 1), module.core[0])[0], thin_svd(torch.cat(cores), module.core[1])[2].T
+        cores = [left.T @ core @ right for core in cores]
+        bases = [bases[0] @ left, bases[1] @ right]
+    return [*map(stored, bases), *map(stored, cores), np.zeros(module.core, np.float32)]
 
 
 def stored(matrix: Any) -> npt.NDArray[np.float32]:

@@ -3,7 +3,8 @@
 The factors of a matrix have its largest rank. They come from a randomised singular value decomposition, or from an exact one,
 whichever the plan says. The randomised one looks in the span of all blocks of some power iterations, a Krylov space (Musco and
 Musco 2015, https://arxiv.org/abs/1504.05477), and not of the last block alone: of a matrix of noise, whose singular values are
-nearly equal, factors of rank 32 then keep 98 % of what the best ones keep, instead of 85 %.
+nearly equal, factors of rank 32 then keep 98 % of what the best ones keep, instead of 85 %. Each block is orthogonal to those
+before it (block Lanczos), so the product of the matrix with the basis is known when the basis is.
 
 The energy that factors keep is exact in both cases: B @ A is a projection of the difference. How much more the best factors of
 that rank could keep has a bound, which holds except with a probability of 1e-10 (Halko, Martinsson and Tropp 2011,
@@ -40,9 +41,13 @@ OVERSAMPLING = 16
 """Columns of the random sketch besides those asked for."""
 
 POWER = 2
-"""Power iterations of the bound, and of the basis if it would have too many columns with `MORE_POWER`."""
+"""Power iterations of the bound, and the fewest of the basis."""
 
-MORE_POWER = 4
+MORE_POWER = 5
+"""Power iterations of the basis, if it has not too many columns then."""
+
+FEW = 1024
+"""Singular values of a matrix that may all be computed where a sixth of them are asked for."""
 
 PROBES = 10
 """Random vectors that the bound is estimated with; it fails with a probability of 10^-PROBES."""
@@ -158,8 +163,13 @@ class Factors:
 
 
 def prefers_exact(rank: int, rows: int, cols: int) -> bool:
-    """Whether an exact decomposition costs less than a randomised one: about half of the ranks are asked for."""
-    return 2 * (rank + OVERSAMPLING) >= min(rows, cols)
+    """Whether an exact decomposition is preferred to a randomised one.
+
+    It costs less if about half of the ranks are asked for. Of a small matrix it costs up to twice as much if a sixth are, and
+    keeps more, as the basis of a randomised one has only one or two blocks then.
+    """
+    short, width = min(rows, cols), rank + OVERSAMPLING
+    return 2 * width >= short or (short <= FEW and 6 * width >= short)
 
 
 def decompose(delta: Floats, rank: int, seed: int, *, exact: bool, spread: bool = True, device: str = "cpu") -> Factors:
@@ -176,9 +186,9 @@ def decompose(delta: Floats, rank: int, seed: int, *, exact: bool, spread: bool 
         left, values, right = thin_svd(matrix.double(), rank)
         bound = 0.0
     else:
-        basis = _basis(matrix, rank, seed)
-        small, values, right = thin_svd((basis.T @ matrix).double(), rank)
-        left = basis.double() @ small
+        basis, projected = _krylov(matrix, rank, seed)
+        small, values, right = thin_svd(projected.double(), rank)
+        left = (small.T.float() @ basis).T
         bound = _bound(matrix, basis, seed, energy)
     scale = values.sqrt() if spread else torch.ones_like(values)
     left, right = left * scale, right * (values / torch.where(scale > 0, scale, torch.ones_like(scale)))[:, None]
@@ -187,23 +197,44 @@ def decompose(delta: Floats, rank: int, seed: int, *, exact: bool, spread: bool 
 
 
 def _blocks(rank: int, rows: int, cols: int) -> tuple[int, int]:
-    """Power iterations, and how many of their last blocks the basis has: half as many columns as the shorter side at most."""
-    width, short = rank + OVERSAMPLING, min(rows, cols)
-    power = MORE_POWER if 4 * (MORE_POWER + 1) * width <= short else POWER
-    return power, max(1, min(power + 1, short // (2 * width)))
+    """Power iterations, and how many of their last blocks the basis has: half as many rows as the shorter side at most."""
+    kept = max(1, min(MORE_POWER + 1, min(rows, cols) // (2 * (rank + OVERSAMPLING))))
+    return max(POWER, kept - 1), kept
 
 
-def _basis(matrix: Tensor, rank: int, seed: int) -> Tensor:
-    """An orthonormal basis of nearly all that the `rank` largest singular values span: float32 [rows, columns]."""
+def _krylov(matrix: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
+    """An orthonormal basis of nearly all that the `rank` largest singular values span, and its product with the matrix.
+
+    Both have the vectors as rows: float32 [k, rows] and [k, cols]. So all products have few rows on their left: with few
+    columns on their right they take up to ten times as long.
+    """
     import torch
 
     power, kept = _blocks(rank, *matrix.shape)
     width = min(rank + OVERSAMPLING, *matrix.shape)
-    blocks = [torch.linalg.qr(matrix @ _random(matrix, width, seed)).Q]
-    for _ in range(power):
-        other = torch.linalg.qr(matrix.T @ blocks[-1]).Q
-        blocks = [*blocks, torch.linalg.qr(matrix @ other).Q][-kept:]
-    return blocks[0] if kept == 1 else torch.linalg.qr(torch.cat(blocks, 1)).Q
+    block = _orthonormal(_random(matrix, width, seed) @ matrix.T)
+    for _ in range(power + 1 - kept):
+        block = _orthonormal(_orthonormal(block @ matrix) @ matrix.T)
+    basis, projected = (torch.empty(kept * width, n, device=matrix.device) for n in matrix.shape)
+    for before in range(0, kept * width, width):
+        if before:
+            block = _orthonormal(projected[before - width : before]) @ matrix.T
+            for _ in range(2):  # once is not enough in float32
+                block = _orthonormal(_outside(block, basis[:before]))
+        basis[before : before + width] = block
+        projected[before : before + width] = block @ matrix
+    return basis, projected
+
+
+def _orthonormal(rows: Tensor) -> Tensor:
+    import torch
+
+    return torch.linalg.qr(rows.T).Q.T
+
+
+def _outside(rows: Tensor, basis: Tensor) -> Tensor:
+    """What rows have outside of the span of orthonormal ones."""
+    return rows - (rows @ basis.T) @ basis
 
 
 def _bound(matrix: Tensor, basis: Tensor, seed: int, energy: float) -> float:
@@ -213,20 +244,18 @@ def _bound(matrix: Tensor, basis: Tensor, seed: int, energy: float) -> float:
     """
     if energy == 0:
         return 0.0
-    probed = matrix @ _random(matrix, PROBES, seed + 1)
+    rest = _outside(_random(matrix, PROBES, seed + 1) @ matrix.T, basis)
     for _ in range(POWER):
-        rest = probed - basis @ (basis.T @ probed)
-        probed = matrix @ (matrix.T @ rest) / energy
-    rest = probed - basis @ (basis.T @ probed)
-    longest = math.sqrt(float(rest.double().square().sum(0).max()) / energy)
+        rest = _outside((rest @ matrix) @ matrix.T / energy, basis)
+    longest = math.sqrt(float(rest.double().square().sum(1).max()) / energy)
     return energy * math.pow(10 * math.sqrt(2 / math.pi) * longest, 2 / (2 * POWER + 1))
 
 
-def _random(matrix: Tensor, columns: int, seed: int) -> Tensor:
-    """Normal numbers that depend on the seed alone, not on the device: [columns of the matrix, columns]."""
+def _random(matrix: Tensor, rows: int, seed: int) -> Tensor:
+    """Normal numbers that depend on the seed alone, not on the device: [rows, columns of the matrix]."""
     import torch
 
-    numbers = np.random.Generator(np.random.Philox(seed)).standard_normal((matrix.shape[1], columns), np.float32)
+    numbers = np.random.Generator(np.random.Philox(seed)).standard_normal((rows, matrix.shape[1]), np.float32)
     return torch.from_numpy(numbers).to(matrix.device)
 
 

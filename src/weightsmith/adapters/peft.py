@@ -21,6 +21,11 @@ def factor_names(module: str, form: Form) -> tuple[str, str]:
     return a, b
 
 
+def norms_name(module: str) -> str:
+    """The name of DoRA's norms of a module."""
+    return f"{PREFIX}{module}.lora_magnitude_vector"
+
+
 def stacked_names(parameter: str, chosen: Collection[str]) -> tuple[str, str]:
     """The names of A and B of a parameter that holds all experts. chosen: parameters with factors.
 
@@ -46,6 +51,7 @@ def adapter_config(
     causal: bool,
     parameters: Sequence[str] = (),
     rank: int | None = None,
+    dora: bool = False,
 ) -> dict[str, Any]:
     """adapter_config.json. Every scaling is 1: alpha is the rank.
 
@@ -57,6 +63,7 @@ def adapter_config(
     causal      the base is a causal language model
     parameters  those of `ranks` that hold all experts: `target_parameters`
     rank        `r`, if not the largest
+    dora        factors come with norms
     """
     largest = rank or max(ranks.values(), default=1)
     others = {module: rank for module, rank in ranks.items() if rank != largest}
@@ -77,6 +84,7 @@ def adapter_config(
         "bias": "none",
         "fan_in_fan_out": transposed,
         "use_rslora": False,
+        "use_dora": dora,
         "init_lora_weights": True,
     }
     return config

@@ -143,6 +143,11 @@ class BucketStaging:
         """The finished tensors by name. A snapshot."""
         return self._opened().records
 
+    @property
+    def holds_work(self) -> bool:
+        """There is a finished tensor, or a finished product that was asked for."""
+        return bool(self.records or self.products)
+
     def location(self, name: str) -> None:
         """They are in no file."""
 
@@ -188,6 +193,11 @@ class BucketStaging:
                     resume=self._resume,
                 )
             return self._products
+
+    @property
+    def products(self) -> dict[str, str]:
+        """See `store.Staging.products`; {} before the first one is asked for."""
+        return {} if self._products is None else self._products.products
 
     def product(self, name: str, outs: Sequence[TensorSpec]) -> Arrays | None:
         """See `store.Staging.product`."""

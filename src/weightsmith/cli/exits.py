@@ -25,7 +25,7 @@ MEANINGS = {
     Exit.USAGE: "invalid command line",
     Exit.OUTPUT: "the output folder cannot be written or checked",
     Exit.DAMAGED: "verify found damage",
-    Exit.INPUT_FAILED: "an input changed or failed during the run; finished work can be resumed",
+    Exit.INPUT_FAILED: "an input changed or failed during the run, or workers were lost; finished work can be resumed",
     Exit.UNEXPECTED: "unexpected error; WEIGHTSMITH_DEBUG=1 prints the traceback",
     Exit.INTERRUPTED: "interrupted; run the same command again to resume",
     Exit.NO_READER: "the program that reads the output closed it (| head)",

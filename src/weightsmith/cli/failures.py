@@ -13,7 +13,7 @@ from dataclasses import asdict
 import typer
 
 from weightsmith.cli.exits import Exit
-from weightsmith.errors import CheckpointError, Corrupt, Finding, PlanError, StoreError, WeightsmithError, report
+from weightsmith.errors import CheckpointError, Corrupt, Finding, PlanError, StoreError, WeightsmithError, WorkerLost, report
 from weightsmith.text import RED, diagnostic, note, printable, result
 
 DEBUG = "WEIGHTSMITH_DEBUG"
@@ -80,7 +80,7 @@ def exit_code(error: WeightsmithError, *, merging: bool = False, checking: bool 
         return Exit.DAMAGED
     if isinstance(error, StoreError) or checking:
         return Exit.OUTPUT
-    if isinstance(error, CheckpointError) and merging:
+    if isinstance(error, WorkerLost) or (isinstance(error, CheckpointError) and merging):
         return Exit.INPUT_FAILED
     return Exit.PROBLEMS
 

@@ -58,7 +58,8 @@ def show_warnings(prepared: Prepared) -> None:
 
 def make(prepared: Prepared, out: str, running: RunOptions, doing: str, *, quiet: bool, as_json: bool, began: float) -> Merged:
     """Run a plan with a progress bar and report the result. doing: the verb of the progress bar."""
-    from weightsmith.execution import Callbacks, execute
+    from weightsmith.distributed import execute
+    from weightsmith.execution import Callbacks
 
     with failures(merging=True, as_json=as_json, interrupted=lambda: interrupted(out)), meter(quiet=quiet) as shown:
         merged = execute(prepared, out, running, Callbacks(*callbacks(shown, doing)), began=began)

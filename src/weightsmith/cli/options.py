@@ -441,6 +441,15 @@ FLAGS: Mapping[str, Any] = {
         str | None,
         typer.Option("--push", metavar="ORG/NAME", help="Upload OUT to the hub when it is finished, as a private model."),
     ],
+    "ray": Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS",
+            help="Have a Ray cluster do the work, over a shared folder: HOST:PORT; auto: this machine's cluster, or a new one "
+            "on this machine; local: a new one.",
+        ),
+    ],
     "public": Annotated[bool, typer.Option("--public", help="Make the model that --push creates visible to everyone.")],
 }
 """Field of `RecipeOptions`, `QuantizeSettings`, `ExtractSettings`, `TransplantSettings` or `RunOptions` → its flag."""

@@ -58,6 +58,8 @@ def run(
     chosen = parse_part(part) if part else None
     if chosen and running.push:
         raise typer.BadParameter("a part publishes nothing: give it to the run without --part.", param_hint="--push")
+    if chosen and running.ray is not None:
+        raise typer.BadParameter("a cluster does all parts: leave out --part.", param_hint="--ray")
     with failures(as_json=as_json, interrupted=lambda: interrupted(out)), ExitStack() as stack:
         no_bars_in_logs(quiet=quiet)
         from weightsmith.execution import Callbacks, execute_part

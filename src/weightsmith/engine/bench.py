@@ -73,7 +73,11 @@ class EngineBench:
 
     def _make(self, targets: Mapping[str, _Target]) -> None:
         self.check()
-        self._run_steps([self._steps[name] for name in targets], MemoryOutput(targets), self.check)
+        own = dict(targets)
+        try:
+            self._run_steps([self._steps[name] for name in targets], MemoryOutput(own), self.check)
+        finally:
+            own.clear()  # a run is in reference cycles, which would keep whole matrices until the next garbage collection
 
     def arrays(self, name: str) -> Arrays:
         """See `products.Bench`."""

@@ -96,6 +96,15 @@ class Computed:
             once += self._job_facts(leaf)[0] * each + sum(first for _, first in reads)
         return again, once
 
+    def statistics_passes(self, name: str) -> int:
+        """How often the models behind a tensor are read for statistics, before it is first read itself."""
+        found = 0
+        for leaf in self._step(name).leaves:
+            sources = ((self.inputs[read.model].source, read.tensor) for read in leaf.inputs)
+            inner = [source.statistics_passes(tensor) for source, tensor in sources if isinstance(source, Computed)]
+            found = max(found, self._job_facts(leaf)[0] + max(inner, default=0))
+        return found
+
     def _read_bytes(self, read: Read, size: int) -> tuple[int, int]:
         model, spec = self.inputs[read.model], self._source(read).specs[read.tensor]
         if not isinstance(model.source, Computed):
@@ -139,7 +148,7 @@ class Computed:
         """All that the tensor is made of."""
         leaves = self._step(name).leaves
         found = (self._reader.extents(read, 0, leaf.out.size) for leaf in leaves for read in leaf.inputs)
-        return tuple(dict.fromkeys(part for parts in found for part in parts))
+        return tuple(part for parts in found for part in parts)
 
     def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
         step = self._step(name)

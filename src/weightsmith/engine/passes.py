@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from weightsmith.checkpoint import Checkpoint
+from weightsmith.engine.computed import Computed
 from weightsmith.engine.reader import Reader
 from weightsmith.formats.files import Extent
-from weightsmith.plans import COPY, Plan, Product, Step
+from weightsmith.plans import COPY, PRODUCTS, Plan, Product, Step
 from weightsmith.products import Survey, find_kind
 
 STRIDE_BYTES = 4 << 20
@@ -73,8 +75,15 @@ def visits(reader: Reader, steps: Iterable[Step], products: Sequence[Product]) -
     for step in steps:
         for leaf in step.leaves:
             if leaf.out.size and any(read.model in inputs for read in leaf.inputs):
-                found += [_visit(reader, leaf, inputs, sampled=False)] * passes.of(leaf)
+                found += [_visit(reader, leaf, inputs, sampled=False)] * (passes.of(leaf) + _inner_passes(reader, leaf))
     return [visit for visit in found if visit]
+
+
+def _inner_passes(reader: Reader, leaf: Step) -> int:
+    """How often models are read for the statistics of results of other recipes that a leaf reads."""
+    models = [(reader.inputs[read.model], read.tensor) for read in leaf.inputs if read.model != PRODUCTS]
+    results = [(model.source, tensor) for model, tensor in models if isinstance(model, Checkpoint)]
+    return max((source.statistics_passes(name) for source, name in results if isinstance(source, Computed)), default=0)
 
 
 def _visit(reader: Reader, leaf: Step, inputs: Sequence[int], *, sampled: bool) -> list[Extent]:
@@ -86,8 +95,8 @@ def _visit(reader: Reader, leaf: Step, inputs: Sequence[int], *, sampled: bool) 
     else:
         stride = STRIDE_BYTES // max([reader.dtype(read).itemsize for read in reads], default=1)
         places = [(start, min(stride, leaf.out.size - start)) for start in range(0, leaf.out.size, stride)]
-    found: dict[Extent, None] = {}  # each once: of some tensors, every part is decoded from the whole
+    found: dict[tuple[int, Extent], None] = {}  # once for each read: of some tensors, every part is decoded from the whole
     for first, size in places:
-        for read in reads:
-            found |= dict.fromkeys(reader.extents(read, first, size))
-    return list(found)
+        for i, read in enumerate(reads):
+            found |= dict.fromkeys((i, extent) for extent in reader.extents(read, first, size))
+    return [extent for _, extent in found]

@@ -14,7 +14,7 @@ from weightsmith import methods
 from weightsmith.engine.buffers import Buffers
 from weightsmith.engine.results import Results
 from weightsmith.engine.tiles import ALIGNED_BYTES, INPUTS_BYTES, TILE_BYTES, Cut, cut, tile_grains
-from weightsmith.formats.files import Extent
+from weightsmith.formats.files import Extent, read_into
 from weightsmith.jobs.job import Bytes, Job, Matrix
 from weightsmith.jobs.operations import OPERATIONS
 from weightsmith.plans import PRODUCTS, Block, Gather, Plan, Read, Step
@@ -70,6 +70,7 @@ class Reader:
         self.results = results
         self._tile_bytes = tile_bytes
         self._aligned_bytes = aligned_bytes
+        self._checked: set[tuple[int | str, int]] = set()
 
     def source(self, read: Read) -> Source:
         """Where a read takes its tensor from."""
@@ -140,10 +141,10 @@ class Reader:
         """Fill `out` with the bytes of a read's elements first … ."""
         source, view = self.source(read), read.view
         width = source.specs[read.tensor].dtype.itemsize
-        if isinstance(view, Gather):
-            self._gather(source, read.tensor, view, first, out.reshape(-1, width))
-            if view.fallback:
-                self._fall_back(read, view, first, out.reshape(-1, width))
+        if isinstance(view, Gather) and view.axis:
+            self._fill_columns(source, read.tensor, view, first, out.reshape(-1, width))
+        elif isinstance(view, Gather):
+            self._fill_rows(read, view, first, out.reshape(-1, width))
         elif view is None or view.whole_rows:
             offset = 0 if view is None else view.offset
             source.read_into(read.tensor, (offset + first) * width, out)
@@ -180,72 +181,102 @@ class Reader:
     def _table(self, view: Gather) -> npt.NDArray[np.int32]:
         table = self.results.array(view.table) if isinstance(view.table, str) else self.plan.tables[view.table].array
         limit = view.block.rows if view.axis == 0 else view.block.cols
-        if table.size and not (-1 <= int(table.min()) and int(table.max()) < limit):
-            raise IndexError(f"table {view.table} points outside {limit} {'columns' if view.axis else 'rows'}")
+        if (view.table, limit) not in self._checked:
+            if table.size and not (-1 <= int(table.min()) and int(table.max()) < limit):
+                raise IndexError(f"table {view.table} points outside {limit} {'columns' if view.axis else 'rows'}")
+            self._checked.add((view.table, limit))
         return table
 
-    def _fall_back(self, read: Read, view: Gather, first: int, out: Bytes) -> None:
-        """Replace the rows that the table lacks, in elements first … of `out` [elements, width], by those of the fallback."""
-        cols, end = view.block.cols, first + len(out)
-        lacking = self._table(view)[first // cols : -(-end // cols)] < 0
-        missing = np.flatnonzero(lacking)
-        if not missing.size:
-            return
-        lowest, highest = int(missing[0]), int(missing[-1]) + 1  # the rows between are read too
-        lacking, lowest = lacking[lowest:highest], lowest + first // cols
-        with np.errstate(all="ignore"):  # whoever reads the rows reports what overflows
-            rows = self._fallback_rows(view, lowest, lacking, self.dtype(read))
-        begin, final = max(first, lowest * cols), min(end, (lowest + len(lacking)) * cols)
-        flat = rows.reshape(-1, out.shape[1])[begin - lowest * cols : final - lowest * cols]
-        chosen = np.repeat(lacking, cols)[begin - lowest * cols : final - lowest * cols]
-        out[begin - first : final - first][chosen] = flat[chosen]
-
-    def _fallback_rows(self, view: Gather, lowest: int, lacking: npt.NDArray[np.bool_], dtype: DType) -> Bytes:
-        """uint8 [rows, bytes]: of the rows from number `lowest` on those that are lacking, as `dtype`; the others are zeros."""
-        cols, n = view.block.cols, len(lacking)
-        tables = [self._table(other.view)[lowest : lowest + n] for other in view.fallback if isinstance(other.view, Gather)]
-        found = [(table >= 0) & lacking for table in tables]
-        counts = np.asarray(np.sum(found, axis=0, dtype=np.int64))
-        several = counts > 1
-        sums = np.zeros((int(several.sum()), cols))
-        made = np.zeros((n, cols * dtype.itemsize), np.uint8)
-        for other, has in zip(view.fallback, found, strict=True):
-            if not has.any():
-                continue
-            kind = self.dtype(other)
-            raw = np.empty((n, cols * kind.itemsize), np.uint8)
-            self.fill(other, lowest * cols, raw.reshape(-1))
-            alone = has & ~several
-            made[alone] = raw[alone] if kind is dtype else raw[alone].view(kind.numpy).astype(dtype.numpy).view(np.uint8)
-            sums[has[several]] += raw[has & several].view(kind.numpy).astype(np.float64)
-        if several.any():
-            made[several] = (sums / counts[several, None]).astype(dtype.numpy).view(np.uint8)
-        return made
-
-    def _gather(self, source: Source, name: str, view: Gather, first: int, out: Bytes) -> None:
-        """Fill `out` [elements, width] with elements first … of rows or columns in the order of a table."""
+    def _fill_columns(self, source: Source, name: str, view: Gather, first: int, out: Bytes) -> None:
+        """Fill `out` [elements, width] with elements first … of columns in the order of a table: whole rows are read."""
         table, block, width = self._table(view), view.block, out.shape[1]
-        end = first + len(out)
-        cols = block.cols if view.axis == 0 else len(table)
+        cols, end = len(table), first + len(out)
         top, bottom = first // cols, -(-end // cols)
-        if view.axis == 1:  # whole rows are read, and their columns picked
-            rows = np.empty((bottom - top, block.cols, width), np.uint8)
-            source.read_into(name, (block.offset + top * block.cols) * width, rows.reshape(-1))
-            picked = rows[:, table]
-            picked[:, table < 0] = 0
-            out[:] = picked.reshape(-1, width)[first - top * cols : end - top * cols]
-            return
-        numbers = table[top:bottom]
-        # Consecutive rows are read at once. A run may begin at 0, but not continue from -1 to 0.
-        starts = np.flatnonzero((np.diff(numbers, prepend=np.int32(-2)) != 1) | (numbers <= 0))
-        for start, stop in zip(starts.tolist(), [*starts.tolist()[1:], len(numbers)], strict=True):
-            begin, final = max(first, (top + start) * cols), min(end, (top + stop) * cols)
-            target = out[begin - first : final - first].reshape(-1)
-            row = int(numbers[start])
-            if row < 0:
-                target[:] = 0
+        rows = np.empty((bottom - top, block.cols, width), np.uint8)
+        source.read_into(name, (block.offset + top * block.cols) * width, rows.reshape(-1))
+        picked = rows[:, table]
+        picked[:, table < 0] = 0
+        out[:] = picked.reshape(-1, width)[first - top * cols : end - top * cols]
+
+    def _fill_rows(self, read: Read, view: Gather, first: int, out: Bytes) -> None:
+        """Fill `out` [elements, width] with elements first … of rows in the order of a table, or for -1 of the fallback."""
+        cols, width, end = view.block.cols, out.shape[1], first + len(out)
+        top, bottom = first // cols, -(-end // cols)
+        whole = len(out) == (bottom - top) * cols
+        rows = out.reshape(-1, cols * width) if whole else np.empty((bottom - top, cols * width), np.uint8)
+        numbers = self._table(view)[top:bottom]
+        self._read_rows(read, view, numbers, rows)
+        missing = np.flatnonzero(numbers < 0)
+        rows[missing] = 0
+        if view.fallback and missing.size:
+            with np.errstate(all="ignore"):  # whoever reads the rows reports what overflows
+                self._fall_back(view, top, missing, rows, self.dtype(read))
+        if not whole:
+            out[:] = rows.reshape(-1, width)[first - top * cols : end - top * cols]
+
+    def _fall_back(self, view: Gather, top: int, missing: npt.NDArray[np.int64], rows: Bytes, dtype: DType) -> None:
+        """Replace the rows that the table lacks by those of the fallback: of the only tensor that has it, else by the mean.
+
+        top      number of the first of `rows`
+        missing  indices of the rows that the table lacks
+        rows     uint8 [rows, bytes]
+        dtype    of the rows
+        """
+        others = [(read, read.view) for read in view.fallback if isinstance(read.view, Gather)]
+        tables = [self._table(other)[top + missing] for _, other in others]
+        counts = np.asarray(np.sum([table >= 0 for table in tables], axis=0, dtype=np.int64))
+        several = counts > 1
+        sums = np.zeros((int(several.sum()), view.block.cols))
+        for (read, other), table in zip(others, tables, strict=True):
+            kind, alone, shared = self.dtype(read), (table >= 0) & (counts == 1), (table >= 0) & several
+            if kind is dtype:
+                numbers = np.full(len(rows), -1, np.int32)
+                numbers[missing[alone]] = table[alone]
+                self._read_rows(read, other, numbers, rows)
             else:
-                source.read_into(name, (block.offset + row * cols + begin - (top + start) * cols) * width, target)
+                raw = self._new_rows(read, other, table[alone])
+                rows[missing[alone]] = raw.view(kind.numpy).astype(dtype.numpy).view(np.uint8)
+            if shared.any():
+                sums[shared[several]] += self._new_rows(read, other, table[shared]).view(kind.numpy).astype(np.float64)
+        if several.any():
+            rows[missing[several]] = (sums / counts[several, None]).astype(dtype.numpy).view(np.uint8)
+
+    def _new_rows(self, read: Read, view: Gather, numbers: npt.NDArray[np.int32]) -> Bytes:
+        rows = np.empty((len(numbers), view.block.cols * self.dtype(read).itemsize), np.uint8)
+        self._read_rows(read, view, numbers, rows)
+        return rows
+
+    def _read_rows(self, read: Read, view: Gather, numbers: npt.NDArray[np.int32], rows: Bytes) -> None:
+        """Fill rows of `rows` [n, bytes] with those of these numbers; those of number -1 stay as they are.
+
+        Consecutive rows are read at once. Rows of a file are read without going through its source, which checks each read:
+        most runs are of one row, and the checks would take four times as long as the reading.
+        """
+        source, name, size = self.source(read), read.tensor, rows.shape[1]
+        # A run may begin at 0, but not continue from -1 to 0.
+        starts = np.flatnonzero((np.diff(numbers, prepend=np.int32(-2)) != 1) | (numbers <= 0))
+        if not starts.size:
+            return
+        spec = source.specs[name]
+        begin = view.block.offset * spec.dtype.itemsize
+        inside = begin + (int(numbers.max()) + 1) * size <= spec.nbytes
+        fd, offset = (source.location(name) if inside else None) or (-1, 0)
+        flat = rows.reshape(-1).data
+        for start, stop, row in zip(
+            starts.tolist(), [*starts.tolist()[1:], len(numbers)], numbers[starts].tolist(), strict=True
+        ):
+            if row < 0:
+                continue
+            target, at = flat[start * size : stop * size], begin + row * size
+            if fd < 0 or not _is_read(fd, target, offset + at):
+                source.read_into(name, at, target)  # or it says what is wrong
+
+
+def _is_read(fd: int, out: memoryview, offset: int) -> bool:
+    try:
+        return read_into(fd, out, offset) == len(out)
+    except OSError:
+        return False
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -8,9 +8,14 @@ files.py      the files besides the weights
 unwritten.py  computations that write nothing
 """
 
+from weightsmith.execution.execute import PartDone as PartDone
+from weightsmith.execution.execute import check_divisible as check_divisible
 from weightsmith.execution.execute import execute as execute
 from weightsmith.execution.execute import execute_part as execute_part
+from weightsmith.execution.execute import execute_products as execute_products
+from weightsmith.execution.run import NO_CALLBACKS as NO_CALLBACKS
 from weightsmith.execution.run import Callbacks as Callbacks
+from weightsmith.execution.run import Helped as Helped
 from weightsmith.execution.run import Merged as Merged
 from weightsmith.execution.stages import check_computable as check_computable
 from weightsmith.execution.unwritten import make_product as make_product

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weightsmith.errors import ParameterError
 from weightsmith.execution.measured import measured
@@ -13,6 +15,7 @@ from weightsmith.execution.run import (
     NO_CALLBACKS,
     Callbacks,
     Following,
+    Helpers,
     Merged,
     finished_steps,
     kept_products,
@@ -22,7 +25,14 @@ from weightsmith.execution.run import (
 from weightsmith.execution.stages import check_computable, stages_written, without_stages
 from weightsmith.options import RunOptions
 from weightsmith.planner.build import Prepared
-from weightsmith.plans.parts import part_of
+from weightsmith.plans import Plan
+from weightsmith.plans.parts import label, part_of
+
+if TYPE_CHECKING:
+    from weightsmith.store.journal import Finished
+
+PRODUCTS_LABEL = "products-alone"
+"""Of the process that computes the products of all parts; `lock-products` is held by any process that computes some."""
 
 
 def execute(
@@ -32,23 +42,46 @@ def execute(
     callbacks: Callbacks = NO_CALLBACKS,
     *,
     began: float | None = None,
+    helpers: Helpers | None = None,
 ) -> Merged:
-    """Run a prepared plan and publish its output; see `merge`. began: time.monotonic() at the start of the timed work.
+    """Run a prepared plan and publish its output; see `merge`.
+
+    began    time.monotonic() at the start of the timed work
+    helpers  has other processes do the parts of each plan that is run
 
     If another plan follows from the products, these are computed first, in a staging folder of their own, which remains until
     the output is published. So are the results of other recipes that cannot be computed when they are read.
     """
     began = time.monotonic() if began is None else began
-    with stages_written(prepared, out, options, callbacks) as (ready, stages):
+    if helpers is not None:
+        check_divisible(prepared.plan)
+    with stages_written(prepared, out, options, callbacks, helpers) as (ready, stages):
         if ready.plan.then is not None:
             with measured(ready, out, options, callbacks) as following:
                 merged = run_plan(following, out, options, callbacks, began)
         else:
-            merged = run_plan(Following(ready), out, options, callbacks, began)
+            merged = run_plan(Following(ready), out, options, callbacks, began, helpers=helpers)
     found = [finding for stage in stages for finding in stage.warnings[len(stage.plan.warnings) :]]
     found += [] if options.keep_stages else without_stages(stages)
     kept = tuple(stage.out for stage in stages if isinstance(stage.out, Path)) if options.keep_stages else ()
     return replace(merged, warnings=(*merged.warnings, *found), stages=kept)
+
+
+@dataclass(frozen=True, slots=True)
+class PartDone:
+    """What a process that did a part has finished.
+
+    tensors    by name, also those that an earlier run had finished
+    products   their checksums by name, of all that are in the staging folder
+    resumed    number of steps that an earlier run had finished
+    read_bytes, written_bytes   of tensor data
+    """
+
+    tensors: Mapping[str, Finished]
+    products: Mapping[str, str]
+    resumed: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
 
 
 def execute_part(
@@ -57,21 +90,54 @@ def execute_part(
     part: tuple[int, int],
     options: RunOptions,
     callbacks: Callbacks = NO_CALLBACKS,
-) -> None:
-    """Run one part of a prepared plan, in parallel with other processes; see `run`."""
+    *,
+    name: str = "",
+) -> PartDone:
+    """Run one part of a prepared plan, in parallel with other processes; see `run`.
+
+    name  label of a second process that does the same part
+    """
+    from weightsmith.engine.results import Results
+
+    _check_part(prepared, options)
+    plan = prepared.plan
+    steps = part_of(plan, *part)
+    with staged(prepared, out, options, callbacks, name or label(part), steps) as (staging, run):
+        if products := plan.products_for(steps):
+            with staging.only_process(callbacks.waiting):  # other processes reuse these products
+                results = kept_products(plan, staging)
+                run(steps=(), products=products, results=results)
+        else:
+            results = Results(plan)
+        done = finished_steps(plan, staging, results, options.allow_nonfinite, steps)
+        outcome = run(steps=steps, products=(), skip=done, results=results)
+        for model in prepared.inputs:
+            model.check_unchanged()
+        return PartDone(staging.records, staging.products, len(done), outcome.read_bytes, outcome.written_bytes)
+
+
+def execute_products(
+    prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, callbacks: Callbacks = NO_CALLBACKS
+) -> PartDone:
+    """Compute the products of a prepared plan, for the processes that do its parts."""
+    _check_part(prepared, options)
+    with staged(prepared, out, options, callbacks, PRODUCTS_LABEL, ()) as (staging, run):
+        with staging.only_process(callbacks.waiting):
+            outcome = run(steps=(), results=kept_products(prepared.plan, staging))
+        for model in prepared.inputs:
+            model.check_unchanged()
+        return PartDone({}, staging.products, 0, outcome.read_bytes)
+
+
+def _check_part(prepared: Prepared, options: RunOptions) -> None:
     if not options.resume:
         fix = "run once without a part and with --no-resume (resume=False), or remove the staging folder"
         raise ParameterError("a part cannot discard the work of other parts", fix=fix)
-    plan = prepared.plan
-    if plan.then is not None:
-        raise ParameterError("a plan that begins with a measurement has no parts", fix="run the whole plan")
+    check_divisible(prepared.plan)
     check_computable(prepared)
-    steps = part_of(plan, *part)
-    with staged(prepared, out, options, callbacks, part, steps) as (staging, run):
-        with staging.only_process(callbacks.waiting):  # other processes reuse these products
-            results = kept_products(plan, staging)
-            if products := plan.products_for(steps):
-                run(steps=(), products=products, results=results)
-        run(steps=steps, products=(), skip=finished_steps(plan, staging, results, options.allow_nonfinite), results=results)
-        for model in prepared.inputs:
-            model.check_unchanged()
+
+
+def check_divisible(plan: Plan) -> None:
+    """Raise ParameterError for a plan that cannot be run in parts."""
+    if plan.then is not None:
+        raise ParameterError("a plan that begins with a measurement has no parts", fix="run the whole plan in one process")

@@ -24,7 +24,7 @@ def open_output(
     plan: Plan,
     plan_hash: str,
     options: RunOptions,
-    part: tuple[int, int] | None,
+    part: str,
     protected: Sequence[Path],
     **local: Any,
 ) -> Output:
@@ -39,7 +39,7 @@ def open_output(
     from weightsmith.buckets.address import parse_address
     from weightsmith.buckets.staging import BucketStaging
 
-    if part is not None:
+    if part:
         _refuse("parts of a plan share a local folder", "run the whole plan, or write to a folder and copy it")
     return BucketStaging.open(parse_address(str(out)), plan.layout, plan_hash, reads=_named(plan), **chosen)
 
@@ -64,6 +64,8 @@ def check_options(out: str | os.PathLike[str], options: RunOptions) -> None:
     if is_address(out):
         if options.push is not None:
             _refuse("--push uploads a local folder", "write to a folder, or leave --push out")
+        if options.ray is not None:
+            _refuse("--ray shares a folder between machines", "write to a shared folder and copy it, or leave --ray out")
         if options.keep_stages:
             _refuse("results of stages are kept in local folders", "write to a folder, or leave --keep-stages out")
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsmith.distance import Moved, distance_by_layer
 from weightsmith.errors import NOTHING_WRITTEN, Finding, PlanError, WeightsmithError
@@ -94,6 +94,24 @@ class Following:
     reports: Mapping[str, Report] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Helped:
+    """What other processes did for a run: number of steps that an earlier run had finished, and bytes of tensor data."""
+
+    resumed: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+
+class Helpers(Protocol):
+    """Other processes, which do the parts of a plan."""
+
+    def __call__(
+        self, prepared: Prepared, staging: Output, out: str | os.PathLike[str], options: RunOptions, callbacks: Callbacks
+    ) -> Helped:
+        """Have all parts done, in the staging folder that is open here. What remains undone, the caller does."""
+
+
 def run_plan(
     following: Following,
     out: str | os.PathLike[str],
@@ -101,6 +119,7 @@ def run_plan(
     callbacks: Callbacks,
     began: float,
     more: Mapping[str, Any] = MappingProxyType({}),
+    helpers: Helpers | None = None,
 ) -> Merged:
     """See `execute`. more: for the manifest."""
     from weightsmith.engine.constants import copied
@@ -110,14 +129,18 @@ def run_plan(
     plan, inputs = prepared.plan, prepared.inputs
     check_options(out, options)
     hub = check_push(options.push) if options.push is not None else None
-    with staged(prepared, out, options, callbacks) as (staging, run):
-        results = kept_products(plan, staging, following.arrays)
-        done = finished_steps(plan, staging, results, options.allow_nonfinite)
-        earlier = bool(staging.finished) or any(results.finished(product.name) for product in plan.products)
+    # With helpers, the process that does a part checks what an earlier run has finished of it.
+    with staged(prepared, out, options, callbacks, steps=None if helpers is None else ()) as (staging, run):
+        earlier = staging.holds_work
+        helped = Helped()
         try:
+            if helpers is not None:
+                helped = helpers(prepared, staging, out, options, callbacks)
+            results = kept_products(plan, staging, following.arrays)
+            done = finished_steps(plan, staging, results, options.allow_nonfinite)
             outcome = run(skip=done, results=results)
         except WeightsmithError as error:
-            made = not isinstance(error, PlanError) and any(results.finished(product.name) for product in plan.products)
+            made = not isinstance(error, PlanError) and bool(staging.products)
             if error.product and not earlier and not made:  # a product that fails first leaves nothing behind
                 staging.discard()
                 error.state = NOTHING_WRITTEN
@@ -141,9 +164,9 @@ def run_plan(
     return Merged(
         out=folder,
         plan=plan,
-        resumed=len(done),
-        read_bytes=outcome.read_bytes,
-        written_bytes=outcome.written_bytes,
+        resumed=len(done) if helpers is None else helped.resumed,
+        read_bytes=outcome.read_bytes + helped.read_bytes,
+        written_bytes=outcome.written_bytes + helped.written_bytes,
         seconds=time.monotonic() - began,
         distance=distance,
         warnings=(*plan.warnings, *found),
@@ -159,10 +182,14 @@ def staged(
     out: str | os.PathLike[str],
     options: RunOptions,
     callbacks: Callbacks,
-    part: tuple[int, int] | None = None,
+    part: str = "",
     steps: Iterable[Step] | None = None,
 ) -> Iterator[tuple[Output, Callable[..., Outcome]]]:
-    """Download, then open the output: its staging, and `engine.local.run` bound to it. steps: of the part."""
+    """Download, then open the output: its staging, and `engine.local.run` bound to it.
+
+    part   its label
+    steps  of the part: what an earlier run has finished of them is taken over; None: of all
+    """
     from weightsmith.engine.local import run
 
     plan, inputs = prepared.plan, prepared.inputs
@@ -247,8 +274,10 @@ def kept_products(plan: Plan, staging: Output, known: Mapping[str, Arrays] = Map
     return results
 
 
-def finished_steps(plan: Plan, staging: Output, results: Results, allow_nonfinite: bool) -> dict[str, Finished]:
-    """The output tensors (`Step.out`) that an earlier run or another process has finished.
+def finished_steps(
+    plan: Plan, staging: Output, results: Results, allow_nonfinite: bool, steps: Sequence[Step] | None = None
+) -> dict[str, Finished]:
+    """The output tensors (`Step.out`) that an earlier run or another process has finished. steps: of the plan; None: all.
 
     A tensor counts only if the products it was computed from still exist (recomputed, they might differ), and if it was
     checked for NaN in the same way as in this run.
@@ -262,7 +291,7 @@ def finished_steps(plan: Plan, staging: Output, results: Results, allow_nonfinit
         digests = {results.digest(needed), results.digest(needed, allow_nonfinite=allow_nonfinite)}
         return all(finished[out.name].made_from in digests for out in step.outs)
 
-    return {step.out.name: finished[step.outs[0].name] for step in plan.steps if counts(step)}
+    return {step.out.name: finished[step.outs[0].name] for step in (plan.steps if steps is None else steps) if counts(step)}
 
 
 def reports_of(products: Iterable[Product], results: Results) -> dict[str, Report]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from weightsmith.errors import NOTHING_WRITTEN, Finding, ParameterError, WeightsmithError
 from weightsmith.execution.output import beside, check_options, check_output
-from weightsmith.execution.run import Callbacks, Following, Merged, protected_paths, resources_of, run_plan
+from weightsmith.execution.run import Callbacks, Following, Helpers, Merged, protected_paths, resources_of, run_plan
 from weightsmith.identity import work_identity
 from weightsmith.options import RunOptions
 from weightsmith.planner.build import Prepared
@@ -24,7 +24,11 @@ STAGE = "stage"
 
 @contextmanager
 def stages_written(
-    prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, callbacks: Callbacks
+    prepared: Prepared,
+    out: str | os.PathLike[str],
+    options: RunOptions,
+    callbacks: Callbacks,
+    helpers: Helpers | None = None,
 ) -> Iterator[tuple[Prepared, list[Merged]]]:
     """Write the results of other recipes that must be written, or all that are to be kept: the plan that reads them, and they.
 
@@ -45,7 +49,7 @@ def stages_written(
         assert stage.again is not None
         with stage.again(written) as own:
             folder = stage_folder(out, stage.path)
-            made.append(_stage(own, folder, options, callbacks))
+            made.append(_stage(own, folder, options, callbacks, helpers))
         written[stage.path] = folder
     with prepared.again(written) as last:
         yield replace(last, plan=replace(last.plan, warnings=prepared.plan.warnings)), made
@@ -69,7 +73,7 @@ def without_stages(stages: Sequence[Merged]) -> list[Finding]:
     return found
 
 
-def _stage(prepared: Prepared, folder: Path, options: RunOptions, callbacks: Callbacks) -> Merged:
+def _stage(prepared: Prepared, folder: Path, options: RunOptions, callbacks: Callbacks, helpers: Helpers | None) -> Merged:
     """Write the result of one recipe for others, unless it is there."""
     from weightsmith.store.manifest import read_manifest
     from weightsmith.store.verify import verify
@@ -84,7 +88,7 @@ def _stage(prepared: Prepared, folder: Path, options: RunOptions, callbacks: Cal
         if found.plan == work_identity(plan, prepared.inputs, options.device):
             verify(folder, threads=resources_of(plan, options).workers, progress=callbacks.rechecking)
             return Merged(folder, plan, len(plan.steps), 0, 0, time.monotonic() - began, (), plan.warnings)
-    return run_plan(Following(prepared), folder, options, callbacks, began, more)
+    return run_plan(Following(prepared), folder, options, callbacks, began, more, helpers)
 
 
 def stage_folder(out: str | os.PathLike[str], path: str) -> Path:

@@ -25,6 +25,7 @@ from weightsmith.tensors import TensorSpec
 DAMAGED = "The file is damaged, or was written by a faulty tool: download or export it again."
 RESAVE = "Load it with torch 1.6 or later in an isolated environment, and save it again with torch.save(state_dict, path)."
 
+_COMPARED_BYTES = 1 << 20
 _LOOKALIKES = (
     (b"version ", "It is a git-lfs pointer, not the weights: run `git lfs pull` in its folder."),
     (b"PK\x03\x04", "It looks like a PyTorch checkpoint under another name: rename it to .bin."),
@@ -244,6 +245,18 @@ def lookalike(start: bytes) -> str:
     if start[8:9] == b"{":
         return "It looks like a safetensors file under another name: rename it to .safetensors."
     return next((fix for magic, fix in _LOOKALIKES if start.startswith(magic)), DAMAGED)
+
+
+def same_bytes(a: Path, b: Path) -> bool:
+    """Whether two regular files hold the same bytes; not if one cannot be read."""
+    try:
+        with open_regular(a) as one, open_regular(b) as other:
+            while (piece := one.read(_COMPARED_BYTES)) == other.read(_COMPARED_BYTES):
+                if not piece:
+                    return True
+    except (OSError, CheckpointError):
+        pass
+    return False
 
 
 def open_regular(path: Path) -> io.FileIO:

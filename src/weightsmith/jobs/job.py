@@ -177,10 +177,12 @@ class Job(ABC):
 
     sequential      pass statistics tiles one by one, in order (for sums that cannot be split by grain)
     resident_bytes  memory that it holds while it runs, if large: the scheduler starts jobs as memory allows
+    portable    every machine computes the same bytes; torch's routines for whole matrices may round differently elsewhere
     """
 
     sequential = False
     resident_bytes = 0
+    portable = True
 
     def __init__(self, matrix: Matrix) -> None:
         self.matrix = matrix

@@ -23,6 +23,7 @@ class ScaledJob(Job):
         self.inner = make(replace(matrix, out_code=self._code))
         self.sequential = self.inner.sequential
         self.resident_bytes = self.inner.resident_bytes
+        self.portable = self.inner.portable
         self._norm = norm
         self.factor = scale
         weights = [m.get("weight") for m in matrix.models[1:]]

@@ -19,6 +19,8 @@ from weightsmith.jobs.spectra import transform
 class SpectrumJob(Job):
     """Changes the spectrum of another job's delta, in one more pass that collects the merged delta in memory."""
 
+    portable = False
+
     def __init__(self, matrix: Matrix, make: Callable[[Matrix], Job], how: str, strength: float | None) -> None:
         from weightsmith.jobs.matrix import MatrixJob
         from weightsmith.kernels.codecs import F32, F64

@@ -170,15 +170,19 @@ class Differences(Survey):
                 self._analyse(name, self._sketches.pop(name))
         else:
             for name, product in self._products.items():
-                values = np.sqrt(np.maximum(np.linalg.eigvalsh(product @ product.T)[::-1], 0))
                 i = self._steps[name]
+                if not np.isfinite(product).all():  # as in _analyse
+                    self._upper[i], self._rank[i] = 0, -1
+                    continue
+                values = np.sqrt(np.maximum(np.linalg.eigvalsh(product @ product.T)[::-1], 0))
                 self._values[i, : len(values)] = values
             self._bases.clear()
 
     def _analyse(self, name: str, sketch: Floats) -> None:
         i = self._steps[name]
         energy, noise = float(self._sums[i, 2]), float(self._sums[i, DIFFERENCE_SUMS])
-        if energy == 0 or not np.isfinite(energy):
+        # Numbers near the largest of float32 are no fine-tune's; their sums overflow.
+        if energy == 0 or not np.isfinite(energy) or not np.isfinite(sketch).all():
             self._rank[i] = 0 if energy == 0 else -1
             return
         rows, cols = self._specs[i].shape

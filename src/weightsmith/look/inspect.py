@@ -267,7 +267,7 @@ def _stored(model: Checkpoint, names: Sequence[str]) -> list[TensorSpec]:
 
 
 def _files(model: Checkpoint) -> tuple[tuple[str, int], ...]:
-    sizes = {path: nbytes for path, nbytes in model.missing.items()}
+    sizes = {repo.folder / name: nbytes for repo in model.repositories for name, nbytes in repo.sizes.items()}
     return tuple((path.name, sizes[path] if path in sizes else path.stat().st_size) for path in model.paths)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightsmith.checkpoint import CARD_NAME, Checkpoint, HubModel, locate, open_place
 from weightsmith.errors import FormatError, NotFound, Unsupported
+from weightsmith.formats.carried import is_tokenizer
 from weightsmith.formats.files import show
 from weightsmith.formats.strict_json import read_object
 from weightsmith.lora.kohya import open_kohya
@@ -95,6 +96,7 @@ def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
     config_path, path = folder / CONFIG_NAME, folder / weights
     config = read_object(config_path, MAX_CONFIG_BYTES, CONFIG_NAME, _REPAIR)
     _check_kind(config, str(config_path))
+    tokenizer = tuple(sorted(name for name in names if is_tokenizer(name)))
     opened = open_file(path, ref) if repository is None else open_file(path, ref, repository.open)
     checkpoint = Checkpoint(
         ref,
@@ -102,12 +104,12 @@ def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
         opened.source,
         revision="" if repository is None else repository.commit,
         config=config,
+        files=tokenizer,
         metadata=opened.metadata,
         notes=(*(() if repository is None else repository.notes), *opened.notes),
         repositories=() if repository is None else (repository,),
     )
-    tokenizer = tuple(sorted(n for n in names if n.startswith(("tokenizer", "chat_template", "vocab", "merges"))))
-    return _sorted(checkpoint, config, tokenizer)
+    return _sorted(checkpoint, config)
 
 
 def _files(place: Path | HubModel | Address) -> tuple[Path, list[str], Repository | RemoteFolder | None]:
@@ -136,7 +138,7 @@ def _check_kind(config: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _sorted(checkpoint: Checkpoint, config: Mapping[str, Any], tokenizer: tuple[str, ...]) -> Adapter:
+def _sorted(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
     """The adapter in a file. Raises FormatError with everything in it that cannot be."""
     problems: list[str] = []
     found: dict[str, dict[str, str]] = {}
@@ -197,7 +199,6 @@ def _sorted(checkpoint: Checkpoint, config: Mapping[str, Any], tokenizer: tuple[
         updates,
         replacements,
         transposed=config.get("fan_in_fan_out") is True,
-        tokenizer=tokenizer,
         stacked={module: tuple(levels[depth] for depth in sorted(levels, reverse=True)) for module, levels in stacked.items()},
         parameters={module: tuple(_parameters(module, targets, scalings)) for module in stacked},
     )

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weightsmith.checkpoint import Checkpoint
-from weightsmith.errors import CheckpointError, Finding, ShapeError, nearest
-from weightsmith.formats.files import open_regular, show
+from weightsmith.errors import Finding, ShapeError, nearest
+from weightsmith.formats.files import same_bytes, show
 from weightsmith.lora.experts import match_stacked, names_of
 from weightsmith.lora.records import Adapter, Factors
 from weightsmith.sources.adapted import Adapted, AdaptedTensor, Update
@@ -22,11 +22,7 @@ from weightsmith.structure.fused import SubMatrix, fused_names, fused_parts
 from weightsmith.structure.vocabulary import is_embedding, is_head, is_vocabulary, tie_flag, untie
 from weightsmith.tensors import TensorSpec
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 _SHOWN = 8  # problems that a message lists
-_COPY_BYTES = 1 << 20
 _BEGINNINGS = 100  # of names that are tried; models have up to ten
 
 _UNMIXTRAL = re.compile(r"(\.experts\.\d+\.)(w[123])(?=\.weight$)")
@@ -49,8 +45,8 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str) -> Checkpoint:
     """
     match, own = _Match(base, adapter, ref), adapter.checkpoint
     notes = [*base.notes, *own.notes, *match.notes]
-    base.fetch([name for name in adapter.tokenizer if name in base.files])
-    if other := [name for name in adapter.tokenizer if not _same(own.folder / name, base.folder / name)]:
+    base.fetch([name for name in own.files if name in base.files])
+    if other := [name for name in own.files if not same_bytes(own.folder / name, base.folder / name)]:
         fix = "copy it into the output, if the adapter was trained with it"
         what = f"tokenizer files beside the adapter differ from the base's, and are not used: {', '.join(other)}"
         notes.append(Finding(what, ref, fix=fix))
@@ -70,17 +66,27 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str) -> Checkpoint:
     )
 
 
+def find_places(base: Checkpoint, adapter: Adapter) -> dict[str, str]:
+    """Modules with factors, and tensors that are saved whole → the tensors of the base, but for those that are parts of others.
+
+    Raises ShapeError as `apply_adapter` does.
+    """
+    return _Match(base, adapter, adapter.checkpoint.ref).places
+
+
 class _Match:
     """Finds the base's tensor for everything in the adapter.
 
     config  the base's, with the vocabulary and the tying that the result has
     notes   what the user should know
+    places  see `find_places`
     """
 
     def __init__(self, base: Checkpoint, adapter: Adapter, ref: str) -> None:
         self.base, self.adapter, self.ref = base, adapter, ref
         self.config: dict[str, Any] = copy.deepcopy(base.config or {})
         self.notes: list[Finding] = []
+        self.places: dict[str, str] = {}
         self._base_names = {name: name for name in base.specs}  # tensor → the base's that it stands for
         self._updates: dict[str, Factors] = {}
         self._parts: dict[str, list[Update]] = {}  # of tensors with several matrices
@@ -105,6 +111,7 @@ class _Match:
             if name in self._base_names or (tied and is_head(replace(adapter.checkpoint.specs[source], name=name))):
                 self._base_names.setdefault(name, tied)
                 self._replaced[name] = source
+                self.places[stored_name] = self._base_names[name]
                 problem = self._replacement_problem(name)
             else:
                 problem = self._no_place(name) if len(problems) < _SHOWN else name
@@ -117,6 +124,7 @@ class _Match:
             if name in self._base_names:
                 problem = self._shape_problem(name, factors)
                 self._updates[name] = factors
+                self.places[module] = self._base_names[name]
             elif part := self._part_of(name):
                 problem = self._add_part(name, factors, *part)
             else:
@@ -287,15 +295,3 @@ def _overlap(updates: Sequence[Update]) -> bool:
     rows = sorted(update.rows or (0, 0) for update in updates)
     whole = any(update.rows is None for update in updates)
     return len(rows) > 1 and (whole or any(first + n > after for (first, n), (after, _) in pairwise(rows)))
-
-
-def _same(a: Path, b: Path) -> bool:
-    """Two files hold the same bytes."""
-    try:
-        with open_regular(a) as one, open_regular(b) as other:
-            while (piece := one.read(_COPY_BYTES)) == other.read(_COPY_BYTES):
-                if not piece:
-                    return True
-    except (OSError, CheckpointError):
-        pass
-    return False

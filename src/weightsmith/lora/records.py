@@ -50,11 +50,10 @@ class Parameter:
 class Adapter:
     """An adapter's tensors, and what each is for. Made by `open_adapter`.
 
-    checkpoint    of the adapter's weights
+    checkpoint    of the adapter's weights; its files are the tokenizer's that lie beside them
     updates       module → its factors; modules are named as PEFT names them, without `base_model.model.`
     replacements  tensor of the model → tensor of the file that takes its place (modules_to_save)
     transposed    `fan_in_fan_out`: weights are stored [inputs, outputs], as GPT-2's are
-    tokenizer     the tokenizer files that lie beside the adapter
     stacked       module → factors of its parameters: PEFT wraps the module once for each, and the innermost comes first
     parameters    module of `stacked` → the parameters that these may belong to
     flat          names of modules have `_` for each dot (kohya's files)
@@ -67,7 +66,6 @@ class Adapter:
         replacements: Mapping[str, str] | None = None,
         *,
         transposed: bool = False,
-        tokenizer: tuple[str, ...] = (),
         stacked: Mapping[str, tuple[Stacked, ...]] | None = None,
         parameters: Mapping[str, tuple[Parameter, ...]] | None = None,
         flat: bool = False,
@@ -76,7 +74,6 @@ class Adapter:
         self.updates = updates
         self.replacements = replacements or {}
         self.transposed = transposed
-        self.tokenizer = tokenizer
         self.stacked = stacked or {}
         self.parameters = parameters or {}
         self.flat = flat

@@ -59,6 +59,8 @@ class Call:
 class BlockJob(Job):
     """Calls the function grain by grain: what it is given then depends on the shape alone, whatever it makes of it."""
 
+    portable = False  # the function may call anything
+
     def __init__(self, matrix: Matrix, call: Call) -> None:
         super().__init__(matrix)
         self.call = call
@@ -81,6 +83,8 @@ class BlockJob(Job):
 
 class TensorJob(Job):
     """Gathers the whole matrix in a pass, calls the function once, and writes what it returned."""
+
+    portable = False
 
     def __init__(self, matrix: Matrix, call: Call) -> None:
         super().__init__(matrix)

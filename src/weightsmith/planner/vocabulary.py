@@ -24,6 +24,7 @@ from weightsmith.recipe import ModelRef, Recipe, Tokenizer, TokenRule
 from weightsmith.structure import vocabulary
 from weightsmith.tensors import TensorSpec
 from weightsmith.tokenizers import Alignment, Rule, United, Vocabulary, align, extend, missing_tokens, read_vocabulary
+from weightsmith.tokenizers.convert import REPLACED, Converted, tokenizer_json
 from weightsmith.tokenizers.files import (
     choose_template,
     json_bytes,
@@ -251,9 +252,10 @@ class VocabularyPlanner:
             if rule.token not in source.ids:
                 new.setdefault(rule.token, {"content": rule.token, "special": False})
         place = self.places[k] if k >= 0 else self.outside
-        held = new and "tokenizer.json" in place.files
-        data = read_bounded(place.folder / "tokenizer.json", MAX_FILE_BYTES) if held else None
-        united = extend(source, new, data, asked.where)
+        united, converted = United(source, ()), None
+        if new:
+            tokenizer, converted = tokenizer_json(source, place.folder, place.files)
+            united = extend(source, new, tokenizer)
         out = united.vocabulary
         rows = self.counts[k] if k >= 0 else asked.rows or max(out.ids.values()) + 1
         rows = max([rows, *(out.ids[token] + 1 for token in united.new)])
@@ -262,7 +264,7 @@ class VocabularyPlanner:
         if self.problems:
             return
         self._align(found, out, rows, vocabularies, rules)
-        self._write(found, k, source, united)
+        self._write(found, k, source, united, converted)
         assert found.summary is not None
         found.summary |= {
             "new": list(united.new),
@@ -368,7 +370,7 @@ class VocabularyPlanner:
                 found[name] = replace(spec, shape=shape)
         return found
 
-    def _write(self, found: Aligned, k: int, source: Vocabulary, united: United) -> None:
+    def _write(self, found: Aligned, k: int, source: Vocabulary, united: United, converted: Converted | None) -> None:
         """The files of the tokenizer."""
         place = self.places[k] if k >= 0 else self.outside
         if k != self.donor:
@@ -383,8 +385,15 @@ class VocabularyPlanner:
         if new:
             found.files["tokenizer.json"] = united.tokenizer
             settings = settings_of(place.folder, place.files, "tokenizer_config.json")
-            if (more := with_added(settings, out.added, new)) != settings:
+            more = with_added(settings if converted is None else converted.settings(settings), out.added, new)
+            if more != settings:
                 found.files["tokenizer_config.json"] = json_bytes(more)
+            if converted is not None:
+                what = f"{place.label} has no tokenizer.json: that of the output is made from {converted.source}"
+                found.findings.append(Finding(what, fix="compare what both make of a text"))
+                stale = frozenset(place.files) & REPLACED
+                found.removed |= stale
+                found.files = {name: data for name, data in found.files.items() if name not in stale}
             if {"added_tokens.json", "tokenizer.model"}.intersection(place.files):  # llama.cpp looks for new tokens there
                 listed = settings_of(place.folder, place.files, "added_tokens.json")
                 found.files["added_tokens.json"] = json_bytes({**listed, **{token: out.ids[token] for token in new}})

@@ -65,12 +65,17 @@ class Block:
 
 
 class Blocks:
-    """The bytes that visits read, in blocks that do not overlap. order: of fetching; a block is in it once for each visit."""
+    """The bytes that visits read, in blocks that do not overlap.
+
+    order  of fetching; a block is in it once for each visit
+    files  that are read
+    """
 
     def __init__(self, visits: Sequence[Visit]) -> None:
         self.order: list[Block] = []
-        self._blocks: dict[RemoteFile, list[Block]] = {}
-        self._starts: dict[RemoteFile, list[int]] = {}
+        self.files = list(dict.fromkeys(_remote(extent) for visit in visits for extent in visit))
+        self._blocks: dict[tuple[str, str], list[Block]] = {}
+        self._starts: dict[tuple[str, str], list[int]] = {}
         self._cut(visits)
         for visit in visits:
             dues: dict[Block, int] = {}
@@ -83,24 +88,20 @@ class Blocks:
                 block.dues.append(due)
                 self.order.append(block)
 
-    @property
-    def files(self) -> list[RemoteFile]:
-        """Those that are read."""
-        return list(self._blocks)
-
     def of(self, file: RemoteFile, start: int, end: int) -> list[Block]:
         """The blocks that have some of these bytes, in order."""
-        blocks, starts = self._blocks.get(file, []), self._starts.get(file, [])
+        blocks, starts = self._blocks.get(file.key, []), self._starts.get(file.key, [])
         first, last = max(0, bisect.bisect_right(starts, start) - 1), bisect.bisect_left(starts, end)
         return [block for block in blocks[first:last] if block.end > start]
 
     def _cut(self, visits: Sequence[Visit]) -> None:
-        spans: dict[RemoteFile, list[tuple[int, int]]] = {}
+        files = {file.key: file for file in self.files}
+        spans: dict[tuple[str, str], list[tuple[int, int]]] = {}
         for visit in visits:
             for extent in visit:
                 if extent.nbytes:
-                    spans.setdefault(_remote(extent), []).append((extent.offset, extent.offset + extent.nbytes))
-        for file, own in spans.items():
+                    spans.setdefault(_remote(extent).key, []).append((extent.offset, extent.offset + extent.nbytes))
+        for key, own in spans.items():
             runs: list[list[int]] = []
             for start, end in sorted(set(own)):
                 if runs and start <= runs[-1][1]:
@@ -108,8 +109,8 @@ class Blocks:
                 else:
                     runs.append([start, end])
             cuts = [(at, min(at + BLOCK_BYTES, end)) for start, end in runs for at in range(start, end, BLOCK_BYTES)]
-            self._blocks[file] = [Block(file, start, end) for start, end in cuts]
-            self._starts[file] = [start for start, _ in cuts]
+            self._blocks[key] = [Block(files[key], start, end) for start, end in cuts]
+            self._starts[key] = [start for start, _ in cuts]
 
 
 def _remote(extent: Extent) -> RemoteFile:

@@ -42,6 +42,11 @@ class RemoteFile:
         self._parts: list[tuple[int, bytes]] = []
 
     @property
+    def key(self) -> tuple[str, str]:
+        """Equal for the same content at the same place: a model may be opened twice."""
+        return self.ranges.where, self.ranges.version
+
+    @property
     def nbytes(self) -> int:
         return self.ranges.nbytes
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from weightsmith.sources.base import Buffer
 
-FACTORS_BYTES = 256 << 20
+FACTORS_BYTES = 128 << 20
 """Limit of the factors that an adapted source keeps in memory, besides those in use."""
 
 Array = npt.NDArray[Any]
@@ -186,8 +186,8 @@ class Adapted:
         """Of an update to a matrix [rows, cols]: left, float64 [rows, rank], and right, float32 [rank, cols]."""
 
         def make() -> tuple[Array, Array]:
-            a, b = self._factor(update.a), self._factor(update.b)
             number, experts = update.expert
+            a, b = (self._factor(name, keep=experts > 1) for name in (update.a, update.b))
             rank = a.shape[0] // experts
             a, b = a[number * rank :][:rank], b[:, number::experts]
             left, right = (a.T, b.T) if update.transposed else (b, a)
@@ -198,8 +198,13 @@ class Adapted:
         left, right = self._kept.get(update, make)
         return left, right
 
-    def _factor(self, name: str) -> Array:
-        (array,) = self._kept.get(name, lambda: (read(self._adapter, name).astype(np.float32),))
+    def _factor(self, name: str, *, keep: bool) -> Array:
+        """A tensor of the adapter. keep: others are made of it, too."""
+
+        def make() -> tuple[Array]:
+            return (read(self._adapter, name).astype(np.float32, copy=False),)
+
+        (array,) = self._kept.get(name, make) if keep else make()
         return array
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from io import FileIO
 from pathlib import Path
@@ -89,18 +89,17 @@ class Locks:
             ) from None
 
     def share(self) -> Entries | None:
-        """Share the lock with other parts, and read the journals. None if a process holds it alone or nothing is prepared."""
+        """Share the lock with other parts, and read the journals, all but the tensors.
+
+        None if a process holds the lock alone or nothing is prepared.
+        """
         path = self.folder / LOCK
         try:
             with ExitStack() as closing:
                 file = closing.enter_context(_open(path))
                 if not disk.lock(file.fileno(), shared=True):
-                    raise StoreError(
-                        "this file system has no locks, which the processes that do parts need",
-                        where=str(self.out.parent),
-                        fix="run the plan in one process, without a part, or choose an output folder on another disk",
-                    )
-                entries = read_journals(self.folder)
+                    raise self._no_locks()
+                entries = read_journals(self.folder, ())
                 if path.lstat().st_ino != os.fstat(file.fileno()).st_ino or not entries.lines:
                     return None
                 self._files.append(file)
@@ -109,16 +108,55 @@ class Locks:
         except (FileNotFoundError, BlockingIOError):
             return None
 
-    def take_part(self, part: tuple[int, int]) -> None:
-        """Take the lock of part k of n. Raises Busy if another process holds it."""
+    def let_in(self) -> None:
+        """Share the lock that this process holds alone, so that others can do parts. Raises StoreError."""
+        for file in self._files:
+            try:
+                if not disk.lock(file.fileno(), shared=True):
+                    raise self._no_locks()
+            except BlockingIOError:  # a conversion gives the lock up for a moment
+                raise self._taken() from None
+
+    def take_back(self, seconds: float) -> None:
+        """Hold the lock alone again, when the processes that did parts have left. Raises Busy if one stays so long."""
+        deadline = time.monotonic() + seconds
+        for file in self._files:
+            while True:
+                try:
+                    disk.lock(file.fileno())
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise self._taken() from None
+                    time.sleep(0.05)
+            try:
+                same = (self.folder / LOCK).lstat().st_ino == os.fstat(file.fileno()).st_ino
+            except FileNotFoundError:
+                same = False
+            if not same:
+                raise self._taken()
+
+    def _no_locks(self) -> StoreError:
+        return StoreError(
+            "this file system has no locks, which the processes that do parts need",
+            where=str(self.out.parent),
+            fix="run the plan in one process, without a part, or choose an output folder on another disk",
+        )
+
+    def _taken(self) -> Busy:
+        what = "another process has taken the unfinished work, or is still doing a part of it"
+        return Busy(what, where=str(self.out), fix="run again")
+
+    def take_part(self, part: str) -> None:
+        """Take the lock of a part, by its label. Raises Busy if another process holds it."""
         (self.folder / PARTS).mkdir(exist_ok=True)
-        file = FileIO(disk.open_own(self.folder / PARTS / f"lock-{label(part)}", os.O_RDWR), "r+")
+        file = FileIO(disk.open_own(self.folder / PARTS / f"lock-{part}", os.O_RDWR), "r+")
         self._files.append(file)
         try:
             disk.lock(file.fileno())
         except BlockingIOError:
             raise Busy(
-                f"another process is doing part {part[0]} of {part[1]}",
+                f"another process is doing part {part.replace('-', ' ')}",
                 where=str(self.out),
                 fix="wait until it has ended, or do another part",
                 state=NOTHING_WRITTEN,
@@ -160,16 +198,11 @@ def is_held(folder: Path) -> bool:
             return True
 
 
-def label(part: tuple[int, int]) -> str:
-    """A part in file names: `2-of-4`."""
-    return f"{part[0]}-of-{part[1]}"
-
-
-def read_journals(folder: Path) -> Entries:
-    """The entries of the journal and of the journals of parts."""
-    entries = read_journal(folder / JOURNAL)
+def read_journals(folder: Path, names: Collection[str] | None = None) -> Entries:
+    """The entries of the journal and of the journals of parts. names: see `read_journal`."""
+    entries = read_journal(folder / JOURNAL, names)
     for path in part_journals(folder):
-        part = read_journal(path)
+        part = read_journal(path, names)
         entries.tensors |= part.tensors
         entries.products |= part.products
     return entries

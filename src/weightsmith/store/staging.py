@@ -24,7 +24,7 @@ from weightsmith.store.area import StagingArea, staging_folder
 from weightsmith.store.checksum import byte_view
 from weightsmith.store.claim import JOURNAL, PARTS, PRODUCTS, SPACE
 from weightsmith.store.journal import Entries, Finished, Journal, read_journal
-from weightsmith.store.locks import label, part_journals, read_journals
+from weightsmith.store.locks import part_journals, read_journals
 from weightsmith.store.manifest import MANIFEST_NAME, encode_manifest
 from weightsmith.store.other_files import OtherFiles
 from weightsmith.store.products import Arrays, create_product, read_product, remove_parts, remove_product, write_product
@@ -83,7 +83,7 @@ class Staging:
         self._overwrite = overwrite
         self._protected = tuple(protected)
         self._other_bytes = other_bytes
-        self._part: tuple[int, int] | None = None
+        self._part = ""
         self._published = False
         self._journal: Journal | None = None
         self._weights: Weights | None = None
@@ -101,7 +101,7 @@ class Staging:
         layout: Layout,
         plan_hash: str,
         *,
-        part: tuple[int, int] | None = None,
+        part: str = "",
         names: Collection[str] | None = None,
         facts: Mapping[str, str] | None = None,
         resume: bool = True,
@@ -116,8 +116,8 @@ class Staging:
         out        the final folder: new, empty, or (with `overwrite`) a checkpoint that `publish` will replace. Missing parent
                    folders are created, and never removed
         plan_hash  identity of the work: only work with the same one is resumed
-        part       (k, n), k from 1: build one part together with other processes of this machine; the first one prepares the
-                   folder. Each part has a journal of its own. A part cannot publish, and always resumes
+        part       label (`label`): build one part together with other processes; the first one prepares the folder. Each part
+                   has a lock and a journal of its own. A part cannot publish, and always resumes; "": build everything
         names      the tensors of the part; no others may be written
         facts      what the plan was made from, by the user's names for it, to tell the user what has changed
         resume     False discards what an earlier run left
@@ -130,7 +130,7 @@ class Staging:
         """
         staging = cls(check_out(out), layout, plan_hash, facts or {}, overwrite, protected, other_bytes)
         with staging._preparing():
-            if part is None:
+            if not part:
                 staging._open(resume, names, threads, progress)
             else:
                 staging._join(part, names, threads, progress)
@@ -187,7 +187,7 @@ class Staging:
         if not fresh:
             self._take_over(entries, names, threads, progress)
 
-    def _join(self, part: tuple[int, int], names: Collection[str] | None, threads: int, progress: Progress | None) -> None:
+    def _join(self, part: str, names: Collection[str] | None, threads: int, progress: Progress | None) -> None:
         """Build a part: prepare the folder if no process is in it, then share it."""
         deadline = time.monotonic() + ATTACH_SECONDS
         busy = Busy("other processes keep taking the unfinished work", where=str(self.out), fix="run again")
@@ -202,13 +202,15 @@ class Staging:
             if time.monotonic() > deadline:
                 raise busy
             time.sleep(0.05)
+        if (entries.plan, entries.layout) != (self.plan_hash, layout_hash(self.layout)):
+            entries = read_journals(self.folder)  # for the message
         if not self._is_resumable(entries):
             raise StoreError("another process has just removed the unfinished work", where=str(self.folder), fix="run again")
         self._part = part
         self._locks.take_part(part)
         self._weights = Weights(self._content, self.layout)
-        self._journal = Journal(self.folder / PARTS / f"journal-{label(part)}")
-        self._take_over(read_journals(self.folder), names, threads, progress)
+        self._journal = Journal(self.folder / PARTS / f"journal-{part}")
+        self._take_over(read_journals(self.folder, names), names, threads, progress)
 
     def _is_resumable(self, entries: Entries) -> bool:
         """See `is_resumable`; False also for work cut off before its first line, or while it was being discarded."""
@@ -218,17 +220,45 @@ class Staging:
 
     def _take_over(self, entries: Entries, names: Collection[str] | None, threads: int, progress: Progress | None) -> None:
         """Take over all finished products, and the finished tensors (None: all) whose bytes on disk have the right checksum."""
-        recorded = {name: done for name, done in entries.tensors.items() if names is None or name in names}
-        found = self._opened()[1].checksums(recorded, threads, progress)
-        self._tensors = {name: recorded[name] for name, checksum in found.items() if checksum == recorded[name].checksum}
+        self._tensors = {name: done for name, done in entries.tensors.items() if names is None or name in names}
         self._products = dict(entries.products)
+        self.reread(self._tensors, threads, progress)
+
+    def reread(self, names: Collection[str], threads: int, progress: Progress | None = None) -> None:
+        """Of these finished tensors, keep those whose bytes on disk have the right checksum."""
+        checksums = self._opened()[1].checksums(names, threads, progress)
+        for name in list(names):
+            if checksums.get(name) != self._tensors[name].checksum:
+                del self._tensors[name]
 
     @contextmanager
     def only_process(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:
         """Wait until no other part is inside, and see the products that they have finished. waiting: called if one is."""
         with self._locks.products(waiting):
-            self._products = read_journals(self.folder).products
+            self._products = read_journals(self.folder, ()).products
             yield
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Let other processes build parts meanwhile; `adopt` what they have finished.
+
+        Raises Busy if one of them, or another run, is still there at the end.
+        """
+        content = self._content.stat().st_ino
+        self._locks.let_in()
+        yield
+        self._locks.take_back(ATTACH_SECONDS)
+        if not self._content.is_dir() or self._content.stat().st_ino != content:
+            raise Busy("another run has taken the unfinished work", where=str(self.out), fix="run again")
+
+    def adopt(self, tensors: Mapping[str, Finished], products: Mapping[str, str]) -> None:
+        """Take over what a process that built a part has finished; it is in the journal of the part.
+
+        products: their checksums. The bytes of the tensors are not read again: see `reread`.
+        """
+        with self._mutex:
+            self._tensors |= tensors
+            self._products |= products
 
     def _check_vacant(self, state: str = NOTHING_WRITTEN) -> None:
         try:
@@ -259,6 +289,18 @@ class Staging:
         """The finished tensors by name. A snapshot."""
         with self._mutex:
             return dict(self._tensors)
+
+    @property
+    def products(self) -> dict[str, str]:
+        """The checksums of the finished products by name. A snapshot."""
+        with self._mutex:
+            return dict(self._products)
+
+    @property
+    def holds_work(self) -> bool:
+        """The journals name a finished tensor or product."""
+        entries = read_journals(self.folder)
+        return bool(entries.tensors or entries.products)
 
     def product(self, name: str, outs: Sequence[TensorSpec]) -> Arrays | None:
         """The arrays of a product that an earlier run or another process finished; None if there are none."""
@@ -367,7 +409,7 @@ class Staging:
         if the final name was taken meanwhile; the staged work then stays.
         """
         journal, weights = self._opened()
-        if self._part is not None:
+        if self._part:
             raise ValueError(f"{self.folder}: a part cannot publish the whole")
         state = f"Everything is finished in {self.folder}"
         self._check_vacant(state)

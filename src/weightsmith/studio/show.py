@@ -209,9 +209,7 @@ def samples(found: Sequence[Sample], prompt: str, waiting: str = "") -> str:
         number = f"<b>{number}</b>" if best is not None and sample.perplexity == best and len(known) > 1 else number
         text = escape("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in sample.continuation))
         said = f"<div><span class='ws-soft'>{safe(prompt[-80:])}</span>{text}</div>"
-        rows.append(
-            f"<tr><th>{safe(sample.model)}</th><td class='ws-n'>{number}</td><td class='ws-text'>{said}</td></tr>"
-        )
+        rows.append(f"<tr><th>{safe(sample.model)}</th><td class='ws-n'>{number}</td><td class='ws-text'>{said}</td></tr>")
     more = f"<p class='ws-soft'>running {safe(waiting)} …</p>" if waiting else ""
     head = "<thead><tr><th>model</th><th>perplexity</th><th>continuation</th></tr></thead>"
     return f"<div class='ws-scroll'><table class='ws-samples'>{head}<tbody>{''.join(rows)}</tbody></table></div>{more}"

@@ -97,6 +97,7 @@ class SourceTests:
             for error in (
                 _raised(lambda: source.read_into(f"{name}x", 0, np.empty(0, np.uint8))),
                 _raised(lambda: source.location(f"{name}x")),
+                _raised(lambda: source.extents(f"{name}x", 0, 0)),
                 _raised(lambda: source.kept_as(f"{name}x")),
                 _raised(lambda: source.preferred_rows(f"{name}x")),
             ):
@@ -124,6 +125,11 @@ class SourceTests:
                     assert os.pread(fd, array.nbytes, offset) == array.tobytes(), name
                     assert not os.get_inheritable(fd)
                     assert any(os.path.samestat(os.fstat(fd), path.stat()) for path in source.paths), "the file is not in paths"
+
+    def test_files_of_this_disk_have_no_extents(self, case: SourceCase) -> None:
+        with closing(case.open()) as source:
+            for name, spec in source.specs.items():
+                assert source.extents(name, 0, spec.nbytes) == ()
 
     def test_rows_that_are_read_together_and_the_dtype_that_is_written(self, case: SourceCase) -> None:
         with closing(case.open()) as source:

@@ -17,24 +17,24 @@ from typing import Any, Literal
 
 from weightsmith.errors import FormatError
 from weightsmith.formats.files import read_bounded, show
-from weightsmith.formats.protobuf import fields
 from weightsmith.formats.strict_json import parse_object
+from weightsmith.tokenizers.sentencepiece import CONTROL, SPACE, USER_DEFINED, read_sentencepiece
 
 Family = Literal["byte-level BPE", "BPE", "SentencePiece BPE", "unigram", "WordPiece", "unknown"]
 
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"),
-    *("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tekken.json", "tokenizer.model", "spiece.model"),
 )
 """The files that are read, if present. Besides them `tokenizer.model.v3` and the like, and `*.tiktoken`."""
 
+_RANKS_OR_PIECES = re.compile(r"\.model|\.tiktoken$")
 _OTHER_FILES = re.compile(r"tokenizer\.model\.v\d+\w*|[\w.-]+\.tiktoken", re.ASCII)
 
 MAX_FILE_BYTES = 128 << 20
 _MAX_JSON_MEMORY = 1 << 30  # estimated: 0.6 GB for Gemma 3's 33 MB, which take 0.25 GB
 MAX_ID = 1 << 22
 """More than twice the ids of the largest published vocabulary, of a million tokens."""
-_SPACE = "\u2581"
 _REPAIR = "Repair the tokenizer's files, or download them again."
 
 Added = Mapping[str, Any]
@@ -99,13 +99,20 @@ class Vocabulary:
 
 def digest_of(folder: Path, files: Sequence[str]) -> str:
     """Equal for equal files of a tokenizer; "" if there are none. Nothing is parsed."""
-    data = _contents(folder, files)
+    data = contents_of(folder, files)
     return _digest(data) if data else ""
 
 
-def _contents(folder: Path, files: Sequence[str]) -> dict[str, bytes]:
+def contents_of(folder: Path, files: Sequence[str]) -> dict[str, bytes]:
+    """The files of a tokenizer that are read, by name."""
     others = sorted(name for name in files if _OTHER_FILES.fullmatch(name))
     return {name: read_bounded(folder / name, MAX_FILE_BYTES) for name in (*FILES, *others) if name in files}
+
+
+def main_file(data: Mapping[str, bytes]) -> str:
+    """Which of the files has the tokens; "" if none has."""
+    known = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json")
+    return next((name for name in (*known, *data) if name in data and (name in known or _RANKS_OR_PIECES.search(name))), "")
 
 
 def _digest(data: Mapping[str, bytes]) -> str:
@@ -123,7 +130,7 @@ def read_vocabulary(
 
     Raises FormatError for a damaged file.
     """
-    data = _contents(folder, files)
+    data = contents_of(folder, files)
     digest = _digest(data)
     if seen is not None and digest in seen:
         return seen[digest]
@@ -136,25 +143,25 @@ def read_vocabulary(
 def _read(label: str, data: Mapping[str, bytes], digest: str) -> Vocabulary | None:
     tokenizer: dict[str, Any] | None = None
     added: dict[str, Added] = {}
-    if "tokenizer.json" in data:
-        tokenizer = json_object(data["tokenizer.json"], label, "tokenizer.json")
+    name = main_file(data)
+    if name == "tokenizer.json":
+        tokenizer = json_object(data[name], label, name)
         model = tokenizer.get("model")
         if not isinstance(model, dict):
-            raise _wrong(label, "tokenizer.json", "has no model")
+            raise _wrong(label, name, "has no model")
         ids, family = _pieces(model.get("vocab"), label), _family(tokenizer, model)
         added = _added(tokenizer.get("added_tokens"), label)
-    elif "vocab.json" in data:
-        ids, family = _pieces(json_object(data["vocab.json"], label, "vocab.json"), label), "byte-level BPE"
-    elif "vocab.txt" in data:
-        lines = data["vocab.txt"].decode("utf-8", "replace").split("\n")
+    elif name == "vocab.json":
+        ids, family = _pieces(json_object(data[name], label, name), label), "byte-level BPE"
+    elif name == "vocab.txt":
+        lines = data[name].decode("utf-8", "replace").split("\n")
         ids, family = {token.rstrip("\r"): i for i, token in enumerate(lines) if token.strip()}, "WordPiece"
-    elif "tekken.json" in data:
-        ids, family, added = _tekken(json_object(data["tekken.json"], label, "tekken.json"), label)
-    elif name := next((name for name in data if ".model" in name or name.endswith(".tiktoken")), ""):
-        if (ranks := _tiktoken(data[name])) is not None:
-            ids, family = ranks, "byte-level BPE"
-        else:
-            ids, family, added = _sentencepiece(data[name], label, name)
+    elif name == "tekken.json":
+        ids, family, added = _tekken(json_object(data[name], label, name), label)
+    elif name and (ranks := _tiktoken(data[name])) is not None:
+        ids, family = ranks, "byte-level BPE"
+    elif name:
+        ids, family, added = _sentencepiece(data[name], label, name)
     else:
         return None
     for content, entry in _listed(data, label).items():
@@ -228,7 +235,7 @@ def _family(tokenizer: Mapping[str, Any], model: Mapping[str, Any]) -> Family:
     if any("ByteLevel" in found for found in steps):
         return "byte-level BPE"
     vocab = model.get("vocab")
-    marked = isinstance(vocab, dict) and (_SPACE in vocab or any(token.startswith(_SPACE) for token in vocab))
+    marked = isinstance(vocab, dict) and (SPACE in vocab or any(token.startswith(SPACE) for token in vocab))
     return "SentencePiece BPE" if model.get("byte_fallback") is True or marked else "BPE"
 
 
@@ -273,7 +280,7 @@ def _spell_sentencepiece(token: str) -> bytes:
     (b' the', b'\\n')
     """
     byte = _spell_byte(token)
-    return token.replace(_SPACE, " ").encode() if byte is None else byte
+    return token.replace(SPACE, " ").encode() if byte is None else byte
 
 
 def _spell_byte(token: str) -> bytes | None:
@@ -306,34 +313,20 @@ _SPELLINGS: Mapping[Family, Callable[[str], bytes]] = {
 
 # ---- other files
 
-_CONTROL, _USER_DEFINED = 3, 4
-
 
 def _sentencepiece(data: bytes, label: str, name: str) -> tuple[dict[str, int], Family, dict[str, Added]]:
-    """The pieces of a SentencePiece model: a protocol buffer with a message for each (field 1: piece 1, score 2, type 3)."""
-    ids: dict[str, int] = {}
-    added: dict[str, Added] = {}
-    family: Family = "unigram"
-    number = 0
+    """The pieces of a SentencePiece model."""
     try:
-        for key, value in fields(memoryview(data)):
-            if key == 1 and isinstance(value, memoryview):
-                inner = dict(fields(value))
-                text, kind = inner.get(1, memoryview(b"")), inner.get(3, 1)
-                if isinstance(text, int):  # bytes() of it would be as many zeros
-                    raise ValueError("a piece whose text is a number")
-                piece = bytes(text).decode()
-                ids.setdefault(piece, number)
-                if kind in (_CONTROL, _USER_DEFINED) and piece:
-                    added[piece] = {"id": number, "content": piece, "special": kind == _CONTROL}
-                number += 1
-            elif key == 2 and isinstance(value, memoryview):  # trainer: model_type 1 is unigram, 2 is BPE
-                family = "SentencePiece BPE" if dict(fields(value)).get(3, 1) == 2 else "unigram"
+        model = read_sentencepiece(data)
     except ValueError as error:
         raise _wrong(label, name, "is not a SentencePiece model") from error
-    if not ids:
-        raise _wrong(label, name, "is not a SentencePiece model")
-    return ids, family, added
+    ids: dict[str, int] = {}
+    added: dict[str, Added] = {}
+    for number, piece in enumerate(model.pieces):
+        ids.setdefault(piece.text, number)
+        if piece.kind in (CONTROL, USER_DEFINED) and piece.text:
+            added[piece.text] = {"id": number, "content": piece.text, "special": piece.kind == CONTROL}
+    return ids, "SentencePiece BPE" if model.bpe else "unigram", added
 
 
 def _tiktoken(data: bytes) -> dict[str, int] | None:
@@ -348,6 +341,13 @@ def _tiktoken(data: bytes) -> dict[str, int] | None:
     return found or None
 
 
+_TEKKEN_SPECIAL = (
+    "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] [IMG] "
+    "<pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
+).split()
+"""Those that mistral_common takes for files that list none."""
+
+
 def _tekken(tekken: Mapping[str, Any], label: str) -> tuple[dict[str, int], Family, dict[str, Added]]:
     """Mistral's tekken.json: special tokens first, then the ranks; tokens beyond the vocabulary's size are not used."""
     config, ranks = tekken.get("config"), tekken.get("vocab")
@@ -358,6 +358,8 @@ def _tekken(tekken: Mapping[str, Any], label: str) -> tuple[dict[str, int], Fami
     assert isinstance(size, int)
     assert isinstance(n_special, int)
     listed = tekken.get("special_tokens")
+    if listed is None:  # files until version 7
+        listed = [{"rank": i, "token_str": token} for i, token in enumerate(_TEKKEN_SPECIAL[:n_special])]
     added: dict[str, Added] = {
         f"<SPECIAL_{i}>": {"id": i, "content": f"<SPECIAL_{i}>", "special": True} for i in range(n_special)
     }

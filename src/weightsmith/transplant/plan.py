@@ -7,6 +7,7 @@ the token (`tokenizers/matching.py`), the others from the product (`rows.py`).
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import Counter
@@ -35,9 +36,10 @@ from weightsmith.structure import vocabulary
 from weightsmith.structure.configs import count_of, number_of, text_sections
 from weightsmith.tensors import TensorSpec
 from weightsmith.tokenizers import Vocabulary, read_vocabulary
+from weightsmith.tokenizers.convert import convert
 from weightsmith.tokenizers.files import settings_of
 from weightsmith.tokenizers.matching import WAYS, Match, match, pieces_of, roles_of, same_roles
-from weightsmith.tokenizers.vocabulary import MAX_FILE_BYTES
+from weightsmith.tokenizers.vocabulary import MAX_FILE_BYTES, contents_of
 from weightsmith.transplant.approximations import find_approximation
 from weightsmith.transplant.approximations.base import Approximation, Choices
 from weightsmith.transplant.approximations.common_interpolation import SCHEMES
@@ -345,19 +347,21 @@ class _Planner:
             text = read_bounded(path, _MAX_TEXT_BYTES).decode("utf-8", "replace")
         except OSError as error:
             raise NotFound(f"the text cannot be read: {first_line(error)}", where=str(path), fix="name a text file") from error
-        if "tokenizer.json" not in self.donor.files:
-            raise Unsupported(
-                "the text can only be tokenised with a tokenizer.json", where=self.donor.label, fix="leave out report_text"
-            )
         try:
             from tokenizers import Tokenizer
 
-            tokenizer = Tokenizer.from_str(read_bounded(self.donor.folder / "tokenizer.json", MAX_FILE_BYTES).decode())
+            if "tokenizer.json" in self.donor.files:
+                made = read_bounded(self.donor.folder / "tokenizer.json", MAX_FILE_BYTES).decode()
+            else:
+                made = json.dumps(convert(self.out, contents_of(self.donor.folder, self.donor.files)).tokenizer)
+            tokenizer = Tokenizer.from_str(made)
             tokenizer.no_truncation()
             found = Counter(tokenizer.encode(text, add_special_tokens=False).ids)
         except ImportError as error:
             what = "report_text needs the package tokenizers, which is not installed"
             raise ParameterError(what, where="report_text", fix="run pip install tokenizers") from error
+        except WeightsmithError:
+            raise
         except Exception as error:  # tokenizers raises anything
             what = f"the donor's tokenizer cannot be used on the text: {first_line(error)}"
             raise Unsupported(what, where=str(path), fix="leave out report_text") from error

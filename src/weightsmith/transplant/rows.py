@@ -34,7 +34,7 @@ NAME = "rows of missing tokens"
 MADE = ("approximated", "composed", "kept", "unused")
 """How a row was made: by the approximation; from pieces; the model's own; a row that is hardly used."""
 
-CHUNK_ELEMENTS = 8 << 20
+CHUNK_ELEMENTS = 2 << 20
 """Of a table that are read at once."""
 
 SIDES: tuple[Side, ...] = ("model", "donor")
@@ -139,24 +139,28 @@ class BenchTables:
     def chunks(self, side: Side) -> Iterator[tuple[int, Floats]]:
         """See `Tables`."""
         for name, first, rows in self._table.chunks(side):
-            yield first, self._read(side, name, rows)
+            found = np.empty((rows, self._cols(side)), np.float32)
+            self._bench.fill({name: found})
+            yield first, found
 
     def rows(self, side: Side, numbers: Sequence[int] | Numbers) -> Floats:
         """See `Tables`."""
         wanted = np.asarray(numbers, np.int64)
         order = np.argsort(wanted, kind="stable")
         ascending = wanted[order]
-        out = np.empty((len(wanted), self._table.cols[SIDES.index(side)]), np.float32)
-        for name, first, rows in self._table.chunks(side):
+        out = np.empty((len(wanted), self._cols(side)), np.float32)
+        chunks = list(self._table.chunks(side))
+        # One buffer for all: memory of this size, freed and asked for again, is scattered over the allocator's arenas.
+        buffer = np.empty((max((rows for _, _, rows in chunks), default=0), out.shape[1]), np.float32)
+        for name, first, rows in chunks:
             begin, end = np.searchsorted(ascending, [first, first + rows])
             if begin < end:
-                out[order[begin:end]] = self._read(side, name, rows)[ascending[begin:end] - first]
+                self._bench.fill({name: buffer[:rows]})
+                out[order[begin:end]] = buffer[ascending[begin:end] - first]
         return out
 
-    def _read(self, side: Side, name: str, rows: int) -> Floats:
-        found = np.empty((rows, self._table.cols[SIDES.index(side)]), np.float32)
-        self._bench.fill({name: found})
-        return found
+    def _cols(self, side: Side) -> int:
+        return self._table.cols[SIDES.index(side)]
 
 
 def _compute(bench: Bench) -> Arrays:

@@ -1,0 +1,140 @@
+"""The workers of a Ray cluster (https://docs.ray.io): each share is a Ray task, in a process that Ray keeps for the next one.
+
+Ray only finds the machine and starts the process. It does not repeat tasks (`max_retries=0`), because the driver must know,
+and it moves no tensors: the plan's JSON goes to each machine once, and all else through the shared folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+from weightsmith.distributed.work import Answer, Lost, Order, Share, do
+from weightsmith.errors import ParameterError, first_line
+from weightsmith.jobs.requires import named_device
+from weightsmith.options import RunOptions
+
+AUTO, LOCAL = "auto", "local"
+NODES_SECONDS = 2.0
+"""How long the list of machines is used before Ray is asked again."""
+
+
+class RayWorkers:
+    """See `distributed.work.Workers`. A worker has `--threads` processors, by default all of the smallest machine."""
+
+    def __init__(self, ray: Any, options: RunOptions) -> None:
+        """Use `RayWorkers.connect`."""
+        self._ray = ray
+        self._threads = options.threads
+        self._memory_bytes = options.max_memory_bytes
+        self._gpus = 0 if named_device(options.device).startswith("cpu") else 1
+        self._task = ray.remote(max_retries=0, scheduling_strategy="SPREAD")(do)
+        self._order: Any = None
+        self._running: dict[Share, Any] = {}
+        self._nodes: list[Mapping[str, float]] = []
+        self._asked = -NODES_SECONDS
+
+    @classmethod
+    @contextmanager
+    def connect(cls, options: RunOptions) -> Iterator[RayWorkers]:
+        """Join the cluster that `options.ray` names, or start one. Raises ParameterError."""
+        address = options.ray or AUTO
+        if "://" in address:
+            what = f"{address}: only machines of the cluster can publish in the shared folder"
+            raise ParameterError(what, where="--ray", fix="run the command on one of them, with --ray auto")
+        try:
+            ray = import_module("ray")
+        except ImportError:
+            raise ParameterError("Ray is not installed: pip install 'weightsmith[ray]'", where="--ray") from None
+        ours = not ray.is_initialized()
+        if ours:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or a warning in each worker
+            try:
+                _init(ray, None if address == AUTO else address)
+            except Exception as error:  # what Ray raises depends on where it fails
+                fix = "start a cluster with: ray start --head; or let this command start one with --ray local"
+                raise ParameterError(f"no cluster at {address}: {first_line(error)}", where="--ray", fix=fix) from error
+        workers = cls(ray, options)
+        try:
+            yield workers
+        finally:
+            for share in list(workers._running):
+                workers.stop(share)
+            if ours:
+                ray.shutdown()
+
+    def begin(self, order: Order) -> None:
+        """See `Workers`. A machine gets the order from the first one that has it."""
+        self.slots()
+        self._order = self._ray.put(replace(order, options=replace(order.options, threads=self._cpus)))
+
+    def slots(self) -> int:
+        """See `Workers`. Machines may come and go. Raises ParameterError if no worker fits on any of them."""
+        now = time.monotonic()
+        if now - self._asked > NODES_SECONDS:
+            alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+            self._asked, self._nodes = now, alive or self._nodes
+        memory = self._memory_bytes
+        if memory is not None and self._nodes and all(node.get("memory", 0) < memory for node in self._nodes):
+            most = max(int(node.get("memory", 0)) for node in self._nodes)
+            what = f"a worker may have {memory:,} bytes, and the largest machine of the cluster has {most:,} for all of them"
+            raise ParameterError(what, where="--max-memory", fix="write less, or leave it out")
+        return max(1, sum(self._fit(node) for node in self._nodes))
+
+    def _fit(self, node: Mapping[str, float]) -> int:
+        """Workers that a machine can run at once."""
+        by_cpus = int(node["CPU"]) // self._cpus
+        return by_cpus if self._memory_bytes is None else min(by_cpus, int(node.get("memory", 0)) // self._memory_bytes)
+
+    @property
+    def _cpus(self) -> int:
+        """Processors of a worker."""
+        all_cpus = [int(node["CPU"]) for node in self._nodes] or [1]
+        return min(self._threads or min(all_cpus), max(all_cpus))
+
+    def start(self, share: Share) -> None:
+        """See `Workers`."""
+        resources: dict[str, Any] = {"num_cpus": self._cpus}
+        if self._memory_bytes is not None:
+            resources["memory"] = self._memory_bytes
+        if self._gpus and share.part is None:
+            resources["num_gpus"] = self._gpus
+        self._running[share] = self._task.options(**resources).remote(self._order, share)
+
+    def answers(self, seconds: float) -> list[tuple[Share, Answer]]:
+        """See `Workers`."""
+        if not self._running:
+            time.sleep(seconds)
+            return []
+        shares = {ref: share for share, ref in self._running.items()}
+        ended, _ = self._ray.wait(list(shares), num_returns=1, timeout=seconds)
+        found: list[tuple[Share, Answer]] = []
+        for ref in ended:
+            del self._running[shares[ref]]
+            found.append((shares[ref], self._answer(ref)))
+        return found
+
+    def _answer(self, ref: Any) -> Answer:
+        try:
+            answer: Answer = pickle.loads(self._ray.get(ref))
+            return answer
+        except self._ray.exceptions.RayError as error:
+            return Lost(first_line(error))
+
+    def stop(self, share: Share) -> None:
+        """See `Workers`."""
+        if (ref := self._running.pop(share, None)) is not None:
+            self._ray.cancel(ref, force=True)
+
+
+def _init(ray: Any, address: str | None) -> None:
+    """ray.init, quietly. A cluster that it starts ends with `ray.shutdown`."""
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
