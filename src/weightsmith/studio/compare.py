@@ -47,7 +47,7 @@ def compare(models: Sequence[str], places: Places, *, prompt: str, text: str = "
     Raises Unsupported without transformers, and for too much of anything.
     """
     if not available():
-        raise Unsupported("comparing needs torch and transformers", fix="pip install 'weightsmith[moe]'")
+        raise Unsupported("comparing needs torch and transformers", fix="run pip install 'weightsmith[moe]'")
     if len(models) > MAX_MODELS or max(len(prompt), len(text)) > MAX_CHARACTERS or not 0 < new_tokens <= MAX_NEW_TOKENS:
         what = f"at most {MAX_MODELS} models, {MAX_CHARACTERS:,} characters and {MAX_NEW_TOKENS} new tokens"
         raise Unsupported(f"too much to compare: {what}", fix="ask for less")
