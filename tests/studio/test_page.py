@@ -295,6 +295,7 @@ def test_hostile_recipes_and_names(browser: Any, address: str, root: Path) -> No
         visit.fine()
 
 
+@pytest.mark.slow
 def test_the_page_asks_nobody_else(tmp_path: Path) -> None:
     """Analytics are off before Gradio is imported, whatever the environment says."""
     if not GRADIO:

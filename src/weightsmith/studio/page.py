@@ -112,8 +112,7 @@ def build(places: Places) -> Any:
         controls.input(_edit(session), recipe, recipe, **_LAST)
         recipe.input(follow, recipe, shown, **_LAST)
         checked = recipe.change(session.check, recipe, notes, **_LAST)
-        ahead_of = lambda text, on: session.preview(text) if on is True else gr.skip()  # noqa: E731
-        checked.then(ahead_of, [recipe, live], ahead, **{**_SEEN, "trigger_mode": "always_last"})
+        checked.then(_if_live(session), [recipe, live], ahead, **{**_SEEN, "trigger_mode": "always_last"})
         again.click(session.preview, recipe, ahead, **_SEEN)
         save.click(None, recipe, None, js=_saving("recipe.yml"))
 
@@ -150,6 +149,11 @@ def _edit(session: Session) -> Any:
 
     edit.__annotations__["event"] = _gradio().EventData  # by which Gradio knows what to pass
     return edit
+
+
+def _if_live(session: Session) -> Any:
+    gr = _gradio()
+    return lambda text, live: session.preview(text) if live is True else gr.skip()
 
 
 def _ended(session: Session) -> Any:
