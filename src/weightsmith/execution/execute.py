@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from weightsmith.errors import ParameterError
 from weightsmith.execution.measured import measured
+from weightsmith.execution.output import check_options
 from weightsmith.execution.run import (
     NO_CALLBACKS,
     Callbacks,
@@ -99,7 +100,7 @@ def execute_part(
     """
     from weightsmith.engine.results import Results
 
-    _check_part(prepared, options)
+    _check_part(prepared, out, options)
     plan = prepared.plan
     steps = part_of(plan, *part)
     with staged(prepared, out, options, callbacks, name or label(part), steps) as (staging, run):
@@ -120,7 +121,7 @@ def execute_products(
     prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, callbacks: Callbacks = NO_CALLBACKS
 ) -> PartDone:
     """Compute the products of a prepared plan, for the processes that do its parts."""
-    _check_part(prepared, options)
+    _check_part(prepared, out, options)
     with staged(prepared, out, options, callbacks, PRODUCTS_LABEL, ()) as (staging, run):
         with staging.only_process(callbacks.waiting):
             outcome = run(steps=(), results=kept_products(prepared.plan, staging))
@@ -129,7 +130,8 @@ def execute_products(
         return PartDone({}, staging.products, 0, outcome.read_bytes)
 
 
-def _check_part(prepared: Prepared, options: RunOptions) -> None:
+def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions) -> None:
+    check_options(out, options, part=True)
     if not options.resume:
         fix = "run once without a part and with --no-resume (resume=False), or remove the staging folder"
         raise ParameterError("a part cannot discard the work of other parts", fix=fix)
