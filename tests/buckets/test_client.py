@@ -53,7 +53,9 @@ def test_a_store_that_cannot_replace_a_version_is_asked_for_it_first(moto: Any, 
     first = bucket.read("lock", 1000)
     own.renew()
     second = bucket.read("lock", 1000)
-    assert first and second and first.etag != second.etag
+    assert first
+    assert second
+    assert first.etag != second.etag
     bucket.put("lock", b"{}")
     with pytest.raises(StoreError, match="another process has taken over"):
         own.renew()
