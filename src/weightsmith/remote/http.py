@@ -148,7 +148,7 @@ def tag_of(headers: Mapping[str, str]) -> str:
     """What a server says of the version of a file, with the header's name; "" for nothing."""
     for name in ("etag", "last-modified"):
         if headers.get(name):
-            return f"{name} {show(headers[name])}"
+            return f"{name} {show(headers[name].removeprefix('W/'))}"  # proxies weaken it
     return ""
 
 
