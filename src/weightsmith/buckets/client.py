@@ -25,6 +25,7 @@ _DAMAGED = frozenset({"BadDigest", "IncompleteBody", "RequestTimeout", "XAmzCont
 _BODY_ATTEMPTS = 4
 _MISSING = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
 _REFUSED = frozenset({"409", "412", "PreconditionFailed", "ConditionalRequestConflict"})
+_EMPTY = frozenset({"416", "InvalidRange"})
 _UNSUPPORTED = frozenset({"501", "NotImplemented"})
 _FIXES = {
     "NoSuchBucket": "create the bucket, or correct its name",
@@ -47,6 +48,15 @@ class Object(NamedTuple):
     data: bytes
     etag: str
     age_seconds: float
+
+
+class Run(NamedTuple):
+    """Bytes of an object in the same store: bucket, key and ETag, and the first of them."""
+
+    bucket: str
+    key: str
+    etag: str
+    start: int
 
 
 class Bucket:
@@ -94,35 +104,33 @@ class Bucket:
     def read(self, key: str, max_bytes: int) -> Object | None:
         """An object; None if it is missing."""
         try:
-            answer = self._client.get_object(Bucket=self.name, Key=key)
-            if answer["ContentLength"] > max_bytes:
-                what = f"{answer['ContentLength']:,} bytes: at most {max_bytes:,} are read"
-                raise StoreError(what, where=self._shown(key), fix="remove it")
-            data = answer["Body"].read()
-        except self._client_error as error:
-            if _code(error) in _MISSING:
-                return None
-            raise self._failed(error, key) from error
-        except self._errors as error:
-            raise self._failed(error, key) from error
+            answer, data = self._get(key, Range=f"bytes=0-{max_bytes}")
+        except Missing:
+            return None
+        except Empty:
+            answer, data = self._get(key)
+        if len(data) > max_bytes:
+            raise StoreError(f"more than the {max_bytes:,} bytes that are read", where=self._shown(key), fix="remove it")
         now = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
         age = (parsedate_to_datetime(now) - answer["LastModified"]).total_seconds() if now else 0.0
         return Object(data, answer["ETag"], age)
 
-    def read_range(self, key: str, start: int, nbytes: int, etag: str) -> bytes:
-        """Some bytes of an object; fewer if it ends. etag: of the version, "" for any. Raises StoreError if it has changed."""
-        more = {"IfMatch": etag} if etag else {}
-        for attempt in range(ATTEMPTS):
+    def read_range(self, key: str, start: int, nbytes: int) -> bytes:
+        """Some bytes of an object; fewer if it ends."""
+        return self._get(key, Range=f"bytes={start}-{start + nbytes - 1}")[1]
+
+    def _get(self, key: str, **more: str) -> tuple[Mapping[str, Any], bytes]:
+        for _ in range(ATTEMPTS - 1):  # botocore does not repeat a body that was cut off
+            answer = self._call("get_object", key, **more)
             try:
-                span = f"bytes={start}-{start + nbytes - 1}"
-                answer = self._client.get_object(Bucket=self.name, Key=key, Range=span, **more)
-                return bytes(answer["Body"].read())
-            except self._client_error as error:
-                raise self._failed(error, key) from error
-            except self._errors as error:  # botocore does not repeat a body that was cut off
-                if attempt == ATTEMPTS - 1:
-                    raise self._failed(error, key) from error
-        raise AssertionError
+                return answer, bytes(answer["Body"].read())
+            except self._errors:
+                continue
+        answer = self._call("get_object", key, **more)
+        try:
+            return answer, bytes(answer["Body"].read())
+        except self._errors as error:
+            raise self._failed(error, key) from error
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object."""
@@ -134,12 +142,16 @@ class Bucket:
 
     def replace(self, key: str, data: bytes, etag: str) -> str | None:
         """Write an object in place of the version with this ETag: its own; None if that version is no longer there."""
-        return self._conditional(key, data, IfMatch=etag)
+        try:
+            return self._conditional(key, data, IfMatch=etag)
+        except NoConditions:  # stores have had If-None-Match alone for a while
+            found = self.read(key, 1 << 20)
+            return str(self._send("put_object", key, data, md5_of(data))["ETag"]) if found and found.etag == etag else None
 
     def _conditional(self, key: str, data: bytes, **condition: str) -> str | None:
         try:
             return str(self._send("put_object", key, data, md5_of(data), **condition)["ETag"])
-        except Refused:
+        except (Refused, Missing):
             found = self.read(key, 1 << 20)  # the answer to a request that was repeated may have been lost
             return found.etag if found is not None and found.data == data else None
 
@@ -182,9 +194,26 @@ class Bucket:
         """Begin an upload in parts: its id."""
         return str(self._call("create_multipart_upload", key, Metadata=dict(metadata))["UploadId"])
 
-    def upload(self, key: str, upload: str, number: int, data: bytes, md5: bytes) -> str:
+    def upload(self, key: str, upload: str, number: int, data: bytes | bytearray, md5: bytes) -> str:
         """Upload a part, from 1: its ETag. md5: of `data`. Raises Missing if there is no such upload."""
         return str(self._send("upload_part", key, data, md5, UploadId=upload, PartNumber=number)["ETag"])
+
+    def copy(self, key: str, upload: str, number: int, run: Run, nbytes: int) -> str:
+        """Copy bytes of an object to a part: its ETag; "" if the store does not copy them."""
+        last = run.start + nbytes - 1
+        try:
+            copied = self._call(
+                "upload_part_copy",
+                key,
+                UploadId=upload,
+                PartNumber=number,
+                CopySource={"Bucket": run.bucket, "Key": run.key},
+                CopySourceIfMatch=run.etag,
+                CopySourceRange=f"bytes={run.start}-{last}",
+            )
+        except StoreError:  # another store, no permission, changed: the bytes are here, and uploading says what is wrong
+            return ""
+        return str(copied["CopyPartResult"]["ETag"])
 
     def parts(self, key: str, upload: str) -> dict[int, tuple[str, int]] | None:
         """Number, ETag and size of the uploaded parts; None if there is no such upload."""
@@ -228,7 +257,7 @@ class Bucket:
 
     # requests
 
-    def _send(self, operation: str, key: str, data: bytes, md5: bytes, **more: Any) -> Mapping[str, Any]:
+    def _send(self, operation: str, key: str, data: bytes | bytearray, md5: bytes, **more: Any) -> Mapping[str, Any]:
         more |= {"Body": data, "ContentMD5": base64.b64encode(md5).decode()}
         for _ in range(_BODY_ATTEMPTS - 1):
             try:
@@ -261,7 +290,7 @@ class Bucket:
             what = f"the store does not answer ({kind}, {ATTEMPTS} attempts)"
             return StoreError(what, where=where, fix=f"check the network and AWS_ENDPOINT_URL, and {again}")
         code = _code(error)
-        kinds = {_MISSING: Missing, _REFUSED: Refused, _DAMAGED: Damaged, _UNSUPPORTED: NoConditions}
+        kinds = {_MISSING: Missing, _REFUSED: Refused, _DAMAGED: Damaged, _UNSUPPORTED: NoConditions, _EMPTY: Empty}
         kind_of = next((kind for codes, kind in kinds.items() if code in codes), StoreError)
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         what = f"the store refused {error.operation_name}: {legible(code, 80)}"
@@ -277,6 +306,10 @@ class Missing(StoreError):
     """There is no such object or upload."""
 
 
+class Empty(StoreError):
+    """A range begins after the end of an object."""
+
+
 class Refused(StoreError):
     """The condition of a write does not hold."""
 
@@ -289,7 +322,7 @@ class NoConditions(StoreError):
     """The store has no conditional writes."""
 
 
-def md5_of(data: bytes) -> bytes:
+def md5_of(data: bytes | bytearray) -> bytes:
     """The MD5 that stores compare what they receive with; most of them use it as the ETag too."""
     return hashlib.md5(data, usedforsecurity=False).digest()
 

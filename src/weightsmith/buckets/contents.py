@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from itertools import islice
 
-from weightsmith.buckets.address import Address
 from weightsmith.buckets.client import Bucket
+from weightsmith.buckets.prefix import Prefix
 from weightsmith.errors import NOTHING_WRITTEN, NotFound, OutputExists, StoreError, WeightsmithError
 from weightsmith.store.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from weightsmith.store.target import is_address
@@ -15,7 +15,7 @@ _SHOWN = 6
 _MOST = 100_000
 
 
-def names_in(bucket: Bucket, address: Address) -> dict[str, int]:
+def names_in(bucket: Bucket, address: Prefix) -> dict[str, int]:
     """Relative names and sizes of the objects of an output. Raises StoreError if there are too many."""
     prefix = f"{address.prefix}/" if address.prefix else ""
     found = {key[len(prefix) :]: nbytes for key, nbytes in islice(bucket.names(prefix), _MOST)}
@@ -26,7 +26,7 @@ def names_in(bucket: Bucket, address: Address) -> dict[str, int]:
     return found
 
 
-def manifest_of(bucket: Bucket, address: Address) -> Manifest:
+def manifest_of(bucket: Bucket, address: Prefix) -> Manifest:
     """The manifest of an output. Raises NotFound, and the errors of `decode_manifest`."""
     found = bucket.read(address.key(MANIFEST_NAME), MAX_MANIFEST_BYTES)
     where = address.shown(address.key(MANIFEST_NAME))
@@ -38,7 +38,7 @@ def manifest_of(bucket: Bucket, address: Address) -> Manifest:
 
 
 def check_vacant(
-    bucket: Bucket, address: Address, *, overwrite: bool, reads: Iterable[str] = (), ours: Collection[str] = ()
+    bucket: Bucket, address: Prefix, *, overwrite: bool, reads: Iterable[str] = (), ours: Collection[str] = ()
 ) -> tuple[str, ...]:
     """The names that the output will replace. Raises OutputExists if others are there, StoreError if the run reads from there.
 
@@ -74,7 +74,7 @@ def check_vacant(
     return tuple(found)
 
 
-def _kept(address: Address, reason: str, lost: Iterable[str]) -> OutputExists:
+def _kept(address: Prefix, reason: str, lost: Iterable[str]) -> OutputExists:
     names = [*lost]
     return OutputExists(
         f"will not be overwritten: {reason}",
@@ -85,7 +85,7 @@ def _kept(address: Address, reason: str, lost: Iterable[str]) -> OutputExists:
     )
 
 
-def check_not_read(address: Address, reads: Iterable[str]) -> None:
+def check_not_read(address: Prefix, reads: Iterable[str]) -> None:
     """Raise StoreError if the output is, contains, or lies in anything that the run reads."""
     own = f"{address}/"
     for read in reads:

@@ -9,11 +9,15 @@ The lines are those of a local journal (`store.journal`), and further ones:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from weightsmith.buckets.client import Bucket
 from weightsmith.store.journal import MAX_JOURNAL_BYTES, Entries, Finished, decoded, encoded, plan_line, read_lines, tensor_line
+
+CHECKSUM = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(slots=True)
@@ -46,13 +50,22 @@ class State:
         return b"".join(lines)
 
 
-def read_state(bucket: Bucket, key: str) -> tuple[State, Entries] | None:
-    """The journal of unfinished work, also as the entries of a local one; None if there is none."""
+class Written(NamedTuple):
+    """A journal. entries: those that a local one has too; age_seconds: since it was written."""
+
+    state: State
+    entries: Entries
+    age_seconds: float
+
+
+def read_state(bucket: Bucket, key: str) -> Written | None:
+    """The journal of unfinished work; None if there is none."""
     found = bucket.read(key, MAX_JOURNAL_BYTES)
     if found is None:
         return None
     entries = read_lines(found.data)
-    state = State(entries.plan, entries.layout, entries.facts, "", tensors=entries.tensors)
+    tensors = {name: done for name, done in entries.tensors.items() if CHECKSUM.fullmatch(done.checksum)}
+    state = State(entries.plan, entries.layout, entries.facts, "", tensors=tensors)
     for entry in decoded(found.data):
         match entry:
             case ["token", str(token)]:
@@ -63,4 +76,4 @@ def read_state(bucket: Bucket, key: str) -> tuple[State, Entries] | None:
                 state.groups[file, first] = tuple(etags)
             case ["publishing", list(names), list(replaced)] if all(isinstance(n, str) for n in (*names, *replaced)):
                 state.publishing = tuple(names), tuple(replaced)
-    return state, entries
+    return Written(state, entries, found.age_seconds)

@@ -13,6 +13,7 @@ import secrets
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from weightsmith.buckets.client import Bucket, NoConditions, Object
@@ -60,6 +61,7 @@ class Lock:
             if etag is None:
                 etag = self._take_over()
             else:
+                self._etag = etag
                 self._count += 1  # other bytes: a store that ignores conditions writes them
                 if self._bucket.create(self._key, self._text()) is not None:
                     raise NoConditions("it wrote over the lock")
@@ -132,11 +134,11 @@ class Lock:
         self._end.set()
         with self._mutex:
             etag, self._etag = self._etag, ""
-        if etag and not self._lost:
-            try:
-                self._bucket.delete(self._key)
-            except StoreError:
-                pass
+        if etag:
+            with suppress(StoreError):
+                found = self._bucket.read(self._key, _MAX_BYTES)
+                if found is not None and etag in (found.etag, "*"):
+                    self._bucket.delete(self._key)
 
     def _text(self) -> bytes:
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

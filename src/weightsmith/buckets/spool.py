@@ -47,12 +47,12 @@ class Spool:
         except OSError as error:
             raise self._failed(error) from error
 
-    def read(self, slot: int, nbytes: int) -> bytes:
+    def read(self, slot: int, nbytes: int) -> bytearray:
         """The first bytes of a slot."""
         data = bytearray(nbytes)
         if disk.read_into(self._file.fileno(), memoryview(data), slot * self._slot_bytes) != nbytes:
             raise StoreError("bytes of the temporary file are gone", where=self._folder, fix="run again")
-        return bytes(data)
+        return data
 
     def _failed(self, error: OSError) -> StoreError:
         fix = "free space there, or name another folder in TMPDIR"

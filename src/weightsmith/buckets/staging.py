@@ -13,7 +13,6 @@ was cut off, the next run completes it. Products are kept in a staging folder of
 
 from __future__ import annotations
 
-import re
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,11 +21,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from weightsmith.buckets.address import Address
 from weightsmith.buckets.client import Bucket
 from weightsmith.buckets.contents import check_vacant
-from weightsmith.buckets.journal import State, read_state
+from weightsmith.buckets.journal import CHECKSUM, State, read_state
 from weightsmith.buckets.lock import Lock
+from weightsmith.buckets.prefix import Prefix
 from weightsmith.buckets.uploads import Uploads, discard, discard_empty
 from weightsmith.containers import Layout, make_layout
 from weightsmith.containers.safetensors import INDEX_NAME
@@ -41,12 +40,12 @@ from weightsmith.store.target import check_file_name
 from weightsmith.tensors import TensorSpec
 
 if TYPE_CHECKING:
+    from weightsmith.formats.files import Extent
     from weightsmith.plans import Product
     from weightsmith.store.checksum import BytesLike
     from weightsmith.store.products import Arrays
 
 JOURNAL, LOCK = "journal", "lock"
-_CHECKSUM = re.compile("[0-9a-f]{32}")
 _ENTRANCES = (INDEX_NAME, "config.json", "adapter_config.json")
 """Files that loaders read first: written after all others, but for the manifest."""
 
@@ -60,7 +59,7 @@ class BucketStaging:
     plan_hash  identity of the plan; only work of the same plan is resumed
     """
 
-    def __init__(self, out: Address, layout: Layout, plan_hash: str, overwrite: bool, reads: Sequence[str]) -> None:
+    def __init__(self, out: Prefix, layout: Layout, plan_hash: str, overwrite: bool, reads: Sequence[str]) -> None:
         """Use `BucketStaging.open`."""
         self.out, self.layout, self.plan_hash = out, layout, plan_hash
         self.folder = str(out)
@@ -78,7 +77,7 @@ class BucketStaging:
     @classmethod
     def open(
         cls,
-        out: Address,
+        out: Prefix,
         layout: Layout,
         plan_hash: str,
         *,
@@ -97,8 +96,10 @@ class BucketStaging:
         staging = cls(out, layout, plan_hash, overwrite, reads)
         try:
             staging._open(facts, resume)
-        except BaseException:
+        except BaseException as error:
             staging.close()
+            if isinstance(error, StoreError):
+                error.state = error.state or NOTHING_WRITTEN
             raise
         return staging
 
@@ -107,7 +108,7 @@ class BucketStaging:
         self._state.facts, self._resume = facts, resume
         found = read_state(self._bucket, self._journal)
         if found is not None:
-            state, entries = found
+            state, entries, _ = found
             if resume and is_resumable(entries, self.plan_hash, self.layout, facts, self.folder) and state.token:
                 self._state = state
             else:
@@ -116,6 +117,7 @@ class BucketStaging:
                 self._state.publishing = ((), tuple(left)) if left else None
         self._check_vacant()
         self._uploads = Uploads(self._bucket, self.out, self.layout, self._state, self._lock, self._journal)
+        self._uploads.write_headers()
 
     def _check_vacant(self, state: str = NOTHING_WRITTEN) -> tuple[str, ...]:
         """The names that will be replaced."""
@@ -156,11 +158,15 @@ class BucketStaging:
         with self._kept():
             self._opened().write(name, start_byte, byte_view(buffer))
 
+    def equal(self, name: str, start_byte: int, extent: Extent) -> None:
+        """These bytes, which are about to be written, may be copied from an object, without being sent."""
+        self._opened().equal(name, start_byte, extent)
+
     def finish(self, name: str, done: Finished) -> None:
         """Record that all bytes of a tensor are written. Thread-safe."""
         if name not in self.layout.places:
             raise KeyError(name)
-        if not _CHECKSUM.fullmatch(done.checksum):
+        if not CHECKSUM.fullmatch(done.checksum):
             raise ValueError(f"{name}: {done.checksum!r} is not a checksum of 32 hex digits")
         with self._kept():
             self._opened().finish(name, done)
@@ -229,7 +235,7 @@ class BucketStaging:
             raise StoreError("the output has a file of this name already", where=name)
         self._files[name] = data if isinstance(data, Path) else bytes(byte_view(data))
 
-    def publish(self, manifest: Mapping[str, Any], *, fsync: bool = True) -> Address:
+    def publish(self, manifest: Mapping[str, Any], *, fsync: bool = True) -> Prefix:
         """Upload what is left, then make the output visible: the other files, the weights, the index, the manifest.
 
         Raises StoreError if a tensor is missing, OutputExists if others have written there meanwhile. What is uploaded stays.

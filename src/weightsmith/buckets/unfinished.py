@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from weightsmith.buckets.address import Address
 from weightsmith.buckets.client import Bucket
 from weightsmith.buckets.contents import check_vacant, manifest_of
 from weightsmith.buckets.journal import State, read_state
 from weightsmith.buckets.lock import Lock, is_held
+from weightsmith.buckets.prefix import Prefix
 from weightsmith.buckets.staging import JOURNAL, LOCK
 from weightsmith.buckets.uploads import discard
 from weightsmith.errors import StoreError, WeightsmithError
@@ -29,7 +29,7 @@ class UnfinishedUpload:
     reason   why it may not be removed; "" if it may be
     """
 
-    out: Address
+    out: Prefix
     tensors: int
     nbytes: int
     changed: float
@@ -41,22 +41,21 @@ class UnfinishedUpload:
         return self.out.shown(self.out.staging)
 
 
-def find_uploads(address: Address) -> Iterator[UnfinishedUpload]:
+def find_uploads(address: Prefix) -> Iterator[UnfinishedUpload]:
     """The unfinished work for this output, and for outputs directly under it. Nothing is changed."""
     bucket = Bucket(address.bucket)
     outs = [address] if address.prefix else []
     for prefix in bucket.folders(address.key(".")):
         name = prefix.rstrip("/").rpartition("/")[2]
         if name.endswith(STAGING_SUFFIX):
-            outs.append(Address(address.bucket, address.key(name[1:].removesuffix(STAGING_SUFFIX))))
+            outs.append(Prefix(address.bucket, address.key(name[1:].removesuffix(STAGING_SUFFIX))))
     for out in outs:
         lock = bucket.read(f"{out.staging}/{LOCK}", 1 << 16)
-        written = bucket.read(f"{out.staging}/{JOURNAL}", 128 << 20)
-        found = read_state(bucket, f"{out.staging}/{JOURNAL}") if written is not None else None
+        found = read_state(bucket, f"{out.staging}/{JOURNAL}")
         if lock is None and found is None:
             continue
-        age = next(each.age_seconds for each in (written, lock) if each is not None)
-        state = found[0] if found is not None else State("", "", {}, "")
+        age = next(each.age_seconds for each in (found, lock) if each is not None)
+        state = found.state if found is not None else State("", "", {}, "")
         nbytes = sum(
             size for file, upload in state.uploads.items() for _, size in (bucket.parts(out.key(file), upload) or {}).values()
         )
@@ -74,15 +73,15 @@ def remove_upload(found: UnfinishedUpload) -> None:
         journal = read_state(bucket, f"{out.staging}/{JOURNAL}")
         if journal is None:
             return
-        if reason := _half_published(bucket, out, journal[0]):
+        if reason := _half_published(bucket, out, journal.state):
             raise StoreError(f"not removed: {reason}", where=str(out), fix="run the same command again")
-        discard(bucket, out, journal[0].uploads)
+        discard(bucket, out, journal.state.uploads)
         bucket.delete(f"{out.staging}/{JOURNAL}")
     finally:
         lock.release()
 
 
-def _half_published(bucket: Bucket, out: Address, state: State) -> str:
+def _half_published(bucket: Bucket, out: Prefix, state: State) -> str:
     """Why the work must not be removed: some of its files are visible. "" otherwise."""
     if state.publishing is None:
         return ""
@@ -92,9 +91,9 @@ def _half_published(bucket: Bucket, out: Address, state: State) -> str:
     return "it was interrupted while it was published; the same command completes it"
 
 
-def check_free(address: Address, *, overwrite: bool, reads: Sequence[str]) -> None:
+def check_free(address: Prefix, *, overwrite: bool, reads: Sequence[str]) -> None:
     """Raise as `BucketStaging.open` will if the output cannot be written. Changes nothing."""
     bucket = Bucket(address.bucket)
     found = read_state(bucket, f"{address.staging}/{JOURNAL}")
-    ours = [name for names in (found[0].publishing or () if found is not None else ()) for name in names]
+    ours = [name for names in (found.state.publishing or () if found is not None else ()) for name in names]
     check_vacant(bucket, address, overwrite=overwrite, reads=reads, ours=ours)

@@ -6,26 +6,30 @@ faster than the network is slowed down to it.
 What an interrupted run has uploaded is used in two ways. A group in the journal, whose parts the store still lists, is
 finished: its tensors are not computed again. Other parts are computed again, and uploaded only if the store lists another MD5
 or none. So what another machine computes differently replaces what was there, and bytes of two computations are never mixed.
+
+A part whose bytes are a run of an object in the same store is copied there, and uploaded if the copy has another MD5.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
-from weightsmith.buckets.address import Address
-from weightsmith.buckets.client import UPLOADS, Bucket, md5_of
+from weightsmith.buckets.client import UPLOADS, Bucket, Run, md5_of
 from weightsmith.buckets.journal import State
 from weightsmith.buckets.lock import Lock
 from weightsmith.buckets.parts import Group, Part, cut
+from weightsmith.buckets.prefix import Prefix
 from weightsmith.buckets.spool import Spool
 from weightsmith.containers import Layout
 from weightsmith.errors import StoreError
+from weightsmith.formats.files import Elsewhere, Extent
+from weightsmith.remote.files import RemoteFile
 from weightsmith.store.journal import Finished
 
 TOKEN = "weightsmith"
@@ -36,13 +40,21 @@ SAVE_SECONDS = 5.0
 
 
 class _Open:
-    """A part that is being filled or uploaded. slot: -1 while it has none; missing: bytes; etag: "" until it is uploaded."""
+    """A part that is being filled or uploaded.
 
-    __slots__ = ("etag", "group", "missing", "part", "slot")
+    slot     of the spool; -1 while it has none
+    missing  bytes that are not written yet
+    run      what it may be copied from; equal: how many of its bytes are known to be those of the run
+    etag     "" until it is uploaded
+    """
+
+    __slots__ = ("equal", "etag", "group", "missing", "part", "run", "slot")
 
     def __init__(self, part: Part, group: _Progress) -> None:
         self.part, self.group = part, group
         self.slot, self.missing, self.etag = -1, part.filled, ""
+        self.run: Run | None = None
+        self.equal = 0
 
 
 class _Progress:
@@ -56,16 +68,12 @@ class _Progress:
 
 
 class Uploads:
-    """The weight files of an output. `write` and `finish` are thread-safe; `close` may be called twice.
+    """The weight files of an output. `write` and `finish` are thread-safe; `close` may be called twice."""
 
-    reused_bytes, sent_bytes  of parts, in this run: found in the store as they are, and uploaded
-    """
-
-    def __init__(self, bucket: Bucket, address: Address, layout: Layout, state: State, lock: Lock, journal: str) -> None:
+    def __init__(self, bucket: Bucket, address: Prefix, layout: Layout, state: State, lock: Lock, journal: str) -> None:
         """Find out what is uploaded, begin the other uploads, and write the journal to this key."""
         self._bucket, self._address, self._layout, self._state, self._lock = bucket, address, layout, state, lock
         self._journal = journal
-        self.reused_bytes = self.sent_bytes = 0
         self._groups = [_Progress(group) for group in cut(layout)]
         self._group_of = {name: progress for progress in self._groups for name in progress.group.tensors}
         self._parts: list[list[_Open]] = [[] for _ in layout.shards]
@@ -85,9 +93,6 @@ class Uploads:
         self.save()
         self._spool = Spool(max(each.part.nbytes for parts in self._parts for each in parts))
         self._pool = ThreadPoolExecutor(UPLOADS, "weightsmith-upload")
-        for progress in self._groups:
-            if progress.group.header and not progress.taken:
-                self._put(progress.group.shard, 0, memoryview(layout.shards[progress.group.shard].header))
 
     def _find(self) -> None:
         """What is uploaded already: enter it, and leave only that in the state."""
@@ -126,6 +131,12 @@ class Uploads:
         head = self._bucket.head(self._address.key(shard.name))
         return head is not None and head["Metadata"].get(TOKEN) == self._state.token and head["ContentLength"] == shard.nbytes
 
+    def write_headers(self) -> None:
+        """Write what precedes the tensors of each file, for parts that are not uploaded."""
+        for progress in self._groups:
+            if progress.group.header and not progress.taken:
+                self._put(progress.group.shard, 0, memoryview(self._layout.shards[progress.group.shard].header))
+
     # tensors
 
     @property
@@ -142,6 +153,19 @@ class Uploads:
         self.check()
         if not self._group_of[name].taken:  # what was taken over and is computed again all the same: `finish` compares
             self._put(place.shard, place.offset + start_byte, view)
+
+    def equal(self, name: str, start_byte: int, extent: Extent) -> None:
+        """These bytes, which are about to be written, are a run of an object: a part may be copied from it in the store."""
+        found, place = object_of(extent.file), self._layout.places[name]
+        if found is None:
+            return
+        first, end, starts = place.offset + start_byte, place.offset + start_byte + extent.nbytes, self._starts[place.shard]
+        for each in self._parts[place.shard][bisect_right(starts, first) - 1 : bisect_left(starts, end)]:
+            run = Run(*found, extent.offset - first + each.part.start)
+            inside = min(end, each.part.start + each.part.nbytes) - max(first, each.part.start)
+            with self._mutex:
+                each.run = each.run or run
+                each.equal += inside if each.run == run else 0
 
     def _put(self, shard: int, offset: int, view: memoryview) -> None:
         i = bisect_right(self._starts[shard], offset) - 1
@@ -197,18 +221,16 @@ class Uploads:
             shard, part = each.group.group.shard, each.part
             data = self._spool.read(each.slot, part.nbytes)
             md5 = md5_of(data)
-            listed = self._listed[shard].get(part.number)
-            if listed == (etag := f'"{md5.hex()}"', part.nbytes):
-                sent = 0
-            else:
+            etag = f'"{md5.hex()}"'
+            if self._listed[shard].get(part.number) != (etag, part.nbytes):
                 file = self._layout.shards[shard].name
-                etag = self._bucket.upload(self._address.key(file), self._state.uploads[file], part.number, data, md5)
-                sent = part.nbytes
+                key, upload = self._address.key(file), self._state.uploads[file]
+                run = each.run if each.equal == part.nbytes else None
+                if run is None or self._bucket.copy(key, upload, part.number, run, part.nbytes) != etag:
+                    etag = self._bucket.upload(key, upload, part.number, data, md5)
             self._spool.give_back(each.slot)
             with self._mutex:
                 each.etag = etag
-                self.sent_bytes += sent
-                self.reused_bytes += part.nbytes - sent
             self._close_group(each.group)
         except BaseException as error:
             with self._mutex:
@@ -294,14 +316,23 @@ class Uploads:
                 self.save()
 
 
-def discard(bucket: Bucket, address: Address, uploads: Mapping[str, str]) -> None:
+def object_of(file: Elsewhere) -> tuple[str, str, str] | None:
+    """Bucket, key and ETag of a file in a store that has our kind of copies; None for any other."""
+    if not isinstance(file, RemoteFile):
+        return None
+    scheme, _, rest = file.ranges.where.partition("://")
+    bucket, _, key = rest.partition("/")
+    return (bucket, key, file.version) if scheme == "s3" and file.version else None
+
+
+def discard(bucket: Bucket, address: Prefix, uploads: Mapping[str, str]) -> None:
     """Abort uploads. uploads: weight file → id."""
     for file, upload in uploads.items():
         bucket.abort(address.key(file), upload)
     discard_empty(bucket, address, uploads)
 
 
-def discard_empty(bucket: Bucket, address: Address, files: Collection[str]) -> None:
+def discard_empty(bucket: Bucket, address: Prefix, files: Collection[str]) -> None:
     """Abort uploads of these weight files without parts: a request to begin one was repeated, for its answer was lost."""
     keys = {address.key(file) for file in files}
     with suppress(StoreError):  # listing may not be allowed, and they take no space

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from weightsmith.buckets.address import Address, parse_address
 from weightsmith.buckets.client import UPLOADS, Bucket
 from weightsmith.buckets.contents import manifest_of, names_in
+from weightsmith.buckets.prefix import Prefix, parse_prefix
 from weightsmith.errors import Corrupt
 from weightsmith.formats.carried import is_loaded
 from weightsmith.store.checksum import combine, hash_bytes, hash_grains
@@ -36,7 +36,7 @@ def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progre
     """
     if not is_address(folder):
         return verify_folder(folder, threads=threads, progress=progress)
-    address = parse_address(str(folder))
+    address = parse_prefix(str(folder))
     bucket = Bucket(address.bucket)
     manifest = manifest_of(bucket, address)
     present = names_in(bucket, address)
@@ -47,14 +47,14 @@ def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progre
     problems += [f"{name}: is missing" for name in sorted(missing)]
     for name, file in manifest.files.items():
         if name not in missing:
-            data = bucket.read_range(address.key(name), 0, max(1, file.nbytes), "") if present[name] else b""
+            data = bucket.read_range(address.key(name), 0, max(1, file.nbytes)) if present[name] else b""
             if present[name] != file.nbytes or hash_bytes(data) != file.xxh3_128:
                 problems.append(f"{name}: differs from what was written")
     for name, weight in manifest.weights.items():
         if name not in missing:
             if present[name] != weight.nbytes:
                 problems.append(f"{name}: has {present[name]:,} bytes, not the {weight.nbytes:,} that were written")
-            header = bucket.read_range(address.key(name), 0, weight.header_bytes, "")
+            header = bucket.read_range(address.key(name), 0, weight.header_bytes)
             if hash_bytes(header) != weight.header_xxh3_128:
                 problems.append(f"{name}: its header differs from what was written")
     problems += _tensor_problems(bucket, address, manifest, present, progress)
@@ -71,7 +71,7 @@ def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progre
 
 
 def _tensor_problems(
-    bucket: Bucket, address: Address, manifest: Manifest, present: dict[str, int], progress: Progress | None
+    bucket: Bucket, address: Prefix, manifest: Manifest, present: dict[str, int], progress: Progress | None
 ) -> list[str]:
     total = sum(tensor.nbytes for tensor in manifest.tensors.values())
     done = 0
@@ -81,7 +81,7 @@ def _tensor_problems(
         nonlocal done
         name, start, nbytes = place
         tensor = manifest.tensors[name]
-        data = bucket.read_range(address.key(tensor.file), tensor.offset + start, nbytes, "") if nbytes else b""
+        data = bucket.read_range(address.key(tensor.file), tensor.offset + start, nbytes) if nbytes else b""
         with lock:
             done += nbytes
             if progress is not None:

@@ -32,7 +32,7 @@ def clean(
     process is working. In a bucket, the uploads of interrupted runs are aborted.
     """
     with failures(checking=True, as_json=as_json):
-        from weightsmith.buckets.address import parse_address
+        from weightsmith.buckets.prefix import parse_prefix
         from weightsmith.buckets.unfinished import UnfinishedUpload, find_uploads, remove_upload
         from weightsmith.errors import NotFound
         from weightsmith.store.target import is_address
@@ -41,7 +41,7 @@ def clean(
         found: list[Unfinished | UnfinishedUpload] = []
         for folder in folders or ["."]:
             if is_address(folder):
-                found += find_uploads(parse_address(folder, folder=True))
+                found += find_uploads(parse_prefix(folder, folder=True))
             elif Path(folder).is_dir():
                 found += find_unfinished(Path(folder))
             else:

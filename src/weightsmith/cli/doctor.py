@@ -25,6 +25,7 @@ OPTIONAL = {
     "torch": "methods of whole matrices, gate modes, torch tensors in Python",
     "transformers": "gate modes of weightsmith moe",
     "scipy": "merge_experts with match: true",
+    "botocore": "outputs in buckets",
     "safetensors": "not needed",
     "peft": "not needed: adapters are read without it",
 }

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from weightsmith.engine.results import Results
 from weightsmith.errors import CheckpointError, WeightsmithError
 from weightsmith.formats.carried import MAX_CARRIED_BYTES
-from weightsmith.formats.files import read_bounded
+from weightsmith.formats.files import Extent, read_bounded
 from weightsmith.jobs.job import Bytes
 from weightsmith.kernels.blocks import block_maxima
 from weightsmith.kernels.codecs import BLOCK, decode
@@ -234,6 +234,9 @@ def _decode(spec: TensorSpec, data: Bytes, start: int, count: int, out: Floats) 
 
 class Unkept:
     """The products of an engine output without files: they stay in memory."""
+
+    def equal(self, name: str, start_byte: int, extent: Extent) -> None:
+        """Memory copies nothing itself."""
 
     def create(self, product: Product) -> None:
         """There is no file."""

@@ -30,6 +30,7 @@ from weightsmith.engine.results import Results
 from weightsmith.engine.schedule import APPLY, RESIDENT_BYTES, Flight, Gathered, Part, Scheduler, SurveyFlight, Task, Work
 from weightsmith.engine.tiles import ALIGNED_BYTES, TILE_BYTES, Cut
 from weightsmith.errors import NonFinite
+from weightsmith.formats.files import Extent
 from weightsmith.jobs.job import Bytes, Matrix, Tile
 from weightsmith.kernels.codecs import decode
 from weightsmith.kernels.delta import distance
@@ -57,6 +58,9 @@ class Output(Protocol):
 
     def write(self, name: str, start_byte: int, buffer: memoryview | Bytes) -> None:
         """Write part of a tensor. Called from many threads."""
+
+    def equal(self, name: str, start_byte: int, extent: Extent) -> None:
+        """These bytes of a tensor, which are about to be written, are a run of a file elsewhere: a store may copy that."""
 
     def finish(self, name: str, done: Finished) -> None:
         """All bytes of a tensor are written. done.made_from: `Results.digest` of its products."""
@@ -394,6 +398,7 @@ class Run:
         self.reader.fill(source, place.start, out)
         if part.work.step.encoding != PLAIN and not self.allow_nonfinite:  # an infinity would spoil its whole row
             self.finite.check_input(step, 0, place, out)
+        self._offer(part, place.start, out.size)
         written = self._write(part, place, out, buffers, copied=self._share(part, place.start, out.size))
         self._measure(step, part.distances[place.start // part.grain :], place.size, out[None], out, buffers)
         if others:
@@ -529,6 +534,14 @@ class Run:
         except OSError:  # another file system, or a kernel without it; a real error shows again in write
             return False
         return True
+
+    def _offer(self, part: Part, first: int, nbytes: int) -> None:
+        """Tell the output where bytes of the first input are, if that is a run of a file elsewhere."""
+        step, width = part.work.step, part.step.out.dtype.itemsize
+        if step.encoding == PLAIN and not isinstance(part.step.inputs[0].view, Gather):
+            extents = self.reader.extents(part.step.inputs[0], first, nbytes // width)
+            if len(extents) == 1 and extents[0].nbytes == nbytes:
+                self.output.equal(step.out.name, (part.origin + first) * width, extents[0])
 
     def _shares(self, fd: int) -> bool:
         """The file system of an output file may copy without moving the bytes through memory; asked once for each file."""

@@ -36,12 +36,12 @@ def open_output(
         from weightsmith.store.staging import Staging
 
         return Staging.open(out, plan.layout, plan_hash, part=part, protected=protected, **chosen, **local)
-    from weightsmith.buckets.address import parse_address
+    from weightsmith.buckets.prefix import parse_prefix
     from weightsmith.buckets.staging import BucketStaging
 
     if part:
         _refuse("parts of a plan share a local folder", "run the whole plan, or write to a folder and copy it")
-    return BucketStaging.open(parse_address(str(out)), plan.layout, plan_hash, reads=_named(plan), **chosen)
+    return BucketStaging.open(parse_prefix(str(out)), plan.layout, plan_hash, reads=_named(plan), **chosen)
 
 
 def check_output(out: str | os.PathLike[str], plan: Plan, options: RunOptions, protected: Sequence[Path]) -> None:
@@ -51,10 +51,10 @@ def check_output(out: str | os.PathLike[str], plan: Plan, options: RunOptions, p
     if not is_address(out):
         check_vacant(check_out(out), overwrite=options.overwrite, protected=protected)
         return
-    from weightsmith.buckets.address import parse_address
+    from weightsmith.buckets.prefix import parse_prefix
     from weightsmith.buckets.unfinished import check_free
 
-    check_free(parse_address(str(out)), overwrite=options.overwrite, reads=_named(plan))
+    check_free(parse_prefix(str(out)), overwrite=options.overwrite, reads=_named(plan))
 
 
 def check_options(out: str | os.PathLike[str], options: RunOptions) -> None:
@@ -79,9 +79,9 @@ def beside(out: str | os.PathLike[str], suffix: str) -> Path:
     from weightsmith.store.target import absolute, is_address
 
     if is_address(out):
-        from weightsmith.buckets.address import parse_address
+        from weightsmith.buckets.prefix import parse_prefix
 
-        out = parse_address(str(out)).name
+        out = parse_prefix(str(out)).name
     folder = absolute(out)
     return folder.with_name(f"{folder.name}{suffix}")
 

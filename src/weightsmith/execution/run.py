@@ -22,7 +22,7 @@ from weightsmith.planner.build import Prepared
 from weightsmith.plans import Plan, Product, Step
 
 if TYPE_CHECKING:
-    from weightsmith.buckets.address import Address
+    from weightsmith.buckets.prefix import Prefix
     from weightsmith.engine.local import Outcome, Progress, Resources
     from weightsmith.engine.results import Results
     from weightsmith.execution.output import Output
@@ -48,7 +48,7 @@ class Merged:
     stages         folders with the results of other recipes, if they are kept
     """
 
-    out: Path | Address
+    out: Path | Prefix
     plan: Plan
     resumed: int
     read_bytes: int

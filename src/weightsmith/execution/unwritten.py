@@ -79,6 +79,9 @@ class _Discarded:
     def write(self, name: str, start_byte: int, buffer: object) -> None:
         pass
 
+    def equal(self, name: str, start_byte: int, extent: object) -> None:
+        pass
+
     def finish(self, name: str, done: Finished) -> None:
         pass
 

@@ -35,6 +35,7 @@ from weightsmith.store.weights import Weights
 from weightsmith.tensors import TensorSpec
 
 if TYPE_CHECKING:
+    from weightsmith.formats.files import Extent
     from weightsmith.plans import Product
     from weightsmith.store.checksum import BytesLike
 
@@ -349,6 +350,9 @@ class Staging:
             weights.write(name, start_byte, byte_view(buffer))
         except OSError as error:
             raise self._failed(error, f"tensor {name}") from error
+
+    def equal(self, name: str, start_byte: int, extent: Extent) -> None:
+        """These bytes are those of a file elsewhere, which is of no use to a folder."""
 
     def finish(self, name: str, done: Finished) -> None:
         """Record that all bytes of a tensor are written. Thread-safe; in the journal before it returns."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -13,12 +12,12 @@ from weightsmith.errors import NOTHING_WRITTEN, OutputExists, StoreError, Weight
 from weightsmith.formats.carried import is_checkpoint_file
 from weightsmith.formats.files import expand_user, show
 from weightsmith.formats.strict_json import read_object
+from weightsmith.remote import addresses
 from weightsmith.store.manifest import MANIFEST_NAME, read_manifest
 
 _VERSION_CONTROL = (".git", ".hg", ".svn", ".jj")
 _SHOWN = 6  # names of an existing folder that a message lists
 _LOOKED_AT = 10_000  # entries of it that are read for this
-_ADDRESS = re.compile("[A-Za-z][A-Za-z0-9+.-]*://")
 _MAX_LINKS = 40  # in a row, as in Linux
 _MAX_CONFIG_BYTES = 16 << 20
 
@@ -56,8 +55,8 @@ def check_out(out: str | os.PathLike[str]) -> Path:
 
 
 def is_address(out: str | os.PathLike[str]) -> bool:
-    """True for `scheme://…`, which is no local folder."""
-    return isinstance(out, str) and _ADDRESS.match(out) is not None
+    """True for an address, which is no local folder."""
+    return isinstance(out, str) and addresses.is_address(out)
 
 
 def absolute(out: str | os.PathLike[str]) -> Path:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-from weightsmith.errors import NOTHING_WRITTEN, StoreError
+from weightsmith.errors import NOTHING_WRITTEN, StoreError, legible
+from weightsmith.remote.addresses import parse_address
 from weightsmith.store.area import STAGING_SUFFIX
 
-_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
 _MAX_PREFIX_BYTES = 700  # of 1,024 of a key
 _INSTEAD = {
     "gs": "write to a local folder, and copy it: `gcloud storage cp -r`",
@@ -18,12 +17,12 @@ _INSTEAD = {
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class Prefix:
     """An output in a bucket, or a folder of outputs: the objects whose keys start with `prefix` and a slash.
 
     prefix  without a slash at either end; "" for the whole bucket
 
-    >>> address = parse_address("s3://models/llama/merged/")
+    >>> address = parse_prefix("s3://models/llama/merged/")
     >>> str(address), address.name, address.staging
     ('s3://models/llama/merged', 'merged', 'llama/.merged.weightsmith-staging')
     """
@@ -54,28 +53,24 @@ class Address:
         return f"s3://{self.bucket}/{self.prefix}"
 
 
-def parse_address(text: str, *, folder: bool = False) -> Address:
-    """The address in a text. folder: it may be a whole bucket. Raises StoreError, also for stores that are not written to."""
-    scheme, _, rest = text.partition("://")
-    if scheme.lower() != "s3":
-        raise _refused(
-            text,
-            f"weightsmith does not write to {scheme}://",
-            _INSTEAD.get(scheme.lower(), "write to a local folder, or to s3://bucket/prefix"),
-        )
-    bucket, _, prefix = rest.partition("/")
-    prefix = prefix.rstrip("/")
-    fix = "write s3://bucket/prefix"
-    if not _BUCKET.fullmatch(bucket):
-        raise _refused(text, f"{bucket!r} is not the name of a bucket", fix)
-    if not prefix and not folder:
-        raise _refused(text, "it is a whole bucket", fix)
-    if prefix and any(part in ("", ".", "..") for part in prefix.split("/")):
-        raise _refused(text, "a prefix has no empty, '.' or '..' parts", fix)
-    if not prefix.isprintable() or "\\" in prefix or len(prefix.encode(errors="replace")) > _MAX_PREFIX_BYTES:
-        raise _refused(text, "the prefix is too long, or has a backslash or a control character", "choose another prefix")
-    return Address(bucket, prefix)
+def parse_prefix(text: str, *, folder: bool = False) -> Prefix:
+    """The prefix that an address names. folder: it may be a whole bucket.
+
+    Raises StoreError for stores that are not written to, ParameterError for what no address may hold.
+    """
+    scheme = text.partition("://")[0].lower()
+    if scheme != "s3":
+        fix = _INSTEAD.get(scheme, "write to a local folder, or to s3://bucket/prefix")
+        raise _refused(text, f"weightsmith does not write to {legible(scheme, 20)}://", fix)
+    place = parse_address(text)
+    if not place.path and not folder:
+        raise _refused(text, "it is a whole bucket", "write s3://bucket/prefix")
+    if len(place.path.encode()) > _MAX_PREFIX_BYTES:
+        raise _refused(text, f"the prefix is longer than {_MAX_PREFIX_BYTES} bytes", "choose a shorter one")
+    return Prefix(place.host, place.path)
 
 
 def _refused(text: str, reason: str, fix: str) -> StoreError:
-    return StoreError(f"cannot be the output: {reason}", where=text, fix=fix, state=NOTHING_WRITTEN)
+    scheme, mark, rest = text.partition("?")[0].partition("://")
+    shown = scheme + mark + rest.rpartition("@")[2]  # no key or password in a message
+    return StoreError(f"cannot be the output: {reason}", where=shown, fix=fix, state=NOTHING_WRITTEN)

@@ -1,0 +1,109 @@
+"""Requests to real servers, and the bucket in memory, which has to behave as they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.bucket_help import MemoryBucket
+from weightsmith.buckets.client import Bucket, Missing, NoConditions, md5_of
+
+OPEN: dict[str, Callable[[pytest.FixtureRequest], Any]] = {
+    "memory": lambda request: MemoryBucket(request.node.name),
+    "moto": lambda request: Bucket(request.getfixturevalue("moto").bucket),
+    "seaweed": lambda request: Bucket(request.getfixturevalue("seaweed").bucket),
+}
+
+
+@pytest.fixture(params=OPEN)
+def bucket(request: pytest.FixtureRequest) -> Any:
+    return OPEN[request.param](request)
+
+
+def test_an_object_is_created_once_and_replaced_only_in_the_version_that_was_seen(bucket: Any) -> None:
+    first = bucket.create("a/lock", b"one")
+    assert first
+    assert bucket.create("a/lock", b"two") is None
+    assert bucket.create("a/lock", b"one") == first if isinstance(bucket, Bucket) else True  # a repeated request
+    second = bucket.replace("a/lock", b"three", first)
+    assert second not in (None, first)
+    assert bucket.replace("a/lock", b"four", first) is None
+    assert bucket.replace("a/none", b"four", first) is None
+    found = bucket.read("a/lock", 100)
+    assert (found.data, found.etag) == (b"three", second)
+    assert 0 <= found.age_seconds < 60
+
+
+def test_a_store_that_cannot_replace_a_version_is_asked_for_it_first(moto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket, send = Bucket(moto.bucket), Bucket._send
+
+    def without(self: Bucket, *given: Any, **more: Any) -> Any:
+        if "IfMatch" in more:
+            raise NoConditions("501")
+        return send(self, *given, **more)
+
+    monkeypatch.setattr(Bucket, "_send", without)
+    first = bucket.create("lock", b"one")
+    second = bucket.replace("lock", b"two", first or "")
+    assert second
+    assert bucket.replace("lock", b"three", first or "") is None
+    assert bucket.replace("none", b"three", second) is None
+    assert bucket.read("lock", 10).data == b"two"  # type: ignore[union-attr]
+
+
+def test_small_objects(bucket: Any) -> None:
+    assert bucket.read("none", 100) is None
+    assert bucket.head("none") is None
+    bucket.delete("none")
+    for key in ("x/empty", "x/y/b c+ü.json", "xz"):
+        bucket.put(key, b"" if "empty" in key else b"0123456789")
+    assert [*bucket.names("x/")] == [("x/empty", 0), ("x/y/b c+ü.json", 10)]
+    assert [*bucket.folders("x/")] == ["x/y/"]
+    assert bucket.read("x/empty", 100).data == b""
+    assert bucket.read("xz", 10).data == b"0123456789"
+    assert bucket.read_range("xz", 2, 3) == b"234"
+    assert bucket.read_range("xz", 8, 30) == b"89"
+    bucket.delete("xz")
+    assert bucket.read("xz", 10) is None
+
+
+def test_an_object_that_is_too_large_is_not_read(moto: Any) -> None:
+    from weightsmith.errors import StoreError
+
+    bucket = Bucket(moto.bucket)
+    bucket.put("x", b"0123456789")
+    with pytest.raises(StoreError, match="more than the 9 bytes"):
+        bucket.read("x", 9)
+
+
+def test_an_upload_in_parts(bucket: Any) -> None:
+    one, two = b"1" * (5 << 20), b"22"
+    upload = bucket.begin("x/model", {"weightsmith": "token"})
+    assert bucket.parts("x/model", upload) == {}
+    second = bucket.upload("x/model", upload, 2, two, md5_of(two))
+    first = bucket.upload("x/model", upload, 1, two, md5_of(two))
+    first = bucket.upload("x/model", upload, 1, one, md5_of(one))  # in place of the other
+    assert first == f'"{md5_of(one).hex()}"'
+    listed = bucket.parts("x/model", upload)
+    assert listed[2] == (second, 2)
+    assert listed[1][0] in (first, second)  # SeaweedFS lists the part that came first, and completes with the one that is named
+    assert [*bucket.uploads("x/")] == [("x/model", upload)]
+    assert [*bucket.names("x/")] == []
+    assert bucket.complete("x/model", upload, [first, second])
+    head = bucket.head("x/model")
+    assert (head["ContentLength"], head["Metadata"]["weightsmith"]) == (len(one) + 2, "token")
+    assert bucket.read_range("x/model", 0, len(one) + 2) == one + two
+    assert bucket.parts("x/model", upload) is None
+    bucket.abort("x/model", upload)
+    assert [*bucket.uploads("x/")] == []
+    other = bucket.begin("x/other", {})
+    bucket.upload("x/other", other, 1, two, md5_of(two))
+    bucket.abort("x/other", other)
+    assert bucket.parts("x/other", other) is None
+
+
+def test_a_part_of_an_upload_that_is_gone(memory: MemoryBucket) -> None:
+    with pytest.raises(Missing):
+        memory.upload("x", "none", 1, b"", md5_of(b""))
