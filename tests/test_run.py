@@ -245,6 +245,11 @@ def test_a_part_does_not_discard_the_work_of_others(here: Path) -> None:
         weightsmith.run(weightsmith.plan("ties.yml"), "out", part=(1, 2), resume=False)
 
 
+def test_a_part_is_not_for_a_cluster(here: Path) -> None:
+    with pytest.raises(ParameterError, match="a cluster does all parts"):
+        weightsmith.run(weightsmith.plan("ties.yml"), "out", part=(1, 2), ray="auto")
+
+
 def test_tensors_made_from_other_numbers_of_a_product_are_made_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the product was lost and computed again, and came out otherwise."""
     weightsmith.run(weightsmith.plan("ties.yml"), "out", part=(1, 2))

@@ -21,6 +21,7 @@ from weightsmith.engine.computed import Computed
 from weightsmith.errors import WeightsmithError
 from weightsmith.formats.files import read_bounded
 from weightsmith.plans import PLAIN, ModelInput, Plan
+from weightsmith.remote.addresses import is_address
 
 MAX_CARD_BYTES = 4 << 20
 MAX_FRONT_CHARACTERS = 64 << 10
@@ -143,7 +144,8 @@ def _parts(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[_Part]:
         folders = dict.fromkeys(path.parent for path in paths)
         for ref, commit, folder in zip_longest(model.ref.split("+"), model.revision.split("+"), folders):
             if ref:
-                yield _Part(ref, bool(commit), {} if folder is None else read_card(folder))
+                name = ref.removeprefix("hf://")
+                yield _Part(name, bool(commit) and not is_address(name), {} if folder is None else read_card(folder))
 
 
 def _front(plan: Plan, parts: Sequence[_Part]) -> dict[str, Any]:
@@ -254,5 +256,6 @@ def _is_plain(value: object) -> bool:
 
 def _linked(ref: str, commit: str) -> str:
     """A model in Markdown; with a link if it has a commit, as models of the hub have."""
-    on_hub = bool(commit) and "+" not in ref
+    ref = ref.removeprefix("hf://")
+    on_hub = bool(commit) and "+" not in ref and not is_address(ref)
     return _Part(ref, on_hub, {}).linked

@@ -284,8 +284,8 @@ def open_checkpoint(
     repository.read_starts(weights)
     if stream:
         repository.stream()
-    if download:
-        repository.download(quiet=True)
+        if download:
+            repository.download(quiet=True)
     return _open_folder(name, repository.folder, list(repository.sizes), repository, raw=raw)
 
 

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from weightsmith._version import __version__
+from weightsmith.formats.collector import collector_paused
 from weightsmith.jobs.requires import named_device
 from weightsmith.plans import COPY, Plan
 from weightsmith.products import find_kind
@@ -44,7 +45,9 @@ PACKAGES = ("numpy", "numba", "torch", "libgguf")
 
 def work_identity(plan: Plan, inputs: Sequence[Tensors], device: str) -> str:
     """Equal for two runs whose finished tensors may be mixed (sha256, hex). device: of the run, as torch names it, or auto."""
-    parts = [plan.hash, program_digest(), *(model.state for model in inputs), *_device_type(plan, device)]
+    with collector_paused():
+        plan_hash = plan.hash
+    parts = [plan_hash, program_digest(), *(model.state for model in inputs), *_device_type(plan, device)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

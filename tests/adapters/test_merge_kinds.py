@@ -227,6 +227,8 @@ def test_a_sum_of_doras_is_a_dora(space: str, tmp_path: Path) -> None:
     assert_same(found, models_merged(model, three, tmp_path / "as models", "task_arithmetic", weights), 5e-5)
     config = config_of(out)
     assert (config["use_dora"], config["r"], config["rank_pattern"]) == (True, 9, {DOWN: 4})
+    assert config["base_model_name_or_path"] == str(model)  # none of the adapters names one
+    assert config["target_modules"] == [Q, DOWN]
     assert tensors_of(out)[f"{P}{DOWN}.lora_magnitude_vector"].shape == (H,)
     one, two = (merge(what, tmp_path / f"threads {n}", adapter_space=space, threads=n) for n in (1, 3))
     assert {n: as_bytes(a) for n, a in tensors_of(one).items()} == {n: as_bytes(a) for n, a in tensors_of(two).items()}
@@ -237,6 +239,7 @@ def test_a_smaller_rank_of_doras_keeps_the_norms_of_what_is_left(tmp_path: Path)
     model = base(tmp_path / "base", np.float32)
     pair = dora(tmp_path / "one", 1), dora(tmp_path / "two", 2)
     out = merge({**recipe(pair, "ties", density=0.5), "base_model": str(model)}, tmp_path / "out", adapter_rank=2)
+    assert config_of(out)["target_modules"] == [Q, DOWN]  # theirs do not say all that they have
     found, norms = applied(model, out, tmp_path / "in"), tensors_of(out)[f"{P}{Q}.lora_magnitude_vector"]
     np.testing.assert_allclose(np.linalg.norm(found[f"{Q}.weight"], axis=1), norms, rtol=1e-5)
     assert config_of(out)["r"] == 2
@@ -272,6 +275,60 @@ def test_peft_s_combinations_are_of_plain_factors(kind: str, tmp_path: Path) -> 
     made = {"DoRA": lambda: dora(tmp_path / "a", 1), "tensors that are saved whole": lambda: with_whole(tmp_path / "a", 1)}
     lora = made[kind]() if kind in made else expert_adapters(tmp_path)[0]
     assert f"PEFT's add_weighted_adapter has no peft_svd of {kind}" in str(refusal(recipe((lora,), "peft_svd", (1.0,))))
+
+
+# ---- other trainers
+
+UNSLOTH: dict[str, Any] = {
+    "alora_invocation_tokens": None,
+    "alpha_pattern": {},
+    "arrow_config": None,
+    "auto_mapping": {"base_model_class": "LlamaForCausalLM", "unsloth_fixed": True},
+    "base_model_name_or_path": "unsloth/tiny-llama-unsloth-bnb-4bit",
+    "bias": "none",
+    "ensure_weight_tying": False,
+    "exclude_modules": None,
+    "layer_replication": None,
+    "loftq_config": {},
+    "lora_bias": False,
+    "megatron_core": "megatron.core",
+    "modules_to_save": None,
+    "peft_version": "0.21.2",
+    "qalora_group_size": 16,
+    "target_modules": r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|down_proj))|(?:\bmodel\.layers\..*)",
+    "target_parameters": None,
+    "task_type": "CAUSAL_LM",
+    "trainable_token_indices": None,
+    "use_qalora": False,
+}
+
+
+def test_adapters_of_different_trainers_are_merged(tmp_path: Path) -> None:
+    """Unsloth's settings, and names as FSDP and torch.compile leave them: the same bytes as of plain adapters."""
+    one, two = factors(Q, H, H), factors(Q, H, H, seed=5) | factors(DOWN, H, INNER, seed=7)
+    wrapped = {
+        name.replace("model.layers", "_orig_mod.model._fsdp_wrapped_module.layers").replace(".weight", ".default.weight"): array
+        for name, array in two.items()
+    }
+    plain = adapter(tmp_path / "a", one), adapter(tmp_path / "b", two, target_modules=["q_proj", "down_proj"])
+    pair = adapter(tmp_path / "c", one, **UNSLOTH), adapter(tmp_path / "d", wrapped, base_model_name_or_path="./Tiny-Llama")
+    outs = [merge(recipe(each, "ties", density=0.5), tmp_path / f"out {i}") for i, each in enumerate((plain, pair))]
+    found, want = ({n: as_bytes(a) for n, a in tensors_of(out).items()} for out in outs)
+    assert found == want
+    assert config_of(outs[1])["target_modules"] == [Q, DOWN]
+    assert config_of(outs[1])["task_type"] == "CAUSAL_LM"
+
+
+def test_a_base_that_the_recipe_names_may_have_several_names(tmp_path: Path) -> None:
+    model = base(tmp_path / "base", np.float32)
+    pair = tuple(adapter(tmp_path / name, base_model_name_or_path=f"org/{name}") for name in ("one", "two"))
+    assert "name it as base_model" in str(refusal(recipe((pair[0], pair[1]), "task_arithmetic")))
+    what = {**recipe((pair[0], pair[1]), "task_arithmetic"), "base_model": str(model)}
+    plan = weightsmith.plan(what)
+    (warning,) = plan.warnings
+    assert [each.ref for each in plan.models] == list(map(str, pair))  # nothing of the base is read
+    assert warning.what.startswith("adapters that name different bases")
+    assert warning.details == (f"{pair[0]}: org/one", f"{pair[1]}: org/two")
 
 
 # ---- plans

@@ -76,6 +76,23 @@ def test_a_vector_is_a_matrix_of_one_column(tmp_path: Path) -> None:
     np.testing.assert_array_equal(computed(tmp_path, arrays, "F32"), expected(arrays))
 
 
+def test_a_file_that_shrinks_is_reported_by_rows_that_are_read_past_its_source(tmp_path: Path) -> None:
+    for i, n in enumerate((3, 10, 4)):
+        write_checkpoint(tmp_path / f"m{i}", {"w": np.ones((n, 4), np.float32)})
+    plan = plan_of(reads(4), TensorSpec("w", DTYPES["F32"], (len(OWN), 4)))
+    with ExitStack() as stack:
+        memory = Memory(plan, tmp_path)
+        stack.callback(memory.file.close)
+        checkpoints = [stack.enter_context(open_checkpoint(tmp_path / f"m{i}")) for i in range(3)]
+        for checkpoint in checkpoints:
+            checkpoint.read("w")  # opens the file
+        file = tmp_path / "m1/model.safetensors"
+        with file.open("r+b") as shrinking:
+            shrinking.truncate(file.stat().st_size - 9 * 16)  # row 0 is left, row 1 is not
+        with pytest.raises(FormatError, match="the file shrank while reading tensor 'w'"):
+            run(plan, checkpoints, memory, Resources(1))
+
+
 def test_an_infinity_from_another_model_is_reported(tmp_path: Path) -> None:
     arrays = [np.ones((n, 4), np.float32) for n in (3, 10, 4)]
     arrays[1][1, 2] = np.inf

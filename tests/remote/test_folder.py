@@ -130,4 +130,8 @@ def test_a_merge_from_a_folder_behind_http(tmp_path: Path) -> None:
         done = weightsmith.merge(recipe(f"{site.url}/a", f"{site.url}/b"), tmp_path / "out", progress=False)
     name = "model.safetensors"
     assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "local" / name).read_bytes()
+    card = (tmp_path / "out/README.md").read_text()
+    assert "base_model" not in card
+    assert "huggingface.co" not in card
+    assert f"`{site.url}/a`" in card
     assert done.fetched_bytes == sum(array.nbytes for files in models for array in load(files[name]).values())

@@ -280,6 +280,9 @@ def test_a_hub_model_is_streamed(address: str, hub: FakeHub, tmp_path: Path) -> 
     expected = stack(tmp_path / "m0", tmp_path / "m1")
     run("stack", expected, tmp_path / "expected")
     assert content(tmp_path / "out") == content(tmp_path / "expected")
+    card = (tmp_path / "out/README.md").read_text()
+    assert "](https://huggingface.co/org/m0)" in card
+    assert "base_model:\n- org/m0\n" in card
 
 
 def write_all(hub: FakeHub, folder: Path) -> None:

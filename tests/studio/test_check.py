@@ -69,6 +69,9 @@ def test_a_model_that_was_not_chosen_yet(root: Path, places: Places) -> None:
         ("name: a\nmerge_method: linear\nmodels: [{model: {base}, parameters: {weight: 1}}]\nchat_template: /etc/hosts\n---\n"
          "merge_method: linear\nmodels: [{model: a, parameters: {weight: 1}}]\n", 4),
         ("merge_method: linear\nmodels: [{model: {secret}, parameters: {weight: 1}}]\n---\n[\n", 2),
+        ("name: a\nmerge_method: linear\nmodels: [{model: {base}, parameters: {weight: 1}}]\n---\n"
+         "merge_method: linear\nmodels: [{model: a+{secret}, parameters: {weight: 1}}]\n", 6),
+        ("merge_method: linear\nmodels: [{model: s3://bucket/x, parameters: {weight: 1}}, {model: {secret}}]\n", 2),
         ("merge_method: linear\nmodels: [{model: '{secret}/../sec*', parameters: {weight: 1}}]\n", 2),
         ("merge_method: linear\ntokenizer:\n  source: base\n  tokens: {a: {source: {secret}}}\nbase_model: {base}\n"
          "models: [{model: {base}, parameters: {weight: 1}}]\n", 4),

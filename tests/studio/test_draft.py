@@ -56,6 +56,15 @@ def test_every_method_gets_a_recipe_that_controls_show(method: str) -> None:
     assert not any(control.held for control in found.controls)
 
 
+def test_a_base_that_is_an_input_has_controls_too() -> None:
+    found = draft.read(draft.rebuilt(COMBINE, "linear", "./base", ["./fr"]))
+    assert found.models == ("./fr",)
+    assert [(control.model, control.name) for control in found.controls if control.model] == [
+        ("./base", "weight"),
+        ("./fr", "weight"),
+    ]
+
+
 def test_moving_a_slider_changes_one_value_and_keeps_comments() -> None:
     text = draft.changed(COMBINE, {WEIGHT: 0.25})
     assert text == COMBINE.replace("weight: 1.0", "weight: 0.25", 1)
@@ -139,6 +148,8 @@ def test_what_controls_cannot_show_is_said() -> None:
     slerp = "merge_method: slerp\nbase_model: a\nmodels: [{model: b}]\n"
     filters = slerp + "parameters:\n  t:\n  - {filter: mlp, value: 1}\n  - {value: 0.5}\n"
     assert by_path(filters)["parameters", "t"].held == "set by filters in the recipe"
+    for value in ("null", "x", "[0]", "[x, 1]", "{ema: 0.5}"):
+        assert by_path(slerp + f"parameters: {{t: {value}}}\n")["parameters", "t"].held
     slices = "merge_method: passthrough\nslices: [{sources: [{model: a, layer_range: [0, 2]}]}]\n"
     assert "edited as text" in draft.read(slices).held
     for broken in (

@@ -109,6 +109,43 @@ def test_a_union_with_chat_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     np.testing.assert_allclose(rows[n : n + 3], theirs[n : n + 3], atol=1e-6)
 
 
+def test_a_union_of_two_mistral_tokenizers_without_tokenizer_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version 3 has 768 control tokens more than version 1, before all others: every other id is shifted."""
+    sentencepiece, transformers = pytest.importorskip("sentencepiece"), pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    newer = packaged("mistral_common")
+    files = {"v1": newer.with_name("tokenizer.model.v1"), "v3": newer}
+    old, new = (sentencepiece.SentencePieceProcessor(str(files[name])) for name in ("v1", "v3"))
+    for i, (name, judge) in enumerate((("v1", old), ("v3", new))):
+        Path(name).mkdir()
+        shutil.copy(files[name], f"{name}/tokenizer.model")
+        llama(Path(name), judge.get_piece_size(), i)
+    models = [{"model": name, "parameters": {"weight": 1}} for name in ("v1", "v3")]
+    recipe = {"merge_method": "linear", "base_model": "v1", "models": models, "tokenizer_source": "union"}
+    weightsmith.merge(recipe, "out", progress=False, fsync=False)
+
+    made = Tokenizer.from_file("out/tokenizer.json")
+    for text in (*SAMPLES, *TEXTS):
+        assert ids(made, text) == old.encode(text)
+    tokenizer = transformers.AutoTokenizer.from_pretrained("out")
+    for token in ("[INST]", "[/INST]", "[TOOL_CALLS]"):
+        number = made.token_to_id(token)
+        assert number >= old.get_piece_size()
+        assert ids(made, f"fox{token}") == [*old.encode("fox"), number]
+        assert tokenizer.encode(f"fox{token}", add_special_tokens=False) == [*old.encode("fox"), number]
+    assert tokenizer.encode("fox") == [old.bos_id(), *old.encode("fox")]
+    model = transformers.AutoModelForCausalLM.from_pretrained("out")
+    rows = model.get_input_embeddings().weight.detach().numpy()
+    assert len(tokenizer) == len(rows) == json.loads(Path("out/config.json").read_text())["vocab_size"]
+    tables = []
+    for name in ("v1", "v3"):
+        with weightsmith.open_checkpoint(name) as checkpoint:
+            tables.append(checkpoint.read("model.embed_tokens.weight"))
+    fox = old.piece_to_id("\u2581fox")
+    np.testing.assert_allclose(rows[fox], (tables[0][fox] + tables[1][new.piece_to_id("\u2581fox")]) / 2, atol=1e-6)
+    np.testing.assert_allclose(rows[made.token_to_id("[INST]")], tables[1][new.piece_to_id("[INST]")], atol=1e-6)
+
+
 @pytest.mark.parametrize("package", ["mistral_common", "ai21_tokenizer"])
 def test_pieces_of_a_sentencepiece_model_are_those_of_sentencepiece(tmp_path: Path, package: str) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")

@@ -29,7 +29,7 @@ def test_a_union_encodes_text_as_its_base_and_special_tokens_as_one_id(tmp_path:
     donor.add_tokens([AddedToken("<think>", normalized=False), AddedToken("Fuchs"), AddedToken("\n\n")])
     first, second = read(tmp_path / "base", base), read(tmp_path / "donor", donor)
     assert (first.family, second.family) == (family, family)
-    united = extend(first, missing_tokens(first, [second], ""), json.loads(base.to_str()))
+    united = extend(first, missing_tokens(first, [second], ""), base.to_str().encode())
     new = ["<|im_start|>", "<|im_end|>", "[TOOL]", "<think>"]
     assert list(united.new) == new
     made = Tokenizer.from_buffer(united.tokenizer)
@@ -48,7 +48,7 @@ def test_a_union_encodes_text_as_its_base_and_special_tokens_as_one_id(tmp_path:
 def test_the_ids_of_the_base_never_change(tmp_path: Path) -> None:
     base = read(tmp_path / "base", trained())
     other = read(tmp_path / "other", trained(special=["</s>", "<s>", "<x>"], text=OTHER_TEXT))
-    united = extend(base, missing_tokens(base, [other], ""), json.loads(trained().to_str())).vocabulary
+    united = extend(base, missing_tokens(base, [other], ""), trained().to_str().encode()).vocabulary
     assert {t: united.ids[t] for t in base.ids} == dict(base.ids)
     assert united.ids["<x>"] == max(base.ids.values()) + 1
 
@@ -64,7 +64,7 @@ def test_a_piece_of_the_base_becomes_one_token_where_another_model_has_it_as_one
     other = read(tmp_path / "other", trained(special=["<|im|>", "!", "the"]))
     new = missing_tokens(base, [other], "")
     assert ("!" in base.ids, list(new)) == (True, ["<|im|>", "the"])  # "!" is in plain text; "the" is no piece of the base
-    united = extend(base, new, data)
+    united = extend(base, new, json.dumps(data).encode())
     assert (united.vocabulary.ids["<|im|>"], united.vocabulary.ids["the"]) == (n, n + 1)
     assert ids(Tokenizer.from_buffer(united.tokenizer), "<|im|>") == [n]
 
@@ -74,7 +74,7 @@ def test_truncation_and_padding_of_a_training_run_are_removed_from_a_new_tokeniz
     base.enable_truncation(4)
     base.enable_padding(length=4)
     first = read(tmp_path / "base", base)
-    made = Tokenizer.from_buffer(extend(first, {"[X]": {}}, json.loads(base.to_str())).tokenizer)
+    made = Tokenizer.from_buffer(extend(first, {"[X]": {}}, base.to_str().encode()).tokenizer)
     base.no_truncation()
     base.no_padding()
     text = "the quick brown fox jumps over the lazy dog"
@@ -89,7 +89,7 @@ def test_tokens_that_only_tokenizer_config_lists_keep_their_ids(tmp_path: Path) 
     first = read_vocabulary("base", tmp_path, ["tokenizer.json", "tokenizer_config.json"])
     assert first is not None
     assert first.ids["<pad>"] == n
-    made = Tokenizer.from_buffer(extend(first, {"<x>": {}}, json.loads(base.to_str())).tokenizer)
+    made = Tokenizer.from_buffer(extend(first, {"<x>": {}}, base.to_str().encode()).tokenizer)
     assert (made.token_to_id("<pad>"), made.token_to_id("<x>")) == (n, n + 1)
 
 
@@ -100,7 +100,7 @@ def test_ids_with_gaps_are_refused_because_readers_would_number_the_new_tokens_o
     first = read_vocabulary("base", tmp_path, ["tokenizer.json"])
     assert first is not None
     with pytest.raises(Unsupported, match="its ids have gaps"):
-        extend(first, {"<x>": {}}, data)
+        extend(first, {"<x>": {}}, json.dumps(data).encode())
 
 
 def test_families_that_cannot_be_united_are_refused_with_what_works(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.tokenizer_help import files, trained, write
 from weightsmith.errors import FormatError
 from weightsmith.tokenizers import Vocabulary, read_vocabulary
+from weightsmith.tokenizers.vocabulary import without_merges
 
 
 def read(folder: Path, **content: bytes) -> Vocabulary | None:
@@ -49,6 +50,25 @@ HUGE = b"\x0a\x08\x08" + b"\xff" * 6 + b"\x7f"
 def test_a_damaged_sentencepiece_model_is_refused(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(FormatError, match=r"tokenizer\.model is not a SentencePiece model"):
         read(tmp_path, **{"tokenizer.model": data})
+
+
+@pytest.mark.parametrize(
+    ("data", "rest", "merges"),
+    [
+        (
+            b'{"model": {"merges" : [ "a b" , "c \\" ]" ] , "x": 1}}',
+            b'{"model": {"merges":[] , "x": 1}}',
+            b'[ "a b" , "c \\" ]" ]',
+        ),
+        (b'{"m": {"merges": [["]", "\\\\"], ["a", "b"]]}}', b'{"m": {"merges":[]}}', b'[["]", "\\\\"], ["a", "b"]]'),
+        (b'{"merges": [], "vocab": {"merges": 1}}', b'{"merges":[], "vocab": {"merges": 1}}', b"[]"),
+        (b'{"vocab": {"x\\"merges\\": [\\"a\\"]": 3}}', b'{"vocab": {"x\\"merges\\": [\\"a\\"]": 3}}', b"[]"),
+        (b'{"merges": [["a", "b", "c"]]}', b'{"merges": [["a", "b", "c"]]}', b"[]"),
+        (b'{"merges": ["a b"', b'{"merges": ["a b"', b"[]"),
+    ],
+)
+def test_merges_are_cut_out_of_a_tokenizer_json(data: bytes, rest: bytes, merges: bytes) -> None:
+    assert without_merges(data) == (rest, merges)
 
 
 def test_ranks_of_tiktoken(tmp_path: Path) -> None:

@@ -204,16 +204,25 @@ def basis_steps(module: Adapted) -> tuple[Step, ...]:
     return tuple(Step(out, COPY, (Read(PRODUCTS, out.name),)) for out in bases)
 
 
-def row_norms(weight: npt.NDArray[np.float32], a: Tensor, b: Tensor, scales: Tensor | None = None) -> Tensor:
-    """The norms of the rows of diag(scales) W + B A: float64 [outputs]. Without another matrix of W's size."""
+def row_norms(
+    weight: npt.NDArray[np.float32], factors: Sequence[tuple[Tensor, Tensor]], scales: Tensor | None = None
+) -> list[Tensor]:
+    """The norms of the rows of diag(scales) W + B A, for each A and B: float64 [outputs].
+
+    From |w + b A|² = |w|² + 2 w Aᵀ b + |b A|², so without a matrix of W's size.
+    """
     import torch
 
-    found = []
+    squares, crosses = [], []
     for start in range(0, len(weight), step := max(1, _NORM_ELEMENTS // weight.shape[1])):
         rows = torch.from_numpy(weight[start : start + step]).double()
-        rows = rows if scales is None else rows * scales[start : start + step, None]
-        found.append(torch.linalg.vector_norm(rows + b[start : start + step] @ a, dim=1))
-    return torch.cat(found)
+        squares.append(rows.square().sum(1))
+        crosses.append(torch.stack([((a @ rows.T) * b[start : start + step].T).sum(0) for a, b in factors]))
+    g = torch.ones(len(weight), dtype=torch.float64) if scales is None else scales
+    plain, found = g.square() * torch.cat(squares), list[Tensor]()
+    for (a, b), cross in zip(factors, torch.cat(crosses, 1), strict=True):
+        found.append((plain + 2 * g * cross + ((b @ (a @ a.T)) * b).sum(1)).clamp(min=0).sqrt())
+    return found
 
 
 def _compute(bench: Bench) -> Arrays:
@@ -240,7 +249,8 @@ def _compute(bench: Bench) -> Arrays:
             weight = np.empty(module.shape, np.float32)
             bench.fill({module.base: weight})
             scalings = dict(zip(module.owners, module.scalings, strict=True))
-            norms = {i: row_norms(weight, found[i][0][0], scalings[i] * found[i][1][0]) for i in module.normed}
+            own = [(found[i][0][0], scalings[i] * found[i][1][0]) for i in module.normed]
+            norms = dict(zip(module.normed, row_norms(weight, own), strict=True))
         wanted = {i: torch.from_numpy(arrays[module.factor("norms", i)]).double() for i in module.normed}
         return {i: wanted[i] / torch.where(norms[i] > 0, norms[i], torch.ones_like(norms[i])) for i in module.normed}
 

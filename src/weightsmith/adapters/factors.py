@@ -49,6 +49,9 @@ MORE_POWER = 5
 FEW = 1024
 """Singular values of a matrix that may all be computed where a sixth of them are asked for."""
 
+NEGLIGIBLE = 1e-5
+"""Share of a block's longest row that is mostly rounding, in float32."""
+
 PROBES = 10
 """Random vectors that the bound is estimated with; it fails with a probability of 10^-PROBES."""
 
@@ -205,8 +208,8 @@ def _blocks(rank: int, rows: int, cols: int) -> tuple[int, int]:
 def _krylov(matrix: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
     """An orthonormal basis of nearly all that the `rank` largest singular values span, and its product with the matrix.
 
-    Both have the vectors as rows: float32 [k, rows] and [k, cols]. So all products have few rows on their left: with few
-    columns on their right they take up to ten times as long.
+    Both have the vectors as rows: float32 [k, rows] and [k, cols], fewer if the matrix has no more directions. So all products
+    have few rows on their left: with few columns on their right they take up to ten times as long.
     """
     import torch
 
@@ -216,14 +219,32 @@ def _krylov(matrix: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
     for _ in range(power + 1 - kept):
         block = _orthonormal(_orthonormal(block @ matrix) @ matrix.T)
     basis, projected = (torch.empty(kept * width, n, device=matrix.device) for n in matrix.shape)
-    for before in range(0, kept * width, width):
-        if before:
-            block = _orthonormal(projected[before - width : before]) @ matrix.T
-            for _ in range(2):  # once is not enough in float32
-                block = _orthonormal(_outside(block, basis[:before]))
-        basis[before : before + width] = block
-        projected[before : before + width] = block @ matrix
-    return basis, projected
+    used = 0
+    for _ in range(kept):
+        if used:
+            block = _directions(_orthonormal(projected[used - len(block) : used]) @ matrix.T, basis[:used])
+        if not len(block):
+            break
+        after = used + len(block)
+        basis[used:after] = block
+        projected[used:after] = block @ matrix
+        used = after
+    return basis[:used], projected[:used]
+
+
+def _directions(rows: Tensor, basis: Tensor) -> Tensor:
+    """The directions of some rows that an orthonormal basis does not have, orthonormal: none but rounding errors may be left.
+
+    Without those that are smaller than `NEGLIGIBLE` of the longest row: normalised, they would not be orthogonal to the basis.
+    """
+    import torch
+
+    rest = _outside(rows, basis)
+    gram = rest.double()
+    values, vectors = torch.linalg.eigh(gram @ gram.T)
+    kept = values > NEGLIGIBLE**2 * float(rows.double().square().sum(1).max())
+    new = (vectors[:, kept] / values[kept].sqrt()).T.float() @ rest
+    return _orthonormal(_outside(new, basis))
 
 
 def _orthonormal(rows: Tensor) -> Tensor:

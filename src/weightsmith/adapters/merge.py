@@ -21,7 +21,7 @@ from weightsmith.adapters.merged_factors import MergedWork
 from weightsmith.adapters.opening import NAME_BASE, WEIGHT, ZERO_ADAPTER, Opened, is_adapter
 from weightsmith.adapters.peft import PREFIX as PEFT_PREFIX
 from weightsmith.adapters.peft import adapter_config, factor_names, norms_name, stacked_names
-from weightsmith.adapters.shared import parameters_of
+from weightsmith.adapters.shared import different_bases, parameters_of
 from weightsmith.containers import PEFT
 from weightsmith.errors import (
     Finding,
@@ -215,6 +215,7 @@ def _planned(plan: Plan, opened: Opened, rank: int | None, combination: Combinat
         for step, module in zip(firsts, modules, strict=True):
             steps += _stored(opened, module, ranks, step.out.dtype)
     steps += [_whole_step(opened, step, plan.made.name) for step in whole]
+    opened.leave_base([*steps, *(step for product in products for step in product.steps)])
     title, source = plan.made.title.replace("Merged with", "LoRA adapters merged with"), _SOURCES[opened.space]
     name, cited = plan.made.name, plan.made.source
     if combination is not None:
@@ -278,6 +279,10 @@ def _tokenizer(opened: Opened) -> tuple[str, ...]:
 def _notes(opened: Opened) -> Iterator[Finding]:
     for checkpoint in opened.inputs:
         yield from checkpoint.notes
+    if error := different_bases(opened.adapters):
+        yield replace(
+            error.finding, what="adapters that name different bases: all fit the base_model, by names and shapes", fix=""
+        )
     first, *others = (adapter.checkpoint for adapter in opened.adapters)
     for other in others if _tokenizer(opened) else ():
         names = sorted({*first.files, *other.files})
@@ -357,7 +362,7 @@ def _config(opened: Opened, ranks: Mapping[str, int]) -> dict[str, Any]:
     named = next((config for config in configs if config.get("base_model_name_or_path")), configs[0])
     parameters = [name for name in ranks if opened.modules[name].experts]
     made = adapter_config(
-        str(named.get("base_model_name_or_path") or ""),
+        str(named.get("base_model_name_or_path") or opened.base_name),
         str(named.get("revision") or ""),
         ranks,
         list(dict.fromkeys(name.rpartition(".")[0] for name in opened.whole)),
@@ -371,8 +376,12 @@ def _config(opened: Opened, ranks: Mapping[str, int]) -> dict[str, Any]:
     )
     # Short names only where every adapter has these targets.
     every = all(len(module.owners) == len(configs) for module in opened.modules.values())
-    for key in ("target_modules", "target_parameters"):
+    for key, names in (
+        ("target_modules", [name for name in ranks if name not in parameters]),
+        ("target_parameters", parameters),
+    ):
         listed = [sorted(map(str, c[key])) for c in configs if isinstance(c.get(key), list)]
-        if every and made.get(key) and len(listed) == len(configs) and all(each == listed[0] for each in listed):
+        alike = len(listed) == len(configs) and all(each == listed[0] for each in listed)
+        if every and names and alike and all(f".{name}".endswith(tuple(f".{end}" for end in listed[0])) for name in names):
             made[key] = listed[0]
     return made

@@ -110,7 +110,7 @@ def _compute(bench: Bench) -> Arrays:
         with reading:
             weight = np.empty(shape, np.float32)
             bench.fill({f"{name}: base": weight})
-            norms = row_norms(weight, a, b, g)
+            (norms,) = row_norms(weight, [(a, b)], g)
         return b / g[:, None], norms * g.sign()
 
     def make(

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from weightsmith.adapters.cores import ZERO, Adapted, Space
 from weightsmith.adapters.experts import is_expert
-from weightsmith.adapters.shared import MERGE_MODELS, find_modules, whole_tensors
+from weightsmith.adapters.shared import MERGE_MODELS, different_bases, find_modules, whole_tensors
 from weightsmith.checkpoint import Checkpoint, locate
 from weightsmith.errors import Unsupported, WeightsmithError
 from weightsmith.lora import Adapter, find_places, open_adapter
 from weightsmith.lora.records import CONFIG_NAME
 from weightsmith.methods.base import BaseRole
 from weightsmith.planner.inputs import at, open_models
-from weightsmith.plans import Read
+from weightsmith.plans import Read, Step
 from weightsmith.recipe import ModelRef
 from weightsmith.sources.memory import StateDict
 from weightsmith.tensors import DTYPES, TensorSpec
@@ -46,7 +46,7 @@ class Opened:
     combination  of PEFT's, as the recipe names it; ""
     name_base    what to do if the base is needed. To some methods it would be one more input
     adapters     in the planner's order, without the base
-    base         the model that the adapters were trained on, if the recipe names it
+    base         the model that the adapters were trained on, if the recipe names it; `base_name` is what it calls it
     places       what the adapters have factors of, or save whole → the base's tensor
     modules      that any of them has factors of
     matrices     of the modules → their modules
@@ -59,6 +59,7 @@ class Opened:
         self.name_base = f"write {NAME_BASE}" if role != "input" else f"write merge_method: task_arithmetic, and {NAME_BASE}"
         self.adapters: list[Adapter] = []
         self.base: Checkpoint | None = None
+        self.base_name = ""
         self.places: dict[str, str] = {}
         self.modules: Mapping[str, Adapted] = {}
         self.matrices: dict[str, Adapted] = {}
@@ -76,6 +77,7 @@ class Opened:
             elif ref.path in results or not is_adapter(ref):
                 self.zeros = 1
                 (self.base,), found = open_models([ref], stack, results)
+                self.base_name = "" if ref.path in results else ref.path
                 problems += found
             else:
                 try:
@@ -102,6 +104,8 @@ class Opened:
         if self.base is not None:
             for adapter in self.adapters:
                 self.places |= find_places(self.base, adapter)
+        elif error := different_bases(self.adapters):
+            raise error
         modules = find_modules(self.adapters)
         self.whole = whole_tensors(self.adapters, modules)
         scaled = any(module.normed for module in modules.values())
@@ -152,6 +156,15 @@ class Opened:
     def inputs(self) -> tuple[Checkpoint, ...]:
         """The models of the plan: the adapters, and the base if the recipe names it."""
         return (*(adapter.checkpoint for adapter in self.adapters), *([] if self.base is None else [self.base]))
+
+    def leave_base(self, steps: Iterable[Step]) -> None:
+        """Close the base if no step of the plan reads it: one on the Hub is not downloaded then."""
+        number = len(self.adapters)
+        if self.base is not None and all(
+            read.model != number for step in steps for leaf in step.leaves for read in leaf.inputs
+        ):
+            self.base.close()
+            self.base = None
 
     def owner_of(self, read: Read) -> int:
         """The adapter that a read of the planner's is of; `ZERO` for the base."""

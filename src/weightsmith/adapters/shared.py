@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from weightsmith.adapters.cores import Adapted
 from weightsmith.errors import MismatchError, ShapeError, Unsupported
 from weightsmith.lora import Adapter
-from weightsmith.lora.records import CONFIG_NAME, Parameter, Stacked
+from weightsmith.lora.records import Parameter, Stacked
 from weightsmith.tensors import MAX_STACKED, TensorSpec
+
+_QUANTISED = re.compile(r"(-unsloth)?-bnb-4bit$")
 
 ONE_BASE = "merge adapters of one base"
 MERGE_MODELS = "merge models: BASE+ADAPTER"
@@ -21,9 +24,9 @@ _FIRST, _SECOND = "gate_up_proj", "down_proj"
 def find_modules(adapters: Sequence[Adapter]) -> dict[str, Adapted]:
     """The modules, and parameters of experts, that the adapters have factors of.
 
-    Raises MismatchError and ShapeError for adapters of different bases, Unsupported for experts in an unknown order.
+    Raises MismatchError and ShapeError for adapters of bases of different shapes, Unsupported for experts in an unknown order.
     """
-    _check_one_base(adapters)
+    _check_transposed(adapters)
     _check_layouts(adapters)
     owners: dict[str, list[tuple[int, Adapted]]] = {}
     for i, adapter in enumerate(adapters):
@@ -75,17 +78,24 @@ def whole_tensors(adapters: Sequence[Adapter], modules: Mapping[str, Adapted]) -
     return found
 
 
-def _check_one_base(adapters: Sequence[Adapter]) -> None:
+def different_bases(adapters: Sequence[Adapter]) -> MismatchError | None:
+    """The error for adapters that name different bases. One base may have several names."""
     first = adapters[0].checkpoint.ref
     bases = [str((adapter.checkpoint.config or {}).get("base_model_name_or_path") or "") for adapter in adapters]
     for adapter, base in zip(adapters, bases, strict=True):
         if base and bases[0] and _last(base) != _last(bases[0]):
             details = [f"{first}: {bases[0]}", f"{adapter.checkpoint.ref}: {base}"]
-            fix = f"{ONE_BASE}; if it is one under two names, edit {CONFIG_NAME}"
-            raise MismatchError("adapters of different bases", where=adapter.checkpoint.ref, details=details, fix=fix)
-        if adapter.transposed != adapters[0].transposed:
+            fix = f"{ONE_BASE}; if it is one under two names, name it as base_model"
+            return MismatchError("adapters of different bases", where=adapter.checkpoint.ref, details=details, fix=fix)
+    return None
+
+
+def _check_transposed(adapters: Sequence[Adapter]) -> None:
+    first = adapters[0]
+    for adapter in adapters:
+        if adapter.transposed != first.transposed:
             what = "fan_in_fan_out differs: the adapters are of different bases"
-            raise MismatchError(what, where=adapter.checkpoint.ref, details=[first], fix=ONE_BASE)
+            raise MismatchError(what, where=adapter.checkpoint.ref, details=[first.checkpoint.ref], fix=ONE_BASE)
 
 
 def _check_layouts(adapters: Sequence[Adapter]) -> None:
@@ -101,8 +111,12 @@ def _check_layouts(adapters: Sequence[Adapter]) -> None:
 
 
 def _last(name: str) -> str:
-    """The last part of a path or hub id: one base may be named by both."""
-    return name.rstrip("/").rpartition("/")[2].casefold()
+    """The last part of a path or hub id, as one base may be named by both; without what Unsloth adds for a quantised copy.
+
+    >>> _last("unsloth/Llama-3.2-1B-unsloth-bnb-4bit") == _last("./models/Llama-3.2-1B/")
+    True
+    """
+    return _QUANTISED.sub("", name.rstrip("/").rpartition("/")[2].casefold())
 
 
 def _of_linears(adapter: Adapter, number: int) -> Iterator[Adapted]:

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from weightsmith.cli.failures import failures
-from weightsmith.errors import Unsupported
 
 
 def studio(
@@ -34,12 +33,7 @@ def studio(
     until Ctrl-C. Takes Gradio: pip install 'weightsmith[studio]'.
     """
     with failures(interrupted=lambda: "Stopped."):
-        try:
-            from weightsmith.studio.page import launch
-        except ModuleNotFoundError as error:
-            if error.name not in ("gradio", "starlette"):
-                raise
-            raise Unsupported("the studio needs Gradio", fix="pip install 'weightsmith[studio]'") from None
+        from weightsmith.studio.page import launch
         from weightsmith.studio.places import Places
 
         launch(Places.of(folders or ["."], out or None, hub=hub), host=host, port=port, browser=browser)

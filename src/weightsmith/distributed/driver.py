@@ -30,7 +30,9 @@ from weightsmith.engine.reader import Reader
 from weightsmith.engine.results import Results
 from weightsmith.errors import Busy, WorkerLost
 from weightsmith.execution import Callbacks, Helped
+from weightsmith.formats.collector import collector_paused
 from weightsmith.identity import facts, work_identity
+from weightsmith.jobs.requires import named_device
 from weightsmith.options import RunOptions
 from weightsmith.planner.build import Prepared
 from weightsmith.plans import COPY, Plan
@@ -50,6 +52,8 @@ SLOW = 2.0
 """A part is slow if it takes so many times as long as the median."""
 SLOW_SECONDS = 10.0
 """And at least so long."""
+LOOK_SECONDS = 1.0
+"""Between two looks at the journals of running parts, for the progress: hundreds of files, perhaps on a network file system."""
 EDGE_BYTES = 4 << 20
 """Tensors of two parts that are less than that apart may be in one page of a network file system's cache."""
 
@@ -68,19 +72,7 @@ def share_out(
     Raises what a worker raised, WorkerLost for a part whose workers are lost again and again, and what the callbacks
     raise. All workers have ended then, and what they finished can be resumed.
     """
-    plan = prepared.plan
-    workers.begin(
-        Order(
-            plan=json.dumps(plan.to_json(), separators=(",", ":")).encode(),
-            plan_hash=plan.hash,
-            out=str(Path(out).absolute()),
-            folder=str(Path.cwd()),
-            options=replace(options, ray=None, resume=True, push=None),
-            allow_code=plan.made.code is not None,
-            identity=work_identity(plan, prepared.inputs, options.device),
-            facts=facts(plan, prepared.inputs, options.device),
-        )
-    )
+    workers.begin(_order(prepared, out, options))
     driver = Driver(prepared, staging, workers, callbacks)
     with staging.shared():
         try:
@@ -89,6 +81,21 @@ def share_out(
             driver.stop()
     driver.check_edges(options.threads or 2)
     return Helped(driver.resumed, driver.read_bytes, driver.written_bytes)
+
+
+def _order(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions) -> Order:
+    plan = prepared.plan
+    with collector_paused():
+        data = json.dumps(plan.to_json(), separators=(",", ":")).encode()
+    return Order(
+        plan=data,
+        out=str(Path(out).absolute()),
+        folder=str(Path.cwd()),
+        options=replace(options, ray=None, resume=True, push=None, device=named_device(options.device)),
+        allow_code=plan.made.code is not None,
+        identity=work_identity(plan, prepared.inputs, options.device),
+        facts=facts(plan, prepared.inputs, options.device),
+    )
 
 
 @dataclass(slots=True)
@@ -123,7 +130,7 @@ class Driver:
         self._uncounted = {step.outs[0].name: sum(out.nbytes for out in step.outs) for step in plan.steps}
         self._total_tensors, self._total_bytes, self._counted_bytes = len(self._uncounted), sum(self._uncounted.values()), 0
         self._followed = Followed(staging.folder)
-        self._began = time.monotonic()
+        self._began = self._looked = time.monotonic()
 
     def go(self) -> None:
         """Until all shares are done."""
@@ -235,7 +242,10 @@ class Driver:
             self.callbacks.waiting()
         if self.callbacks.progress is None:
             return
-        self._count(self._followed.look())
+        now = time.monotonic()
+        if now - self._looked > LOOK_SECONDS:
+            self._looked = now
+            self._count(self._followed.look(share.label for share in self._running))
         self.callbacks.progress(
             Progress(
                 written_bytes=self._counted_bytes,
@@ -243,7 +253,7 @@ class Driver:
                 read_bytes=self.read_bytes,
                 tensors=self._total_tensors - len(self._uncounted),
                 total_tensors=self._total_tensors,
-                seconds=time.monotonic() - self._began,
+                seconds=now - self._began,
             )
         )
 

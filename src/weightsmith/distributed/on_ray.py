@@ -21,7 +21,8 @@ from weightsmith.errors import ParameterError, first_line
 from weightsmith.jobs.requires import named_device
 from weightsmith.options import RunOptions
 
-AUTO, LOCAL = "auto", "local"
+AUTO = "auto"
+"""The cluster of this machine, or a new one. Ray itself knows `local`."""
 NODES_SECONDS = 2.0
 """How long the list of machines is used before Ray is asked again."""
 
@@ -58,7 +59,7 @@ class RayWorkers:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or a warning in each worker
             try:
-                _init(ray, None if address == AUTO else address)
+                ray.init(None if address == AUTO else address, log_to_driver=False, logging_level=logging.ERROR)
             except Exception as error:  # what Ray raises depends on where it fails
                 fix = "start a cluster with: ray start --head; or let this command start one with --ray local"
                 raise ParameterError(f"no cluster at {address}: {first_line(error)}", where="--ray", fix=fix) from error
@@ -115,7 +116,8 @@ class RayWorkers:
             time.sleep(seconds)
             return []
         shares = {ref: share for share, ref in self._running.items()}
-        ended, _ = self._ray.wait(list(shares), num_returns=1, timeout=seconds)
+        self._ray.wait(list(shares), num_returns=1, timeout=seconds)
+        ended, _ = self._ray.wait(list(shares), num_returns=len(shares), timeout=0)
         found: list[tuple[Share, Answer]] = []
         for ref in ended:
             del self._running[shares[ref]]
@@ -133,8 +135,3 @@ class RayWorkers:
         """See `Workers`."""
         if (ref := self._running.pop(share, None)) is not None:
             self._ray.cancel(ref, force=True)
-
-
-def _init(ray: Any, address: str | None) -> None:
-    """ray.init, quietly. A cluster that it starts ends with `ray.shutdown`."""
-    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from weightsmith.errors import ParameterError
-from weightsmith.execution import PartDone, execute_part, execute_products
+from weightsmith.execution import PRODUCTS_LABEL, PartDone, execute_part, execute_products
+from weightsmith.formats.collector import collector_paused
 from weightsmith.identity import facts, work_identity
 from weightsmith.options import RunOptions
 from weightsmith.planner.build import Prepared
@@ -30,7 +31,6 @@ class Order:
     """What all workers of a run get.
 
     plan        its JSON
-    plan_hash   of the same plan
     out         the output folder
     folder      the driver's current folder, where relative paths of models start
     options     of the run
@@ -39,7 +39,6 @@ class Order:
     """
 
     plan: bytes
-    plan_hash: str
     out: str
     folder: str
     options: RunOptions
@@ -54,6 +53,11 @@ class Share:
 
     part: tuple[int, int] | None
     second: bool = False
+
+    @property
+    def label(self) -> str:
+        """Of its lock and its journal."""
+        return PRODUCTS_LABEL if self.part is None else label(self.part) + "-again" * self.second
 
     def __str__(self) -> str:
         return "the products" if self.part is None else f"part {self.part[0]} of {self.part[1]}"
@@ -112,23 +116,23 @@ def do(order: Order, share: Share) -> bytes:
         if share.part is None:
             found = execute_products(prepared, order.out, order.options)
         else:
-            name = f"{label(share.part)}-again" if share.second else ""
-            found = execute_part(prepared, order.out, share.part, order.options, name=name)
+            found = execute_part(prepared, order.out, share.part, order.options, name=share.label)
         return pickle.dumps(Done(found, socket.gethostname()))
     except Exception as error:
         return pickle.dumps(Failed(_portable(error)))
 
 
 _open: dict[str, Prepared] = {}
-"""The plan that this process has open, by hash: most workers do several parts of one."""
+"""The plan that this process has open, by the identity of the work: most workers do several parts of one."""
 
 
 def _reopened(order: Order) -> Prepared:
-    key = f"{order.plan_hash} {order.folder}"
+    key = f"{order.identity} {order.folder}"
     if key not in _open:
         while _open:
             _open.popitem()[1].close()
-        _open[key] = reopen(plan_from_json(json.loads(order.plan)), allow_code=order.allow_code)
+        with collector_paused():
+            _open[key] = reopen(plan_from_json(json.loads(order.plan)), allow_code=order.allow_code)
     return _open[key]
 
 

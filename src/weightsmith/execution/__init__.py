@@ -8,6 +8,7 @@ files.py      the files besides the weights
 unwritten.py  computations that write nothing
 """
 
+from weightsmith.execution.execute import PRODUCTS_LABEL as PRODUCTS_LABEL
 from weightsmith.execution.execute import PartDone as PartDone
 from weightsmith.execution.execute import check_divisible as check_divisible
 from weightsmith.execution.execute import execute as execute

@@ -95,7 +95,7 @@ def execute_part(
 ) -> PartDone:
     """Run one part of a prepared plan, in parallel with other processes; see `run`.
 
-    name  label of a second process that does the same part
+    name  its label, other than `label(part)` for a second process that does the same part
     """
     from weightsmith.engine.results import Results
 
@@ -133,6 +133,8 @@ def _check_part(prepared: Prepared, options: RunOptions) -> None:
     if not options.resume:
         fix = "run once without a part and with --no-resume (resume=False), or remove the staging folder"
         raise ParameterError("a part cannot discard the work of other parts", fix=fix)
+    if options.ray is not None:
+        raise ParameterError("a cluster does all parts", where="ray", fix="leave out the part")
     check_divisible(prepared.plan)
     check_computable(prepared)
 

@@ -15,6 +15,7 @@ from weightsmith.encodings.base import array_name
 from weightsmith.encodings.gguf import NEEDS_IMPORTANCES
 from weightsmith.errors import CheckpointError, FormatError, PlanError, WeightsmithError
 from weightsmith.formats.carried import is_read
+from weightsmith.formats.collector import collector_paused
 from weightsmith.formats.files import show
 from weightsmith.formats.gguf.header import check_keys
 from weightsmith.formats.gguf.imatrix import are_importances
@@ -46,7 +47,8 @@ _NEEDED = {
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """The plan in a JSON file. Raises FormatError, NotFound and CheckpointError."""
-    return plan_from_json(read_object(Path(path), MAX_PLAN_BYTES, "the plan", _MAKE, max_memory=_MAX_PLAN_MEMORY))
+    with collector_paused():
+        return plan_from_json(read_object(Path(path), MAX_PLAN_BYTES, "the plan", _MAKE, max_memory=_MAX_PLAN_MEMORY))
 
 
 def reopen(plan: Plan, *, allow_code: bool = False) -> Prepared:

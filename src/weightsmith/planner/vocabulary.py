@@ -24,7 +24,7 @@ from weightsmith.recipe import ModelRef, Recipe, Tokenizer, TokenRule
 from weightsmith.structure import vocabulary
 from weightsmith.tensors import TensorSpec
 from weightsmith.tokenizers import Alignment, Rule, United, Vocabulary, align, extend, missing_tokens, read_vocabulary
-from weightsmith.tokenizers.convert import REPLACED, Converted, tokenizer_json
+from weightsmith.tokenizers.convert import REPLACED, Converted, convert
 from weightsmith.tokenizers.files import (
     choose_template,
     json_bytes,
@@ -38,7 +38,7 @@ from weightsmith.tokenizers.files import (
 from weightsmith.tokenizers.matching import roles_of
 from weightsmith.tokenizers.rows import Rows
 from weightsmith.tokenizers.union import left_out
-from weightsmith.tokenizers.vocabulary import MAX_FILE_BYTES, digest_of
+from weightsmith.tokenizers.vocabulary import MAX_FILE_BYTES, contents_of, digest_of
 
 Specs = Mapping[str, TensorSpec]
 _GENERATION = "generation_config.json"
@@ -254,8 +254,9 @@ class VocabularyPlanner:
         place = self.places[k] if k >= 0 else self.outside
         united, converted = United(source, ()), None
         if new:
-            tokenizer, converted = tokenizer_json(source, place.folder, place.files)
-            united = extend(source, new, tokenizer)
+            files = contents_of(place.folder, place.files)
+            converted = None if "tokenizer.json" in files else convert(source, files)
+            united = extend(source, new, files["tokenizer.json"] if converted is None else converted.data)
         out = united.vocabulary
         rows = self.counts[k] if k >= 0 else asked.rows or max(out.ids.values()) + 1
         rows = max([rows, *(out.ids[token] + 1 for token in united.new)])

@@ -74,8 +74,8 @@ class Blocks:
     def __init__(self, visits: Sequence[Visit]) -> None:
         self.order: list[Block] = []
         self.files = list(dict.fromkeys(_remote(extent) for visit in visits for extent in visit))
-        self._blocks: dict[tuple[str, str], list[Block]] = {}
-        self._starts: dict[tuple[str, str], list[int]] = {}
+        self._blocks: dict[tuple[str, str, int], list[Block]] = {}
+        self._starts: dict[tuple[str, str, int], list[int]] = {}
         self._cut(visits)
         for visit in visits:
             dues: dict[Block, int] = {}
@@ -96,7 +96,7 @@ class Blocks:
 
     def _cut(self, visits: Sequence[Visit]) -> None:
         files = {file.key: file for file in self.files}
-        spans: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        spans: dict[tuple[str, str, int], list[tuple[int, int]]] = {}
         for visit in visits:
             for extent in visit:
                 if extent.nbytes:
@@ -339,16 +339,16 @@ class ReadAhead:
         if self._urgent:
             return self._urgent.popleft()
         while self._late or self._pointer < len(self._blocks.order):
-            place = self._late[0] if self._late else self._pointer
+            late = bool(self._late)
+            place = heapq.heappop(self._late) if late else self._pointer
             block = self._blocks.order[place]
-            if block.state == "" and block.error is None and place in block.places and place >= self._past():
-                if place > self._frontier + _ahead(self._slots) or not self._give_slot(block, urgent=False):
-                    return None
-            if self._late:
-                heapq.heappop(self._late)
-            else:
-                self._pointer += 1
-            if block.state == "wanted" and block not in self._urgent:
+            wanted = block.state == "" and block.error is None and place in block.places and place >= self._past()
+            if wanted and (place > self._frontier + _ahead(self._slots) or not self._give_slot(block, urgent=False)):
+                if late:
+                    heapq.heappush(self._late, place)
+                return None
+            self._pointer += not late
+            if wanted:
                 return block
         return None
 

@@ -42,9 +42,9 @@ class RemoteFile:
         self._parts: list[tuple[int, bytes]] = []
 
     @property
-    def key(self) -> tuple[str, str]:
+    def key(self) -> tuple[str, str, int]:
         """Equal for the same content at the same place: a model may be opened twice."""
-        return self.ranges.where, self.ranges.version
+        return self.ranges.where, self.ranges.version, self.ranges.nbytes
 
     @property
     def nbytes(self) -> int:

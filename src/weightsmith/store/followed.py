@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 
+from weightsmith.store.claim import PARTS
 from weightsmith.store.journal import read_further
-from weightsmith.store.locks import part_journals
 
 
 class Followed:
@@ -15,13 +16,13 @@ class Followed:
     def __init__(self, folder: Path) -> None:
         """folder: the staging folder."""
         self._folder = folder
-        self._read: dict[Path, int] = {}
+        self._read: dict[str, int] = {}
 
-    def look(self) -> set[str]:
-        """The tensors that have been finished since the last call; one that two processes finish is there twice."""
+    def look(self, parts: Iterable[str]) -> set[str]:
+        """The tensors of these parts (labels) that have been finished since the last call for them."""
         names: set[str] = set()
-        for path in part_journals(self._folder):
+        for part in parts:
             with contextlib.suppress(OSError):
-                entries, self._read[path] = read_further(path, self._read.get(path, 0))
+                entries, self._read[part] = read_further(self._folder / PARTS / f"journal-{part}", self._read.get(part, 0))
                 names.update(entries.tensors)
         return names

@@ -79,9 +79,14 @@ def allowed(text: str, places: Places) -> str:
     if isinstance(recipe, Recipe):
         every = [recipe, *(stage for stage in recipe.stages.values() if stage is not None)]
         refused += [problem for each in every for problem in _other_files(each, places)]
-        refs += [ref for each in every for ref in each.references if ref.path not in recipe.stages]
+        used = [ref for each in every for ref in each.references]
+        made = [
+            ref for ref in used if ref.path in recipe.stages
+        ]  # by other recipes of the text; adapters may be applied to them
+        refs += [*(ref for ref in used if ref not in made), *(ref.lora for ref in made if ref.lora is not None)]
     refused += [problem for ref in dict.fromkeys(refs) if (problem := _unchosen(ref) or places.check(ref))]
-    if refused or not isinstance(recipe, Recipe):  # what cannot be read cannot be checked; `plan` would read mixtures too
+    # What cannot be read cannot be checked: a broken recipe, one of several. `plan` would also take those of mixtures.
+    if refused or not isinstance(recipe, Recipe) or (loaded.problems and not loaded.models):
         raise PlanError([*loaded.problems, *refused], (_NAME, text))
     return text
 

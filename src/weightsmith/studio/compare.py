@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 import numpy as np
 
-from weightsmith.errors import CheckpointError, Unsupported, WeightsmithError
+from weightsmith.errors import CheckpointError, Unsupported, WeightsmithError, first_line
 from weightsmith.judge import Judge
 from weightsmith.look.models import opened
 from weightsmith.studio.check import model_allowed
 from weightsmith.studio.places import Places
+from weightsmith.text import size
 
 MAX_CHARACTERS = 100_000
 """Of a text, and of a prompt."""
@@ -21,6 +23,8 @@ MAX_NEW_TOKENS = 256
 MAX_MODELS = 12
 ROWS = 8
 """Of 384 tokens of the text."""
+BYTES_PER_WEIGHT = 10
+"""That loading takes: 1.23 GB were measured for 134.5 million weights, with torch and transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ def compare(models: Sequence[str], places: Places, *, prompt: str, text: str = "
     Raises Unsupported without transformers, and for too much of anything.
     """
     if not available():
-        raise Unsupported("comparing needs torch and transformers", fix="pip install 'weightsmith[moe]'")
+        raise Unsupported("comparing needs torch and transformers", fix="run pip install 'weightsmith[moe]'")
     if len(models) > MAX_MODELS or max(len(prompt), len(text)) > MAX_CHARACTERS or not 0 < new_tokens <= MAX_NEW_TOKENS:
         what = f"at most {MAX_MODELS} models, {MAX_CHARACTERS:,} characters and {MAX_NEW_TOKENS} new tokens"
         raise Unsupported(f"too much to compare: {what}", fix="ask for less")
@@ -59,9 +63,7 @@ def compare(models: Sequence[str], places: Places, *, prompt: str, text: str = "
         except WeightsmithError as error:
             found = Sample(name, problem=str(error))
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:  # what transformers raises for such models
-            found = Sample(
-                name, problem=f"transformers cannot load it: {str(error).splitlines()[0][:300] if str(error) else error!r}"
-            )
+            found = Sample(name, problem=f"transformers cannot run it: {first_line(error)}")
         gc.collect()
         yield found
 
@@ -73,6 +75,11 @@ def _load(name: str) -> Judge:
         if model.config is None or "auto_map" in model.config:
             what = "it brings code of its own" if model.config else "it has no config.json"
             raise CheckpointError(f"transformers cannot run it here: {what}", where=name)
+        needed = sum(spec.size for spec in model.specs.values()) * BYTES_PER_WEIGHT
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if needed > memory:
+            what = f"running it in float32 takes about {size(needed)} of memory, and this machine has {size(memory)}"
+            raise Unsupported(what, where=name, fix="compare smaller models here")
         model.download()
         tensors = {}
         for spec in model.specs.values():

@@ -15,7 +15,7 @@ from weightsmith.errors import WeightsmithError
 from weightsmith.goals import GOALS, Goal, quoted
 from weightsmith.methods.base import Method, Parameter
 from weightsmith.methods.describe import doc
-from weightsmith.recipe import Input, Parameters, Recipe, Scalar, load, numeric
+from weightsmith.recipe import Input, Parameters, Recipe, Scalar, Setting, load, numeric
 
 GOALS_SHOWN: Mapping[str, Goal] = {name: goal for name, goal in GOALS.items() if name != "experts"}
 """Recipes of mixtures have no controls."""
@@ -97,11 +97,13 @@ def read(text: str) -> Draft:
     base = "" if base in (NO_BASE, NO_MODEL) else base
     if not recipe.models or recipe.stages or any(entry.matched or not str(entry.model) for entry in recipe.models):
         return Draft(method.name, base, held="Controls are for recipes with a list of models; this one is edited as text.")
-    own = [(i, entry) for i, entry in enumerate(recipe.models) if str(entry.model) not in (base, NO_MODEL)]
+    entries = [(i, entry) for i, entry in enumerate(recipe.models) if str(entry.model) != NO_MODEL]
+    others = tuple(str(entry.model) for _, entry in entries if str(entry.model) != base)
+    own = [(i, entry) for i, entry in entries if method.base == "input" or str(entry.model) != base]
     controls = [control for i, entry in own for control in _of_model(method, recipe, i, entry)]
     shared = [p for p in method.parameters if p.scope == "tensor" and not p.ignored]
     controls += [_control(p, ("parameters", p.name), "", recipe.parameters, {}) for p in shared]
-    return Draft(method.name, base, tuple(str(entry.model) for _, entry in own), tuple(controls))
+    return Draft(method.name, base, others, tuple(controls))
 
 
 def _recipe(text: str) -> Recipe | None:
@@ -123,29 +125,32 @@ def _of_model(method: Method, recipe: Recipe, i: int, entry: Input) -> Iterator[
 
 def _control(p: Parameter, path: Path, model: str, own: Parameters, shared: Parameters) -> Control:
     setting = own.get(p.name) or shared.get(p.name)
-    value: Value = p.default
-    held = ""
-    if setting is not None:
-        entry = setting.entries[0] if setting.entries else None
-        if entry is None or len(setting.entries) > 1 or entry.filter not in (None, "*"):
-            held = "set by filters in the recipe" if entry else "wrong in the recipe"
-        elif isinstance(entry.value, Scalar):
-            value = entry.value
-        elif isinstance(entry.value, tuple) and 1 < len(entry.value) <= MAX_CURVE_POINTS and p.kind == "float":
-            value = entry.value
-        else:
-            held = "set in the recipe"
-    numbers = (
-        [n for n in map(numeric, value if isinstance(value, tuple) else (value,)) if n is not None] if value is not None else []
-    )
-    if p.kind in ("float", "int") and not held and value is not None:
-        if not numbers or len(numbers) < (len(value) if isinstance(value, tuple) else 1):
-            held = "wrong in the recipe"
-        value = tuple(numbers) if isinstance(value, tuple) else numbers[0] if numbers else None
+    value, held = (p.default, "") if setting is None else _shown(p, setting)
+    every = value if isinstance(value, tuple) else (value,)
+    numbers = [float(each) for each in every if isinstance(each, int | float)]
     low = p.minimum if p.minimum is not None else min([0.0, *numbers])
     high = p.maximum if p.maximum is not None else max([_WIDE, *numbers])
     main = bool(p.scope == "model" or p.required or setting is not None or p.name == "lambda")
     return Control(path, model, p.name, p.kind, doc(p), value, low, high, p.choices, held, main)
+
+
+def _shown(p: Parameter, setting: Setting) -> tuple[Value, str]:
+    """The value that a recipe gives a parameter; None and why a control cannot show it."""
+    if setting.reported:
+        return None, "wrong in the recipe"
+    entry, *others = setting.entries
+    value = entry.value
+    if others or entry.filter not in (None, "*"):
+        return None, "set by filters in the recipe"
+    if isinstance(value, tuple) and p.kind == "float" and 1 < len(value) <= MAX_CURVE_POINTS:
+        numbers = tuple(map(numeric, value))
+        return (None, "wrong in the recipe") if None in numbers else (tuple(n for n in numbers if n is not None), "")
+    if not isinstance(value, str | int | float):
+        return None, "set in the recipe"
+    if p.kind in ("float", "int"):
+        number = numeric(value)
+        return number, "wrong in the recipe" if number is None else ""
+    return value, ""
 
 
 # ---- what controls write

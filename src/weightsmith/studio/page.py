@@ -6,18 +6,11 @@ import os
 from importlib.resources import files
 from typing import Any
 
-# Before Gradio is imported: nothing is sent to its makers, or to the Hub's.
-os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-
-import gradio as gr
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-
 from weightsmith import methods
+from weightsmith.errors import Unsupported
 from weightsmith.studio import compare, draft, show
 from weightsmith.studio.places import Places
-from weightsmith.studio.policy import ContentPolicy
+from weightsmith.studio.policy import ContentPolicy, SameOrigin
 from weightsmith.studio.session import Session
 
 _PROMPT = "The three most important things about this program are"
@@ -26,12 +19,26 @@ _SEEN: dict[str, Any] = {"api_visibility": "private", "show_progress": "minimal"
 _LAST: dict[str, Any] = {**_QUIET, "trigger_mode": "always_last"}
 
 
-def build(places: Places) -> gr.Blocks:
-    """The page, not yet served."""
+def _gradio() -> Any:
+    """The package, which sends nothing to its makers or to the Hub's. Raises Unsupported where it is not installed."""
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    try:
+        import gradio
+    except ModuleNotFoundError as error:
+        if error.name != "gradio":
+            raise
+        raise Unsupported("the studio needs Gradio", fix="run pip install 'weightsmith[studio]'") from None
+    return gradio
+
+
+def build(places: Places) -> Any:
+    """The page, not yet served: Gradio's Blocks. Raises Unsupported without Gradio."""
+    gr = _gradio()
     session = Session(places)
     listed = session.models()
 
-    def chooser(label: str, name: str, *, many: bool = True, info: str | None = None) -> gr.Dropdown:
+    def chooser(label: str, name: str, *, many: bool = True, info: str | None = None) -> Any:
         value: Any = [] if many else None
         return gr.Dropdown(listed, value=value, multiselect=many, label=label, info=info, allow_custom_value=True, elem_id=name)
 
@@ -105,7 +112,7 @@ def build(places: Places) -> gr.Blocks:
         controls.input(_edit(session), recipe, recipe, **_LAST)
         recipe.input(follow, recipe, shown, **_LAST)
         checked = recipe.change(session.check, recipe, notes, **_LAST)
-        checked.then(lambda text, on: session.preview(text) if on is True else gr.skip(), [recipe, live], ahead, **_SEEN)
+        checked.then(_if_live(session), [recipe, live], ahead, **{**_SEEN, "trigger_mode": "always_last"})
         again.click(session.preview, recipe, ahead, **_SEEN)
         save.click(None, recipe, None, js=_saving("recipe.yml"))
 
@@ -124,6 +131,8 @@ def build(places: Places) -> gr.Blocks:
 def _follow(session: Session) -> Any:
     """What the controls show of a recipe: base, models, method, its documentation, sliders."""
 
+    gr = _gradio()
+
     def follow(text: str) -> tuple[Any, ...]:
         found = draft.read(text)
         shown = {"held": found.held, "controls": [control.to_json() for control in found.controls]}
@@ -135,14 +144,22 @@ def _follow(session: Session) -> Any:
 
 
 def _edit(session: Session) -> Any:
-    def edit(text: str, event: gr.EventData) -> str:
+    def edit(text: str, event: Any) -> str:
         return session.edit(text, event._data if isinstance(event._data, dict) else {})
 
+    edit.__annotations__["event"] = _gradio().EventData  # by which Gradio knows what to pass
     return edit
+
+
+def _if_live(session: Session) -> Any:
+    gr = _gradio()
+    return lambda text, live: session.preview(text) if live is True else gr.skip()
 
 
 def _ended(session: Session) -> Any:
     """What follows from the end of a merge: its report; its result is a model that can be chosen."""
+
+    gr = _gradio()
 
     def ended(html: str, name: str, base: str | None, models: list[str]) -> tuple[Any, ...]:
         listed, made = session.models(), session.made()
@@ -179,10 +196,14 @@ def launch(places: Places, *, host: str = "127.0.0.1", port: int | None = None, 
     Nothing is asked of the network but models of the Hub: no analytics, no fonts, no scripts of others. The browser is told
     to load nothing but what this server sends (`policy.py`).
     """
-    page = build(places)
+    page, gr = build(places), _gradio()
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+
     middleware = [Middleware(ContentPolicy)]
-    if host in ("127.0.0.1", "localhost", "::1"):  # another site may let a name of its own point here: it is not answered
-        middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]"]))
+    if host in ("127.0.0.1", "localhost", "::1"):  # other sites may send requests here, also under names of their own
+        hosts = ["127.0.0.1", "localhost", "[::1]"]
+        middleware += [Middleware(TrustedHostMiddleware, allowed_hosts=hosts), Middleware(SameOrigin)]
     page.queue(max_size=32).launch(
         server_name=host,
         server_port=port,

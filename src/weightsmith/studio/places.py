@@ -64,22 +64,33 @@ class Places:
         return cls(tuple(found), written, hub)
 
     def check(self, ref: ModelRef) -> WeightsmithError | None:
-        """Why a model of a recipe may not be read; None if it may. What is no local path is the planner's to judge."""
+        """Why a model of a recipe may not be read; None if it may. Whether it exists is for the planner to find out."""
         if ref.lora is not None and (problem := self.check(ref.lora)):
             return problem
         try:
-            matched = is_pattern(ref)
-            fixed = glob.escape(ref.path) if not matched else ref.path
-            local = expand_user(ref.path)
-            if matched:
-                first = re.split(r"[*?\[]", ref.path, maxsplit=1)[0]
-                if ".." in Path(ref.path).parts or not self.holds(expand_user(first or ".")):
-                    return self._outside(ref)
-                return None if all(map(self.holds, map(Path, glob.glob(str(expand_user(fixed)))))) else self._outside(ref)  # noqa: PTH207
-            if local.is_absolute() or ref.path.startswith(("~", ".")) or os.path.lexists(local):
-                return None if self.holds(local) else self._outside(ref)
+            path = expand_user(ref.path)
+            if is_pattern(ref):
+                inside = self._holds_matches(ref.path)
+            elif path.is_absolute() or ref.path.startswith(("~", ".")) or os.path.lexists(path):
+                inside = self.holds(path)
+            else:
+                return self._no_hub_model(ref)
         except (OSError, ValueError, RuntimeError):  # a name too long, a NUL, a circle of links
             return NotFound("no such folder or file", where=ref.where)
+        if inside:
+            return None
+        what = f"{ref.path} is outside the folders that the studio was started with"
+        details = (f"these are {', '.join(map(str, self.folders))}",)
+        return CheckpointError(what, where=ref.where, details=details, fix="start it with this folder too")
+
+    def _holds_matches(self, pattern: str) -> bool:
+        """Whether all that a pattern matches is in the folders. What is outside is not searched."""
+        start = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
+        if ".." in Path(pattern).parts or not self.holds(expand_user(start or ".")):
+            return False
+        return all(self.holds(Path(path)) for path in glob.iglob(str(expand_user(pattern))))  # noqa: PTH207
+
+    def _no_hub_model(self, ref: ModelRef) -> WeightsmithError | None:
         if not self.hub:
             what = f"{ref.path} is not in the studio's folders, and the studio was started without the hub"
             return NotFound(what, where=ref.where, fix="choose one of the models that the page lists")
@@ -92,11 +103,6 @@ class Places:
         """Whether a path, its links followed, is in one of the folders."""
         real = path.resolve()
         return any(real.is_relative_to(folder) for folder in self.folders)
-
-    def _outside(self, ref: ModelRef) -> WeightsmithError:
-        where = ", ".join(map(str, self.folders))
-        what = f"{ref.path} is outside the folders that the studio was started with"
-        return CheckpointError(what, where=ref.where, details=(f"these are {where}",), fix="start it with this folder too")
 
     def target(self, name: str) -> Path:
         """The folder of a result. Raises ParameterError for a name that is not a plain one."""

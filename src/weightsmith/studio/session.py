@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from weightsmith import methods
@@ -133,17 +132,13 @@ class Session:
         while (status := self.work.status).state == "running":
             yield show.status(status), ""
             time.sleep(_TICK_SECONDS)
-        pages = [folder / "report.html" for folder in self._folders() if (folder / "report.html").is_file()]
-        yield show.status(status), "".join(page.read_text(encoding="utf-8") for page in pages)
+        made = status.out / "report.html" if status.out is not None and status.state == "done" else None
+        yield show.status(status), made.read_text(encoding="utf-8") if made is not None and made.is_file() else ""
 
     def made(self) -> list[str]:
         """The result of the last merge, as a recipe names it."""
-        return [reference(folder) for folder in self._folders()]
-
-    def _folders(self) -> list[Path]:
-        """That of the last merge, if it has ended well."""
-        merged = self.work.status.merged
-        return [merged.out] if merged is not None and isinstance(merged.out, Path) else []
+        status = self.work.status
+        return [reference(status.out)] if status.out is not None and status.state == "done" else []
 
     def resumes(self, name: str) -> bool:
         """Whether a merge of this name was interrupted."""

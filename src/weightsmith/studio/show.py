@@ -208,7 +208,7 @@ def samples(found: Sequence[Sample], prompt: str, waiting: str = "") -> str:
         number = "" if sample.perplexity is None else f"{sample.perplexity:.2f}"
         number = f"<b>{number}</b>" if best is not None and sample.perplexity == best and len(known) > 1 else number
         text = escape("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in sample.continuation))
-        said = f"<span class='ws-soft'>{safe(prompt[-80:])}</span>{text}"
+        said = f"<div><span class='ws-soft'>{safe(prompt[-80:])}</span>{text}</div>"
         rows.append(f"<tr><th>{safe(sample.model)}</th><td class='ws-n'>{number}</td><td class='ws-text'>{said}</td></tr>")
     more = f"<p class='ws-soft'>running {safe(waiting)} …</p>" if waiting else ""
     head = "<thead><tr><th>model</th><th>perplexity</th><th>continuation</th></tr></thead>"

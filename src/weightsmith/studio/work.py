@@ -69,8 +69,8 @@ class Work:
                 raise Busy("a merge is running", where=str(self._status.out), fix="wait until it is done, or cancel it")
             self._cancel.clear()
             self._status = Status("running", out, "planning")
-        job = lambda: self._run(recipe, out, overwrite, resume)  # noqa: E731
-        self._thread = threading.Thread(target=job, name="weightsmith-studio", daemon=True)
+        given = (recipe, out, overwrite, resume)
+        self._thread = threading.Thread(target=self._run, args=given, name="weightsmith-studio", daemon=True)
         self._thread.start()
 
     def cancel(self) -> None:

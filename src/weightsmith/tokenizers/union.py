@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any
 
 from weightsmith.errors import Unsupported
-from weightsmith.tokenizers.vocabulary import Added, Vocabulary
+from weightsmith.tokenizers.vocabulary import NO_MERGES, Added, Vocabulary, json_object, without_merges
 
 _FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 _BRACKETS = {"<": ">", "[": "]", "{": "}", "\u27e8": "\u27e9", "\uff1c": "\uff1e", "\u3010": "\u3011"}
@@ -67,16 +67,18 @@ def _in_brackets(token: str) -> bool:
     return len(token) > 2 and _BRACKETS.get(token[0]) == token[-1]
 
 
-def extend(base: Vocabulary, new: Mapping[str, Added], tokenizer: Mapping[str, Any]) -> United:
+def extend(base: Vocabulary, new: Mapping[str, Added], data: bytes) -> United:
     """A vocabulary with new added tokens after all others. No id changes.
 
-    tokenizer  the base's tokenizer.json
+    data  the base's tokenizer.json
 
     Truncation and padding, which a training run may have left in tokenizer.json, are removed. A new token that is a piece of
     the base keeps its id.
 
     Raises Unsupported if its ids have a gap that the new ids would fall into.
     """
+    rest, merges = without_merges(data)
+    tokenizer = json_object(rest, base.label, "tokenizer.json")
     following = count(max(base.ids.values(), default=-1) + 1)
     listed: list[dict[str, Any]] = [
         {"id": base.ids[token] if token in base.ids else next(following), "content": token, **_FLAGS, **_flags(entry)}
@@ -87,7 +89,7 @@ def extend(base: Vocabulary, new: Mapping[str, Added], tokenizer: Mapping[str, A
     # Tokens that only tokenizer_config.json lists have an id already, and must not lose it to a new one.
     more = [e for token, e in sorted(base.added.items(), key=lambda item: item[1]["id"]) if token not in known]
     more = [{"id": entry["id"], "content": entry["content"], **_FLAGS, **_flags(entry)} for entry in more]
-    tokenizer = {**tokenizer, "truncation": None, "padding": None, "added_tokens": [*own, *more, *listed]}
+    tokenizer |= {"truncation": None, "padding": None, "added_tokens": [*own, *more, *listed]}
     if wrong := _misread(tokenizer, {entry["content"] for entry in (*more, *listed)}):
         what = f"tokens cannot be added to this tokenizer: its ids have gaps, and {wrong[0]!r} would be read as id {wrong[1]:,}"
         raise Unsupported(what, where=base.label, fix=_WAYS)
@@ -96,6 +98,7 @@ def extend(base: Vocabulary, new: Mapping[str, Added], tokenizer: Mapping[str, A
         ids[entry["content"]], added[entry["content"]] = entry["id"], entry
     # Without indentation: Python's JSON writer is then ten times as fast, and takes half the memory.
     written = json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":")).encode()
+    written = written.replace(NO_MERGES, b'"merges":' + merges, 1)
     return United(Vocabulary(base.label, base.family, ids, added), tuple(new), written)
 
 

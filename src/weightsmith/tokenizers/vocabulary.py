@@ -145,7 +145,7 @@ def _read(label: str, data: Mapping[str, bytes], digest: str) -> Vocabulary | No
     added: dict[str, Added] = {}
     name = main_file(data)
     if name == "tokenizer.json":
-        tokenizer = json_object(data[name], label, name)
+        tokenizer = json_object(without_merges(data[name])[0], label, name)
         model = tokenizer.get("model")
         if not isinstance(model, dict):
             raise _wrong(label, name, "has no model")
@@ -168,6 +168,26 @@ def _read(label: str, data: Mapping[str, bytes], digest: str) -> Vocabulary | No
         if content not in added and (tokenizer is None or content not in ids):
             added[content] = entry
     return Vocabulary(label, family, ids | {token: entry["id"] for token, entry in added.items()}, added, digest)
+
+
+_STRING = rb'"(?:[^"\\]|\\.)*+"'
+_PAIR = rb"\[\s*+" + _STRING + rb"\s*+,\s*+" + _STRING + rb"\s*+\]"
+_MERGES = re.compile(rb'(?<!\\)"merges"\s*+:\s*+(\[(?:\s*+(?:' + _STRING + rb"|" + _PAIR + rb")\s*+,?+)*+\s*+\])")
+NO_MERGES = b'"merges":[]'
+
+
+def without_merges(data: bytes) -> tuple[bytes, bytes]:
+    """A tokenizer.json with `NO_MERGES`, and its merges: they are three quarters of the values, and no row depends on them.
+
+    The second is b"[]" where no list of merges is found.
+
+    >>> without_merges(b'{"vocab": {"a": 0}, "merges": [["a", "b"], "c d"]}')
+    (b'{"vocab": {"a": 0}, "merges":[]}', b'[["a", "b"], "c d"]')
+    """
+    found = _MERGES.search(data)
+    if found is None:
+        return data, b"[]"
+    return data[: found.start()] + NO_MERGES + data[found.end() :], found[1]
 
 
 def json_object(data: bytes, label: str, name: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ the token (`tokenizers/matching.py`), the others from the product (`rows.py`).
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
@@ -353,7 +352,7 @@ class _Planner:
             if "tokenizer.json" in self.donor.files:
                 made = read_bounded(self.donor.folder / "tokenizer.json", MAX_FILE_BYTES).decode()
             else:
-                made = json.dumps(convert(self.out, contents_of(self.donor.folder, self.donor.files)).tokenizer)
+                made = convert(self.out, contents_of(self.donor.folder, self.donor.files)).data.decode()
             tokenizer = Tokenizer.from_str(made)
             tokenizer.no_truncation()
             found = Counter(tokenizer.encode(text, add_special_tokens=False).ids)
