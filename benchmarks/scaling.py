@@ -86,7 +86,13 @@ class Simulated:
 
 
 def simulate(machines: int, nbytes: float, place: Place, costs: Costs = COSTS) -> Simulated:
-    """A run on machines with one worker each. nbytes: read and written in all."""
+    """A run on machines with one worker each. nbytes: read and written in all.
+
+    >>> simulate(1, 3e12, PLACES[0]).seconds > 3e12 / PLACES[0].network
+    True
+    >>> simulate(64, 3e12, PLACES[0]).seconds > 3e12 / PLACES[0].storage
+    True
+    """
     n = PARTS_PER_SLOT * machines
     fastest = min(place.network, place.processors / costs.byte)
     waiting = deque([nbytes / n] * n)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,3 +150,17 @@ def test_every_fix_says_what_to_do() -> None:
     found = list(fixes())
     assert len(found) > 200
     assert [(where, text) for where, text in found if text.split()[0].strip(",:").lower() not in VERBS] == []
+
+
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, WeightsmithError)]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not PlanError])
+def test_an_error_is_the_same_in_another_process(kind: type[WeightsmithError]) -> None:
+    """Workers of a cluster send theirs to the driver."""
+    error = kind("what", where="a.yml:1:1", details=("line",), fix="write more", state="Nothing was written.")
+    error.product = "thresholds"
+    for one in (error, PlanError([error, NotFound("gone")], ("a.yml", "a: 1\n"))):
+        again = pickle.loads(pickle.dumps(one))
+        assert type(again) is type(one)
+        assert (report(again), again.product, again.state) == (report(one), one.product, one.state)

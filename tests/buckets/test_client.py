@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.bucket_help import MemoryBucket
+from tests.bucket_help import MemoryBucket, environment_of
 from weightsmith.buckets.client import Bucket, Missing, NoConditions, md5_of
+from weightsmith.errors import StoreError
 
 OPEN: dict[str, Callable[[pytest.FixtureRequest], Any]] = {
     "memory": lambda request: MemoryBucket(request.node.name),
@@ -53,6 +54,26 @@ def test_a_store_that_cannot_replace_a_version_is_asked_for_it_first(moto: Any, 
     assert bucket.read("lock", 10).data == b"two"  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "message"),
+    [
+        ("http://store.example:9000", "has no TLS"),
+        ("https://x.r2.cloudflarestorage.com", "parts of equal size"),
+        ("nonsense", "is not a URL"),
+    ],
+)
+def test_endpoints_that_are_refused(endpoint: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("botocore")
+    for name, value in environment_of(1).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(StoreError, match=message):
+        Bucket("bkt")
+    if "TLS" in message:
+        monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+        Bucket("bkt")
+
+
 def test_small_objects(bucket: Any) -> None:
     assert bucket.read("none", 100) is None
     assert bucket.head("none") is None
@@ -70,8 +91,6 @@ def test_small_objects(bucket: Any) -> None:
 
 
 def test_an_object_that_is_too_large_is_not_read(moto: Any) -> None:
-    from weightsmith.errors import StoreError
-
     bucket = Bucket(moto.bucket)
     bucket.put("x", b"0123456789")
     with pytest.raises(StoreError, match="more than the 9 bytes"):

@@ -238,6 +238,7 @@ def _run_through_faults(here: Path, server: Server, faults: Any, wanted: int, mo
         proxy.close()
 
 
+@pytest.mark.slow
 def test_a_store_that_keeps_failing_is_one_error_and_the_run_resumes(
     here: Path, moto: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +259,7 @@ def test_a_store_that_keeps_failing_is_one_error_and_the_run_resumes(
     assert moto.contents("out") == tree(here / "out")
 
 
+@pytest.mark.slow
 def test_credentials_are_in_no_object_message_or_file(
     here: Path, moto: Server, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +287,7 @@ def test_credentials_that_are_missing_are_one_error(here: Path, moto: Server, mo
     assert "AWS_PROFILE" in str(found.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["stack", "moe"])
 def test_from_a_bucket_into_the_same_one_hardly_anything_is_uploaded(
     tmp_path: Path, moto: Server, monkeypatch: pytest.MonkeyPatch, case: str
@@ -341,6 +344,7 @@ def test_a_plan_runs_into_a_bucket(here: Path, moto: Server, cli: Cli) -> None:
     assert moto.contents("out") == tree(here / "out")
 
 
+@pytest.mark.slow
 def test_clean_and_verify_from_the_command_line(here: Path, moto: Server, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     out = f"s3://{moto.bucket}/models/out"
 

@@ -47,6 +47,7 @@ class Server:
     ranges  spans of the requests for parts: (path, first, end)
     sent    bytes of bodies
     tags    False: no ETag
+    redirects, announced   path → where it is; headers of the answers that say so
     """
 
     files: dict[str, bytes]
@@ -63,6 +64,7 @@ class Server:
     sent: int = 0
     url: str = ""
     redirects: dict[str, str] = field(default_factory=dict)
+    announced: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -97,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(self.path.partition("?")[0]).strip("/")
         self.site.headers.append((self.path, {k.lower(): v for k, v in self.headers.items()}))
         if path in self.site.redirects:
-            self._send(302, b"", {"Location": self.site.redirects[path]})
+            self._send(302, b"", {"Location": self.site.redirects[path], **self.site.announced})
             return
         data = self.site.files.get(path)
         if data is None:

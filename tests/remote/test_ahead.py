@@ -218,6 +218,34 @@ def test_stopping_wakes_whoever_waits() -> None:
     assert "the run has ended" in str(found[0])
 
 
+def test_a_slot_is_not_given_away_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightsmith.remote.spool import Spool
+
+    monkeypatch.setattr(ahead, "CONNECTIONS", 1)
+    monkeypatch.setattr(ahead, "AHEAD_BLOCKS", 0)
+    plainly, entered, release = Spool.read, threading.Event(), threading.Event()
+
+    def slowly(self: Spool, slot: int, offset: int, out: memoryview) -> None:
+        if threading.current_thread().name == "slow":
+            entered.set()
+            assert release.wait(10)
+        plainly(self, slot, offset, out)
+
+    monkeypatch.setattr(Spool, "read", slowly)
+    memory, file = file_of(32 * KIB)
+    tiles = [Extent(file, at, 16 * KIB) for at in (0, 16 * KIB)]
+    found: list[bytes] = []
+    with ReadAhead([[tiles[0], tiles[0]], [tiles[1]]]):
+        slow = threading.Thread(target=lambda: found.append(read(file, 0, 16 * KIB)), name="slow")
+        slow.start()
+        assert entered.wait(5)
+        for start in (0, 0, 16 * KIB):
+            assert read(file, start, 16 * KIB) == memory.data[start : start + 16 * KIB]
+        release.set()
+        slow.join()
+    assert found == [memory.data[: 16 * KIB]]
+
+
 def test_a_full_disk_slows_and_does_not_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     from weightsmith.remote.spool import Spool
 

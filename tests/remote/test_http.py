@@ -144,6 +144,20 @@ def test_an_address_that_expires_is_asked_for_again(site: Server) -> None:
             read(file, 20, 30)
 
 
+@pytest.mark.parametrize("name", ["X-Repo-Commit", "X-Linked-ETag"])
+def test_a_redirect_that_announces_other_content_is_one_error(name: str, site: Server) -> None:
+    with serve({"one": DATA, "two": DATA[::-1]}) as other:
+        site.redirects["m/x.bin"] = f"{other.url}/one"
+        site.announced = {name: "first"}
+        pinned = ("x-repo-commit", "first") if name == "X-Repo-Commit" else ("", "")
+        file = HttpFile(f"{site.url}/m/x.bin", "the file", len(DATA), "first", {}, pinned=pinned)
+        assert read(file, 0, 10) == DATA[:10]
+        del other.files["one"]
+        site.redirects["m/x.bin"], site.announced = f"{other.url}/two", {name: "second"}
+        with pytest.raises(CheckpointError, match=r"has changed since it was first read: .* 'first' then, 'second' now"):
+            read(file, 10, 20)
+
+
 def test_no_error_and_no_log_shows_a_signature_or_a_token(site: Server, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with serve({"one": DATA}) as other:
@@ -196,6 +210,22 @@ def test_a_server_that_trickles_is_given_up(site: Server, monkeypatch: pytest.Mo
     with pytest.raises(CheckpointError, match=r"bytes came in 0 s, after 2 more attempts"):
         fetch(trickle, 0, 1000, lambda at, piece: None)
     assert trickle.requests == 3
+
+
+@pytest.mark.parametrize("brought", [0, 400])
+def test_answers_that_end_early_end_the_patience(brought: int) -> None:
+    class Short:
+        where, nbytes, version = "the file", 1000, ""
+
+        def request(self, first: int, end: int) -> Iterator[bytes]:
+            if first < brought:
+                yield DATA[first:brought]
+
+        def check_unchanged(self) -> None:
+            pass
+
+    with pytest.raises(CheckpointError, match=rf"the answer ended after 0 of {1000 - brought:,} bytes, after 8 more attempts"):
+        fetch(Short(), 0, 1000, lambda at, piece: None)
 
 
 def test_how_long_a_server_asks_to_wait() -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.store_help import NAMES, build, data, layout, put, tree
-from weightsmith.errors import CannotResume, OutputExists, StoreError
+from weightsmith.errors import Busy, CannotResume, OutputExists, StoreError
 from weightsmith.plans import Product
 from weightsmith.store import Staging, disk, make_layout, staging_folder, verify
 from weightsmith.store.journal import Finished
@@ -718,3 +718,32 @@ def test_closing_twice_after_an_interrupted_close_is_fine(out: Path, monkeypatch
                 pass
     staging.close()
     Staging.open(out, layout(), "plan").discard()
+
+
+def test_parts_enter_a_folder_that_is_shared_and_no_other_run(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsmith.store.staging.ATTACH_SECONDS", 0.1)
+    with Staging.open(out, layout(), "plan") as staging:
+        with pytest.raises(Busy):
+            Staging.open(out, layout(), "plan", part="1-of-2")
+        with staging.shared():
+            with Staging.open(out, layout(), "plan", part="1-of-2"):
+                pass
+            with pytest.raises(Busy, match="is building this output now"):
+                Staging.open(out, layout(), "plan")
+        with pytest.raises(Busy):
+            Staging.open(out, layout(), "plan", part="1-of-2")
+
+
+def test_a_part_that_stays_keeps_the_folder_from_being_taken_back(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsmith.store.staging.ATTACH_SECONDS", 0.1)
+    with Staging.open(out, layout(), "plan") as staging, ExitStack() as stack:
+        with pytest.raises(Busy, match="still doing a part of it"), staging.shared():
+            stack.enter_context(Staging.open(out, layout(), "plan", part="1-of-2"))
+
+
+def test_a_folder_that_another_run_has_removed_is_not_taken_back(out: Path) -> None:
+    with Staging.open(out, layout(), "plan") as staging:
+        for name in ("lock", "content"):
+            with pytest.raises(Busy, match="another"), staging.shared():
+                (staging.folder / name).rename(staging.folder / "gone")
+            (staging.folder / "gone").rename(staging.folder / name)

@@ -88,6 +88,8 @@ def test_settings_of_a_sentencepiece_tokenizer(tmp_path: Path) -> None:
     made, about = converted(tmp_path / "a", **model, **given)
     assert made.encode("bar<s>bar").tokens == ["\u2581bar", "<s>", "ba", "r", "</s>"]  # no space after a special token
     assert (about["tokenizer_class"], about["legacy"]) == ("PreTrainedTokenizerFast", False)
+    made, about = converted(tmp_path / "e", **model, **settings(bos_token="</s>"))
+    assert (made.encode("ar").tokens, about["bos_token"]) == (["</s>", "\u2581", "ar"], "</s>")
     made, _ = converted(tmp_path / "b", **model, **settings(add_prefix_space=False))
     assert made.encode("bar", add_special_tokens=False).tokens == ["ba", "r"]
 

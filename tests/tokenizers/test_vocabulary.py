@@ -40,12 +40,13 @@ def test_a_sentencepiece_model(tmp_path: Path) -> None:
     assert unigram.family == "unigram"
 
 
+NAN = b"\x0a\x08\x0a\x01a\x15\x00\x00\xc0\x7f"
 HUGE = b"\x0a\x08\x08" + b"\xff" * 6 + b"\x7f"
 """A piece whose text is a number: as a count of bytes it would be half a petabyte."""
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\x0a", b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x7f", b"\x0b", b"\x0a\x03\x0a\x01\xff", HUGE]
+    "data", [b"", b"\x0a", b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x7f", b"\x0b", b"\x0a\x03\x0a\x01\xff", HUGE, NAN]
 )
 def test_a_damaged_sentencepiece_model_is_refused(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(FormatError, match=r"tokenizer\.model is not a SentencePiece model"):

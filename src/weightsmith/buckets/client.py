@@ -15,6 +15,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 from weightsmith.errors import StoreError, legible
+from weightsmith.remote.addresses import is_loopback
 
 ATTEMPTS = 8
 UPLOADS = 8
@@ -92,7 +93,11 @@ class Bucket:
         except ValueError as error:  # an endpoint that is no URL
             fix = "correct AWS_ENDPOINT_URL"
             raise StoreError("the endpoint of the store is not a URL", where=f"s3://{name}", fix=fix) from error
-        if ".r2.cloudflarestorage.com" in self._client.meta.endpoint_url:
+        scheme, _, host = self._client.meta.endpoint_url.partition("://")
+        if scheme == "http" and not is_loopback(host) and os.environ.get("AWS_ALLOW_HTTP", "").lower() not in ("1", "true"):
+            fix = "use https, or set AWS_ALLOW_HTTP=true if that network is safe"
+            raise StoreError("the endpoint of the store has no TLS", where=f"s3://{name}", fix=fix)
+        if ".r2.cloudflarestorage.com" in host:
             raise StoreError(
                 "Cloudflare R2 requires parts of equal size, and weightsmith cuts files at tensors",
                 where=f"s3://{name}",

@@ -148,7 +148,7 @@ def tag_of(headers: Mapping[str, str]) -> str:
     """What a server says of the version of a file, with the header's name; "" for nothing."""
     for name in ("etag", "last-modified"):
         if headers.get(name):
-            return f"{name} {show(headers[name])}"
+            return f"{name} {show(headers[name].removeprefix('W/'))}"  # proxies weaken it
     return ""
 
 
@@ -248,7 +248,7 @@ def _failure(error: Exception, url: str, where: str) -> Exception:
         cause = inner  # type: ignore[assignment]
     kind = type(error).__name__
     if "CERTIFICATE_VERIFY_FAILED" in f"{error} {cause}":
-        fix = "If a proxy of yours replaces certificates, name its own in SSL_CERT_FILE."
+        fix = "Name the certificate in SSL_CERT_FILE if a proxy of yours replaces certificates."
         return CheckpointError(f"the certificate of {host} is not valid", where=where, fix=fix)
     reason = f": {cause.strerror}" if isinstance(cause, OSError) and cause.strerror else ""
     return Again(f"no answer from {host} ({kind}{reason})")

@@ -119,6 +119,11 @@ def _note(level: Literal["error", "warning"], code: str, finding: Finding, text:
     return Note(level, code, line, column, finding, tuple(excerpt(finding.where, _NAME, text)))
 
 
+def first_finding(error: WeightsmithError) -> Finding:
+    """What an error says, or the first of its problems."""
+    return error.problems[0].finding if isinstance(error, PlanError) else error.finding
+
+
 def model_allowed(name: str, places: Places) -> str:
     """A single model that may be read. Raises PlanError."""
     found = parse_reference(name, "")

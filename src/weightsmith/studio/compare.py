@@ -13,7 +13,7 @@ import numpy as np
 from weightsmith.errors import CheckpointError, Unsupported, WeightsmithError, first_line
 from weightsmith.judge import Judge
 from weightsmith.look.models import opened
-from weightsmith.studio.check import model_allowed
+from weightsmith.studio.check import first_finding, model_allowed
 from weightsmith.studio.places import Places
 from weightsmith.text import size
 
@@ -61,7 +61,7 @@ def compare(models: Sequence[str], places: Places, *, prompt: str, text: str = "
             found = Sample(name, judge.continuation(prompt, new_tokens), judge.perplexity(text, ROWS) if text.strip() else None)
             del judge
         except WeightsmithError as error:
-            found = Sample(name, problem=str(error))
+            found = Sample(name, problem=str(first_finding(error)))
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:  # what transformers raises for such models
             found = Sample(name, problem=f"transformers cannot run it: {first_line(error)}")
         gc.collect()

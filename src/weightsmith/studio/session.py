@@ -13,7 +13,7 @@ from weightsmith.look.inspect import Inspection, inspect
 from weightsmith.look.pages import comparison_page, difference_page, inspection_page
 from weightsmith.look.preview import preview
 from weightsmith.studio import compare, draft, show
-from weightsmith.studio.check import allowed, check, model_allowed
+from weightsmith.studio.check import allowed, check, first_finding, model_allowed
 from weightsmith.studio.places import Places, reference
 from weightsmith.studio.work import Work, unfinished
 
@@ -86,8 +86,7 @@ class Session:
                 if name:
                     found.append(inspect(model_allowed(name, self.places), progress=False))
             except WeightsmithError as error:
-                first = error.problems[0] if isinstance(error, PlanError) else error
-                found.append(f"{name}: {first.finding.what}")
+                found.append(f"{name}: {first_finding(error).what}")
         return show.facts(found)
 
     def preview(self, text: str) -> str:

@@ -107,14 +107,13 @@ def facts(found: Sequence[Inspection | str]) -> str:
     lines = []
     for each in found:
         if isinstance(each, str):
-            lines.append(f'<li class="ws-error">{safe(each.splitlines()[0])}</li>')
+            lines.append(f'<li class="ws-error">{safe(each)}</li>')
             continue
         layers = sum(stack.layers for stack in each.stacks)
         words = [each.architecture or ("adapter" if each.adapter else "no config.json"), f"{_short(each.elements)} parameters"]
         words += [f"{layers} layers"] if layers else []
         words += ["/".join(amount.name for amount in each.dtypes[:3])]
-        words += [f"{each.quantised}"] if each.quantised else []
-        words += [each.licence] if each.licence else []
+        words += [word for word in (each.quantised, each.licence) if word]
         lines.append(f"<li><b>{safe(each.name)}</b> {safe(' · '.join(words))}</li>")
     return f"<ul class='ws-facts'>{''.join(lines)}</ul>" if lines else ""
 
@@ -143,7 +142,7 @@ def preview(found: Preview) -> str:
         f"<div class='ws-scroll'>{heat_map(block) if isinstance(block, HeatMap) else curves(block)}</div></figure>"
         for block in drawn
     )
-    moved = f"<p>The merge is <b>{written(found.total.share, 'share')}</b> away from its base: {safe(found.base)}.</p>"
+    moved = f"<p>The merge is <b>{written(found.total.share, 'share')}</b> away from its base, {safe(found.base)}.</p>"
     return (
         f"<div class='ws-preview'>{moved}{_bars(found.names, found.total)}<ul class='ws-notes'>{warnings}</ul>"
         f"<div class='ws-maps'>{maps}</div>"

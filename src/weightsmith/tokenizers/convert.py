@@ -14,7 +14,6 @@ from typing import Any
 
 from weightsmith.errors import Unsupported
 from weightsmith.tokenizers.sentencepiece import (
-    BYTE,
     NORMAL,
     SPACE,
     UNKNOWN,
@@ -86,20 +85,17 @@ def convert(vocabulary: Vocabulary, data: Mapping[str, bytes]) -> Converted:
     kind = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
     if settings.get("auto_map"):
         raise _refused(vocabulary, name, "the model has code of its own for it")
-    if name == "vocab.json":
-        found = _byte_level(vocabulary, data, settings, kind)
-    elif name == "vocab.txt":
-        found = _wordpiece(vocabulary, settings, kind)
-    elif name == "tekken.json":
-        found = _tekken(vocabulary, data)
-    elif vocabulary.family == "byte-level BPE":
-        raise _refused(vocabulary, name, "its special tokens and the rule that splits text are not in the file")
-    else:
-        found = _sentencepiece(vocabulary, read_sentencepiece(data[name]), settings, kind, name)
-    named = {**found.roles, **_named(settings)}
-    if unknown := [token for token in named.values() if token not in vocabulary.ids]:
+    if unknown := [token for token in _named(settings).values() if token not in vocabulary.ids]:
         raise _refused(vocabulary, name, f"{unknown[0]!r} in tokenizer_config.json has no id")
-    return found
+    if name == "vocab.json":
+        return _byte_level(vocabulary, data, settings, kind)
+    if name == "vocab.txt":
+        return _wordpiece(vocabulary, settings, kind)
+    if name == "tekken.json":
+        return _tekken(vocabulary, data)
+    if vocabulary.family == "byte-level BPE":
+        raise _refused(vocabulary, name, "its special tokens and the rule that splits text are not in the file")
+    return _sentencepiece(vocabulary, read_sentencepiece(data[name]), settings, kind, name)
 
 
 def _refused(vocabulary: Vocabulary, name: str, why: str) -> Unsupported:
@@ -237,8 +233,9 @@ def _sentencepiece(
     decode = [_replace({"String": SPACE}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
     decode += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
     roles = {role: model.pieces[number].text for role, number in model.roles.items()}
-    bos = roles.get("bos", "") if settings.get("add_bos_token") is not False else ""
-    eos = roles.get("eos", "") if settings.get("add_eos_token") is True else ""
+    ends = roles | _named(settings)
+    bos = ends.get("bos", "") if settings.get("add_bos_token") is not False else ""
+    eos = ends.get("eos", "") if settings.get("add_eos_token") is True else ""
     parts = {
         "normalizer": _sequence(steps, "normalizers"),
         "pre_tokenizer": pre,
@@ -267,11 +264,7 @@ def _pieces(model: SentencePiece) -> Json:
     ranked = sorted(normal, key=lambda piece: (-piece.score, -len(piece.text)))
     unknown = next((piece.text for piece in model.pieces if piece.kind == UNKNOWN), None)
     merges = _merges([piece.text for piece in ranked], frozenset(piece.text for piece in normal))
-    return _bpe(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=model.byte_fallback and _has_bytes(model))
-
-
-def _has_bytes(model: SentencePiece) -> bool:
-    return any(piece.kind == BYTE for piece in model.pieces)
+    return _bpe(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=model.byte_fallback)
 
 
 def _byte_level(vocabulary: Vocabulary, data: Mapping[str, bytes], settings: Mapping[str, Any], kind: str) -> Converted:

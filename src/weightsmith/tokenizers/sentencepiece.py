@@ -5,6 +5,7 @@ The numbers of fields and types are those of sentencepiece_model.proto (https://
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -96,7 +97,10 @@ def _piece(data: memoryview) -> Piece:
         raise ValueError("a piece whose text is a number")
     if isinstance(score, int) or len(score) != 4 or not isinstance(kind, int):
         raise ValueError("a piece whose score or type is of another type")
-    return Piece(bytes(text).decode(), struct.unpack("<f", score)[0], kind)
+    (number,) = struct.unpack("<f", score)
+    if not math.isfinite(number):
+        raise ValueError("a piece whose score is not finite")
+    return Piece(bytes(text).decode(), number, kind)
 
 
 def _signed(value: int | memoryview) -> int:
