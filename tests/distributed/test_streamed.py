@@ -30,8 +30,8 @@ print(merge(json.loads(sys.argv[1]), "out", stream=True).fetched_bytes)
 
 
 def merge(recipe: Any, out: Any, **options: Any) -> Merged:
-    """A merge whose parts two threads do."""
-    workers = Threads(2)
+    """A merge whose parts one thread does: what is read ahead belongs to one run of a process."""
+    workers = Threads(1)
     with prepare_any(recipe, RecipeOptions(check_loading=False), QuantizeSettings()) as prepared:
         try:
             running = RunOptions(fsync=False, threads=1, **options)
