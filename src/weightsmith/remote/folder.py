@@ -146,7 +146,7 @@ def open_folder(address: Address, only: str = "") -> RemoteFolder:
     files = list_files(address, only)
     if not files:
         what = f"{only} is not there" if only else "no file of a model is there"
-        fix = "Check the address." if address.scheme in STORES else f"A folder needs config.json, and weights or {_INDEXES[0]}."
+        fix = "Check the address." if address.scheme in STORES else f"Name a folder with config.json and {_INDEXES[0]}."
         raise NotFound(what, where=str(address), fix=fix)
     return RemoteFolder(address, files)
 

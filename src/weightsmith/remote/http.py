@@ -249,7 +249,7 @@ def _failure(error: Exception, url: str, where: str) -> Exception:
         cause = inner  # type: ignore[assignment]
     kind = type(error).__name__
     if "CERTIFICATE_VERIFY_FAILED" in f"{error} {cause}":
-        fix = "If a proxy of yours replaces certificates, name its own in SSL_CERT_FILE."
+        fix = "Name the certificate in SSL_CERT_FILE if a proxy of yours replaces certificates."
         return CheckpointError(f"the certificate of {host} is not valid", where=where, fix=fix)
     reason = f": {cause.strerror}" if isinstance(cause, OSError) and cause.strerror else ""
     return Again(f"no answer from {host} ({kind}{reason})")
