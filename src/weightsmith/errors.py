@@ -250,13 +250,22 @@ class Corrupt(StoreError):
     """Bytes that differ from the manifest."""
 
 
+def without_queries(text: str) -> str:
+    """Text of another library without the queries of addresses: one may be a signature, with which anybody may read the file.
+
+    >>> without_queries("GET 'https://host/a?X-Amz-Signature=1' failed. Again?")
+    "GET 'https://host/a?...' failed. Again?"
+    """
+    return re.sub(r"\?[\w%&=][^\s'\"<>]*", "?...", text)
+
+
 def first_line(error: BaseException) -> str:
     """The first line of what another library says of an error, or the error's class if it says nothing.
 
     >>> first_line(ValueError("no\\nreason")), first_line(MemoryError())
     ('no', 'MemoryError')
     """
-    lines = str(error).strip().splitlines()
+    lines = without_queries(str(error)).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
 
 

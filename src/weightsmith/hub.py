@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightsmith.errors import NOTHING_WRITTEN, CheckpointError, Finding, NotFound, PushFailed
+from weightsmith.errors import NOTHING_WRITTEN, CheckpointError, Finding, NotFound, PushFailed, without_queries
 from weightsmith.formats.files import RandomAccess, open_local, show
 from weightsmith.remote.files import RemoteFile, read_starts
 from weightsmith.remote.http import HttpFile
@@ -311,7 +311,7 @@ def _reason(error: Exception) -> str:
 
 
 def _first_lines(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in without_queries(str(error)).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:2])[:300]}"
 
 

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.bucket_help import MOTO, SEAWEED, MemoryBucket, Server, environment_of, serving
 from weightsmith.buckets import contents, staging, unfinished, uploads, verify
+
+
+@pytest.fixture(autouse=True)
+def spool(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the spool: not the cache of whoever runs the tests."""
+    from huggingface_hub import constants
+
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    return folder
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,6 +85,13 @@ def test_bytes_in_any_order_from_many_threads(memory: MemoryBucket, tmp_path: Pa
         staging.add_file("config.json", b'{"model_type": "tiny"}')
         staging.publish({"recipe": "none"})
     assert memory.contents("models/out") == tree(build(tmp_path / "out"))
+
+
+def test_parts_wait_in_the_folder_of_the_spool(memory: MemoryBucket, spool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, plainly = [], tempfile.TemporaryFile
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **given: seen.append(given["dir"]) or plainly(**given))
+    build_out()
+    assert seen == [spool]
 
 
 def test_nothing_is_visible_before_it_is_published(memory: MemoryBucket) -> None:

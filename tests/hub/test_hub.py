@@ -16,6 +16,7 @@ import torch
 from safetensors.numpy import save
 
 from tests.fake_hub import COMMIT, FakeHub, cache, environment, serve, silent
+from weightsmith.hub import _explain, _first_lines
 
 OLD = "0" * 40
 INDEX = "model.safetensors.index.json"
@@ -302,3 +303,10 @@ def test_a_local_folder_wins_over_a_hub_id(hub: FakeHub, tmp_path: Path) -> None
     (tmp_path / "org" / "good" / "model.safetensors").write_bytes(save({"local": A}))
     assert run(hub, tmp_path, "org/good")["tensors"] == {"local": A.tolist()}
     assert hub.seen == []
+
+
+def test_no_error_of_the_hub_shows_a_signature() -> None:
+    said = "403 Forbidden: None.\nCannot access content at: https://cas.example/a?X-Amz-Signature=s3cret&X-Amz-Expires=1.\nMore"
+    for shown in (str(_explain(OSError(said), "org/m")), _first_lines(OSError(said))):
+        assert "Cannot access content at: https://cas.example/a?..." in shown
+        assert "s3cret" not in shown

@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,13 +38,18 @@ FAULTS = (
 )
 
 
+IN_A_ROW = 4
+"""Faults that are drawn for one run of bytes before it is sent: half of what a client takes."""
+
+
 @dataclass
 class Server:
     """What is served, what was asked for, and how the server misbehaves.
 
     files   path → content; a path is relative to the server's root
     faults  to commit, the next one last; `*` for a permanent one
-    share   of requests that meet a fault drawn from `drawn`, up to `most` of them
+    share   of requests that meet a fault drawn from `drawn`, up to `most` of them, and up to `IN_A_ROW` of those for one
+            run of bytes: the same ones whatever the order of the runs
     ranges  spans of the requests for parts: (path, first, end)
     sent    bytes of bodies
     tags    False: no ETag
@@ -67,18 +73,24 @@ class Server:
     announced: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._random = random.Random(self.seed)
         self._lock = threading.Lock()
+        self._asked: Counter[tuple[str, int]] = Counter()
+        self._in_a_row: Counter[tuple[str, int]] = Counter()
 
-    def fault(self) -> str:
-        """What goes wrong with a request; "" for nothing."""
+    def fault(self, path: str, end: int) -> str:
+        """What goes wrong with a request for bytes up to `end`; "" for nothing. A client that goes on asks for the same end."""
         with self._lock:
             if self.faults:
                 name = self.faults[-1] if self.faults[-1].startswith("*") else self.faults.pop()
                 return name.removeprefix("*")
-            if len(self.committed) < self.most and self._random.random() < self.share:
-                self.committed.append(self._random.choice(self.drawn))
+            run = path, end
+            self._asked[run] += 1
+            drawing = random.Random(f"{self.seed} {path} {end} {self._asked[run]}")
+            if len(self.committed) < self.most and self._in_a_row[run] < IN_A_ROW and drawing.random() < self.share:
+                self._in_a_row[run] += 1
+                self.committed.append(drawing.choice(self.drawn))
                 return self.committed[-1]
+            self._in_a_row[run] = 0
         return ""
 
 
@@ -112,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         first, end = int(asked[1]), min(int(asked[2]) + 1, len(data))
         self.site.ranges.append((path, first, end))
-        self._part(self.site.fault(), data, first, end, headers)
+        self._part(self.site.fault(path, end), data, first, end, headers)
 
     def _part(self, fault: str, data: bytes, first: int, end: int, headers: dict[str, str]) -> None:
         body, span = data[first:end], (first, end)

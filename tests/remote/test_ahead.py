@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from weightsmith.errors import CheckpointError
+from weightsmith.errors import CheckpointError, NoSpace
 from weightsmith.formats.files import Extent
 from weightsmith.remote import ahead
 from weightsmith.remote.ahead import Blocks, ReadAhead, estimate
@@ -256,7 +256,7 @@ def test_a_full_disk_slows_and_does_not_stop(monkeypatch: pytest.MonkeyPatch) ->
         taken.add(slot)
         if len(taken) > 3:
             taken.discard(slot)
-            raise OSError(28, "No space left on device")
+            raise NoSpace("no space", where="here")
         written(self, slot, offset, data)
 
     monkeypatch.setattr(Spool, "write", write)

@@ -14,7 +14,7 @@ import pytest
 from tests.remote.servers import FAULTS, Server, serve
 from weightsmith.errors import CheckpointError
 from weightsmith.remote import retries
-from weightsmith.remote.http import HttpFile, _asked_seconds, tag_of
+from weightsmith.remote.http import HttpFile, _asked_seconds, _target, tag_of
 from weightsmith.remote.retries import Patience, fetch
 
 DATA = np.random.default_rng(0).bytes(300_000)
@@ -172,11 +172,41 @@ def test_no_error_and_no_log_shows_a_signature_or_a_token(site: Server, caplog: 
     assert "hf_secret" not in shown
 
 
-@pytest.mark.parametrize("target", ["file:///etc/passwd", "ftp://127.0.0.1/x", "", "gopher://x"])
-def test_a_redirect_to_another_protocol_is_refused(target: str, site: Server) -> None:
+@pytest.mark.parametrize(
+    "target",
+    [
+        "file:///etc/passwd",
+        "ftp://127.0.0.1/x",
+        "",
+        "gopher://x",
+        "http://10.0.0.5/x",
+        "http://127.0.0.1@10.0.0.5/x",
+        "//10.0.0.5",
+    ],
+)
+def test_a_redirect_to_another_protocol_or_to_plain_http_elsewhere_is_refused(target: str, site: Server) -> None:
     site.redirects["m/x.bin"] = target
     with pytest.raises(CheckpointError, match="redirects to an address that is not read"):
         read(file_of(site), 0, 10)
+
+
+@pytest.mark.parametrize(
+    ("url", "location", "target"),
+    [
+        ("http://127.0.0.1:1/a", "http://localhost:2/b", "http://localhost:2/b"),
+        ("http://127.0.0.1:1/a", "HTTPS://cdn.example/b", "HTTPS://cdn.example/b"),
+        ("http://mirror.lan/a", "/b", "http://mirror.lan/b"),  # HF_ENDPOINT=http://mirror.lan
+        ("http://mirror.lan/a", "http://other.lan/b", ""),
+        ("https://cdn.example/a", "http://cdn.example/a", ""),
+        ("https://cdn.example/a", "http://127.0.0.1/a", ""),
+    ],
+)
+def test_where_a_redirect_may_lead(url: str, location: str, target: str) -> None:
+    if target:
+        assert _target(url, location, "") == target
+    else:
+        with pytest.raises(CheckpointError, match="redirects to an address that is not read"):
+            _target(url, location, "")
 
 
 def test_redirects_that_never_end_are_refused(site: Server) -> None:

@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,8 +33,26 @@ def test_without_the_package_its_name_is_said(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_error_of_a_store_shows_no_signature() -> None:
-    shown = stores.first_line(OSError("GET https://x.example/a?X-Amz-Signature=s3cret failed\nmore"))
-    assert shown == "GET https://x.example/a failed"
+    error = OSError("GET https://x.example/a?X-Amz-Signature=s3cret failed\nmore")
+    found = stores.Store.failure(SimpleNamespace(_obstore=SimpleNamespace(exceptions=_Exceptions)), error, "")  # type: ignore[arg-type]
+    assert str(found) == "the store does not answer as it should (OSError: GET https://x.example/a?... failed)"
+
+
+class _Exceptions:
+    """Types of obstore's exceptions, none of which is raised."""
+
+    PreconditionError = NotModifiedError = NotFoundError = PermissionDeniedError = UnauthenticatedError = KeyError
+
+
+def test_an_object_whose_list_has_no_etag_has_that_of_its_first_answer() -> None:
+    answers = [{"size": 10, "e_tag": tag} for tag in (None, "a", "a", None, "b")]
+    store = SimpleNamespace(where="s3://b/x", head=lambda name: answers.pop(0))
+    file = stores.StoreFile(store, "n", 10, "")  # type: ignore[arg-type]
+    for _ in range(4):
+        file.check_unchanged()
+    with pytest.raises(CheckpointError, match="has changed since it was first read: 'a' then, 'b' now"):
+        file.check_unchanged()
+    assert file.version == ""  # what a plan and the spool know it by
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,17 @@ def address(root: Path) -> Iterator[str]:
     """Of a studio that serves the folders."""
     if not GRADIO:
         pytest.skip("Gradio is not installed")
+    with serving(root) as url:
+        yield url
+
+
+@contextmanager
+def serving(root: Path, *flags: str) -> Iterator[str]:
+    """The address of a studio of some folders, until the block ends."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "weightsmith", "studio", "models", "--out", "out", "--no-hub", "--port", str(port)]
+    command = [sys.executable, "-m", "weightsmith", "studio", "models", "--out", "out", "--no-hub", "--port", str(port), *flags]
     log = (root / "log").open("w")
     process = subprocess.Popen(command, cwd=root, env=environment(HF_HUB_OFFLINE="1"), stdout=log, stderr=log)
     try:
@@ -108,6 +116,18 @@ def test_the_server_gives_away_no_file_and_answers_no_other_name(address: str, r
     html = answer.read().decode()
     assert "fonts.googleapis.com" not in html
     assert json.loads(re.search(r"window.gradio_config = (\{.*?\});</script>", html)[1])["analytics_enabled"] is False  # type: ignore[index]
+
+
+@pytest.mark.slow
+@needs_gradio
+def test_others_may_reach_it_and_their_sites_may_not(root: Path) -> None:
+    with serving(root, "--host", "0.0.0.0") as address:
+        join, event = f"{address}/gradio_api/queue/join", b'{"data": [], "fn_index": 0, "session_hash": "abcdefghij"}'
+        assert status_of(address, Host="192.168.1.5") == 200
+        assert status_of(address, Host="evil.example") == 400
+        for kind in ("application/json", "text/plain"):
+            assert status_of(join, event, Origin="https://evil.example", **{"Content-Type": kind}) == 403
+        assert status_of(join, event, Origin=address, **{"Content-Type": "application/json"}) == 200
 
 
 # ---- in a browser

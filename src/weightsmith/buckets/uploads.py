@@ -25,11 +25,11 @@ from weightsmith.buckets.journal import State
 from weightsmith.buckets.lock import Lock
 from weightsmith.buckets.parts import Group, Part, cut
 from weightsmith.buckets.prefix import Prefix
-from weightsmith.buckets.spool import Spool
 from weightsmith.containers import Layout
 from weightsmith.errors import StoreError
 from weightsmith.formats.files import Elsewhere, Extent
 from weightsmith.remote.files import RemoteFile
+from weightsmith.remote.spool import Spool, spool_folder
 from weightsmith.store.journal import Finished
 
 TOKEN = "weightsmith"
@@ -91,7 +91,7 @@ class Uploads:
         self._room = threading.Semaphore(WAITING)
         self._find()
         self.save()
-        self._spool = Spool(max(each.part.nbytes for parts in self._parts for each in parts))
+        self._spool = Spool(max(each.part.nbytes for parts in self._parts for each in parts), spool_folder())
         self._pool = ThreadPoolExecutor(UPLOADS, "weightsmith-upload")
 
     def _find(self) -> None:
@@ -219,7 +219,8 @@ class Uploads:
             if self._closed or self._error is not None:
                 return
             shard, part = each.group.group.shard, each.part
-            data = self._spool.read(each.slot, part.nbytes)
+            data = bytearray(part.nbytes)
+            self._spool.read(each.slot, 0, memoryview(data))
             md5 = md5_of(data)
             etag = f'"{md5.hex()}"'
             if self._listed[shard].get(part.number) != (etag, part.nbytes):
@@ -311,7 +312,6 @@ class Uploads:
             return
         self._closed = True
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._spool.close()
         if save:
             with suppress(StoreError):  # without it, the parts are compared one by one
                 self.save()

@@ -36,6 +36,7 @@ _LOOKALIKES = (
     (b"<", "It is a web page, not the weights: the download went wrong."),
 )
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # disk full, quota, file size limit
 _MAC_OPEN_MAX = 10_240  # macOS refuses more, although it calls the hard limit infinite
 _seeking = threading.Lock()
 
@@ -203,6 +204,21 @@ def read_into(fd: int, out: memoryview, offset: int) -> int:
             data = os.read(fd, len(out))
     out[: len(data)] = data
     return len(data)
+
+
+def read_all(fd: int, out: memoryview, offset: int) -> int:
+    """Read until `out` is full or the file ends; how many bytes. Thread-safe. Raises OSError."""
+    total = 0
+    while total < out.nbytes and (n := read_into(fd, out[total:], offset + total)):
+        total += n
+    return total
+
+
+def write_all(fd: int, data: memoryview, offset: int) -> None:
+    """Write every byte of a 1-D view of bytes at `offset`. Thread-safe. Raises OSError."""
+    while data.nbytes:
+        n = os.pwrite(fd, data, offset)
+        data, offset = data[n:], offset + n
 
 
 def raise_open_files(wanted: int) -> bool:

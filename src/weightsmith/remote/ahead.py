@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from weightsmith.errors import CheckpointError
+from weightsmith.errors import CheckpointError, StoreError
 from weightsmith.formats.files import Extent
 from weightsmith.options import SPOOL_BYTES
 from weightsmith.remote.files import RemoteFile
 from weightsmith.remote.retries import Stopped, fetch
-from weightsmith.remote.spool import Spool
+from weightsmith.remote.spool import Spool, spool_folder
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -180,8 +180,6 @@ class ReadAhead:
         self._slots = _slots(spool_bytes)
         self._condition = threading.Condition()
         self._stop = threading.Event()
-        self._free: list[int] = []
-        self._used = 0  # slots that were given out once
         self._here: dict[Block, None] = {}
         self._kept = 0
         self._pointer = 0  # into the order of fetching
@@ -194,7 +192,7 @@ class ReadAhead:
     def __enter__(self) -> ReadAhead:
         self._files = [file for file in self._blocks.files if file.ahead is None]
         if self._files:
-            self._spool = Spool(BLOCK_BYTES)
+            self._spool = Spool(BLOCK_BYTES, spool_folder())
             for file in self._files:
                 file.ahead = self
             wanted = min(CONNECTIONS, len(self._blocks.order), self._slots)
@@ -247,9 +245,6 @@ class ReadAhead:
                 self._spool.read(block.slot, offset - block.start, out)
             else:  # there is no slot for it
                 self._read_directly(block.file, offset, out)
-        except OSError as error:
-            what = f"the spool cannot be read: {error.strerror or error}"
-            raise CheckpointError(what, where=block.file.ranges.where) from error
         finally:
             with self._condition:
                 block.pins -= 1
@@ -301,7 +296,7 @@ class ReadAhead:
 
     def _drop(self, block: Block) -> None:
         """Give back the slot of a block that is here."""
-        self._free.append(block.slot)
+        self._spool.give_back(block.slot)
         self._kept -= block.kept
         block.slot, block.state, block.kept = -1, "", False
         del self._here[block]
@@ -312,7 +307,8 @@ class ReadAhead:
 
     def _give_slot(self, block: Block, *, urgent: bool) -> bool:
         """Take a slot for a block, if need be that of another which is not read now; False if there is none."""
-        if not self._free and self._used == self._slots:
+        grows = self._spool.slots < self._slots
+        if not self._spool.has_free and not grows:
             past = self._past()
             idle = [other for other in self._here if not other.pins]
             victims = [other for other in idle if other.places[0] < past]
@@ -320,14 +316,9 @@ class ReadAhead:
                 victims = [max(idle, key=lambda other: other.places[0])]
             for other in victims:
                 self._drop(other)
-        if self._free:
-            block.slot = self._free.pop()
-        elif self._used < self._slots:
-            self._used += 1
-            block.slot = self._used - 1
-        else:
+        if not self._spool.has_free and not grows:
             return False
-        block.state = "wanted"
+        block.slot, block.state = self._spool.take(), "wanted"
         return True
 
     def _past(self) -> int:
@@ -383,9 +374,9 @@ class ReadAhead:
             self.fetched_bytes += block.end - block.start
             self._settle(block)
             return
-        if isinstance(failed, OSError):  # the disk is full: no more slots than now, and one less
-            self._slots = self._used
+        if isinstance(failed, StoreError):  # the disk is full: no more slots than now, and one less
+            self._slots = self._spool.slots
         else:
             block.error = failed
-            self._free.append(block.slot)
+            self._spool.give_back(block.slot)
         block.slot, block.state = -1, ""

@@ -16,8 +16,9 @@ from functools import cache
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
-from weightsmith.errors import CheckpointError, WeightsmithError
+from weightsmith.errors import CheckpointError, WeightsmithError, without_queries
 from weightsmith.formats.files import show
+from weightsmith.remote.addresses import is_loopback
 from weightsmith.remote.retries import Again
 
 CHANGED_FIX = "Run again: the model is then planned as it is now. To be safe from changes, name a revision."
@@ -198,10 +199,10 @@ def ask(
 
 
 class _WithoutQueries(logging.Filter):
-    """The query of an address may be its signature, with which anybody may read the file."""
+    """Cuts the queries of addresses, which may be signed."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.msg, record.args = re.sub(r"\?[^\s'\"]+", "?...", record.getMessage()), ()
+        record.msg, record.args = without_queries(record.getMessage()), ()
         return True
 
 
@@ -262,8 +263,9 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
 def _target(url: str, location: str, where: str) -> str:
     """The address that a redirect leads to."""
     target = urljoin(url, location)
-    scheme = urlsplit(target).scheme
-    if not location or (scheme != "https" and scheme != urlsplit(url).scheme) or scheme not in ("http", "https"):
+    here, there = urlsplit(url), urlsplit(target)
+    plain = here.scheme == there.scheme == "http" and (is_loopback(there.netloc) or _origin(target) == _origin(url))
+    if not location or (there.scheme != "https" and not plain):
         raise CheckpointError(
             f"the server redirects to an address that is not read: {show(target.partition('?')[0])}", where=where
         )

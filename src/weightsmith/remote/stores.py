@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from weightsmith.errors import CheckpointError, NotFound, Unsupported
+from weightsmith.errors import CheckpointError, NotFound, Unsupported, first_line
 from weightsmith.formats.files import show
 from weightsmith.remote.addresses import Address, is_loopback
 from weightsmith.remote.http import CHANGED_FIX
@@ -97,11 +97,12 @@ class StoreFile:
         self.nbytes = nbytes
         self.version = tag
         self._store, self._name = store, name
+        self._tag = tag
 
     def request(self, first: int, end: int) -> Iterator[bytes]:
         """See `Ranges`."""
         try:
-            found = self._store.get(self._name, first, end, self.version)
+            found = self._store.get(self._name, first, end, self._tag)
             self._check(found.meta)
             if tuple(found.range) != (first, end):
                 raise Again(f"bytes {first:,} to {end:,} were asked for, and bytes {found.range} came")
@@ -127,20 +128,14 @@ class StoreFile:
 
     def _check(self, meta: Any) -> None:
         size, tag = meta["size"], meta.get("e_tag") or ""
-        if size != self.nbytes or (tag and tag != self.version):
-            then, now = (f"{self.nbytes:,} bytes", f"{size:,}") if size != self.nbytes else (show(self.version), show(tag))
+        if size != self.nbytes or (tag and self._tag and tag != self._tag):
+            then, now = (f"{self.nbytes:,} bytes", f"{size:,}") if size != self.nbytes else (show(self._tag), show(tag))
             what = f"the object has changed since it was first read: {then} then, {now} now"
             raise CheckpointError(what, where=self.where, fix=CHANGED_FIX)
+        self._tag = self._tag or tag  # a list may lack what the object's answers have
 
 
 def _allows_http() -> bool:
     """Plain http is for stores on this machine, and for those whose user says so."""
     endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or ""
     return is_loopback(endpoint.partition("://")[2]) or os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
-
-
-def first_line(error: Exception) -> str:
-    """The beginning of an error's text, without the query of an address, which may be signed."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    words = (word.partition("?")[0] for word in (lines or [""])[0].split())
-    return show(" ".join(words))[1:-1]

@@ -1,4 +1,4 @@
-"""System calls of the store: complete writes, reserved space, atomic renames, fsync.
+"""System calls of the store: reserved space, atomic renames, fsync.
 
 Linux has all of them. If a file system or another operating system lacks a call, another one replaces it, or the function
 returns False and the caller does without.
@@ -21,7 +21,6 @@ from typing import Any
 from weightsmith.errors import NOTHING_WRITTEN, NoSpace, StoreError
 from weightsmith.formats import files
 
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # disk full, quota, file size limit
 TOO_MANY_FILES = frozenset({errno.EMFILE, errno.ENFILE})  # open, by this process or by all
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
 _NO_LINKS = _UNSUPPORTED | {errno.EPERM, errno.EMLINK}
@@ -111,7 +110,7 @@ def open_own(path: Path, flags: int, *, keep: bool = False) -> int:
     path.unlink()
     fd = os.open(path, flags | os.O_EXCL, 0o666)
     try:
-        write_all(fd, memoryview(data), 0)
+        files.write_all(fd, memoryview(data), 0)
     except BaseException:
         os.close(fd)
         raise
@@ -143,26 +142,7 @@ def read_own(path: Path, max_bytes: int) -> bytes | None:
 def _contents(fd: int) -> bytes:
     """All bytes of an open file."""
     data = bytearray(os.fstat(fd).st_size)
-    return bytes(data[: read_into(fd, memoryview(data), 0)])
-
-
-def write_all(fd: int, view: memoryview, offset: int) -> None:
-    """pwrite until every byte of the 1-D byte view is written. Thread-safe; raises OSError."""
-    while view.nbytes:
-        done = os.pwrite(fd, view, offset)
-        view = view[done:]
-        offset += done
-
-
-def read_into(fd: int, view: memoryview, offset: int) -> int:
-    """pread until the view is full or the file ends; returns the number of bytes read. Thread-safe."""
-    total = 0
-    while total < view.nbytes:
-        done = files.read_into(fd, view[total:], offset + total)
-        if done == 0:
-            break
-        total += done
-    return total
+    return bytes(data[: files.read_all(fd, memoryview(data), 0)])
 
 
 def sync_data(fd: int) -> None:

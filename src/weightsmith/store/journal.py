@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from weightsmith.formats.files import read_all
 from weightsmith.formats.strict_json import JsonError, parse
 from weightsmith.store import disk
 
@@ -167,7 +168,7 @@ class Journal:
         self._lock = threading.Lock()
         size = os.fstat(self._fd).st_size
         last = bytearray(1)
-        disk.read_into(self._fd, memoryview(last), max(0, size - 1))
+        read_all(self._fd, memoryview(last), max(0, size - 1))
         self._torn = size > 0 and last != b"\n"
 
     def start(self, plan: str, layout: str, facts: Mapping[str, str]) -> None:

@@ -19,6 +19,7 @@ from io import FileIO
 from pathlib import Path
 
 from weightsmith.errors import NOTHING_WRITTEN, Busy, Finding, StoreError
+from weightsmith.formats.files import read_all
 from weightsmith.store import disk
 from weightsmith.store.claim import JOURNAL, LOCK, OWNER, PARTS, check_kinds, check_made_by_us
 from weightsmith.store.journal import Entries, read_journal
@@ -250,4 +251,4 @@ def _open(path: Path, flags: int = 0) -> FileIO:
 
 def _text(lock: FileIO) -> str:
     text = bytearray(300)
-    return text[: disk.read_into(lock.fileno(), memoryview(text), 0)].decode(errors="replace")
+    return text[: read_all(lock.fileno(), memoryview(text), 0)].decode(errors="replace")

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from weightsmith.errors import StoreError, WeightsmithError
-from weightsmith.formats.files import open_regular
+from weightsmith.formats.files import open_regular, write_all
 from weightsmith.store import disk
 from weightsmith.store.checksum import byte_view, hash_bytes
 from weightsmith.store.manifest import MANIFEST_NAME, OtherFile, hash_file, list_files
@@ -46,7 +46,7 @@ class OtherFiles:
         """Write the index or the manifest, which `add` refuses; does not enter it in `records`. Raises OSError."""
         fd = create_file(self._content, PurePosixPath(name))
         try:
-            disk.write_all(fd, memoryview(data), 0)
+            write_all(fd, memoryview(data), 0)
         finally:
             os.close(fd)
         return OtherFile(len(data), hash_bytes(data))

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from weightsmith.formats.files import read_all
 from weightsmith.store.checksum import GrainHasher, combine, hash_grains
-from weightsmith.store.disk import read_into
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), from one thread at a time."""
@@ -99,6 +99,6 @@ def _digests(tensor: Stored, start: int, nbytes: int, buffer: memoryview) -> byt
 def _read(tensor: Stored, start: int, piece: memoryview) -> bool:
     """Fill the piece; False if the file ends or cannot be read."""
     try:
-        return read_into(tensor.fd, piece, tensor.offset + start) == piece.nbytes
+        return read_all(tensor.fd, piece, tensor.offset + start) == piece.nbytes
     except OSError:  # a bad sector counts as damage: the tensor is reported and the rest is still checked
         return False

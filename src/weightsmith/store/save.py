@@ -18,7 +18,7 @@ import numpy as np
 
 from weightsmith.containers.safetensors import PT_METADATA, make_layout
 from weightsmith.errors import NOTHING_WRITTEN, CannotResume, OutputExists, StoreError
-from weightsmith.formats.files import expand_user
+from weightsmith.formats.files import FULL, expand_user, write_all
 from weightsmith.sources.views import TILE_BYTES, View, pieces, view_of
 from weightsmith.store import disk
 from weightsmith.store.area import staging_folder
@@ -87,11 +87,11 @@ def save_file(
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             disk.reserve(fd, shard.nbytes)
-            disk.write_all(fd, memoryview(shard.header), 0)
+            write_all(fd, memoryview(shard.header), 0)
             for view in views:
                 offset = layout.places[view.spec.name].offset
                 for piece in pieces(view, tile):
-                    disk.write_all(fd, piece, offset)
+                    write_all(fd, piece, offset)
                     offset += piece.nbytes
             if fsync:
                 disk.sync_data(fd)
@@ -108,7 +108,7 @@ def save_file(
         raise _exists(target) from error
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        if error.errno in disk.FULL:
+        if error.errno in FULL:
             raise disk.no_space(target.parent, shard.nbytes, state=NOTHING_WRITTEN, cause=error) from error
         what, fix = f"cannot be written: {error.strerror}", "check its permissions and the disk, or choose another folder"
         raise StoreError(what, where=str(target), fix=fix, state=NOTHING_WRITTEN) from error

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 from weightsmith.containers import Layout
 from weightsmith.containers.safetensors import INDEX_NAME
 from weightsmith.errors import NOTHING_WRITTEN, Busy, Finding, NoSpace, StoreError
+from weightsmith.formats.files import FULL
 from weightsmith.store import disk
 from weightsmith.store.area import StagingArea, staging_folder
 from weightsmith.store.checksum import byte_view
@@ -146,7 +147,7 @@ class Staging:
             yield
         except OSError as error:
             self.close()
-            if error.errno in disk.FULL:
+            if error.errno in FULL:
                 raise disk.no_space(self.out.parent, self.layout.total_bytes, state=NOTHING_WRITTEN, cause=error) from error
             fix = "raise the limit: ulimit -n 65536" if error.errno in disk.TOO_MANY_FILES else "choose another output folder"
             raise StoreError(f"cannot be prepared: {error.strerror}", where=str(self.folder), fix=fix) from error
@@ -380,7 +381,7 @@ class Staging:
 
     def _failed(self, error: OSError, where: str, more_bytes: int = 0) -> StoreError:
         """The error for a failed write. more_bytes: needed in addition to the unfinished tensors."""
-        if error.errno in disk.FULL:
+        if error.errno in FULL:
             done = self.finished
             left = sum(place.nbytes for name, place in self.layout.places.items() if name not in done)
             return disk.no_space(self.out.parent, left + more_bytes, state=self._kept, cause=error)

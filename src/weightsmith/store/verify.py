@@ -10,7 +10,7 @@ from pathlib import Path
 
 from weightsmith.errors import Corrupt, NotFound
 from weightsmith.formats.carried import is_loaded
-from weightsmith.formats.files import expand_user
+from weightsmith.formats.files import expand_user, read_all
 from weightsmith.store import disk
 from weightsmith.store.checksum import hash_bytes
 from weightsmith.store.manifest import MANIFEST_NAME, Manifest, hash_file, list_files, read_manifest
@@ -99,7 +99,7 @@ def _weight_problems(root: Path, manifest: Manifest, threads: int, progress: Pro
                     problem = f"cannot be read ({error.strerror})"
             if name in fds:
                 header = bytearray(min(weight.header_bytes, weight.nbytes))
-                disk.read_into(fds[name], memoryview(header), 0)
+                read_all(fds[name], memoryview(header), 0)
                 if hash_bytes(header) != weight.header_xxh3_128:
                     problems.append(f"{name}: its header differs from what was written")
             if problem:

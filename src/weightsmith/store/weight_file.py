@@ -13,6 +13,7 @@ import errno
 import os
 from pathlib import Path
 
+from weightsmith.formats.files import write_all
 from weightsmith.store import disk
 
 PAGE_BYTES = 4096
@@ -42,11 +43,11 @@ class WeightFile:
         head, middle = self._split(view, offset)
         if middle:
             end = head + middle
-            disk.write_all(self.fd, view[:head], offset)
+            write_all(self.fd, view[:head], offset)
             self._write_pages(view[head:end], offset + head)
-            disk.write_all(self.fd, view[end:], offset + end)
+            write_all(self.fd, view[end:], offset + end)
         else:
-            disk.write_all(self.fd, view, offset)
+            write_all(self.fd, view, offset)
 
     def _split(self, view: memoryview, offset: int) -> tuple[int, int]:
         """Bytes before the first page boundary, and bytes in whole pages after it that can be written directly."""
@@ -67,7 +68,7 @@ class WeightFile:
                 if error.errno != errno.EINVAL:
                     raise
                 break  # the file system accepts the flag but not the write
-        disk.write_all(self.fd, view[done:], offset + done)
+        write_all(self.fd, view[done:], offset + done)
 
     def close(self) -> None:
         """Close both descriptors."""

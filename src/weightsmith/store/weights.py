@@ -8,6 +8,7 @@ from pathlib import Path
 
 from weightsmith.containers import Layout
 from weightsmith.errors import NOTHING_WRITTEN
+from weightsmith.formats.files import FULL, read_all
 from weightsmith.store import disk
 from weightsmith.store.checksum import grain_bytes
 from weightsmith.store.reread import Progress, Stored, reread
@@ -53,7 +54,7 @@ class Weights:
                 file.write(memoryview(shard.header), 0)
             disk.reserve(space, other_bytes)
         except OSError as error:
-            if error.errno in disk.FULL:
+            if error.errno in FULL:
                 raise disk.no_space(folder.parent, needed, state=state, cause=error) from error
             raise
 
@@ -84,7 +85,7 @@ class Weights:
             if size != shard.nbytes:
                 found.append(f"{shard.name} has {size:,} bytes, the layout {shard.nbytes:,}")
             header = bytearray(len(shard.header))
-            disk.read_into(file.fd, memoryview(header), 0)
+            read_all(file.fd, memoryview(header), 0)
             if header != shard.header:
                 found.append(f"the header of {shard.name} was overwritten")
         return found

@@ -10,7 +10,7 @@ from weightsmith import methods
 from weightsmith.errors import Unsupported
 from weightsmith.studio import compare, draft, show
 from weightsmith.studio.places import Places
-from weightsmith.studio.policy import ContentPolicy, SameOrigin
+from weightsmith.studio.policy import ContentPolicy, SameOrigin, own_names
 from weightsmith.studio.session import Session
 
 _PROMPT = "The three most important things about this program are"
@@ -117,7 +117,7 @@ def build(places: Places) -> Any:
         save.click(None, recipe, None, js=_saving("recipe.yml"))
 
         begun = merge.click(session.start, [recipe, name, overwrite, discard], refused, **_QUIET)
-        for event in (begun, page.load(lambda: None, **_QUIET)):  # who opens the page again sees the merge that runs
+        for event in (begun, page.load(lambda: None, **_QUIET)):  # whoever opens the page again sees the merge that runs
             watched = event.then(session.watch, None, [status, html], concurrency_limit=None, **_QUIET)
             watched.then(_ended(session), [html, name, base, models], [framed, keep, merge, base, models, judged], **_QUIET)
         name.change(lambda name: gr.Button(_verb(session, name)), name, merge, **_QUIET)
@@ -198,12 +198,8 @@ def launch(places: Places, *, host: str = "127.0.0.1", port: int | None = None, 
     """
     page, gr = build(places), _gradio()
     from starlette.middleware import Middleware
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-    middleware = [Middleware(ContentPolicy)]
-    if host in ("127.0.0.1", "localhost", "::1"):  # other sites may send requests here, also under names of their own
-        hosts = ["127.0.0.1", "localhost", "[::1]"]
-        middleware += [Middleware(TrustedHostMiddleware, allowed_hosts=hosts), Middleware(SameOrigin)]
+    middleware = [Middleware(ContentPolicy), Middleware(SameOrigin, names=own_names(host))]
     page.queue(max_size=32).launch(
         server_name=host,
         server_port=port,

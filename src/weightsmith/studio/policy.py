@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
+import os
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -45,18 +47,46 @@ class ContentPolicy:
         await self.app(scope, receive, answer if scope["type"] == "http" else send)
 
 
-class SameOrigin:
-    """ASGI middleware: refuses what a page of another site sends, even where that site could not read the answer."""
+def own_names(host: str) -> frozenset[str]:
+    """The names under which a server is reached: of the address that it serves, and of its Space if it runs in one."""
+    return frozenset({"localhost", *f"{host},{os.environ.get('SPACE_HOST', '')}".lower().split(",")} - {""})
 
-    def __init__(self, app: App) -> None:
+
+class SameOrigin:
+    """ASGI middleware: refuses what a page of another site sends, even where that site could not read the answer.
+
+    A site can give its own name to this machine's address, and is then of the same origin. So the host of a request must be
+    an IP address or one of `names`.
+    """
+
+    def __init__(self, app: App, names: Collection[str]) -> None:
         self.app = app
+        self.names = names
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer a request."""
         headers = dict(scope.get("headers", ()))
-        origin = headers.get(b"origin", b"").decode("latin-1")
-        if scope["type"] == "http" and origin and urlsplit(origin).netloc != headers.get(b"host", b"").decode("latin-1"):
-            await send({"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]})
-            await send({"type": "http.response.body", "body": b"This page is not for other sites."})
+        host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        elif not self._is_own(host):
+            await _refuse(scope, send, 400, b"The studio is not known under this host name.")
+        elif origin and origin.partition("://")[2] != host:
+            await _refuse(scope, send, 403, b"This page is not for other sites.")
         else:
             await self.app(scope, receive, send)
+
+    def _is_own(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            return name in self.names or bool(ip_address(name))
+        except ValueError:
+            return False
+
+
+async def _refuse(scope: Message, send: Send, status: int, why: bytes) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"text/plain")]})
+    await send({"type": "http.response.body", "body": why})
