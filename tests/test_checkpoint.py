@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from weightsmith.checkpoint import MAX_CONFIG_BYTES, Checkpoint, locate, open_checkpoint
+from weightsmith.checkpoint import MAX_CONFIG_BYTES, Checkpoint, HubModel, locate, open_checkpoint
 from weightsmith.errors import (
     CheckpointError,
     FormatError,
@@ -343,8 +343,8 @@ def test_what_does_not_exist_is_not_found(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_revision_is_in_the_name_or_beside_it() -> None:
-    assert locate("org/name") == ("org/name", None)
-    assert locate("org/name@a") == locate("org/name", "a") == locate("org/name@a", "a") == ("org/name", "a")
+    assert locate("org/name") == HubModel("org/name", None)
+    assert locate("org/name@a") == locate("org/name", "a") == locate("org/name@a", "a") == HubModel("org/name", "a")
 
 
 def test_revisions_that_cannot_be(tmp_path: Path) -> None:

@@ -146,6 +146,14 @@ def counted(self, each):
 uploads.Uploads._upload = counted
 weightsmith.merge("r.yml", sys.argv[1], progress=False)
 """
+SLOW = """
+import time
+from weightsmith.buckets import uploads
+from weightsmith.cli import main
+upload = uploads.Uploads._upload
+uploads.Uploads._upload = lambda self, each: (time.sleep(2), upload(self, each))
+main()
+"""
 AVERAGE = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 0.5}\n"
 
 
@@ -180,11 +188,11 @@ def test_ctrl_c_leaves_work_that_one_of_two_processes_resumes(here: Path, moto: 
     Path("r.yml").write_text(AVERAGE)
     out = f"s3://{moto.bucket}/x/out"
 
-    def start() -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "weightsmith", "merge", "r.yml", out]
+    def start(*how: str) -> subprocess.Popen[str]:
+        command = [sys.executable, *how, "merge", "r.yml", out]
         return subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    first = start()
+    first = start("-c", SLOW)  # it is not done before the signal
     while ".out.weightsmith-staging/journal" not in moto.contents("x"):
         assert first.poll() is None, first.communicate()
         time.sleep(0.02)
@@ -192,7 +200,7 @@ def test_ctrl_c_leaves_work_that_one_of_two_processes_resumes(here: Path, moto: 
     assert f"What was uploaded is kept at {out}" in first.communicate()[1]
     assert first.returncode == 130
     assert [*moto.contents("x")] == [".out.weightsmith-staging/journal"]  # no lock
-    both = [start(), start()]
+    both = [start("-m", "weightsmith"), start("-m", "weightsmith")]
     ended = [process.communicate() for process in both]
     codes = sorted(process.returncode for process in both)
     assert codes == [0, 3], ended

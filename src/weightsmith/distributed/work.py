@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import socket
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -128,16 +129,18 @@ def do(order: Order, share: Share, machine: str) -> bytes:
 
 _open: dict[str, Prepared] = {}
 """The plan that this process has open, by the identity of the work: most workers do several parts of one."""
+_opening = threading.Lock()
 
 
 def _reopened(order: Order) -> Prepared:
     key = f"{order.identity} {order.folder}"
-    if key not in _open:
-        while _open:
-            _open.popitem()[1].close()
-        with collector_paused():
-            _open[key] = reopen(plan_from_json(json.loads(order.plan)), allow_code=order.allow_code)
-    return _open[key]
+    with _opening:
+        if key not in _open:
+            while _open:
+                _open.popitem()[1].close()
+            with collector_paused():
+                _open[key] = reopen(plan_from_json(json.loads(order.plan)), allow_code=order.allow_code)
+        return _open[key]
 
 
 def _check_same(order: Order, prepared: Prepared) -> None:

@@ -13,6 +13,8 @@ HUB = "hf"
 STORES = ("s3", "gs", "az")
 SCHEMES = (HUB, "https", *STORES)
 _HOST = re.compile(r"([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?", re.ASCII)
+_PAGES = ("huggingface.co", "www.huggingface.co", "hf.co")
+"""Hosts of pages about models; files are under `resolve` there."""
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -74,6 +76,9 @@ def parse_address(name: str) -> Address:
     parts = path.rstrip("/").split("/") if path.rstrip("/") else []
     if not good or any(part in ("", ".", "..") or not part.isprintable() or "\\" in part for part in parts):
         raise ParameterError("not the address of a folder", where=shown, fix=f"write {scheme}://place/folder")
+    if host.lower() in _PAGES and "resolve" not in parts:
+        fix = "Write a hub model as org/name, or as hf://org/name to read it where it is."
+        raise NotFound("this is the page of a model, not a folder of files", where=shown, fix=fix)
     return Address(scheme, host, "/".join(parts))
 
 
