@@ -189,9 +189,9 @@ def staged(
 ) -> Iterator[tuple[Output, Callable[..., Outcome]]]:
     """Download, then open the output: its staging, and `engine.local.run` bound to it.
 
-    part   its label
-    steps  of the part: what an earlier run has finished of them is taken over; None: of all
-    helping   see `Staging.open`
+    part     its label
+    steps    of the part: what an earlier run has finished of them is taken over; None: of all
+    helping  see `Staging.open`
     """
     from weightsmith.engine.local import run
 

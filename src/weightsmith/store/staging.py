@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -252,11 +252,12 @@ class Staging:
         Raises Busy if one of them, or another run, is still there at the end.
         """
         content = self._content.stat().st_ino
-        try:
-            self._opened()[1].sync()  # or this machine may write a page of a header later, over a tensor of another machine
-        except OSError as error:
-            raise self._failed(error, "headers") from error
-        with self._locks.lead(ATTACH_SECONDS):
+        with ExitStack() as leading:
+            try:
+                self._opened()[1].sync()  # or this machine may write a page of a header later, over a tensor of another machine
+                leading.enter_context(self._locks.lead(ATTACH_SECONDS))
+            except OSError as error:
+                raise self._failed(error, "headers and locks") from error
             self._locks.let_in()
             yield
         self._locks.take_back(ATTACH_SECONDS)
