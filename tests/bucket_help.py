@@ -43,6 +43,7 @@ class MemoryBucket:
             self.objects: dict[str, tuple[bytes, dict[str, str], float]] = {}
             self.pending: dict[str, tuple[str, dict[str, str], dict[int, bytes]]] = {}
             self.conditions = True
+            self.replaces = True
             self.begun = 0
             self.now = 0.0
             self.calls: list[str] = []
@@ -68,9 +69,9 @@ class MemoryBucket:
         self._call("read_range")
         return self.objects[key][0][start : start + nbytes]
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes) -> str:
         self._call("put")
-        self._set(key, data)
+        return self._set(key, data)
 
     def create(self, key: str, data: bytes) -> str | None:
         with self._lock:
@@ -82,6 +83,8 @@ class MemoryBucket:
     def replace(self, key: str, data: bytes, etag: str) -> str | None:
         with self._lock:
             self._call("replace")
+            if not self.replaces:
+                raise NoConditions("501")
             return self._set(key, data) if key in self.objects and etag_of(self.objects[key][0]) == etag else None
 
     def head(self, key: str) -> Mapping[str, Any] | None:
@@ -138,8 +141,9 @@ class MemoryBucket:
             return False
         own, metadata, parts = self.pending.pop(upload)
         assert own == key
-        assert [etag_of(parts[i]) for i in sorted(parts)] == [*etags]
-        self._set(key, b"".join(parts[i] for i in sorted(parts)), metadata)
+        listed = [parts[i] for i in range(1, len(etags) + 1)]  # others are left out
+        assert [*map(etag_of, listed)] == [*etags]
+        self._set(key, b"".join(listed), metadata)
         return True
 
     def uploads(self, prefix: str) -> Iterator[tuple[str, str]]:

@@ -37,8 +37,8 @@ ROOMS = (
     "transplant",
 )
 """Rooms whose code determines the bytes of an output, given the plan."""
-FILES = ("tensors.py", "plans/values.py", "store/checksum.py")
-"""Modules that do so too."""
+FILES = ("tensors.py", "plans/values.py", "store/checksum.py", "buckets/parts.py")
+"""Modules that do so too, and the one that determines which bytes an uploaded part has."""
 PACKAGES = ("numpy", "numba", "torch", "libgguf")
 """Packages whose numbers may differ between versions."""
 

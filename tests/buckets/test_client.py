@@ -9,6 +9,7 @@ import pytest
 
 from tests.bucket_help import MemoryBucket, environment_of
 from weightsmith.buckets.client import Bucket, Missing, NoConditions, md5_of
+from weightsmith.buckets.lock import Lock
 from weightsmith.errors import StoreError
 
 OPEN: dict[str, Callable[[pytest.FixtureRequest], Any]] = {
@@ -46,12 +47,20 @@ def test_a_store_that_cannot_replace_a_version_is_asked_for_it_first(moto: Any, 
         return send(self, *given, **more)
 
     monkeypatch.setattr(Bucket, "_send", without)
-    first = bucket.create("lock", b"one")
-    second = bucket.replace("lock", b"two", first or "")
+    own = Lock(bucket, "lock", "out")
+    own.take()
+    assert "replaces objects without a condition" in own.warnings[0].what
+    first = bucket.read("lock", 1000)
+    own.renew()
+    second = bucket.read("lock", 1000)
+    assert first
     assert second
-    assert bucket.replace("lock", b"three", first or "") is None
-    assert bucket.replace("none", b"three", second) is None
-    assert bucket.read("lock", 10).data == b"two"  # type: ignore[union-attr]
+    assert first.etag != second.etag
+    bucket.put("lock", b"{}")
+    with pytest.raises(StoreError, match="another process has taken over"):
+        own.renew()
+    own.release()
+    assert bucket.read("lock", 10).data == b"{}"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

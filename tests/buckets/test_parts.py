@@ -87,3 +87,5 @@ def test_addresses_and_folders_are_told_apart() -> None:
     assert is_address("GS://b")
     assert not is_address("out")
     assert beside("out", ".measurement").name == "out.measurement"
+    own, upper, other = (beside(out, ".measurement").name for out in ("s3://b/x/out", "S3://b/x/out/", "s3://b/y/out"))
+    assert own == upper != other

@@ -331,10 +331,12 @@ def test_what_a_bucket_does_not_have_is_refused(here: Path, out: str, options: d
     assert {path.name for path in here.iterdir()} == {*MODELS}
 
 
-def test_a_part_of_a_plan_needs_a_local_folder(here: Path) -> None:
+@pytest.mark.parametrize("part", [(1, 2), "products"])
+def test_a_part_of_a_plan_needs_a_local_folder(here: Path, monkeypatch: pytest.MonkeyPatch, part: Any) -> None:
     plan = weightsmith.plan(RECIPES["linear"][1])
+    monkeypatch.setattr("weightsmith.execution.run._download", lambda *given: pytest.fail("it downloads"))
     with pytest.raises(ParameterError, match="parts of a plan share a local folder"):
-        weightsmith.run(plan, "s3://bkt/out", part=(1, 2), progress=False)
+        weightsmith.run(plan, "s3://bkt/out", part=part, progress=False)
 
 
 def test_a_plan_runs_into_a_bucket(here: Path, moto: Server, cli: Cli) -> None:

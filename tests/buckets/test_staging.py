@@ -22,8 +22,9 @@ from weightsmith.buckets.verify import verify
 from weightsmith.errors import Busy, CannotResume, Corrupt, OutputExists, StoreError
 from weightsmith.formats.files import Extent
 from weightsmith.remote.files import RemoteFile
-from weightsmith.store import combine, grain_bytes, hash_grains
+from weightsmith.store import combine, grain_bytes, hash_grains, make_layout
 from weightsmith.store.journal import Finished
+from weightsmith.tensors import DTYPES, TensorSpec
 
 OUT = Prefix("bkt", "models/out")
 
@@ -186,6 +187,27 @@ def test_a_finished_tensor_that_is_computed_again_to_the_same_bytes_is_fine(memo
     assert memory.contents("models/out") == tree(build(tmp_path / "out"))
 
 
+@pytest.mark.parametrize("part_bytes", [(1500, 2000), (1500, 2100), (1000, 2000), (2000, 1000)])
+def test_parts_of_another_cut_are_not_taken_for_those_of_this_one(
+    memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch, part_bytes: tuple[int, int]
+) -> None:
+    """The first two cuts give parts 4 and 5 the same size, and the bytes of other tensors."""
+    specs = [TensorSpec(name, DTYPES["U8"], (nbytes,)) for name, nbytes in (("a", 1504), ("b", 2000), ("c", 2000), ("d", 2000))]
+    whole = make_layout(specs, 10**9)
+    for size in part_bytes:
+        monkeypatch.setattr(parts, "PART_BYTES", size)
+        with BucketStaging.open(OUT, whole, "plan", facts={}, resume=True, overwrite=False, reads=()) as staging:
+            for spec in specs:
+                if spec.name not in staging.finished:
+                    raw = np.frombuffer(spec.name.encode() * spec.nbytes, np.uint8)
+                    staging.write(spec.name, 0, raw)
+                    staging.finish(spec.name, Finished(combine(hash_grains(raw, grain_bytes(spec)))))
+            staging._opened().drain()
+            if size == part_bytes[-1]:
+                staging.publish({})
+    assert verify(str(OUT)).tensors == len(specs)
+
+
 class Killed(BaseException):
     """Nothing is cleaned up after it."""
 
@@ -257,6 +279,68 @@ def test_a_lock_that_is_not_renewed_is_taken_over_and_its_owner_stops(
         second.publish({})
 
 
+def test_an_owner_that_has_lost_its_lock_changes_no_more_of_the_output(memory: MemoryBucket) -> None:
+    """Lost at any request of `publish` up to that for the manifest: the next change is not made."""
+    key = f"{OUT.staging}/lock"
+    for number in range(100):
+        memory.before = lambda call: None
+        memory.objects.clear()
+        with BucketStaging.open(OUT, layout(10_000), "old", facts={}, resume=True, overwrite=False, reads=()) as staging:
+            put(staging)  # type: ignore[arg-type]
+            staging.add_file("old.json", b"{}")
+            staging.add_file("config.json", b"{}")
+            staging.publish({})
+        staging = open_out(overwrite=True)
+        put(staging, seed=1)  # type: ignore[arg-type]
+        staging._opened().drain()
+        for name in ("vocab.json", "config.json"):
+            staging.add_file(name, b"{}")
+        after: list[str] = []
+        left = number
+
+        def lose(call: str, lock: lock.Lock = staging._lock, after: list[str] = after) -> None:
+            nonlocal left
+            left -= 1
+            if left < -1:
+                after.append(call)
+            elif left == -1:
+                memory.objects[key] = b"{}", {}, memory.now
+                lock._lost = True
+
+        memory.before = lose
+        with pytest.raises(StoreError, match="another process has taken over"):
+            staging.publish({})
+        if {"weightsmith.json", "vocab.json"} <= memory.contents("models/out").keys():
+            break
+        staging.close()
+        assert {*after} <= {"names", "read", "replace"}
+        assert memory.objects[key][0] == b"{}"
+    staging.close()
+    assert number > 12
+
+
+def test_a_renewal_whose_answer_was_lost_is_no_loss_of_the_lock(memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = lock.Lock(memory, "x/lock", "out")  # type: ignore[arg-type]
+    own.take()
+    replace = MemoryBucket.replace
+
+    def lost(self: MemoryBucket, key: str, data: bytes, etag: str) -> None:
+        replace(self, key, data, etag)
+        raise StoreError("no answer")
+
+    for _ in range(2):
+        monkeypatch.setattr(MemoryBucket, "replace", lost)
+        with pytest.raises(StoreError, match="no answer"):
+            own.renew()
+        monkeypatch.setattr(MemoryBucket, "replace", replace)
+        own.renew()
+    monkeypatch.setattr(MemoryBucket, "replace", lost)
+    with pytest.raises(StoreError, match="no answer"):
+        own.renew()
+    own.release()
+    assert memory.objects == {}
+
+
 def test_the_lock_of_a_process_of_this_machine_that_is_dead_is_taken_over_at_once(
     memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +367,22 @@ def test_a_store_without_conditional_writes_is_used_with_a_warning(memory: Memor
     memory.conditions = False
     with open_out() as staging:
         assert "no conditional writes" in staging.warnings[0].what
+        put(staging)  # type: ignore[arg-type]
+        staging.publish({})
+    assert [key for key in memory.objects if "staging" in key] == []
+
+
+def test_a_store_that_replaces_without_a_condition_is_used_with_a_warning(memory: MemoryBucket) -> None:
+    memory.replaces = False
+    with open_out() as staging:
+        assert "replaces objects without a condition" in staging.warnings[0].what
+        staging._lock.renew()
+        memory.put(f"{OUT.staging}/lock", b"{}")  # of another process
+        with pytest.raises(StoreError, match="another process has taken over"):
+            staging._lock.renew()
+    assert memory.objects[f"{OUT.staging}/lock"][0] == b"{}"
+    memory.now += lock.STALE_SECONDS + 1
+    with open_out() as staging:
         put(staging)  # type: ignore[arg-type]
         staging.publish({})
     assert [key for key in memory.objects if "staging" in key] == []
@@ -320,6 +420,34 @@ def test_files_of_the_old_output_that_the_new_one_lacks_go(memory: MemoryBucket,
     assert memory.contents("models/out") == tree(build(tmp_path / "out"))
 
 
+@pytest.mark.parametrize(("old", "new"), [(10_000, 600), (600, 10_000), (600, 300)])
+def test_while_an_output_is_replaced_a_new_config_is_never_beside_old_weights(memory: MemoryBucket, old: int, new: int) -> None:
+    def build(plan: str, max_shard_bytes: int) -> None:
+        shards = layout(max_shard_bytes)
+        with BucketStaging.open(OUT, shards, plan, facts={}, resume=True, overwrite=plan == "new", reads=()) as staging:
+            put(staging, seed=len(plan) + max_shard_bytes)  # type: ignore[arg-type]
+            staging.add_file("config.json", plan.encode())
+            staging.publish({})
+
+    build("old", old)
+    before = memory.contents("models/out")
+    seen = 0
+
+    def look(call: str) -> None:
+        nonlocal seen
+        found = memory.contents("models/out")
+        if found.get("config.json", b"old") != b"old" or found.get("model.safetensors.index.json", b"") not in (
+            b"",
+            before.get("model.safetensors.index.json"),
+        ):
+            seen += 1
+            assert [name for name in found if name.endswith(".safetensors") and found[name] == before.get(name)] == []
+
+    memory.before = look
+    build("new", new)
+    assert seen
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_half_published_work_may_be_discarded_by_the_next_plan(memory: MemoryBucket, tmp_path: Path, count: int) -> None:
     """What it has written, and what it was about to replace, is replaced without --overwrite."""
@@ -343,6 +471,16 @@ def test_half_published_work_may_be_discarded_by_the_next_plan(memory: MemoryBuc
     assert memory.pending == {}
 
 
+def test_a_run_that_may_not_write_there_discards_nothing(memory: MemoryBucket) -> None:
+    put_some()
+    memory.put(f"{OUT.prefix}/note.txt", b"mine")
+    before, uploaded = memory.objects[f"{OUT.staging}/journal"], dict(memory.pending)
+    with pytest.raises(OutputExists) as found:
+        open_out(resume=False)
+    assert found.value.state == "Nothing was written."
+    assert (memory.objects[f"{OUT.staging}/journal"], memory.pending) == (before, uploaded)
+
+
 @pytest.mark.parametrize("what", ["a note", "no manifest", "a damaged manifest"])
 def test_what_no_manifest_of_ours_lists_is_never_replaced(memory: MemoryBucket, what: str) -> None:
     build_out("old", seed=5)
@@ -361,13 +499,27 @@ def test_what_no_manifest_of_ours_lists_is_never_replaced(memory: MemoryBucket, 
 
 
 @pytest.mark.parametrize(
-    "read", ["s3://bkt/models/out", "s3://bkt/models/out/sub", "base+s3://bkt/models", "s3://bkt/models/out/"]
+    "read",
+    [
+        "s3://bkt/models/out",
+        "s3://bkt/models/out/sub",
+        "base+s3://bkt/models",
+        "s3://bkt/models/out/",
+        "S3://bkt/models/out",
+        "s3://bkt/models/out/a+b",
+    ],
 )
 def test_what_the_run_reads_is_never_replaced(memory: MemoryBucket, read: str) -> None:
     build_out("old", seed=5)
     with pytest.raises(StoreError, match="the run reads"):
         open_out(overwrite=True, reads=("./a", read))
     open_out(overwrite=True, reads=("s3://bkt/models/other", "s3://bkt2/models/out")).close()
+
+
+def test_a_folder_with_a_plus_in_its_name_is_not_replaced_either(memory: MemoryBucket) -> None:
+    memory.put("models/a+b/config.json", b"{}")
+    with pytest.raises(StoreError, match="the run reads"):
+        check_free(Prefix("bkt", "models/a+b"), overwrite=True, reads=("s3://bkt/models/a+b",))
 
 
 def test_an_object_that_appears_meanwhile_is_not_written_over(memory: MemoryBucket) -> None:
@@ -486,6 +638,18 @@ def test_parts_that_an_object_has_are_copied_in_the_store_or_uploaded(
     assert sent == whole_parts - (copies if source == "as it is" else 0)
 
 
+def test_the_products_of_outputs_of_the_same_name_are_kept_apart(
+    memory: MemoryBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    chosen = {"facts": {}, "resume": True, "overwrite": False, "reads": ()}
+    with (
+        BucketStaging.open(Prefix("bkt", "x/out"), layout(), "plan", **chosen) as one,  # type: ignore[arg-type]
+        BucketStaging.open(Prefix("bkt", "y/out"), layout(), "plan", **chosen) as other,  # type: ignore[arg-type]
+    ):
+        assert one._local().folder != other._local().folder
+
+
 def test_discarded_work_leaves_nothing(memory: MemoryBucket) -> None:
     with open_out() as staging:
         put(staging, NAMES[:3])  # type: ignore[arg-type]
@@ -537,7 +701,6 @@ def test_a_journal_of_unknown_origin_is_one_error_or_ignored(memory: MemoryBucke
 
 def test_padding_between_tensors_is_zeros(memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     from weightsmith.containers.gguf import make_layout as make_gguf_layout
-    from weightsmith.tensors import DTYPES, TensorSpec
 
     specs = [TensorSpec(f"t{i}", DTYPES["F32"], (33,)) for i in range(9)]
     padded = make_gguf_layout(specs, 1 << 40, b"header")

@@ -23,11 +23,12 @@ from weightsmith.api import prepare_any
 from weightsmith.distributed import driver, execute
 from weightsmith.distributed.driver import edges, is_portable, part_count, share_out
 from weightsmith.distributed.work import Share
-from weightsmith.errors import Busy, CheckpointError, NonFinite, ParameterError, WeightsmithError, WorkerLost
+from weightsmith.errors import Busy, CheckpointError, NonFinite, ParameterError, StoreError, WeightsmithError, WorkerLost
 from weightsmith.execution import NO_CALLBACKS, Callbacks, Merged
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
-from weightsmith.store import Staging, staging_folder
+from weightsmith.store import Staging, disk, staging_folder
 from weightsmith.store.locks import is_held
+from weightsmith.store.staging import staged_plan
 
 TIES = {
     "merge_method": "ties",
@@ -183,6 +184,7 @@ def test_a_slow_part_is_done_by_a_second_worker_and_the_first_answer_counts(
 ) -> None:
     weightsmith.merge(TIES, "whole", progress=False)
     monkeypatch.setattr(driver, "SLOW_SECONDS", 0.2)
+    monkeypatch.setattr("weightsmith.store.staging.ATTACH_SECONDS", 1)  # the first worker finds nothing
     go_on = threading.Event()
 
     def before(share: Share) -> None:
@@ -275,11 +277,39 @@ def test_an_input_that_changes_is_found_by_the_worker(here: Path) -> None:
     assert isinstance(caught.value, CheckpointError | ParameterError)
 
 
+def test_locks_that_other_machines_do_not_see_are_an_error_before_a_tensor_is_written(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver_thread, lock = threading.current_thread(), disk.lock
+
+    def local_lock(fd: int, *, shared: bool = False) -> bool:
+        return threading.current_thread() is not driver_thread or lock(fd, shared=shared)
+
+    monkeypatch.setattr(disk, "lock", local_lock)
+    with pytest.raises(StoreError, match="the locks of this folder are not shared between machines") as caught:
+        merge(Threads(1))
+    assert "NFS: without nolock" in str(caught.value)
+    with Staging.open("out", weightsmith.plan(TIES).layout, staged_plan("out")) as staging:
+        assert not staging.holds_work
+
+
+def test_a_worker_that_does_not_see_the_folder_is_an_error(
+    here: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightsmith.store.staging.ATTACH_SECONDS", 0.2)
+    own_disk = tmp_path_factory.mktemp("other")
+    workers = Threads(1)
+    begin = workers.begin
+    monkeypatch.setattr(workers, "begin", lambda order: begin(replace(order, out=str(own_disk / "out"))))
+    with pytest.raises(StoreError, match="this machine does not see the folder of the driver"):
+        merge(workers)
+    assert not list(own_disk.iterdir())
+
+
 def test_tensors_at_the_edges_of_parts_are_read_again_when_other_machines_wrote_them(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weightsmith.merge(TIES, "whole", progress=False)
-    monkeypatch.setattr(driver, "gethostname", lambda: "elsewhere")
     damaged: list[str] = []
     check = driver.Driver.check_edges
 
@@ -289,20 +319,21 @@ def test_tensors_at_the_edges_of_parts_are_read_again_when_other_machines_wrote_
         check(self, threads)
 
     monkeypatch.setattr(driver.Driver, "check_edges", damage)
-    merge(Threads(2))
+    merge(Threads(2, machine="elsewhere"))
     assert len(damaged) == 1
     assert files(here / "out") == files(here / "whole")
 
 
-def test_edges_are_the_tensors_near_another_part(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edges_are_the_tensors_near_another_part_or_a_header(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = weightsmith.plan(TIES)
     names = [spec.name for shard in plan.layout.shards for spec in shard.tensors]
     owner = {name: 1 if i < 4 else 2 for i, name in enumerate(names)}
     monkeypatch.setattr(driver, "EDGE_BYTES", 1)
-    assert edges(plan, owner) == {names[3], names[4]}
+    assert edges(plan, owner) == {names[0], names[3], names[4]}
     monkeypatch.setattr(driver, "EDGE_BYTES", 1 << 30)
     assert edges(plan, owner) == set(names)
-    assert edges(plan, dict.fromkeys(names, 1)) == set()
+    monkeypatch.setattr(driver, "EDGE_BYTES", 1)
+    assert edges(plan, dict.fromkeys(names, 1)) == {names[0]}
 
 
 def test_parts_are_not_smaller_than_they_need_be(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

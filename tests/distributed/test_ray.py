@@ -101,7 +101,7 @@ def test_one_of_four_machines_dies_half_way_and_the_bytes_are_the_same(
     def progress(now: weightsmith.Progress) -> None:
         if now.tensors >= 2 and not killed:
             for machine in cluster.machines:
-                if busy := processes_of(machine, b"ray::do"):
+                if busy := processes_of(machine, b"ray::_do"):
                     killed.extend(busy)
                     for process in (machine.all_processes["raylet"][0].process.pid, *busy):
                         os.kill(process, signal.SIGKILL)

@@ -18,11 +18,15 @@ class Threads:
     """See `distributed.work.Workers`.
 
     before   called in the worker's thread before it begins; what it raises ends the worker
+    machine  the name of theirs
     started, stopped   shares, in order
     """
 
-    def __init__(self, slots: int, before: Callable[[Share], None] = lambda share: None) -> None:
+    here = "here"
+
+    def __init__(self, slots: int, before: Callable[[Share], None] = lambda share: None, machine: str = here) -> None:
         self.before = before
+        self.machine = machine
         self.orders: list[Order] = []
         self.started: list[Share] = []
         self.stopped: list[Share] = []
@@ -44,7 +48,7 @@ class Threads:
     def _work(self, order: Order, share: Share) -> None:
         try:
             self.before(share)
-            answer: Answer = pickle.loads(do(order, share))
+            answer: Answer = pickle.loads(do(order, share, self.machine))
         except Died:
             answer = Lost("killed")
         if share not in self.stopped:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -463,6 +463,43 @@ def test_a_second_process_is_told_who_is_at_work(out: Path) -> None:
             Staging.open(out, layout(), "plan", resume=False)
         process.stdin.close()
     Staging.open(out, layout(), "plan").discard()
+
+
+def test_a_process_that_helps_leaves_the_journals_of_others_alone_where_locks_are_not_shared(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Staging.open(out, layout(), "plan", names=()) as driver:
+        with driver.shared(), Staging.open(out, layout(), "plan", part="1-of-2", names=NAMES[:2], helping=True) as worker:
+            put(worker, NAMES[:1])
+            with monkeypatch.context() as other_machine:
+                other_machine.setattr(disk, "lock", lambda fd, shared=False: True)
+                with pytest.raises(StoreError, match="the locks of this folder are not shared between machines"):
+                    Staging.open(out, layout(), "plan", part="2-of-2", names=NAMES[2:], helping=True)
+            put(worker, NAMES[1:2])
+    with Staging.open(out, layout(), "plan") as staging:
+        assert staging.finished == set(NAMES[:2])
+
+
+def test_a_process_that_helps_changes_nothing_after_its_driver_died(out: Path) -> None:
+    with Staging.open(out, layout(), "plan") as driver, suppress(KeyboardInterrupt), driver.shared():
+        with Staging.open(out, layout(), "plan", part="1-of-2", names=NAMES[:2], helping=True) as worker:
+            put(worker, NAMES[:2])
+        raise KeyboardInterrupt
+    before = tree(staging_folder(out))
+    with pytest.raises(StoreError, match="or the driver has ended"):
+        Staging.open(out, layout(), "plan", part="2-of-2", names=NAMES[2:], helping=True)
+    assert tree(staging_folder(out)) == before
+
+
+def test_headers_are_on_the_disk_before_others_are_let_in(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    sync, let_in = disk.sync_data, Locks.let_in
+    monkeypatch.setattr(disk, "sync_data", lambda fd: (done.append(os.fstat(fd).st_ino), sync(fd)))
+    monkeypatch.setattr(Locks, "let_in", lambda self: (done.append("let in"), let_in(self)))
+    with Staging.open(out, layout(), "plan") as staging, staging.shared():
+        shards = [(staging.folder / "content" / shard.name).stat().st_ino for shard in staging.layout.shards]
+    assert len(shards) > 1
+    assert done[-len(shards) - 1 :] == [*shards, "let in"]
 
 
 def test_two_stagings_in_one_process_exclude_each_other(out: Path) -> None:

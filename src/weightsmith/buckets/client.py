@@ -137,21 +137,17 @@ class Bucket:
         except self._errors as error:
             raise self._failed(error, key) from error
 
-    def put(self, key: str, data: bytes) -> None:
-        """Write an object."""
-        self._send("put_object", key, data, md5_of(data))
+    def put(self, key: str, data: bytes) -> str:
+        """Write an object: its ETag."""
+        return str(self._send("put_object", key, data, md5_of(data))["ETag"])
 
     def create(self, key: str, data: bytes) -> str | None:
-        """Write an object that must not exist: its ETag; None if it exists."""
+        """Write an object that must not exist: its ETag; None if it exists. Raises NoConditions."""
         return self._conditional(key, data, IfNoneMatch="*")
 
     def replace(self, key: str, data: bytes, etag: str) -> str | None:
-        """Write an object in place of the version with this ETag: its own; None if that version is no longer there."""
-        try:
-            return self._conditional(key, data, IfMatch=etag)
-        except NoConditions:  # stores have had If-None-Match alone for a while
-            found = self.read(key, 1 << 20)
-            return str(self._send("put_object", key, data, md5_of(data))["ETag"]) if found and found.etag == etag else None
+        """Write an object in place of the version with this ETag: its own; None if it is gone. Raises NoConditions."""
+        return self._conditional(key, data, IfMatch=etag)
 
     def _conditional(self, key: str, data: bytes, **condition: str) -> str | None:
         try:

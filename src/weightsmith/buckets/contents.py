@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 
 from weightsmith.buckets.client import Bucket
 from weightsmith.buckets.prefix import Prefix
 from weightsmith.errors import NOTHING_WRITTEN, NotFound, OutputExists, StoreError, WeightsmithError
+from weightsmith.remote.addresses import Address, parse_address
 from weightsmith.store.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from weightsmith.store.target import is_address
 
@@ -89,16 +91,22 @@ def check_not_read(address: Prefix, reads: Iterable[str]) -> None:
     """Raise StoreError if the output is, contains, or lies in anything that the run reads."""
     own = f"{address}/"
     for read in reads:
-        for text in read.split("+"):  # a model and its adapter
-            if is_address(text):
-                place = f"{text.rstrip('/')}/"
-                if place.startswith(own) or own.startswith(place):
-                    raise StoreError(
-                        f"the run reads {text}, which would be lost",
-                        where=str(address),
-                        fix="choose another output",
-                        state=NOTHING_WRITTEN,
-                    )
+        for place in _addresses(read):
+            if f"{place}/".startswith(own) or own.startswith(f"{place}/"):
+                raise StoreError(
+                    f"the run reads {place}, which would be lost",
+                    where=str(address),
+                    fix="choose another output",
+                    state=NOTHING_WRITTEN,
+                )
+
+
+def _addresses(read: str) -> Iterator[Address]:
+    """What a name of a model may address: a folder, in whose name is a `+`, or a model and its adapter."""
+    for text in (read, *read.split("+")):
+        if is_address(text):
+            with suppress(WeightsmithError):  # not an address as a whole
+                yield parse_address(text)
 
 
 def _some(names: list[str]) -> str:

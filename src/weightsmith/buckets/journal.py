@@ -3,7 +3,7 @@
 The lines are those of a local journal (`store.journal`), and further ones:
 
     ["upload", file, id]                 of the upload of a weight file
-    ["group", file, first part, etags]   all parts of a group are uploaded; its tensors have lines of their own
+    ["group", *key, etags]               all parts of this group are uploaded; its tensors have lines of their own
     ["publishing", names, replaced]      files of the output are being written: these, in place of those
 """
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from weightsmith.buckets.client import Bucket
+from weightsmith.buckets.parts import GroupKey
 from weightsmith.store.journal import MAX_JOURNAL_BYTES, Entries, Finished, decoded, encoded, plan_line, read_lines, tensor_line
 
 CHECKSUM = re.compile("[0-9a-f]{32}")
@@ -26,7 +27,7 @@ class State:
 
     token       of this work, in the metadata of the weight files: which objects it has completed
     uploads     weight file → id of its upload
-    groups      (weight file, first part) → ETags of the parts
+    groups      group → ETags of the parts
     tensors     the finished tensors of these groups
     publishing  files of the output, and files that they replace, from when the first of them is written; None before that
     """
@@ -36,7 +37,7 @@ class State:
     facts: Mapping[str, str]
     token: str
     uploads: dict[str, str] = field(default_factory=dict)
-    groups: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
+    groups: dict[GroupKey, tuple[str, ...]] = field(default_factory=dict)
     tensors: dict[str, Finished] = field(default_factory=dict)
     publishing: tuple[tuple[str, ...], tuple[str, ...]] | None = None
 
@@ -72,8 +73,12 @@ def read_state(bucket: Bucket, key: str) -> Written | None:
                 state.token = token
             case ["upload", str(file), str(upload)]:
                 state.uploads[file] = upload
-            case ["group", str(file), int(first), list(etags)] if all(isinstance(etag, str) for etag in etags):
-                state.groups[file, first] = tuple(etags)
-            case ["publishing", list(names), list(replaced)] if all(isinstance(n, str) for n in (*names, *replaced)):
+            case ["group", str(file), int(part), int(start), int(nbytes), list(etags)] if _texts(etags):
+                state.groups[GroupKey(file, part, start, nbytes)] = tuple(etags)
+            case ["publishing", list(names), list(replaced)] if _texts([*names, *replaced]):
                 state.publishing = tuple(names), tuple(replaced)
     return Written(state, entries, found.age_seconds)
+
+
+def _texts(values: list[object]) -> bool:
+    return all(isinstance(value, str) for value in values)

@@ -23,7 +23,7 @@ from weightsmith.formats.strict_json import JsonError, parse
 RENEW_SECONDS = 20.0
 STALE_SECONDS = 120.0
 _MAX_BYTES = 1 << 16
-_OWNER, _PROCESS = "owner", "process"
+_OWNER, _PROCESS, _ID = "owner", "process", "id"
 
 
 class Lock:
@@ -39,7 +39,7 @@ class Lock:
         self._bucket, self._key, self._out = bucket, key, out
         self.warnings: tuple[Finding, ...] = ()
         own = f"process {os.getpid()} on {socket.gethostname()}"
-        self._own = {_OWNER: own, _PROCESS: _this_process(), "id": secrets.token_hex(8)}
+        self._own = {_OWNER: own, _PROCESS: _this_process(), _ID: secrets.token_hex(8)}
         self._etag = ""
         self._count = 0
         self._renewed = 0.0
@@ -72,6 +72,7 @@ class Lock:
             self.warnings = (Finding(what, self._out),)
         self._etag, self._renewed = etag, began
         if etag != "*":
+            self.renew()  # now, so that the user is told of a store that replaces without a condition
             self._thread = threading.Thread(target=self._keep, name="weightsmith-lock", daemon=True)
             self._thread.start()
 
@@ -90,7 +91,7 @@ class Lock:
                 state=NOTHING_WRITTEN,
             )
         else:
-            etag = self._bucket.replace(self._key, self._text(), found.etag)
+            etag = self._replace(found.etag)
         if etag is None:
             what = "another process has just begun to build this output"
             raise Busy(what, where=self._out, fix="run again", state=NOTHING_WRITTEN)
@@ -110,12 +111,29 @@ class Lock:
                 return
             began = time.monotonic()
             self._count += 1
-            etag = self._bucket.replace(self._key, self._text(), self._etag)
+            etag = self._replace(self._etag)
+            if etag is None and (found := self._read_own()) is not None:  # the answer to an earlier renewal was lost
+                etag = self._replace(found.etag)
             if etag is None:
                 self._lost = True
             else:
                 self._etag, self._renewed = etag, began
         self.check()
+
+    def _replace(self, etag: str) -> str | None:
+        """Write the lock in place of the version with this ETag: its own; None if that version is no longer there."""
+        try:
+            return self._bucket.replace(self._key, self._text(), etag)
+        except NoConditions:  # stores have had If-None-Match alone for a while
+            what = "this store replaces objects without a condition, so two processes might take over the same lock at once"
+            self.warnings = (Finding(what, self._out),)
+            found = self._bucket.read(self._key, _MAX_BYTES)
+            return self._bucket.put(self._key, self._text()) if found is not None and found.etag == etag else None
+
+    def _read_own(self) -> Object | None:
+        """The lock as it is stored; None if it is not ours."""
+        found = self._bucket.read(self._key, _MAX_BYTES)
+        return found if found is not None and _field(found, _ID) == self._own[_ID] else None
 
     def check(self) -> None:
         """Raise StoreError unless the lock is surely still ours. Sends nothing."""
@@ -133,11 +151,10 @@ class Lock:
         """Give the lock back. May be called twice. An unreachable store is no error: the lock becomes stale."""
         self._end.set()
         with self._mutex:
-            etag, self._etag = self._etag, ""
-        if etag:
+            held, self._etag = self.held, ""
+        if held:
             with suppress(StoreError):
-                found = self._bucket.read(self._key, _MAX_BYTES)
-                if found is not None and etag in (found.etag, "*"):
+                if self._read_own() is not None:
                     self._bucket.delete(self._key)
 
     def _text(self) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from weightsmith.containers import Layout, ShardLayout
 
@@ -32,6 +33,15 @@ class Part:
     filled: int
 
 
+class GroupKey(NamedTuple):
+    """A group of a file, by its first part, first byte and length: another cut gives the same numbers to other bytes."""
+
+    file: str
+    first_part: int
+    start: int
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """Tensors and their parts. header: it contains the file's header."""
@@ -40,6 +50,11 @@ class Group:
     tensors: tuple[str, ...]
     parts: tuple[Part, ...]
     header: bool
+
+    def key(self, file: str) -> GroupKey:
+        """What it is known by in a journal. file: the name of its file."""
+        first, last = self.parts[0], self.parts[-1]
+        return GroupKey(file, first.number, first.start, last.start + last.nbytes - first.start)
 
 
 def cut(layout: Layout, part_bytes: int | None = None) -> tuple[Group, ...]:

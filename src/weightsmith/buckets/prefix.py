@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 from weightsmith.errors import NOTHING_WRITTEN, StoreError, legible
@@ -34,6 +35,11 @@ class Prefix:
     def name(self) -> str:
         """The last part of the prefix."""
         return self.prefix.rpartition("/")[2]
+
+    @property
+    def local_name(self) -> str:
+        """The name on this machine of what belongs to it: no other address has the same."""
+        return f"{self.name}-{hashlib.sha256(str(self).encode()).hexdigest()[:8]}"
 
     @property
     def staging(self) -> str:

@@ -7,8 +7,9 @@
         journal                         what is uploaded (`buckets.journal`)
 
 An object store has no rename. Nothing under the output changes until everything is uploaded. Then the files appear in an order
-in which no reader takes part of them for a model: config.json and the index after the weights, the manifest last. If publishing
-was cut off, the next run completes it. Products are kept in a staging folder of this machine.
+in which no reader takes part of them for a model: config.json and the index after the weights, and after old weights of other
+names are deleted; the manifest last. If publishing was cut off, the next run completes it. Products are kept in a staging
+folder of this machine.
 """
 
 from __future__ import annotations
@@ -107,15 +108,18 @@ class BucketStaging:
         self._lock.take()
         self._state.facts, self._resume = facts, resume
         found = read_state(self._bucket, self._journal)
+        unwanted: Mapping[str, str] = {}
         if found is not None:
             state, entries, _ = found
             if resume and is_resumable(entries, self.plan_hash, self.layout, facts, self.folder) and state.token:
                 self._state = state
             else:
-                discard(self._bucket, self.out, state.uploads)
+                unwanted = state.uploads
                 left = [name for names in state.publishing or () for name in names]
                 self._state.publishing = ((), tuple(left)) if left else None
         self._check_vacant()
+        if unwanted:
+            discard(self._bucket, self.out, unwanted)
         self._uploads = Uploads(self._bucket, self.out, self.layout, self._state, self._lock, self._journal)
         self._uploads.write_headers()
 
@@ -192,7 +196,7 @@ class BucketStaging:
         with self._mutex:
             if self._products is None:
                 self._products = Staging.open(
-                    f"{self.out.name}.products",
+                    f"{self.out.local_name}.products",
                     make_layout([], 1),
                     self.plan_hash,
                     facts=self._state.facts,
@@ -259,22 +263,27 @@ class BucketStaging:
         uploads.save()
         for name in (MANIFEST_NAME, *_ENTRANCES):  # a model without them is not taken for one while it is replaced
             if name in there:
-                self._bucket.delete(self.out.key(name))
+                self._delete(name)
         records = {name: self._upload(name, data) for name, data in self._files.items() if name not in _ENTRANCES}
         uploads.complete()
+        self._lock.renew()
+        for name in self._state.publishing[1]:  # a loader that finds the new config.json must not find old weights with it
+            self._delete(name)
         if self.layout.index is not None:
             records[INDEX_NAME] = self._upload(INDEX_NAME, self.layout.index)
         records |= {name: self._upload(name, self._files[name]) for name in _ENTRANCES if name in self._files}
-        self._lock.renew()
-        for name in self._state.publishing[1]:
-            self._bucket.delete(self.out.key(name))
         self._upload(MANIFEST_NAME, encode_manifest(self.layout, self.plan_hash, uploads.records, records, manifest))
         self._end()
 
     def _upload(self, name: str, data: bytes | Path) -> OtherFile:
         data = _contents(data) if isinstance(data, Path) else data
+        self._lock.check()
         self._bucket.put(self.out.key(name), data)
         return OtherFile(len(data), hash_bytes(data))
+
+    def _delete(self, name: str) -> None:
+        self._lock.check()
+        self._bucket.delete(self.out.key(name))
 
     @property
     def is_open(self) -> bool:
@@ -292,6 +301,7 @@ class BucketStaging:
         """Remove the journal and the lock. uploads: abort them too."""
         self._opened().close(save=False)
         self._uploads = None
+        self._lock.check()
         end = discard if uploads else discard_empty
         end(self._bucket, self.out, self._state.uploads)
         self._bucket.delete(self._journal)

@@ -100,7 +100,7 @@ class Uploads:
         state.uploads, state.groups, state.tensors = {}, {}, {}
         for number, shard in enumerate(self._layout.shards):
             own = [each.group for each in self._parts[number] if each is each.group.parts[0]]
-            known = [old.groups.get((shard.name, progress.group.parts[0].number), ()) for progress in own]
+            known = [old.groups.get(progress.group.key(shard.name), ()) for progress in own]
             key, upload = self._address.key(shard.name), old.uploads.get(shard.name, "")
             listed = self._bucket.parts(key, upload) if upload else None
             if upload and listed is None and all(known) and self._is_complete(number):
@@ -119,7 +119,7 @@ class Uploads:
                 if not all(name in old.tensors for name in names):
                     continue
                 progress.taken = True
-                state.groups[shard.name, parts[0].number] = etags
+                state.groups[progress.group.key(shard.name)] = etags
                 state.tensors |= {name: old.tensors[name] for name in names}
                 for each, etag in zip(progress.parts, etags, strict=True):
                     each.etag, each.missing = etag, 0
@@ -247,7 +247,7 @@ class Uploads:
             if progress.taken or not uploaded or not all(name in self._finished for name in group.tensors):
                 return
             file = self._layout.shards[group.shard].name
-            self._state.groups[file, group.parts[0].number] = tuple(each.etag for each in progress.parts)
+            self._state.groups[group.key(file)] = tuple(each.etag for each in progress.parts)
             self._state.tensors |= {name: self._finished[name] for name in group.tensors}
             late = time.monotonic() - self._saved > self._save_seconds
         if late and self._saving.acquire(blocking=False):
@@ -301,6 +301,7 @@ class Uploads:
             if number in self._completed:
                 continue
             key, etags = self._address.key(shard.name), [each.etag for each in self._parts[number]]
+            self._lock.check()
             if not self._bucket.complete(key, self._state.uploads[shard.name], etags) and not self._is_complete(number):
                 raise StoreError("the upload was discarded by someone else", where=self._address.shown(key), fix="run again")
             self._completed.add(number)

@@ -21,7 +21,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from socket import gethostname
 
 from weightsmith.containers import GGUF
 from weightsmith.distributed.work import Answer, Done, Failed, Lost, Order, Share, Workers
@@ -80,7 +79,7 @@ def share_out(
         finally:
             driver.stop()
     driver.check_edges(options.threads or 2)
-    return Helped(driver.resumed, driver.read_bytes, driver.written_bytes)
+    return driver.helped
 
 
 def _order(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions) -> Order:
@@ -114,7 +113,7 @@ class Driver:
     def __init__(self, prepared: Prepared, staging: Staging, workers: Workers, callbacks: Callbacks) -> None:
         plan = prepared.plan
         self.plan, self.staging, self.workers, self.callbacks = plan, staging, workers, callbacks
-        self.resumed = self.read_bytes = self.written_bytes = 0
+        self.helped = Helped()
         self.n = part_count(plan, workers.slots())
         parts = dict(enumerate(parts_of(plan, self.n), 1))
         self._owner = {out.name: k for k, steps in parts.items() for step in steps for out in step.outs}
@@ -125,7 +124,7 @@ class Driver:
         self._states: dict[Share, _State] = {}
         self._running: set[Share] = set()
         self._durations: list[float] = []
-        self._hosts: set[str] = set()
+        self._machines: set[str] = set()
         self._second_is_safe = is_portable(prepared)
         self._uncounted = {step.outs[0].name: sum(out.nbytes for out in step.outs) for step in plan.steps}
         self._total_tensors, self._total_bytes, self._counted_bytes = len(self._uncounted), sum(self._uncounted.values()), 0
@@ -150,9 +149,9 @@ class Driver:
         """Read again what one machine may have damaged of another's work: see `EDGE_BYTES`. The caller makes it again.
 
         A client of a network file system may write a whole page of its cache, in which bytes that another machine has written
-        meanwhile are old. On one machine there is one cache.
+        meanwhile are old: of another part, or of a file's first tensors, after the header. On one machine there is one cache.
         """
-        if self._hosts - {gethostname()}:
+        if self._machines - {self.workers.here}:
             self.staging.reread(edges(self.plan, self._owner) & self.staging.finished, threads)
 
     # ---- starting
@@ -196,14 +195,17 @@ class Driver:
         self._running.discard(share)
         state = self._state(share)
         match answer:
-            case Done(part, host):
+            case Done(part, machine):
                 self._durations.append(time.monotonic() - state.began)
-                self._hosts.add(host)
+                self._machines.add(machine)
                 self.staging.adopt(part.tensors, part.products)
                 self._count(part.tensors)
-                self.resumed += part.resumed
-                self.read_bytes += part.read_bytes
-                self.written_bytes += part.written_bytes
+                self.helped = Helped(
+                    self.helped.resumed + part.resumed,
+                    self.helped.read_bytes + part.read_bytes,
+                    self.helped.written_bytes + part.written_bytes,
+                    self.helped.fetched_bytes + part.fetched_bytes,
+                )
                 other = replace(share, second=not share.second)
                 if other in self._running:
                     self._running.discard(other)
@@ -250,7 +252,7 @@ class Driver:
             Progress(
                 written_bytes=self._counted_bytes,
                 total_bytes=self._total_bytes,
-                read_bytes=self.read_bytes,
+                read_bytes=self.helped.read_bytes,
                 tensors=self._total_tensors - len(self._uncounted),
                 total_tensors=self._total_tensors,
                 seconds=now - self._began,
@@ -286,13 +288,16 @@ def is_portable(prepared: Prepared) -> bool:
 
 
 def edges(plan: Plan, owner: Mapping[str, int]) -> set[str]:
-    """The tensors within `EDGE_BYTES` of a place where the bytes of one part follow those of another. owner: tensor → part."""
+    """The tensors within `EDGE_BYTES` of a place where the bytes of one part follow those of another, or a header.
+
+    owner: tensor → part. The driver writes the headers.
+    """
     found: set[str] = set()
     for shard in plan.layout.shards:
         placed = [(spec.name, plan.layout.places[spec.name]) for spec in shard.tensors]
-        for i in range(1, len(placed)):
+        for i in range(len(placed)):
             at = placed[i][1].offset
-            if owner[placed[i - 1][0]] != owner[placed[i][0]]:
+            if i == 0 or owner[placed[i - 1][0]] != owner[placed[i][0]]:
                 before = takewhile(lambda own: at - own[1].offset - own[1].nbytes < EDGE_BYTES, reversed(placed[:i]))  # noqa: B023
                 after = takewhile(lambda own: own[1].offset - at < EDGE_BYTES, placed[i:])  # noqa: B023
                 found.update(name for name, _ in (*before, *after))

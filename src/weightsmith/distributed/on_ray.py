@@ -36,7 +36,7 @@ class RayWorkers:
         self._threads = options.threads
         self._memory_bytes = options.max_memory_bytes
         self._gpus = 0 if named_device(options.device).startswith("cpu") else 1
-        self._task = ray.remote(max_retries=0, scheduling_strategy="SPREAD")(do)
+        self._task = ray.remote(max_retries=0, scheduling_strategy="SPREAD")(_do)
         self._order: Any = None
         self._running: dict[Share, Any] = {}
         self._nodes: list[Mapping[str, float]] = []
@@ -71,6 +71,11 @@ class RayWorkers:
                 workers.stop(share)
             if ours:
                 ray.shutdown()
+
+    @property
+    def here(self) -> str:
+        """See `Workers`."""
+        return _machine(self._ray)
 
     def begin(self, order: Order) -> None:
         """See `Workers`. A machine gets the order from the first one that has it."""
@@ -135,3 +140,13 @@ class RayWorkers:
         """See `Workers`."""
         if (ref := self._running.pop(share, None)) is not None:
             self._ray.cancel(ref, force=True)
+
+
+def _do(order: Order, share: Share) -> bytes:
+    """`do`, in a process of Ray's."""
+    return do(order, share, _machine(import_module("ray")))
+
+
+def _machine(ray: Any) -> str:
+    """Ray's name for this machine. Two machines may have one host name."""
+    return str(ray.get_runtime_context().get_node_id())

@@ -65,10 +65,10 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A share is done. host: of the worker."""
+    """A share is done. machine: of the worker, as `Workers.here` names machines."""
 
     part: PartDone
-    host: str
+    machine: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,10 @@ Answer = Done | Failed | Lost
 class Workers(Protocol):
     """Processes that do shares, each by `do`."""
 
+    @property
+    def here(self) -> str:
+        """The name of the driver's machine; no two machines have the same. It changes nothing but which bytes are checked."""
+
     def begin(self, order: Order) -> None:
         """What the shares that are started from now on belong to."""
 
@@ -107,8 +111,8 @@ class Workers(Protocol):
         """End a running share's process, if it has not ended. It gives no answer."""
 
 
-def do(order: Order, share: Share) -> bytes:
-    """Do a share in this process; its answer, `Done` or `Failed`, pickled."""
+def do(order: Order, share: Share, machine: str) -> bytes:
+    """Do a share in this process; its answer, `Done` or `Failed`, pickled. machine: the name of this one."""
     try:
         os.chdir(order.folder)
         prepared = _reopened(order)
@@ -116,8 +120,8 @@ def do(order: Order, share: Share) -> bytes:
         if share.part is None:
             found = execute_products(prepared, order.out, order.options)
         else:
-            found = execute_part(prepared, order.out, share.part, order.options, name=share.label)
-        return pickle.dumps(Done(found, socket.gethostname()))
+            found = execute_part(prepared, order.out, share.part, order.options, helping=share.label)
+        return pickle.dumps(Done(found, machine))
     except Exception as error:
         return pickle.dumps(Failed(_portable(error)))
 
@@ -139,6 +143,8 @@ def _reopened(order: Order) -> Prepared:
 def _check_same(order: Order, prepared: Prepared) -> None:
     """Raise ParameterError if this machine has another program, or sees other files, than the driver's."""
     options = order.options
+    if options.stream:
+        prepared.stream()  # or the weights would be missing
     if prepared.missing:
         prepared.download()
     if work_identity(prepared.plan, prepared.inputs, options.device) == order.identity:

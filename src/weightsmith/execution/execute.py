@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from weightsmith.errors import ParameterError
 from weightsmith.execution.measured import measured
+from weightsmith.execution.output import check_options
 from weightsmith.execution.run import (
     NO_CALLBACKS,
     Callbacks,
@@ -74,7 +75,7 @@ class PartDone:
     tensors    by name, also those that an earlier run had finished
     products   their checksums by name, of all that are in the staging folder
     resumed    number of steps that an earlier run had finished
-    read_bytes, written_bytes   of tensor data
+    read_bytes, written_bytes, fetched_bytes   as in `Merged`
     """
 
     tensors: Mapping[str, Finished]
@@ -82,6 +83,7 @@ class PartDone:
     resumed: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
+    fetched_bytes: int = 0
 
 
 def execute_part(
@@ -91,18 +93,18 @@ def execute_part(
     options: RunOptions,
     callbacks: Callbacks = NO_CALLBACKS,
     *,
-    name: str = "",
+    helping: str = "",
 ) -> PartDone:
     """Run one part of a prepared plan, in parallel with other processes; see `run`.
 
-    name  its label, other than `label(part)` for a second process that does the same part
+    helping  label of the part if it is done for a driver: not `label(part)` for a second process that does the same part
     """
     from weightsmith.engine.results import Results
 
-    _check_part(prepared, options)
+    _check_part(prepared, out, options)
     plan = prepared.plan
     steps = part_of(plan, *part)
-    with staged(prepared, out, options, callbacks, name or label(part), steps) as (staging, run):
+    with staged(prepared, out, options, callbacks, helping or label(part), steps, bool(helping)) as (staging, run):
         if products := plan.products_for(steps):
             with staging.only_process(callbacks.waiting):  # other processes reuse these products
                 results = kept_products(plan, staging)
@@ -113,23 +115,25 @@ def execute_part(
         outcome = run(steps=steps, products=(), skip=done, results=results)
         for model in prepared.inputs:
             model.check_unchanged()
-        return PartDone(staging.records, staging.products, len(done), outcome.read_bytes, outcome.written_bytes)
+        moved = outcome.read_bytes, outcome.written_bytes, outcome.fetched_bytes
+        return PartDone(staging.records, staging.products, len(done), *moved)
 
 
 def execute_products(
     prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, callbacks: Callbacks = NO_CALLBACKS
 ) -> PartDone:
-    """Compute the products of a prepared plan, for the processes that do its parts."""
-    _check_part(prepared, options)
-    with staged(prepared, out, options, callbacks, PRODUCTS_LABEL, ()) as (staging, run):
+    """Compute the products of a prepared plan for a driver, before other processes do its parts."""
+    _check_part(prepared, out, options)
+    with staged(prepared, out, options, callbacks, PRODUCTS_LABEL, (), helping=True) as (staging, run):
         with staging.only_process(callbacks.waiting):
             outcome = run(steps=(), results=kept_products(prepared.plan, staging))
         for model in prepared.inputs:
             model.check_unchanged()
-        return PartDone({}, staging.products, 0, outcome.read_bytes)
+        return PartDone({}, staging.products, read_bytes=outcome.read_bytes, fetched_bytes=outcome.fetched_bytes)
 
 
-def _check_part(prepared: Prepared, options: RunOptions) -> None:
+def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions) -> None:
+    check_options(out, options, part=True)
     if not options.resume:
         fix = "run once without a part and with --no-resume (resume=False), or remove the staging folder"
         raise ParameterError("a part cannot discard the work of other parts", fix=fix)

@@ -39,8 +39,6 @@ def open_output(
     from weightsmith.buckets.prefix import parse_prefix
     from weightsmith.buckets.staging import BucketStaging
 
-    if part:
-        _refuse("parts of a plan share a local folder", "run the whole plan, or write to a folder and copy it")
     return BucketStaging.open(parse_prefix(str(out)), plan.layout, plan_hash, reads=_named(plan), **chosen)
 
 
@@ -57,11 +55,13 @@ def check_output(out: str | os.PathLike[str], plan: Plan, options: RunOptions, p
     check_free(parse_prefix(str(out)), overwrite=options.overwrite, reads=_named(plan))
 
 
-def check_options(out: str | os.PathLike[str], options: RunOptions) -> None:
-    """Raise ParameterError for options that an address does not have."""
+def check_options(out: str | os.PathLike[str], options: RunOptions, *, part: bool = False) -> None:
+    """Raise ParameterError for options that an address does not have. part: the run does a part of a plan."""
     from weightsmith.store.target import is_address
 
     if is_address(out):
+        if part:
+            _refuse("parts of a plan share a local folder", "run the whole plan, or write to a folder and copy it")
         if options.push is not None:
             _refuse("--push uploads a local folder", "write to a folder, or leave --push out")
         if options.ray is not None:
@@ -74,14 +74,14 @@ def beside(out: str | os.PathLike[str], suffix: str) -> Path:
     """A local folder for what an output needs: next to it, or in the current folder if the output is in a bucket.
 
     >>> beside("models/out", ".measurement").name, beside("s3://models/out", ".measurement").relative_to(Path.cwd())
-    ('out.measurement', PosixPath('out.measurement'))
+    ('out.measurement', PosixPath('out-e614e439.measurement'))
     """
     from weightsmith.store.target import absolute, is_address
 
     if is_address(out):
         from weightsmith.buckets.prefix import parse_prefix
 
-        out = parse_prefix(str(out)).name
+        out = parse_prefix(str(out)).local_name
     folder = absolute(out)
     return folder.with_name(f"{folder.name}{suffix}")
 

@@ -96,11 +96,12 @@ class Following:
 
 @dataclass(frozen=True, slots=True)
 class Helped:
-    """What other processes did for a run: number of steps that an earlier run had finished, and bytes of tensor data."""
+    """What other processes did for a run: number of steps that an earlier run had finished, and bytes as in `Merged`."""
 
     resumed: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
+    fetched_bytes: int = 0
 
 
 class Helpers(Protocol):
@@ -172,7 +173,7 @@ def run_plan(
         warnings=(*plan.warnings, *found),
         reports=reports,
         url=url,
-        fetched_bytes=outcome.fetched_bytes,
+        fetched_bytes=outcome.fetched_bytes + helped.fetched_bytes,
     )
 
 
@@ -184,11 +185,13 @@ def staged(
     callbacks: Callbacks,
     part: str = "",
     steps: Iterable[Step] | None = None,
+    helping: bool = False,
 ) -> Iterator[tuple[Output, Callable[..., Outcome]]]:
     """Download, then open the output: its staging, and `engine.local.run` bound to it.
 
     part   its label
     steps  of the part: what an earlier run has finished of them is taken over; None: of all
+    helping   see `Staging.open`
     """
     from weightsmith.engine.local import run
 
@@ -207,6 +210,7 @@ def staged(
         part,
         protected_paths(prepared),
         names=None if steps is None else {out.name for step in steps for out in step.outs},
+        helping=helping,
         facts=facts(plan, inputs, options.device),
         other_bytes=other_bytes(plan, inputs[plan.donor], options),
         threads=resources.workers,

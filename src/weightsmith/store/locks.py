@@ -3,6 +3,7 @@
     lock                  held alone to build the whole output, shared by processes that build parts; names its holder
     parts/lock-2-of-4     held by the one process that builds this part
     parts/lock-products   held by the one process that computes products which several parts need
+    parts/lock-driver     held by the process that has others do parts, as long as they may begin one
 
 A lock is a file locked with flock. Closing the file releases it, so the lock of a dead process is free.
 """
@@ -22,6 +23,8 @@ from weightsmith.formats.files import read_all
 from weightsmith.store import disk
 from weightsmith.store.claim import JOURNAL, LOCK, OWNER, PARTS, check_kinds, check_made_by_us
 from weightsmith.store.journal import Entries, read_journal
+
+_DRIVER = "lock-driver"
 
 
 class Locks:
@@ -120,22 +123,50 @@ class Locks:
 
     def take_back(self, seconds: float) -> None:
         """Hold the lock alone again, when the processes that did parts have left. Raises Busy if one stays so long."""
-        deadline = time.monotonic() + seconds
         for file in self._files:
-            while True:
-                try:
-                    disk.lock(file.fileno())
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise self._taken() from None
-                    time.sleep(0.05)
+            self._wait(file, seconds)
             try:
                 same = (self.folder / LOCK).lstat().st_ino == os.fstat(file.fileno()).st_ino
             except FileNotFoundError:
                 same = False
             if not same:
                 raise self._taken()
+
+    @contextmanager
+    def lead(self, seconds: float) -> Iterator[None]:
+        """Show the processes that do parts for this one that it is there: `check_led` looks. seconds: to wait for the lock."""
+        (self.folder / PARTS).mkdir(exist_ok=True)
+        with FileIO(disk.open_own(self.folder / PARTS / _DRIVER, os.O_RDWR), "r+") as file:
+            self._wait(file, seconds)  # a process that looks holds it for a moment
+            yield
+
+    def check_led(self) -> None:
+        """Raise StoreError unless another process is seen to `lead`.
+
+        Those that look share the lock, so that none takes another one for the driver.
+        """
+        what = "the locks of this folder are not shared between machines"
+        fix = "mount it so that they are (NFS: without nolock and local_lock; Lustre: with flock), or leave --ray out"
+        try:
+            with _open(self.folder / PARTS / _DRIVER) as file:
+                disk.lock(file.fileno(), shared=True)
+        except BlockingIOError:
+            return
+        except FileNotFoundError:
+            what, fix = "this machine does not see the folder of the driver", "write to a folder that all machines share"
+        raise StoreError(f"{what}, or the driver has ended", where=str(self.folder), fix=fix)
+
+    def _wait(self, file: FileIO, seconds: float) -> None:
+        """Lock a file alone. Raises Busy if another process holds the lock so long."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                disk.lock(file.fileno())
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise self._taken() from None
+                time.sleep(0.05)
 
     def _no_locks(self) -> StoreError:
         return StoreError(

@@ -105,6 +105,7 @@ class Staging:
         *,
         part: str = "",
         names: Collection[str] | None = None,
+        helping: bool = False,
         facts: Mapping[str, str] | None = None,
         resume: bool = True,
         overwrite: bool = False,
@@ -121,6 +122,7 @@ class Staging:
         part       label (`label`): build one part together with other processes; the first one prepares the folder. Each part
                    has a lock and a journal of its own. A part cannot publish, and always resumes; "": build everything
         names      the tensors of the part; no others may be written
+        helping    the part is built for a process that is in `shared`: the folder is not prepared, even if its lock seems free
         facts      what the plan was made from, by the user's names for it, to tell the user what has changed
         resume     False discards what an earlier run left
         protected  every file and folder that the run reads: never replaced
@@ -128,14 +130,14 @@ class Staging:
         threads, progress   for verifying the finished tensors; progress(bytes done, bytes in all)
 
         Raises OutputExists, CannotResume (for work of another plan), NoSpace, Busy, and StoreError for a folder that cannot be
-        written. Nothing is written then, and resumable work stays.
+        written, or if the process that is helped is not seen. Nothing is written then, and resumable work stays.
         """
         staging = cls(check_out(out), layout, plan_hash, facts or {}, overwrite, protected, other_bytes)
         with staging._preparing():
             if not part:
                 staging._open(resume, names, threads, progress)
             else:
-                staging._join(part, names, threads, progress)
+                staging._join(part, names, helping, threads, progress)
         return staging
 
     @contextmanager
@@ -189,21 +191,24 @@ class Staging:
         if not fresh:
             self._take_over(entries, names, threads, progress)
 
-    def _join(self, part: str, names: Collection[str] | None, threads: int, progress: Progress | None) -> None:
-        """Build a part: prepare the folder if no process is in it, then share it."""
+    def _join(self, part: str, names: Collection[str] | None, helping: bool, threads: int, progress: Progress | None) -> None:
+        """Build a part: prepare the folder if no process is in it, unless it is helping one; then share it."""
         deadline = time.monotonic() + ATTACH_SECONDS
         busy = Busy("other processes keep taking the unfinished work", where=str(self.out), fix="run again")
         while True:
             try:
-                self._open(True, (), threads, None)
-                self.close()
+                if not helping:
+                    self._open(True, (), threads, None)
+                    self.close()
             except Busy as error:
                 busy = error
-            if (entries := self._locks.share()) is not None:
+            if (entries := self._locks.share()) is not None or time.monotonic() > deadline:
                 break
-            if time.monotonic() > deadline:
-                raise busy
             time.sleep(0.05)
+        if helping:
+            self._locks.check_led()
+        if entries is None:
+            raise busy
         if (entries.plan, entries.layout) != (self.plan_hash, layout_hash(self.layout)):
             entries = read_journals(self.folder)  # for the message
         if not self._is_resumable(entries):
@@ -247,8 +252,13 @@ class Staging:
         Raises Busy if one of them, or another run, is still there at the end.
         """
         content = self._content.stat().st_ino
-        self._locks.let_in()
-        yield
+        try:
+            self._opened()[1].sync()  # or this machine may write a page of a header later, over a tensor of another machine
+        except OSError as error:
+            raise self._failed(error, "headers") from error
+        with self._locks.lead(ATTACH_SECONDS):
+            self._locks.let_in()
+            yield
         self._locks.take_back(ATTACH_SECONDS)
         if not self._content.is_dir() or self._content.stat().st_ino != content:
             raise Busy("another run has taken the unfinished work", where=str(self.out), fix="run again")
