@@ -49,7 +49,8 @@ class ContentPolicy:
 
 def own_names(host: str) -> frozenset[str]:
     """The names under which a server is reached: of the address that it serves, and of its Space if it runs in one."""
-    return frozenset({"localhost", *f"{host},{os.environ.get('SPACE_HOST', '')}".lower().split(",")} - {""})
+    space = os.environ.get("SPACE_HOST", "")  # several names, with commas between them, if it has a domain of its own
+    return frozenset({"localhost", host.lower(), *space.lower().split(",")} - {""})
 
 
 class SameOrigin:
