@@ -36,7 +36,7 @@ from weightsmith.plans import Product, plan_from_json
 from weightsmith.products import find_kind
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation.calibration import layer, rows, sums
-from weightsmith.quantisation.calibration.common import Progress
+from weightsmith.quantisation.calibration.common import PhaseProgress
 from weightsmith.quantisation.calibration.plan import Chain
 from weightsmith.quantisation.calibration.rows import calibration_of, rows_of
 from weightsmith.quantisation.calibration.schemes import dequantise, split
@@ -115,7 +115,7 @@ def test_the_progress_of_the_products_of_a_phase_is_one() -> None:
         layers = 4
 
     for number, first, last in ((0, 0, 0.25), (0, 0.25, 1), (3, 0.5, 1)):
-        progress = Progress(Bench(), Base(), number, first, last)  # type: ignore[arg-type]
+        progress = PhaseProgress(Bench(), Base(), number, first, last)  # type: ignore[arg-type]
         for share in (0, 0.5, 1):
             progress(share)
     assert told == [(done, 4000) for done in (0, 125, 250, 250, 625, 1000, 3500, 3750, 4000)]

@@ -20,7 +20,7 @@ from weightsmith.errors import CheckpointError, FormatError, Unsupported
 from weightsmith.formats.files import FileState, Opener, StoredTensor
 from weightsmith.formats.hf_folder import Weights
 from weightsmith.lora import apply_adapter, open_adapter
-from weightsmith.sources import Kind, Opened, Tensors, Wrapped, Wrapper
+from weightsmith.sources import FileKind, Opened, Tensors, Wrapped, Wrapper
 from weightsmith.sources.adapted import Adapted, AdaptedTensor, Update
 from weightsmith.sources.files import PlainFiles, SourceFile, unite
 from weightsmith.sources.memory import StateDict
@@ -195,7 +195,7 @@ def choose_raw(names: Sequence[str], where: str) -> Weights | None:
     return Weights(index, () if index else files, files if index else ()) if files else None
 
 
-RAW = Kind("raw", (".raw",), ("*.raw.index.json",), choose_raw, open_raw)
+RAW = FileKind("raw", (".raw",), ("*.raw.index.json",), choose_raw, open_raw)
 
 
 class Halved:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weightsmith.plans import Product, Step
-from weightsmith.products import Bench, Kind
+from weightsmith.products import Bench, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.tensors import DTYPES, TensorSpec
 
@@ -25,4 +25,4 @@ def _check(product: Product) -> str:
     return "" if [out.shape for out in product.outs] == [(len(product.steps),)] else "it has not one number for each tensor"
 
 
-KIND = Kind("comparing", compute=_compute, check=_check)
+KIND = ProductKind("comparing", compute=_compute, check=_check)

@@ -29,7 +29,7 @@ from weightsmith.adapters.factors import decompose, prefers_exact
 from weightsmith.jobs.matrix import one_thread
 from weightsmith.plans import Product, Step
 from weightsmith.plans.reading import has_type
-from weightsmith.products import Bench, Kind
+from weightsmith.products import Bench, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.tensors import DTYPES, TensorSpec
 
@@ -215,4 +215,4 @@ def _check(product: Product) -> str:
     return "" if product.outs == outs else "its arrays are not those of its modules"
 
 
-KIND = Kind("combining adapters", compute=_compute, check=_check)
+KIND = ProductKind("combining adapters", compute=_compute, check=_check)

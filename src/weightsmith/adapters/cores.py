@@ -36,7 +36,7 @@ from weightsmith.jobs.decompose import thin_svd
 from weightsmith.jobs.matrix import one_thread
 from weightsmith.plans import COPY, PRODUCTS, Product, Read, Step
 from weightsmith.plans.reading import has_type
-from weightsmith.products import Bench, Kind
+from weightsmith.products import Bench, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.tensors import DTYPES, MAX_STACKED, TensorSpec
 
@@ -308,4 +308,4 @@ def _check(product: Product) -> str:
     return "" if outs == product.outs else "its arrays are not those of its modules"
 
 
-KIND = Kind("finding shared bases", compute=_compute, check=_check)
+KIND = ProductKind("finding shared bases", compute=_compute, check=_check)

@@ -23,7 +23,7 @@ from weightsmith.adapters.factors import FactorWork
 from weightsmith.adapters.peft import PREFIX, adapter_config, factor_names, stacked_names
 from weightsmith.adapters.ranks import Spectrum, choose_ranks
 from weightsmith.adapters.report import Extraction, Matrix
-from weightsmith.adapters.select import Pair, Selection, Weight, pair_tensors, select, settings_problems
+from weightsmith.adapters.select import Chosen, Pair, Weight, pair_tensors, select, settings_problems
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.containers import PEFT
 from weightsmith.errors import (
@@ -154,7 +154,7 @@ def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettin
     )
 
 
-def _dtype(tuned: Checkpoint, selection: Selection) -> DType:
+def _dtype(tuned: Checkpoint, selection: Chosen) -> DType:
     """Of the fine-tune's weights: float32, if they are neither that nor a 16-bit dtype."""
     found = tuned.kept_as(selection.factors[0].pair.tuned.name)
     return found if found.name in ("BF16", "F16") else DTYPES["F32"]
@@ -193,7 +193,7 @@ def _matrix_steps(weight: Weight) -> Iterator[Step]:
         yield Step(spec, COPY, (Read(_TUNED, pair.tuned.name, block),))
 
 
-def _factor_products(selection: Selection, structure: Structure, settings: ExtractSettings) -> Iterator[Product]:
+def _factor_products(selection: Chosen, structure: Structure, settings: ExtractSettings) -> Iterator[Product]:
     layers: dict[str, list[Weight]] = {}
     for weight in selection.factors:
         place = structure.locate(weight.pair.spec.name)

@@ -31,7 +31,7 @@ from weightsmith.jobs.matrix import one_thread
 from weightsmith.jobs.requires import usable_device
 from weightsmith.plans import Product, Step
 from weightsmith.plans.reading import has_type
-from weightsmith.products import Bench, Kind
+from weightsmith.products import Bench, ProductKind
 from weightsmith.products.base import Arrays, Floats
 from weightsmith.tensors import DTYPES, MAX_STACKED, TensorSpec
 
@@ -399,4 +399,4 @@ def _check(product: Product) -> str:
     return "" if work.targets and tuple(outs) == product.outs else "its arrays are not those of its matrices"
 
 
-KIND = Kind("decomposing", compute=_compute, check=_check, device=True)
+KIND = ProductKind("decomposing", compute=_compute, check=_check, device=True)

@@ -24,7 +24,7 @@ from weightsmith.jobs.decompose import thin_svd
 from weightsmith.jobs.matrix import one_thread
 from weightsmith.plans import Product, Step
 from weightsmith.plans.reading import has_type
-from weightsmith.products import Bench, Kind
+from weightsmith.products import Bench, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.tensors import DTYPES, MAX_STACKED, TensorSpec
 
@@ -151,4 +151,4 @@ def _check(product: Product) -> str:
     return "" if product.outs == work.product(product.name, ()).outs else "its arrays are not those of its modules"
 
 
-KIND = Kind("decomposing merged adapters", compute=_compute, check=_check)
+KIND = ProductKind("decomposing merged adapters", compute=_compute, check=_check)

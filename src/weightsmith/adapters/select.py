@@ -62,7 +62,7 @@ class Weight:
 
 
 @dataclass
-class Selection:
+class Chosen:
     """What becomes of each tensor.
 
     factors   in the order of the base's tensors
@@ -127,7 +127,7 @@ def _unequal(base: Checkpoint, tuned: Checkpoint, problems: Sequence[str]) -> Sh
     return ShapeError(what, where=tuned.ref, details=details, fix=fix)
 
 
-def select(pairs: Sequence[Pair], settings: ExtractSettings, base: Checkpoint) -> Selection:
+def select(pairs: Sequence[Pair], settings: ExtractSettings, base: Checkpoint) -> Chosen:
     """Sort the tensors by what becomes of them. Raises ParameterError and UnknownName for settings that match no module."""
     modules = list(dict.fromkeys(module_of(pair) for pair in pairs))
     wanted = set(_matching(modules, settings))
@@ -136,7 +136,7 @@ def select(pairs: Sequence[Pair], settings: ExtractSettings, base: Checkpoint) -
     leaves = _leaves(modules, pairs)
     structure = analyse(base.specs.values(), base.config)
     stacks = find_stacks(base.specs, structure, base.config)
-    found = Selection()
+    found = Chosen()
 
     def target(module: str, form: Form, shape: tuple[int, ...], experts: int = 0, group: str = "") -> Target:
         rank = min(settings.max_rank, *shape)

@@ -41,8 +41,8 @@ TYPE_IDS: Mapping[str, int] = MappingProxyType(
 TYPES: Mapping[int, DType] = MappingProxyType({i: BLOCKS.get(name) or DTYPES[name] for name, i in TYPE_IDS.items()})
 """ggml's number → type."""
 
-Kind = Literal["u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "str", "array", "u64", "i64", "f64"]
-KINDS: tuple[Kind, ...] = ("u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "str", "array", "u64", "i64", "f64")
+ValueType = Literal["u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "str", "array", "u64", "i64", "f64"]
+KINDS: tuple[ValueType, ...] = ("u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "str", "array", "u64", "i64", "f64")
 """Types of values, by their number in the file."""
 
 FORMATS: Mapping[str, str] = MappingProxyType(
@@ -56,7 +56,7 @@ FORMATS: Mapping[str, str] = MappingProxyType(
 class Value:
     """A value of a GGUF file: one of type `kind`, or a list of them."""
 
-    kind: Kind
+    kind: ValueType
     value: bool | int | float | str | Sequence[int] | Sequence[float] | Sequence[str]
 
 
@@ -81,7 +81,7 @@ def encode_metadata(values: Mapping[str, Value]) -> bytes:
     return b"".join(parts)
 
 
-def _one(kind: Kind, value: bool | int | float | str) -> bytes:
+def _one(kind: ValueType, value: bool | int | float | str) -> bytes:
     return _text(str(value)) if kind == "str" else struct.pack(f"<{FORMATS[kind]}", value)
 
 

@@ -19,7 +19,7 @@ from weightsmith.kernels.combine import LANES, gram
 from weightsmith.kernels.select import HIGH_BINS, count_high, find_bin
 from weightsmith.look.sketch import WIDTH, Floats, analyse_sketch, sparse_signs
 from weightsmith.plans import Product, Step
-from weightsmith.products.base import Arrays, Kind, Survey
+from weightsmith.products.base import Arrays, ProductKind, Survey
 from weightsmith.tensors import DTYPES, TensorSpec
 
 OP = "alignments"
@@ -167,4 +167,4 @@ def _check(product: Product) -> str:
     return "" if product.outs == alignments(product.name, product.steps).outs else "its arrays are not those of its steps"
 
 
-KIND = Kind("comparing", survey=Alignments, check=_check)
+KIND = ProductKind("comparing", survey=Alignments, check=_check)

@@ -21,7 +21,7 @@ from weightsmith.kernels.delta import distance
 from weightsmith.kernels.differences import DIFFERENCE_SUMS, difference, project
 from weightsmith.look.sketch import VALUES, WIDTH, Floats, analyse_sketch, sparse_signs
 from weightsmith.plans import Product, Step
-from weightsmith.products.base import Arrays, Kind, Survey
+from weightsmith.products.base import Arrays, ProductKind, Survey
 from weightsmith.tensors import DTYPES, TensorSpec
 
 OP = "differences"
@@ -230,4 +230,4 @@ def _check(product: Product) -> str:
     return "" if product.outs == expected else "its arrays are not those of its steps"
 
 
-KIND = Kind("comparing", survey=Differences, check=_check)
+KIND = ProductKind("comparing", survey=Differences, check=_check)

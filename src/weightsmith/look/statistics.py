@@ -15,7 +15,7 @@ from weightsmith.kernels.codecs import BLOCK
 from weightsmith.kernels.combine import LANES
 from weightsmith.kernels.differences import STATISTICS, statistics
 from weightsmith.plans import Product, Step
-from weightsmith.products.base import Arrays, Kind, Survey
+from weightsmith.products.base import Arrays, ProductKind, Survey
 from weightsmith.tensors import DTYPES, TensorSpec
 
 OP = "statistics"
@@ -109,4 +109,4 @@ def _check(product: Product) -> str:
     )
 
 
-KIND = Kind("measuring", survey=Statistics, check=_check)
+KIND = ProductKind("measuring", survey=Statistics, check=_check)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from weightsmith.jobs.job import Matrix, Tile
 from weightsmith.kernels.agreement import SURVIVAL, survival
 from weightsmith.plans import Product, Step
-from weightsmith.products.base import Arrays, Kind, Survey
+from weightsmith.products.base import Arrays, ProductKind, Survey
 from weightsmith.tensors import DTYPES, TensorSpec
 
 OP = "survival"
@@ -77,4 +77,4 @@ def _check(product: Product) -> str:
     return "" if product.outs == survivals(product.name, product.steps).outs else "its arrays are not those of its steps"
 
 
-KIND = Kind("previewing", survey=Survivals, check=_check)
+KIND = ProductKind("previewing", survey=Survivals, check=_check)

@@ -31,7 +31,7 @@ _GRANITE = {"gate_up_proj": "input_linear", "down_proj": "output_linear"}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ExpertPlace:
     """Where the base has a parameter [experts, rows, cols].
 
     tensors  (name, first row) of each expert's matrices, where these are tensors of their own; () where the parameter is one
@@ -65,12 +65,12 @@ def names_of(module: str, parameter: str) -> tuple[str, ...]:
     return (*_stored(module, parameter), *(names[0] for names in _apart(module, parameter, 0)))
 
 
-def find_place(specs: Specs, module: str, parameter: str) -> Place | None:
+def find_place(specs: Specs, module: str, parameter: str) -> ExpertPlace | None:
     """Where the base has a parameter; None for one that it does not have."""
     for name in _stored(module, parameter):
         if name in specs and len(shape := specs[name].shape) == 3 and specs[name].dtype.floating:
             experts, rows, cols = shape
-            return Place(name, experts, rows, cols)
+            return ExpertPlace(name, experts, rows, cols)
     ways = list(_apart(module, parameter, 0))
     way = next((i for i, names in enumerate(ways) if all(name in specs for name in names)), None)
     if way is None:
@@ -90,7 +90,7 @@ def find_place(specs: Specs, module: str, parameter: str) -> Place | None:
     if len(shapes) != 1 or len({cols for _, cols in next(iter(shapes))}) != 1:
         return None
     (parts,) = shapes
-    return Place(f"{module}.{parameter}", len(tensors), sum(rows for rows, _ in parts), parts[0][1], tuple(tensors))
+    return ExpertPlace(f"{module}.{parameter}", len(tensors), sum(rows for rows, _ in parts), parts[0][1], tuple(tensors))
 
 
 def _stored(module: str, parameter: str) -> Iterator[str]:
@@ -109,7 +109,7 @@ def _apart(module: str, parameter: str, expert: int) -> Iterator[tuple[str, ...]
         yield tuple(f"{mixtral}.{expert}.{_MIXTRAL[name]}.weight" for name in halves)
 
 
-Found = list[tuple[Place, Parameter, Stacked]]
+Found = list[tuple[ExpertPlace, Parameter, Stacked]]
 
 
 def match_stacked(adapter: Adapter, base: Specs, modules: Mapping[str, str]) -> tuple[dict[str, list[Update]], list[str]]:
@@ -151,7 +151,7 @@ def match_stacked(adapter: Adapter, base: Specs, modules: Mapping[str, str]) -> 
 
 
 def _ways(
-    specs: Specs, levels: Sequence[Stacked], places: Sequence[tuple[Place, Parameter]], *, transposed: bool
+    specs: Specs, levels: Sequence[Stacked], places: Sequence[tuple[ExpertPlace, Parameter]], *, transposed: bool
 ) -> Iterator[Found]:
     """The ways to give each of a module's factors a parameter of its own, of the right shape."""
     for chosen in permutations(places, len(levels)):

@@ -14,7 +14,7 @@ from weightsmith.plans import Parameters, Product, Role, Settings, Step, Value
 if TYPE_CHECKING:
     from weightsmith.jobs.job import Job, Matrix
 
-Kind = Literal["float", "int", "bool", "str"]
+ParameterType = Literal["float", "int", "bool", "str"]
 Scope = Literal["model", "tensor"]
 BaseRole = Literal["required", "optional", "input"]
 
@@ -36,7 +36,7 @@ class Parameter:
     """
 
     name: str
-    kind: Kind
+    kind: ParameterType
     doc: str
     scope: Scope = "tensor"
     default: Value | None = None

@@ -20,7 +20,7 @@ import numpy as np
 
 from weightsmith.errors import MethodError
 from weightsmith.jobs.job import Job
-from weightsmith.methods.base import BaseRole, Kind, Method, Parameter
+from weightsmith.methods.base import BaseRole, Method, Parameter, ParameterType
 from weightsmith.plans import Parameters, Product, Settings, Step
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ _EACH = "one for each model"
 PerModel = Annotated[Union[Sequence[T], Any], _EACH]  # noqa: UP007  Any: type checkers then take a default for all models
 """The type of a parameter that each model has a value of its own for: `weight: PerModel[float]`."""
 
-_KINDS: Mapping[Any, Kind] = {float: "float", int: "int", bool: "bool", str: "str"}
+_KINDS: Mapping[Any, ParameterType] = {float: "float", int: "int", bool: "bool", str: "str"}
 _TAKEN = ("method", "out_dtype", "threads", "seed", "allow_nonfinite")  # by merge_state_dicts
 
 
@@ -135,7 +135,7 @@ def _parameter(given: inspect.Parameter, hint: Any, called: str) -> Parameter:
     )
 
 
-def _default(given: inspect.Parameter, kind: Kind, choices: Sequence[str], optional: bool, called: str) -> Any:
+def _default(given: inspect.Parameter, kind: ParameterType, choices: Sequence[str], optional: bool, called: str) -> Any:
     """The default as a value of the parameter's kind, or None."""
     default, whose = given.default, f"of the parameter '{given.name}' of {called}"
     if default is inspect.Parameter.empty or (default is None and optional):

@@ -20,7 +20,7 @@ MOST = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MatrixPlace:
     """Where a matrix or vector is stored: the tensor, its shape, and the block of the tensor (None: all of it)."""
 
     tensor: str
@@ -36,8 +36,8 @@ class Layer:
     rest  everything else, by its unfused name inside the layer
     """
 
-    mlp: Mapping[str, Place]
-    rest: Mapping[str, Place]
+    mlp: Mapping[str, MatrixPlace]
+    rest: Mapping[str, MatrixPlace]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def dense_parts(donor: Donor) -> Dense | WeightsmithError:
     stack = donor.structure.main
     if stack is None:
         return ShapeError("it does not have exactly one stack of decoder layers", where=donor.label, fix=_DECODER)
-    found: list[dict[str, Place]] = [{} for _ in range(stack.n_layers)]
+    found: list[dict[str, MatrixPlace]] = [{} for _ in range(stack.n_layers)]
     outside, dropped = [], []
     specs = {name: step.out for name, step in donor.steps.items()}
     for name, step in donor.steps.items():
@@ -91,8 +91,8 @@ def dense_parts(donor: Donor) -> Dense | WeightsmithError:
             dropped.append(name)
         elif place is not None and place[0] == stack:
             parts = fused_parts(step.out, specs, donor.structure, donor.config)
-            whole = {name: Place(name, step.out.shape)}
-            for inner, part in {p.name: Place(name, p.shape, p.block) for p in parts}.items() or whole.items():
+            whole = {name: MatrixPlace(name, step.out.shape)}
+            for inner, part in {p.name: MatrixPlace(name, p.shape, p.block) for p in parts}.items() or whole.items():
                 found[place[1]][donor.structure.suffix(inner) or ""] = part
         else:
             outside.append(name)

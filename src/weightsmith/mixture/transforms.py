@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from weightsmith.errors import ParameterError, WeightsmithError
 from weightsmith.mixture.assembly import Assembly
-from weightsmith.mixture.dense import Dense, Place
+from weightsmith.mixture.dense import Dense, MatrixPlace
 from weightsmith.plans import PERTURB, Block, Step
 from weightsmith.recipe import Expert, Recipe, Upcycling
 
@@ -31,14 +31,14 @@ def sharded(donor: Dense, groups: int) -> list[Dense]:
     ]
 
 
-def _shard(part: str, place: Place, g: int, groups: int) -> Place:
+def _shard(part: str, place: MatrixPlace, g: int, groups: int) -> MatrixPlace:
     rows, cols = place.shape
     whole = place.block or Block(0, rows, cols, cols)
     if part == "down":
         cols //= groups
-        return Place(place.tensor, (rows, cols), Block(whole.offset + g * cols, rows, cols, whole.stride))
+        return MatrixPlace(place.tensor, (rows, cols), Block(whole.offset + g * cols, rows, cols, whole.stride))
     rows //= groups
-    return Place(place.tensor, (rows, cols), Block(whole.offset + g * rows * whole.stride, rows, cols, whole.stride))
+    return MatrixPlace(place.tensor, (rows, cols), Block(whole.offset + g * rows * whole.stride, rows, cols, whole.stride))
 
 
 class Transforms:

@@ -23,7 +23,7 @@ from weightsmith.plans import Block, Dropped, Gather, Read, Step, Table
 from weightsmith.recipe import ModelRef, Recipe, Tokenizer, TokenRule
 from weightsmith.structure import vocabulary
 from weightsmith.tensors import TensorSpec
-from weightsmith.tokenizers import Alignment, Rule, United, Vocabulary, align, extend, missing_tokens, read_vocabulary
+from weightsmith.tokenizers import Alignment, RowRule, United, Vocabulary, align, extend, missing_tokens, read_vocabulary
 from weightsmith.tokenizers.convert import REPLACED, Converted, convert
 from weightsmith.tokenizers.files import (
     choose_template,
@@ -314,10 +314,10 @@ class VocabularyPlanner:
         self.stack.callback(checkpoint.close)
         return _Place(str(ref), checkpoint.folder, checkpoint.files), checkpoint
 
-    def _rule(self, rule: TokenRule, out: Vocabulary, vocabularies: Sequence[Vocabulary]) -> Rule | None:
+    def _rule(self, rule: TokenRule, out: Vocabulary, vocabularies: Sequence[Vocabulary]) -> RowRule | None:
         number = out.ids[rule.token]
         if rule.model is None:
-            return Rule(number, -1, 0, rule.force) if rule.chosen else None
+            return RowRule(number, -1, 0, rule.force) if rule.chosen else None
         k = find_model(self.numbers, rule.model)
         if k is None:
             fix = f"name one of {', '.join(self.labels)}"
@@ -339,12 +339,12 @@ class VocabularyPlanner:
             fix = "name a token of that model with {kind: model_token, model: ..., token: ...}"
             self.problems.append(ParameterError(what, where=rule.where, fix=fix))
             return None
-        return Rule(number, k, row, rule.force)
+        return RowRule(number, k, row, rule.force)
 
     # ---- rows and files
 
     def _align(
-        self, found: Aligned, out: Vocabulary, rows: int, vocabularies: Sequence[Vocabulary], rules: Sequence[Rule] = ()
+        self, found: Aligned, out: Vocabulary, rows: int, vocabularies: Sequence[Vocabulary], rules: Sequence[RowRule] = ()
     ) -> None:
         base = self.donor if self.recipe.base_model is None else self.numbers[self.recipe.base_model]
         found.alignment = align(out, rows, vocabularies, self.labels, self.counts, base, rules)

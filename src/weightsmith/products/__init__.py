@@ -12,7 +12,7 @@ from importlib import import_module
 
 from weightsmith.errors import UnknownName, nearest
 from weightsmith.products.base import Bench as Bench
-from weightsmith.products.base import Kind as Kind
+from weightsmith.products.base import ProductKind as ProductKind
 from weightsmith.products.base import Report as Report
 from weightsmith.products.base import Survey as Survey
 
@@ -44,9 +44,9 @@ KINDS = {
 
 
 @cache
-def find_kind(op: str) -> Kind:
+def find_kind(op: str) -> ProductKind:
     """The kind of a product. Raises UnknownName."""
     if op not in KINDS:
         raise UnknownName(f"unknown kind of product '{op}'{nearest(op, KINDS)}")
-    kind: Kind = import_module(KINDS[op]).KIND
+    kind: ProductKind = import_module(KINDS[op]).KIND
     return kind

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from weightsmith.jobs.elementwise import Counts, count_tile
 from weightsmith.jobs.job import Matrix, Tile
 from weightsmith.plans import Product
-from weightsmith.products.base import Arrays, Kind, Survey
+from weightsmith.products.base import Arrays, ProductKind, Survey
 
 
 class Activity(Survey):
@@ -40,4 +40,4 @@ def _check(product: Product) -> str:
     return "" if fits else "its array is not [models, 2]"
 
 
-KIND = Kind("counting where models are active", survey=Activity, check=_check)
+KIND = ProductKind("counting where models are active", survey=Activity, check=_check)

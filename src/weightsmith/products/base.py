@@ -131,7 +131,7 @@ def _no_report(product: Product, arrays: Arrays) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ProductKind:
     """A kind of product: either `survey` or `compute` is set.
 
     doing    text of the progress display, with a verb in -ing

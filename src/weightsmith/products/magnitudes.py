@@ -9,7 +9,7 @@ import numpy as np
 
 from weightsmith.plans import Product, Step
 from weightsmith.plans.reading import has_type
-from weightsmith.products.base import Arrays, Bench, Kind
+from weightsmith.products.base import Arrays, Bench, ProductKind
 from weightsmith.tensors import DTYPES, TensorSpec
 
 OP = "magnitudes"
@@ -50,4 +50,4 @@ def _check(product: Product) -> str:
     return ""
 
 
-KIND = Kind("finding the largest weights", compute=_compute, check=_check)
+KIND = ProductKind("finding the largest weights", compute=_compute, check=_check)

@@ -13,7 +13,7 @@ from weightsmith.jobs.selection import Counts, Search, count_patterns, kept_rank
 from weightsmith.kernels.select import HIGH_BINS, count_high, find_bin
 from weightsmith.plans import Product
 from weightsmith.plans.reading import has_type
-from weightsmith.products.base import Arrays, Kind, Survey
+from weightsmith.products.base import Arrays, ProductKind, Survey
 
 NO_FACTORS = np.zeros(0)
 
@@ -157,4 +157,4 @@ def _check(product: Product) -> str:
     return "" if [out.shape for out in product.outs] == [(len(wanted), 2)] else "its array is not [wanted, 2]"
 
 
-KIND = Kind("finding thresholds of the whole model", survey=Thresholds, check=_check)
+KIND = ProductKind("finding thresholds of the whole model", survey=Thresholds, check=_check)

@@ -27,12 +27,12 @@ from weightsmith.formats.files import Opener, open_local
 from weightsmith.formats.hf_folder import Weights, natural_key, no_weights, read_index
 from weightsmith.sources import awq, bitsandbytes, exl2, exl3, gguf, gptq, mlx, modelopt, pytorch, safetensors, scaled
 from weightsmith.sources.base import Tensors
-from weightsmith.sources.kind import Index, Kind, Opened, Wrapped, Wrapper
+from weightsmith.sources.kind import FileKind, Index, Opened, Wrapped, Wrapper
 
 __all__ = [
     "KINDS",
     "WRAPPERS",
-    "Kind",
+    "FileKind",
     "Opened",
     "Tensors",
     "WeightFiles",
@@ -45,7 +45,7 @@ __all__ = [
     "wrap",
 ]
 
-KINDS: tuple[Kind, ...] = (safetensors.KIND, pytorch.KIND, gguf.KIND)
+KINDS: tuple[FileKind, ...] = (safetensors.KIND, pytorch.KIND, gguf.KIND)
 """File formats, in order of preference if a folder holds several."""
 
 WRAPPERS: tuple[Wrapper, ...] = (
@@ -71,23 +71,23 @@ class WeightFiles:
     ignored  names of weight files of this format that are not part of the model
     """
 
-    kind: Kind
+    kind: FileKind
     paths: tuple[Path, ...]
     index: Index | None
     ignored: tuple[str, ...]
 
     def open(self, where: str, open_file: Opener = open_local) -> Opened:
-        """Open them; see `Kind.open`. where: the model as the user named it."""
+        """Open them; see `FileKind.open`. where: the model as the user named it."""
         return self.kind.open(self.paths, self.index, where, open_file)
 
 
-def choose_kind(names: Collection[str], where: str) -> tuple[Kind, Weights]:
+def choose_kind(names: Collection[str], where: str) -> tuple[FileKind, Weights]:
     """The first kind with weights in the folder, and their files. Looks only at names.
 
     names  relative names of all files in the folder
     where  the folder or hub repository, for messages
 
-    Raises what `Kind.choose` raises, and the error of `no_weights` if there are no weights.
+    Raises what `FileKind.choose` raises, and the error of `no_weights` if there are no weights.
     """
     listed = list(names)
     for kind in KINDS:
@@ -112,7 +112,7 @@ def find_weights(folder: Path, names: Collection[str], where: str) -> WeightFile
 
 
 def open_file(path: Path, where: str, opener: Opener = open_local) -> Opened:
-    """Open a single weight file. Raises Unsupported for an unknown suffix, else as `Kind.open`."""
+    """Open a single weight file. Raises Unsupported for an unknown suffix, else as `FileKind.open`."""
     for kind in KINDS:
         if path.name.lower().endswith(kind.suffixes):
             return kind.open((path,), None, where, opener)

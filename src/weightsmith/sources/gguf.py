@@ -28,7 +28,7 @@ from weightsmith.formats.gguf.header import SMALL, GgufHeader, GgufTensor, read_
 from weightsmith.formats.gguf.tokenizer import tokenizer_files
 from weightsmith.formats.hf_folder import Weights, natural_key
 from weightsmith.sources.files import FileTensors, SourceFile, unite
-from weightsmith.sources.kind import Index, Kind, Opened
+from weightsmith.sources.kind import FileKind, Index, Opened
 from weightsmith.tensors import DTYPES, DType, TensorSpec
 
 if TYPE_CHECKING:
@@ -254,4 +254,4 @@ def _experts(path: Path, tensor: GgufTensor, name: str, experts: int) -> Iterato
         yield StoredBlocks(spec, path, tensor.offset + expert * (tensor.nbytes // experts), tensor.dtype)
 
 
-KIND = Kind("GGUF", (SUFFIX,), (), choose, open_files)
+KIND = FileKind("GGUF", (SUFFIX,), (), choose, open_files)

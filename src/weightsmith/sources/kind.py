@@ -37,7 +37,7 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FileKind:
     """A file format.
 
     name      for messages: `safetensors`

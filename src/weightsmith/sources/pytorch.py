@@ -13,7 +13,7 @@ from weightsmith.formats.files import Extent, Opener, open_local
 from weightsmith.formats.hf_folder import Weights, choose_weights
 from weightsmith.formats.pytorch import SUFFIXES, StoredView, read_pickle_header, read_view
 from weightsmith.sources.files import FileTensors, SourceFile, unite
-from weightsmith.sources.kind import Index, Kind, Opened
+from weightsmith.sources.kind import FileKind, Index, Opened
 
 STRIDED_BYTES = 2 << 20
 """Bytes to read at once from a tensor whose rows are scattered: each read may scan its whole storage."""
@@ -77,4 +77,4 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     return Opened(StoredViews(stored, files, where), notes=notes)
 
 
-KIND = Kind("PyTorch", SUFFIXES, tuple(f"*{suffix}.index.json" for suffix in SUFFIXES), choose, open_files)
+KIND = FileKind("PyTorch", SUFFIXES, tuple(f"*{suffix}.index.json" for suffix in SUFFIXES), choose, open_files)

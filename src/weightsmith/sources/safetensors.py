@@ -9,7 +9,7 @@ from weightsmith.formats.files import Opener, open_local
 from weightsmith.formats.hf_folder import choose_weights
 from weightsmith.formats.safetensors import Header, read_header
 from weightsmith.sources.files import PlainFiles, SourceFile, unite
-from weightsmith.sources.kind import Index, Kind, Opened
+from weightsmith.sources.kind import FileKind, Index, Opened
 
 
 def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file: Opener = open_local) -> Opened:
@@ -33,4 +33,4 @@ def _common_metadata(headers: Iterable[Header]) -> dict[str, str]:
     return {key: value for key, value in common.items() if key not in disputed}
 
 
-KIND = Kind("safetensors", (".safetensors",), ("*.safetensors.index.json",), choose_weights, open_files)
+KIND = FileKind("safetensors", (".safetensors",), ("*.safetensors.index.json",), choose_weights, open_files)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weightsmith.structure.stacks import TOWERS, Kind, Stack
+from weightsmith.structure.stacks import TOWERS, Stack, StackKind
 from weightsmith.structure.vocabulary import in_head
 
 WHOLE = "model"
@@ -66,7 +66,7 @@ class Modules:
         return ("", path) if "" in self.roots else (None, path.removeprefix("model."))
 
 
-def _group(kind: Kind) -> str:
+def _group(kind: StackKind) -> str:
     return "text" if kind in ("decoder", "encoder") else kind
 
 
@@ -99,7 +99,7 @@ def find_modules(stacks: Sequence[Stack], main: Stack | None, loose: Iterable[st
     if len({stack.kind for stack in primary}) < 2:
         return Modules((WHOLE,), {}, WHOLE, WHOLE, False, {"default": WHOLE})
     roots: dict[str, str] = {}
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, StackKind] = {}
     for stack in primary:
         root = _root_of(stack, [other for other in primary if other.kind != stack.kind])
         roots.setdefault(root, root or WHOLE)
@@ -130,7 +130,7 @@ def _containers(draft: Modules, loose: Iterable[str]) -> list[str]:
     return list(found)
 
 
-def _aliases(names: Sequence[str], kinds: Mapping[str, Kind], text: str | None, rest: str, role: str) -> dict[str, str]:
+def _aliases(names: Sequence[str], kinds: Mapping[str, StackKind], text: str | None, rest: str, role: str) -> dict[str, str]:
     """mergekit's names for the modules, where they are unambiguous."""
     wanted: dict[str, list[str]] = {}
     for name, kind in kinds.items():

@@ -18,7 +18,7 @@ from weightsmith.structure.configs import Path, section_at
 from weightsmith.structure.counts import Count, find_counts, is_count_key, match_counts
 from weightsmith.structure.names import INDEX, is_container, words
 
-Kind = Literal["decoder", "encoder", "vision", "audio", "tower", "other"]
+StackKind = Literal["decoder", "encoder", "vision", "audio", "tower", "other"]
 TOWERS = frozenset({"vision", "audio", "tower"})
 """Kinds of encoders that feed a text model, unlike the encoder of an encoder-decoder."""
 
@@ -46,7 +46,7 @@ class Stack:
     prefix: str
     n_layers: int
     module: str
-    kind: Kind
+    kind: StackKind
     config_paths: tuple[Path, ...] = ()
     n_extra: int = 0
 
@@ -60,7 +60,7 @@ class Stack:
         return section_at(config, (self.config_path or ())[:-1])
 
 
-def kind_of(prefix: str) -> Kind:
+def kind_of(prefix: str) -> StackKind:
     """The kind of the layers under a prefix, from its words.
 
     >>> kind_of("model.visual.blocks."), kind_of("encoder.block."), kind_of("model.layers."), kind_of("mtp.layers.")

@@ -5,7 +5,7 @@ tokens to tokenizer.json, `rows.py` makes tables of rows, `files.py` writes the 
 """
 
 from weightsmith.tokenizers.rows import Alignment as Alignment
-from weightsmith.tokenizers.rows import Rule as Rule
+from weightsmith.tokenizers.rows import RowRule as RowRule
 from weightsmith.tokenizers.rows import align as align
 from weightsmith.tokenizers.union import United as United
 from weightsmith.tokenizers.union import extend as extend

@@ -19,7 +19,7 @@ Rows = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class RowRule:
     """What the recipe says about a token of the output.
 
     number  its id
@@ -57,7 +57,7 @@ def align(
     labels: Sequence[str],
     sizes: Sequence[int],
     base: int,
-    rules: Sequence[Rule] = (),
+    rules: Sequence[RowRule] = (),
 ) -> Alignment:
     """The tables for an output with a tokenizer and a number of rows.
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from weightsmith.jobs.requires import usable_device
 from weightsmith.plans import COPY, Block, Product, Read, Step
 from weightsmith.plans.reading import has_type
-from weightsmith.products import Bench, Kind
+from weightsmith.products import Bench, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.tensors import DTYPES, DType, TensorSpec
 from weightsmith.transplant.approximations import NAMES, find_approximation
@@ -282,4 +282,4 @@ def _table_problem(table: Table, work: RowWork, steps: Mapping[str, tuple[int, .
     return ""
 
 
-KIND = Kind("approximating missing tokens", compute=_compute, check=_check, report=_report, device=True)
+KIND = ProductKind("approximating missing tokens", compute=_compute, check=_check, report=_report, device=True)

@@ -94,7 +94,7 @@ MODEL_TYPES = tuple(name for family in FAMILIES for name in (family.model_type, 
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GgufPlace:
     """A tensor of the Hub's layout in a GGUF file.
 
     name    of the tensor in the GGUF file
@@ -124,29 +124,29 @@ def hub_name(family: Family, name: str) -> str | None:
     return None if match is None or inner is None else f"{LAYERS}{match[1]}.{inner}.{match[3]}"
 
 
-def gguf_place(family: Family, name: str) -> Place | None:
+def gguf_place(family: Family, name: str) -> GgufPlace | None:
     """Where a tensor of the Hub's layout is in a GGUF file; None if the family has no such tensor.
 
     >>> gguf_place(FAMILIES[1], "model.layers.0.block_sparse_moe.experts.7.w3.weight")
-    Place(name='blk.0.ffn_up_exps.weight', expert=7)
+    GgufPlace(name='blk.0.ffn_up_exps.weight', expert=7)
     """
     module, _, kind = name.rpartition(".")
     for there, here in _ENDS.items():
         if here == module and kind in ("weight", "bias"):
-            return Place(f"{there}.{kind}")
+            return GgufPlace(f"{there}.{kind}")
     match = _HUB_LAYER.fullmatch(name)
     if match is None:
         return None
     for there, here in family.layer.items():
         if here == match[2]:
-            return Place(f"blk.{match[1]}.{there}.{match[3]}")
+            return GgufPlace(f"blk.{match[1]}.{there}.{match[3]}")
     expert = _EXPERT.search(match[2])
     if expert is None:
         return None
     plain = _EXPERT.sub(r"\1{}\3", match[2])
     for there, here in family.experts.items():
         if here == plain:
-            return Place(f"blk.{match[1]}.{there}.{match[3]}", int(expert[2]))
+            return GgufPlace(f"blk.{match[1]}.{there}.{match[3]}", int(expert[2]))
     return None
 
 

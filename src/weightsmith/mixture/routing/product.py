@@ -17,7 +17,7 @@ from weightsmith.pages import HeatMap
 from weightsmith.pages.values import Block
 from weightsmith.plans import Product
 from weightsmith.plans.reading import has_type
-from weightsmith.products import Bench, Kind
+from weightsmith.products import Bench, ProductKind
 from weightsmith.products.base import Arrays
 
 JSON_NAME = "routing.json"
@@ -132,4 +132,4 @@ def _check(product: Product) -> str:
     return "" if outs_of(gating, routers) == product.outs else "its arrays are not those of its report"
 
 
-KIND = Kind("computing hidden states and router weights", compute=_compute, report=_report, check=_check, device=True)
+KIND = ProductKind("computing hidden states and router weights", compute=_compute, report=_report, check=_check, device=True)

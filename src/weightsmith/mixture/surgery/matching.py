@@ -18,7 +18,7 @@ from weightsmith.errors import NonFinite
 from weightsmith.mixture.surgery.neurons import NeuronTensor, Pattern, neurons_of, places_of
 from weightsmith.plans import COPY, Gather, Product, Read, Step
 from weightsmith.plans.reading import has_type
-from weightsmith.products import Bench, Kind
+from weightsmith.products import Bench, ProductKind
 from weightsmith.products.base import Arrays, Floats
 from weightsmith.tensors import DTYPES, TensorSpec
 
@@ -143,4 +143,4 @@ def _check(product: Product) -> str:
     return "" if [out.shape for out in product.outs] == sizes else "its arrays are not the orders of its pairs"
 
 
-KIND = Kind("matching neurons", compute=_compute, check=_check)
+KIND = ProductKind("matching neurons", compute=_compute, check=_check)

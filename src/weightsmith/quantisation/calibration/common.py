@@ -77,7 +77,7 @@ class Room:
                 self._condition.notify_all()
 
 
-class Progress:
+class PhaseProgress:
     """Reports the progress of all products of a phase as one: each layer counts `UNITS`.
 
     first, last  the part of the layer's units that this product takes
@@ -97,7 +97,7 @@ class Progress:
 
 
 def row_batches(
-    states: Floats, at_once: int, device: str, progress: Progress, span: tuple[float, float]
+    states: Floats, at_once: int, device: str, progress: PhaseProgress, span: tuple[float, float]
 ) -> Iterator[list[NUMBERED_ROW]]:
     """Rows of states, some at a time, as tensors of their own. span: of the product's progress."""
     first, last = span

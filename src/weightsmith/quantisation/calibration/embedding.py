@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weightsmith.plans import Product
-from weightsmith.products import Bench, Kind
+from weightsmith.products import Bench, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation.calibration.rows import BUILT_IN
 from weightsmith.quantisation.calibration.work import EmbeddingWork
@@ -13,7 +13,7 @@ from weightsmith.structure.vocabulary import is_embedding
 
 
 def _compute(bench: Bench) -> Arrays:
-    from weightsmith.quantisation.calibration.common import Progress, decoder_of
+    from weightsmith.quantisation.calibration.common import PhaseProgress, decoder_of
     from weightsmith.quantisation.calibration.rows import rows_of
     from weightsmith.store.products import release_pages
 
@@ -21,7 +21,7 @@ def _compute(bench: Bench) -> Arrays:
     decoder = decoder_of(work.base)
     vocabulary = next(step.out.shape[0] for step in bench.product.steps if is_embedding(step.out))
     rows = rows_of(work.calibration, bench.folder(work.base.model), vocabulary, work.bos)
-    progress = Progress(bench, work.base, 0, 0, 0)
+    progress = PhaseProgress(bench, work.base, 0, 0, 0)
     [states] = bench.create()
     for r, hidden in enumerate(decoder.embedded(bench, rows.tolist())):
         states[r] = hidden.numpy()
@@ -47,4 +47,4 @@ def _reads(product: Product) -> list[Path]:
     return [] if source == BUILT_IN else [Path(source)]
 
 
-KIND = Kind("quantising layer by layer", compute=_compute, check=_check, reads=_reads)
+KIND = ProductKind("quantising layer by layer", compute=_compute, check=_check, reads=_reads)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from weightsmith.plans import Product
-from weightsmith.products import Bench, Kind
+from weightsmith.products import Bench, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation.calibration.work import ImportanceWork
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 def _compute(bench: Bench) -> Arrays:
     """A row runs on one thread, and rows are added in order: the result is the same for any number of threads."""
-    from weightsmith.quantisation.calibration.common import Progress, decoder_of, device_of, row_batches
+    from weightsmith.quantisation.calibration.common import PhaseProgress, decoder_of, device_of, row_batches
     from weightsmith.quantisation.calibration.sums import Inputs, workers
 
     work, device = ImportanceWork.of(bench.product), device_of(bench)
     [entering] = bench.arrays(work.states)
-    progress = Progress(bench, work.base, work.layer, 0, 0.7)
+    progress = PhaseProgress(bench, work.base, work.layer, 0, 0.7)
     with (
         workers(bench.threads, device) as pool,
         decoder_of(work.base).layer(work.layer, bench, entering.shape[1], device) as layer,
@@ -67,4 +67,4 @@ def _check(product: Product) -> str:
     return ""
 
 
-KIND = Kind("measuring layer by layer", compute=_compute, check=_check, device=True)
+KIND = ProductKind("measuring layer by layer", compute=_compute, check=_check, device=True)

@@ -15,7 +15,7 @@ import numpy as np
 from weightsmith.encodings import find_encoding
 from weightsmith.errors import WeightsmithError
 from weightsmith.plans import Product
-from weightsmith.products import Bench, Kind
+from weightsmith.products import Bench, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation.calibration import schemes
 from weightsmith.quantisation.calibration.sites import is_attention, site_of
@@ -23,7 +23,7 @@ from weightsmith.quantisation.calibration.work import LayerWork
 
 if TYPE_CHECKING:
     from weightsmith.decoder.forward import Decoder, Layer
-    from weightsmith.quantisation.calibration.common import Progress
+    from weightsmith.quantisation.calibration.common import PhaseProgress
 
 _LAST = ("o_proj", "down_proj")
 """Inputs of these come last in their block."""
@@ -41,10 +41,10 @@ def stages(weights: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def _compute(bench: Bench) -> Arrays:
-    from weightsmith.quantisation.calibration.common import Progress, decoder_of, device_of
+    from weightsmith.quantisation.calibration.common import PhaseProgress, decoder_of, device_of
 
     work, device = LayerWork.of(bench.product), device_of(bench)
-    progress = Progress(bench, work.base, work.layer, 0, 0.7)
+    progress = PhaseProgress(bench, work.base, work.layer, 0, 0.7)
     decoder = decoder_of(work.base)
     [entering] = bench.arrays(work.states)
     found: dict[str, Arrays] = {}
@@ -66,7 +66,7 @@ def _quantise(
     entering: Any,
     layer: Layer,
     device: str,
-    progress: Progress,
+    progress: PhaseProgress,
     span: tuple[float, float],
     found: dict[str, Arrays],
 ) -> None:
@@ -117,11 +117,11 @@ def _head(bench: Bench, work: LayerWork, decoder: Decoder, entering: Any, device
     """Quantise the head for what leaves the final norm."""
     import torch
 
-    from weightsmith.quantisation.calibration.common import NUMBERED_ROW, Progress, check_finite, row_batches
+    from weightsmith.quantisation.calibration.common import NUMBERED_ROW, PhaseProgress, check_finite, row_batches
     from weightsmith.quantisation.calibration.sums import Hessians, workers
     from weightsmith.quantisation.exl2.matrix import prepare
 
-    progress = Progress(bench, work.base, work.layer, 0, 0)
+    progress = PhaseProgress(bench, work.base, work.layer, 0, 0)
     [(name, encoding)] = work.weights.items()
     sums = Hessians({name: entering.shape[2]}, device)
     with workers(bench.threads, device) as pool, decoder.final_norm(bench, device) as norm:
@@ -155,4 +155,4 @@ def _check(product: Product) -> str:
     return "" if work.states in product.needs else "it does not need the states that its settings name"
 
 
-KIND = Kind("quantising layer by layer", compute=_compute, check=_check, device=True)
+KIND = ProductKind("quantising layer by layer", compute=_compute, check=_check, device=True)

@@ -16,24 +16,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weightsmith.plans import Product
-from weightsmith.products import Bench, Kind
+from weightsmith.products import Bench, ProductKind
 from weightsmith.products.base import Arrays, Floats
 from weightsmith.quantisation.calibration import schemes
 from weightsmith.quantisation.calibration.work import MeasureWork
 
 if TYPE_CHECKING:
-    from weightsmith.quantisation.exl2.matrix import Prepared
+    from weightsmith.quantisation.exl2.matrix import FactoredHessian
 
 FEATURES = 128
 
 
 def _compute(bench: Bench) -> Arrays:
-    from weightsmith.quantisation.calibration.common import Progress, Room, budget, decoder_of, device_of
+    from weightsmith.quantisation.calibration.common import PhaseProgress, Room, budget, decoder_of, device_of
     from weightsmith.quantisation.calibration.sums import Inputs, use_hessians
     from weightsmith.quantisation.exl2.matrix import PREPARE_BYTES, prepare
 
     work, device = MeasureWork.of(bench.product), device_of(bench)
-    progress = Progress(bench, work.base, work.layer, 0, 0.7)
+    progress = PhaseProgress(bench, work.base, work.layer, 0, 0.7)
     [entering] = bench.arrays(work.states)
     errors = np.zeros(bench.product.outs[0].shape)
     energies = np.zeros(bench.product.outs[1].shape)
@@ -56,7 +56,7 @@ def _compute(bench: Bench) -> Arrays:
     return errors, energies
 
 
-def _errors(weight: Floats, hessian: Any, prepared: Prepared | None, encodings: tuple[str, ...]) -> list[float]:
+def _errors(weight: Floats, hessian: Any, prepared: FactoredHessian | None, encodings: tuple[str, ...]) -> list[float]:
     """The error of each encoding, on some of the output features."""
     some = np.linspace(0, len(weight) - 1, min(FEATURES, len(weight))).astype(np.int64)
     part = np.ascontiguousarray(weight[some])
@@ -99,4 +99,4 @@ def shapes_of(candidates: Mapping[str, tuple[str, ...]]) -> tuple[tuple[int, ...
     return (len(candidates), max(map(len, candidates.values()), default=0)), (len(candidates) + 1,)
 
 
-KIND = Kind("measuring layer by layer", compute=_compute, check=_check, device=True)
+KIND = ProductKind("measuring layer by layer", compute=_compute, check=_check, device=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from weightsmith.errors import ParameterError
 from weightsmith.plans import Product
-from weightsmith.products import Bench, Kind
+from weightsmith.products import Bench, ProductKind
 from weightsmith.products.base import Arrays, Floats
 from weightsmith.quantisation.calibration import schemes
 from weightsmith.quantisation.calibration.sites import is_attention, site_of
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from weightsmith.decoder.forward import Layer
-    from weightsmith.quantisation.calibration.common import NUMBERED_ROW, Progress
-    from weightsmith.quantisation.exl2.matrix import Prepared
+    from weightsmith.quantisation.calibration.common import NUMBERED_ROW, PhaseProgress
+    from weightsmith.quantisation.exl2.matrix import FactoredHessian
 
 _QUANTISING = 0.3
 """Of the progress of a block: the Hessians."""
 
 
 def _compute(bench: Bench) -> Arrays:
-    from weightsmith.quantisation.calibration.common import Progress, decoder_of, device_of
+    from weightsmith.quantisation.calibration.common import PhaseProgress, decoder_of, device_of
     from weightsmith.quantisation.calibration.sums import workers
 
     work, device = BlocksWork.of(bench.product), device_of(bench)
-    progress = Progress(bench, work.base, work.layer, 0, 0.7)
+    progress = PhaseProgress(bench, work.base, work.layer, 0, 0.7)
     [entering] = bench.arrays(work.states)
     errors = np.zeros(bench.product.outs[0].shape)
     with decoder_of(work.base).layer(work.layer, bench, entering.shape[1], device) as layer:
@@ -61,9 +61,9 @@ def _prepared(
     weights: list[str],
     entering: Floats,
     device: str,
-    progress: Progress,
+    progress: PhaseProgress,
     span: tuple[float, float],
-) -> dict[str, Prepared | None]:
+) -> dict[str, FactoredHessian | None]:
     """The Hessian of each weight, ready for all its settings. Raises ParameterError if they take too much memory together."""
     from weightsmith.quantisation.calibration.common import Room, budget
     from weightsmith.quantisation.calibration.sums import Inputs, use_hessians
@@ -75,7 +75,7 @@ def _prepared(
         what = f"the Hessians of layer {work.layer} take {nbytes:,} bytes, and the limit is {budget(bench):,}"
         fix = "use --measure proxy, which needs one at a time, or a larger --max-memory"
         raise ParameterError(what, where=work.base.label, fix=fix)
-    found: dict[str, Prepared | None] = {}
+    found: dict[str, FactoredHessian | None] = {}
     room = Room(budget(bench))
 
     def use(inputs: Inputs, site: str, finish: Callable[[], Any]) -> None:
@@ -91,7 +91,7 @@ def _prepared(
 class _Rows:
     """The rows that enter the layer, as often as they are needed."""
 
-    def __init__(self, entering: Floats, at_once: int, device: str, progress: Progress) -> None:
+    def __init__(self, entering: Floats, at_once: int, device: str, progress: PhaseProgress) -> None:
         self._entering, self._at_once, self._device, self._progress = entering, at_once, device, progress
 
     def __call__(self, span: tuple[float, float]) -> Iterator[list[NUMBERED_ROW]]:
@@ -149,7 +149,7 @@ class _Block:
 def _errors(
     block: _Block,
     options: tuple[Mapping[str, str], ...],
-    prepared: Mapping[str, Prepared | None],
+    prepared: Mapping[str, FactoredHessian | None],
     rows: _Rows,
     pool: ThreadPoolExecutor,
     span: tuple[float, float],
@@ -199,4 +199,4 @@ def _check(product: Product) -> str:
     return "" if [out.shape for out in product.outs] == [shape] else "its arrays are not those of its options"
 
 
-KIND = Kind("measuring layer by layer", compute=_compute, check=_check, device=True)
+KIND = ProductKind("measuring layer by layer", compute=_compute, check=_check, device=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightsmith.products import Kind
+from weightsmith.products import ProductKind
 from weightsmith.quantisation.calibration.states import check, compute
 
-KIND = Kind("measuring layer by layer", compute=compute, check=check, device=True)
+KIND = ProductKind("measuring layer by layer", compute=compute, check=check, device=True)

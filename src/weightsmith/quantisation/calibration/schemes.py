@@ -20,7 +20,7 @@ from weightsmith.products.base import Arrays, Floats
 from weightsmith.tensors import DTYPES, TensorSpec
 
 if TYPE_CHECKING:
-    from weightsmith.quantisation.exl2.matrix import Prepared
+    from weightsmith.quantisation.exl2.matrix import FactoredHessian
 
 _EXL2 = "exl2 "
 _INTEGERS = re.compile(r"w([48])a16(?:-g(\d+))?")
@@ -54,7 +54,7 @@ def keeps_order(encoding: str) -> bool:
     return encoding.startswith(_EXL2) and not parse(encoding).sort
 
 
-def quantise(weight: Floats, encoding: str, hessian: Prepared | None) -> Arrays:
+def quantise(weight: Floats, encoding: str, hessian: FactoredHessian | None) -> Arrays:
     """The stored arrays of a weight, float32 [N, K]. hessian: of its inputs; None rounds to nearest."""
     from weightsmith.quantisation.exl2.matrix import quantise_fixed_groups, quantise_matrix
 

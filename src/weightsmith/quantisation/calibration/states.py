@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weightsmith.plans import Product
-from weightsmith.products import Bench, Kind
+from weightsmith.products import Bench, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation.calibration.work import LayerWork
 
@@ -14,7 +14,7 @@ def compute(bench: Bench) -> Arrays:
 
     from weightsmith.quantisation.calibration.common import (
         NUMBERED_ROW,
-        Progress,
+        PhaseProgress,
         check_finite,
         decoder_of,
         device_of,
@@ -34,7 +34,7 @@ def compute(bench: Bench) -> Arrays:
             given[name] = torch.from_numpy(dequantise(stored, work.weights[name], specs[name].shape))
             for array in stored:
                 release_pages(array)
-    progress = Progress(bench, work.base, work.layer, 0.7, 1)
+    progress = PhaseProgress(bench, work.base, work.layer, 0.7, 1)
     with (
         workers(bench.threads, device) as pool,
         decoder_of(work.base).layer(work.layer, bench, before.shape[1], device, given) as layer,
@@ -65,4 +65,4 @@ def check(product: Product) -> str:
     return "" if {work.states, *filter(None, [work.made])} <= set(product.needs) else "it does not need what its settings name"
 
 
-KIND = Kind("quantising layer by layer", compute=compute, check=check, device=True)
+KIND = ProductKind("quantising layer by layer", compute=compute, check=check, device=True)

@@ -20,7 +20,7 @@ from weightsmith.decoder import Base
 from weightsmith.decoder.forward import Layer
 from weightsmith.jobs.matrix import one_thread
 from weightsmith.products.base import Bench, Floats
-from weightsmith.quantisation.calibration.common import NUMBERED_ROW, Progress, budget, check_finite, row_batches
+from weightsmith.quantisation.calibration.common import NUMBERED_ROW, PhaseProgress, budget, check_finite, row_batches
 from weightsmith.quantisation.calibration.sites import is_attention, site_of
 
 TILE_COLUMNS = 512
@@ -185,7 +185,7 @@ def use_hessians(
     entering: Floats,
     bench: Bench,
     device: str,
-    progress: Progress,
+    progress: PhaseProgress,
     span: tuple[float, float],
     use: Callable[[Inputs, str, Callable[[], Any]], None],
     *,

@@ -26,7 +26,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class Sublayer:
     """Attention or MLP of a layer.
 
     key      in measurement.json: `model.layers.0.self_attn`; `….block_sparse_moe` of a mixture of experts
@@ -59,7 +59,7 @@ class Block:
         )
 
 
-def find_blocks(specs: Sequence[TensorSpec], structure: Structure) -> tuple[Block, ...]:
+def find_blocks(specs: Sequence[TensorSpec], structure: Structure) -> tuple[Sublayer, ...]:
     """The blocks of a model, in model order. specs: of all tensors, named as ExLlamaV2 names them.
 
     Raises Unsupported for a layer whose blocks are not complete, a matrix of unknown role, and shapes that EXL2 cannot store.
@@ -93,7 +93,7 @@ def find_blocks(specs: Sequence[TensorSpec], structure: Structure) -> tuple[Bloc
             spec.name for each in linears.values() for spec in each if f"{spec.name.removesuffix('.weight')}.bias" in names
         )
         of_experts = f"{key.rpartition('.')[0]}.block_sparse_moe" if key in mixtures else key
-        blocks.append(Block(of_experts, options, {role: tuple(linears[role]) for role in options[0].params}, biased))
+        blocks.append(Sublayer(of_experts, options, {role: tuple(linears[role]) for role in options[0].params}, biased))
     return tuple(blocks)
 
 

@@ -19,7 +19,7 @@ from weightsmith.planner import Plan, Prepared
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation.base import Format
 from weightsmith.quantisation.calibration.plan import CALIBRATION_SETTINGS, Chain, before_measuring, calibrated, calibrates
-from weightsmith.quantisation.exl2.blocks import Block
+from weightsmith.quantisation.exl2.blocks import Sublayer
 from weightsmith.quantisation.exl2.measure import errors_of, products_for
 from weightsmith.quantisation.exl2.measurement import Measured, measurement_json, read_measurement
 from weightsmith.quantisation.exl2.model import Model, prepare_model, store
@@ -111,7 +111,7 @@ def _choose(model: Model, settings: QuantizeSettings) -> list[Mapping[str, Param
     assert settings.bits is not None
     if settings.measurement is not None:
         return _best(read_measurement(Path(settings.measurement), model.blocks), model, settings.bits)
-    kinds: dict[str, list[Block]] = {}
+    kinds: dict[str, list[Sublayer]] = {}
     for block in model.blocks:
         kinds.setdefault(block.key.rpartition(".")[2] if settings.uniform else block.key, []).append(block)
     groups = list(kinds.values())
@@ -120,13 +120,13 @@ def _choose(model: Model, settings: QuantizeSettings) -> list[Mapping[str, Param
     return [by_key[block.key] for block in model.blocks]
 
 
-def _best(measured: Sequence[tuple[Block, list[Measured]]], model: Model, bits: float) -> list[Mapping[str, Params]]:
+def _best(measured: Sequence[tuple[Sublayer, list[Measured]]], model: Model, bits: float) -> list[Mapping[str, Params]]:
     slots = [[Candidate(block.bits(option.params), option.error) for option in options] for block, options in measured]
     chosen = choose(slots, model.weights, bits)
     return [options[i].params for (_, options), i in zip(measured, chosen, strict=True)]
 
 
-def _expected(blocks: Sequence[Block]) -> list[Candidate]:
+def _expected(blocks: Sequence[Sublayer]) -> list[Candidate]:
     """The candidates of blocks that get the same, with the squared errors of normally distributed weights, in all."""
     return [
         Candidate(

@@ -42,7 +42,7 @@ PREPARE_BYTES = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class FactoredHessian:
     """A Hessian, ready for any number of matrices with the same inputs (q, k and v; gate and up; all their candidates).
 
     order   int64 [K]: input features, those with the largest diagonal first
@@ -53,7 +53,7 @@ class Prepared:
     factor: Tensor
 
 
-def prepare(hessian: Floats, *, sort: bool = True) -> Prepared:
+def prepare(hessian: Floats, *, sort: bool = True) -> FactoredHessian:
     """Sort, damp, factorise and invert a Hessian.
 
     hessian  float32 [K, K]: Σ xxᵀ over the inputs x of a layer; any scale
@@ -83,11 +83,11 @@ def prepare(hessian: Floats, *, sort: bool = True) -> Prepared:
                 torch.linalg.solve_triangular(work, inverse, upper=False, out=inverse)
                 factor = torch.empty(k, k)
                 factor.numpy()[:] = inverse.numpy()[::-1, ::-1]
-                return Prepared(order, factor)
+                return FactoredHessian(order, factor)
     raise ParameterError(f"the Hessian of a layer is not positive definite, even with {ATTEMPTS * damping:.3g} on its diagonal")
 
 
-def quantise_matrix(weight: Floats, hessian: Floats | Prepared | None, groups: Groups) -> Exl2Matrix:
+def quantise_matrix(weight: Floats, hessian: Floats | FactoredHessian | None, groups: Groups) -> Exl2Matrix:
     """Quantise the weight of a linear layer.
 
     weight   float32 [N, K], rounded to float16 first; not modified
@@ -117,7 +117,7 @@ def dequantise_matrix(matrix: Exl2Matrix) -> Halves:
 
 
 def quantise_fixed_groups(
-    weight: Floats, hessian: Floats | Prepared | None, bits: int, group_size: int, scale_dtype: DType
+    weight: Floats, hessian: Floats | FactoredHessian | None, bits: int, group_size: int, scale_dtype: DType
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.generic]]:
     """GPTQ for symmetric integers with a scale for each output feature and each group of neighbouring inputs, as in w4a16.
 
@@ -157,7 +157,9 @@ def quantise_fixed_groups(
 # ---- rounding
 
 
-def _rounded(weight: Floats, prepared: Prepared | None, groups: Groups, scales_of: ScalesOf, *, half: bool) -> Iterator[Codes]:
+def _rounded(
+    weight: Floats, prepared: FactoredHessian | None, groups: Groups, scales_of: ScalesOf, *, half: bool
+) -> Iterator[Codes]:
     """The codes of each group: uint8 [rows, N']. `scales_of` sees rows with the errors of earlier groups taken into account.
 
     half  EXL2: weights and values are rounded to float16, and N is padded

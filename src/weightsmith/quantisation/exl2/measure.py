@@ -14,7 +14,7 @@ from weightsmith.errors import FormatError
 from weightsmith.plans import Product
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation.calibration.plan import Chain, measuring
-from weightsmith.quantisation.exl2.blocks import Block
+from weightsmith.quantisation.exl2.blocks import Sublayer
 from weightsmith.quantisation.exl2.measurement import LEAST_ERROR, Measured
 from weightsmith.quantisation.exl2.model import Model
 
@@ -38,7 +38,7 @@ def products_for(model: Model, chain: Chain, *, full: bool) -> tuple[Product, ..
     return measuring(chain, lambda layer, states: chain.measured(layer, states, tried.get(layer, {})))
 
 
-def _encodings(block: Block) -> tuple[Mapping[str, str], ...]:
+def _encodings(block: Sublayer) -> tuple[Mapping[str, str], ...]:
     """The encoding of each weight of a block, for each option."""
     return tuple(
         {spec.name: f"exl2 {option.params[role]}" for role, specs in block.linears.items() for spec in specs}
@@ -51,7 +51,7 @@ def _candidates(options: Sequence[Mapping[str, str]]) -> dict[str, tuple[str, ..
     return {name: tuple(dict.fromkeys(option[name] for option in options)) for name in options[0]}
 
 
-def errors_of(model: Model, products: Iterable[tuple[Product, Arrays]]) -> list[tuple[Block, list[Measured]]]:
+def errors_of(model: Model, products: Iterable[tuple[Product, Arrays]]) -> list[tuple[Sublayer, list[Measured]]]:
     """The error of every option. products: the measured layers, with their arrays. Raises FormatError if they are others."""
     products = list(products)
     if any(product.op == "measured_blocks" for product, _ in products):
@@ -81,7 +81,7 @@ def errors_of(model: Model, products: Iterable[tuple[Product, Arrays]]) -> list[
     return found
 
 
-def _measured_errors(model: Model, products: Iterable[tuple[Product, Arrays]]) -> list[tuple[Block, list[Measured]]]:
+def _measured_errors(model: Model, products: Iterable[tuple[Product, Arrays]]) -> list[tuple[Sublayer, list[Measured]]]:
     """As `errors_of`, for a full measurement."""
     errors = {key: row for product, (rows,) in products for key, row in zip(product.settings["blocks"], rows, strict=True)}
     if any(len(errors.get(block.key, ())) < len(block.options) for block in model.blocks):

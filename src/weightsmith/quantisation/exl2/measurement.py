@@ -11,7 +11,7 @@ from weightsmith.errors import FormatError
 from weightsmith.formats.exl2 import Params
 from weightsmith.formats.files import show
 from weightsmith.formats.strict_json import read_object
-from weightsmith.quantisation.exl2.blocks import Block
+from weightsmith.quantisation.exl2.blocks import Sublayer
 from weightsmith.quantisation.exl2.options import params_from_json
 from weightsmith.structure.configs import finite_number
 
@@ -29,7 +29,7 @@ class Measured:
     error: float
 
 
-def read_measurement(path: Path, blocks: Sequence[Block]) -> list[tuple[Block, list[Measured]]]:
+def read_measurement(path: Path, blocks: Sequence[Sublayer]) -> list[tuple[Sublayer, list[Measured]]]:
     """The settings that were measured for each block of a model. Raises FormatError for a file of another model, or damaged."""
     where = str(path)
     data = read_object(path, MAX_BYTES, "measurement.json", _MEASURE).get("measurement")
@@ -38,7 +38,7 @@ def read_measurement(path: Path, blocks: Sequence[Block]) -> list[tuple[Block, l
     return [(block, _options(data.get(block.key), block, where)) for block in blocks]
 
 
-def _options(value: object, block: Block, where: str) -> list[Measured]:
+def _options(value: object, block: Sublayer, where: str) -> list[Measured]:
     where = f"{where}: {block.key}"
     if not isinstance(value, list) or not 0 < len(value) <= MAX_OPTIONS:
         what = f"it has {show(value) if not isinstance(value, list) else len(value)} for this block, not a list of settings"
@@ -58,7 +58,7 @@ def _options(value: object, block: Block, where: str) -> list[Measured]:
     return found
 
 
-def measurement_json(measured: Sequence[tuple[Block, Sequence[Measured]]]) -> dict[str, Any]:
+def measurement_json(measured: Sequence[tuple[Sublayer, Sequence[Measured]]]) -> dict[str, Any]:
     """measurement.json as ExLlamaV2 writes it. measured: in model order, attention and MLP of each layer."""
     entries: dict[str, Any] = {
         block.key: [

@@ -18,8 +18,7 @@ from weightsmith.errors import Finding, PlanError, Unsupported, WeightsmithError
 from weightsmith.formats.exl2 import Params
 from weightsmith.formats.files import show
 from weightsmith.plans import JOIN, PLAIN, Block, Plan, Read, Step
-from weightsmith.quantisation.exl2.blocks import OTHER_FORMATS, find_blocks, shape_problems
-from weightsmith.quantisation.exl2.blocks import Block as ModelBlock
+from weightsmith.quantisation.exl2.blocks import OTHER_FORMATS, Sublayer, find_blocks, shape_problems
 from weightsmith.quantisation.exl2.options import HEAD
 from weightsmith.structure import analyse
 from weightsmith.structure.fused import SubMatrix, fused_parts
@@ -61,7 +60,7 @@ class Model:
     """
 
     plan: Plan
-    blocks: tuple[ModelBlock, ...]
+    blocks: tuple[Sublayer, ...]
     head: str
     prefix: str
 
