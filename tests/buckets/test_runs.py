@@ -102,6 +102,7 @@ def run(case: str, out: str, **more: Any) -> weightsmith.Merged:
     return getattr(weightsmith, function)(recipe, out, progress=False, **options, **more)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RECIPES)
 def test_the_objects_are_the_files_of_a_local_run(here: Path, moto: Server, case: str) -> None:
     run(case, "out")

@@ -212,6 +212,7 @@ class Killed(BaseException):
     """Nothing is cleaned up after it."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_killed_before_any_request_the_next_run_completes_it(memory: MemoryBucket, tmp_path: Path, overwrite: bool) -> None:
     wanted = tree(build(tmp_path / "out"))

@@ -56,6 +56,7 @@ def test_a_plan_as_recipe_is_one_error(cli: Cli, work: Path) -> None:
     assert "Run `weightsmith run` with it" in ran.err
 
 
+@pytest.mark.slow
 def test_offline_is_said_to_be_the_reason(work: Path) -> None:
     (work / "linear.yml").write_text(LINEAR.replace("model: b", "model: org/nowhere"))
     home = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "home")}

@@ -136,6 +136,7 @@ def test_workers_that_are_lost_again_and_again_are_an_error(here: Path) -> None:
     assert files(here / "out") == files(here / "whole")
 
 
+@pytest.mark.slow
 def test_a_part_whose_lock_a_lost_worker_still_holds_waits_for_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a machine is cut off from the cluster, but not from the shared folder."""
     weightsmith.merge(TIES, "whole", progress=False)
@@ -158,6 +159,7 @@ def test_a_part_whose_lock_a_lost_worker_still_holds_waits_for_it(here: Path, mo
     assert files(here / "out") == files(here / "whole")
 
 
+@pytest.mark.slow
 def test_a_lock_that_stays_is_an_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "BUSY_SECONDS", 0.5)
 
@@ -179,6 +181,7 @@ def test_a_lock_that_stays_is_an_error(here: Path, monkeypatch: pytest.MonkeyPat
             staging.close()
 
 
+@pytest.mark.slow
 def test_a_slow_part_is_done_by_a_second_worker_and_the_first_answer_counts(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

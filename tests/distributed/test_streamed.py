@@ -40,6 +40,7 @@ def merge(recipe: Any, out: Any, **options: Any) -> Merged:
             workers.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "times"), [("linear", 1), ("model_ties", 2)])  # by the worker of the products too
 def test_what_workers_fetch_is_counted(name: str, times: int, tmp_path: Path) -> None:
     models = [model(k, layers=4, width=96) for k in range(3)]

@@ -253,6 +253,7 @@ def test_offline_and_not_cached(tmp_path: Path) -> None:
     assert "did you mean 'llama-medic'?" in got["message"]
 
 
+@pytest.mark.slow
 def test_a_hub_that_is_not_reached_is_an_error_or_the_cache(tmp_path: Path) -> None:
     with silent() as dead:
         pass  # the port is known, and nobody listens
@@ -286,6 +287,7 @@ with open_checkpoint(sys.argv[1], download=False) as c:
 """
 
 
+@pytest.mark.slow
 def test_tensors_are_read_after_the_download(hub: FakeHub, tmp_path: Path) -> None:
     got = run(hub, tmp_path, "org/good", script=LATER)
     assert "not downloaded: only its header was read from the hub" in got["error"]

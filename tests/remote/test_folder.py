@@ -30,6 +30,7 @@ def pickled(tensors: dict[str, np.ndarray]) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, 3])
 def test_every_tensor_is_that_of_the_files(shards: int) -> None:
     files = model(0, shards=shards)

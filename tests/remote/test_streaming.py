@@ -80,6 +80,7 @@ def served(models: list[dict[str, bytes]]) -> dict[str, bytes]:
     return {f"m{k}/{name}": data for k, files in enumerate(models) for name, data in files.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_bytes_are_those_of_a_local_merge_in_spite_of_faults(
     name: str, models: list[dict[str, bytes]], local: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -129,6 +130,7 @@ def test_hundreds_of_faults_change_no_byte(
     assert faults >= 500
 
 
+@pytest.mark.slow
 def test_a_server_that_breaks_for_good_leaves_work_to_resume(
     local: list[Path], models: list[dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +186,7 @@ def test_a_result_of_another_recipe_reads_its_models_once(tmp_path: Path) -> Non
     assert done.fetched_bytes == sum(own["w"].nbytes for own in tensors)
 
 
+@pytest.mark.slow
 def test_an_interrupt_does_not_wait_for_a_silent_server(
     models: list[dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +210,7 @@ def test_an_interrupt_does_not_wait_for_a_silent_server(
         site.faults = []
 
 
+@pytest.mark.slow
 def test_what_is_looked_at_is_streamed_too(models: list[dict[str, bytes]], local: list[Path]) -> None:
     with serve(served(models)) as site:
         places = [f"{site.url}/m{k}" for k in range(2)]
@@ -222,6 +226,7 @@ def linear_of_base(places: list[str]) -> Recipe:
     return {**linear(*places), "base_model": places[0], "merge_method": "task_arithmetic"}
 
 
+@pytest.mark.slow
 def test_a_plan_is_run_with_the_files_that_it_was_made_for(models: list[dict[str, bytes]], tmp_path: Path) -> None:
     with serve(served(models)) as site:
         plan = weightsmith.plan(linear(f"{site.url}/m0", f"{site.url}/m1"))

@@ -303,6 +303,7 @@ def to_torch(array: np.ndarray) -> torch.Tensor:
     return tensor
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(arrays(), max_size=4))
 def test_any_numpy_view_is_read_back_bit_for_bit(folder: Path, tensors: list[np.ndarray]) -> None:

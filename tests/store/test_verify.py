@@ -53,6 +53,7 @@ def test_a_weight_file_without_numbers_is_good(tmp_path: Path) -> None:
     assert verify(tmp_path / "out").tensors == 1
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_of_a_weight_file_is_found(tmp_path: Path) -> None:
     out = tmp_path / "out"
     save_model({"a": np.arange(3, dtype=np.int16)}, out, metadata={}, fsync=False)
@@ -69,6 +70,7 @@ def test_every_flipped_bit_of_a_weight_file_is_found(tmp_path: Path) -> None:
     verify(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", MANIFEST_NAME])
 def test_every_flipped_bit_of_another_file_is_found_and_named(tmp_path: Path, name: str) -> None:
     out = build(tmp_path / "out")

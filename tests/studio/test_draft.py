@@ -106,6 +106,7 @@ paths = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(paths, values, max_size=4))
 def test_what_is_written_is_shown(given: dict[draft.Path, Any]) -> None:
     controls = by_path(draft.changed(COMBINE, given))

@@ -31,6 +31,7 @@ WAIT_MS = 90_000  # the machine may be busy
 HOSTILE = "<img src=x onerror=window.evil=1>"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(GRADIO, reason="Gradio is installed")
 def test_without_gradio_the_command_says_what_to_install() -> None:
     ran = run_process("studio")
@@ -38,6 +39,7 @@ def test_without_gradio_the_command_says_what_to_install() -> None:
     assert "the studio needs Gradio\n  -> Run pip install 'weightsmith[studio]'." in ran.err
 
 
+@pytest.mark.slow
 def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     ran = run_process("studio", tmp_path / "none")
     assert ran.code == 1
