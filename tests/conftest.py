@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-
-# Thousands of tests and the modules they import stay until the end. Looking for garbage among them takes a third of the time
-# of collecting the tests; see `pytest_collection_finish`.
-gc.disable()
 
 # One thread of linear algebra in each worker, set before numpy is imported. With one for each core in each worker the threads
 # wait for each other by spinning: 16 s of processor time instead of 1 in the tests of methods on whole matrices.
@@ -34,12 +29,6 @@ settings.register_profile(
 )
 settings.register_profile("search", settings.get_profile("weightsmith"), derandomize=False)
 settings.load_profile("weightsmith")
-
-
-def pytest_collection_finish() -> None:
-    """From here on garbage is collected, among what the tests make."""
-    gc.freeze()
-    gc.enable()
 
 
 @pytest.fixture(autouse=True)
