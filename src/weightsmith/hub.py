@@ -11,14 +11,14 @@ import fnmatch
 import glob
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsmith.errors import NOTHING_WRITTEN, CheckpointError, Finding, NotFound, PushFailed, without_queries
-from weightsmith.formats.files import RandomAccess, open_local, show
-from weightsmith.remote.files import RemoteFile, read_starts
+from weightsmith.formats.files import RandomAccess, show
+from weightsmith.remote.files import RemoteFile, opened, read_starts
 from weightsmith.remote.http import HttpFile
 
 if TYPE_CHECKING:
@@ -151,15 +151,9 @@ class Repository:
         for name, file in self._files.items():
             file.streams = not (self.folder / name).is_file()
 
-    @contextmanager
-    def open(self, path: Path) -> Iterator[RandomAccess]:
+    def open(self, path: Path) -> AbstractContextManager[RandomAccess]:
         """Open a file of `folder` to read parts of it: the cached one, else the one on the hub."""
-        if path.name in self._files:
-            yield self._files[path.name]
-            self._files[path.name].forget()
-        else:
-            with open_local(path) as file:
-                yield file
+        return opened(self._files, path)
 
     def _ranges(self, name: str) -> HttpFile:
         """A file on the hub."""

@@ -1,4 +1,4 @@
-"""Models in an object store: moto's server stands in for S3."""
+"""Models in an object store. The tests use moto's S3 server."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_an_object_whose_list_has_no_etag_has_that_of_its_first_answer() -> None
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
     pytest.importorskip("obstore", reason="obstore, which reads object stores, is not installed")
-    pytest.importorskip("moto.server", reason="moto, which stands in for S3, is not installed")
+    pytest.importorskip("moto.server", reason="needs moto, a fake S3 server")
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
         try:

@@ -18,7 +18,6 @@ merge.py    merges of adapters: the plan
 
 from __future__ import annotations
 
-from weightsmith.adapters.extract import COMMAND as COMMAND
 from weightsmith.adapters.extract import FORMAT as FORMAT
 from weightsmith.adapters.extract import follow as follow
 from weightsmith.adapters.extract import prepare_extraction as prepare_extraction

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
-from weightsmith.formats.files import FileState
+from weightsmith.formats.files import FileState, RandomAccess, open_local
 from weightsmith.remote.retries import Ranges, fetch, insist
 
 HEAD_BYTES = 128 << 10  # read at once from the start of a file: the header of most shards
@@ -19,6 +21,17 @@ def read_starts(files: Iterable[RemoteFile]) -> None:
     with ThreadPoolExecutor(_CONNECTIONS) as pool:
         for _ in pool.map(lambda file: file.read_at(0, 1), files):
             pass
+
+
+@contextmanager
+def opened(files: Mapping[str, RemoteFile], path: Path) -> Iterator[RandomAccess]:
+    """Open a file to read parts of it: the remote one of its name, else the one on this disk."""
+    if path.name in files:
+        yield files[path.name]
+        files[path.name].forget()
+    else:
+        with open_local(path) as file:
+            yield file
 
 
 class Ahead(Protocol):

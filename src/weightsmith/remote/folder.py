@@ -9,16 +9,16 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from weightsmith.errors import CheckpointError, Finding, FormatError, NotFound
 from weightsmith.formats.carried import MAX_CARRIED_BYTES
-from weightsmith.formats.files import RandomAccess, open_local, show
+from weightsmith.formats.files import RandomAccess, show
 from weightsmith.remote.addresses import STORES, Address, is_file_name
-from weightsmith.remote.files import RemoteFile, read_starts
+from weightsmith.remote.files import RemoteFile, opened, read_starts
 from weightsmith.remote.http import HttpFile, ask, check_status, tag_of
 from weightsmith.remote.retries import Ranges, fetch, insist
 from weightsmith.remote.stores import Store
@@ -112,15 +112,9 @@ class RemoteFolder:
             what = f"the server gives no version of {show(unknown[0])}: a change that leaves its size is not noticed"
             self.notes = (Finding(what, self.name),)
 
-    @contextmanager
-    def open(self, path: Path) -> Iterator[RandomAccess]:
+    def open(self, path: Path) -> AbstractContextManager[RandomAccess]:
         """Open a file of `folder` to read parts of it."""
-        if path.name in self._files:
-            yield self._files[path.name]
-            self._files[path.name].forget()
-        else:
-            with open_local(path) as file:
-                yield file
+        return opened(self._files, path)
 
     def _bring(self, name: str) -> None:
         if self.sizes[name] > MAX_CARRIED_BYTES:

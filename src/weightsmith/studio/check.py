@@ -85,7 +85,7 @@ def allowed(text: str, places: Places) -> str:
         ]  # by other recipes of the text; adapters may be applied to them
         refs += [*(ref for ref in used if ref not in made), *(ref.lora for ref in made if ref.lora is not None)]
     refused += [problem for ref in dict.fromkeys(refs) if (problem := _unchosen(ref) or places.check(ref))]
-    # What cannot be read cannot be checked: a broken recipe, one of several. `plan` would also take those of mixtures.
+    # A recipe that was not parsed was not checked. Mixtures are not checked here either, though `plan` would accept them.
     if refused or not isinstance(recipe, Recipe) or (loaded.problems and not loaded.models):
         raise PlanError([*loaded.problems, *refused], (_NAME, text))
     return text

@@ -13,5 +13,4 @@ Which row of the model serves for which token is decided in `tokenizers/matching
 
 from __future__ import annotations
 
-from weightsmith.transplant.plan import COMMAND as COMMAND
 from weightsmith.transplant.plan import prepare_transplant as prepare_transplant
