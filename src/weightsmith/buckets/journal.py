@@ -1,4 +1,4 @@
-"""What is uploaded, in one small object that is written anew each time: from it, another run resumes on any machine.
+"""What is uploaded, in one small object that is rewritten each time. Another run resumes from it, on any machine.
 
 The lines are those of a local journal (`store.journal`), and further ones:
 

@@ -21,7 +21,7 @@ from weightsmith.plans import PRODUCTS, Block, Gather, Plan, Read, Step
 from weightsmith.tensors import DType, TensorSpec, grain_elements
 
 MAX_RUNS = 10_000
-"""Of rows of a gather that are counted one by one; of more, all that lies between them counts too."""
+"""Up to so many rows of a gather are counted one by one. If there are more, the bytes between them count too."""
 
 
 class Source(Protocol):

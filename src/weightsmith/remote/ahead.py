@@ -306,7 +306,7 @@ class ReadAhead:
     # ---- the connections
 
     def _give_slot(self, block: Block, *, urgent: bool) -> bool:
-        """Take a slot for a block, if need be that of another which is not read now; False if there is none."""
+        """Take a slot for a block, that of another one which is not being read if none is free; False if there is none."""
         grows = self._spool.slots < self._slots
         if not self._spool.has_free and not grows:
             past = self._past()
@@ -322,7 +322,7 @@ class ReadAhead:
         return True
 
     def _past(self) -> int:
-        """A place so far behind what is read that nobody will come back to it: a pass was shorter than planned."""
+        """A place so far behind the reads that it will not be read again: a pass was shorter than planned."""
         return self._frontier - 2 * _ahead(self._slots)
 
     def _next(self) -> Block | None:

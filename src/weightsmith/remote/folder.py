@@ -55,7 +55,7 @@ _PROBED = (
     "LICENSE.txt",
     "NOTICE",
 )
-"""Files that are looked for behind https, where no list of files can be had; those of an index besides."""
+"""Files to look for on a web server, which does not list its files; those named by an index are added."""
 
 
 class RemoteFolder:

@@ -1,4 +1,4 @@
-"""Object stores by the package obstore: S3 and what is like it, GCS, Azure.
+"""Object stores, read with the package obstore: S3 and stores with its API, GCS, Azure.
 
 Keys, regions and endpoints come from the environment (AWS_…, GOOGLE_…, AZURE_…) and from the machine's role, as obstore finds
 them. The object's ETag is sent as a condition with every request.

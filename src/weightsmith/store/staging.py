@@ -364,7 +364,7 @@ class Staging:
             raise self._failed(error, f"tensor {name}") from error
 
     def equal(self, name: str, start_byte: int, extent: Extent) -> None:
-        """These bytes are those of a file elsewhere, which is of no use to a folder."""
+        """Does nothing: a local folder cannot copy from a remote file."""
 
     def finish(self, name: str, done: Finished) -> None:
         """Record that all bytes of a tensor are written. Thread-safe; in the journal before it returns."""

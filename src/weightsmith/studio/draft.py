@@ -269,7 +269,7 @@ def _put(tree: Any, path: Path, value: Any) -> Any:
 
 
 def _spliced(text: str, path: Path, value: Any, wanted: Any) -> str | None:
-    """The text with the characters of one value replaced or added; None if that does not give what is wanted."""
+    """The text with the characters of one value replaced or added; None if the result would not have that value."""
     try:
         new = _splice(text, path, _flow(value))
         return new if new is not None and yaml.safe_load(new) == wanted else None
