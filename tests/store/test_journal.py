@@ -30,6 +30,16 @@ def test_the_lines_of_some_tensors_are_read_and_all_others_but_tensors(tmp_path:
     assert "a" not in read_journal(tmp_path / "journal", ()).tensors
 
 
+def test_a_damaged_line_is_ignored_whichever_tensors_are_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    write(path)
+    data = path.read_bytes()
+    path.write_bytes(data + data.splitlines(keepends=True)[2].replace(b"b.weight", b"b.w\xffight"))
+    for names in (None, {"a"}, ()):
+        found = read_journal(path, names)
+        assert (found.plan, found.lines) == ("plan", len(NAMES) + 2)
+
+
 def test_a_journal_is_read_further_by_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     write(path)

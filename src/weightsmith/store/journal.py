@@ -144,7 +144,10 @@ def _tensor_of(line: bytes) -> str | None:
         return None
     start = _BODY + len(_TENSOR)
     name = line[start : line.find(b'"', start)]
-    return None if b"\\" in name else name.decode()
+    try:
+        return None if b"\\" in name else name.decode()
+    except UnicodeDecodeError:  # a damaged line
+        return None
 
 
 def _decode(line: bytes) -> Any:
