@@ -91,6 +91,7 @@ class Staging:
         self._weights: Weights | None = None
         self._tensors: dict[str, Finished] = {}
         self._products: dict[str, str] = {}
+        self._held = False
         self._files = OtherFiles(self._content)
         self._mutex = threading.Lock()
 
@@ -229,6 +230,7 @@ class Staging:
         """Take over all finished products, and the finished tensors (None: all) whose bytes on disk have the right checksum."""
         self._tensors = {name: done for name, done in entries.tensors.items() if names is None or name in names}
         self._products = dict(entries.products)
+        self._held = bool(entries.tensors or entries.products)
         self.reread(self._tensors, threads, progress)
 
     def reread(self, names: Collection[str], threads: int, progress: Progress | None = None) -> None:
@@ -311,9 +313,8 @@ class Staging:
 
     @property
     def holds_work(self) -> bool:
-        """The journals name a finished tensor or product."""
-        entries = read_journals(self.folder)
-        return bool(entries.tensors or entries.products)
+        """The journals named a finished tensor or product when this was opened."""
+        return self._held
 
     def product(self, name: str, outs: Sequence[TensorSpec]) -> Arrays | None:
         """The arrays of a product that an earlier run or another process finished; None if there are none."""
