@@ -49,7 +49,7 @@ def plan(recipe: RecipeSource, **options: Unpack[PlanKeywords]) -> Plan:
     """
     planning, settings, _ = split("plan", options)
     with prepare_any(recipe, planning, settings) as prepared:
-        return prepared.plan
+        return prepared.checked().plan
 
 
 def prepare_any(recipe: RecipeSource, options: RecipeOptions, settings: QuantizeSettings) -> Prepared:

@@ -67,6 +67,8 @@ def moe(
         source = options.recipe_source(recipe)
         planning = replace(planning, routing_report=True) if routing_only else planning
         prepared = stack.enter_context(quantised(lambda: prepare_moe(source, planning), planning.quantize, settings))
+        if plan_only:
+            prepared = prepared.checked()
         show_warnings(prepared)
         if plan_only:
             from weightsmith.cli.plan import show_plan

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +19,7 @@ from weightsmith.execution.output import check_options, check_output, open_outpu
 from weightsmith.identity import facts, work_identity
 from weightsmith.options import RunOptions
 from weightsmith.planner.build import Prepared
+from weightsmith.planner.loading import Check
 from weightsmith.plans import Plan, Product, Step
 
 if TYPE_CHECKING:
@@ -75,6 +76,17 @@ class Callbacks:
     rechecking: Callable[[int, int], None] | None = None
     waiting: Callable[[], None] | None = None
 
+    def after(self, look: Callable[[], None]) -> Callbacks:
+        """The same, with `look` called before `progress`; what it raises ends the run."""
+        progress = self.progress
+
+        def both(reached: Progress) -> None:
+            look()
+            if progress is not None:
+                progress(reached)
+
+        return replace(self, progress=both)
+
 
 NO_CALLBACKS = Callbacks()
 
@@ -121,8 +133,13 @@ def run_plan(
     began: float,
     more: Mapping[str, Any] = MappingProxyType({}),
     helpers: Helpers | None = None,
+    check: Check | None = None,
 ) -> Merged:
-    """See `execute`. more: for the manifest."""
+    """See `execute`.
+
+    more   for the manifest
+    check  of the output: nothing is published before it is done, and if it fails, the run ends at once
+    """
     from weightsmith.engine.constants import copied
     from weightsmith.hub import check_push, push
 
@@ -130,8 +147,9 @@ def run_plan(
     plan, inputs = prepared.plan, prepared.inputs
     check_options(out, options)
     hub = check_push(options.push) if options.push is not None else None
+    check = Check(None) if check is None else check
     # With helpers, the process that does a part checks what an earlier run has finished of it.
-    with staged(prepared, out, options, callbacks, steps=None if helpers is None else ()) as (staging, run):
+    with staged(prepared, out, options, callbacks.after(check.poll), steps=None if helpers is None else ()) as (staging, run):
         earlier = staging.holds_work
         helped = Helped()
         try:
@@ -140,15 +158,18 @@ def run_plan(
             results = kept_products(plan, staging, following.arrays)
             done = finished_steps(plan, staging, results, options.allow_nonfinite)
             outcome = run(skip=done, results=results)
+            unknown = check.wait()
         except WeightsmithError as error:
             made = not isinstance(error, PlanError) and bool(staging.products)
-            if error.product and not earlier and not made:  # a product that fails first leaves nothing behind
+            if (error.product or error is check.error) and not earlier and not made:  # what fails first leaves nothing behind
                 staging.discard()
                 error.state = NOTHING_WRITTEN
+            elif error is check.error:
+                error.state = "Nothing was published; what an earlier run has finished is kept."
             raise
         reports = {**reports_of(plan.products, results), **following.reports}
         distance = distance_by_layer(plan, outcome.distances)
-        found = [*staging.warnings]
+        found = [*unknown, *staging.warnings]
         found += [_disagreement(plan, step) for step in plan.steps if outcome.finished[step.out.name].differing]
         found += copied(outcome.finished)
         found += [finding for report in reports.values() for finding in report.warnings(RECIPE_NAME)]
