@@ -81,7 +81,7 @@ def merge(
     rechecking  called with (bytes done, total bytes) while the finished tensors of an interrupted run are verified
     options     see `weightsmith.options`: RecipeOptions (seed, out_dtype, …), QuantizeSettings and RunOptions (threads, …)
 
-    Raises PlanError before anything is written, StoreError for problems with the output, CheckpointError if an input
+    Raises PlanError, and leaves nothing of this run on disk; StoreError for problems with the output, CheckpointError if an input
     changes or cannot be read, PushFailed if the finished output cannot be uploaded. After KeyboardInterrupt or a crash, the
     same call resumes.
     """

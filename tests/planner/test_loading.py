@@ -16,7 +16,7 @@ from tests import plan_help, zoo
 from tests.plan_help import only, plan, warnings
 from weightsmith.engine.local import Progress, Run
 from weightsmith.errors import Finding, LayerError, PlanError
-from weightsmith.planner import loading
+from weightsmith.planner import answers, loading
 from weightsmith.planner.loading import Check, Question, check_loading
 from weightsmith.tensors import DTYPES, TensorSpec
 
@@ -147,6 +147,16 @@ def wait_for(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_what_was_asked_before_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path, monkeypatch, """print('{"differences": []}')""")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(answers, "key_of", lambda *_question: "key")
+    processes: list[object] = []
+    assert check_loading(STACK, processes.append) is None
+    assert check_loading(STACK, processes.append) is None
+    assert len(processes) == 1
 
 
 # ---- beside a merge

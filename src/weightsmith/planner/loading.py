@@ -5,7 +5,7 @@ It runs in a process of its own (`loading_script.py`): importing it takes second
 unknown origin may ask for a model of any size. Code that a model brings with it is never executed.
 
 Planning makes a `Question`. `weightsmith plan` waits for its answer; a merge has a `Check` ask it meanwhile, and publishes
-nothing before it is answered.
+nothing before it is answered. Answers are kept (`answers.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from weightsmith.errors import Finding, LayerError, PlanError
+from weightsmith.planner import answers
 from weightsmith.plans import Plan
 from weightsmith.tensors import TensorSpec
 
@@ -32,6 +33,7 @@ TIMEOUT_SECONDS = 120
 
 SCRIPT = Path(__file__).with_name("loading_script.py")
 
+_PACKAGES = "torch", "transformers", "accelerate"
 _SHOWN = 3
 _KINDS = {"missing": "not in the output", "unexpected": "the model class has no such tensor", "shape": ""}
 _FIX = "load the output with its own software before you publish it"
@@ -158,7 +160,7 @@ def check_loading(
 
 def installed() -> bool:
     """True where the check can run: from_pretrained places tensors on the meta device by accelerate."""
-    return all(find_spec(name) is not None for name in ("torch", "transformers", "accelerate"))
+    return all(find_spec(name) is not None for name in _PACKAGES)
 
 
 def _refused(differences: list[str], where: str) -> LayerError:
@@ -180,9 +182,18 @@ def _pattern(name: str) -> str:
 
 
 def _ask(checkpoint: Checked, began: Callable[[subprocess.Popen[str]], None]) -> dict[str, Any]:
-    """The script's answer."""
+    """The script's answer, or the one it gave before."""
     config, specs = checkpoint
-    question = [config, [[s.name, s.dtype.torch, s.shape] for s in specs]]
+    question = json.dumps([config, [[s.name, s.dtype.torch, s.shape] for s in specs]])
+    key = answers.key_of(question, SCRIPT, _PACKAGES)
+    answer = answers.find(key)
+    if answer is None:
+        answer = _ask_script(question, began)
+        answers.keep(key, answer)
+    return answer
+
+
+def _ask_script(question: str, began: Callable[[subprocess.Popen[str]], None]) -> dict[str, Any]:
     quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "critical", "TQDM_DISABLE": "1"}
     # -P: the folder of the script holds modules whose names are common.
     command = [sys.executable, "-P", str(SCRIPT), str(TIMEOUT_SECONDS)]
@@ -191,7 +202,7 @@ def _ask(checkpoint: Checked, began: Callable[[subprocess.Popen[str]], None]) ->
         with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **quiet}) as process:
             try:
                 began(process)
-                said, complaint = process.communicate(json.dumps(question), timeout=TIMEOUT_SECONDS)
+                said, complaint = process.communicate(question, timeout=TIMEOUT_SECONDS)
             except BaseException:
                 process.kill()
                 raise
