@@ -41,7 +41,7 @@ def merge(
     with failures(as_json=as_json, interrupted=lambda: interrupted(out)), ExitStack() as stack:
         no_bars_in_logs(quiet=quiet)
         answer(context, quiet=quiet)
-        from weightsmith.adapters import prepare_merge
+        from weightsmith.adapters.recipes import prepare_merge
         from weightsmith.quantisation import quantised
 
         source = options.recipe_source(recipe)

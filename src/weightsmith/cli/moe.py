@@ -61,7 +61,7 @@ def moe(
     with failures(as_json=as_json, interrupted=lambda: interrupted(out)), ExitStack() as stack:
         no_bars_in_logs(quiet=quiet)
         answer(context, quiet=quiet)
-        from weightsmith.mixture import prepare_moe
+        from weightsmith.mixture.build import prepare_moe
         from weightsmith.quantisation import quantised
 
         source = options.recipe_source(recipe)

@@ -35,7 +35,7 @@ from weightsmith.jobs.job import Bytes, Matrix, Tile
 from weightsmith.kernels.codecs import decode
 from weightsmith.kernels.delta import distance
 from weightsmith.kernels.finite import first_nonfinite
-from weightsmith.kernels.jit import is_compiling, leave
+from weightsmith.kernels.watch import is_compiling, leave
 from weightsmith.options import SPOOL_BYTES
 from weightsmith.plans import CAST, COPY, PLAIN, Gather, Plan, Product, Step
 from weightsmith.products import find_kind
