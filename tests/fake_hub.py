@@ -84,6 +84,11 @@ ATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n*.gguf filter=
 """Of a new repository."""
 TOKEN = "hf_good"
 CUT, LOST = "cut", "lost"
+Fault = int | str | Callable[[], object] | None
+
+
+def no_fault(seen: Seen) -> None:
+    """Every request is answered."""
 
 
 @dataclass
@@ -101,7 +106,8 @@ class FakeHub:
     written    org/name → a model that can be written to
     objects    sha256 → what was uploaded through LFS
     fault      called with each request before it is answered: a status to refuse it with, `CUT` to close the connection, `LOST`
-               to do what is asked and close the connection without an answer, or None
+               to do what is asked and close the connection without an answer, a function to call in place of that answer, or
+               None
     part_bytes files that are larger are uploaded in parts of this size
     page       files in one page of a listing
     leaked     requests to other hosts that brought a token
@@ -118,7 +124,7 @@ class FakeHub:
     written: dict[str, Written] = field(default_factory=dict)
     objects: Files = field(default_factory=dict)
     parts: dict[tuple[str, int], bytes] = field(default_factory=dict)
-    fault: Callable[[Seen], int | str | None] = lambda seen: None
+    fault: Callable[[Seen], Fault] = no_fault
     part_bytes: int = 1 << 40
     page: int = 1000
     leaked: list[Seen] = field(default_factory=list)
@@ -192,8 +198,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.seen.append(seen)
         if token and not self.headers.get("host", "").startswith("127.0.0.1"):
             self.hub.leaked.append(seen)
-        self.lost = False
-        fault = next((status for start, status in self.hub.fails.items() if path.startswith(start)), None)
+        self.instead: Callable[[], object] | None = None
+        fault: Fault = next((status for start, status in self.hub.fails.items() if path.startswith(start)), None)
         fault = self.hub.fault(seen) if fault is None else fault
         if fault == CUT:
             self.close_connection = True
@@ -201,7 +207,10 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(fault, int):
             self._json({"error": "refused by the test"}, fault)
             return
-        self.lost = fault == LOST
+        if fault == LOST:
+            self.instead = lambda: None
+        elif callable(fault):
+            self.instead = fault
         if path.startswith("/cdn/"):
             self._signed(path)
         elif self.command in ("GET", "HEAD"):
@@ -225,6 +234,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"name": "someone", "type": "user"} if good else {"error": "bad token"}, 200 if good else 401)
             return
         parts = path.strip("/").split("/")
+        if len(parts) < 3:  # names of coding agents, for the user agent
+            self._error("", 404)
+            return
         if parts[:2] == ["api", "models"]:
             repo, what, revision = "/".join(parts[2:4]), (parts[4:5] or ["revision"])[0], (parts[5:6] or ["main"])[0]
         else:
@@ -300,7 +312,9 @@ class _Handler(BaseHTTPRequestHandler):
             found = []
             while oid:
                 commit = model.commits[oid]
-                found.append({"id": oid, "authors": [], "date": "2026-11-22T00:00:00.000Z", "title": commit.message, "message": ""})
+                found.append(
+                    {"id": oid, "authors": [], "date": "2026-11-22T00:00:00.000Z", "title": commit.message, "message": ""}
+                )
                 oid = commit.parent
             self._json(found)
         elif name not in files:
@@ -439,7 +453,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, json.dumps(value).encode(), {})
 
     def _send(self, status: int, data: bytes, headers: dict[str, str]) -> None:
-        if self.lost:
+        if self.instead is not None:
+            self.instead()
             self.close_connection = True
             return
         self.send_response(status)
@@ -483,6 +498,7 @@ def use(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)

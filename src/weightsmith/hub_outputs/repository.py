@@ -29,12 +29,12 @@ ATTEMPTS = 4
 FIRST_WAIT_SECONDS = 1.0
 """Before the second attempt; twice as long before each further one."""
 
-_AGAIN = "run again: what is uploaded is kept"
+_AGAIN = "run again"
 _FIXES = {
     401: ("the hub does not accept the token", "run `hf auth login`, or set HF_TOKEN, to a valid token that may write"),
     403: ("the token may not do this", "use a token that may write to this organisation or user, and create models there"),
     404: ("there is no such repository or branch, or the token may not see it", "check the name and the token"),
-    429: ("the hub kept refusing so many requests", f"wait, and {_AGAIN}"),
+    429: ("the hub kept refusing so many requests", f"wait some minutes, and {_AGAIN}"),
 }
 _Result = TypeVar("_Result")
 
@@ -88,7 +88,7 @@ class HubRepository:
 
     def check_token(self) -> None:
         """Raise PushFailed if the hub does not accept the token."""
-        self._call("whoami", self.api.whoami)
+        self._call("checking the token", self.api.whoami)
 
     # the branch
 
@@ -155,7 +155,7 @@ class HubRepository:
         where = f"{self.address}/{MANIFEST_NAME}"
         if nbytes > MAX_MANIFEST_BYTES:
             raise PushFailed(f"{nbytes:,} bytes: more than any manifest has", where=where, fix="remove it")
-        url = huggingface_hub.hf_hub_url(self.address.repo, MANIFEST_NAME, revision=commit, endpoint=self.api.endpoint)
+        url = huggingface_hub.hf_hub_url(self.address.repo, MANIFEST_NAME, revision=commit)
 
         def read() -> bytes:
             answer = huggingface_hub.get_session().get(url, headers=build_hf_headers())
