@@ -140,7 +140,7 @@ class Repository:
     def read_starts(self, names: Iterable[str]) -> None:
         """Read the start of each file that is not in the cache, several at a time: their headers, if `open` is to find them."""
         absent = [name for name in names if name in self.sizes and not (self.folder / name).is_file()]
-        self._files = {name: RemoteFile(self._ranges(name)) for name in absent}
+        self._files = {name: RemoteFile(self.ranges(name)) for name in absent}
         read_starts(self._files.values())
 
     def stream(self) -> None:
@@ -152,8 +152,8 @@ class Repository:
         """Open a file of `folder` to read parts of it: the cached one, else the one on the hub."""
         return opened(self._files, path)
 
-    def _ranges(self, name: str) -> HttpFile:
-        """A file on the hub."""
+    def ranges(self, name: str) -> HttpFile:
+        """A file on the hub, by byte range."""
         import huggingface_hub
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # it marks no exports
 

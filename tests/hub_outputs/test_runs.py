@@ -16,12 +16,15 @@ import pytest
 
 import weightsmith
 from tests.buckets.test_runs import MODELS, RECIPES
+from tests.cli_help import Cli, cli
 from tests.fake_hub import ATTRIBUTES, CUT, LOST, TOKEN, FakeHub, Fault, Seen, no_fault
 from tests.store_help import tree
 from weightsmith.errors import Busy, CannotResume, OutputExists, ParameterError, PushFailed, StoreError
 from weightsmith.execution.output import check_options
 from weightsmith.hub_outputs.files import FILLED, UPLOADS
 from weightsmith.options import RunOptions
+
+__all__ = ["cli"]
 
 OUT = "hf://org/out"
 SHARD = 60_000
@@ -490,3 +493,33 @@ def test_the_command_line(here: Path, hub: FakeHub) -> None:
     assert f"uploaded to {hub.url}/org/out" in done.stdout
     assert "Upload" not in done.stderr
     assert hub.pushed["org/out"].keys() == local(here, "linear").keys() | {"recipe.yml"}
+
+
+def test_every_byte_on_the_hub_is_verified(here: Path, hub: FakeHub) -> None:
+    merged = run("linear", f"{OUT}@v2")
+    verified = weightsmith.verify(str(merged.out))
+    local(here, "linear", "org/out@v2")
+    assert (verified.tensors, verified.nbytes) == (len(merged.plan.steps), weightsmith.verify("out").nbytes)
+    assert (verified.folder, verified.extra) == (f"{OUT}@v2", ())
+    model = hub.written["org/out"]
+    name = merged.plan.layout.shards[1].name
+    data = model.files("v2")[name]
+    hub.put("org/out", {name: data[:-1] + bytes([data[-1] ^ 1]), "config.json": b"{}"}, "v2")
+    with pytest.raises(weightsmith.Corrupt) as caught:
+        weightsmith.verify(f"{OUT}@v2")
+    text = str(caught.value)
+    assert "config.json: differs" in text
+    assert f"differs from what was written ({name})" in text
+    with pytest.raises(weightsmith.NotFound, match="there is no manifest"):
+        weightsmith.verify(OUT)
+
+
+def test_unfinished_work_is_listed_and_removed(here: Path, hub: FakeHub, cli: Cli) -> None:
+    hub.fails["/api/models/org/out/commit"] = 403
+    with pytest.raises(PushFailed):
+        run("linear")
+    (folder,) = staging(here)
+    assert cli("clean", "hf://org/other").out == "no unfinished work to remove\n"
+    assert folder.name in cli("clean", OUT).out
+    cli("clean", OUT, "--yes")
+    assert staging(here) == []
