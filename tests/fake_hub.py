@@ -11,6 +11,7 @@ import re
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,15 +37,20 @@ class Seen(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A file of a commit. lfs: its bytes are not in the repository itself."""
+    """A file of a commit.
+
+    lfs    its bytes are not in the repository itself
+    known  its SHA-256, if the bytes are in Xet's store and not here
+    """
 
     data: bytes
     lfs: bool = False
+    known: str = ""
 
     @property
     def oid(self) -> str:
         """As the hub compares it with what is to be uploaded."""
-        return hashlib.sha256(self.data).hexdigest() if self.lfs else _git_sha1(self.data)
+        return self.known or (hashlib.sha256(self.data).hexdigest() if self.lfs else _git_sha1(self.data))
 
 
 class Commit(NamedTuple):
@@ -110,6 +116,7 @@ class FakeHub:
                None
     part_bytes files that are larger are uploaded in parts of this size
     page       files in one page of a listing
+    xet        folder in which hf_xet stores what it uploads, in place of Xet's servers; "": uploads go through LFS
     leaked     requests to other hosts that brought a token
     """
 
@@ -127,6 +134,7 @@ class FakeHub:
     fault: Callable[[Seen], Fault] = no_fault
     part_bytes: int = 1 << 40
     page: int = 1000
+    xet: str = ""
     leaked: list[Seen] = field(default_factory=list)
     url: str = ""
     sent: int = 0
@@ -303,7 +311,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._error("RevisionNotFound", 404)
             return
         files = model.commits[oid].files
-        if what == "revision":
+        if what == "xet-write-token":
+            self._json({"casUrl": f"local://{self.hub.xet}", "exp": int(time.time()) + 600, "accessToken": "x"})
+        elif what == "revision":
             siblings = [{"rfilename": name, "size": len(each.data)} for name, each in files.items()]
             self._json({"id": repo, "sha": oid, "siblings": siblings})
         elif what == "tree":
@@ -435,6 +445,8 @@ class _Handler(BaseHTTPRequestHandler):
             value = line["value"]
             if line["key"] == "file":
                 files[value["path"]] = Stored(base64.b64decode(value["content"]))
+            elif line["key"] == "lfsFile" and self.hub.xet:
+                files[value["path"]] = Stored(b"", lfs=True, known=value["oid"])
             elif line["key"] == "lfsFile":
                 if len(self.hub.objects.get(value["oid"], b"")) != value["size"]:
                     self._json({"error": "Your push was rejected: an LFS pointer pointed to a file that does not exist"}, 400)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal
 import subprocess
@@ -106,6 +107,27 @@ def test_large_files_are_uploaded_in_parts(here: Path, hub: FakeHub) -> None:
     assert uploads(hub) == []
     assert len(hub.asked("PUT", "/lfs-part/*")) > 50
     assert hub.pushed == {"org/out": local(here, "linear")}
+
+
+def test_files_are_uploaded_through_xet_where_the_hub_has_it(
+    here: Path, hub: FakeHub, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("hf_xet")
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    folder = tmp_path_factory.mktemp("xet")
+    hub.xet = str(folder)
+    merged = run("linear")
+    weights = {shard.name for shard in merged.plan.layout.shards}
+    found = hub.written["org/out"].head().files
+    assert {name: found[name].oid for name in weights} == {
+        name: hashlib.sha256(data).hexdigest() for name, data in local(here, "linear").items() if name in weights
+    }
+    stored = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    assert stored > 0.9 * sum(shard.nbytes for shard in merged.plan.layout.shards)
+    assert uploads(hub) == []
+    assert staging(here) == []
 
 
 # options
@@ -523,3 +545,27 @@ def test_unfinished_work_is_listed_and_removed(here: Path, hub: FakeHub, cli: Cl
     assert folder.name in cli("clean", OUT).out
     cli("clean", OUT, "--yes")
     assert staging(here) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["streamed", "quantised", "adapter"])
+def test_other_commands_and_streamed_models(here: Path, hub: FakeHub, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is read from the Hub where it is; `quantize`; `extract_lora`, whose second plan follows from the first."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(here.parent / "cache"))
+    for name in MODELS:
+        hub.put(f"org/{name}", tree(here / name))
+    weights = [{"model": f"hf://org/{name}", "parameters": {"weight": 0.5}} for name in ("a", "b")]
+    monkeypatch.setattr("weightsmith.execution.run.repo_of", lambda out, options: "org/out")
+    for out in (OUT, str(here / "out")):
+        if kind == "streamed":
+            recipe = {"merge_method": "linear", "models": weights}
+            merged = weightsmith.merge(recipe, out, stream=True, max_shard_bytes=SHARD, progress=False)
+            assert merged.fetched_bytes > 0
+        elif kind == "quantised":
+            weightsmith.quantize("a", out, "fp8-dynamic", progress=False)
+        else:
+            weightsmith.extract_lora("a", "base", out, max_rank=4, progress=False)
+    assert hub.pushed["org/out"] == tree(here / "out")
+    assert {path.name for path in here.iterdir()} == {*MODELS, "out"}
