@@ -66,7 +66,7 @@ def test_the_files_are_those_of_a_local_run(here: Path, hub: FakeHub, case: str)
     assert staging(here) == []
     model = hub.written["org/out"]
     assert (model.visibility, len(model.commits), model.head().message) == ("private", 2, merged.plan.made.title)
-    assert hub.created == [{"name": "out", "organization": "org", "visibility": "private", "type": "model"}]
+    assert [each["visibility"] for each in hub.created] == ["private"]
     assert len(uploads(hub)) == len(set(uploads(hub))) == len(merged.plan.layout.shards)
     assert hub.leaked == []
 
@@ -569,3 +569,32 @@ def test_other_commands_and_streamed_models(here: Path, hub: FakeHub, kind: str,
             weightsmith.extract_lora("a", "base", out, max_rank=4, progress=False)
     assert hub.pushed["org/out"] == tree(here / "out")
     assert {path.name for path in here.iterdir()} == {*MODELS, "out"}
+
+
+@pytest.mark.parametrize("how", ["an error", "Ctrl-C"])
+def test_threads_that_wait_for_an_upload_are_woken_when_the_run_ends(here: Path, hub: FakeHub, how: str) -> None:
+    began = threading.Event()
+    left = threading.Event()
+
+    def fault(seen: Seen) -> None:
+        if seen.method == "PUT":
+            began.set()
+            left.wait(20)
+
+    def progress(now: weightsmith.Progress) -> None:
+        if began.is_set() and now.tensors > 3:
+            time.sleep(0.3)  # until the others wait
+            raise KeyboardInterrupt if how == "Ctrl-C" else RuntimeError("an error")
+
+    hub.fault = fault
+    clock = time.monotonic()
+    try:
+        with pytest.raises((KeyboardInterrupt, RuntimeError)):
+            weightsmith.merge(RECIPES["linear"][1], OUT, progress=progress, max_shard_bytes=SHARD)
+        assert time.monotonic() - clock < 15
+        assert hub.asked("POST", "/api/models/org/out/commit/*") == []
+    finally:
+        left.set()
+    hub.fault = no_fault
+    run("linear")
+    assert hub.pushed == {"org/out": local(here, "linear")}

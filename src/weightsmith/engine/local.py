@@ -176,7 +176,7 @@ class Run:
     ) -> None:
         """
         folders  of each model's files, for products that read them
-        abandon  wakes threads that wait for bytes, which nobody needs any more
+        abandon  after an error: wakes threads that wait for bytes, or for the output. May be called several times
         in_order  see `run`
         """
         self.reader = reader
@@ -223,6 +223,8 @@ class Run:
             for thread in pool:
                 while thread.is_alive():
                     thread.join(0.1)
+                    if self.scheduler.error is not None:
+                        self.abandon()
                     report()
         except BaseException as error:  # KeyboardInterrupt, or the caller's progress function
             self.scheduler.fail(error)
@@ -614,6 +616,7 @@ def run(
     allow_nonfinite: bool = False,
     folders: Sequence[Path] = (),
     in_order: bool = False,
+    abandon: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Compute output tensors and products of `plan` and write them to `output`.
 
@@ -626,6 +629,7 @@ def run(
     folders   of each model's files, for products that read them
     in_order  begin the steps in their order: none before a step that waits for a product. For outputs that hold a few files
               at a time
+    abandon   wakes threads that wait for the output, after an error; may be called several times
 
     Raises what the first failing tile or product raised; `WeightsmithError.product` names the product. KeyboardInterrupt stops
     the threads at their next tile and is raised again.
@@ -640,6 +644,11 @@ def run(
     began = time.monotonic()
     to_make = [product for product in wanted if not results.finished(product.name)]
     with ReadAhead(visits(reader, left, to_make), resources.spool_bytes) as ahead:
+
+        def stop() -> None:
+            ahead.stop()
+            abandon()
+
         task = Run(
             reader,
             left,
@@ -648,7 +657,7 @@ def run(
             resources,
             allow_nonfinite=allow_nonfinite,
             folders=folders,
-            abandon=ahead.stop,
+            abandon=stop,
             in_order=in_order,
         )
 

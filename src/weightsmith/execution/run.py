@@ -16,7 +16,7 @@ from weightsmith.distance import Moved, distance_by_layer
 from weightsmith.errors import NOTHING_WRITTEN, Finding, PlanError, WeightsmithError
 from weightsmith.execution.files import RECIPE_NAME, other_bytes, other_files, provenance
 from weightsmith.execution.output import check_options, check_output, name_of, open_output, repo_of
-from weightsmith.hub_outputs.address import HubAddress, is_hub_address
+from weightsmith.hub_outputs.address import HubAddress
 from weightsmith.identity import facts, work_identity
 from weightsmith.options import RunOptions
 from weightsmith.planner.build import Prepared
@@ -195,6 +195,7 @@ def staged(
     helping  see `Staging.open`
     """
     from weightsmith.engine.local import run
+    from weightsmith.hub_outputs.staging import HubStaging
 
     plan, inputs = prepared.plan, prepared.inputs
     resources = resources_of(plan, options)
@@ -217,6 +218,7 @@ def staged(
         threads=resources.workers,
         progress=callbacks.rechecking,
     ) as staging:
+        on_hub = staging if isinstance(staging, HubStaging) else None
         yield (
             staging,
             partial(
@@ -228,7 +230,8 @@ def staged(
                 progress=callbacks.progress,
                 allow_nonfinite=options.allow_nonfinite,
                 folders=[model.folder for model in inputs],
-                in_order=is_hub_address(out),
+                in_order=on_hub is not None,
+                abandon=on_hub.abandon if on_hub is not None else lambda: None,
             ),
         )
 

@@ -65,7 +65,7 @@ class PassingFiles:
         self._taken: frozenset[str] = frozenset()
         self._waiting = 0
         self._error: BaseException | None = None
-        self._closed = False
+        self._closed = self._abandoned = False
         self._changed = threading.Condition()
         self._queue: SimpleQueue[int | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -223,9 +223,9 @@ class PassingFiles:
         path.unlink(missing_ok=True)
 
     def _check(self) -> None:
-        """Raise what has failed in a thread that uploads; ValueError once it is closed."""
-        if self._closed:
-            raise ValueError(f"{self._folder}: this output is closed")
+        """Raise what has failed in a thread that uploads; ValueError once it is closed or abandoned."""
+        if self._closed or self._abandoned:
+            raise ValueError(f"{self._folder}: this output is closed, or its run has failed")
         if self._error is not None:
             raise self._error
 
@@ -242,6 +242,12 @@ class PassingFiles:
 
     def sync(self) -> None:
         """Nothing: the files are on the Hub."""
+
+    def abandon(self) -> None:
+        """Wake threads that wait in `write` or `location`: they raise ValueError."""
+        with self._changed:
+            self._abandoned = True
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Close the files, and end the threads after their current request. May be called twice."""

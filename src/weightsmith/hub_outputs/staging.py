@@ -225,6 +225,10 @@ class HubStaging:
             self._local.finish(name, done)
             self._weights.finished(name)
 
+    def abandon(self) -> None:
+        """Wake threads that wait for an upload: the run has failed."""
+        self._weights.abandon()
+
     @contextmanager
     def _kept(self) -> Iterator[None]:
         """Say what is left, in errors of the store."""
