@@ -140,7 +140,8 @@ def test_rows_of_a_measurement_are_limited(tmp_path: Path, monkeypatch: pytest.M
 
 def test_features_are_drawn_by_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
-    squares, values = rng.random(1000) ** 8, rng.random(1000)
+    squares = rng.random(1000) ** 8
+    values = squares**0.5 + rng.random(1000)
     some, shares = measured.drawn(squares)
     assert len(some) <= measured.FEATURES
     assert shares.sum() == pytest.approx(1)
