@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -598,3 +599,36 @@ def test_threads_that_wait_for_an_upload_are_woken_when_the_run_ends(here: Path,
     hub.fault = no_fault
     run("linear")
     assert hub.pushed == {"org/out": local(here, "linear")}
+
+
+@pytest.mark.slow
+def test_many_faults_make_nothing_wrong(here: Path, hub: FakeHub) -> None:
+    hub.part_bytes = 20_000
+    rng, lock = random.Random(15), threading.Lock()
+    faults = refused = 0
+
+    def fault(seen: Seen) -> Fault:
+        nonlocal faults
+        with lock:
+            if rng.random() < 0.45:
+                return None
+            faults += 1
+            return rng.choice([CUT, LOST, 429, 500, 502, 503, 504])
+
+    wanted = local(here, "linear")
+    for _ in range(4):
+        hub.fault = fault
+        for _ in range(100):
+            try:
+                run("linear")
+                break
+            except PushFailed:
+                refused += 1
+        hub.fault = no_fault
+        assert hub.pushed == {"org/out": wanted}
+        assert len(hub.written["org/out"].commits) == 2
+        assert staging(here) == []
+        hub.written.clear()
+        hub.objects.clear()
+    print(faults, "faults,", refused, "runs that gave up")
+    assert faults > 300
