@@ -293,4 +293,4 @@ def _watched(
     else:
         with watched_meter() as shown:
             own = callbacks(shown, doing)
-            yield Callbacks(own[0], rechecking or own[1], own[2])
+            yield Callbacks(own[0], rechecking or own[1], *own[2:])

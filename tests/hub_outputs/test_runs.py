@@ -21,10 +21,12 @@ from tests.buckets.test_runs import MODELS, RECIPES
 from tests.cli_help import Cli, cli
 from tests.fake_hub import ATTRIBUTES, CUT, LOST, TOKEN, FakeHub, Fault, Seen, no_fault
 from tests.store_help import tree
+from weightsmith.adapters.recipes import prepare_merge
 from weightsmith.errors import Busy, CannotResume, OutputExists, ParameterError, PushFailed, StoreError
+from weightsmith.execution import Callbacks, execute
 from weightsmith.execution.output import check_options
 from weightsmith.hub_outputs.files import FILLED, UPLOADS
-from weightsmith.options import RunOptions
+from weightsmith.options import RecipeOptions, RunOptions
 
 __all__ = ["cli"]
 
@@ -143,6 +145,17 @@ def test_a_branch_begins_empty_and_the_card_names_it(here: Path, hub: FakeHub) -
     assert 'from_pretrained("org/out", revision="v2/ties"' in model.files("v2/ties")["README.md"].decode()
     assert model.files("v2/ties") == local(here, repo="org/out@v2/ties")
     assert model.files() != model.files("v2/ties")
+
+
+def test_the_upload_of_the_last_files_is_shown(here: Path, hub: FakeHub) -> None:
+    hub.fault = lambda seen: time.sleep(0.3) if seen.method == "PUT" else None  # type: ignore[func-returns-value]
+    seen: list[tuple[int, int]] = []
+    callbacks = Callbacks(uploading=lambda done, total: seen.append((done, total)))
+    with prepare_merge(RECIPES["linear"][1], RecipeOptions(max_shard_bytes=SHARD)) as prepared:
+        merged = execute(prepared, OUT, RunOptions(), callbacks)
+    assert seen == sorted(seen)
+    assert {total for _, total in seen} == {sum(shard.nbytes for shard in merged.plan.layout.shards)}
+    assert all(done < total for done, total in seen)
 
 
 def test_a_public_model_is_public(here: Path, hub: FakeHub) -> None:

@@ -12,7 +12,7 @@ from weightsmith.options import RunOptions
 from weightsmith.plans import Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from weightsmith.buckets.staging import BucketStaging
     from weightsmith.hub_outputs.staging import HubStaging
@@ -28,9 +28,15 @@ def open_output(
     options: RunOptions,
     part: str,
     protected: Sequence[Path],
+    uploading: Callable[[int, int], None] | None,
     **local: Any,
 ) -> Output:
-    """The staging of an output. protected: what the run reads; local: further arguments of `Staging.open`."""
+    """The staging of an output.
+
+    protected  what the run reads
+    uploading  see `Callbacks`
+    local      further arguments of `Staging.open`
+    """
     from weightsmith.store.target import is_address
 
     chosen: dict[str, Any] = {"facts": local.pop("facts"), "resume": options.resume, "overwrite": options.overwrite}
@@ -41,7 +47,7 @@ def open_output(
     if is_hub_address(out):
         from weightsmith.hub_outputs.staging import HubStaging
 
-        chosen |= {"public": options.public, "message": options.commit_message or plan.made.title}
+        chosen |= {"public": options.public, "uploading": uploading, "message": options.commit_message or plan.made.title}
         chosen |= {name: local[name] for name in ("other_bytes", "threads", "progress")}
         return HubStaging.open(parse_hub_address(str(out)), plan.layout, plan_hash, reads=_named(plan), **chosen)
     from weightsmith.buckets.prefix import parse_prefix

@@ -71,11 +71,13 @@ class Callbacks:
     progress    called about ten times per second
     rechecking  called with (bytes done, total bytes) while the finished tensors of an interrupted run are verified
     waiting     called when another process computes the products that this part of a plan needs
+    uploading   called with (bytes done, total bytes) while the last weight files are uploaded to the hub
     """
 
     progress: Callable[[Progress], None] | None = None
     rechecking: Callable[[int, int], None] | None = None
     waiting: Callable[[], None] | None = None
+    uploading: Callable[[int, int], None] | None = None
 
     def after(self, look: Callable[[], None]) -> Callbacks:
         """The same, with `look` called before `progress`; what it raises ends the run."""
@@ -232,6 +234,7 @@ def staged(
         options,
         part,
         protected_paths(prepared),
+        callbacks.uploading,
         names=None if steps is None else {out.name for step in steps for out in step.outs},
         helping=helping,
         facts=facts(plan, inputs, options.device),

@@ -60,10 +60,12 @@ class HubStaging:
     plan_hash  identity of the plan; only work of the same plan is resumed
     """
 
-    def __init__(self, out: HubAddress, repository: HubRepository, message: str, overwrite: bool) -> None:
+    def __init__(
+        self, out: HubAddress, repository: HubRepository, message: str, overwrite: bool, uploading: Progress | None
+    ) -> None:
         """Use `HubStaging.open`."""
         self.out = out
-        self._repository, self._message, self._overwrite = repository, message, overwrite
+        self._repository, self._message, self._overwrite, self._uploading = repository, message, overwrite, uploading
         self._local: Staging
         self._weights: PassingFiles
         self._parent = ""
@@ -87,19 +89,21 @@ class HubStaging:
         other_bytes: int = 0,
         threads: int = 2,
         progress: Progress | None = None,
+        uploading: Progress | None = None,
     ) -> HubStaging:
         """Lock the staging folder on this machine, and create repository and branch if they are missing.
 
         reads    what the run reads, as the user names it: never replaced
         public   who may see a repository that is created now; the default is its owner alone
         message  of the commit
+        uploading  called by `publish` while the last files are uploaded
 
         Everything else is as for `store.Staging.open`. Raises OutputExists, CannotResume, Busy, NoSpace, and PushFailed if the
         hub cannot be used, or if the branch has changed since an interrupted run began.
         """
         repository = HubRepository(out)
         check_not_read(out, reads)
-        staging = cls(out, repository, message, overwrite)
+        staging = cls(out, repository, message, overwrite, uploading)
         staging._local = Staging.open(
             out.local_name,
             layout,
@@ -282,7 +286,7 @@ class HubStaging:
         Raises StoreError if a tensor is missing, BranchMoved if someone else has committed meanwhile. What is uploaded stays.
         """
         with self._kept():
-            self._weights.drain()
+            self._weights.drain(self._uploading)
             folder = self._local.complete(manifest)
             others = {name: content_of(folder / name) for name in list_files(folder)}
             wanted = self._weights.uploaded | others
