@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import os
 import random
@@ -14,16 +13,17 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
-from weightsmith.buckets.client import Missing, NoConditions, Object, Run
+from weightsmith.buckets.client import Head, Missing, NoConditions, Object, Run, etag_of, md5_of
+from weightsmith.buckets.prefix import Prefix
 
 
 class MemoryBucket:
@@ -34,14 +34,19 @@ class MemoryBucket:
 
     stores: ClassVar[dict[str, MemoryBucket]] = {}
 
+    @classmethod
+    def open(cls, address: Prefix) -> MemoryBucket:
+        """In place of `open_bucket`."""
+        return cls(address.bucket)
+
     def __new__(cls, name: str) -> MemoryBucket:
         return cls.stores.setdefault(name, super().__new__(cls))
 
     def __init__(self, name: str) -> None:
         if not hasattr(self, "objects"):
             self.name = name
-            self.objects: dict[str, tuple[bytes, dict[str, str], float]] = {}
-            self.pending: dict[str, tuple[str, dict[str, str], dict[int, bytes]]] = {}
+            self.objects: dict[str, tuple[bytes, str, float]] = {}
+            self.pending: dict[str, tuple[str, str, dict[int, bytes]]] = {}
             self.conditions = True
             self.replaces = True
             self.begun = 0
@@ -54,16 +59,16 @@ class MemoryBucket:
         self.before(name)
         self.calls.append(name)
 
-    def _set(self, key: str, data: bytes, metadata: Mapping[str, str] | None = None) -> str:
-        self.objects[key] = bytes(data), dict(metadata or {}), self.now
-        return etag_of(data)
+    def _set(self, key: str, data: bytes, token: str = "") -> str:
+        self.objects[key] = bytes(data), token, self.now
+        return tag(data)
 
     def read(self, key: str, max_bytes: int) -> Object | None:
         self._call("read")
         if key not in self.objects:
             return None
         data, _, written = self.objects[key]
-        return Object(data, etag_of(data), self.now - written)
+        return Object(data, tag(data), self.now - written)
 
     def read_range(self, key: str, start: int, nbytes: int) -> bytes:
         self._call("read_range")
@@ -85,14 +90,14 @@ class MemoryBucket:
             self._call("replace")
             if not self.replaces:
                 raise NoConditions("501")
-            return self._set(key, data) if key in self.objects and etag_of(self.objects[key][0]) == etag else None
+            return self._set(key, data) if key in self.objects and tag(self.objects[key][0]) == etag else None
 
-    def head(self, key: str) -> Mapping[str, Any] | None:
+    def head(self, key: str) -> Head | None:
         self._call("head")
         if key not in self.objects:
             return None
-        data, metadata, _ = self.objects[key]
-        return {"Metadata": metadata, "ContentLength": len(data), "ETag": etag_of(data)}
+        data, token, _ = self.objects[key]
+        return Head(len(data), token)
 
     def delete(self, key: str) -> None:
         self._call("delete")
@@ -106,44 +111,44 @@ class MemoryBucket:
         inside = [key[len(prefix) :] for key in self.objects if key.startswith(prefix)]
         yield from sorted({prefix + rest.partition("/")[0] + "/" for rest in inside if "/" in rest})
 
-    def begin(self, key: str, metadata: Mapping[str, str]) -> str:
+    def begin(self, key: str, token: str) -> str:
         self._call("begin")
         self.begun += 1
         upload = f"upload-{self.begun}"
-        self.pending[upload] = key, dict(metadata), {}
+        self.pending[upload] = key, token, {}
         return upload
 
     def upload(self, key: str, upload: str, number: int, data: bytes, md5: bytes) -> str:
         self._call("upload")
         if upload not in self.pending:
             raise Missing("NoSuchUpload")
-        assert hashlib.md5(data).digest() == md5
+        assert md5_of(data) == md5
         self.pending[upload][2][number] = bytes(data)
-        return etag_of(data)
+        return tag(data)
 
-    def copy(self, key: str, upload: str, number: int, run: Run, nbytes: int) -> str:
+    def copy(self, key: str, upload: str, number: int, run: Run, nbytes: int, md5: bytes) -> str:
         self._call("copy")
-        data, _, _ = MemoryBucket(run.bucket).objects.get(run.key, (b"", {}, 0.0))
-        if etag_of(data) != run.etag:
+        data, _, _ = MemoryBucket(run.bucket).objects.get(run.key, (b"", "", 0.0))
+        if tag(data) != run.etag:
             return ""
         self.pending[upload][2][number] = data[run.start : run.start + nbytes]
-        return etag_of(self.pending[upload][2][number])
+        return tag(self.pending[upload][2][number])
 
     def parts(self, key: str, upload: str) -> dict[int, tuple[str, int]] | None:
         self._call("parts")
         if upload not in self.pending:
             return None
-        return {number: (etag_of(data), len(data)) for number, data in self.pending[upload][2].items()}
+        return {number: (tag(data), len(data)) for number, data in self.pending[upload][2].items()}
 
     def complete(self, key: str, upload: str, etags: Sequence[str]) -> bool:
         self._call("complete")
         if upload not in self.pending:
             return False
-        own, metadata, parts = self.pending.pop(upload)
+        own, token, parts = self.pending.pop(upload)
         assert own == key
         listed = [parts[i] for i in range(1, len(etags) + 1)]  # others are left out
-        assert [*map(etag_of, listed)] == [*etags]
-        self._set(key, b"".join(listed), metadata)
+        assert [*map(tag, listed)] == [*etags]
+        self._set(key, b"".join(listed), token)
         return True
 
     def uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
@@ -159,8 +164,8 @@ class MemoryBucket:
         return {k[len(prefix) + 1 :]: v[0] for k, v in sorted(self.objects.items()) if k.startswith(f"{prefix}/")}
 
 
-def etag_of(data: bytes) -> str:
-    return f'"{hashlib.md5(data).hexdigest()}"'
+def tag(data: bytes) -> str:
+    return etag_of(md5_of(data))
 
 
 # ---- real servers

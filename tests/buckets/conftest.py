@@ -26,8 +26,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryBucket]:
     """The bucket `bkt` in memory."""
     MemoryBucket.stores.clear()
     for module in (contents, staging, unfinished, uploads, verify):
-        if hasattr(module, "Bucket"):
-            monkeypatch.setattr(module, "Bucket", MemoryBucket)
+        if hasattr(module, "open_bucket"):
+            monkeypatch.setattr(module, "open_bucket", MemoryBucket.open)
     yield MemoryBucket("bkt")
     MemoryBucket.stores.clear()
 

@@ -20,7 +20,8 @@ from tests.bucket_help import FAULTS, KEYS, FaultyProxy, Server
 from tests.cli_help import Cli, cli, environment
 from tests.mini import write_checkpoint
 from tests.store_help import tree
-from weightsmith.buckets import client, parts
+from weightsmith.buckets import parts
+from weightsmith.buckets.s3 import S3Bucket
 from weightsmith.errors import OutputExists, ParameterError, StoreError
 
 __all__ = ["cli"]
@@ -173,8 +174,8 @@ def test_killed_half_way_and_resumed_no_part_is_uploaded_twice(
     before = moto.client.list_parts(Bucket=moto.bucket, Key=key, UploadId=listed)["Parts"]
     assert len(before) >= 12
     sent: list[int] = []
-    upload = client.Bucket.upload
-    monkeypatch.setattr(client.Bucket, "upload", lambda self, *given: (sent.append(len(given[3])), upload(self, *given))[1])
+    upload = S3Bucket.upload
+    monkeypatch.setattr(S3Bucket, "upload", lambda self, *given: (sent.append(len(given[3])), upload(self, *given))[1])
     merged = weightsmith.merge("r.yml", out, progress=False)
     weightsmith.merge("r.yml", "out", progress=False)
     assert moto.contents("out") == tree(here / "out")
@@ -309,8 +310,8 @@ def test_from_a_bucket_into_the_same_one_hardly_anything_is_uploaded(
         key = f"in/{path.parent.name}/{path.name}"
         moto.client.put_object(Bucket=moto.bucket, Key=key, Body=path.read_bytes())
     sent: list[int] = []
-    upload = client.Bucket.upload
-    monkeypatch.setattr(client.Bucket, "upload", lambda self, *given: (sent.append(len(given[3])), upload(self, *given))[1])
+    upload = S3Bucket.upload
+    monkeypatch.setattr(S3Bucket, "upload", lambda self, *given: (sent.append(len(given[3])), upload(self, *given))[1])
     run(case, "out")
     function, recipe, options = RECIPES[case]
     there = json.loads(re.sub(r'"(base|a|b)"', rf'"s3://{moto.bucket}/in/\1"', json.dumps(recipe)))

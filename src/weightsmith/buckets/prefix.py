@@ -21,6 +21,7 @@ _INSTEAD = {
 class Prefix:
     """An output in a bucket, or a folder of outputs: the objects whose keys start with `prefix` and a slash.
 
+    scheme  of the store
     prefix  without a slash at either end; "" for the whole bucket
 
     >>> address = parse_prefix("s3://models/llama/merged/")
@@ -28,6 +29,7 @@ class Prefix:
     ('s3://models/llama/merged', 'merged', 'llama/.merged.weightsmith-staging')
     """
 
+    scheme: str
     bucket: str
     prefix: str
 
@@ -53,10 +55,10 @@ class Prefix:
 
     def shown(self, key: str) -> str:
         """A key of the same bucket, for messages."""
-        return f"s3://{self.bucket}/{key}"
+        return f"{self.scheme}://{self.bucket}/{key}"
 
     def __str__(self) -> str:
-        return f"s3://{self.bucket}/{self.prefix}"
+        return f"{self.scheme}://{self.bucket}/{self.prefix}"
 
 
 def parse_prefix(text: str, *, folder: bool = False) -> Prefix:
@@ -73,7 +75,7 @@ def parse_prefix(text: str, *, folder: bool = False) -> Prefix:
         raise _refused(text, "it is a whole bucket", "write s3://bucket/prefix")
     if len(place.path.encode()) > _MAX_PREFIX_BYTES:
         raise _refused(text, f"the prefix is longer than {_MAX_PREFIX_BYTES} bytes", "choose a shorter one")
-    return Prefix(place.host, place.path)
+    return Prefix(place.scheme, place.host, place.path)
 
 
 def _refused(text: str, reason: str, fix: str) -> StoreError:

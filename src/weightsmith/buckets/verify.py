@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from weightsmith.buckets.client import UPLOADS, Bucket
+from weightsmith.buckets.client import UPLOADS, Bucket, open_bucket
 from weightsmith.buckets.contents import manifest_of, names_in
 from weightsmith.buckets.prefix import Prefix, parse_prefix
 from weightsmith.errors import Corrupt
@@ -37,7 +37,7 @@ def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progre
     if not is_address(folder):
         return verify_folder(folder, threads=threads, progress=progress)
     address = parse_prefix(str(folder))
-    bucket = Bucket(address.bucket)
+    bucket = open_bucket(address)
     manifest = manifest_of(bucket, address)
     present = names_in(bucket, address)
     stray = present.keys() - {MANIFEST_NAME, *manifest.weights, *manifest.files}
