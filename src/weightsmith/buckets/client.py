@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from weightsmith.buckets.prefix import Prefix
 from weightsmith.errors import StoreError
 
 ATTEMPTS = 8
@@ -102,17 +101,6 @@ class Bucket(Protocol):
 
     def abort(self, key: str, upload: str) -> None:
         """Discard an upload and its parts; it may be gone."""
-
-
-def open_bucket(address: Prefix) -> Bucket:
-    """The bucket of an address. Sends nothing.
-
-    Raises StoreError without the library of the store, for settings that cannot be used, and for stores that cannot take our
-    parts.
-    """
-    from weightsmith.buckets.s3 import S3Bucket
-
-    return S3Bucket(address.bucket)
 
 
 class Missing(StoreError):

@@ -22,11 +22,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from weightsmith.buckets.client import open_bucket
 from weightsmith.buckets.contents import check_vacant
 from weightsmith.buckets.journal import CHECKSUM, State, read_state
 from weightsmith.buckets.lock import Lock
 from weightsmith.buckets.prefix import Prefix
+from weightsmith.buckets.stores import open_bucket
 from weightsmith.buckets.uploads import Uploads, discard, discard_empty
 from weightsmith.containers import Layout, make_layout
 from weightsmith.containers.safetensors import INDEX_NAME

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from weightsmith.buckets.client import Bucket, open_bucket
+from weightsmith.buckets.client import Bucket
 from weightsmith.buckets.contents import check_vacant, manifest_of
 from weightsmith.buckets.journal import State, read_state
 from weightsmith.buckets.lock import Lock, is_held
 from weightsmith.buckets.prefix import Prefix
 from weightsmith.buckets.staging import JOURNAL, LOCK
+from weightsmith.buckets.stores import open_bucket
 from weightsmith.buckets.uploads import discard
 from weightsmith.errors import StoreError, WeightsmithError
 from weightsmith.store.area import STAGING_SUFFIX

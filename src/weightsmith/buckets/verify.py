@@ -7,9 +7,10 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from weightsmith.buckets.client import UPLOADS, Bucket, open_bucket
+from weightsmith.buckets.client import UPLOADS, Bucket
 from weightsmith.buckets.contents import manifest_of, names_in
 from weightsmith.buckets.prefix import Prefix, parse_prefix
+from weightsmith.buckets.stores import open_bucket
 from weightsmith.errors import Corrupt
 from weightsmith.formats.carried import is_loaded
 from weightsmith.store.checksum import combine, hash_bytes, hash_grains

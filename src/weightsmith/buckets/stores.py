@@ -1,0 +1,17 @@
+"""Which store an address is in."""
+
+from __future__ import annotations
+
+from weightsmith.buckets.client import Bucket
+from weightsmith.buckets.prefix import Prefix
+
+
+def open_bucket(address: Prefix) -> Bucket:
+    """The bucket of an address. Sends nothing.
+
+    Raises StoreError without the library of the store, for settings that cannot be used, and for stores that cannot take our
+    parts.
+    """
+    from weightsmith.buckets.s3 import S3Bucket
+
+    return S3Bucket(address.bucket)
