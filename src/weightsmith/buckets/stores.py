@@ -12,6 +12,16 @@ def open_bucket(address: Prefix) -> Bucket:
     Raises StoreError without the library of the store, for settings that cannot be used, and for stores that cannot take our
     parts.
     """
-    from weightsmith.buckets.s3 import S3Bucket
+    match address.scheme:
+        case "gs":
+            from weightsmith.buckets.gcs import GoogleBucket
 
-    return S3Bucket(address.bucket)
+            return GoogleBucket(address.bucket)
+        case "az":
+            from weightsmith.buckets.azure import AzureBucket
+
+            return AzureBucket(address.bucket)
+        case _:
+            from weightsmith.buckets.s3 import S3Bucket
+
+            return S3Bucket(address.bucket)
