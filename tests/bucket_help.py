@@ -51,6 +51,7 @@ class MemoryBucket:
             self.objects: dict[str, tuple[bytes, str, float]] = {}
             self.pending: dict[str, tuple[str, str, dict[int, bytes]]] = {}
             self.conditions = True
+            self.equal_parts = False
             self.replaces = True
             self.begun = 0
             self.now = 0.0
@@ -151,6 +152,7 @@ class MemoryBucket:
         assert own == key
         listed = [parts[i] for i in range(1, len(etags) + 1)]  # others are left out
         assert [*map(tag, listed)] == [*etags]
+        assert not self.equal_parts or len({*map(len, listed[:-1])}) < 2
         self._set(key, b"".join(listed), token)
         return True
 
@@ -536,6 +538,27 @@ class GoogleFront(_Front):
         place = f"/upload/storage/v1/b/{bucket}/o?uploadType=multipart"
         status, answer = ask(self.fake, "POST", place, body + b"\r\n--border--\r\n", kind)
         assert status == 200, answer
+
+
+class EqualParts(_Front):
+    """Passes requests on to a server of S3, and completes no upload whose parts, but the last, are of different sizes."""
+
+    def __init__(self, port: int) -> None:
+        sizes: dict[str, dict[int, int]] = {}
+
+        class Handler(_Handler):
+            def answer(self) -> None:
+                fields, body = parse_qs(self.path.partition("?")[2]), self.body()
+                (upload,), (number,) = fields.get("uploadId", [""]), fields.get("partNumber", ["0"])
+                if self.command == "PUT" and upload:
+                    sizes.setdefault(upload, {})[int(number)] = len(body)
+                if self.command == "POST" and upload:
+                    own = sizes[upload]
+                    if len({own[i] for i in own if i < max(own)} | {max(own.values())}) > 1 < len(own):
+                        return self.send(400, [], b"<Error><Code>InvalidPart</Code></Error>")
+                self.send(*self.pass_on(port, body))
+
+        super().__init__(Handler)
 
 
 # ---- faults

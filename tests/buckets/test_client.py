@@ -70,7 +70,6 @@ def test_a_store_that_cannot_replace_a_version_is_asked_for_it_first(moto: Any, 
     ("endpoint", "message"),
     [
         ("http://store.example:9000", "has no TLS"),
-        ("https://x.r2.cloudflarestorage.com", "parts of equal size"),
         ("nonsense", "is not a URL"),
     ],
 )

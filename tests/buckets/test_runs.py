@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.bucket_help import (
     KEYS,
     MOTO,
     SEAWEED,
+    EqualParts,
     FaultyProxy,
     Server,
     environment_at,
@@ -282,6 +284,24 @@ def _run_through_faults(here: Path, server: Server, faults: Any, wanted: int, mo
         assert server.uploads() == []
     finally:
         proxy.close()
+
+
+@pytest.mark.slow
+def test_a_store_that_takes_parts_of_one_size_only(here: Path, moto: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("r.yml").write_text(AVERAGE)
+    weightsmith.merge("r.yml", "out", progress=False)
+    with closing(EqualParts(moto.port)) as front:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{front.port}")
+        with pytest.raises(StoreError, match="InvalidPart"):
+            weightsmith.merge("r.yml", moto.address("refused"), progress=False)
+        monkeypatch.setenv("WEIGHTSMITH_EQUAL_PARTS", "1")
+        command = [sys.executable, "-c", KILLED, moto.address("out"), "12"]
+        ran = subprocess.run(command, env=environment(), cwd=here, capture_output=True, check=False)
+        assert ran.returncode == -signal.SIGKILL, ran.stderr.decode()
+        sent = count_uploads(moto, monkeypatch)
+        weightsmith.merge("r.yml", moto.address("out"), progress=False)
+    assert moto.contents("out") == tree(here / "out")
+    assert 0 < len(sent) <= -(-len((here / "out/model.safetensors").read_bytes()) // 20_000) - 12
 
 
 @pytest.mark.slow

@@ -72,6 +72,8 @@ class _Block(NamedTuple):
 class AzureBucket:
     """See `client.Bucket`. The bucket is a container of the account that the environment names."""
 
+    equal_parts = False
+
     def __init__(self, name: str) -> None:
         """Sends nothing. Raises StoreError without azure-storage-blob, and if no account is named."""
         where = f"az://{name}"
@@ -299,7 +301,8 @@ class AzureBucket:
             try:
                 return call()
             except self._error as error:
-                raise self._failed(error, operation, self._shown(key)) from error
+                cause = None if self._access.sas else error  # whose text may have the address, and with it the SAS
+                raise self._failed(error, operation, self._shown(key)) from cause
 
         return insist(once)
 

@@ -56,7 +56,12 @@ class Run(NamedTuple):
 
 
 class Bucket(Protocol):
-    """One bucket. Thread-safe. Every method raises StoreError if the store refuses, or does not answer."""
+    """One bucket. Thread-safe. Every method raises StoreError if the store refuses, or does not answer.
+
+    equal_parts  the store takes parts of one size only, the last one aside
+    """
+
+    equal_parts: bool
 
     # small objects
 

@@ -51,6 +51,8 @@ _META = "x-goog-meta-"
 class GoogleBucket:
     """See `client.Bucket`."""
 
+    equal_parts = False
+
     def __init__(self, name: str) -> None:
         """Sends nothing to the store. Raises StoreError without google-auth, or without credentials."""
         where = f"gs://{name}"

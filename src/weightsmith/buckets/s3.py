@@ -7,6 +7,7 @@ and repeats requests.
 from __future__ import annotations
 
 import base64
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -31,6 +32,8 @@ from weightsmith.buckets.client import (
 from weightsmith.errors import StoreError, legible
 from weightsmith.remote.access import aws_endpoint, aws_region
 
+_EQUAL_PARTS = ".r2.cloudflarestorage.com"
+"""Hosts of a store that takes parts of one size only."""
 _DAMAGED = frozenset({"BadDigest", "IncompleteBody", "RequestTimeout", "XAmzContentSHA256Mismatch"})
 """Codes for a body that was damaged or cut on its way, which botocore does not send again."""
 _BODY_ATTEMPTS = 4
@@ -53,7 +56,7 @@ class S3Bucket:
     """See `client.Bucket`."""
 
     def __init__(self, name: str) -> None:
-        """Sends nothing. Raises StoreError without botocore, and for a store that cannot take our parts."""
+        """Sends nothing. Raises StoreError without botocore, and for settings that cannot be used."""
         try:
             import botocore.session
             from botocore.config import Config
@@ -86,12 +89,7 @@ class S3Bucket:
             raise StoreError("the endpoint of the store is not a URL", where=f"s3://{name}", fix=fix) from error
         endpoint = self._client.meta.endpoint_url
         check_tls(endpoint, f"s3://{name}")
-        if ".r2.cloudflarestorage.com" in endpoint:
-            raise StoreError(
-                "Cloudflare R2 requires parts of equal size, and weightsmith cuts files at tensors",
-                where=f"s3://{name}",
-                fix="write to a local folder, and copy it",
-            )
+        self.equal_parts = _EQUAL_PARTS in endpoint or bool(os.environ.get("WEIGHTSMITH_EQUAL_PARTS"))
 
     # small objects
 

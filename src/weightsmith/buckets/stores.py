@@ -9,8 +9,7 @@ from weightsmith.buckets.prefix import Prefix
 def open_bucket(address: Prefix) -> Bucket:
     """The bucket of an address. Sends nothing.
 
-    Raises StoreError without the library of the store, for settings that cannot be used, and for stores that cannot take our
-    parts.
+    Raises StoreError without the library of the store, and for settings that cannot be used.
     """
     match address.scheme:
         case "gs":

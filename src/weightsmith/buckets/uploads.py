@@ -72,7 +72,7 @@ class Uploads:
         """Find out what is uploaded, begin the other uploads, and write the journal to this key."""
         self._bucket, self._address, self._layout, self._state, self._lock = bucket, address, layout, state, lock
         self._journal = journal
-        self._groups = [_Progress(group) for group in cut(layout)]
+        self._groups = [_Progress(group) for group in cut(layout, equal=bucket.equal_parts)]
         self._group_of = {name: progress for progress in self._groups for name in progress.group.tensors}
         self._parts: list[list[_Open]] = [[] for _ in layout.shards]
         for progress in self._groups:

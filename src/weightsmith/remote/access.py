@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 from weightsmith.remote.addresses import is_loopback
 
@@ -24,13 +25,14 @@ _EMULATED_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/
 """Public: the key of every Azurite."""
 
 
-class Azure(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Azure:
     """An account. key, sas: at most one is given, and with neither an identity of Azure is used."""
 
     account: str
     endpoint: str
-    key: str = ""
-    sas: str = ""
+    key: str = field(default="", repr=False)
+    sas: str = field(default="", repr=False)
 
 
 def settings(scheme: str) -> tuple[str, dict[str, Any]]:
