@@ -137,7 +137,7 @@ def test_the_objects_are_the_files_of_a_local_run(here: Path, server: Server, ca
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["ties", "moe"])
-@pytest.mark.parametrize("kind", [SEAWEED, AZURITE])
+@pytest.mark.parametrize("kind", [SEAWEED, GOOGLE, AZURITE])
 def test_parts_of_many_megabytes_and_an_output_that_is_replaced(
     tmp_path: Path, new_server: Callable[[str], Server], kind: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
