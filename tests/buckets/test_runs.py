@@ -427,7 +427,6 @@ def test_in_azure_a_signature_is_enough_and_is_shown_nowhere(
     [
         ("s3://bkt/out", {"push": "org/name"}, "--push uploads a local folder"),
         ("s3://bkt/out", {"keep_stages": True}, "results of stages are kept in local folders"),
-        ("hf://org/name", {}, "--push ORG/NAME"),
     ],
 )
 def test_what_a_bucket_does_not_have_is_refused(here: Path, out: str, options: dict[str, Any], message: str) -> None:
