@@ -22,11 +22,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from weightsmith.buckets.client import Bucket
 from weightsmith.buckets.contents import check_vacant
 from weightsmith.buckets.journal import CHECKSUM, State, read_state
 from weightsmith.buckets.lock import Lock
 from weightsmith.buckets.prefix import Prefix
+from weightsmith.buckets.stores import open_bucket
 from weightsmith.buckets.uploads import Uploads, discard, discard_empty
 from weightsmith.containers import Layout, make_layout
 from weightsmith.containers.safetensors import INDEX_NAME
@@ -65,7 +65,7 @@ class BucketStaging:
         self.out, self.layout, self.plan_hash = out, layout, plan_hash
         self.folder = str(out)
         self._overwrite, self._reads = overwrite, tuple(reads)
-        self._bucket = Bucket(out.bucket)
+        self._bucket = open_bucket(out)
         self._lock = Lock(self._bucket, f"{out.staging}/{LOCK}", str(out))
         self._journal = f"{out.staging}/{JOURNAL}"
         self._state = State(plan_hash, layout_hash(layout), {}, secrets.token_hex(16))

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
-from weightsmith.buckets.client import UPLOADS, Bucket, Run, md5_of
+from weightsmith.buckets.client import UPLOADS, Bucket, Run, etag_of, md5_of
 from weightsmith.buckets.journal import State
 from weightsmith.buckets.lock import Lock
 from weightsmith.buckets.parts import Group, Part, cut
@@ -32,8 +32,6 @@ from weightsmith.remote.files import RemoteFile
 from weightsmith.remote.spool import Spool, spool_folder
 from weightsmith.store.journal import Finished
 
-TOKEN = "weightsmith"
-"""Key of an object's metadata: which work has made it."""
 WAITING = 2 * UPLOADS
 """Full parts that are uploaded or wait to be."""
 SAVE_SECONDS = 5.0
@@ -74,7 +72,7 @@ class Uploads:
         """Find out what is uploaded, begin the other uploads, and write the journal to this key."""
         self._bucket, self._address, self._layout, self._state, self._lock = bucket, address, layout, state, lock
         self._journal = journal
-        self._groups = [_Progress(group) for group in cut(layout)]
+        self._groups = [_Progress(group) for group in cut(layout, equal=bucket.equal_parts)]
         self._group_of = {name: progress for progress in self._groups for name in progress.group.tensors}
         self._parts: list[list[_Open]] = [[] for _ in layout.shards]
         for progress in self._groups:
@@ -108,7 +106,7 @@ class Uploads:
                 whole = zip(own, known, strict=True)
                 listed = {p.number: (e, p.nbytes) for g, etags in whole for p, e in zip(g.group.parts, etags, strict=False)}
             elif listed is None:
-                upload = self._bucket.begin(key, {TOKEN: state.token})
+                upload = self._bucket.begin(key, state.token)
             state.uploads[shard.name] = upload
             self._listed[number] = listed or {}
             for progress, etags in zip(own, known, strict=True):
@@ -129,7 +127,7 @@ class Uploads:
         """This work has completed the upload of a file."""
         shard = self._layout.shards[number]
         head = self._bucket.head(self._address.key(shard.name))
-        return head is not None and head["Metadata"].get(TOKEN) == self._state.token and head["ContentLength"] == shard.nbytes
+        return head is not None and head.token == self._state.token and head.nbytes == shard.nbytes
 
     def write_headers(self) -> None:
         """Write what precedes the tensors of each file, for parts that are not uploaded."""
@@ -156,7 +154,7 @@ class Uploads:
 
     def equal(self, name: str, start_byte: int, extent: Extent) -> None:
         """These bytes, which are about to be written, are a run of an object: a part may be copied from it in the store."""
-        found, place = object_of(extent.file), self._layout.places[name]
+        found, place = object_of(extent.file, self._address.scheme), self._layout.places[name]
         if found is None:
             return
         first, end, starts = place.offset + start_byte, place.offset + start_byte + extent.nbytes, self._starts[place.shard]
@@ -222,12 +220,12 @@ class Uploads:
             data = bytearray(part.nbytes)
             self._spool.read(each.slot, 0, memoryview(data))
             md5 = md5_of(data)
-            etag = f'"{md5.hex()}"'
+            etag = etag_of(md5)
             if self._listed[shard].get(part.number) != (etag, part.nbytes):
                 file = self._layout.shards[shard].name
                 key, upload = self._address.key(file), self._state.uploads[file]
                 run = each.run if each.equal == part.nbytes else None
-                if run is None or self._bucket.copy(key, upload, part.number, run, part.nbytes) != etag:
+                if run is None or self._bucket.copy(key, upload, part.number, run, part.nbytes, md5) != etag:
                     etag = self._bucket.upload(key, upload, part.number, data, md5)
             self._spool.give_back(each.slot)
             with self._mutex:
@@ -317,13 +315,13 @@ class Uploads:
                 self.save()
 
 
-def object_of(file: Elsewhere) -> tuple[str, str, str] | None:
-    """Bucket, key and ETag of a file in a store that has our kind of copies; None for any other."""
+def object_of(file: Elsewhere, scheme: str) -> tuple[str, str, str] | None:
+    """Bucket, key and ETag of a file in a store of this kind; None for any other."""
     if not isinstance(file, RemoteFile):
         return None
-    scheme, _, rest = file.ranges.where.partition("://")
+    found, _, rest = file.ranges.where.partition("://")
     bucket, _, key = rest.partition("/")
-    return (bucket, key, file.version) if scheme == "s3" and file.version else None
+    return (bucket, key, file.version) if found == scheme and file.version else None
 
 
 def discard(bucket: Bucket, address: Prefix, uploads: Mapping[str, str]) -> None:
