@@ -1050,7 +1050,7 @@ def problem_of(error: BaseException) -> str:
     text = str(error)
     if len(text) > MAX_MESSAGE:
         return f"a message of {len(text):,} characters: {text[:100]!r}"
-    strange = [c for c in text if not c.isprintable() and c != "\n"]
+    strange = [c for c in text if not c.isprintable() and c not in "\n\t"]  # a line of a recipe keeps its tabs
     return f"a message with {strange[0]!r}: {text[:200]!r}" if strange else ""
 
 

@@ -76,7 +76,7 @@ def merge(
     """Merge checkpoints into a new folder, as described by a recipe.
 
     recipe      path of a YAML file, YAML text, a mapping, or a list of mappings: recipes that use each other's results
-    out         output folder, or s3://bucket/prefix; created only when complete
+    out         output folder, s3://bucket/prefix or hf://org/name[@branch]; created only when complete
     progress    called about ten times per second from this thread; True: a bar in terminals and notebooks, False: none
     rechecking  called with (bytes done, total bytes) while the finished tensors of an interrupted run are verified
     options     see `weightsmith.options`: RecipeOptions (seed, out_dtype, …), QuantizeSettings and RunOptions (threads, …)
@@ -138,7 +138,8 @@ def quantize(
     >>> weightsmith.quantize("base", "base-fp8", "fp8-dynamic").plan.encodings  # doctest: +SKIP
     ('fp8-dynamic',)
     """
-    return _copy("quantize", model, out, {**options, "quantize": format}, "quantising", progress, rechecking)
+    given = _spelled("quantize", options, "quantize", "format", format)
+    return _copy("quantize", model, out, given, "quantising", progress, rechecking)
 
 
 def dequantize(
@@ -158,7 +159,15 @@ def dequantize(
 
     >>> weightsmith.dequantize("base-fp8", "plain").plan.config.get("quantization_config")  # doctest: +SKIP
     """
-    return _copy("dequantize", model, out, {**options, "out_dtype": dtype}, "dequantising", progress, rechecking)
+    given = _spelled("dequantize", options, "out_dtype", "dtype", dtype)
+    return _copy("dequantize", model, out, given, "dequantising", progress, rechecking)
+
+
+def _spelled(function: str, options: Mapping[str, Any], name: str, own: str, value: Any) -> dict[str, Any]:
+    """The options and one more, for which a function has a name of its own. Raises TypeError if both are given."""
+    if name in options:
+        raise TypeError(f"{function}() has no option '{name}' (did you mean '{own}'?)")
+    return {**options, name: value}
 
 
 def _copy(

@@ -36,7 +36,7 @@ def moe(
         str,
         typer.Argument(
             metavar="OUT",
-            help="The folder to create, or s3://BUCKET/PREFIX; not with --plan and --routing.",
+            help="The folder to create, or s3://BUCKET/PREFIX, or hf://ORG/NAME[@BRANCH]; not with --plan and --routing.",
             show_default=False,
         ),
     ] = "",

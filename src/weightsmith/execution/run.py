@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weightsmith.distance import Moved, distance_by_layer
 from weightsmith.errors import NOTHING_WRITTEN, Finding, PlanError, WeightsmithError
 from weightsmith.execution.files import RECIPE_NAME, other_bytes, other_files, provenance
-from weightsmith.execution.output import check_options, check_output, open_output
+from weightsmith.execution.output import check_options, check_output, name_of, open_output, repo_of
+from weightsmith.hub_outputs.address import HubAddress
 from weightsmith.identity import facts, work_identity
 from weightsmith.options import RunOptions
 from weightsmith.planner.build import Prepared
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 class Merged:
     """The result of a run.
 
-    out            the finished folder, or its address in a bucket
+    out            the finished folder, or its address in a bucket or on the hub
     plan           the plan that was run
     resumed        number of tensors that an interrupted run had finished
     read_bytes, written_bytes   of tensor data, in this run
@@ -45,11 +46,11 @@ class Merged:
     distance       distance from the base: in total, then per layer; () without a base
     warnings       the plan's and those found in the data
     reports        reports of products, by name: where a router routes the prompts
-    url            of the model on the hub, if pushed
+    url            of the model on the hub, if it is there
     stages         folders with the results of other recipes, if they are kept
     """
 
-    out: Path | Prefix
+    out: Path | Prefix | HubAddress
     plan: Plan
     resumed: int
     read_bytes: int
@@ -141,7 +142,7 @@ def run_plan(
     check  of the output: nothing is published before it is done, and if it fails, the run ends at once
     """
     from weightsmith.engine.constants import copied
-    from weightsmith.hub import check_push, push
+    from weightsmith.hub_outputs.push import check_push, push
 
     prepared = following.prepared
     plan, inputs = prepared.plan, prepared.inputs
@@ -174,15 +175,15 @@ def run_plan(
         found += copied(outcome.finished)
         found += [finding for report in reports.values() for finding in report.warnings(RECIPE_NAME)]
         shown = [*plan.warnings, *found]
-        named = other_files(prepared, Path(out).name, outcome.distances, distance, reports, shown, options)
+        named = other_files(prepared, name_of(out), repo_of(out, options), outcome.distances, distance, reports, shown, options)
         for name, data in {**named, **following.files}.items():
             staging.add_file(name, data)
         for model in inputs:
             model.check_unchanged()
         folder = staging.publish({**provenance(plan, distance), **more}, fsync=options.fsync)
-    url = ""
-    if hub is not None and options.push is not None and isinstance(folder, Path):
-        url = push(hub, folder, options.push, public=options.public, message=plan.made.title)
+    url = folder.url if isinstance(folder, HubAddress) else ""
+    if hub is not None and isinstance(folder, Path):
+        url = push(hub, folder, public=options.public, message=options.commit_message or plan.made.title)
     return Merged(
         out=folder,
         plan=plan,
@@ -215,6 +216,7 @@ def staged(
     helping  see `Staging.open`
     """
     from weightsmith.engine.local import run
+    from weightsmith.hub_outputs.staging import HubStaging
 
     plan, inputs = prepared.plan, prepared.inputs
     resources = resources_of(plan, options)
@@ -237,6 +239,7 @@ def staged(
         threads=resources.workers,
         progress=callbacks.rechecking,
     ) as staging:
+        on_hub = staging if isinstance(staging, HubStaging) else None
         yield (
             staging,
             partial(
@@ -248,6 +251,8 @@ def staged(
                 progress=callbacks.progress,
                 allow_nonfinite=options.allow_nonfinite,
                 folders=[model.folder for model in inputs],
+                in_order=on_hub is not None,
+                abandon=on_hub.abandon if on_hub is not None else lambda: None,
             ),
         )
 
