@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # One thread of linear algebra in each worker, set before numpy is imported. With one for each core in each worker the threads
@@ -14,6 +15,18 @@ import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from weightsmith.planner import answers, loading  # noqa: E402
+
+
+def fsync(fd: int) -> None:
+    """What is not synced is lost if the machine loses power, which no test sees. Each sync takes milliseconds."""
+    os.fstat(fd)  # that of no file fails as ever
+
+
+os.fsync = os.fdatasync = fsync
+
+# What tests keep is mostly the tests, torch and transformers: to look through all that for garbage, as Python does again and
+# again while young objects become old ones, takes a tenth of the time and finds little.
+gc.set_threshold(700, 10, 1000)
 
 # The first call of a kernel compiles it, which takes seconds; a deadline would fail whichever test comes first. On a busy
 # machine it takes seconds to make examples too: a time is not what a test is to find.

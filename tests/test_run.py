@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ from weightsmith.store.products import read_product, write_product
 LAYERS = 4
 
 
-def big_model(folder: Path, seed: int) -> str:
+@cache
+def big_tensors(seed: int) -> dict[str, np.ndarray]:
     """Some tensors of several tiles, so that there is something to interrupt."""
     rng = np.random.default_rng(seed)
     tensors = {
@@ -49,8 +51,12 @@ def big_model(folder: Path, seed: int) -> str:
         },
         "model.norm.weight": np.ones(64),
     }
+    return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+
+
+def big_model(folder: Path, seed: int) -> str:
     config = {"architectures": ["X"], "model_type": "llama", "num_hidden_layers": LAYERS, "vocab_size": 4000}
-    return str(write_checkpoint(folder, {n: t.astype(np.float32) for n, t in tensors.items()}, config))
+    return str(write_checkpoint(folder, big_tensors(seed), config))
 
 
 @pytest.fixture
