@@ -485,7 +485,8 @@ def _merge(recipe: Any, **options: Any) -> Any:
 
 def _use_config(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
     import weightsmith
-    from weightsmith.mixture import layouts, prepare_moe
+    from weightsmith.mixture import layouts
+    from weightsmith.mixture.build import prepare_moe
     from weightsmith.options import RecipeOptions
 
     def moe(recipe: dict[str, Any]) -> None:
@@ -901,7 +902,7 @@ def _make_plan() -> None:
     }
     for name, recipe in recipes.items():
         Path(f"plans/{name}.json").write_text(json.dumps(weightsmith.plan(recipe).to_json()))
-    from weightsmith.mixture import prepare_moe
+    from weightsmith.mixture.build import prepare_moe
     from weightsmith.options import RecipeOptions
 
     with prepare_moe(

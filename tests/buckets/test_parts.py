@@ -61,7 +61,6 @@ def test_a_large_file_has_no_more_parts_than_a_store_takes() -> None:
     [
         ("gs://b/x", "does not write to gs://"),
         ("az://b/x", "az storage blob upload-batch"),
-        ("hf://org/name", "--push ORG/NAME"),
         ("gs://user:SECRET@b/x?key=SECRET", "does not write to gs://"),
         ("ftp://b/x", "s3://bucket/prefix"),
         ("s3://", "not the address of a folder"),

@@ -331,7 +331,6 @@ def test_from_a_bucket_into_the_same_one_hardly_anything_is_uploaded(
         ("s3://bkt/out", {"push": "org/name"}, "--push uploads a local folder"),
         ("s3://bkt/out", {"keep_stages": True}, "results of stages are kept in local folders"),
         ("gs://bkt/out", {}, "does not write to gs://"),
-        ("hf://org/name", {}, "--push ORG/NAME"),
     ],
 )
 def test_what_a_bucket_does_not_have_is_refused(here: Path, out: str, options: dict[str, Any], message: str) -> None:

@@ -13,7 +13,6 @@ _MAX_PREFIX_BYTES = 700  # of 1,024 of a key
 _INSTEAD = {
     "gs": "write to a local folder, and copy it: `gcloud storage cp -r`",
     "az": "write to a local folder, and copy it: `az storage blob upload-batch`",
-    "hf": "write to a local folder, and upload it with --push ORG/NAME",
 }
 
 

@@ -118,7 +118,9 @@ def _size_option(name: str, help: str, **more: Any) -> Any:
 
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file; - for standard input.")]
-Out = Annotated[str, typer.Argument(metavar="OUT", help="The folder to create, or s3://BUCKET/PREFIX.")]
+Out = Annotated[
+    str, typer.Argument(metavar="OUT", help="The folder to create, or s3://BUCKET/PREFIX, or hf://ORG/NAME[@BRANCH].")
+]
 Threads = Annotated[
     int | None,
     typer.Option("--threads", metavar="N", min=1, help="Number of threads; all cores that this process may use if not given."),
@@ -129,7 +131,11 @@ MaxMemory = Annotated[
 ]
 OutOrPlan = Annotated[
     str,
-    typer.Argument(metavar="OUT", help="The folder to create, or s3://BUCKET/PREFIX; not with --plan.", show_default=False),
+    typer.Argument(
+        metavar="OUT",
+        help="The folder to create, or s3://BUCKET/PREFIX, or hf://ORG/NAME[@BRANCH]; not with --plan.",
+        show_default=False,
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no summary; warnings and errors are still shown.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
@@ -439,7 +445,9 @@ FLAGS: Mapping[str, Any] = {
     "max_spool_bytes": MaxSpool,
     "push": Annotated[
         str | None,
-        typer.Option("--push", metavar="ORG/NAME", help="Upload OUT to the hub when it is finished, as a private model."),
+        typer.Option(
+            "--push", metavar="ORG/NAME[@BRANCH]", help="Upload OUT to the hub when it is finished, as a private model."
+        ),
     ],
     "ray": Annotated[
         str | None,
@@ -450,7 +458,11 @@ FLAGS: Mapping[str, Any] = {
             "on this machine; local: a new one.",
         ),
     ],
-    "public": Annotated[bool, typer.Option("--public", help="Make the model that --push creates visible to everyone.")],
+    "public": Annotated[bool, typer.Option("--public", help="Make a model that is created on the hub visible to everyone.")],
+    "commit_message": Annotated[
+        str | None,
+        typer.Option("--commit-message", metavar="TEXT", help="Of the commit on the hub; the plan's title if not given."),
+    ],
 }
 """Field of `RecipeOptions`, `QuantizeSettings`, `ExtractSettings`, `TransplantSettings` or `RunOptions` → its flag."""
 

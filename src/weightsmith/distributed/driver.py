@@ -90,7 +90,7 @@ def _order(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions)
         plan=data,
         out=str(Path(out).absolute()),
         folder=str(Path.cwd()),
-        options=replace(options, ray=None, resume=True, push=None, device=named_device(options.device)),
+        options=replace(options, ray=None, resume=True, push=None, commit_message=None, device=named_device(options.device)),
         allow_code=plan.made.code is not None,
         identity=work_identity(plan, prepared.inputs, options.device),
         facts=facts(plan, prepared.inputs, options.device),

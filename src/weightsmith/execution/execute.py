@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ from weightsmith.execution.run import (
 from weightsmith.execution.stages import check_computable, stages_written, without_stages
 from weightsmith.options import RunOptions
 from weightsmith.planner.build import Prepared
+from weightsmith.planner.loading import Check
 from weightsmith.plans import Plan
 from weightsmith.plans.parts import label, part_of
 
@@ -52,16 +54,22 @@ def execute(
 
     If another plan follows from the products, these are computed first, in a staging folder of their own, which remains until
     the output is published. So are the results of other recipes that cannot be computed when they are read.
+
+    Whether transformers could load the output is asked meanwhile; before anything else, if there is a download or more than
+    one run to spare.
     """
     began = time.monotonic() if began is None else began
     if helpers is not None:
         check_divisible(prepared.plan)
-    with stages_written(prepared, out, options, callbacks, helpers) as (ready, stages):
+    with ExitStack() as stack:
+        check = stack.enter_context(Check(prepared.loading, prepared.source))
+        if helpers is not None or prepared.plan.then is not None or prepared.stages or prepared.missing:
+            check.wait()
+        ready, stages = stack.enter_context(stages_written(prepared, out, options, callbacks, helpers))
+        following = Following(ready)
         if ready.plan.then is not None:
-            with measured(ready, out, options, callbacks) as following:
-                merged = run_plan(following, out, options, callbacks, began)
-        else:
-            merged = run_plan(Following(ready), out, options, callbacks, began, helpers=helpers)
+            following = stack.enter_context(measured(ready, out, options, callbacks))
+        merged = run_plan(following, out, options, callbacks, began, helpers=helpers, check=check)
     found = [finding for stage in stages for finding in stage.warnings[len(stage.plan.warnings) :]]
     found += [] if options.keep_stages else without_stages(stages)
     kept = tuple(stage.out for stage in stages if isinstance(stage.out, Path)) if options.keep_stages else ()
