@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weightsmith.errors import NOTHING_WRITTEN, ParameterError
 from weightsmith.options import RunOptions
 from weightsmith.plans import Plan
+from weightsmith.plans.parts import Together
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +40,19 @@ def open_output(
     from weightsmith.buckets.prefix import parse_prefix
     from weightsmith.buckets.staging import BucketStaging
 
+    chosen |= {"part": part, "names": local["names"]}
     return BucketStaging.open(parse_prefix(str(out)), plan.layout, plan_hash, reads=_named(plan), **chosen)
+
+
+def built_together(out: str | os.PathLike[str], plan: Plan) -> Together:
+    """Sets of tensors, each of which one process must build."""
+    from weightsmith.store.target import is_address
+
+    if not is_address(out):
+        return ()
+    from weightsmith.buckets.staging import together
+
+    return together(plan.layout)
 
 
 def check_output(out: str | os.PathLike[str], plan: Plan, options: RunOptions, protected: Sequence[Path]) -> None:
@@ -56,16 +69,14 @@ def check_output(out: str | os.PathLike[str], plan: Plan, options: RunOptions, p
 
 
 def check_options(out: str | os.PathLike[str], options: RunOptions, *, part: bool = False) -> None:
-    """Raise ParameterError for options that an address does not have. part: the run does a part of a plan."""
+    """Raise ParameterError for options that an address does not have. part: the run does a part of a plan, for no driver."""
     from weightsmith.store.target import is_address
 
     if is_address(out):
         if part:
-            _refuse("parts of a plan share a local folder", "run the whole plan, or write to a folder and copy it")
+            _refuse("parts of a plan share a local folder", "run the whole plan, with --ray on several machines")
         if options.push is not None:
             _refuse("--push uploads a local folder", "write to a folder, or leave --push out")
-        if options.ray is not None:
-            _refuse("--ray shares a folder between machines", "write to a shared folder and copy it, or leave --ray out")
         if options.keep_stages:
             _refuse("results of stages are kept in local folders", "write to a folder, or leave --keep-stages out")
 
