@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from weightsmith.buckets.client import Bucket
-from weightsmith.store.checksum import hash_bytes
+from weightsmith.store.checksum import byte_view, hash_bytes
 from weightsmith.store.products import Arrays
 
 PIECE_BYTES = 32 << 20
@@ -41,6 +41,6 @@ def get_product(bucket: Bucket, prefix: str, name: str, arrays: Arrays, checksum
 def _pieces(prefix: str, name: str, arrays: Arrays) -> Iterator[tuple[str, memoryview]]:
     """Keys and bytes of its objects. The name of a product may contain any character."""
     for number, array in enumerate(arrays):
-        view = memoryview(array.reshape(-1).view(np.uint8))
+        view = byte_view(array.reshape(-1).view(np.uint8))
         for start in range(0, view.nbytes, PIECE_BYTES):
             yield f"{prefix}/{hash_bytes(name.encode())}-{number}-{start // PIECE_BYTES}", view[start : start + PIECE_BYTES]

@@ -44,8 +44,8 @@ from weightsmith.containers import Layout, make_layout
 from weightsmith.containers.safetensors import INDEX_NAME
 from weightsmith.errors import NOTHING_WRITTEN, Finding, StoreError, WeightsmithError
 from weightsmith.formats.files import open_regular
-from weightsmith.store.checksum import byte_view, hash_bytes
 from weightsmith.remote.spool import spool_folder
+from weightsmith.store.checksum import byte_view, hash_bytes
 from weightsmith.store.journal import Built, Finished
 from weightsmith.store.manifest import MANIFEST_NAME, OtherFile, encode_manifest
 from weightsmith.store.resume import is_resumable, layout_hash
@@ -217,7 +217,7 @@ class BucketStaging:
             uploads = self._opened()
             uploads.drain()
             uploads.save()
-        return Built(self._state.tensors, self._state.products, self._state.groups)
+        return Built(self._state.tensors, self._state.products, {(*key,): etags for key, etags in self._state.groups.items()})
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -364,6 +364,7 @@ class BucketStaging:
         return self.out
 
     def _publish(self, uploads: Uploads, there: Sequence[str], manifest: Mapping[str, Any]) -> None:
+        assert isinstance(self._lock, Lock), "a part is not published"
         index = [] if self.layout.index is None else [INDEX_NAME]
         names = {MANIFEST_NAME, *self._files, *index, *(shard.name for shard in self.layout.shards)}
         self._state.publishing = tuple(sorted(names)), tuple(sorted({*there, *(self._state.publishing or ((), ()))[1]} - names))

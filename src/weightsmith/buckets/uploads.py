@@ -164,7 +164,7 @@ class Uploads:
     # what others have uploaded
 
     def adopt(self, built: Built) -> None:
-        """Enter the groups and tensors that another process has finished, and the products. Writes the journal if it is late."""
+        """Enter what another process has finished. Writes the journal, if it is late or there are new products."""
         shards = {shard.name: parts for shard, parts in zip(self._layout.shards, self._parts, strict=True)}
         with self._mutex:
             for key, etags in built.groups.items():

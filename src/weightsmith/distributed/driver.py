@@ -114,9 +114,7 @@ class _State:
 class Driver:
     """The shares of one plan: which wait, which run, what was done."""
 
-    def __init__(
-        self, prepared: Prepared, staging: Output, together: Together, workers: Workers, callbacks: Callbacks
-    ) -> None:
+    def __init__(self, prepared: Prepared, staging: Output, together: Together, workers: Workers, callbacks: Callbacks) -> None:
         plan = prepared.plan
         self.plan, self.staging, self.workers, self.callbacks = plan, staging, workers, callbacks
         self.helped = Helped()
