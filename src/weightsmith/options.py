@@ -184,7 +184,7 @@ class RunOptions:
     public            make the model that `push` creates public; the default is private
     ray               have a Ray cluster do the parts of the plan: its address `host:port`; "auto": the cluster of this machine,
                       or a new one on this machine; "local": a new one. Inputs and output are in folders that all machines
-                      share; threads and memory are those of a worker
+                      share, or elsewhere; threads and memory are those of a worker
     """
 
     threads: int | None = None

@@ -341,7 +341,7 @@ def test_a_worker_ends_soon_after_its_driver(here: Path, memory: MemoryBucket, m
     opened: Callable[..., BucketStaging] = partial(BucketStaging.open, parse_prefix(OUT), plan.layout)
     with pytest.raises(StoreError, match="the process that this one works for has ended"):
         opened("plan", part="1-of-2", names={*plan.layout.places}, **named)
-    with opened("plan", names=set(), **named):
+    with opened("plan", names=set(), **named) as leading, leading.shared():
         with pytest.raises(StoreError, match="another run has taken the unfinished work"):
             opened("other", part="1-of-2", names={*plan.layout.places}, **named)
         worker = opened("plan", part="1-of-2", names={*plan.layout.places}, **named)

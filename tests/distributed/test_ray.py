@@ -204,5 +204,5 @@ def test_without_ray_the_option_says_what_to_install(here: Path, monkeypatch: py
 
 
 def test_a_client_s_address_is_refused(here: Path) -> None:
-    with pytest.raises(ParameterError, match="only machines of the cluster can publish"):
+    with pytest.raises(ParameterError, match="only machines of the cluster can give out parts"):
         weightsmith.merge("ties.yml", "out", ray="ray://head:10001")

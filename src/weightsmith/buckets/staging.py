@@ -5,7 +5,8 @@
       .out.weightsmith-staging/
         lock                            held by the process that builds the output (`buckets.lock`)
         journal                         what is uploaded (`buckets.journal`)
-        parts/journal-2-of-8            the same, of a process that builds a part for it
+        parts/journal                   what was uploaded before other processes began to build parts for it, and later products
+        parts/journal-2-of-8            what one of them has uploaded
         products/                       values that these processes need before some tensors (`buckets.products`)
 
 An object store has no rename. Nothing under the output changes until everything is uploaded. Then the files appear in an order
@@ -13,7 +14,7 @@ in which no reader takes part of them for a model: config.json and the index aft
 names are deleted; the manifest last. If publishing was cut off, the next run completes it. Products are kept in a staging
 folder of this machine; other processes get them from the bucket.
 
-Processes that build parts share nothing but the bucket. Each takes the uploads from the journal of the process that holds the
+Processes that build parts share nothing but the bucket. Each takes the uploads from a journal of the process that holds the
 lock, and ends soon after that one. No two parts have bytes of the same part of an upload (`together`). A process that is taken
 for lost, and is not, does no harm: what it uploads has the same bytes, or is found (`Uploads.confirm`) or refused when the
 uploads are completed. After that they are gone, and it can change nothing.
@@ -24,14 +25,17 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from weightsmith.buckets.client import Bucket
+from weightsmith.buckets.client import UPLOADS, Bucket
 from weightsmith.buckets.contents import check_vacant
 from weightsmith.buckets.journal import CHECKSUM, FollowedParts, State, read_state
 from weightsmith.buckets.lock import Led, Lock
@@ -91,6 +95,7 @@ class BucketStaging:
         self._part, self._names = part, names
         self._journal = f"{out.staging}/{PARTS}/{JOURNAL}-{part}" if part else f"{out.staging}/{JOURNAL}"
         self._state = State(plan_hash, layout_hash(layout), {}, secrets.token_hex(16))
+        self._before: State | None = None
         self._uploads: Uploads | None = None
         self._files: dict[str, bytes | Path] = {}
         self._products: Staging | None = None
@@ -158,7 +163,7 @@ class BucketStaging:
     def _join(self, facts: Mapping[str, str]) -> None:
         """Build a part in the uploads of the process that holds the lock."""
         self._lock.take()
-        found = read_state(self._bucket, f"{self.out.staging}/{JOURNAL}")
+        found = read_state(self._bucket, self._shared_journal)
         if found is None or (found.state.plan, found.state.layout) != (self.plan_hash, self._state.layout):
             what = "another run has taken the unfinished work, or published it"
             raise StoreError(what, where=self.folder, fix="run again", state=NOTHING_WRITTEN)
@@ -170,10 +175,10 @@ class BucketStaging:
 
     def _absorb(self, journals: Iterable[str]) -> None:
         """Enter what is in the journals of parts."""
-        for key in journals:
-            found = read_state(self._bucket, key)
-            if found is not None and found.state.is_same_work(self._state):
-                self._state.absorb(found.state)
+        with ThreadPoolExecutor(UPLOADS) as pool:
+            for found in pool.map(partial(read_state, self._bucket), journals):
+                if found is not None and found.state.is_same_work(self._state):
+                    self._state.absorb(found.state)
 
     def _begin(self, names: Set[str] | None) -> None:
         self._uploads = Uploads(self._bucket, self.out, self.layout, self._state, self._lock, self._journal, names)
@@ -222,6 +227,8 @@ class BucketStaging:
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Let other processes build parts meanwhile; `adopt` what they have finished."""
+        with self._kept():
+            self._share_journal()
         yield
         with self._kept():
             self._opened().confirm()
@@ -230,7 +237,18 @@ class BucketStaging:
     def adopt(self, built: Built) -> None:
         """Take over what a process that built a part has finished."""
         with self._kept():
-            self._opened().adopt(built)
+            if self._opened().adopt(built):
+                self._share_journal()
+
+    @property
+    def _shared_journal(self) -> str:
+        return f"{self.out.staging}/{PARTS}/{JOURNAL}"
+
+    def _share_journal(self) -> None:
+        """Write what processes that build parts begin with: a small object, that each of them reads for each part."""
+        if self._before is None:
+            self._before = replace(self._state, groups={**self._state.groups}, tensors={**self._state.tensors})
+        self._bucket.put(self._shared_journal, replace(self._before, products=self._state.products).encode())
 
     def followed(self) -> FollowedParts:
         """What other processes finish while they build parts."""
@@ -437,10 +455,11 @@ class BucketStaging:
 
 def discard_parts(bucket: Bucket, address: Prefix, products: Collection[str] = ()) -> None:
     """Remove the journals of parts, and the products unless there are some to keep."""
-    for key, _ in [*bucket.names(f"{address.staging}/")]:
-        folder = key.removeprefix(f"{address.staging}/").partition("/")[0]
-        if folder == PARTS or (folder == PRODUCTS and not products):
-            bucket.delete(key)
+    unwanted = tuple(f"{address.staging}/{folder}/" for folder in ((PARTS,) if products else (PARTS, PRODUCTS)))
+    keys = [key for key, _ in bucket.names(f"{address.staging}/") if key.startswith(unwanted)]
+    with ThreadPoolExecutor(UPLOADS) as pool:
+        for _ in pool.map(bucket.delete, keys):
+            pass
 
 
 def together(layout: Layout) -> list[tuple[str, ...]]:

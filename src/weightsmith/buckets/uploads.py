@@ -163,8 +163,8 @@ class Uploads:
 
     # what others have uploaded
 
-    def adopt(self, built: Built) -> None:
-        """Enter what another process has finished. Writes the journal, if it is late or there are new products."""
+    def adopt(self, built: Built) -> bool:
+        """Enter what another process has finished: True if there are new products. Writes the journal then, or if it is late."""
         shards = {shard.name: parts for shard, parts in zip(self._layout.shards, self._parts, strict=True)}
         with self._mutex:
             for key, etags in built.groups.items():
@@ -177,6 +177,7 @@ class Uploads:
             self._state.products |= built.products
         if new or time.monotonic() - self._saved > self._save_seconds:
             self.save()
+        return new
 
     def _take(self, progress: _Progress, etags: Sequence[str]) -> None:
         """This group is finished."""
