@@ -82,6 +82,16 @@ def alone(recipe: Any = TIES, **options: Any) -> dict[str, bytes]:
     return tree(Path("out"))
 
 
+def stop_after(tensors: int) -> Callable[[weightsmith.Progress], None]:
+    """A function for the progress, which interrupts the run."""
+
+    def stop(now: weightsmith.Progress) -> None:
+        if now.tensors > tensors:
+            raise KeyboardInterrupt
+
+    return stop
+
+
 def part_count(plan: Plan) -> int:
     """Parts of all uploads."""
     return sum(len(group.parts) for group in parts.cut(plan.layout))
@@ -111,12 +121,24 @@ def test_the_objects_are_the_files_of_one_process(here: Path, memory: MemoryBuck
         assert len(workers.started) > 3
 
 
-def test_no_two_parts_of_a_plan_have_bytes_of_one_part_of_an_upload(here: Path) -> None:
+def test_no_two_parts_of_a_plan_have_bytes_of_one_part_of_an_upload(
+    here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "PART_BYTES", 2_000_000)  # of two or three tensors
     plan = weightsmith.plan(LINEAR)
-    own = [{out.name for step in steps for out in step.outs} for steps in parts_of(plan, 4, together(plan.layout))]
+    own = [{out.name for step in steps for out in step.outs} for steps in parts_of(plan, 10, together(plan.layout))]
     assert sorted(name for names in own for name in names) == sorted(plan.layout.places)
     for group in parts.cut(plan.layout):
         assert len([names for names in own if names & {*group.tensors}]) == 1
+    workers = Threads(3)
+    merge(workers, LINEAR)
+    assert memory.calls.count("upload") == part_count(plan), "by one worker each"
+    assert len(workers.started) == len(together(plan.layout)) > 3
+    assert memory.contents("models/out") == alone(LINEAR)
+
+
+def test_steps_that_a_set_of_tensors_links_are_in_one_part(here: Path) -> None:
+    plan = weightsmith.plan(LINEAR)
     linked = [[plan.steps[i].out.name for i in pair] for pair in ((0, 4), (4, 2))]
     first, *others = parts_of(plan, len(plan.steps), linked)
     assert [step.out.name for step in first] == [plan.steps[i].out.name for i in (0, 2, 4)]
@@ -199,13 +221,9 @@ def test_workers_that_are_lost_again_and_again_are_an_error_and_the_run_resumes(
 
 
 def test_a_run_in_one_process_resumes_what_workers_have_uploaded(here: Path, memory: MemoryBucket) -> None:
-    def stop(now: weightsmith.Progress) -> None:
-        if 0 < now.tensors < now.total_tensors:
-            raise KeyboardInterrupt
-
     workers = Threads(2, lambda share: time.sleep(0.1))
     with pytest.raises(KeyboardInterrupt):
-        merge(workers, MODEL_WIDE, Callbacks(stop))
+        merge(workers, MODEL_WIDE, Callbacks(stop_after(0)))
     assert workers.stopped
     assert memory.contents("models/out") == {}
     merged = weightsmith.merge(MODEL_WIDE, OUT, progress=False)
@@ -216,14 +234,20 @@ def test_a_run_in_one_process_resumes_what_workers_have_uploaded(here: Path, mem
 
 
 def test_workers_resume_what_a_run_in_one_process_has_uploaded(here: Path, memory: MemoryBucket) -> None:
-    def stop(now: weightsmith.Progress) -> None:
-        if now.tensors > 3:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        weightsmith.merge(TIES, OUT, progress=stop)
+        weightsmith.merge(TIES, OUT, progress=stop_after(3))
     assert merge(Threads(2)).resumed > 0
     assert memory.contents("models/out") == alone()
+
+
+@pytest.mark.parametrize("again", ["workers", "one process"])
+def test_tensors_that_were_not_checked_for_nan_are_computed_again(here: Path, memory: MemoryBucket, again: str) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        weightsmith.merge(LINEAR, OUT, progress=stop_after(3), allow_nonfinite=True)
+    merged = merge(Threads(2), LINEAR) if again == "workers" else weightsmith.merge(LINEAR, OUT, progress=False)
+    assert merged.resumed == 0
+    assert memory.contents("models/out") == alone(LINEAR)
+    assert memory.calls.count("upload") == part_count(merged.plan), "the parts have the same bytes"
 
 
 def test_a_driver_that_was_killed_leaves_work_that_the_next_one_adopts(
