@@ -164,7 +164,7 @@ class Uploads:
     # what others have uploaded
 
     def adopt(self, built: Built) -> bool:
-        """Enter what another process has finished; True if there are new products. Writes the journal, then or if it is late."""
+        """Enter what another process has finished; True if there are new products. The journal may be written."""
         shards = {shard.name: parts for shard, parts in zip(self._layout.shards, self._parts, strict=True)}
         with self._mutex:
             for key, etags in built.groups.items():
