@@ -76,7 +76,7 @@ def merge(
     """Merge checkpoints into a new folder, as described by a recipe.
 
     recipe      path of a YAML file, YAML text, a mapping, or a list of mappings: recipes that use each other's results
-    out         output folder, or s3://bucket/prefix; created only when complete
+    out         output folder, or an address in a bucket: s3://, gs://, az://; created only when complete
     progress    called about ten times per second from this thread; True: a bar in terminals and notebooks, False: none
     rechecking  called with (bytes done, total bytes) while the finished tensors of an interrupted run are verified
     options     see `weightsmith.options`: RecipeOptions (seed, out_dtype, …), QuantizeSettings and RunOptions (threads, …)

@@ -206,6 +206,16 @@ class Killed(BaseException):
     """Nothing is cleaned up after it."""
 
 
+def test_parts_of_one_size_are_resumed_by_their_md5(memory: MemoryBucket, tmp_path: Path) -> None:
+    memory.equal_parts = True
+    put_some()
+    sent = memory.calls.count("upload")
+    assert sent > 0
+    build_out()
+    assert memory.contents("models/out") == tree(build(tmp_path / "out"))
+    assert memory.calls.count("upload") == sum(len(group.parts) for group in parts.cut(layout(), equal=True)) > sent
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_killed_before_any_request_the_next_run_completes_it(memory: MemoryBucket, tmp_path: Path, overwrite: bool) -> None:

@@ -7,16 +7,24 @@ MD5, which the store compares. Messages contain codes and keys, never headers or
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 from weightsmith.errors import StoreError
+from weightsmith.remote.access import allows_http
 
 ATTEMPTS = 8
+FIRST_WAIT_SECONDS, MOST_WAIT_SECONDS = 0.5, 20.0
+"""Between attempts; each wait is up to twice as long as the one before."""
 UPLOADS = 8
 """Parts uploaded at a time, by one thread each."""
 TOKEN = "weightsmith"
 """Key of the metadata of a weight file: which work has made it."""
+
+
+Answer = TypeVar("Answer")
 
 
 class Object(NamedTuple):
@@ -48,7 +56,12 @@ class Run(NamedTuple):
 
 
 class Bucket(Protocol):
-    """One bucket. Thread-safe. Every method raises StoreError if the store refuses, or does not answer."""
+    """One bucket. Thread-safe. Every method raises StoreError if the store refuses, or does not answer.
+
+    equal_parts  the store takes parts of one size only, the last one aside
+    """
+
+    equal_parts: bool
 
     # small objects
 
@@ -103,6 +116,10 @@ class Bucket(Protocol):
         """Discard an upload and its parts; it may be gone."""
 
 
+class Passing(StoreError):
+    """The store does not answer, or not now: it may when it is asked again."""
+
+
 class Missing(StoreError):
     """There is no such object or upload."""
 
@@ -121,6 +138,37 @@ class Damaged(StoreError):
 
 class NoConditions(StoreError):
     """The store has no conditional writes."""
+
+
+def check_tls(endpoint: str, where: str) -> None:
+    """Raise StoreError if what is sent there could be read by others."""
+    if not endpoint.startswith("https://") and not allows_http(endpoint):
+        fix = "use https, or set AWS_ALLOW_HTTP=true if that network is safe"
+        raise StoreError("the endpoint of the store has no TLS", where=where, fix=fix)
+
+
+def insist(call: Callable[[], Answer]) -> Answer:
+    """Call up to `ATTEMPTS` times, with exponential backoff, until it does not raise Passing or Damaged."""
+    for attempt in range(ATTEMPTS - 1):
+        try:
+            return call()
+        except (Passing, Damaged):
+            time.sleep(min(MOST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2**attempt) * random.uniform(0.5, 1.0))
+    return call()
+
+
+def written_before(bucket: Bucket, key: str, data: bytes) -> str | None:
+    """The ETag of an object with these bytes, whose write was refused; None if it has others.
+
+    A request that was repeated is refused because of itself if the answer to the first attempt was lost.
+    """
+    found = bucket.read(key, 1 << 20)
+    return found.etag if found is not None and found.data == data else None
+
+
+def too_long(max_bytes: int, where: str) -> StoreError:
+    """The error for an object that is longer than anything of ours."""
+    return StoreError(f"more than the {max_bytes:,} bytes that are read", where=where, fix="remove it")
 
 
 def md5_of(data: bytes | bytearray) -> bytes:

@@ -1,4 +1,4 @@
-"""Addresses of outputs: `s3://bucket/prefix`."""
+"""Addresses of outputs: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import hashlib
 from dataclasses import dataclass
 
 from weightsmith.errors import NOTHING_WRITTEN, StoreError, legible
-from weightsmith.remote.addresses import parse_address
+from weightsmith.remote.addresses import STORES, parse_address
 from weightsmith.store.area import STAGING_SUFFIX
 
 _MAX_PREFIX_BYTES = 700  # of 1,024 of a key
-_INSTEAD = {
-    "gs": "write to a local folder, and copy it: `gcloud storage cp -r`",
-    "az": "write to a local folder, and copy it: `az storage blob upload-batch`",
-    "hf": "write to a local folder, and upload it with --push ORG/NAME",
-}
+_INSTEAD = {"hf": "write to a local folder, and upload it with --push ORG/NAME"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +63,12 @@ def parse_prefix(text: str, *, folder: bool = False) -> Prefix:
     Raises StoreError for stores that are not written to, ParameterError for what no address may hold.
     """
     scheme = text.partition("://")[0].lower()
-    if scheme != "s3":
-        fix = _INSTEAD.get(scheme, "write to a local folder, or to s3://bucket/prefix")
+    if scheme not in STORES:
+        fix = _INSTEAD.get(scheme, "write to a local folder, or to s3://bucket/prefix, gs:// or az://")
         raise _refused(text, f"weightsmith does not write to {legible(scheme, 20)}://", fix)
     place = parse_address(text)
     if not place.path and not folder:
-        raise _refused(text, "it is a whole bucket", "write s3://bucket/prefix")
+        raise _refused(text, "it is a whole bucket", f"write {scheme}://{place.host}/prefix")
     if len(place.path.encode()) > _MAX_PREFIX_BYTES:
         raise _refused(text, f"the prefix is longer than {_MAX_PREFIX_BYTES} bytes", "choose a shorter one")
     return Prefix(place.scheme, place.host, place.path)

@@ -24,11 +24,16 @@ from weightsmith.buckets.client import (
     Object,
     Refused,
     Run,
+    check_tls,
     md5_of,
+    too_long,
+    written_before,
 )
 from weightsmith.errors import StoreError, legible
-from weightsmith.remote.addresses import is_loopback
+from weightsmith.remote.access import aws_endpoint, aws_region
 
+_EQUAL_PARTS = ".r2.cloudflarestorage.com"
+"""Hosts of a store that takes parts of one size only."""
 _DAMAGED = frozenset({"BadDigest", "IncompleteBody", "RequestTimeout", "XAmzContentSHA256Mismatch"})
 """Codes for a body that was damaged or cut on its way, which botocore does not send again."""
 _BODY_ATTEMPTS = 4
@@ -51,7 +56,7 @@ class S3Bucket:
     """See `client.Bucket`."""
 
     def __init__(self, name: str) -> None:
-        """Sends nothing. Raises StoreError without botocore, and for a store that cannot take our parts."""
+        """Sends nothing. Raises StoreError without botocore, and for settings that cannot be used."""
         try:
             import botocore.session
             from botocore.config import Config
@@ -63,7 +68,7 @@ class S3Bucket:
         self.name = name
         self._client_error = exceptions.ClientError
         self._errors = (exceptions.BotoCoreError, exceptions.HTTPClientError)
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        session = botocore.session.get_session()
         config = Config(
             retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
             connect_timeout=10,
@@ -71,25 +76,20 @@ class S3Bucket:
             max_pool_connections=2 * UPLOADS,
             request_checksum_calculation="when_required",  # Content-MD5 instead, which every store compares
             response_checksum_validation="when_required",
-            s3={"addressing_style": "path"} if endpoint else None,  # stores other than Amazon's may have no names of buckets
+            s3={"addressing_style": "path"}
+            if aws_endpoint(session)
+            else None,  # stores other than Amazon's may have no names of buckets
         )
         try:
-            self._client = botocore.session.get_session().create_client("s3", config=config)
+            self._client = session.create_client("s3", region_name=aws_region(session) or None, config=config)
         except self._errors as error:
             raise self._failed(error, "") from error
         except ValueError as error:  # an endpoint that is no URL
             fix = "correct AWS_ENDPOINT_URL"
             raise StoreError("the endpoint of the store is not a URL", where=f"s3://{name}", fix=fix) from error
-        scheme, _, host = self._client.meta.endpoint_url.partition("://")
-        if scheme == "http" and not is_loopback(host) and os.environ.get("AWS_ALLOW_HTTP", "").lower() not in ("1", "true"):
-            fix = "use https, or set AWS_ALLOW_HTTP=true if that network is safe"
-            raise StoreError("the endpoint of the store has no TLS", where=f"s3://{name}", fix=fix)
-        if ".r2.cloudflarestorage.com" in host:
-            raise StoreError(
-                "Cloudflare R2 requires parts of equal size, and weightsmith cuts files at tensors",
-                where=f"s3://{name}",
-                fix="write to a local folder, and copy it",
-            )
+        endpoint = self._client.meta.endpoint_url
+        check_tls(endpoint, f"s3://{name}")
+        self.equal_parts = _EQUAL_PARTS in endpoint or bool(os.environ.get("WEIGHTSMITH_EQUAL_PARTS"))
 
     # small objects
 
@@ -102,7 +102,7 @@ class S3Bucket:
         except Empty:
             answer, data = self._get(key)
         if len(data) > max_bytes:
-            raise StoreError(f"more than the {max_bytes:,} bytes that are read", where=self._shown(key), fix="remove it")
+            raise too_long(max_bytes, self._shown(key))
         now = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
         age = (parsedate_to_datetime(now) - answer["LastModified"]).total_seconds() if now else 0.0
         return Object(data, answer["ETag"], age)
@@ -140,8 +140,7 @@ class S3Bucket:
         try:
             return str(self._send("put_object", key, data, md5_of(data), **condition)["ETag"])
         except (Refused, Missing):
-            found = self.read(key, 1 << 20)  # the answer to a request that was repeated may have been lost
-            return found.etag if found is not None and found.data == data else None
+            return written_before(self, key, data)
 
     def head(self, key: str) -> Head | None:
         """See `client.Bucket`."""

@@ -462,9 +462,9 @@ def discard_parts(bucket: Bucket, address: Prefix, products: Collection[str] = (
             pass
 
 
-def together(layout: Layout) -> list[tuple[str, ...]]:
+def together(out: Prefix, layout: Layout) -> list[tuple[str, ...]]:
     """Sets of tensors, each of which one process must build: see `plans.parts`."""
-    return [group.tensors for group in cut(layout)]
+    return [group.tensors for group in cut(layout, equal=open_bucket(out).equal_parts)]
 
 
 def _contents(path: Path) -> bytes:

@@ -9,9 +9,18 @@ from weightsmith.buckets.prefix import Prefix
 def open_bucket(address: Prefix) -> Bucket:
     """The bucket of an address. Sends nothing.
 
-    Raises StoreError without the library of the store, for settings that cannot be used, and for stores that cannot take our
-    parts.
+    Raises StoreError without the library of the store, and for settings that cannot be used.
     """
-    from weightsmith.buckets.s3 import S3Bucket
+    match address.scheme:
+        case "gs":
+            from weightsmith.buckets.gcs import GoogleBucket
 
-    return S3Bucket(address.bucket)
+            return GoogleBucket(address.bucket)
+        case "az":
+            from weightsmith.buckets.azure import AzureBucket
+
+            return AzureBucket(address.bucket)
+        case _:
+            from weightsmith.buckets.s3 import S3Bucket
+
+            return S3Bucket(address.bucket)

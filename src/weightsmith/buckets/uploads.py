@@ -24,6 +24,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 
 from weightsmith.buckets.client import UPLOADS, Bucket, Run, etag_of, md5_of
 from weightsmith.buckets.journal import State
@@ -89,7 +90,8 @@ class Uploads:
         """
         self._bucket, self._address, self._layout, self._state, self._lock = bucket, address, layout, state, lock
         self._journal = journal
-        self._groups = [_Progress(group) for group in cut(layout) if names is None or not names.isdisjoint(group.tensors)]
+        groups = cut(layout, equal=bucket.equal_parts)
+        self._groups = [_Progress(group) for group in groups if names is None or not names.isdisjoint(group.tensors)]
         self._group_of = {name: progress for progress in self._groups for name in progress.group.tensors}
         self._parts: list[list[_Open]] = [[] for _ in layout.shards]
         for progress in self._groups:
@@ -164,13 +166,19 @@ class Uploads:
     # what others have uploaded
 
     def adopt(self, built: Built) -> bool:
-        """Enter what another process has finished; True if there are new products. The journal may be written."""
-        shards = {shard.name: parts for shard, parts in zip(self._layout.shards, self._parts, strict=True)}
+        """Enter what another process has finished; True if there are new products. The journal may be written.
+
+        Raises StoreError for groups of another cut.
+        """
         with self._mutex:
             for key, etags in built.groups.items():
-                group = GroupKey(*key)
-                self._take(shards[group.file][group.first_part - 1].group, etags)
-                self._state.groups[group] = etags
+                progress = self._by_key.get(GroupKey(*key))
+                if progress is None:
+                    what = "a worker has cut the weight files into other parts than this process"
+                    fix = "give all machines the same AWS_ENDPOINT_URL and WEIGHTSMITH_EQUAL_PARTS"
+                    raise StoreError(what, where=str(self._address), fix=fix)
+                self._take(progress, etags)
+                self._state.groups[GroupKey(*key)] = etags
             self._state.tensors |= built.tensors
             self._finished |= built.tensors
             new = not built.products.items() <= self._state.products.items()
@@ -178,6 +186,10 @@ class Uploads:
         if new or time.monotonic() - self._saved > self._save_seconds:
             self.save()
         return new
+
+    @cached_property
+    def _by_key(self) -> dict[GroupKey, _Progress]:
+        return {progress.group.key(self._layout.shards[progress.group.shard].name): progress for progress in self._groups}
 
     def _take(self, progress: _Progress, etags: Sequence[str]) -> None:
         """This group is finished."""

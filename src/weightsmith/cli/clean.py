@@ -19,7 +19,7 @@ def clean(
         list[str] | None,
         typer.Argument(
             metavar="[FOLDER]...",
-            help="Where to look: the parents of output folders, or s3://BUCKET/PREFIX.",
+            help="Where to look: the parents of output folders, or an address: s3://BUCKET/PREFIX, gs://, az://.",
             show_default=False,
         ),
     ] = None,

@@ -36,7 +36,7 @@ def moe(
         str,
         typer.Argument(
             metavar="OUT",
-            help="The folder to create, or s3://BUCKET/PREFIX; not with --plan and --routing.",
+            help="The folder to create, or an address: s3://BUCKET/PREFIX, gs://, az://; not with --plan and --routing.",
             show_default=False,
         ),
     ] = "",

@@ -118,7 +118,9 @@ def _size_option(name: str, help: str, **more: Any) -> Any:
 
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file; - for standard input.")]
-Out = Annotated[str, typer.Argument(metavar="OUT", help="The folder to create, or s3://BUCKET/PREFIX.")]
+Out = Annotated[
+    str, typer.Argument(metavar="OUT", help="The folder to create, or an address: s3://BUCKET/PREFIX, gs://, az://.")
+]
 Threads = Annotated[
     int | None,
     typer.Option("--threads", metavar="N", min=1, help="Number of threads; all cores that this process may use if not given."),
@@ -129,7 +131,11 @@ MaxMemory = Annotated[
 ]
 OutOrPlan = Annotated[
     str,
-    typer.Argument(metavar="OUT", help="The folder to create, or s3://BUCKET/PREFIX; not with --plan.", show_default=False),
+    typer.Argument(
+        metavar="OUT",
+        help="The folder to create, or an address: s3://BUCKET/PREFIX, gs://, az://; not with --plan.",
+        show_default=False,
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no summary; warnings and errors are still shown.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]

@@ -50,9 +50,10 @@ def built_together(out: str | os.PathLike[str], plan: Plan) -> Together:
 
     if not is_address(out):
         return ()
+    from weightsmith.buckets.prefix import parse_prefix
     from weightsmith.buckets.staging import together
 
-    return together(plan.layout)
+    return together(parse_prefix(str(out)), plan.layout)
 
 
 def check_output(out: str | os.PathLike[str], plan: Plan, options: RunOptions, protected: Sequence[Path]) -> None:
