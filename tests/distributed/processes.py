@@ -57,7 +57,7 @@ class Processes:
     def __init__(self, slots: int, root: Path, given: Mapping[str, str]) -> None:
         self.started: list[Share] = []
         self.lost: list[Share] = []
-        self._slots, self._root, self._given = slots, root, given
+        self._slots, self._root, self.given = slots, root, {**given}
         self._idle: list[subprocess.Popen[bytes]] = []
         self._all: list[subprocess.Popen[bytes]] = []
         self.running: dict[Share, subprocess.Popen[bytes]] = {}
@@ -83,7 +83,7 @@ class Processes:
             [sys.executable, "-c", WORK],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment(home, self._given),
+            env=environment(home, self.given),
             cwd=home,
         )
         self._all.append(process)

@@ -126,10 +126,8 @@ def test_no_two_parts_of_a_plan_have_bytes_of_one_part_of_an_upload(
 ) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 2_000_000)  # of two or three tensors
     plan = weightsmith.plan(LINEAR)
-    own = [
-        {out.name for step in steps for out in step.outs}
-        for steps in parts_of(plan, 10, together(parse_prefix(OUT), plan.layout))
-    ]
+    divided = parts_of(plan, 10, together(parse_prefix(OUT), plan.layout))
+    own = [{out.name for step in steps for out in step.outs} for steps in divided]
     assert sorted(name for names in own for name in names) == sorted(plan.layout.places)
     for group in parts.cut(plan.layout):
         assert len([names for names in own if names & {*group.tensors}]) == 1
@@ -138,6 +136,26 @@ def test_no_two_parts_of_a_plan_have_bytes_of_one_part_of_an_upload(
     assert memory.calls.count("upload") == part_count(plan), "by one worker each"
     assert len(workers.started) > 1
     assert memory.contents("models/out") == alone(LINEAR)
+
+
+def test_a_store_that_wants_equal_parts_has_one_worker_for_each_file(here: Path, memory: MemoryBucket) -> None:
+    memory.equal_parts = True
+    workers = Threads(3)
+    merged = merge(workers, LINEAR, max_shard_bytes=4_000_000)
+    assert 1 < len(workers.started) <= len(merged.plan.layout.shards)
+    assert memory.contents("models/out") == alone(LINEAR, max_shard_bytes=4_000_000)
+
+
+def test_a_worker_that_cuts_the_files_otherwise_is_an_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = BucketStaging.hand_over
+
+    def hand_over(self: BucketStaging) -> Built:
+        built = plain(self)
+        return built._replace(groups={(*key[:3], key[3] + 1): etags for key, etags in built.groups.items()})
+
+    monkeypatch.setattr(BucketStaging, "hand_over", hand_over)
+    with pytest.raises(StoreError, match="a worker has cut the weight files into other parts"):
+        merge(Threads(1), LINEAR)
 
 
 def test_steps_that_a_set_of_tensors_links_are_in_one_part(here: Path) -> None:

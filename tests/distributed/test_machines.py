@@ -1,23 +1,21 @@
-"""Workers on machines that share nothing but a store of S3, from which they read models too."""
+"""Workers on machines that share nothing but a store, from which they read models too."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import weightsmith
-from tests.bucket_help import Server, environment_of
-from tests.buckets.conftest import moto, moto_port, spool
+from tests.bucket_help import Server, environment_at, environment_of
+from tests.buckets.conftest import front, moto, new_server, ports, server, spool
 from tests.distributed.processes import PART_BYTES, Processes, environment
 from tests.store_help import tree
 from weightsmith import execution
@@ -27,8 +25,9 @@ from weightsmith.distributed import driver
 from weightsmith.distributed.driver import share_out
 from weightsmith.execution import NO_CALLBACKS, Callbacks, Merged
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
+from weightsmith.planner.build import Prepared
 
-__all__ = ["moto", "moto_port", "spool"]
+__all__ = ["front", "moto", "new_server", "ports", "server", "spool"]
 
 MODELS = ("base", "a", "b")
 LINEAR = """merge_method: linear
@@ -62,16 +61,10 @@ CASES: dict[str, tuple[str, str | None]] = {
 
 
 @pytest.fixture
-def here(tmp_path: Path, moto: Server, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The driver's folder. The models are in the bucket alone."""
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The driver's folder."""
     pytest.importorskip("obstore", reason="models in buckets need obstore")
     pytest.importorskip("transformers")
-    from tests.calibration_help import save_model
-
-    for seed, name in enumerate(MODELS):
-        for file in save_model(tmp_path / "made" / name, seed=seed).iterdir():
-            moto.client.put_object(Bucket=moto.bucket, Key=f"in/{name}/{file.name}", Body=file.read_bytes())
-            file.unlink()
     monkeypatch.setattr(parts, "PART_BYTES", PART_BYTES)
     monkeypatch.setattr(driver, "PART_BYTES", PART_BYTES)
     monkeypatch.setattr(uploads, "SAVE_SECONDS", 0.0)
@@ -82,46 +75,70 @@ def here(tmp_path: Path, moto: Server, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def workers(tmp_path: Path, moto: Server) -> Iterator[Processes]:
-    found = Processes(2, tmp_path, environment_of(moto.port))
-    yield found
-    found.close()
+def machines(tmp_path: Path) -> Iterator[Callable[[Server], Processes]]:
+    """Workers, and models that are in the bucket alone."""
+    from tests.calibration_help import save_model
+
+    found: list[Processes] = []
+
+    def made(server: Server) -> Processes:
+        for seed, name in enumerate(MODELS):
+            for file in save_model(tmp_path / "made" / name, seed=seed).iterdir():
+                server.put(f"in/{name}/{file.name}", file.read_bytes())
+                file.unlink()
+        found.append(Processes(2, tmp_path, environment_of(server)))
+        return found[-1]
+
+    yield made
+    for each in found:
+        each.close()
 
 
-def prepare(case: str, bucket: str) -> Any:
+def prepare(case: str, models: str) -> Prepared:
     text, quantize = CASES[case]
-    (Path("r.yml")).write_text(text.replace("MODELS", f"s3://{bucket}/in"))
+    Path("r.yml").write_text(text.replace("MODELS", models))
     return prepare_any("r.yml", RecipeOptions(quantize=quantize, check_loading=False), QuantizeSettings())
 
 
-def merge(case: str, bucket: str, out: str, workers: Any, callbacks: Callbacks = NO_CALLBACKS) -> Merged:
+def merge(case: str, models: str, out: str, workers: Processes | None, callbacks: Callbacks = NO_CALLBACKS) -> Merged:
     helpers = None if workers is None else partial(share_out, workers=workers)
-    with prepare(case, bucket) as prepared:
+    with prepare(case, models) as prepared:
         return execution.execute(prepared, out, RunOptions(threads=2), callbacks, helpers=helpers)
+
+
+def check_and_merge(case: str, here: Path, server: Server, workers: Processes, callbacks: Callbacks = NO_CALLBACKS) -> Merged:
+    """A merge, whose objects are compared with the files of one process."""
+    merge(case, server.address("in"), "out", None)
+    merged = merge(case, server.address("in"), server.address("x/out"), workers, callbacks)
+    assert server.contents("x") == {f"out/{name}": data for name, data in tree(here / "out").items()}
+    assert server.uploads() == []
+    assert {path.name for path in here.iterdir()} == {"out", "r.yml"}
+    return merged
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_objects_are_the_files_of_one_process(
-    here: Path, moto: Server, workers: Processes, case: str, monkeypatch: pytest.MonkeyPatch
+    here: Path, moto: Server, machines: Callable[[Server], Processes], case: str
 ) -> None:
     if case == "gguf":
         pytest.importorskip("libgguf")
-    merge(case, moto.bucket, "out", None)
-    merged = merge(case, moto.bucket, f"s3://{moto.bucket}/x/out", workers)
-    assert moto.contents("x") == {f"out/{name}": data for name, data in tree(here / "out").items()}
-    assert moto.uploads() == []
-    assert {path.name for path in here.iterdir()} == {"out", "r.yml"}
+    workers = machines(moto)
+    merged = check_and_merge(case, here, moto, workers)
     assert len(workers.started) > 1
-    assert bool(merged.plan.products) == (case in ("ties", "moe"))
-    assert bool(workers.started[0].part is None) == bool(merged.plan.products)
+    assert bool(workers.started[0].part is None) == bool(merged.plan.products) == (case in ("ties", "moe"))
     assert merged.fetched_bytes > 0
 
 
 @pytest.mark.slow
-def test_a_machine_that_dies_half_way(here: Path, moto: Server, workers: Processes) -> None:
-    merge("ties", moto.bucket, "out", None)
-    workers._given = {**workers._given, "SLOW": "0.3"}
+def test_each_kind_of_store(here: Path, server: Server, machines: Callable[[Server], Processes]) -> None:
+    check_and_merge("ties", here, server, machines(server))
+
+
+@pytest.mark.slow
+def test_a_machine_that_dies_half_way(here: Path, moto: Server, machines: Callable[[Server], Processes]) -> None:
+    workers = machines(moto)
+    workers.given["SLOW"] = "0.3"
     killed: list[int] = []
 
     def kill(now: weightsmith.Progress) -> None:
@@ -130,48 +147,48 @@ def test_a_machine_that_dies_half_way(here: Path, moto: Server, workers: Process
             killed.append(process.pid)
             process.kill()
 
-    merge("ties", moto.bucket, f"s3://{moto.bucket}/x/out", workers, Callbacks(kill))
+    check_and_merge("ties", here, moto, workers, Callbacks(kill))
     assert workers.lost
-    assert moto.contents("x") == {f"out/{name}": data for name, data in tree(here / "out").items()}
-    assert moto.uploads() == []
 
 
 DRIVER = """
 import sys
 from pathlib import Path
-from tests.bucket_help import environment_of
+from tests.bucket_help import environment_at
 from tests.distributed.processes import PART_BYTES, Processes
 from tests.distributed.test_machines import merge
 from weightsmith.buckets import parts, uploads
 from weightsmith.distributed import driver
-driver.PART_BYTES = PART_BYTES
-parts.PART_BYTES, uploads.SAVE_SECONDS = PART_BYTES, 0.0
-bucket, port, root = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-merge("ties", bucket, f"s3://{bucket}/x/out", Processes(2, root, {**environment_of(port), "SLOW": "0.5"}))
+driver.PART_BYTES = parts.PART_BYTES = PART_BYTES
+uploads.SAVE_SECONDS = 0.0
+models, out, port, root = sys.argv[1:]
+merge("ties", models, out, Processes(2, Path(root), {**environment_at("s3", int(port)), "SLOW": "0.5"}))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("again", ["workers", "one process"])
 def test_a_driver_that_is_killed_and_run_again(
-    here: Path, moto: Server, workers: Processes, again: str, tmp_path: Path
+    here: Path, moto: Server, machines: Callable[[Server], Processes], again: str, tmp_path: Path
 ) -> None:
-    merge("ties", moto.bucket, "out", None)
-    command = [sys.executable, "-c", DRIVER, moto.bucket, str(moto.port), str(tmp_path / "first")]
-    first = subprocess.Popen(command, cwd=here, env={**environment(tmp_path / "home", environment_of(moto.port))})
+    workers = machines(moto)
+    models, out = moto.address("in"), moto.address("x/out")
+    merge("ties", models, "out", None)
+    command = [sys.executable, "-c", DRIVER, models, out, str(moto.port), str(tmp_path / "first")]
+    first = subprocess.Popen(command, cwd=here, env=environment(tmp_path / "home", environment_at("s3", moto.port)))
     try:
-        while sum("/parts/" in name for name in moto.contents("x")) < 4:  # two parts are done, and two begun
+        while sum("/parts/" in name for name in moto.contents("x")) < 5:  # of the driver, and two of each worker
             assert first.poll() is None
             time.sleep(0.05)
     finally:
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
-    merged = merge("ties", moto.bucket, f"s3://{moto.bucket}/x/out", workers if again == "workers" else None)
+    merged = merge("ties", models, out, workers if again == "workers" else None)
     assert merged.resumed > 0
     found = moto.contents("x")
     assert {name: data for name, data in found.items() if name.startswith("out/")} == {
         f"out/{name}": data for name, data in tree(here / "out").items()
     }
     left = {name for name in found if not name.startswith("out/")}
-    assert all(re.search("staging/parts/", name) for name in left), "of workers that had not noticed"
+    assert all("staging/parts/" in name for name in left), "of workers that had not noticed"
     assert moto.uploads() == []

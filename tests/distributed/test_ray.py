@@ -16,7 +16,7 @@ import pytest
 
 import weightsmith
 from tests.bucket_help import Server
-from tests.buckets.conftest import moto, moto_port, spool
+from tests.buckets.conftest import front, moto, new_server, ports, spool
 from tests.store_help import tree
 from tests.test_run import big_model, files
 from weightsmith.buckets import parts
@@ -25,7 +25,7 @@ from weightsmith.errors import NonFinite, ParameterError
 from weightsmith.store import staging_folder
 from weightsmith.store.locks import is_held
 
-__all__ = ["moto", "moto_port", "spool"]
+__all__ = ["front", "moto", "new_server", "ports", "spool"]
 
 TIES = """merge_method: ties
 base_model: ./a
