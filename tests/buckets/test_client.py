@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.bucket_help import AZURITE, GOOGLE, MOTO, SEAWEED, MemoryBucket, Server, environment_at
-from weightsmith.buckets.client import Bucket, Missing, NoConditions, md5_of
+from weightsmith.buckets import azure, client, gcs
+from weightsmith.buckets.client import Bucket, Damaged, Empty, Missing, NoConditions, Passing, Refused, md5_of
 from weightsmith.buckets.lock import Lock
 from weightsmith.buckets.prefix import parse_prefix
 from weightsmith.buckets.s3 import S3Bucket
@@ -139,3 +141,94 @@ def test_an_upload_in_parts(bucket: Any) -> None:
 def test_a_part_of_an_upload_that_is_gone(memory: MemoryBucket) -> None:
     with pytest.raises(Missing):
         memory.upload("x", "none", 1, b"", md5_of(b""))
+
+
+class Answer:
+    """What `requests` makes of an answer."""
+
+    def __init__(self, status: int, text: str) -> None:
+        self.status_code, self.content, self.reason = status, text.encode(), "reason"
+
+    def json(self) -> Any:
+        return json.loads(self.content)
+
+
+def in_json(reason: str, message: str = "") -> str:
+    return json.dumps({"error": {"errors": [{"reason": reason}], "message": message}})
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "kind", "what"),
+    [
+        (429, in_json("rateLimitExceeded"), Passing, "kept answering rateLimitExceeded"),
+        (403, in_json("userRateLimitExceeded"), Passing, "kept answering"),
+        (503, "<html>", Passing, "kept answering reason"),
+        (400, in_json("invalid", "Provided MD5 hash x doesn't match calculated MD5 hash y"), Damaged, "invalid"),
+        (400, "<Error><Code>BadDigest</Code></Error>", Damaged, "BadDigest"),
+        (400, in_json("invalid", "Bad name"), StoreError, "invalid"),
+        (404, in_json("notFound", "The specified bucket does not exist."), StoreError, "NoSuchBucket"),
+        (404, "<Error><Code>NoSuchBucket</Code></Error>", StoreError, "NoSuchBucket"),
+        (404, "<Error><Code>NoSuchUpload</Code></Error>", Missing, "NoSuchUpload"),
+        (404, in_json("notFound", "No such object: b/o"), Missing, "notFound"),
+        (412, in_json("conditionNotMet"), Refused, "conditionNotMet"),
+        (416, "", Empty, "reason"),
+        (403, in_json("forbidden", "S3CRET"), StoreError, "forbidden"),
+    ],
+)
+def test_what_answers_of_google_mean(status: int, text: str, kind: type[StoreError], what: str) -> None:
+    found = gcs._failed("PUT", Answer(status, text), "gs://b/o")
+    assert type(found) is kind
+    assert what in str(found)
+    assert "S3CRET" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (503, "ServerBusy", Passing),
+        (500, "OperationTimedOut", Passing),
+        (429, "TooManyRequests", Passing),
+        (400, "Md5Mismatch", Damaged),
+        (400, "InvalidBlockList", Missing),
+        (404, "BlobNotFound", Missing),
+        (404, "ContainerNotFound", StoreError),
+        (409, "BlobAlreadyExists", Refused),
+        (412, "ConditionNotMet", Refused),
+        (416, "InvalidRange", Empty),
+        (403, "AuthenticationFailed", StoreError),
+        (400, "InvalidBlobOrBlock", StoreError),
+    ],
+)
+def test_what_answers_of_azure_mean(status: int, code: str, kind: type[StoreError], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("azure.storage.blob")
+    from azure.core.exceptions import HttpResponseError
+
+    for name, value in environment_at("az", 1).items():
+        monkeypatch.setenv(name, value)
+    error = HttpResponseError("S3CRET")
+    error.status_code, error.error_code = status, code  # type: ignore[attr-defined]
+    found = azure.AzureBucket("bkt")._failed(error, "Put Block", "az://bkt/o")
+    assert type(found) is kind
+    assert code in str(found)
+    assert "S3CRET" not in str(found)
+
+
+def test_damaged_and_passing_are_repeated_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(client.time, "sleep", waits.append)
+    left: list[StoreError] = [Passing("busy"), Damaged("cut"), Passing("busy")]
+
+    def call() -> str:
+        if left:
+            raise left.pop()
+        return "done"
+
+    assert client.insist(call) == "done"
+    assert len(waits) == 3
+    left.extend(Passing("busy") for _ in range(client.ATTEMPTS))
+    with pytest.raises(Passing):
+        client.insist(call)
+    assert left == []
+    assert max(waits) <= client.MOST_WAIT_SECONDS
+    with pytest.raises(Missing):
+        client.insist(lambda: (_ for _ in ()).throw(Missing("gone")))

@@ -11,14 +11,17 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
 
 import weightsmith
 from tests.bucket_help import (
+    ACCOUNT,
     ACCOUNT_KEY,
     AZURITE,
     FAULTS,
@@ -354,13 +357,11 @@ def test_from_a_bucket_into_the_same_one_hardly_anything_is_uploaded(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(parts, "PART_BYTES", 20_000)  # of tensors of up to 2 MB, as 8 MiB of a model of 70 B
     make_llamas(tmp_path, hidden=256, inner=2048)
-    for path in (path for name in MODELS for path in (tmp_path / name).iterdir()):
-        key = f"in/{path.parent.name}/{path.name}"
-        server.put(key, path.read_bytes())
+    put_models(server, tmp_path)
     sent = count_uploads(server, monkeypatch)
     run(case, "out")
     function, recipe, options = RECIPES[case]
-    there = json.loads(re.sub(r'"(base|a|b)"', rf'"{server.address("in")}/\1"', json.dumps(recipe)))
+    there = in_bucket(recipe, server)
     merged = getattr(weightsmith, function)(there, server.address("out"), progress=False, **options)
     weights = {name: data for name, data in tree(tmp_path / "out").items() if name.endswith(".safetensors")}
     assert {name: server.contents("out")[name] for name in weights} == weights
@@ -370,6 +371,55 @@ def test_from_a_bucket_into_the_same_one_hardly_anything_is_uploaded(
     with pytest.raises(StoreError, match="the run reads"):
         getattr(weightsmith, function)(there, server.address("in/a"), progress=False, overwrite=True, **options)
     assert len(server.contents("in/a")) == 3
+
+
+def put_models(server: Server, folder: Path) -> None:
+    for path in (path for name in MODELS for path in (folder / name).iterdir()):
+        server.put(f"in/{path.parent.name}/{path.name}", path.read_bytes())
+
+
+def in_bucket(recipe: dict[str, Any], server: Server) -> dict[str, Any]:
+    """A recipe that reads the models from a bucket."""
+    return json.loads(re.sub(r'"(base|a|b)"', rf'"{server.address("in")}/\1"', json.dumps(recipe)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_in_azure_a_signature_is_enough_and_is_shown_nowhere(
+    here: Path, new_server: Callable[[str], Server], cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    server = new_server(AZURITE)
+    from azure.storage.blob import ContainerSasPermissions, generate_container_sas
+
+    may = ContainerSasPermissions(read=True, write=True, create=True, delete=True, list=True)
+    end = datetime.now(UTC) + timedelta(hours=1)
+    sas = generate_container_sas(ACCOUNT, server.bucket, account_key=ACCOUNT_KEY, permission=may, expiry=end)
+    secret = sas.partition("sig=")[2].partition("&")[0]
+    monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", ACCOUNT)
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", f"http://127.0.0.1:{server.port}/{ACCOUNT}")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", sas)
+    monkeypatch.setenv("WEIGHTSMITH_DEBUG", "1")
+    put_models(server, here)
+    run("stack", "out")
+    sent = count_uploads(server, monkeypatch)
+    Path("r.json").write_text(json.dumps(in_bucket(RECIPES["stack"][1], server)))
+    done = cli("merge", "r.json", server.address("out"))
+    assert done.code == 0, done.err
+    weights = (here / "out/model.safetensors").read_bytes()
+    assert server.contents("out")["model.safetensors"] == weights
+    assert 0 < sum(sent) < len(weights) * 2 / 3  # the rest was copied
+    missing = cli("merge", "r.json", "az://another/out")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", sas.replace("sig=", "sig=X"))
+    unread = cli("merge", "r.json", "other")
+    Path("r.yml").write_text(AVERAGE)
+    unwritten = cli("merge", "r.yml", server.address("other"))
+    assert (missing.code, unread.code, unwritten.code) == (3, 1, 3)
+    assert "the store refuses access" in unread.err
+    assert "(403)" in unwritten.err
+    texts = [text for ran in (done, missing, unread, unwritten) for text in (ran.out, ran.err)]
+    assert not any(secret in text or unquote(secret) in text for text in texts)
+    assert not any(secret.encode() in data for data in (*server.contents("out").values(), *tree(here / "out").values()))
 
 
 @pytest.mark.parametrize(

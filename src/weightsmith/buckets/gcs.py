@@ -31,6 +31,7 @@ from weightsmith.buckets.client import (
     check_tls,
     insist,
     md5_of,
+    too_long,
     written_before,
 )
 from weightsmith.errors import StoreError, legible
@@ -84,11 +85,9 @@ class GoogleBucket:
         for _ in range(ATTEMPTS):
             try:
                 about = self._call("GET", self._object(key), key)
-                found = about.json()
+                found = self._json(about, key)
                 if int(found["size"]) > max_bytes:
-                    raise StoreError(
-                        f"more than the {max_bytes:,} bytes that are read", where=self._shown(key), fix="remove it"
-                    )
+                    raise too_long(max_bytes, self._shown(key))
                 version = {"alt": "media", "generation": found["generation"]}
                 data = self._call("GET", self._object(key), key, version).content
             except Missing:
@@ -136,12 +135,12 @@ class GoogleBucket:
         query = {"uploadType": "multipart", **condition}
         kind = {"Content-Type": f"multipart/related; boundary={border}"}
         path = f"/upload/storage/v1/b/{quote(self.name, safe='')}/o"
-        return str(self._call("POST", path, key, query, kind, body).json()["generation"])
+        return str(self._json(self._call("POST", path, key, query, kind, body), key)["generation"])
 
     def head(self, key: str) -> Head | None:
         """See `client.Bucket`."""
         try:
-            found = self._call("GET", self._object(key), key).json()
+            found = self._json(self._call("GET", self._object(key), key), key)
         except Missing:
             return None
         return Head(int(found["size"]), found.get("metadata", {}).get(TOKEN, ""))
@@ -166,11 +165,18 @@ class GoogleBucket:
     def _pages(self, prefix: str, **more: str) -> Iterator[Mapping[str, Any]]:
         query = {"prefix": prefix, "fields": "items(name,size),prefixes,nextPageToken", **more}
         while True:
-            page = self._call("GET", self._object(), "", query).json()
+            page = self._json(self._call("GET", self._object(), "", query), "")
             yield page
             if not page.get("nextPageToken"):
                 return
             query["pageToken"] = page["nextPageToken"]
+
+    def _json(self, answer: Any, key: str) -> Mapping[str, Any]:
+        try:
+            found: Mapping[str, Any] = answer.json()
+        except ValueError as error:
+            raise StoreError("the answer of the store is not JSON", where=self._shown(key), fix=_AGAIN) from error
+        return found
 
     def _object(self, key: str = "") -> str:
         """The path of an object, or of the list of them."""
