@@ -22,6 +22,7 @@ from tests.test_run import big_model
 from weightsmith import execution
 from weightsmith.api import prepare_any
 from weightsmith.buckets import lock, parts, uploads
+from weightsmith.buckets.journal import FollowedParts, State
 from weightsmith.buckets.prefix import parse_prefix
 from weightsmith.buckets.staging import BucketStaging, together
 from weightsmith.distributed import driver
@@ -32,7 +33,7 @@ from weightsmith.execution import NO_CALLBACKS, Callbacks, Merged
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.plans import Plan
 from weightsmith.plans.parts import parts_of
-from weightsmith.store.journal import Built
+from weightsmith.store.journal import Built, Finished
 
 __all__ = ["memory", "spool"]
 
@@ -377,6 +378,17 @@ def test_a_slow_part_is_done_by_a_second_worker_and_both_upload(
     merge(workers)
     assert Share(workers.started[0].part, second=True) in workers.started
     assert memory.contents("models/out") == alone()
+
+
+def test_progress_counts_what_workers_have_finished_of_their_parts(here: Path, memory: MemoryBucket) -> None:
+    done = Finished("0" * 32)
+    for label, names in (("1-of-2", "ab"), ("2-of-2", "c")):
+        state = State("plan", "layout", {}, "token", tensors=dict.fromkeys(names, done))
+        memory.put(f"{STAGING}/parts/journal-{label}", state.encode())
+    followed = FollowedParts(MemoryBucket("bkt"), f"{STAGING}/parts/journal-")
+    seen = [followed.look(["2-of-2", "1-of-2"]) for _ in range(2)]
+    assert {*map(frozenset, seen)} == {frozenset("ab"), frozenset("c")}
+    assert followed.look(["3-of-2"]) == followed.look([]) == set()
 
 
 def test_a_worker_ends_soon_after_its_driver(here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch) -> None:

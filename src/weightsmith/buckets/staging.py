@@ -219,9 +219,7 @@ class BucketStaging:
     def hand_over(self) -> Built:
         """Wait until everything that was written is uploaded: what this process, which builds a part, has finished."""
         with self._kept():
-            uploads = self._opened()
-            uploads.drain()
-            uploads.save()
+            self._opened().drain()
         return Built(self._state.tensors, self._state.products, {(*key,): etags for key, etags in self._state.groups.items()})
 
     @contextmanager
