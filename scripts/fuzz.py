@@ -485,7 +485,8 @@ def _merge(recipe: Any, **options: Any) -> Any:
 
 def _use_config(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
     import weightsmith
-    from weightsmith.mixture import layouts, prepare_moe
+    from weightsmith.mixture import layouts
+    from weightsmith.mixture.build import prepare_moe
     from weightsmith.options import RecipeOptions
 
     def moe(recipe: dict[str, Any]) -> None:
@@ -901,7 +902,7 @@ def _make_plan() -> None:
     }
     for name, recipe in recipes.items():
         Path(f"plans/{name}.json").write_text(json.dumps(weightsmith.plan(recipe).to_json()))
-    from weightsmith.mixture import prepare_moe
+    from weightsmith.mixture.build import prepare_moe
     from weightsmith.options import RecipeOptions
 
     with prepare_moe(
@@ -1049,7 +1050,7 @@ def problem_of(error: BaseException) -> str:
     text = str(error)
     if len(text) > MAX_MESSAGE:
         return f"a message of {len(text):,} characters: {text[:100]!r}"
-    strange = [c for c in text if not c.isprintable() and c != "\n"]
+    strange = [c for c in text if not c.isprintable() and c not in "\n\t"]  # a line of a recipe keeps its tabs
     return f"a message with {strange[0]!r}: {text[:200]!r}" if strange else ""
 
 

@@ -510,6 +510,8 @@ def test_a_carried_file_may_not_be_a_link_out_of_the_folder(tmp_path: Path) -> N
         ({}, {"e.down_blocks": B, "e.other_scales": B}, None),
         ({}, {"w.weight": B.view(np.int8), "w.weight_scale": A}, "I8 with scales (tensor 'w.weight_scale')"),
         ({}, {"w.weight": A, "w.weight_scale": A}, None),
+        ({}, {"w.weight": A.view(np.uint32), "w.scales": A, "w.biases": A}, "MLX (tensor 'w.scales')"),
+        ({}, {"w.weight": A, "w.scales": A}, None),
     ],
 )
 def test_quantised_checkpoints_are_recognised(

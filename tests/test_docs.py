@@ -38,7 +38,7 @@ from weightsmith import recipe as recipes
 from weightsmith.containers.safetensors import make_layout
 from weightsmith.errors import PlanError
 from weightsmith.methods import all_methods
-from weightsmith.mixture import prepare_moe
+from weightsmith.mixture.build import prepare_moe
 from weightsmith.planner import prepare
 from weightsmith.tensors import DTYPES, TensorSpec
 

@@ -6,7 +6,9 @@ import random
 
 import pytest
 
+import weightsmith
 from scripts import fuzz
+from weightsmith.errors import PlanError
 
 CASES = 40
 
@@ -38,6 +40,12 @@ def test_what_must_not_happen_is_noticed(kind: str, said: str, capsys: pytest.Ca
     out = capsys.readouterr().out
     assert "2 failures of 1 sorts" in out
     assert said.replace("3", "\N{HORIZONTAL ELLIPSIS}") in out.replace("3", "\N{HORIZONTAL ELLIPSIS}")
+
+
+def test_a_line_of_a_recipe_may_have_tabs() -> None:
+    with pytest.raises(PlanError, match="\t") as refused:
+        weightsmith.plan("merge_method:\tties\nbase: [")
+    assert not fuzz.problem_of(refused.value)
 
 
 def test_a_case_depends_on_its_numbers_alone() -> None:

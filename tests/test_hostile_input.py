@@ -24,7 +24,7 @@ from tests.mixture.test_bad_input import model as dense
 from weightsmith.errors import FormatError, NotFound, OutputExists, PlanError, StoreError, WeightsmithError, legible
 from weightsmith.formats import state_pickle
 from weightsmith.formats.files import open_regular
-from weightsmith.mixture import prepare_moe
+from weightsmith.mixture.build import prepare_moe
 from weightsmith.options import RecipeOptions
 from weightsmith.plans import plan_from_json
 
@@ -345,16 +345,16 @@ def test_no_home_and_no_such_user(here: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_kernels_are_not_kept_where_there_is_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsmith.kernels import jit
+    from weightsmith.kernels import compiler
 
     def none(*_: object) -> None:
         raise KeyError("no entry")
 
     monkeypatch.setattr(pwd, "getpwuid", none)
-    monkeypatch.setattr(jit.config, "CACHE_DIR", "")
+    monkeypatch.setattr(compiler.config, "CACHE_DIR", "")
     monkeypatch.delenv("HOME")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert jit.cache_folder.__wrapped__() == ""
+    assert compiler.cache_folder.__wrapped__() == ""
 
 
 def test_a_link_is_not_replaced_by_a_file(tmp_path: Path) -> None:

@@ -86,6 +86,30 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
         weightsmith.mrege  # noqa: B018
 
 
+_COMMANDS = """
+import sys
+from weightsmith.cli import main
+
+for command in (["plan", "linear.yml"], ["merge", "linear.yml", "out"]):
+    sys.argv = ["weightsmith", *command, "--quiet"]
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code
+    print(*sorted(name for name in sys.modules if name == "numba" or name.startswith("weightsmith.")))
+"""
+
+
+def test_a_merge_imports_the_rooms_that_it_needs_and_a_plan_no_compiler(tmp_path: Path) -> None:
+    make_models(tmp_path)
+    (tmp_path / "linear.yml").write_text(LINEAR)
+    planned, merged = (line.split() for line in run_process(code=_COMMANDS, cwd=tmp_path).out.splitlines())
+    assert "numba" not in planned
+    assert "numba" in merged  # so the names are seen
+    others = ("adapters.merge", "decoder", "look.", "mixture", "quantisation.", "studio", "testing", "transplant")
+    assert [name for name in merged if name.startswith(tuple(f"weightsmith.{other}" for other in others))] == []
+
+
 # Stands before all other finders, so that an installed package looks as if it were not there.
 _BLOCKED = """
 import sys

@@ -129,3 +129,11 @@ def test_what_is_wrong_with_a_command_is_one_error(arguments: tuple[str, ...], t
 def test_an_unknown_format_in_python(model: Path) -> None:
     with pytest.raises(PlanError, match="unknown format 'fp8'"):
         weightsmith.quantize("m", "q", "fp8")
+
+
+def test_an_option_under_another_name_in_python(model: Path) -> None:
+    with pytest.raises(TypeError, match=r"dequantize\(\) has no option 'out_dtype' \(did you mean 'dtype'\?\)"):
+        weightsmith.dequantize("m", "q", out_dtype="float32")
+    with pytest.raises(TypeError, match=r"quantize\(\) has no option 'quantize' \(did you mean 'format'\?\)"):
+        weightsmith.quantize("m", "q", "int8", quantize="fp8-dynamic")
+    assert not Path("q").exists()

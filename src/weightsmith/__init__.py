@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from weightsmith.api import quantize as quantize
     from weightsmith.api import run as run
     from weightsmith.api import transplant_tokenizer as transplant_tokenizer
-    from weightsmith.buckets.verify import verify as verify
     from weightsmith.checkpoint import Checkpoint as Checkpoint
     from weightsmith.checkpoint import open_checkpoint as open_checkpoint
     from weightsmith.engine.local import Progress as Progress
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from weightsmith.errors import WeightsmithError as WeightsmithError
     from weightsmith.errors import WorkerLost as WorkerLost
     from weightsmith.execution import Merged as Merged
+    from weightsmith.hub_outputs.verify import verify as verify
     from weightsmith.look.comparison import Comparison as Comparison
     from weightsmith.look.diff import diff as diff
     from weightsmith.look.inspect import Inspection as Inspection
@@ -123,7 +123,7 @@ _HOMES = {
     "save_model": "store.save",
     "tensor_method": "methods.user",
     "transplant_tokenizer": "api",
-    "verify": "buckets.verify",
+    "verify": "hub_outputs.verify",
 }
 
 __all__ = [

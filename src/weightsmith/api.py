@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
-from weightsmith.adapters import prepare_merge, prepare_models
+from weightsmith.adapters.recipes import prepare_merge, prepare_models
 from weightsmith.distributed import execute
 from weightsmith.execution import Callbacks, Merged, execute_part
 from weightsmith.options import (
@@ -29,7 +29,7 @@ from weightsmith.options import (
 from weightsmith.planner.build import Prepared, prepare_source
 from weightsmith.plans import Plan
 from weightsmith.progress import callbacks, watched_meter
-from weightsmith.quantisation import prepare_copy, quantised
+from weightsmith.quantisation import quantised
 from weightsmith.recipe import Recipe, Surgery, Upcycling
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def plan(recipe: RecipeSource, **options: Unpack[PlanKeywords]) -> Plan:
     """
     planning, settings, _ = split("plan", options)
     with prepare_any(recipe, planning, settings) as prepared:
-        return prepared.plan
+        return prepared.checked().plan
 
 
 def prepare_any(recipe: RecipeSource, options: RecipeOptions, settings: QuantizeSettings) -> Prepared:
@@ -58,7 +58,7 @@ def prepare_any(recipe: RecipeSource, options: RecipeOptions, settings: Quantize
     def make(loaded: Recipe | Upcycling | Surgery, *more: Any, **places: Any) -> Prepared:
         if isinstance(loaded, Recipe):
             return prepare_models(loaded, *more, **places)
-        from weightsmith.mixture import prepare_mixture
+        from weightsmith.mixture.build import prepare_mixture
 
         return prepare_mixture(loaded, *more, **places)
 
@@ -76,14 +76,14 @@ def merge(
     """Merge checkpoints into a new folder, as described by a recipe.
 
     recipe      path of a YAML file, YAML text, a mapping, or a list of mappings: recipes that use each other's results
-    out         output folder, or an address in a bucket: s3://, gs://, az://; created only when complete
+    out         output folder, or an address: s3://, gs://, az://, hf://org/name[@branch]; created only when complete
     progress    called about ten times per second from this thread; True: a bar in terminals and notebooks, False: none
     rechecking  called with (bytes done, total bytes) while the finished tensors of an interrupted run are verified
     options     see `weightsmith.options`: RecipeOptions (seed, out_dtype, …), QuantizeSettings and RunOptions (threads, …)
 
-    Raises PlanError before anything is written, StoreError for problems with the output, CheckpointError if an input
-    changes or cannot be read, PushFailed if the finished output cannot be uploaded. After KeyboardInterrupt or a crash, the
-    same call resumes.
+    Raises PlanError, and leaves nothing of this run on disk; StoreError for problems with the output, CheckpointError if an
+    input changes or cannot be read, PushFailed if the finished output cannot be uploaded. After KeyboardInterrupt or a crash,
+    the same call resumes.
     """
     began = time.monotonic()
     planning, settings, running = split("merge", options)
@@ -108,7 +108,7 @@ def moe(
     the engine's. A PlanError for the prompts or the base's config may be raised at that point. Nothing of this run is then
     left on disk; work of an earlier one is kept.
     """
-    from weightsmith.mixture import prepare_moe
+    from weightsmith.mixture.build import prepare_moe
 
     began = time.monotonic()
     planning, settings, running = split("moe", options)
@@ -138,7 +138,8 @@ def quantize(
     >>> weightsmith.quantize("base", "base-fp8", "fp8-dynamic").plan.encodings  # doctest: +SKIP
     ('fp8-dynamic',)
     """
-    return _copy("quantize", model, out, {**options, "quantize": format}, "quantising", progress, rechecking)
+    given = _spelled("quantize", options, "quantize", "format", format)
+    return _copy("quantize", model, out, given, "quantising", progress, rechecking)
 
 
 def dequantize(
@@ -158,7 +159,15 @@ def dequantize(
 
     >>> weightsmith.dequantize("base-fp8", "plain").plan.config.get("quantization_config")  # doctest: +SKIP
     """
-    return _copy("dequantize", model, out, {**options, "out_dtype": dtype}, "dequantising", progress, rechecking)
+    given = _spelled("dequantize", options, "out_dtype", "dtype", dtype)
+    return _copy("dequantize", model, out, given, "dequantising", progress, rechecking)
+
+
+def _spelled(function: str, options: Mapping[str, Any], name: str, own: str, value: Any) -> dict[str, Any]:
+    """The options and one more, for which a function has a name of its own. Raises TypeError if both are given."""
+    if name in options:
+        raise TypeError(f"{function}() has no option '{name}' (did you mean '{own}'?)")
+    return {**options, name: value}
 
 
 def _copy(
@@ -170,6 +179,8 @@ def _copy(
     progress: Callable[[Progress], None] | bool,
     rechecking: Callable[[int, int], None] | None,
 ) -> Merged:
+    from weightsmith.quantisation.copies import prepare_copy
+
     began = time.monotonic()
     planning, settings, running = split(function, options)
     with prepare_copy(model, planning, settings) as prepared:
@@ -199,7 +210,7 @@ def extract_lora(
     >>> weightsmith.extract_lora("tuned", "base", "adapter", energy=0.9).reports["extraction"].parameters  # doctest: +SKIP
     4884480
     """
-    from weightsmith.adapters import prepare_extraction
+    from weightsmith.adapters.extract import prepare_extraction
 
     began = time.monotonic()
     settings, running = split_into("extract_lora", options, ExtractSettings, RunOptions)

@@ -83,7 +83,7 @@ def model_card(
     distance  the whole first, then layer by layer; () when it has no base
     section   more, in Markdown; "" for nothing
     inputs    of the plan: licences and base models are taken from their own cards
-    repo      on the hub, if the model is pushed: the name to load it by
+    repo      on the hub, if the model will be there: the name to load it by, org/name or org/name@branch
     """
     parts = list(_parts(plan, inputs))
     named = {m.ref: m.revision for m, _ in _models(plan, inputs)}
@@ -98,7 +98,7 @@ def model_card(
 {plan.made.title}
 
 {plan.made.source}
-{_quantised(plan)}{_usage(plan, repo or name)}
+{_quantised(plan)}{_usage(plan, *(repo.split("@") if repo else [name]))}
 ## Models
 
 {models}
@@ -175,8 +175,9 @@ def _licences(parts: Sequence[_Part]) -> str:
     return "\n## Licences of the inputs\n\n" + "\n".join(f"* {linked}: {text}" for linked, text in named.items()) + "\n"
 
 
-def _usage(plan: Plan, name: str) -> str:
+def _usage(plan: Plan, name: str, branch: str = "") -> str:
     """How to load it with transformers; "" where that is not known."""
+    at = f", revision={json.dumps(branch)}" if branch else ""
     if plan.container == PEFT:
         base = json.dumps(_base_of_adapter(plan).ref)
         lines = [
@@ -184,7 +185,7 @@ def _usage(plan: Plan, name: str) -> str:
             "from transformers import AutoModelForCausalLM",
             "",
             f'base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto", device_map="auto")',
-            f"model = PeftModel.from_pretrained(base, {json.dumps(name)})",
+            f"model = PeftModel.from_pretrained(base, {json.dumps(name)}{at})",
         ]
         return "\n## Usage\n\n```python\n" + "\n".join(lines) + "\n```\n"
     if plan.container == GGUF:
@@ -197,8 +198,8 @@ def _usage(plan: Plan, name: str) -> str:
     tokenizer = any(file.startswith(("tokenizer", "vocab", "spiece", "tekken")) for file in (*plan.carried, *plan.files))
     lines = [f"from transformers import {', '.join(sorted([loader, *(['AutoTokenizer'] if tokenizer else [])]))}", ""]
     if tokenizer:
-        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)}{more})")
-    lines.append(f'model = {loader}.from_pretrained({json.dumps(name)}, dtype="auto", device_map="auto"{more})')
+        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)}{at}{more})")
+    lines.append(f'model = {loader}.from_pretrained({json.dumps(name)}{at}, dtype="auto", device_map="auto"{more})')
     if tokenizer and loader == "AutoModelForCausalLM":
         lines += [
             'inputs = tokenizer("Hello", return_tensors="pt").to(model.device)',

@@ -317,7 +317,7 @@ def report(error: WeightsmithError) -> str:
         parts.append(_folded(problems, *error.source))
         length += len(parts[-1])
     n = len(error.problems)
-    return "\n".join([*parts, f"{NOTHING_WRITTEN} ({n} problem{'s' if n != 1 else ''})"])
+    return "\n".join([*parts, f"{error.state} ({n} problem{'s' if n != 1 else ''})"])
 
 
 _SHOWN = 3

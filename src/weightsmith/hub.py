@@ -14,15 +14,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from weightsmith.errors import NOTHING_WRITTEN, CheckpointError, Finding, NotFound, PushFailed, without_queries
+from weightsmith.errors import CheckpointError, Finding, NotFound, without_queries
 from weightsmith.formats.files import RandomAccess, show
 from weightsmith.remote.files import RemoteFile, opened, read_starts
 from weightsmith.remote.http import HttpFile
-
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
 
 UPLOAD_SECONDS = 300.0  # for an answer to what changes a repository: the hub hashes and moves files before it answers
 SILENT_SECONDS = 60.0  # a hub that did not answer is not asked again for so long: each question takes a timeout
@@ -118,7 +115,7 @@ class Repository:
     def _bring(self, wanted: Sequence[str], *, quiet: bool) -> None:
         import huggingface_hub
 
-        _bound_requests()
+        bound_requests()
         try:
             huggingface_hub.snapshot_download(
                 self.name,
@@ -143,7 +140,7 @@ class Repository:
     def read_starts(self, names: Iterable[str]) -> None:
         """Read the start of each file that is not in the cache, several at a time: their headers, if `open` is to find them."""
         absent = [name for name in names if name in self.sizes and not (self.folder / name).is_file()]
-        self._files = {name: RemoteFile(self._ranges(name)) for name in absent}
+        self._files = {name: RemoteFile(self.ranges(name)) for name in absent}
         read_starts(self._files.values())
 
     def stream(self) -> None:
@@ -155,8 +152,8 @@ class Repository:
         """Open a file of `folder` to read parts of it: the cached one, else the one on the hub."""
         return opened(self._files, path)
 
-    def _ranges(self, name: str) -> HttpFile:
-        """A file on the hub."""
+    def ranges(self, name: str) -> HttpFile:
+        """A file on the hub, by byte range."""
         import huggingface_hub
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # it marks no exports
 
@@ -260,7 +257,7 @@ def _timeouts() -> tuple[float, float]:
     return float(constants.HF_HUB_ETAG_TIMEOUT), float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
 
 
-def _bound_requests() -> None:
+def bound_requests() -> None:
     """Let no request of huggingface_hub wait for ever: its functions set no timeout on some, and its client has none."""
     import huggingface_hub
 
@@ -376,69 +373,3 @@ def _command(where: str) -> str:
     """The arguments of `hf download` for a model."""
     name, at, revision = where.partition("@")
     return f"{name} --revision {revision}" if at else name
-
-
-# uploads
-
-
-def check_push(repo: str) -> HfApi:
-    """Check, before hours of work, that a model may be pushed: a valid name, a network, a token that the hub accepts.
-
-    Raises PushFailed.
-    """
-    import huggingface_hub
-    from huggingface_hub import constants, errors
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it marks no exports
-
-    state = NOTHING_WRITTEN
-    try:
-        validate_repo_id(repo)
-        if repo.count("/") != 1:
-            raise errors.HFValidationError("no organisation or user")
-    except errors.HFValidationError as error:
-        fix = "write the organisation or user, and the model: --push org/name"
-        raise PushFailed("not a name that a model can have on the hub", where=repo, fix=fix, state=state) from error
-    if constants.HF_HUB_OFFLINE:
-        raise PushFailed("HF_HUB_OFFLINE=1 forbids uploading", where=repo, fix="unset it, or leave --push out", state=state)
-    if huggingface_hub.get_token() is None:
-        fix = "run `hf auth login`, or set HF_TOKEN, to a token that may write"
-        raise PushFailed("uploading requires a token of the hub, and none is set", where=repo, fix=fix, state=state)
-    _bound_requests()
-    api = huggingface_hub.HfApi()
-    try:
-        api.whoami()
-    except Exception as error:
-        fix = "check the token (`hf auth whoami`) and the network, or leave --push out and upload later"
-        raise PushFailed(
-            "the hub does not accept the token, or does not answer",
-            where=repo,
-            details=(_first_lines(error),),
-            fix=fix,
-            state=state,
-        ) from error
-    return api
-
-
-def push(api: HfApi, folder: Path, repo: str, *, public: bool, message: str) -> str:
-    """Upload a finished folder as a model; the address of the model.
-
-    public  who may see a repository that is created now; one that exists stays as visible as it is
-
-    Raises PushFailed, which says how to upload the folder again.
-    """
-    import shlex
-
-    _bound_requests()
-    try:
-        url = api.create_repo(repo, private=not public, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
-    except (Exception, KeyboardInterrupt) as error:
-        command = ["hf", "upload", repo, str(folder), ".", *([] if public else ["--private"])]
-        raise PushFailed(
-            "the upload was interrupted" if isinstance(error, KeyboardInterrupt) else "the upload failed",
-            where=repo,
-            details=(_first_lines(error),) if isinstance(error, Exception) else (),
-            fix=f"upload it again: `{shlex.join(command)}`",
-            state=f"The output is finished and complete in {folder}",
-        ) from error
-    return str(url)

@@ -180,8 +180,9 @@ class RunOptions:
     keep_stages       write the results of all the recipes whose results the recipe reads, to OUT.stage-NAME, and keep them
     stream            read the weights of hub models where they are, instead of downloading them first
     max_spool_bytes   limit of the disk space for bytes that are streamed; those of a later pass that do not fit travel again
-    push              upload the finished folder to the hub, as the model `org/name`
-    public            make the model that `push` creates public; the default is private
+    push              upload the finished folder to the hub, as the model `org/name`, or to a branch of it: `org/name@branch`
+    public            make a model that is created on the hub public; the default is private
+    commit_message    of the commit on the hub; None: what the plan does
     ray               have a Ray cluster do the parts of the plan: its address `host:port`; "auto": the cluster of this machine,
                       or a new one on this machine; "local": a new one. Inputs and output are in folders that all machines
                       share, or elsewhere; threads and memory are those of a worker
@@ -201,6 +202,7 @@ class RunOptions:
     max_spool_bytes: int = SPOOL_BYTES
     push: str | None = None
     public: bool = False
+    commit_message: str | None = None
     ray: str | None = None
 
 
@@ -252,6 +254,7 @@ class RunKeywords(TypedDict, total=False):
     max_spool_bytes: int
     push: str | None
     public: bool
+    commit_message: str | None
     ray: str | None
 
 

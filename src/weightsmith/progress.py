@@ -273,7 +273,7 @@ def show_progress(shown: Meter, progress: Progress, doing: str) -> None:
     """One line of the meter. doing: what the tensors are made by."""
     computation = progress.computation
     if progress.compiling:
-        from weightsmith.kernels.jit import cache_folder
+        from weightsmith.kernels.compiler import cache_folder
 
         kept = "first run only" if cache_folder() else "in every run: there is no folder to keep them in, set NUMBA_CACHE_DIR"
         shown.say(f"compiling kernels ({kept})")

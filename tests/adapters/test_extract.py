@@ -20,7 +20,7 @@ from tests.cli_help import Cli, cli
 from tests.lora.test_lora import BF16, DOWN, INNER, LLAMA, TOKENS, H, P, Q, adapter, base, base_tensors, factors, normal
 from tests.mini import as_bytes, write_checkpoint
 from weightsmith.adapters import factors as factors_module
-from weightsmith.adapters import prepare_extraction
+from weightsmith.adapters.extract import prepare_extraction
 from weightsmith.adapters.factors import KIND, FactorWork
 from weightsmith.errors import FormatError, PlanError, WeightsmithError
 from weightsmith.options import ExtractSettings

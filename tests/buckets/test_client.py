@@ -138,6 +138,22 @@ def test_an_upload_in_parts(bucket: Any) -> None:
     assert [*bucket.names("x/")] == [("x/model", len(one) + 2)]
 
 
+def test_uploads_of_one_object_do_not_mix_and_what_is_there_stays(bucket: Any) -> None:
+    old, one, two = b"old", b"1" * 100, b"2" * 99
+    bucket.put("x/model", old)
+    first, second = bucket.begin("x/model", "one"), bucket.begin("x/model", "two")
+    bucket.upload("x/model", first, 1, one, md5_of(one))
+    etag = bucket.upload("x/model", second, 1, two, md5_of(two))
+    assert bucket.parts("x/model", first) == {1: (f'"{md5_of(one).hex()}"', 100)}
+    assert bucket.parts("x/model", second) == {1: (etag, 99)}
+    bucket.abort("x/model", first)
+    assert bucket.read("x/model", 100).data == old
+    assert bucket.complete("x/model", second, [etag])
+    assert bucket.read("x/model", 100).data == two
+    assert bucket.head("x/model").token == "two"
+    assert not bucket.parts("x/model", first)
+
+
 def test_a_part_of_an_upload_that_is_gone(memory: MemoryBucket) -> None:
     with pytest.raises(Missing):
         memory.upload("x", "none", 1, b"", md5_of(b""))
@@ -232,3 +248,43 @@ def test_damaged_and_passing_are_repeated_within_a_bound(monkeypatch: pytest.Mon
     assert max(waits) <= client.MOST_WAIT_SECONDS
     with pytest.raises(Missing):
         client.insist(lambda: (_ for _ in ()).throw(Missing("gone")))
+
+
+def test_lists_of_google_go_on_where_a_page_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("google.auth.transport.requests")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    bucket, asked = gcs.GoogleBucket("bkt"), list[dict[str, str]]()
+    part = "<Part><PartNumber>{0}</PartNumber><ETag>{0}</ETag><Size>5</Size></Part>"
+    upload = "<Upload><Key>x{0}</Key><UploadId>id{0}</UploadId></Upload>"
+    more, last = "<IsTruncated>true</IsTruncated>", "<IsTruncated>false</IsTruncated>"
+    space = '<R xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+    answers = [
+        f"{space}{part.format(1)}{more}<NextPartNumberMarker>1</NextPartNumberMarker></R>",
+        f"{space}{part.format(2)}{last}</R>",
+        f"{space}{upload.format(1)}{more}<NextKeyMarker>x1</NextKeyMarker><NextUploadIdMarker>id1</NextUploadIdMarker></R>",
+        f"{space}{upload.format(2)}{last}</R>",
+        json.dumps({"items": [{"name": "x1", "size": "5"}], "nextPageToken": "t"}),
+        json.dumps({"items": [{"name": "x2", "size": "6"}]}),
+    ]
+
+    def request(self: Any, method: str, url: str, *, params: dict[str, str], **more: Any) -> Answer:
+        asked.append(dict(params))
+        return Answer(200, answers.pop(0))
+
+    monkeypatch.setattr(type(bucket._session), "request", request)
+    assert bucket.parts("x", "id") == {1: ('"1"', 5), 2: ('"2"', 5)}
+    assert [*bucket.uploads("x")] == [("x1", "id1"), ("x2", "id2")]
+    assert [*bucket.names("x")] == [("x1", 5), ("x2", 6)]
+    assert [query.get("part-number-marker") for query in asked[:2]] == [None, "1"]
+    assert [(query.get("key-marker"), query.get("upload-id-marker")) for query in asked[2:4]] == [(None, None), ("x1", "id1")]
+    assert [query.get("pageToken") for query in asked[4:]] == [None, "t"]
+
+
+def test_lists_of_azure_go_on_where_a_page_ends(new_server: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket: Any = opened(new_server(AZURITE))
+    for name in ("x/1", "x/2", "x/3/a", "x/4", "x/5/a"):
+        bucket.put(name, b"1")
+    whole = bucket._container.list_blobs
+    monkeypatch.setattr(bucket._container, "list_blobs", lambda **more: whole(results_per_page=2, **more))
+    assert [*bucket.names("x/")] == [(name, 1) for name in ("x/1", "x/2", "x/3/a", "x/4", "x/5/a")]
+    assert [*bucket.folders("x/")] == ["x/3/", "x/5/"]

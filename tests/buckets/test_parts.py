@@ -67,7 +67,6 @@ def test_a_large_file_has_no_more_parts_than_a_store_takes() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("hf://org/name", "--push ORG/NAME"),
         ("http://user:SECRET@b/x?key=SECRET", "does not write to http://"),
         ("ftp://b/x", "s3://bucket/prefix"),
         ("s3://", "not the address of a folder"),

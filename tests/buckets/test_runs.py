@@ -137,7 +137,7 @@ def test_the_objects_are_the_files_of_a_local_run(here: Path, server: Server, ca
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["ties", "moe"])
-@pytest.mark.parametrize("kind", [SEAWEED, AZURITE])
+@pytest.mark.parametrize("kind", [SEAWEED, GOOGLE, AZURITE])
 def test_parts_of_many_megabytes_and_an_output_that_is_replaced(
     tmp_path: Path, new_server: Callable[[str], Server], kind: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,7 +427,6 @@ def test_in_azure_a_signature_is_enough_and_is_shown_nowhere(
     [
         ("s3://bkt/out", {"push": "org/name"}, "--push uploads a local folder"),
         ("s3://bkt/out", {"keep_stages": True}, "results of stages are kept in local folders"),
-        ("hf://org/name", {}, "--push ORG/NAME"),
     ],
 )
 def test_what_a_bucket_does_not_have_is_refused(here: Path, out: str, options: dict[str, Any], message: str) -> None:

@@ -198,7 +198,8 @@ def test_exponents_round_up_from_a_significand_of_seven_quarters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "group"), [("w4a16", 128), ("w4a16-g32", 32), ("nvfp4a16", 16), ("mxfp4", 32), ("mlx-4bit", 64)]
+    ("name", "group"),
+    [("fp8-block", 128), ("w4a16", 128), ("w4a16-g32", 32), ("nvfp4a16", 16), ("mxfp4", 32), ("mlx-4bit", 64)],
 )
 def test_widths_that_the_group_does_not_divide_are_refused(name: str, group: int) -> None:
     spec = TensorSpec("x.weight", DTYPES["BF16"], (4, group + group // 2))

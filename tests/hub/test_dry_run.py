@@ -320,8 +320,8 @@ def test_every_request_of_huggingface_hub_has_a_timeout(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
     monkeypatch.setattr(hub, "UPLOAD_SECONDS", 1.0)
-    hub._bound_requests()
-    hub._bound_requests()
+    hub.bound_requests()
+    hub.bound_requests()
     assert get_session().event_hooks["request"].count(hub._bound) == 1
     with silent() as never:
         for method in ("GET", "POST"):

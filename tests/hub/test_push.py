@@ -15,9 +15,11 @@ import pytest
 
 import weightsmith
 from tests.cli_help import Ran
-from tests.fake_hub import FakeHub, environment, serve, silent
+from tests.fake_hub import ATTRIBUTES, FakeHub, environment, serve, silent, use
 from tests.test_cards import RECIPE
 from tests.test_cards import here as here
+from weightsmith.errors import PushFailed
+from weightsmith.hub_outputs.push import check_push, push
 
 pytestmark = pytest.mark.slow
 
@@ -57,14 +59,13 @@ def test_a_merge_is_pushed_as_a_private_model(hub: FakeHub, here: Path) -> None:
 
 
 def test_a_public_model_into_a_repository_that_exists_by_run(hub: FakeHub, here: Path) -> None:
-    hub.pushed["org/merged"] = {"old.txt": b"stays"}
+    hub.put("org/merged", {"old.txt": b"stays", ".gitattributes": ATTRIBUTES})
     (here / "plan.json").write_text(run(hub, here, "plan", recipe(here), "--json").out)
     assert hub.seen == []
     done = run(hub, here, "run", "plan.json", "out", "--push", "org/merged", "--public")
     assert done.code == 0, done.err
     assert f"uploaded to {hub.url}/org/merged" in done.out
-    assert hub.created[0].get("visibility", "public") == "public"
-    assert not hub.created[0].get("private")
+    assert hub.created == []
     assert hub.pushed == {"org/merged": {"old.txt": b"stays"} | files(here / "out")}
     refused = run(hub, here, "run", "plan.json", "out2", "--part", "1/2", "--push", "org/merged")
     assert refused.code == 2
@@ -96,20 +97,17 @@ def test_a_failed_upload_leaves_the_output_and_says_how_to_push_it_again(fails: 
     assert hub.pushed == {"org/merged": files(here / "out")}
 
 
-def test_an_interrupted_upload_leaves_the_output_too(tmp_path: Path) -> None:
-    from weightsmith.errors import PushFailed
-    from weightsmith.hub import push
+def test_an_interrupted_upload_leaves_the_output_too(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(hub, monkeypatch)
+    repository = check_push("org/x@v2")
 
-    class Api:
-        def create_repo(self, *args: object, **more: object) -> str:
-            return ""
+    def interrupted(*args: object, **more: object) -> None:
+        raise KeyboardInterrupt
 
-        def upload_folder(self, *args: object, **more: object) -> None:
-            raise KeyboardInterrupt
-
+    monkeypatch.setattr(repository.api, "upload_folder", interrupted)
     with pytest.raises(PushFailed, match="the upload was interrupted") as caught:
-        push(Api(), tmp_path, "org/x", public=True, message="")  # type: ignore[arg-type]
-    assert f"`hf upload org/x {tmp_path} .`" in str(caught.value)
+        push(repository, tmp_path, public=True, message="")
+    assert f"`hf upload org/x {tmp_path} . --revision v2`" in str(caught.value)
     assert f"complete in {tmp_path}" in str(caught.value)
 
 
@@ -139,7 +137,7 @@ def test_a_hub_that_never_answers_is_found_before_the_merge(here: Path) -> None:
     with silent() as hub:
         done = run(hub, here, "merge", recipe(here), "out", "--push", "org/merged", HF_HUB_DOWNLOAD_TIMEOUT="1")
     assert done.code == 3
-    assert "or does not answer" in done.err
+    assert "the hub does not answer" in done.err
     assert not (here / "out").exists()
     assert time.monotonic() - began < 60
 

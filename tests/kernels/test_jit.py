@@ -17,8 +17,9 @@ from numba.core import event
 
 from tests.cli_help import run_process
 from tests.mini import write_checkpoint
-from weightsmith.kernels import jit
-from weightsmith.kernels.jit import Abandoned, Switch, is_compiling, kernel, leave
+from weightsmith.kernels import compiler
+from weightsmith.kernels.jit import Switch, kernel
+from weightsmith.kernels.watch import Abandoned, is_compiling, leave
 
 EVEN, ODD = Switch("parity", [0]), Switch("parity", [1])
 compiled = pytest.mark.skipif(bool(numba.core.config.DISABLE_JIT), reason="numba does not compile")
@@ -60,7 +61,7 @@ def test_compiled_kernels_are_kept_where_numba_keeps_its_own_else_in_the_users_c
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     for numbas, folder in ((str(tmp_path / "numba"), tmp_path / "numba"), ("", tmp_path / "user" / "weightsmith")):
         monkeypatch.setattr(numba.core.config, "CACHE_DIR", numbas)
-        assert Path(jit.cache_folder.__wrapped__()).parent == folder
+        assert Path(compiler.cache_folder.__wrapped__()).parent == folder
 
 
 def test_a_branch_that_no_value_takes_is_not_compiled() -> None:
@@ -88,8 +89,8 @@ def test_a_kernel_that_kernels_call_is_not_compiled_by_itself(monkeypatch: pytes
         made.append(library.name)
         known(library)
 
-    known = jit.codegen.JITCodeLibrary._finalize_specific
-    monkeypatch.setattr(jit.codegen.JITCodeLibrary, "_finalize_specific", emit)
+    known = compiler.codegen.JITCodeLibrary._finalize_specific
+    monkeypatch.setattr(compiler.codegen.JITCodeLibrary, "_finalize_specific", emit)
     assert calling(1.0) == 5
     assert any(name.startswith("calling") for name in made)
     assert not any(name.startswith("called") for name in made)
@@ -127,7 +128,7 @@ class Worker(threading.Thread, event.Listener):  # type: ignore[misc]
 @pytest.fixture
 def uncached(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that an earlier run of the tests has kept would be loaded, not compiled."""
-    monkeypatch.setattr(jit, "cache_folder", lambda: "")
+    monkeypatch.setattr(compiler, "cache_folder", lambda: "")
 
 
 @compiled
@@ -209,18 +210,18 @@ def test_threads_do_not_undo_each_others_cache_folder(monkeypatch: pytest.Monkey
         def compiled(function: Any) -> Any:
             for _ in range(3):
                 time.sleep(0.0005)
-                seen.add(jit.config.CACHE_DIR)
+                seen.add(compiler.config.CACHE_DIR)
             return function
 
         return compiled
 
-    monkeypatch.setattr(jit.numba, "njit", njit)
-    monkeypatch.setattr(jit, "cache_folder", lambda: "ours")
-    monkeypatch.setattr(jit.config, "CACHE_DIR", "before")
+    monkeypatch.setattr(compiler.numba, "njit", njit)
+    monkeypatch.setattr(compiler, "cache_folder", lambda: "ours")
+    monkeypatch.setattr(compiler.config, "CACHE_DIR", "before")
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: jit._njit(njit, called_by_kernel=False), range(64)))
+        list(pool.map(lambda _: compiler.njit(njit, called_by_kernel=False), range(64)))
     assert seen == {"ours"}
-    assert jit.config.CACHE_DIR == "before"
+    assert compiler.config.CACHE_DIR == "before"
 
 
 FIRST_RUN = """

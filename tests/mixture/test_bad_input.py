@@ -11,7 +11,7 @@ import pytest
 
 from tests.mini import write_checkpoint
 from weightsmith.errors import PlanError
-from weightsmith.mixture import prepare_moe
+from weightsmith.mixture.build import prepare_moe
 from weightsmith.options import RecipeOptions
 
 CONFIG: dict[str, Any] = {

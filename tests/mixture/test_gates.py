@@ -19,7 +19,7 @@ from tests.zoo import SIZES
 from weightsmith.engine.bench import MemoryOutput
 from weightsmith.engine.local import Resources, run
 from weightsmith.errors import PlanError
-from weightsmith.mixture import prepare_moe
+from weightsmith.mixture.build import prepare_moe
 from weightsmith.mixture.routing.gates import MODES, Sample
 from weightsmith.mixture.routing.gates.cheap_embed import summed
 from weightsmith.mixture.routing.gates.hidden import average, last

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from tests.moe_help import DENSE, TOKENS, Models, config_of, edit_config, edit_tensors, load, logits, made, recipe
 from weightsmith.errors import PlanError
-from weightsmith.mixture import prepare_moe
+from weightsmith.mixture.build import prepare_moe
 from weightsmith.mixture.layouts import all_layouts, get
 from weightsmith.mixture.layouts.base import ExpertLayout
 from weightsmith.mixture.layouts.dense_config import DEFAULTS, KNOWN, semantics

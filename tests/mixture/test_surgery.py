@@ -20,7 +20,7 @@ from weightsmith.checkpoint import open_checkpoint
 from weightsmith.engine.reader import Reader
 from weightsmith.engine.results import Results
 from weightsmith.errors import PlanError, WeightsmithError
-from weightsmith.mixture import prepare_moe
+from weightsmith.mixture.build import prepare_moe
 from weightsmith.mixture.surgery import matching
 from weightsmith.mixture.surgery.counts import with_experts
 from weightsmith.mixture.surgery.experts import find_blocks

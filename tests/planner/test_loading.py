@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Callable, Mapping
+import os
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ import pytest
 import weightsmith
 from tests import plan_help, zoo
 from tests.plan_help import only, plan, warnings
+from weightsmith.engine.local import Progress, Run
 from weightsmith.errors import Finding, LayerError, PlanError
-from weightsmith.planner import loading
-from weightsmith.planner.loading import check_loading
+from weightsmith.planner import answers, loading
+from weightsmith.planner.loading import Check, Question, check_loading
 from weightsmith.tensors import DTYPES, TensorSpec
 
-OUTPUT = {"model_type": "output"}, [TensorSpec("w", DTYPES["BF16"], (2, 3))]
-DONOR = {"model_type": "donor"}, [TensorSpec("w", DTYPES["BF16"], (2, 2))]
+SPECS = (TensorSpec("w", DTYPES["BF16"], (2, 3)),)
+STACK = Question(({"model_type": "output"}, SPECS), ({"model_type": "donor"}, SPECS), "a", "r.yml:2:1")
 RIGHT: dict[str, Any] = {"differences": []}
 
 
@@ -27,7 +29,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, output: Mapping[str, Any], donor: Map
     """transformers gives these answers; the list of what it was asked for."""
     questions: list[str] = []
 
-    def ask(checkpoint: Any) -> Mapping[str, Any]:
+    def ask(checkpoint: Any, _began: object) -> Mapping[str, Any]:
         questions.append(checkpoint[0]["model_type"])
         return output if questions[-1] == "output" else donor
 
@@ -38,14 +40,14 @@ def asked(monkeypatch: pytest.MonkeyPatch, output: Mapping[str, Any], donor: Map
 
 def test_what_loads_is_not_mentioned_and_the_donor_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     questions = asked(monkeypatch, RIGHT)
-    assert check_loading(OUTPUT, DONOR, "a", where="r.yml:2:1") is None
+    assert check_loading(STACK) is None
     assert questions == ["output"]
 
 
 def test_differences_are_an_error_with_the_first_three(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [["missing", "l.0.a", ""], ["unexpected", "l.1.b", ""], ["shape", "c", "[2], and the model class builds [3]"]]
     asked(monkeypatch, {"differences": [*found, ["missing", "l.1.a", ""], ["missing", "l.2.a", ""]]})
-    error = check_loading(OUTPUT, DONOR, "a", where="r.yml:2:1")
+    error = check_loading(STACK)
     assert isinstance(error, LayerError)
     assert str(error) == (
         "r.yml:2:1: transformers could not load the output: its config.json would build a model with other tensors\n"
@@ -60,53 +62,178 @@ def test_differences_are_an_error_with_the_first_three(monkeypatch: pytest.Monke
 def test_what_the_donor_misses_too_is_not_the_outputs_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     donor = {"differences": [["unexpected", "mtp.3.w", ""]]}
     asked(monkeypatch, {"differences": [["unexpected", "mtp.5.w", ""]]}, donor)
-    assert check_loading(OUTPUT, DONOR, "a", where="") is None
+    assert check_loading(STACK) is None
     asked(monkeypatch, {"differences": [["unexpected", "mtp.5.w", ""], ["missing", "mtp.5.w", ""]]}, donor)
-    assert isinstance(check_loading(OUTPUT, DONOR, "a", where=""), LayerError)
+    assert isinstance(check_loading(STACK), LayerError)
 
 
 def test_a_config_that_cannot_be_built_is_an_error_unless_the_donors_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     asked(monkeypatch, {"failed": "ValueError: no"})
-    error = check_loading(OUTPUT, DONOR, "a", where="")
+    error = check_loading(STACK)
     assert isinstance(error, LayerError)
     assert error.finding.details == ("ValueError: no",)
     asked(monkeypatch, {"failed": "ValueError: no"}, {"failed": "ValueError: neither"})
-    note = check_loading(OUTPUT, DONOR, "a", where="")
+    note = check_loading(STACK)
     assert isinstance(note, Finding)
     assert "transformers cannot load a itself: ValueError: neither" in note.what
 
 
 def test_what_transformers_does_not_know_is_written_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     asked(monkeypatch, {"unknown": "model_type 'x'"})
-    assert check_loading(OUTPUT, DONOR, "a", where="") == Finding(
+    assert check_loading(STACK) == Finding(
         "the output's config.json was not checked: transformers has no model_type 'x'",
         fix="load the output with its own software before you publish it",
     )
 
 
-def fails(error: Exception) -> Callable[..., Any]:
-    def run(*_args: object, **_options: object) -> None:
-        raise error
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> Path:
+    """A folder, of a process that takes the place of transformers: it may write there."""
+    monkeypatch.setattr(loading, "installed", lambda: True)
+    monkeypatch.setattr(loading, "SCRIPT", tmp_path / "script.py")
+    head = f"import os, sys, time\nfrom pathlib import Path\nhere = Path({str(tmp_path)!r})\n"
+    loading.SCRIPT.write_text(f"{head}question = sys.stdin.read()\n{text}\n")
+    return tmp_path
 
-    return run
+
+HANGS = "(here / 'pid').write_text(str(os.getpid())); (here / 'began').touch(); time.sleep(60)"
+REFUSES = """
+donor = '"num_hidden_layers": 2' in question
+print('{"differences": %s}' % ("[]" if donor else '[["missing", "x", ""]]'))"""
 
 
-@pytest.mark.loading
+def ended(folder: Path) -> bool:
+    """Whether the process that hangs is gone."""
+    try:
+        os.kill(int((folder / "pid").read_text()), 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("text", "said"),
     [
-        (subprocess.TimeoutExpired("python", 120), "cannot load a itself: not built after 120 seconds"),
-        (subprocess.CalledProcessError(-9, "python", stderr=""), "the process ended with status -9"),
-        (subprocess.CalledProcessError(1, "python", stderr="x\nMemoryError\n"), "MemoryError"),
-        (OSError("no processes"), "no processes"),
+        ("os.kill(os.getpid(), 9)", "the process ended with status -9"),
+        ("sys.exit('x\\nMemoryError')", "MemoryError"),
+        ("pass", "answer: Expecting value"),
     ],
 )
-def test_a_process_that_fails_is_a_warning(error: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "installed", lambda: True)
-    monkeypatch.setattr(subprocess, "run", fails(error))
-    note = check_loading(OUTPUT, DONOR, "a", where="")
+def test_a_process_that_fails_is_a_warning(text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path, monkeypatch, text)
+    note = check_loading(STACK)
     assert isinstance(note, Finding)
     assert said in note.what
+
+
+def test_a_process_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path, monkeypatch, HANGS)
+    monkeypatch.setattr(loading, "TIMEOUT_SECONDS", 0.5)
+    note = check_loading(STACK)
+    assert isinstance(note, Finding)
+    assert "cannot load a itself: not built after 0.5 seconds" in note.what
+    assert ended(tmp_path)
+
+
+def test_a_check_that_is_closed_ends_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path, monkeypatch, HANGS)
+    with Check(STACK) as check:
+        wait_for(tmp_path / "began")
+        check.poll()
+    assert ended(tmp_path)
+
+
+def wait_for(path: Path) -> None:
+    until = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_what_was_asked_before_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path, monkeypatch, """print('{"differences": []}')""")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(answers, "key_of", lambda *_question: "key")
+    processes: list[object] = []
+    assert check_loading(STACK, processes.append) is None
+    assert check_loading(STACK, processes.append) is None
+    assert len(processes) == 1
+
+
+# ---- beside a merge
+
+
+def stack_of(tmp_path: Path) -> dict[str, Any]:
+    model = plan_help.model(tmp_path / "a", settings={"model_type": "llama"})
+    return {"merge_method": "passthrough", "slices": [{"sources": [{"model": model, "layer_range": [0, 1]}]}]}
+
+
+def left(tmp_path: Path) -> list[str]:
+    """What a merge has written."""
+    return sorted(path.name for path in tmp_path.iterdir() if path.name.strip(".").startswith("out"))
+
+
+def test_a_check_that_fails_ends_a_merge_that_takes_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path, monkeypatch, REFUSES)
+
+    def endless(run: Run, _task: object, _buffers: object) -> None:
+        while run.scheduler.error is None:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(Run, "_do", endless)
+    with pytest.raises(PlanError, match="x: not in the output") as caught:
+        weightsmith.merge(stack_of(tmp_path), tmp_path / "out", progress=False)
+    assert str(caught.value).endswith("Nothing was written. (1 problem)")
+    assert left(tmp_path) == []
+
+
+def test_nothing_is_published_before_the_check_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path, monkeypatch, f"while not (here / 'merged').exists(): time.sleep(0.01)\n{REFUSES}")
+
+    def progress(reached: Progress) -> None:
+        if reached.tensors == reached.total_tensors:
+            (tmp_path / "merged").touch()
+
+    with pytest.raises(PlanError, match="x: not in the output"):
+        weightsmith.merge(stack_of(tmp_path), tmp_path / "out", progress=progress)
+    assert left(tmp_path) == []
+
+
+def test_a_check_that_fails_leaves_the_work_of_an_earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path, monkeypatch, REFUSES)
+    stack, out = stack_of(tmp_path), tmp_path / "out"
+
+    def interrupt(reached: Progress) -> None:
+        if reached.tensors == reached.total_tensors:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        weightsmith.merge(stack, out, progress=interrupt, check_loading=False)
+    with pytest.raises(PlanError, match="what an earlier run has finished is kept") as caught:
+        weightsmith.merge(stack, out, progress=False)
+    assert "Nothing was written" not in str(caught.value)
+    merged = weightsmith.merge(stack, out, progress=False, check_loading=False)
+    assert merged.resumed == len(merged.plan.steps)
+
+
+def test_an_interrupted_merge_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path, monkeypatch, HANGS)
+
+    def interrupt(_reached: Progress) -> None:
+        wait_for(tmp_path / "began")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        weightsmith.merge(stack_of(tmp_path), tmp_path / "out", progress=interrupt)
+    assert ended(tmp_path)
+
+
+def test_what_is_not_known_is_a_warning_of_the_merge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path, monkeypatch, """print('{"unknown": "such model"}')""")
+    merged = weightsmith.merge(stack_of(tmp_path), tmp_path / "out", progress=False)
+    assert "transformers has no such model" in str(merged.warnings[-1])
+
+
+# ---- when it is asked
 
 
 def test_only_what_has_a_new_config_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +247,7 @@ def test_only_what_has_a_new_config_is_checked(tmp_path: Path, monkeypatch: pyte
     stack = {"merge_method": "passthrough", "slices": [{"sources": [{"model": a, "layer_range": [0, 1]}]}]}
     plan(stack, check_loading=False)
     assert questions == []
-    monkeypatch.setattr(loading, "check_loading", lambda *_args, **_where: LayerError("transformers could not load it"))
+    monkeypatch.setattr(loading, "check_loading", lambda *_args: LayerError("transformers could not load it"))
     assert "transformers could not load it" in str(only(stack))
     with pytest.raises(PlanError):
         weightsmith.merge(stack, tmp_path / "out")
@@ -158,6 +285,6 @@ def test_a_config_that_asks_for_a_model_of_any_size_costs_a_bounded_time(
     pytest.importorskip("accelerate")
     monkeypatch.setattr(loading, "TIMEOUT_SECONDS", 5)
     vast = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 10**9}
-    note = check_loading((vast, []), (vast, []), "a", where="")
+    note = check_loading(Question((vast, ()), (vast, ()), "a", ""))
     assert isinstance(note, Finding)
     assert "transformers cannot load a itself: not built after 5 seconds" in note.what

@@ -273,13 +273,14 @@ def test_hessians_of_experts_are_summed_within_a_budget(uniform: bool, tmp_path:
     found, most = [], []
     with prepared_for(save_model(tmp_path / "m", "mixtral"), settings(tmp_path, uniform=uniform)) as prepared:
         until = [product.name for product in prepared.plan.products].index("layer 0" if uniform else "measured 0") + 1
-        for memory in (None, 80_000):
+        limit = 80_000 if uniform else 200_000
+        for memory in (None, limit):
             taken: list[int] = []
             output = captured(prepared, prepared.plan.products[:until], memory)
             found.append([array.tobytes() for arrays in output.arrays.values() for array in arrays])
             most.append(max(taken))
     assert most[0] > 200_000
-    assert 30_000 < most[1] <= 40_000
+    assert 0.36 * limit < most[1] <= 0.5 * limit
     assert found[0] == found[1]
 
 
@@ -307,7 +308,7 @@ def test_a_measurement_precedes_and_can_be_used_again(llama: Path, tmp_path: Pat
     for block, options in data.items():
         if options is not None:
             accuracies = [option["accuracy"] for option in sorted(options, key=lambda option: option["total_bits"])]
-            assert accuracies[0] < accuracies[-1] - 0.01, block
+            assert 1 - accuracies[0] > 10 * (1 - accuracies[-1]), block
             assert all(0 < accuracy < 1 for accuracy in accuracies)
     assert json.loads((measured / "weightsmith.json").read_text())["quantised"] == "exl2"
     again = replace(given, measurement=str(measured / "measurement.json"))
@@ -340,7 +341,7 @@ def test_a_run_resumes_after_its_measurement(llama: Path, tmp_path: Path, monkey
 
     with interrupted(monkeypatch, "layer 0"):
         quantise(llama, tmp_path / "a", given)
-    monkeypatch.setattr("weightsmith.quantisation.calibration.measured._errors", None)  # fails if a layer is measured again
+    monkeypatch.setattr("weightsmith.quantisation.calibration.measured._losses", None)  # fails if a layer is measured again
     found = weights_of(quantise(llama, tmp_path / "a", given).out)
     monkeypatch.undo()
     assert found == weights_of(quantise(llama, tmp_path / "b", given).out)

@@ -14,12 +14,5 @@ combinations.py     the product with what PEFT's add_weighted_adapter makes of t
 shared.py   what the adapters of a merge have factors of, and save whole
 opening.py  the adapters of a merge, as the planner sees them
 merge.py    merges of adapters: the plan
+recipes.py  recipes of models or of adapters: which of the two
 """
-
-from __future__ import annotations
-
-from weightsmith.adapters.extract import FORMAT as FORMAT
-from weightsmith.adapters.extract import follow as follow
-from weightsmith.adapters.extract import prepare_extraction as prepare_extraction
-from weightsmith.adapters.merge import prepare_merge as prepare_merge
-from weightsmith.adapters.merge import prepare_models as prepare_models

@@ -18,7 +18,7 @@ from weightsmith import methods
 from weightsmith.adapters.combinations import MAJORITIES, NAMES, ON_FACTORS, PREFIX, Combination, CombinationWork
 from weightsmith.adapters.cores import SPACES, Adapted, CoreWork, Space, basis_steps, core_step, scales_step
 from weightsmith.adapters.merged_factors import MergedWork
-from weightsmith.adapters.opening import NAME_BASE, WEIGHT, ZERO_ADAPTER, Opened, is_adapter
+from weightsmith.adapters.opening import NAME_BASE, WEIGHT, ZERO_ADAPTER, Opened
 from weightsmith.adapters.peft import PREFIX as PEFT_PREFIX
 from weightsmith.adapters.peft import adapter_config, factor_names, norms_name, stacked_names
 from weightsmith.adapters.shared import different_bases, parameters_of
@@ -38,9 +38,9 @@ from weightsmith.jobs.requires import needs_torch
 from weightsmith.methods.base import BaseRole
 from weightsmith.options import RecipeOptions
 from weightsmith.planner import Plan, Prepared
-from weightsmith.planner.build import prepare_recipe, prepare_source
+from weightsmith.planner.build import prepare_recipe
 from weightsmith.plans import CAST, COPY, PRODUCTS, ModelInput, Product, Read, Step
-from weightsmith.recipe import Recipe, Source
+from weightsmith.recipe import Recipe
 from weightsmith.recipe.values import Entry, Setting
 from weightsmith.structure.vocabulary import is_vocabulary
 from weightsmith.tensors import DType, TensorSpec
@@ -53,29 +53,6 @@ _SOURCES: Mapping[Space, str] = {
 _PEFT = "PEFT's add_weighted_adapter, https://github.com/huggingface/peft."
 _WEIGHTS_OFF = 1e-6
 """How far weights that add up to 1 may be off."""
-
-
-def prepare_merge(source: Source, options: RecipeOptions) -> Prepared:
-    """Plan a recipe of `merge`, of models or of adapters. Raises PlanError with all problems."""
-    return prepare_source(source, "merge", options, prepare_models)
-
-
-def prepare_models(
-    recipe: Recipe, options: RecipeOptions, problems: Sequence[WeightsmithError] = (), **places: Any
-) -> Prepared:
-    """`planner.prepare_recipe`, also for a recipe whose models are adapters."""
-    if are_adapters(recipe):
-        return _prepare_adapters(recipe, options, problems, **places)
-    for name, changed in (("rank", options.adapter_rank is not None), ("space", options.adapter_space != "core")):
-        if changed:
-            what = f"adapter_{name} is the {name} of a merge of adapters, and the models of this recipe are none"
-            problems = [*problems, ParameterError(what, where=f"adapter_{name}", fix="leave it out")]
-    return prepare_recipe(recipe, options, problems, **places)
-
-
-def are_adapters(recipe: Recipe) -> bool:
-    """Whether every model of the recipe, but for the base, is a local folder with an adapter in it."""
-    return bool(recipe.models) and all(is_adapter(each.model) for each in recipe.models)
 
 
 def _combination(recipe: Recipe, problems: list[WeightsmithError]) -> tuple[Recipe, Combination | None]:
@@ -125,9 +102,10 @@ def _plain(setting: Setting | None) -> object:
     return entries[0].value if len(entries) == 1 and entries[0].filter is None else None
 
 
-def _prepare_adapters(
+def prepare_adapters(
     recipe: Recipe, options: RecipeOptions, problems: Sequence[WeightsmithError] = (), **places: Any
 ) -> Prepared:
+    """`planner.prepare_recipe` for a recipe whose models are adapters."""
     found = [*problems, *_refusals(recipe, options)]
     if missing := needs_torch():
         found.append(ParameterError(missing.replace("this method", "a merge of adapters")))

@@ -10,10 +10,9 @@ from pathlib import Path
 from weightsmith.adapters.cores import ZERO, Adapted, Space
 from weightsmith.adapters.experts import is_expert
 from weightsmith.adapters.shared import MERGE_MODELS, different_bases, find_modules, whole_tensors
-from weightsmith.checkpoint import Checkpoint, locate
+from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import Unsupported, WeightsmithError
-from weightsmith.lora import Adapter, find_places, open_adapter
-from weightsmith.lora.records import CONFIG_NAME
+from weightsmith.lora import Adapter, find_places, is_adapter, open_adapter
 from weightsmith.methods.base import BaseRole
 from weightsmith.planner.inputs import at, open_models
 from weightsmith.plans import Read, Step
@@ -26,17 +25,6 @@ ZERO_ADAPTER = ModelRef("the zero adapter", text="the zero adapter")
 
 WEIGHT = ".weight"
 NAME_BASE = "base_model: the model that the adapters were trained on"
-
-
-def is_adapter(ref: ModelRef) -> bool:
-    """Whether a model is a local folder with an adapter in it."""
-    if ref.lora is not None:
-        return False
-    try:
-        place = locate(ref.path, ref.revision or None)
-    except WeightsmithError:
-        return False
-    return isinstance(place, Path) and (place / CONFIG_NAME).is_file() and not (place / "config.json").exists()
 
 
 class Opened:

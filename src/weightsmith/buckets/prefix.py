@@ -10,7 +10,6 @@ from weightsmith.remote.addresses import STORES, parse_address
 from weightsmith.store.area import STAGING_SUFFIX
 
 _MAX_PREFIX_BYTES = 700  # of 1,024 of a key
-_INSTEAD = {"hf": "write to a local folder, and upload it with --push ORG/NAME"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ def parse_prefix(text: str, *, folder: bool = False) -> Prefix:
     """
     scheme = text.partition("://")[0].lower()
     if scheme not in STORES:
-        fix = _INSTEAD.get(scheme, "write to a local folder, or to s3://bucket/prefix, gs:// or az://")
+        fix = "write to a local folder, or to s3://bucket/prefix, gs://, az:// or hf://org/name"
         raise _refused(text, f"weightsmith does not write to {legible(scheme, 20)}://", fix)
     place = parse_address(text)
     if not place.path and not folder:

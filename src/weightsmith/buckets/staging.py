@@ -255,10 +255,12 @@ class BucketStaging:
     def reread(self, names: Collection[str], threads: int) -> None:
         """Does nothing: no process has written a byte of another's."""
 
-    def redo(self, names: Collection[str]) -> None:
-        """These finished tensors are computed again: none of them is finished now, nor are others of their groups."""
+    def redo(self, names: Collection[str]) -> bool:
+        """These finished tensors are computed again, and all others of their groups. True if there are others."""
         with self._kept():
+            before = len(self.records)
             self._opened().redo(names)
+            return before - len(self.records) > len(names)
 
     # tensors
 

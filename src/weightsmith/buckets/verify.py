@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from weightsmith.buckets.client import UPLOADS, Bucket
+from weightsmith.buckets.client import UPLOADS
 from weightsmith.buckets.contents import manifest_of, names_in
-from weightsmith.buckets.prefix import Prefix, parse_prefix
+from weightsmith.buckets.prefix import parse_prefix
 from weightsmith.buckets.stores import open_bucket
 from weightsmith.errors import Corrupt
 from weightsmith.formats.carried import is_loaded
@@ -25,22 +25,31 @@ RANGE_BYTES = 16 << 20
 
 
 def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progress | None = None) -> Verified:
-    """Re-read a checkpoint whole and compare it with its manifest.
-
-    folder    a folder, or an address: `s3://bucket/prefix`
-    threads   threads that read and hash, 4 MiB of memory each; of an address 8 read, 16 MiB each
-    progress  called with (bytes of tensors done, in all)
-
-    Raises Corrupt, whose details name every damaged tensor, header and file, every missing file, and files that are not of the
-    checkpoint and that a loader would read (weights, adapters, a tokenizer); NotFound when there is no manifest, FormatError
-    when weightsmith did not write it.
-    """
+    """See `hub_outputs.verify`, for a folder or an address in a bucket."""
     if not is_address(folder):
         return verify_folder(folder, threads=threads, progress=progress)
     address = parse_prefix(str(folder))
     bucket = open_bucket(address)
     manifest = manifest_of(bucket, address)
-    present = names_in(bucket, address)
+
+    def read(name: str, start: int, nbytes: int) -> bytes:
+        return bucket.read_range(address.key(name), start, nbytes)
+
+    return compare(str(address), manifest, names_in(bucket, address), read, progress)
+
+
+def compare(
+    where: str,
+    manifest: Manifest,
+    present: Mapping[str, int],
+    read: Callable[[str, int, int], bytes],
+    progress: Progress | None,
+) -> Verified:
+    """Compare the files of an output elsewhere with its manifest; see `verify`.
+
+    present  names and sizes of its files
+    read     bytes of a file, from a byte on: fewer if it ends. Called from many threads
+    """
     stray = present.keys() - {MANIFEST_NAME, *manifest.weights, *manifest.files}
     loadable = {name for name in stray if is_loaded(name)}
     problems = [f"{name}: is not of this checkpoint, and may be loaded with it" for name in sorted(loadable)]
@@ -48,31 +57,31 @@ def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progre
     problems += [f"{name}: is missing" for name in sorted(missing)]
     for name, file in manifest.files.items():
         if name not in missing:
-            data = bucket.read_range(address.key(name), 0, max(1, file.nbytes)) if present[name] else b""
+            data = read(name, 0, max(1, file.nbytes)) if present[name] else b""
             if present[name] != file.nbytes or hash_bytes(data) != file.xxh3_128:
                 problems.append(f"{name}: differs from what was written")
     for name, weight in manifest.weights.items():
         if name not in missing:
             if present[name] != weight.nbytes:
                 problems.append(f"{name}: has {present[name]:,} bytes, not the {weight.nbytes:,} that were written")
-            header = bucket.read_range(address.key(name), 0, weight.header_bytes)
+            header = read(name, 0, weight.header_bytes)
             if hash_bytes(header) != weight.header_xxh3_128:
                 problems.append(f"{name}: its header differs from what was written")
-    problems += _tensor_problems(bucket, address, manifest, present, progress)
+    problems += _tensor_problems(manifest, present, read, progress)
     if problems:
         raise Corrupt(
             f"{len(problems):,} problem{'s' if len(problems) > 1 else ''} found",
-            where=str(address),
+            where=where,
             details=problems,
             fix="restore these from a copy, or make the checkpoint again",
         )
     nbytes = sum(w.nbytes for w in manifest.weights.values()) + sum(f.nbytes for f in manifest.files.values())
     extra = tuple(sorted(stray - loadable))
-    return Verified(str(address), manifest.plan, len(manifest.tensors), len(manifest.files), nbytes, extra)
+    return Verified(where, manifest.plan, len(manifest.tensors), len(manifest.files), nbytes, extra)
 
 
 def _tensor_problems(
-    bucket: Bucket, address: Prefix, manifest: Manifest, present: dict[str, int], progress: Progress | None
+    manifest: Manifest, present: Mapping[str, int], read: Callable[[str, int, int], bytes], progress: Progress | None
 ) -> list[str]:
     total = sum(tensor.nbytes for tensor in manifest.tensors.values())
     done = 0
@@ -82,7 +91,7 @@ def _tensor_problems(
         nonlocal done
         name, start, nbytes = place
         tensor = manifest.tensors[name]
-        data = bucket.read_range(address.key(tensor.file), tensor.offset + start, nbytes) if nbytes else b""
+        data = read(tensor.file, tensor.offset + start, nbytes) if nbytes else b""
         with lock:
             done += nbytes
             if progress is not None:

@@ -35,8 +35,8 @@ def main() -> None:
         code = _run(app)
     except KeyboardInterrupt:  # between the commands' own handlers: while modules are imported
         code = 130
-    jit = sys.modules.get("weightsmith.kernels.jit")
-    if jit is not None and jit.is_left():  # all is closed; Python would wait for the compiler
+    watch = sys.modules.get("weightsmith.kernels.watch")
+    if watch is not None and watch.is_left():  # all is closed; Python would wait for the compiler
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)

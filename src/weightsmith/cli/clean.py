@@ -19,7 +19,7 @@ def clean(
         list[str] | None,
         typer.Argument(
             metavar="[FOLDER]...",
-            help="Where to look: the parents of output folders, or an address: s3://BUCKET/PREFIX, gs://, az://.",
+            help="Where to look: the parents of output folders, s3://BUCKET/PREFIX, gs://, az://, or the output hf://ORG/NAME.",
             show_default=False,
         ),
     ] = None,
@@ -35,12 +35,16 @@ def clean(
         from weightsmith.buckets.prefix import parse_prefix
         from weightsmith.buckets.unfinished import UnfinishedUpload, find_uploads, remove_upload
         from weightsmith.errors import NotFound
+        from weightsmith.hub_outputs.address import is_hub_address, parse_hub_address
         from weightsmith.store.target import is_address
         from weightsmith.store.unfinished import Unfinished, find_unfinished, remove_unfinished
 
         found: list[Unfinished | UnfinishedUpload] = []
         for folder in folders or ["."]:
-            if is_address(folder):
+            if is_hub_address(folder):
+                name = parse_hub_address(folder).local_name
+                found += [each for each in find_unfinished(Path()) if each.out.name.startswith(name)]
+            elif is_address(folder):
                 found += find_uploads(parse_prefix(folder, folder=True))
             elif Path(folder).is_dir():
                 found += find_unfinished(Path(folder))

@@ -60,7 +60,7 @@ def doctor(
 def _facts(folder: Path) -> dict[str, Any]:
     from importlib.metadata import PackageNotFoundError, version
 
-    from weightsmith.kernels.jit import cache_folder
+    from weightsmith.kernels.compiler import cache_folder
 
     def installed(name: str) -> str | None:
         try:

@@ -52,7 +52,7 @@ def extract_lora(
     options.check_out(out, plan_only=plan_only)
     with failures(as_json=as_json, interrupted=lambda: interrupted(out)):
         no_bars_in_logs(quiet=quiet)
-        from weightsmith.adapters import prepare_extraction
+        from weightsmith.adapters.extract import prepare_extraction
         from weightsmith.adapters.report import NAME
 
         with prepare_extraction(finetuned, base, settings, dtype) as prepared:

@@ -41,7 +41,7 @@ def merge(
     with failures(as_json=as_json, interrupted=lambda: interrupted(out)), ExitStack() as stack:
         no_bars_in_logs(quiet=quiet)
         answer(context, quiet=quiet)
-        from weightsmith.adapters import prepare_merge
+        from weightsmith.adapters.recipes import prepare_merge
         from weightsmith.quantisation import quantised
 
         source = options.recipe_source(recipe)
@@ -122,12 +122,15 @@ def interrupted(out: str) -> str:
     import glob
     import shlex
 
+    from weightsmith.hub_outputs.address import is_hub_address, parse_hub_address
     from weightsmith.store.area import staging_folder
     from weightsmith.store.target import absolute, is_address
 
     # --no-resume on this run discarded an earlier one's work; on the next it would discard this one's.
     command = shlex.join(["weightsmith", *(a for a in sys.argv[1:] if a != "--no-resume")])
-    if is_address(out):
+    if is_hub_address(out):
+        out = parse_hub_address(out).local_name
+    elif is_address(out):
         return f"Interrupted. What was uploaded is kept at {out}\n  -> Resume with the same command: {command}"
     target = absolute(out)
     folder = staging_folder(target)

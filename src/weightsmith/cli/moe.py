@@ -36,7 +36,7 @@ def moe(
         str,
         typer.Argument(
             metavar="OUT",
-            help="The folder to create, or an address: s3://BUCKET/PREFIX, gs://, az://; not with --plan and --routing.",
+            help="The folder to create, or s3://BUCKET/PREFIX, gs://, az://, hf://ORG/NAME[@BRANCH]; not with --plan, --routing.",
             show_default=False,
         ),
     ] = "",
@@ -61,12 +61,14 @@ def moe(
     with failures(as_json=as_json, interrupted=lambda: interrupted(out)), ExitStack() as stack:
         no_bars_in_logs(quiet=quiet)
         answer(context, quiet=quiet)
-        from weightsmith.mixture import prepare_moe
+        from weightsmith.mixture.build import prepare_moe
         from weightsmith.quantisation import quantised
 
         source = options.recipe_source(recipe)
         planning = replace(planning, routing_report=True) if routing_only else planning
         prepared = stack.enter_context(quantised(lambda: prepare_moe(source, planning), planning.quantize, settings))
+        if plan_only:
+            prepared = prepared.checked()
         show_warnings(prepared)
         if plan_only:
             from weightsmith.cli.plan import show_plan

@@ -119,7 +119,8 @@ def _size_option(name: str, help: str, **more: Any) -> Any:
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file; - for standard input.")]
 Out = Annotated[
-    str, typer.Argument(metavar="OUT", help="The folder to create, or an address: s3://BUCKET/PREFIX, gs://, az://.")
+    str,
+    typer.Argument(metavar="OUT", help="The folder to create, or s3://BUCKET/PREFIX, gs://, az://, hf://ORG/NAME[@BRANCH]."),
 ]
 Threads = Annotated[
     int | None,
@@ -133,7 +134,7 @@ OutOrPlan = Annotated[
     str,
     typer.Argument(
         metavar="OUT",
-        help="The folder to create, or an address: s3://BUCKET/PREFIX, gs://, az://; not with --plan.",
+        help="The folder to create, or s3://BUCKET/PREFIX, gs://, az://, hf://ORG/NAME[@BRANCH]; not with --plan.",
         show_default=False,
     ),
 ]
@@ -445,7 +446,9 @@ FLAGS: Mapping[str, Any] = {
     "max_spool_bytes": MaxSpool,
     "push": Annotated[
         str | None,
-        typer.Option("--push", metavar="ORG/NAME", help="Upload OUT to the hub when it is finished, as a private model."),
+        typer.Option(
+            "--push", metavar="ORG/NAME[@BRANCH]", help="Upload OUT to the hub when it is finished, as a private model."
+        ),
     ],
     "ray": Annotated[
         str | None,
@@ -456,7 +459,11 @@ FLAGS: Mapping[str, Any] = {
             "cluster, or a new one on this machine; local: a new one.",
         ),
     ],
-    "public": Annotated[bool, typer.Option("--public", help="Make the model that --push creates visible to everyone.")],
+    "public": Annotated[bool, typer.Option("--public", help="Make a model that is created on the hub visible to everyone.")],
+    "commit_message": Annotated[
+        str | None,
+        typer.Option("--commit-message", metavar="TEXT", help="Of the commit on the hub; the plan's title if not given."),
+    ],
 }
 """Field of `RecipeOptions`, `QuantizeSettings`, `ExtractSettings`, `TransplantSettings` or `RunOptions` → its flag."""
 

@@ -66,7 +66,8 @@ def plan(
         answer(context, quiet=quiet)
         from weightsmith.api import prepare_any
 
-        with prepare_any(options.recipe_source(recipe), planning, settings) as prepared:
+        with prepare_any(options.recipe_source(recipe), planning, settings) as planned:
+            prepared = planned.checked()
             show_warnings(prepared)
             if quiet and not as_json:
                 return

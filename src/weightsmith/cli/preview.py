@@ -56,7 +56,8 @@ def preview(
         if report is not None:
             check_page(report)
 
-        with prepare_any(options.recipe_source(recipe), planning, QuantizeSettings()) as prepared:
+        with prepare_any(options.recipe_source(recipe), planning, QuantizeSettings()) as planned:
+            prepared = planned.checked()
             show_warnings(prepared)
             if stream:
                 prepared.stream()

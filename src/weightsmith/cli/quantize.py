@@ -113,7 +113,7 @@ def _copy(
     options.check_out(out, plan_only=plan_only)
     with failures(as_json=as_json, interrupted=lambda: interrupted(out)):
         no_bars_in_logs(quiet=quiet)
-        from weightsmith.quantisation import prepare_copy
+        from weightsmith.quantisation.copies import prepare_copy
 
         with prepare_copy(model, planning, settings) as prepared:
             show_warnings(prepared)

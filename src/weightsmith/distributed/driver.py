@@ -41,7 +41,7 @@ from weightsmith.plans.parts import Together, parts_of, units_of
 from weightsmith.store.target import is_address
 
 if TYPE_CHECKING:
-    from weightsmith.execution.output import Output
+    from weightsmith.execution.output import Shared
 
 PART_BYTES = 256 << 20
 """Parts are not smaller than that without need: each costs a worker some tens of milliseconds."""
@@ -63,7 +63,7 @@ EDGE_BYTES = 4 << 20
 
 def share_out(
     prepared: Prepared,
-    staging: Output,
+    staging: Shared,
     out: str | os.PathLike[str],
     options: RunOptions,
     callbacks: Callbacks,
@@ -94,7 +94,7 @@ def _order(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions)
         plan=data,
         out=str(out) if is_address(out) else str(Path(out).absolute()),
         folder=str(Path.cwd()),
-        options=replace(options, ray=None, resume=True, push=None, device=named_device(options.device)),
+        options=replace(options, ray=None, resume=True, push=None, commit_message=None, device=named_device(options.device)),
         allow_code=plan.made.code is not None,
         identity=work_identity(plan, prepared.inputs, options.device),
         facts=facts(plan, prepared.inputs, options.device),
@@ -114,7 +114,7 @@ class _State:
 class Driver:
     """The shares of one plan: which wait, which run, what was done."""
 
-    def __init__(self, prepared: Prepared, staging: Output, together: Together, workers: Workers, callbacks: Callbacks) -> None:
+    def __init__(self, prepared: Prepared, staging: Shared, together: Together, workers: Workers, callbacks: Callbacks) -> None:
         plan = prepared.plan
         self.plan, self.staging, self.workers, self.callbacks = plan, staging, workers, callbacks
         self.helped = Helped()

@@ -18,7 +18,7 @@ from weightsmith.formats.files import Extent, read_bounded
 from weightsmith.jobs.job import Bytes
 from weightsmith.kernels.blocks import block_maxima
 from weightsmith.kernels.codecs import BLOCK, decode
-from weightsmith.kernels.jit import leave
+from weightsmith.kernels.watch import leave
 from weightsmith.plans import Product, Step
 from weightsmith.products import find_kind
 from weightsmith.products.base import Arrays, Cancelled, Floats

@@ -35,7 +35,7 @@ from weightsmith.jobs.job import Bytes, Matrix, Tile
 from weightsmith.kernels.codecs import decode
 from weightsmith.kernels.delta import distance
 from weightsmith.kernels.finite import first_nonfinite
-from weightsmith.kernels.jit import is_compiling, leave
+from weightsmith.kernels.watch import is_compiling, leave
 from weightsmith.options import SPOOL_BYTES
 from weightsmith.plans import CAST, COPY, PLAIN, Gather, Plan, Product, Step
 from weightsmith.products import find_kind
@@ -172,10 +172,12 @@ class Run:
         allow_nonfinite: bool = False,
         folders: Sequence[Path] = (),
         abandon: Callable[[], None] = lambda: None,
+        in_order: bool = False,
     ) -> None:
         """
         folders  of each model's files, for products that read them
-        abandon  wakes threads that wait for bytes, which nobody needs any more
+        abandon  after an error: wakes threads that wait for bytes, or for the output. May be called several times
+        in_order  see `run`
         """
         self.reader = reader
         self.plan = reader.plan
@@ -199,7 +201,9 @@ class Run:
         self._unmade = _unmade(self.plan, steps, products, reader.results)
         self._unbegun = dict(self._unmade)
         needs = ((step, self.plan.needs(step)) for step in steps)
-        self.scheduler = Scheduler(needs, self._unmade, self._parts, self._complete, resources.resident_bytes)
+        self.scheduler = Scheduler(
+            needs, self._unmade, self._parts, self._complete, resources.resident_bytes, in_order=in_order
+        )
 
     def go(self, report: Callable[[], None] = lambda: None) -> None:
         """Run. report: called from this thread, about ten times a second; what it raises ends the run.
@@ -219,6 +223,8 @@ class Run:
             for thread in pool:
                 while thread.is_alive():
                     thread.join(0.1)
+                    if self.scheduler.error is not None:
+                        self.abandon()
                     report()
         except BaseException as error:  # KeyboardInterrupt, or the caller's progress function
             self.scheduler.fail(error)
@@ -609,6 +615,8 @@ def run(
     progress: Callable[[Progress], None] | None = None,
     allow_nonfinite: bool = False,
     folders: Sequence[Path] = (),
+    in_order: bool = False,
+    abandon: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Compute output tensors and products of `plan` and write them to `output`.
 
@@ -619,6 +627,9 @@ def run(
     progress  called from the calling thread: at the start, about ten times a second, and at the end
     allow_nonfinite  merge NaN and infinities like any number; False raises NonFinite
     folders   of each model's files, for products that read them
+    in_order  begin the steps in their order: none before a step that waits for a product. For outputs that hold a few files
+              at a time
+    abandon   wakes threads that wait for the output, after an error; may be called several times
 
     Raises what the first failing tile or product raised; `WeightsmithError.product` names the product. KeyboardInterrupt stops
     the threads at their next tile and is raised again.
@@ -633,8 +644,21 @@ def run(
     began = time.monotonic()
     to_make = [product for product in wanted if not results.finished(product.name)]
     with ReadAhead(visits(reader, left, to_make), resources.spool_bytes) as ahead:
+
+        def stop() -> None:
+            ahead.stop()
+            abandon()
+
         task = Run(
-            reader, left, wanted, output, resources, allow_nonfinite=allow_nonfinite, folders=folders, abandon=ahead.stop
+            reader,
+            left,
+            wanted,
+            output,
+            resources,
+            allow_nonfinite=allow_nonfinite,
+            folders=folders,
+            abandon=stop,
+            in_order=in_order,
         )
 
         def report() -> None:

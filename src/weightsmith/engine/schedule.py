@@ -254,6 +254,8 @@ class Scheduler:
         begin: Callable[[Step], Sequence[Part]],
         complete: Callable[[Flight], None],
         resident_bytes: int = RESIDENT_BYTES,
+        *,
+        in_order: bool = False,
     ) -> None:
         """Steps are begun while the jobs in flight hold at most `resident_bytes`; one alone may hold more.
 
@@ -261,15 +263,17 @@ class Scheduler:
         products  that are still to be made
         begin     the parts of a step; called under the lock. A step without parts is finished by it
         complete  called without the lock, from the thread that did the last tile: a step's last part is done, or a survey
+        in_order  begin no step before those that come before it
         """
         self._products = set(products)
         self._ready: deque[Step] = deque()
         self._blocked: list[tuple[Step, frozenset[str]]] = []
         for step, needs in steps:
-            if needs.isdisjoint(self._products):
+            if needs.isdisjoint(self._products) and not (in_order and self._blocked):
                 self._ready.append(step)
             else:
                 self._blocked.append((step, needs))
+        self._in_order = in_order
         self._begin = begin
         self._complete = complete
         self._allowed_bytes = resident_bytes
@@ -288,9 +292,9 @@ class Scheduler:
         """Steps that needed only this product can begin."""
         with self._condition:
             self._products.discard(name)
-            still = []
+            still: list[tuple[Step, frozenset[str]]] = []
             for step, needs in self._blocked:
-                if needs.isdisjoint(self._products):
+                if needs.isdisjoint(self._products) and not (self._in_order and still):
                     self._ready.append(step)
                 else:
                     still.append((step, needs))

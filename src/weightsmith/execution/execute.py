@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from weightsmith.errors import ParameterError
 from weightsmith.execution.measured import measured
@@ -25,9 +26,11 @@ from weightsmith.execution.run import (
 from weightsmith.execution.stages import check_computable, stages_written, without_stages
 from weightsmith.options import RunOptions
 from weightsmith.planner.build import Prepared
+from weightsmith.planner.loading import Check
 from weightsmith.plans.parts import label, part_of
 
 if TYPE_CHECKING:
+    from weightsmith.execution.output import Output, Shared
     from weightsmith.store.journal import Built
 
 PRODUCTS_LABEL = "products-alone"
@@ -50,14 +53,20 @@ def execute(
 
     If another plan follows from the products, this process computes them first, in a staging folder of their own, which remains
     until the output is published. So are the results of other recipes that cannot be computed when they are read.
+
+    Whether transformers could load the output is asked meanwhile; before anything else, if there is a download or more than
+    one run to spare.
     """
     began = time.monotonic() if began is None else began
-    with stages_written(prepared, out, options, callbacks, helpers) as (ready, stages):
+    with ExitStack() as stack:
+        check = stack.enter_context(Check(prepared.loading, prepared.source))
+        if helpers is not None or prepared.plan.then is not None or prepared.stages or prepared.missing:
+            check.wait()
+        ready, stages = stack.enter_context(stages_written(prepared, out, options, callbacks, helpers))
+        following = Following(ready)
         if ready.plan.then is not None:
-            with measured(ready, out, options, callbacks) as following:
-                merged = run_plan(following, out, options, callbacks, began, helpers=helpers)
-        else:
-            merged = run_plan(Following(ready), out, options, callbacks, began, helpers=helpers)
+            following = stack.enter_context(measured(ready, out, options, callbacks))
+        merged = run_plan(following, out, options, callbacks, began, helpers=helpers, check=check)
     found = [finding for stage in stages for finding in stage.warnings[len(stage.plan.warnings) :]]
     found += [] if options.keep_stages else without_stages(stages)
     kept = tuple(stage.out for stage in stages if isinstance(stage.out, Path)) if options.keep_stages else ()
@@ -109,7 +118,7 @@ def execute_part(
         for model in prepared.inputs:
             model.check_unchanged()
         moved = outcome.read_bytes, outcome.written_bytes, outcome.fetched_bytes
-        return PartDone(staging.hand_over(), len(done), *moved)
+        return PartDone(_shared(staging).hand_over(), len(done), *moved)
 
 
 def execute_products(
@@ -122,7 +131,11 @@ def execute_products(
             outcome = run(steps=(), results=kept_products(prepared.plan, staging))
         for model in prepared.inputs:
             model.check_unchanged()
-        return PartDone(staging.hand_over(), read_bytes=outcome.read_bytes, fetched_bytes=outcome.fetched_bytes)
+        return PartDone(_shared(staging).hand_over(), read_bytes=outcome.read_bytes, fetched_bytes=outcome.fetched_bytes)
+
+
+def _shared(staging: Output) -> Shared:
+    return cast("Shared", staging)  # `check_options` refuses parts of an output on the Hub
 
 
 def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, helping: bool) -> None:

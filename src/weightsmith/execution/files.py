@@ -40,6 +40,7 @@ def other_bytes(plan: Plan, donor: Checkpoint, options: RunOptions) -> int:
 def other_files(
     prepared: Prepared,
     name: str,
+    repo: str,
     squares: Squares,
     distance: tuple[Moved, ...],
     reports: Mapping[str, Report],
@@ -49,6 +50,7 @@ def other_files(
     """All files except weights. These replace the donor's files of the same name.
 
     name     of the output
+    repo     the model on the hub that it becomes; "" for none
     squares, distance   how far its tensors and layers are from the base
     reports  of products
     found    warnings
@@ -66,7 +68,7 @@ def other_files(
         from weightsmith.cards import model_card
 
         sections = [PICTURES if MOVED_NAME in files else "", *(report.section() for report in reports.values())]
-        text = model_card(plan, name, distance, "".join(sections), inputs=prepared.inputs, repo=options.push or "")
+        text = model_card(plan, name, distance, "".join(sections), inputs=prepared.inputs, repo=repo)
         files[CARD_NAME] = text.encode(errors="replace")
     for report in reports.values():
         files |= report.files()

@@ -8,15 +8,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from weightsmith import adapters
-from weightsmith.adapters.report import NAME
 from weightsmith.errors import NOTHING_WRITTEN, PlanError
 from weightsmith.execution.output import beside, check_options, check_output
 from weightsmith.execution.run import Callbacks, Following, kept_products, protected_paths, staged
 from weightsmith.options import RunOptions
 from weightsmith.planner.build import Prepared
 from weightsmith.plans import Made
-from weightsmith.quantisation.formats import followed
 
 if TYPE_CHECKING:
     from weightsmith.products.base import Arrays
@@ -43,8 +40,12 @@ def measured(prepared: Prepared, out: str | os.PathLike[str], options: RunOption
 
 
 def _follow(prepared: Prepared, arrays: Mapping[str, Arrays]) -> Following:
-    if (prepared.plan.then or {}).get("format") == adapters.FORMAT:
-        plan, report = adapters.follow(prepared, arrays)
+    from weightsmith.adapters.extract import FORMAT, follow
+    from weightsmith.adapters.report import NAME
+    from weightsmith.quantisation.formats import followed
+
+    if (prepared.plan.then or {}).get("format") == FORMAT:
+        plan, report = follow(prepared, arrays)
         return Following(replace(prepared, plan=plan), arrays, reports={NAME: report})
     following, files = followed(prepared, arrays)
     return Following(following, files=files)

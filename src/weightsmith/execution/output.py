@@ -1,4 +1,4 @@
-"""The output of a run: a local folder, or an address in a bucket."""
+"""The output of a run: a local folder, an address in a bucket, or a model on the Hub."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsmith.errors import NOTHING_WRITTEN, ParameterError
+from weightsmith.hub_outputs.address import is_hub_address, parse_hub_address
 from weightsmith.options import RunOptions
 from weightsmith.plans import Plan
 from weightsmith.plans.parts import Together
@@ -15,9 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from weightsmith.buckets.staging import BucketStaging
+    from weightsmith.hub_outputs.staging import HubStaging
     from weightsmith.store.staging import Staging
 
-    Output = Staging | BucketStaging
+    Output = Staging | BucketStaging | HubStaging
+    Shared = Staging | BucketStaging  # with other processes, which build parts
 
 
 def open_output(
@@ -37,6 +40,12 @@ def open_output(
         from weightsmith.store.staging import Staging
 
         return Staging.open(out, plan.layout, plan_hash, part=part, protected=protected, **chosen, **local)
+    if is_hub_address(out):
+        from weightsmith.hub_outputs.staging import HubStaging
+
+        chosen |= {"public": options.public, "message": options.commit_message or plan.made.title}
+        chosen |= {name: local[name] for name in ("other_bytes", "threads", "progress")}
+        return HubStaging.open(parse_hub_address(str(out)), plan.layout, plan_hash, reads=_named(plan), **chosen)
     from weightsmith.buckets.prefix import parse_prefix
     from weightsmith.buckets.staging import BucketStaging
 
@@ -63,6 +72,11 @@ def check_output(out: str | os.PathLike[str], plan: Plan, options: RunOptions, p
     if not is_address(out):
         check_vacant(check_out(out), overwrite=options.overwrite, protected=protected)
         return
+    if is_hub_address(out):
+        from weightsmith.hub_outputs.staging import check_free as check_hub
+
+        check_hub(parse_hub_address(str(out)), overwrite=options.overwrite, reads=_named(plan))
+        return
     from weightsmith.buckets.prefix import parse_prefix
     from weightsmith.buckets.unfinished import check_free
 
@@ -74,28 +88,52 @@ def check_options(out: str | os.PathLike[str], options: RunOptions, *, part: boo
     from weightsmith.store.target import is_address
 
     if is_address(out):
+        if options.ray is not None and is_hub_address(out):
+            _refuse("one process uploads weight files to the hub", "write to a bucket or a shared folder, or leave --ray out")
         if part:
             _refuse("parts of a plan share a local folder", "run the whole plan, with --ray on several machines")
         if options.push is not None:
             _refuse("--push uploads a local folder", "write to a folder, or leave --push out")
         if options.keep_stages:
             _refuse("results of stages are kept in local folders", "write to a folder, or leave --keep-stages out")
+    if options.commit_message is not None and options.push is None and not is_hub_address(out):
+        what = "there is no commit: the output is not on the hub"
+        fix = "write to hf://org/name, add --push org/name, or leave --commit-message out"
+        raise ParameterError(what, where="commit_message", fix=fix, state=NOTHING_WRITTEN)
 
 
 def beside(out: str | os.PathLike[str], suffix: str) -> Path:
-    """A local folder for what an output needs: next to it, or in the current folder if the output is in a bucket.
+    """A local folder for what an output needs: next to it, or in the current folder if the output is an address.
 
     >>> beside("models/out", ".measurement").name, beside("s3://models/out", ".measurement").relative_to(Path.cwd())
     ('out.measurement', PosixPath('out-e614e439.measurement'))
     """
     from weightsmith.store.target import absolute, is_address
 
-    if is_address(out):
+    if is_hub_address(out):
+        out = parse_hub_address(str(out)).local_name
+    elif is_address(out):
         from weightsmith.buckets.prefix import parse_prefix
 
         out = parse_prefix(str(out)).local_name
     folder = absolute(out)
     return folder.with_name(f"{folder.name}{suffix}")
+
+
+def name_of(out: str | os.PathLike[str]) -> str:
+    """The name of the model: the last part of the path or the address.
+
+    >>> name_of("models/merged"), name_of("s3://bucket/models/merged"), name_of("hf://org/merged@v2")
+    ('merged', 'merged', 'merged')
+    """
+    return parse_hub_address(str(out)).name if is_hub_address(out) else Path(out).name
+
+
+def repo_of(out: str | os.PathLike[str], options: RunOptions) -> str:
+    """The model on the Hub that the output becomes, org/name[@branch]; "" for none."""
+    if is_hub_address(out):
+        return parse_hub_address(str(out)).spec
+    return "" if options.push is None else parse_hub_address(options.push).spec
 
 
 def _named(plan: Plan) -> list[str]:
@@ -104,4 +142,4 @@ def _named(plan: Plan) -> list[str]:
 
 
 def _refuse(what: str, fix: str) -> None:
-    raise ParameterError(f"the output is an address in a bucket, and {what}", fix=fix, state=NOTHING_WRITTEN)
+    raise ParameterError(f"the output is an address, and {what}", fix=fix, state=NOTHING_WRITTEN)

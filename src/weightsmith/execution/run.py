@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weightsmith.distance import Moved, distance_by_layer
 from weightsmith.errors import NOTHING_WRITTEN, Finding, PlanError, WeightsmithError
 from weightsmith.execution.files import RECIPE_NAME, other_bytes, other_files, provenance
-from weightsmith.execution.output import check_options, check_output, open_output
+from weightsmith.execution.output import check_options, check_output, name_of, open_output, repo_of
+from weightsmith.hub_outputs.address import HubAddress
 from weightsmith.identity import facts, work_identity
 from weightsmith.options import RunOptions
 from weightsmith.planner.build import Prepared
+from weightsmith.planner.loading import Check
 from weightsmith.plans import Plan, Product, Step
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 class Merged:
     """The result of a run.
 
-    out            the finished folder, or its address in a bucket
+    out            the finished folder, or its address in a bucket or on the hub
     plan           the plan that was run
     resumed        number of tensors that an interrupted run had finished
     read_bytes, written_bytes   of tensor data, in this run
@@ -44,11 +46,11 @@ class Merged:
     distance       distance from the base: in total, then per layer; () without a base
     warnings       the plan's and those found in the data
     reports        reports of products, by name: where a router routes the prompts
-    url            of the model on the hub, if pushed
+    url            of the model on the hub, if it is there
     stages         folders with the results of other recipes, if they are kept
     """
 
-    out: Path | Prefix
+    out: Path | Prefix | HubAddress
     plan: Plan
     resumed: int
     read_bytes: int
@@ -74,6 +76,17 @@ class Callbacks:
     progress: Callable[[Progress], None] | None = None
     rechecking: Callable[[int, int], None] | None = None
     waiting: Callable[[], None] | None = None
+
+    def after(self, look: Callable[[], None]) -> Callbacks:
+        """The same, with `look` called before `progress`; what it raises ends the run."""
+        progress = self.progress
+
+        def both(reached: Progress) -> None:
+            look()
+            if progress is not None:
+                progress(reached)
+
+        return replace(self, progress=both)
 
 
 NO_CALLBACKS = Callbacks()
@@ -121,17 +134,23 @@ def run_plan(
     began: float,
     more: Mapping[str, Any] = MappingProxyType({}),
     helpers: Helpers | None = None,
+    check: Check | None = None,
 ) -> Merged:
-    """See `execute`. more: for the manifest."""
+    """See `execute`.
+
+    more   for the manifest
+    check  of the output: nothing is published before it is done, and if it fails, the run ends at once
+    """
     from weightsmith.engine.constants import copied
-    from weightsmith.hub import check_push, push
+    from weightsmith.hub_outputs.push import check_push, push
 
     prepared = following.prepared
     plan, inputs = prepared.plan, prepared.inputs
     check_options(out, options)
     hub = check_push(options.push) if options.push is not None else None
+    check = Check(None) if check is None else check
     # With helpers, the process that does a part checks what an earlier run has finished of it.
-    with staged(prepared, out, options, callbacks, steps=None if helpers is None else ()) as (staging, run):
+    with staged(prepared, out, options, callbacks.after(check.poll), steps=None if helpers is None else ()) as (staging, run):
         earlier = staging.holds_work
         helped = Helped()
         try:
@@ -143,28 +162,31 @@ def run_plan(
             results = kept_products(plan, staging, following.arrays)
             done = finished_steps(plan, staging, results, options.allow_nonfinite)
             outcome = run(skip=done, results=results)
+            unknown = check.wait()
         except WeightsmithError as error:
             made = not isinstance(error, PlanError) and bool(staging.products)
-            if error.product and not earlier and not made:  # a product that fails first leaves nothing behind
+            if (error.product or error is check.error) and not earlier and not made:  # what fails first leaves nothing behind
                 staging.discard()
                 error.state = NOTHING_WRITTEN
+            elif error is check.error:
+                error.state = "Nothing was published; what an earlier run has finished is kept."
             raise
         reports = {**reports_of(plan.products, results), **following.reports}
         distance = distance_by_layer(plan, outcome.distances)
-        found = [*staging.warnings]
+        found = [*unknown, *staging.warnings]
         found += [_disagreement(plan, step) for step in plan.steps if outcome.finished[step.out.name].differing]
         found += copied(outcome.finished)
         found += [finding for report in reports.values() for finding in report.warnings(RECIPE_NAME)]
         shown = [*plan.warnings, *found]
-        named = other_files(prepared, Path(out).name, outcome.distances, distance, reports, shown, options)
+        named = other_files(prepared, name_of(out), repo_of(out, options), outcome.distances, distance, reports, shown, options)
         for name, data in {**named, **following.files}.items():
             staging.add_file(name, data)
         for model in inputs:
             model.check_unchanged()
         folder = staging.publish({**provenance(plan, distance), **more}, fsync=options.fsync)
-    url = ""
-    if hub is not None and options.push is not None and isinstance(folder, Path):
-        url = push(hub, folder, options.push, public=options.public, message=plan.made.title)
+    url = folder.url if isinstance(folder, HubAddress) else ""
+    if hub is not None and isinstance(folder, Path):
+        url = push(hub, folder, public=options.public, message=options.commit_message or plan.made.title)
     return Merged(
         out=folder,
         plan=plan,
@@ -197,6 +219,7 @@ def staged(
     helping  see `Staging.open`
     """
     from weightsmith.engine.local import run
+    from weightsmith.hub_outputs.staging import HubStaging
 
     plan, inputs = prepared.plan, prepared.inputs
     resources = resources_of(plan, options)
@@ -219,6 +242,7 @@ def staged(
         threads=resources.workers,
         progress=callbacks.rechecking,
     ) as staging:
+        on_hub = staging if isinstance(staging, HubStaging) else None
         yield (
             staging,
             partial(
@@ -230,6 +254,8 @@ def staged(
                 progress=callbacks.progress,
                 allow_nonfinite=options.allow_nonfinite,
                 folders=[model.folder for model in inputs],
+                in_order=on_hub is not None,
+                abandon=on_hub.abandon if on_hub is not None else lambda: None,
             ),
         )
 
@@ -305,10 +331,7 @@ def finished_steps(
 
     done = {step.out.name: finished[step.outs[0].name] for step in steps if counts(step)}
     again = {out.name for step in steps if step.out.name not in done for out in step.outs if out.name in finished}
-    if again:
-        staging.redo(again)  # and perhaps others with them
-        return finished_steps(plan, staging, results, allow_nonfinite, steps)
-    return done
+    return finished_steps(plan, staging, results, allow_nonfinite, steps) if again and staging.redo(again) else done
 
 
 def reports_of(products: Iterable[Product], results: Results) -> dict[str, Report]:

@@ -43,6 +43,10 @@ def describe_quantisation(config: Mapping[str, Any] | None, specs: Mapping[str, 
         if name.endswith(suffixes):
             kind = next(kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix))
             return f"{kind} (tensor {show(name)})"
+        if name.endswith(".scales"):
+            weight = specs.get(name.removesuffix("scales") + "weight")
+            if weight is not None and weight.dtype.name == "U32":
+                return f"MLX (tensor {show(name)})"
         if name.endswith("_scales") and name.removesuffix("_scales") + "_blocks" in specs:
             return f"MXFP4 (tensor {show(name)})"
         if name.endswith(".weight_scale"):  # a learned scale of a plain weight may bear the same name

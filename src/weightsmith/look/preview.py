@@ -170,7 +170,8 @@ def preview(
     0.62
     """
     planning, settings, _ = split("preview", {**options, "quantize": None})
-    with prepare_any(recipe, planning, settings) as prepared:
+    with prepare_any(recipe, planning, settings) as planned:
+        prepared = planned.checked()
         if stream:
             prepared.stream()
         return preview_of(prepared, full=full, threads=threads, progress=progress)

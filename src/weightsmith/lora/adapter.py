@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsmith.checkpoint import CARD_NAME, Checkpoint, HubModel, locate, open_place
-from weightsmith.errors import FormatError, NotFound, Unsupported
+from weightsmith.errors import FormatError, NotFound, Unsupported, WeightsmithError
 from weightsmith.formats.carried import is_tokenizer
 from weightsmith.formats.files import show
 from weightsmith.formats.strict_json import read_object
@@ -28,6 +28,7 @@ from weightsmith.text import count
 
 if TYPE_CHECKING:
     from weightsmith.hub import Repository
+    from weightsmith.recipe import ModelRef
     from weightsmith.remote.addresses import Address
     from weightsmith.remote.folder import RemoteFolder
 
@@ -291,3 +292,14 @@ class _Scalings:
         why, *pattern = error.args
         shown = f" {show(pattern[0])}" if pattern else ""
         return FormatError(f"{key} has a pattern{shown} that is not read: {why}", where=self._where, fix=_NAMES)
+
+
+def is_adapter(ref: ModelRef) -> bool:
+    """Whether a model is a local folder with an adapter in it."""
+    if ref.lora is not None:
+        return False
+    try:
+        place = locate(ref.path, ref.revision or None)
+    except WeightsmithError:
+        return False
+    return isinstance(place, Path) and (place / CONFIG_NAME).is_file() and not (place / "config.json").exists()

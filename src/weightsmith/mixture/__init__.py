@@ -12,6 +12,3 @@ packages.py   optional dependencies
 routing/      router weights, and where they send the prompts
 surgery/      prunes and merges the experts of existing mixtures
 """
-
-from weightsmith.mixture.build import prepare_mixture as prepare_mixture
-from weightsmith.mixture.build import prepare_moe as prepare_moe

@@ -32,11 +32,11 @@ from weightsmith.mixture.steps import Steps
 from weightsmith.mixture.surgery.build import prepare_surgery
 from weightsmith.mixture.transforms import Transforms, check_transforms, sharded, spread
 from weightsmith.options import RecipeOptions
-from weightsmith.planner import loading
 from weightsmith.planner.agreement import compared, tokenizer_disagreements
 from weightsmith.planner.build import Prepared, Stage, prepare_recipe, prepare_source
 from weightsmith.planner.dtypes import main_dtype
 from weightsmith.planner.inputs import at, open_models
+from weightsmith.planner.loading import question_of
 from weightsmith.plans import Dropped, FileRead, Made, Plan, Product, Step
 from weightsmith.recipe import Expert, ModelRef, Recipe, Surgery, Upcycling
 
@@ -155,11 +155,13 @@ class _Builder:
         alike = {id(d): compared(d.donor.label, d.donor.checkpoint, d.donor.structure) for d in (base, *donors)}
         self.warnings += tokenizer_disagreements(list(alike.values()), 0)
         plan = self._plan(layout, facts, base, steps)
-        if self.options.check_loading:
-            plan = self._checked(plan, base.donor)
         self.named += [self.folder / expand_user(n) for e in listed for n in (e.prompts_file, e.held_out_file) if n]
         inputs, stages = tuple(self.assembly.inputs), tuple(self.stages)
-        return Prepared(plan, inputs, base.donor.structure, named=tuple(self.named), stages=stages)
+        own, loading = base.donor, None
+        if self.options.check_loading:
+            specs = [step.out for step in own.steps.values()]
+            loading = question_of(plan, own.config, specs, own.label, where=self.recipe.filename)
+        return Prepared(plan, inputs, own.structure, named=tuple(self.named), stages=stages, loading=loading)
 
     def _gating(self, mode: str, base: Dense, layout: ExpertLayout, gated: Sequence[Expert], texts: Sequence[Texts]) -> Gating:
         """The settings of the router weights."""
@@ -232,10 +234,11 @@ class _Builder:
         """The parts of an inline merge."""
         try:
             prepared = merge(recipe)
+            stack.callback(prepared.close)
+            prepared = prepared.checked()
         except PlanError as error:
             self.problems += error.problems
             return None
-        stack.callback(prepared.close)
         self.warnings += prepared.plan.warnings
         self.named += prepared.named
         self.stages += prepared.stages
@@ -305,15 +308,6 @@ class _Builder:
             warnings=tuple(dict.fromkeys([*self.warnings, *left_out_findings(checkpoint.left_out, checkpoint.ref)])),
             recipe=self.recipe.text,
         )
-
-    def _checked(self, plan: Plan, base: Donor) -> Plan:
-        """The plan, if transformers can load its output; adds a warning if that is not known."""
-        stored = base.config, [step.out for step in base.steps.values()]
-        output = plan.config, [step.out for step in plan.steps]
-        found = loading.check_loading(output, stored, base.label, where=self.recipe.filename)
-        if isinstance(found, WeightsmithError):
-            raise PlanError([found])
-        return plan if found is None else replace(plan, warnings=(*plan.warnings, found))
 
     def _made(self, config: Mapping[str, Any]) -> Made:
         """The text of the model card."""

@@ -24,7 +24,6 @@ from weightsmith.formats.hf_folder import natural_key
 from weightsmith.methods.base import Method
 from weightsmith.methods.user_files import loaded
 from weightsmith.options import RecipeOptions
-from weightsmith.planner import loading
 from weightsmith.planner.account import Account
 from weightsmith.planner.agreement import compared, disagreements, of_different_architectures
 from weightsmith.planner.audit import Audit
@@ -33,6 +32,7 @@ from weightsmith.planner.decide import decide
 from weightsmith.planner.donor import choose_donor
 from weightsmith.planner.dtypes import DTypes, kept_specs
 from weightsmith.planner.inputs import analyse_all, at, missing_models, number_models, open_models
+from weightsmith.planner.loading import Check, Question, question_of
 from weightsmith.planner.match import ModelNames
 from weightsmith.planner.mismatch import of_vocabularies
 from weightsmith.planner.outputs import Models, Origins, Outputs
@@ -67,6 +67,7 @@ class Prepared:
     source     name and text of the recipe, ("", "") if it has no lines
     stages     the other recipes whose results it reads, each after those whose results it reads itself
     again      makes the plan again, with the results of some stages in folders, by `Stage.path`
+    loading    what transformers is to be asked of the output before it is published; None: nothing
     """
 
     plan: Plan
@@ -78,6 +79,15 @@ class Prepared:
     source: tuple[str, str] = ("", "")
     stages: tuple[Stage, ...] = ()
     again: Callable[[Mapping[str, Path]], Prepared] | None = None
+    loading: Question | None = None
+
+    def checked(self) -> Prepared:
+        """The same after `loading` was asked, with its warnings. Raises PlanError if transformers could not load the output."""
+        if self.loading is None:
+            return self
+        with Check(self.loading, self.source) as check:
+            plan = replace(self.plan, warnings=(*self.plan.warnings, *check.wait()))
+        return replace(self, plan=plan, loading=None)
 
     def explain(self, tensor: str) -> list[Origin]:
         """The value of every parameter of one output tensor, and where the recipe says so; [] for one that is copied.
@@ -432,8 +442,6 @@ class _Planner:
             self.warnings += [Finding(f"{key} is null: the new tokenizer lacks its token", "config.json") for key in lost_ids]
         if self.problems:
             raise self._refusal()
-        if outputs.layers and self.options.check_loading:
-            self._check_loading(inputs[donor], config, steps)
         tokenizers, templates = self.recipe.tokenizer is None, not self.recipe.chat_template
         self.warnings += disagreements(alike, donor, tokenizers=tokenizers, templates=templates)
         self.warnings += [*self._untouched(placements, self.labels[donor]), *outputs.warnings]
@@ -459,7 +467,12 @@ class _Planner:
             recipe=self.recipe.text,
         )
         plan.layout  # noqa: B018  names that cannot be stored show here
-        return Prepared(plan, tuple(inputs), shape, outputs.origins, resolver, (*code_files(plan), *aligned.named))
+        named = *code_files(plan), *aligned.named
+        loading = None
+        if outputs.layers and self.options.check_loading:
+            model, where = inputs[donor], self.recipe.at(self._layers_key)
+            loading = question_of(plan, model.config, model.specs.values(), model.ref, where=where)
+        return Prepared(plan, tuple(inputs), shape, outputs.origins, resolver, named, loading=loading)
 
     def _method(self, find: Callable[[str], Method]) -> Method | None:
         try:
@@ -507,17 +520,6 @@ class _Planner:
             return None
         self.warnings += [Finding(note, "config.json") for note in notes if UNSAID in note]  # the others are seen in the plan
         return config
-
-    def _check_loading(self, donor: Checkpoint, config: dict[str, Any] | None, steps: Sequence[Step]) -> None:
-        """Compare the output with what transformers builds from its config.json."""
-        where = self.recipe.at(self._layers_key)
-        stored = donor.config, list(donor.specs.values())
-        found = loading.check_loading((config, [step.out for step in steps]), stored, donor.ref, where=where)
-        if isinstance(found, WeightsmithError):
-            self.problems.append(found)
-            raise self._refusal()
-        if found is not None:
-            self.warnings.append(found)
 
     @property
     def _layers_key(self) -> str:

@@ -3,6 +3,9 @@
 For outputs whose config.json is a new one: stacks, mixtures, surgery. Where transformers is not installed, nothing is checked.
 It runs in a process of its own (`loading_script.py`): importing it takes seconds and hundreds of MB, and a config.json of
 unknown origin may ask for a model of any size. Code that a model brings with it is never executed.
+
+Planning makes a `Question`. `weightsmith plan` waits for its answer; a merge has a `Check` ask it meanwhile, and publishes
+nothing before it is answered. Answers are kept (`answers.py`).
 """
 
 from __future__ import annotations
@@ -12,41 +15,138 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from weightsmith.errors import Finding, LayerError
+from weightsmith.errors import Finding, LayerError, PlanError
+from weightsmith.planner import answers
+from weightsmith.plans import Plan
 from weightsmith.tensors import TensorSpec
 
 TIMEOUT_SECONDS = 120
 """Ten times what the largest published models take."""
 
+SCRIPT = Path(__file__).with_name("loading_script.py")
+
+_PACKAGES = "torch", "transformers", "accelerate"
 _SHOWN = 3
 _KINDS = {"missing": "not in the output", "unexpected": "the model class has no such tensor", "shape": ""}
 _FIX = "load the output with its own software before you publish it"
 
-Checked = tuple[Mapping[str, Any] | None, Iterable[TensorSpec]]
+Checked = tuple[Mapping[str, Any] | None, tuple[TensorSpec, ...]]
 """config.json and the tensors of a checkpoint."""
 
 
-def check_loading(output: Checked, donor: Checked, label: str, *, where: str) -> LayerError | Finding | None:
-    """What transformers would say of the output: an error if it could not load it, a warning where that is not known.
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What transformers is to say of an output.
 
     donor  the model that gave config.json: what transformers already misses in it is no fault of the output
     label  the donor's
+    where  of an error
+    """
+
+    output: Checked
+    donor: Checked
+    label: str
+    where: str
+
+
+def question_of(
+    plan: Plan, config: Mapping[str, Any] | None, specs: Iterable[TensorSpec], label: str, *, where: str
+) -> Question | None:
+    """The question about the output of a plan; None without a config.json, or without transformers to ask.
+
+    config, specs  of the donor; the rest as in `Question`
+    """
+    if plan.config is None or not installed():
+        return None
+    return Question((plan.config, tuple(step.out for step in plan.steps)), (config, tuple(specs)), label, where)
+
+
+class Check:
+    """Asks a question beside other work, from a thread of its own. None: there is nothing to ask.
+
+    source  of the recipe, for the error
+
+    `close` it, or use it as a context manager: the process is ended then, if it still runs.
+    """
+
+    def __init__(self, question: Question | None, source: tuple[str, str] = ("", "")) -> None:
+        self.error: PlanError | None = None
+        self._source = source
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._closed = False
+        self._verdict: Future[LayerError | Finding | None] = Future()
+        self._thread = threading.Thread(target=self._answer, args=(question,), name="weightsmith-check", daemon=True)
+        if question is None:
+            self._verdict.set_result(None)
+        else:
+            self._thread.start()
+
+    def poll(self) -> None:
+        """Raise PlanError if the answer is there and transformers could not load the output."""
+        if self._verdict.done():
+            self.wait()
+
+    def wait(self) -> tuple[Finding, ...]:
+        """The warnings; at most two minutes for each of two models. Raises as `poll`."""
+        found = self._verdict.result()
+        if isinstance(found, LayerError):
+            self.error = self.error or PlanError([found], self._source)
+            raise self.error
+        return () if found is None else (found,)
+
+    def close(self) -> None:
+        """End the process. May be called twice."""
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                self._process.kill()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+    def _answer(self, question: Question) -> None:
+        try:
+            self._verdict.set_result(check_loading(question, self._began))
+        except BaseException as error:
+            self._verdict.set_exception(error)
+
+    def _began(self, process: subprocess.Popen[str]) -> None:
+        with self._lock:
+            if self._closed:
+                process.kill()
+            self._process = process
+
+
+def check_loading(
+    question: Question, began: Callable[[subprocess.Popen[str]], None] = lambda _process: None
+) -> LayerError | Finding | None:
+    """What transformers would say of the output: an error if it could not load it, a warning where that is not known.
+
+    began  is given each process when it has begun
 
     Cost: 2 to 10 seconds, and a second pass over the donor when a difference is found.
     """
-    if output[0] is None or not installed():
-        return None
-    answer = _ask(output)
+    label, where = question.label, question.where
+    answer = _ask(question.output, began)
     if "unknown" in answer:
         return _unchecked(f"transformers has no {answer['unknown']}")
     if not answer.get("failed") and not answer["differences"]:
         return None
-    own = _ask(donor)
+    own = _ask(question.donor, began)
     if "failed" in answer:
         if "failed" in own:
             return _unchecked(f"transformers cannot load {label} itself: {own['failed']}")
@@ -60,7 +160,7 @@ def check_loading(output: Checked, donor: Checked, label: str, *, where: str) ->
 
 def installed() -> bool:
     """True where the check can run: from_pretrained places tensors on the meta device by accelerate."""
-    return all(find_spec(name) is not None for name in ("torch", "transformers", "accelerate"))
+    return all(find_spec(name) is not None for name in _PACKAGES)
 
 
 def _refused(differences: list[str], where: str) -> LayerError:
@@ -81,28 +181,37 @@ def _pattern(name: str) -> str:
     return re.sub(r"\d+", "N", name)
 
 
-def _ask(checkpoint: Checked) -> dict[str, Any]:
-    """The script's answer."""
+def _ask(checkpoint: Checked, began: Callable[[subprocess.Popen[str]], None]) -> dict[str, Any]:
+    """The script's answer, or the one it gave before."""
     config, specs = checkpoint
-    question = [config, [[s.name, s.dtype.torch, s.shape] for s in specs]]
+    question = json.dumps([config, [[s.name, s.dtype.torch, s.shape] for s in specs]])
+    key = answers.key_of(question, SCRIPT, _PACKAGES)
+    answer = answers.find(key)
+    if answer is None:
+        answer = _ask_script(question, began)
+        answers.keep(key, answer)
+    return answer
+
+
+def _ask_script(question: str, began: Callable[[subprocess.Popen[str]], None]) -> dict[str, Any]:
     quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "critical", "TQDM_DISABLE": "1"}
+    # -P: the folder of the script holds modules whose names are common.
+    command = [sys.executable, "-P", str(SCRIPT), str(TIMEOUT_SECONDS)]
+    pipe = subprocess.PIPE
     try:
-        # -P: the folder of the script holds modules whose names are common.
-        done = subprocess.run(
-            [sys.executable, "-P", str(Path(__file__).with_name("loading_script.py"))],
-            input=json.dumps(question),
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=TIMEOUT_SECONDS,
-            env={**os.environ, **quiet},
-        )
-        answer: dict[str, Any] = json.loads(done.stdout)
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **quiet}) as process:
+            try:
+                began(process)
+                said, complaint = process.communicate(question, timeout=TIMEOUT_SECONDS)
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode:
+            lines = complaint.strip().splitlines() or [f"the process ended with status {process.returncode}"]
+            return {"unknown": f"answer: {lines[-1][:300]}"}
+        answer: dict[str, Any] = json.loads(said)
     except subprocess.TimeoutExpired:
         return {"failed": f"not built after {TIMEOUT_SECONDS} seconds"}
-    except subprocess.CalledProcessError as error:
-        said = error.stderr.strip().splitlines() or [f"the process ended with status {error.returncode}"]
-        return {"unknown": f"answer: {said[-1][:300]}"}
     except (OSError, ValueError) as error:
         return {"unknown": f"answer: {error}"}
     return answer

@@ -26,6 +26,7 @@ KINDS = {
     "states": "weightsmith.quantisation.calibration.states",
     "quantised_layer": "weightsmith.quantisation.calibration.layer",
     "plain_states": "weightsmith.quantisation.calibration.plain_states",
+    "gradients": "weightsmith.quantisation.calibration.gradients",
     "measured_layer": "weightsmith.quantisation.calibration.measured",
     "measured_blocks": "weightsmith.quantisation.calibration.measured_blocks",
     "importances": "weightsmith.quantisation.calibration.importances",

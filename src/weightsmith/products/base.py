@@ -6,15 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsmith.errors import Finding
 from weightsmith.jobs.job import Matrix, Tile
-from weightsmith.pages.values import Block
 from weightsmith.plans import Product
+
+if TYPE_CHECKING:
+    from weightsmith.pages.values import Block
 
 Arrays = Sequence[npt.NDArray[Any]]
 """One array for each of `Product.outs`, with its dtype and shape."""

@@ -11,5 +11,16 @@ calibration/ products that quantise layer by layer, for what a text makes of the
 
 from __future__ import annotations
 
-from weightsmith.quantisation.copies import prepare_copy as prepare_copy
-from weightsmith.quantisation.formats import quantised as quantised
+from collections.abc import Callable
+
+from weightsmith.options import QuantizeSettings
+from weightsmith.planner import Prepared
+
+
+def quantised(prepare: Callable[[], Prepared], name: str | None, settings: QuantizeSettings) -> Prepared:
+    """`formats.in_format`. Formats are imported if one is asked for: a plain merge needs none."""
+    if name is None and not settings.given:
+        return prepare()
+    from weightsmith.quantisation.formats import in_format
+
+    return in_format(prepare, name, settings)

@@ -9,7 +9,7 @@ from weightsmith._version import __version__
 from weightsmith.options import QuantizeSettings, RecipeOptions
 from weightsmith.planner import Prepared, prepare
 from weightsmith.plans import Made
-from weightsmith.quantisation.formats import quantised
+from weightsmith.quantisation import quantised
 
 
 def prepare_copy(model: str | os.PathLike[str], options: RecipeOptions, settings: QuantizeSettings) -> Prepared:

@@ -22,7 +22,7 @@ FORMATS: dict[str, Format] = {each.name: each for each in (*streamed.FORMATS, *g
 """Every format, by name."""
 
 
-def quantised(prepare: Callable[[], Prepared], name: str | None, settings: QuantizeSettings) -> Prepared:
+def in_format(prepare: Callable[[], Prepared], name: str | None, settings: QuantizeSettings) -> Prepared:
     """What `prepare` returns, its plan in the format `name`; unchanged if that is None.
 
     Raises PlanError with the problems of `prepare`, and those of the format's name and settings; then as `Format.apply`.
@@ -44,7 +44,7 @@ def quantised(prepare: Callable[[], Prepared], name: str | None, settings: Quant
         made = replace(plan.made, format=name)
         plan = replace(plan, made=made, warnings=(*plan.warnings, *_decoded(prepared, name)))
         before = prepared.again
-        again = None if before is None else lambda written: quantised(lambda: before(written), name, settings)
+        again = None if before is None else lambda written: in_format(lambda: before(written), name, settings)
         return replace(prepared, plan=plan, named=(*prepared.named, *_files(settings)), again=again)
     except BaseException:
         prepared.close()

@@ -17,11 +17,19 @@ from weightsmith.quantisation.base import Format
 from weightsmith.quantisation.calibration.plan import CALIBRATION_SETTINGS, NONE, Chain, calibrated
 
 
-def streamed(name: str, summary: str, readers: str) -> Format:
-    """A format whose linear weights all have the encoding of this name."""
+def streamed(name: str, summary: str, readers: str, experts: str = "") -> Format:
+    """A format whose linear weights all have the encoding of this name.
+
+    experts  which reader cannot take experts in it; users are warned if there are any
+    """
 
     def apply(prepared: Prepared, settings: QuantizeSettings) -> Plan:
-        return quantise(prepared.plan, name)
+        plan = quantise(prepared.plan, name)
+        stored = [step.out.name for step in plan.steps if step.encoding == name and "experts" in step.out.name.split(".")]
+        if not experts or not stored:
+            return plan
+        finding = Finding(f"{experts} {name}", stored[0], fix="for transformers, choose fp8-dynamic, w8a16, w4a16 or mxfp4")
+        return replace(plan, warnings=(*plan.warnings, finding))
 
     return Format(name, summary, readers, apply)
 
@@ -55,14 +63,16 @@ def _grouped(name: str, summary: str, readers: str, groups: Sequence[int], *, ca
 
 _ENGINES = "transformers, vLLM, SGLang"
 _MLX = "MLX, mlx-lm, LM Studio"
+_NOT_LOADED = "transformers 5.23 does not load experts stored as"
+_MISREAD = "transformers 5.23 ignores the global scales of experts, and computes garbage from those stored as"
 
 FORMATS = (
     streamed("fp8-dynamic", "8-bit floats with a scale for each row (W8A8)", _ENGINES),
-    streamed("fp8-block", "8-bit floats with a scale for each block of 128 by 128 (W8A8)", _ENGINES),
-    streamed("int8", "8-bit integers with a scale for each row (W8A8)", _ENGINES),
+    streamed("fp8-block", "8-bit floats with a scale for each block of 128 by 128 (W8A8)", _ENGINES, _NOT_LOADED),
+    streamed("int8", "8-bit integers with a scale for each row (W8A8)", _ENGINES, _NOT_LOADED),
     _grouped("w8a16", "8-bit integers with a scale for each group of a row", _ENGINES, packed.GROUPS, calibrates=True),
     _grouped("w4a16", "4-bit integers with a scale for each group of a row", _ENGINES, packed.GROUPS, calibrates=True),
-    streamed("nvfp4a16", "4-bit floats with a scale for 16 elements, and one for the weight", _ENGINES),
+    streamed("nvfp4a16", "4-bit floats with a scale for 16 elements, and one for the weight", _ENGINES, _MISREAD),
     streamed("mxfp4", "4-bit floats with a power of two for 32 elements", _ENGINES),
     _grouped("mlx-8bit", "8-bit integers with a scale and a bias for each group", _MLX, mlx.GROUPS),
     _grouped("mlx-4bit", "4-bit integers with a scale and a bias for each group", _MLX, mlx.GROUPS),

@@ -70,6 +70,7 @@ class Entries:
     tensors       finished tensors by name
     products      checksums of finished products by name
     published     (device, inode) of the folder that was about to be renamed to its final name, or None
+    notes         what an output elsewhere needs to resume, by key: see `Staging.note`
     lines         number of readable lines
     """
 
@@ -79,6 +80,7 @@ class Entries:
     tensors: dict[str, Finished] = field(default_factory=dict)
     products: dict[str, str] = field(default_factory=dict)
     published: tuple[int, int] | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
     lines: int = 0
 
 
@@ -124,6 +126,8 @@ def read_lines(data: bytes, names: Collection[str] | None = None) -> Entries:
                 found.products[name] = checksum
             case ["publish", int(device), int(inode)]:
                 found.published = (device, inode)
+            case ["note", str(key), value]:
+                found.notes[key] = value
     return found
 
 
@@ -204,6 +208,11 @@ class Journal:
     def product(self, name: str, checksum: str) -> None:
         """One finished product."""
         self._write(product_line(name, checksum))
+
+    def note(self, key: str, value: object) -> None:
+        """A JSON value, in place of an earlier one of this key. On the disk when this returns."""
+        self._write(encoded(["note", key, value]))
+        os.fsync(self._fd)
 
     def publish(self, device: int, inode: int) -> None:
         """The folder that is about to be renamed to its final name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from io import BytesIO, FileIO
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -51,7 +52,7 @@ class OtherFiles:
             os.close(fd)
         return OtherFile(len(data), hash_bytes(data))
 
-    def check_names(self, weights: set[str]) -> None:
+    def check_names(self, weights: Collection[str]) -> None:
         """Raise StoreError if the folder holds anything but weight files, manifest and the files in `records`, or lacks one."""
         expected = {MANIFEST_NAME, *weights, *self.records}
         found = set(list_files(self._content))

@@ -33,7 +33,7 @@ from weightsmith.store.products import Arrays, create_product, read_product, rem
 from weightsmith.store.reread import Progress
 from weightsmith.store.resume import is_resumable, layout_hash
 from weightsmith.store.target import check_out, check_vacant
-from weightsmith.store.weights import Weights
+from weightsmith.store.weights import WeightFiles, Weights
 
 if TYPE_CHECKING:
     from weightsmith.formats.files import Extent
@@ -45,6 +45,13 @@ ATTACH_SECONDS = 60
 
 _BOOKKEEPING_BYTES = 400  # of journal and manifest, for each tensor
 _CHECKSUM = re.compile("[0-9a-f]{32}")
+
+
+MakeWeights = Callable[[Path, Layout, Entries], WeightFiles]
+
+
+def _all_weights(content: Path, layout: Layout, _: Entries) -> Weights:
+    return Weights(content, layout)
 
 
 def staged_plan(out: str | os.PathLike[str]) -> str:
@@ -85,13 +92,15 @@ class Staging:
         self._overwrite = overwrite
         self._protected = tuple(protected)
         self._other_bytes = other_bytes
+        self._make_weights: MakeWeights = _all_weights
         self._part = ""
         self._published = False
         self._journal: Journal | None = None
-        self._weights: Weights | None = None
+        self._weights: WeightFiles | None = None
         self._tensors: dict[str, Finished] = {}
         self._products: dict[str, str] = {}
         self._held = False
+        self._notes: dict[str, Any] = {}
         self._files = OtherFiles(self._content)
         self._mutex = threading.Lock()
 
@@ -114,6 +123,7 @@ class Staging:
         other_bytes: int = 0,
         threads: int = 2,
         progress: Progress | None = None,
+        weights: MakeWeights | None = None,
     ) -> Staging:
         """Create the staging folder, or resume an interrupted run; reserve all space; write the headers.
 
@@ -129,11 +139,13 @@ class Staging:
         protected  every file and folder that the run reads: never replaced
         other_bytes  of the files that are not weights: their space is reserved
         threads, progress   for verifying the finished tensors; progress(bytes done, bytes in all)
+        weights    makes the weight files, of the content folder, the layout and the journal; None: all are kept until the end
 
         Raises OutputExists, CannotResume (for work of another plan), NoSpace, Busy, and StoreError for a folder that cannot be
         written, or if the process that is helped is not seen. Nothing is written then, and resumable work stays.
         """
         staging = cls(check_out(out), layout, plan_hash, facts or {}, overwrite, protected, other_bytes)
+        staging._make_weights = weights or _all_weights
         with staging._preparing():
             if not part:
                 staging._open(resume, names, threads, progress)
@@ -179,7 +191,8 @@ class Staging:
                 self._content.mkdir()
             for path in part_journals(self.folder):  # lines of this run are newer
                 self._journal.absorb(path)
-            self._weights = Weights(self._content, self.layout)
+            self._notes = {} if fresh else entries.notes
+            self._weights = self._make_weights(self._content, self.layout, Entries() if fresh else entries)
             space = disk.open_own(self.folder / SPACE, os.O_RDWR)
             try:
                 self._weights.reserve(space, self._other_bytes, self._bookkeeping_bytes, self.folder)
@@ -283,11 +296,9 @@ class Staging:
         """What other processes finish while they build parts."""
         return Followed(self.folder)
 
-    def redo(self, names: Collection[str]) -> None:
-        """These finished tensors are computed again: none of them is finished now."""
-        with self._mutex:
-            for name in names:
-                self._tensors.pop(name, None)
+    def redo(self, names: Collection[str]) -> bool:
+        """These finished tensors are computed again, which may be written over: no other is computed again with them."""
+        return False
 
     def _check_vacant(self, state: str = NOTHING_WRITTEN) -> None:
         try:
@@ -363,7 +374,20 @@ class Staging:
         with self._mutex:
             self._products.pop(product.name, None)
 
-    def location(self, name: str) -> tuple[int, int]:
+    @property
+    def notes(self) -> Mapping[str, Any]:
+        """What an earlier run has noted: JSON values by key."""
+        return self._notes
+
+    def note(self, key: str, value: object) -> None:
+        """Record a JSON value for a run that resumes this one. Thread-safe; on the disk before it returns."""
+        journal, _ = self._opened()
+        try:
+            journal.note(key, value)
+        except OSError as error:
+            raise self._failed(error, "journal") from error
+
+    def location(self, name: str) -> tuple[int, int] | None:
         """Open file and byte offset of a tensor, for copy_file_range and the like. The file is closed by `close`."""
         return self._opened()[1].location(name)
 
@@ -408,7 +432,7 @@ class Staging:
     def _kept(self) -> str:
         return f"Finished tensors are kept in {self.folder}; run again to resume."
 
-    def _opened(self) -> tuple[Journal, Weights]:
+    def _opened(self) -> tuple[Journal, WeightFiles]:
         if self._journal is None or self._weights is None:
             raise ValueError(f"{self.folder}: this Staging is closed")
         return self._journal, self._weights
@@ -440,18 +464,10 @@ class Staging:
         if the final name was taken meanwhile; the staged work then stays.
         """
         journal, weights = self._opened()
-        if self._part:
-            raise ValueError(f"{self.folder}: a part cannot publish the whole")
         state = f"Everything is finished in {self.folder}"
         self._check_vacant(state)
-        self._check_complete(weights)
+        self.complete(manifest)
         try:
-            (self.folder / SPACE).unlink(missing_ok=True)
-            if self.layout.index is not None:
-                self._files.records[INDEX_NAME] = self._files.write(INDEX_NAME, self.layout.index)
-            records = encode_manifest(self.layout, self.plan_hash, self._tensors, self._files.records, manifest)
-            self._files.write(MANIFEST_NAME, records)
-            self._files.check_names({shard.name for shard in self.layout.shards})
             if fsync:
                 weights.sync()
                 self._files.sync()
@@ -461,8 +477,7 @@ class Staging:
             self._area.rename(overwrite=self._overwrite)
             self._published = True
         except OSError as error:
-            own_bytes = self._bookkeeping_bytes + len(self.layout.index or b"")
-            raise self._failed(error, "publish", own_bytes) from error
+            raise self._failed(error, "publish") from error
         self._close_files()
         try:
             if fsync:
@@ -475,6 +490,27 @@ class Staging:
             raise self._leftover(error.finding.what) from error
         return self.out
 
+    def complete(self, manifest: Mapping[str, Any]) -> Path:
+        """Check the output, and write index and manifest: the folder of its files, without a final name.
+
+        Raises StoreError if a tensor is missing or a file does not match the layout; the staged work then stays.
+        """
+        _, weights = self._opened()
+        if self._part:
+            raise ValueError(f"{self.folder}: a part cannot publish the whole")
+        self._check_complete(weights)
+        try:
+            (self.folder / SPACE).unlink(missing_ok=True)
+            if self.layout.index is not None:
+                self._files.records[INDEX_NAME] = self._files.write(INDEX_NAME, self.layout.index)
+            records = encode_manifest(self.layout, self.plan_hash, self._tensors, self._files.records, manifest)
+            self._files.write(MANIFEST_NAME, records)
+            self._files.check_names(weights.names)
+        except OSError as error:
+            own_bytes = self._bookkeeping_bytes + len(self.layout.index or b"")
+            raise self._failed(error, "publish", own_bytes) from error
+        return self._content
+
     def _leftover(self, reason: str) -> StoreError:
         self._locks.close()
         return StoreError(
@@ -483,7 +519,7 @@ class Staging:
             fix=f"remove {self.folder} yourself",
         )
 
-    def _check_complete(self, weights: Weights) -> None:
+    def _check_complete(self, weights: WeightFiles) -> None:
         problems = [f"tensor {name} is not finished" for name in self.layout.places if name not in self._tensors]
         problems += weights.problems()
         if problems:

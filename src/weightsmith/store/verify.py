@@ -38,7 +38,7 @@ class Verified:
 
 
 def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progress | None = None) -> Verified:
-    """Re-read a checkpoint in a folder; see `buckets.verify`."""
+    """Re-read a checkpoint in a folder; see `hub_outputs.verify`."""
     root = expand_user(folder)
     if not os.path.lexists(root / MANIFEST_NAME):
         raise NotFound(

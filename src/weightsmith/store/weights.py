@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 from weightsmith.containers import Layout
 from weightsmith.errors import NOTHING_WRITTEN
@@ -13,6 +14,35 @@ from weightsmith.store import disk
 from weightsmith.store.checksum import grain_bytes
 from weightsmith.store.reread import Progress, Stored, reread
 from weightsmith.store.weight_file import WeightFile
+
+
+class WeightFiles(Protocol):
+    """The weight files of an output under construction: what `Staging` needs of `Weights`."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the files that are in the folder at the end."""
+
+    def reserve(self, space: int, other_bytes: int, more_bytes: int, folder: Path) -> None:
+        """See `Weights.reserve`."""
+
+    def location(self, name: str) -> tuple[int, int] | None:
+        """Open file and byte offset of a tensor; None if its bytes go to no file."""
+
+    def write(self, name: str, start_byte: int, view: memoryview) -> None:
+        """See `Weights.write`."""
+
+    def checksums(self, names: Iterable[str], threads: int, progress: Progress | None) -> dict[str, str]:
+        """See `Weights.checksums`."""
+
+    def problems(self) -> list[str]:
+        """Why the files cannot be published."""
+
+    def sync(self) -> None:
+        """Make the bytes durable."""
+
+    def close(self) -> None:
+        """Close the files. May be called twice."""
 
 
 class Weights:
@@ -31,6 +61,11 @@ class Weights:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all files."""
+        return frozenset(shard.name for shard in self.layout.shards)
 
     def reserve(self, space: int, other_bytes: int, more_bytes: int, folder: Path) -> None:
         """Reserve the files at their full size, and write their headers.

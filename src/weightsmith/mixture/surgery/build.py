@@ -22,11 +22,11 @@ from weightsmith.mixture.surgery.matching import MatchedPair, matching, read_mat
 from weightsmith.mixture.surgery.neurons import neuron_tensors
 from weightsmith.mixture.surgery.selection import ExpertGroup, ExpertSelection, Groups
 from weightsmith.options import RecipeOptions
-from weightsmith.planner import loading
 from weightsmith.planner.build import Prepared
 from weightsmith.planner.config import output_config
 from weightsmith.planner.dtypes import DTypes, kept_specs
 from weightsmith.planner.inputs import at, open_models
+from weightsmith.planner.loading import question_of
 from weightsmith.plans import CAST, COPY, JOIN, Block, Dropped, Made, Plan, Product, Read, Settings, Step
 from weightsmith.recipe import Surgery
 from weightsmith.structure import analyse
@@ -73,28 +73,13 @@ def prepare_surgery(
         if problems or selection.problems or surgeon.problems:
             raise PlanError([*problems, *selection.problems, *surgeon.problems])
         prepared = surgeon.prepare(config, options.shard_bytes)
-        if options.check_loading:
-            prepared = _checked(prepared, recipe)
+        # What the tensors of a quantised model are is up to its own loader.
+        if options.check_loading and checkpoint.quantised is None:
+            where = recipe.model.where
+            loading = question_of(prepared.plan, checkpoint.config, specs.values(), checkpoint.ref, where=where)
+            prepared = replace(prepared, loading=loading)
         stack.pop_all()
         return prepared
-
-
-def _checked(prepared: Prepared, recipe: Surgery) -> Prepared:
-    """The plan, if transformers can load its output; adds a warning if that is not known.
-
-    A quantised model is not checked: what its tensors are is up to its own loader.
-    """
-    plan, model = prepared.plan, prepared.inputs[0]
-    if model.quantised is not None:
-        return prepared
-    stored = model.config, list(model.specs.values())
-    output = plan.config, [step.out for step in plan.steps]
-    found = loading.check_loading(output, stored, model.ref, where=recipe.model.where)
-    if isinstance(found, WeightsmithError):
-        raise PlanError([found])
-    if found is None:
-        return prepared
-    return replace(prepared, plan=replace(plan, warnings=(*plan.warnings, found)))
 
 
 def _open(

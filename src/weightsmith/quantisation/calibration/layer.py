@@ -79,11 +79,11 @@ def _quantise(
     last = [site_of(name) for name in stage if not routed and name.split(".")[-2] in _LAST]
     room = Room(budget(bench))
 
-    def quantise(inputs: Inputs, site: str, finish: Callable[[], Any]) -> None:
+    def quantise(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
         try:
             sort = not any(schemes.keeps_order(stage[name]) for name in inputs.sites[site])
             with room(PREPARE_BYTES * inputs.width(site) ** 2):
-                hessian = finish()
+                hessian = finish(site)
                 prepared = None if hessian is None else prepare(hessian, sort=sort)
                 del hessian
             for name in inputs.sites[site]:

@@ -1,11 +1,13 @@
-"""The `measured_layer` product: the error that each candidate setting causes in the output of each linear layer.
+"""The `measured_layer` product: how much each candidate setting of each weight changes the model's predictions.
 
-No forward pass is needed but that for the Hessians: with Δ the error of a weight W, tr(Δ H Δᵀ) / tr(W H Wᵀ) is the share of
-the output's energy on the calibration text. Settings are tried on `FEATURES` output features, spread over the weight.
+With Δ the error of a weight, x the inputs of its layer and g the gradients of the predictions at its outputs (`gradients.py`),
+the predictions change by ½ E[(g · Δx)²] nats for each token. The errors of different output features are taken to be
+independent, and the square of a gradient to be a token's part times a feature's part. Then that is
 
-Each token counts by the size of its error in relation to the residual stream, because that is how the norms of later layers
-see it. Otherwise the few tokens with massive activations (Sun et al. 2024, https://arxiv.org/abs/2402.17762) hide the errors
-of all others.
+    ½ Σ_i s_i Δ_i H Δ_iᵀ / tokens,    H = Σ_t |g_t|² x_t x_tᵀ,    s_i = Σ_t g_ti² / Σ_t |g_t|²
+
+and needs no forward pass of a quantised layer. The sum over i is estimated by the mean of `FEATURES` output features, drawn
+with probabilities s_i at equal steps; only these are quantised.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from weightsmith.plans import Product
 from weightsmith.products import Bench, ProductKind
 from weightsmith.products.base import Arrays, Floats
 from weightsmith.quantisation.calibration import schemes
+from weightsmith.quantisation.calibration.gradients import LAST_FIRST
 from weightsmith.quantisation.calibration.work import MeasureWork
 
 if TYPE_CHECKING:
@@ -33,50 +37,75 @@ def _compute(bench: Bench) -> Arrays:
     from weightsmith.quantisation.exl2.matrix import PREPARE_BYTES, prepare
 
     work, device = MeasureWork.of(bench.product), device_of(bench)
-    progress = PhaseProgress(bench, work.base, work.layer, 0, 0.7)
+    progress = PhaseProgress(bench, work.base, work.base.layers - 1 - work.layer, 0.3, 1)
     [entering] = bench.arrays(work.states)
-    errors = np.zeros(bench.product.outs[0].shape)
-    energies = np.zeros(bench.product.outs[1].shape)
-    energies[-1] = entering.shape[0] * entering.shape[1]
+    _, norms, squares = bench.arrays(work.gradients)
+    losses = np.zeros(bench.product.outs[0].shape)
+    tokens = entering.shape[0] * entering.shape[1]
     room = Room(budget(bench))
     places = {name: i for i, name in enumerate(work.candidates)}
+    scales = {name: norms[i] for name, i in places.items()}
     with decoder_of(work.base).layer(work.layer, bench, entering.shape[1], device) as layer:
 
-        def measure(inputs: Inputs, site: str, finish: Callable[[], Any]) -> None:
+        def measure(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
             with room(PREPARE_BYTES * inputs.width(site) ** 2):
-                hessian = finish()
+                hessian = finish(site)
                 prepared = None if hessian is None else prepare(hessian)
             for name in inputs.sites[site]:
-                weight = layer.linear(name).weight.detach().cpu().numpy()
-                energies[places[name]] = _energy(weight, hessian)
-                found = _errors(weight, hessian, prepared, work.candidates[name])
-                errors[places[name], : len(found)] = found
+                weighted = finish(name)
+                if weighted is not None:  # else no token reached it, and nothing depends on it
+                    weight, own = layer.linear(name).weight.detach().cpu().numpy(), squares[places[name]]
+                    found = _losses(weight, prepared, weighted, own[: len(weight)], work.candidates[name])
+                    losses[places[name], : len(found)] = np.divide(found, tokens)
 
-        use_hessians(layer, list(work.candidates), work.base, entering, bench, device, progress, (0, 1), measure, relative=True)
-    return errors, energies
+        use_hessians(layer, list(work.candidates), work.base, entering, bench, device, progress, (0, 1), measure, scales=scales)
+    return [losses]
 
 
-def _errors(weight: Floats, hessian: Any, prepared: FactoredHessian | None, encodings: tuple[str, ...]) -> list[float]:
-    """The error of each encoding, on some of the output features."""
-    some = np.linspace(0, len(weight) - 1, min(FEATURES, len(weight))).astype(np.int64)
+def _losses(
+    weight: Floats,
+    prepared: FactoredHessian | None,
+    weighted: Floats,
+    squares: npt.NDArray[np.float64],
+    encodings: tuple[str, ...],
+) -> list[float]:
+    """The change of all predictions together that each encoding causes, in nats.
+
+    prepared  the Hessian of its inputs, for quantising
+    weighted  the same, each token weighted by the square of its gradient: for measuring
+    squares   of the gradients of each output feature
+    """
+    some, shares = drawn(squares)
     part = np.ascontiguousarray(weight[some])
-    whole = _energy(part, hessian)
     found = []
     for encoding in encodings:
         delta = part - schemes.dequantise(schemes.quantise(part, encoding, prepared), encoding, part.shape)
-        found.append(_energy(delta, hessian) / whole if whole else 0.0)
+        found.append(0.5 * float(shares @ _energies(delta, weighted)))
     return found
 
 
-def _energy(weight: Floats, hessian: Any) -> float:
-    """tr(W H Wᵀ), H = I if no input reached the layer. The product in float32, on one thread; the sum in float64."""
+def drawn(squares: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Some features in ascending order, and the share of all that each stands for: those with large squares, more than others.
+
+    >>> drawn(np.array([0, 1, 0, 3.0]))
+    (array([1, 3]), array([0.25, 0.75]))
+    """
+    below = squares.cumsum()
+    if not below[-1]:
+        return np.zeros(1, np.int64), np.zeros(1)
+    places = np.searchsorted(below, (np.arange(FEATURES) + 0.5) / FEATURES * below[-1])
+    some, counts = np.unique(places, return_counts=True)
+    return some, counts / FEATURES
+
+
+def _energies(weight: Floats, hessian: Floats) -> npt.NDArray[np.float64]:
+    """The diagonal of W H Wᵀ. The product in float32, on one thread; the sums in float64."""
     import torch
 
-    if hessian is None:
-        return float(np.square(weight, dtype=np.float64).sum())
     with torch.no_grad():
         product = (torch.from_numpy(weight) @ torch.from_numpy(hessian)).numpy()
-    return float((product.astype(np.float64) * weight).sum())
+    found: npt.NDArray[np.float64] = (product.astype(np.float64) * weight).sum(1)
+    return found
 
 
 def _check(product: Product) -> str:
@@ -85,18 +114,18 @@ def _check(product: Product) -> str:
     work = MeasureWork.of(product)
     if not 0 <= work.layer < work.base.layers:
         return f"there is no layer {work.layer}"
-    if work.states not in product.needs:
-        return "it does not need the states that its settings name"
+    if not {work.states, work.gradients} <= set(product.needs):
+        return "it does not need what its settings name"
     specs = {step.out.name: step.out for step in product.steps}
     if problem := schemes.problem(((name, each) for name, tried in work.candidates.items() for each in tried), specs):
         return problem
-    shapes = shapes_of(work.candidates)
-    return "" if tuple(out.shape for out in product.outs) == shapes else "its arrays are not those of its candidates"
+    shape = shape_of(work.candidates)
+    return "" if [out.shape for out in product.outs] == [shape] else "its arrays are not those of its candidates"
 
 
-def shapes_of(candidates: Mapping[str, tuple[str, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Errors [weights, candidates], and energies [weights + 1]: of each output, and the number of tokens."""
-    return (len(candidates), max(map(len, candidates.values()), default=0)), (len(candidates) + 1,)
+def shape_of(candidates: Mapping[str, tuple[str, ...]]) -> tuple[int, int]:
+    """The losses: nats for each token, [weights, candidates]."""
+    return len(candidates), max(map(len, candidates.values()), default=0)
 
 
-KIND = ProductKind("measuring layer by layer", compute=_compute, check=_check, device=True)
+KIND = ProductKind(LAST_FIRST, compute=_compute, check=_check, device=True)

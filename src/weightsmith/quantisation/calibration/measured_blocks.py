@@ -78,9 +78,9 @@ def _prepared(
     found: dict[str, FactoredHessian | None] = {}
     room = Room(budget(bench))
 
-    def use(inputs: Inputs, site: str, finish: Callable[[], Any]) -> None:
+    def use(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
         with room(PREPARE_BYTES * inputs.width(site) ** 2):
-            hessian = finish()
+            hessian = finish(site)
             ready = None if hessian is None else prepare(hessian)
         found.update(dict.fromkeys(inputs.sites[site], ready))
 

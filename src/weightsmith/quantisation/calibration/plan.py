@@ -16,10 +16,19 @@ from weightsmith.options import QuantizeSettings
 from weightsmith.planner import Plan, Prepared
 from weightsmith.plans import COPY, PRODUCTS, FileRead, Product, Read, Step
 from weightsmith.products import find_kind
-from weightsmith.quantisation.calibration.measured import shapes_of
+from weightsmith.quantisation.calibration.gradients import shapes_of as gradient_shapes
+from weightsmith.quantisation.calibration.measured import shape_of
 from weightsmith.quantisation.calibration.rows import BUILT_IN, Calibration, calibration_of, rows_of
 from weightsmith.quantisation.calibration.schemes import takes_hessian
-from weightsmith.quantisation.calibration.work import BlocksWork, EmbeddingWork, ImportanceWork, LayerWork, MeasureWork, Work
+from weightsmith.quantisation.calibration.work import (
+    BlocksWork,
+    EmbeddingWork,
+    GradientWork,
+    ImportanceWork,
+    LayerWork,
+    MeasureWork,
+    Work,
+)
 from weightsmith.structure import analyse
 from weightsmith.structure.configs import count_of
 from weightsmith.structure.vocabulary import is_embedding, is_head
@@ -69,8 +78,11 @@ def calibrated(chain: Chain, plan: Plan, prefix: str = "") -> Plan:
     return replace(plan, steps=tuple(steps), products=(*map(chain.surveyed, plan.products), *products))
 
 
-MEASURING = ("embedding", "plain_states", "measured_layer", "measured_blocks", "importances")
+MEASURING = ("embedding", "plain_states", "gradients", "measured_layer", "measured_blocks", "importances")
 """Kinds of the products of a measurement."""
+
+MEASURED_ROWS = 32
+"""Of the calibration text that losses are measured with, at most: their states are stored for all layers at once."""
 
 
 def measuring(chain: Chain, measure: Callable[[int, Product], Product]) -> tuple[Product, ...]:
@@ -85,6 +97,24 @@ def measuring(chain: Chain, measure: Callable[[int, Product], Product]) -> tuple
     return tuple(products)
 
 
+def measuring_losses(chain: Chain, candidates: Callable[[int], Mapping[str, tuple[str, ...]]]) -> tuple[Product, ...]:
+    """The products that measure what settings cost, in nats: forward through all layers, and back with the gradients.
+
+    candidates  (layer) → the encodings to try for each of its weights
+    """
+    products = [chain.embedding()]
+    for layer in range(chain.layers):
+        products.append(chain.plain_states(layer, products[-1]))
+    states = tuple(products)
+    gradients = chain.head_gradients(states[-1])
+    products.append(gradients)
+    for layer in reversed(range(chain.layers)):
+        tried = candidates(layer)
+        gradients = chain.gradients(layer, states[layer], gradients, tuple(tried))
+        products += [gradients, chain.measured(layer, states[layer], gradients, tried)]
+    return tuple(products)
+
+
 def before_measuring(plan: Plan) -> tuple[Plan, list[Product]]:
     """The plan to which a measurement was added, and the products of that measurement."""
     own = [product for product in plan.products if product.op in MEASURING]
@@ -94,10 +124,11 @@ def before_measuring(plan: Plan) -> tuple[Plan, list[Product]]:
 class Chain:
     """Makes the products of a calibration, one after the other."""
 
-    def __init__(self, plan: Plan, prepared: Prepared, settings: QuantizeSettings) -> None:
+    def __init__(self, plan: Plan, prepared: Prepared, settings: QuantizeSettings, most_rows: int | None = None) -> None:
         """
-        plan      of plain tensors, with the names of the model that transformers builds
-        prepared  its inputs
+        plan       of plain tensors, with the names of the model that transformers builds
+        prepared   its inputs
+        most_rows  of the text that are used, if the settings or the text allow more
 
         Raises PlanError: packages that are missing, a text that cannot be read or is too short, a model without a tokenizer.
         """
@@ -128,7 +159,7 @@ class Chain:
             rows = len(rows_of(self._calibration, prepared.inputs[plan.donor].folder, vocabulary, self._bos))
         except WeightsmithError as error:
             raise PlanError([error]) from error
-        self._calibration = replace(self._calibration, rows=rows)
+        self._calibration = replace(self._calibration, rows=min(rows, most_rows or rows))
 
     def surveyed(self, product: Product) -> Product:
         """A product of the merge, which looks at the steps that need it: these are no longer steps of the plan."""
@@ -161,7 +192,7 @@ class Chain:
     def quantised(self, name: str, layer: int, states: Product, encoded: Mapping[str, Step]) -> Product:
         """The quantised weights of a layer, or the head after the last. encoded: steps of the quantised plan."""
         inside = layer < self.layers
-        steps = self._steps(layer) if inside else [s for s in self._plan.steps if self._structure.locate(s.out.name) is None]
+        steps = self._steps(layer) if inside else self._outside()
         outs = tuple(out for step in encoded.values() for out in step.outs)
         work = self._work(layer, states, {own: step.encoding for own, step in encoded.items()})
         return self._product(name, "quantised_layer", outs, work, steps, (states,))
@@ -178,15 +209,32 @@ class Chain:
         outs = (self._states(layer + 1),)
         return self._product(f"states {layer + 1}", "plain_states", outs, work, self._steps(layer), (states,), transient=True)
 
-    def measured(self, layer: int, states: Product, candidates: Mapping[str, tuple[str, ...]]) -> Product:
-        """The errors of the candidates for each weight of a layer."""
-        work = MeasureWork(self._base, self._packages, layer, states.name, dict(candidates))
-        errors, energies = shapes_of(candidates)
+    def head_gradients(self, states: Product) -> Product:
+        """The gradients of what leaves the last layer. states: what leaves it."""
+        work = GradientWork(self._base, self._packages, self.layers, states.name, "", (), self._calibration.seed)
+        outs = (self._states(self.layers, "gradients"),)
+        return self._product(outs[0].name, "gradients", outs, work, self._outside(), (states,), transient=True)
+
+    def gradients(self, layer: int, states: Product, leaving: Product, weights: tuple[str, ...]) -> Product:
+        """The gradients of what enters a layer, and what is kept of those of its weights. leaving: of what leaves it."""
+        seed = self._calibration.seed
+        work = GradientWork(self._base, self._packages, layer, states.name, leaving.name, weights, seed)
+        steps = self._steps(layer)
+        shapes = {step.out.name: step.out.shape for step in steps}
+        own = self._states(layer, "gradients")
+        norms, squares = gradient_shapes(own.shape, [shapes[name] for name in weights])
         outs = (
-            TensorSpec(f"errors of layer {layer}", DTYPES["F64"], errors),
-            TensorSpec(f"energies of layer {layer}", DTYPES["F64"], energies),
+            own,
+            TensorSpec(f"norms of layer {layer}", DTYPES["F32"], norms),
+            TensorSpec(f"squares of layer {layer}", DTYPES["F64"], squares),
         )
-        return self._product(f"measured {layer}", "measured_layer", outs, work, self._steps(layer), (states,))
+        return self._product(own.name, "gradients", outs, work, steps, (states, leaving), transient=True)
+
+    def measured(self, layer: int, states: Product, gradients: Product, candidates: Mapping[str, tuple[str, ...]]) -> Product:
+        """The losses that the candidates for each weight of a layer cause. gradients: of its weights, in the same order."""
+        work = MeasureWork(self._base, self._packages, layer, states.name, gradients.name, dict(candidates))
+        outs = (TensorSpec(f"losses of layer {layer}", DTYPES["F64"], shape_of(candidates)),)
+        return self._product(f"measured {layer}", "measured_layer", outs, work, self._steps(layer), (states, gradients))
 
     def measured_blocks(self, layer: int, states: Product, blocks: Mapping[str, tuple[Mapping[str, str], ...]]) -> Product:
         """The errors of the options of each block of a layer."""
@@ -210,9 +258,13 @@ class Chain:
         """The plan's steps for the tensors of a layer."""
         return [step for step in self._plan.steps if self._structure.locate(step.out.name) == (self._structure.main, layer)]
 
-    def _states(self, layer: int) -> TensorSpec:
+    def _outside(self) -> list[Step]:
+        """The plan's steps for the tensors outside the layers."""
+        return [step for step in self._plan.steps if self._structure.locate(step.out.name) is None]
+
+    def _states(self, layer: int, what: str = "states") -> TensorSpec:
         shape = self._calibration.rows, self._calibration.tokens, self._base.hidden
-        return TensorSpec(f"states {layer}", DTYPES["F32"], shape)
+        return TensorSpec(f"{what} {layer}", DTYPES["F32"], shape)
 
     def _product(
         self,

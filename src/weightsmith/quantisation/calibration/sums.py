@@ -7,7 +7,7 @@ Hessian one thread adds all rows. The result is the same for any number of threa
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +21,7 @@ from weightsmith.decoder.forward import Layer
 from weightsmith.jobs.matrix import one_thread
 from weightsmith.products.base import Bench, Floats
 from weightsmith.quantisation.calibration.common import NUMBERED_ROW, PhaseProgress, budget, check_finite, row_batches
-from weightsmith.quantisation.calibration.sites import is_attention, site_of
+from weightsmith.quantisation.calibration.sites import site_of
 
 TILE_COLUMNS = 512
 """Columns of a Hessian that one thread adds."""
@@ -40,18 +40,19 @@ def workers(threads: int, device: str) -> Iterator[ThreadPoolExecutor]:
 class Inputs:
     """What enters linear layers while rows run through a layer. Any number of threads."""
 
-    def __init__(self, layer: Layer, weights: Sequence[str], base: Base, *, last: str = "", relative: bool = False) -> None:
+    def __init__(
+        self, layer: Layer, weights: Sequence[str], base: Base, *, last: str = "", scales: Scales | None = None
+    ) -> None:
         """
-        weights   the linear layers to look at, by the name of their weight
-        last      the site after which the rest of the layer need not run; "" runs all of it
-        relative  each token's input is divided by the norm of the residual stream after the block (attention or MLP); what only
-                  some tokens enter, as an expert, by the root mean square of these norms
+        weights  the linear layers to look at, by the name of their weight
+        last     the site after which the rest of the layer need not run; "" runs all of it
+        scales   of the tokens of each weight: its inputs are given once more, times these, under the name of the weight
         """
         self._layer = layer
         self._base = base
         self._found = threading.local()
         self._last = last
-        self._relative = relative
+        self._scales = scales or {}
         self.sites: dict[str, list[str]] = {}
         for weight in weights:
             self.sites.setdefault(site_of(weight), []).append(weight)
@@ -59,8 +60,11 @@ class Inputs:
             layer.linear(own[0]).register_forward_pre_hook(lambda _module, args, site=site: self._note(site, args[0]))
             for site, own in self.sites.items()
         ]
-        if relative:
-            self._hooks.append(layer.before_mlp.register_forward_pre_hook(self._note_between))
+
+    def widths(self) -> dict[str, int]:
+        """Input features of each site, and of each weight that has scales."""
+        found = {site: self.width(site) for site in self.sites}
+        return found | {weight: found[site] for site, own in self.sites.items() for weight in own if weight in self._scales}
 
     def width(self, site: str) -> int:
         """Input features of a site."""
@@ -71,26 +75,24 @@ class Inputs:
         if site == self._last:
             raise _Enough
 
-    def _note_between(self, _module: object, args: tuple[Tensor, ...]) -> None:
-        self._found.between = args[0][0]
-
     def of(self, numbered: NUMBERED_ROW) -> dict[str, Tensor]:
-        """Run one row: the inputs of each site it reaches, float32 [tokens, K]. Raises NonFinite."""
+        """Run one row: the inputs of each site and scaled weight that it reaches, float32 [tokens, K]. Raises NonFinite."""
         row, hidden = numbered
         found: dict[str, Tensor] = {}
         self._found.inputs = found
         try:
             with torch.no_grad():
-                left = self._layer(hidden)
-                if self._relative:
-                    found.update(
-                        {site: _relative(x, self._found.between if is_attention(site) else left) for site, x in found.items()}
-                    )
+                self._layer(hidden)
         except _Enough:
             pass
         for site, x in found.items():
             check_finite(x, f"the input of {self.sites[site][0].removesuffix('.weight')}", row, self._base)
-        return found
+        return found | {
+            weight: x * torch.from_numpy(self._scales[weight][row, : len(x)].copy()).to(x.device)[:, None]
+            for site, x in found.items()
+            for weight in self.sites[site]
+            if weight in self._scales
+        }
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -98,13 +100,12 @@ class Inputs:
             hook.remove()
 
 
-def _relative(x: Tensor, state: Tensor) -> Tensor:
-    norms = state.norm(dim=1, keepdim=True).clamp_min(1e-20)
-    return x / (norms if len(x) == len(norms) else norms.square().mean().sqrt())
-
-
 class _Enough(Exception):
     """The last site is reached."""
+
+
+Scales = Mapping[str, Floats]
+"""For each weight, float32 [rows, tokens]: of the tokens that reach it, in their order."""
 
 
 class Hessians:
@@ -148,16 +149,19 @@ class Hessians:
 
 def hessians(inputs: Inputs, rows: Iterator[list[NUMBERED_ROW]], pool: ThreadPoolExecutor, device: str = "cpu") -> Hessians:
     """The Hessians of all sites. rows: some at a time, which run at once; the result does not depend on how many."""
-    found = Hessians({site: inputs.width(site) for site in inputs.sites}, device)
+    found = Hessians(inputs.widths(), device)
     for some in rows:
         found.add(list(pool.map(inputs.of, some)), pool)
     return found
 
 
-def batches(weights: Sequence[str], widths: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
-    """The weights in batches whose Hessians take at most `limit_bytes` together. One alone may take more.
+def batches(
+    weights: Sequence[str], widths: Mapping[str, int], limit_bytes: int, scaled: Collection[str] = ()
+) -> list[list[str]]:
+    """The weights in batches whose Hessians take at most `limit_bytes` together. Those of one site may take more.
 
     widths  input features of each weight
+    scaled  weights that have a Hessian of their own, beside that of their site
 
     >>> names = [f"experts.{i}.{leaf}_proj.weight" for i in range(2) for leaf in ("gate", "up", "down")]
     >>> batches(names, dict.fromkeys(names, 100), 80_000)[0]
@@ -169,7 +173,7 @@ def batches(weights: Sequence[str], widths: Mapping[str, int], limit_bytes: int)
     found: list[list[str]] = []
     taken = 0
     for own in sites.values():
-        nbytes = 4 * widths[own[0]] ** 2
+        nbytes = 4 * widths[own[0]] ** 2 * (1 + sum(weight in scaled for weight in own))
         if not found or taken + nbytes > limit_bytes:
             found.append([])
             taken = 0
@@ -187,29 +191,31 @@ def use_hessians(
     device: str,
     progress: PhaseProgress,
     span: tuple[float, float],
-    use: Callable[[Inputs, str, Callable[[], Any]], None],
+    use: Callable[[Inputs, str, Callable[[str], Any]], None],
     *,
     last: str = "",
-    relative: bool = False,
+    scales: Scales | None = None,
 ) -> None:
-    """Call `use` for each site, on any thread: with the inputs, the site, and what gives its Hessian (`Hessians.finish`).
+    """Call `use` for each site, on any thread: with the inputs, the site, and what gives its Hessian and those of its weights
+    that have scales (`Hessians.finish`).
 
     entering  rows of states, which run through the layer once for each of the `batches` that the product's memory allows; so
               `use` may not change the layer
     span      of the progress: its first value, and its share
-    last, relative  as for `Inputs`
+    last, scales  as for `Inputs`
     """
-    parts = batches(weights, {name: int(layer.linear(name).in_features) for name in weights}, budget(bench))
+    widths = {name: int(layer.linear(name).in_features) for name in weights}
+    parts = batches(weights, widths, budget(bench), scales or ())
     share = span[1] / max(1, len(parts))
     with workers(bench.threads, device) as pool:
         for number, part in enumerate(parts):
             first = span[0] + number * share
-            inputs = Inputs(layer, part, base, last=last, relative=relative)
+            inputs = Inputs(layer, part, base, last=last, scales=scales)
             try:
                 rows = row_batches(entering, bench.threads, device, progress, (first, first + share * ROWS_SHARE))
                 sums = hessians(inputs, rows, pool, device)
             finally:
                 inputs.close()
-            tasks = [partial(use, inputs, site, partial(sums.finish, site)) for site in inputs.sites]
+            tasks = [partial(use, inputs, site, sums.finish) for site in inputs.sites]
             for done, _ in enumerate(pool.map(lambda task: task(), tasks), 1):
                 progress(first + share * (ROWS_SHARE + (1 - ROWS_SHARE) * done / len(tasks)))

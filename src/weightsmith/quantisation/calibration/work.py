@@ -102,14 +102,34 @@ class BlocksWork(Work):
 
 
 @dataclass(frozen=True, slots=True)
+class GradientWork(Work):
+    """The gradients of a layer.
+
+    layer      its index; the number of layers: what follows the last one, the final norm and the head
+    states     the product of what enters it
+    gradients  the product whose first array is the gradients of what leaves it; "" after the last layer
+    weights    the linear layers at whose outputs gradients are looked at, in the order of the arrays
+    seed       of the labels
+    """
+
+    layer: int
+    states: str
+    gradients: str
+    weights: tuple[str, ...]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
 class MeasureWork(Work):
     """One layer to measure.
 
     layer       its index
     states      the product of what enters it
+    gradients   the product of its gradients, for the same weights in the same order
     candidates  the encodings to try for each weight, by name
     """
 
     layer: int
     states: str
+    gradients: str
     candidates: Mapping[str, tuple[str, ...]]

@@ -18,7 +18,14 @@ from weightsmith.options import QuantizeSettings
 from weightsmith.planner import Plan, Prepared
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation.base import Format
-from weightsmith.quantisation.calibration.plan import CALIBRATION_SETTINGS, Chain, before_measuring, calibrated, calibrates
+from weightsmith.quantisation.calibration.plan import (
+    CALIBRATION_SETTINGS,
+    MEASURED_ROWS,
+    Chain,
+    before_measuring,
+    calibrated,
+    calibrates,
+)
 from weightsmith.quantisation.exl2.blocks import Sublayer
 from weightsmith.quantisation.exl2.measure import errors_of, products_for
 from weightsmith.quantisation.exl2.measurement import Measured, measurement_json, read_measurement
@@ -53,8 +60,9 @@ def apply(prepared: Prepared, settings: QuantizeSettings) -> Plan:
         raise PlanError([error]) from error
     if not calibrates(settings) or settings.uniform or settings.measurement is not None:
         return _stored(prepared, model, settings, params)
-    chain = Chain(model.plan, prepared, settings)
-    products = (*map(chain.surveyed, prepared.plan.products), *products_for(model, chain, full=settings.measure == FULL))
+    full = settings.measure == FULL
+    chain = Chain(model.plan, prepared, settings, most_rows=None if full else MEASURED_ROWS)
+    products = (*map(chain.surveyed, prepared.plan.products), *products_for(model, chain, full=full))
     return replace(prepared.plan, products=products, then={"format": "exl2", "settings": asdict(settings)})
 
 
@@ -115,13 +123,13 @@ def _choose(model: Model, settings: QuantizeSettings) -> list[Mapping[str, Param
     for block in model.blocks:
         kinds.setdefault(block.key.rpartition(".")[2] if settings.uniform else block.key, []).append(block)
     groups = list(kinds.values())
-    chosen = choose([_expected(blocks) for blocks in groups], model.weights, settings.bits, norms=(1.0,))
+    chosen = choose([_expected(blocks) for blocks in groups], model.weights, settings.bits)
     by_key = {block.key: block.options[i].params for blocks, i in zip(groups, chosen, strict=True) for block in blocks}
     return [by_key[block.key] for block in model.blocks]
 
 
 def _best(measured: Sequence[tuple[Sublayer, list[Measured]]], model: Model, bits: float) -> list[Mapping[str, Params]]:
-    slots = [[Candidate(block.bits(option.params), option.error) for option in options] for block, options in measured]
+    slots = [[Candidate(block.bits(option.params), option.error**2) for option in options] for block, options in measured]
     chosen = choose(slots, model.weights, bits)
     return [options[i].params for (_, options), i in zip(measured, chosen, strict=True)]
 

@@ -1,8 +1,7 @@
 """The measurement of a model: a product for each layer, and the error of each option of each block.
 
-A full measurement computes the errors. A proxy estimates the error of an option as √(Σ e · E): e are the shares of energy that
-the block's linear layers lose, and E is the energy that the block's last linear layer gives, in relation to the residual
-stream after the block, as a mean over the tokens.
+The square of an error is the loss that an option causes, in nats for each token: the sum of the losses of the block's weights.
+A full measurement computes ExLlamaV2's errors instead.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from weightsmith.errors import FormatError
 from weightsmith.plans import Product
 from weightsmith.products.base import Arrays
-from weightsmith.quantisation.calibration.plan import Chain, measuring
+from weightsmith.quantisation.calibration.plan import Chain, measuring, measuring_losses
 from weightsmith.quantisation.exl2.blocks import Sublayer
 from weightsmith.quantisation.exl2.measurement import LEAST_ERROR, Measured
 from weightsmith.quantisation.exl2.model import Model
 
-_LAST = ("o", "down")
 _NOT_ALL = "not a plan that can be run: it does not measure every weight"
 
 
@@ -35,7 +33,7 @@ def products_for(model: Model, chain: Chain, *, full: bool) -> tuple[Product, ..
         layer: {name: candidates for options in own.values() for name, candidates in _candidates(options).items()}
         for layer, own in blocks.items()
     }
-    return measuring(chain, lambda layer, states: chain.measured(layer, states, tried.get(layer, {})))
+    return measuring_losses(chain, lambda layer: tried.get(layer, {}))
 
 
 def _encodings(block: Sublayer) -> tuple[Mapping[str, str], ...]:
@@ -57,27 +55,17 @@ def errors_of(model: Model, products: Iterable[tuple[Product, Arrays]]) -> list[
     if any(product.op == "measured_blocks" for product, _ in products):
         return _measured_errors(model, products)
     lost: dict[str, dict[str, float]] = {}
-    given: dict[str, float] = {}
-    tokens: dict[str, float] = {}
-    for product, (errors, energies) in products:
+    for product, (losses,) in products:
         for i, (name, tried) in enumerate(product.settings["candidates"].items()):
-            lost[name] = {encoding: float(errors[i, k]) for k, encoding in enumerate(tried)}
-            given[name], tokens[name] = float(energies[i]), float(energies[-1])
+            lost[name] = {encoding: float(losses[i, k]) for k, encoding in enumerate(tried)}
     wanted = [each for block in model.blocks for each in _candidates(_encodings(block)).items()]
     if any(lost.get(name, {}).keys() != set(tried) for name, tried in wanted):
         raise FormatError(_NOT_ALL, where="products", fix="make the plan again")
     found = []
     for block in model.blocks:
-        last = next(role for role in _LAST if role in block.linears)
-        share = sum(given[spec.name] for spec in block.linears[last]) / (tokens[block.linears[last][0].name] or 1)
-        options = []
-        for option in block.options:
-            total = 0.0
-            for role, specs in block.linears.items():
-                energy = sum(given[spec.name] for spec in specs) or 1
-                total += sum(lost[s.name][f"exl2 {option.params[role]}"] * given[s.name] for s in specs) / energy
-            options.append(Measured(option.params, min(1.0, max(LEAST_ERROR, math.sqrt(total * share)))))
-        found.append((block, options))
+        losses_of = [sum(lost[name][encoding] for name, encoding in option.items()) for option in _encodings(block)]
+        options = zip(block.options, losses_of, strict=True)
+        found.append((block, [Measured(option.params, max(LEAST_ERROR, math.sqrt(loss))) for option, loss in options]))
     return found
 
 

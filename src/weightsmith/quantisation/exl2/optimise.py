@@ -1,8 +1,8 @@
-"""Which setting each block gets, so that the model has a target size and the least error.
+"""Which setting each block gets, so that the model has a target size and the least loss.
 
-Each block has candidates with a size and an error, one of which is chosen (a multiple-choice knapsack). The objective is
-Σ error^norm: a large norm avoids single bad blocks, a small one prefers a good average. As ExLlamaV2 does, the norm is the one
-whose solution has the smallest largest error. Everything is deterministic, without random numbers.
+Each block has candidates with a size and a loss, one of which is chosen (a multiple-choice knapsack). Losses of blocks add up:
+to the second order, errors of different blocks are independent ("linearity theorem", Malinovskii et al. 2024,
+https://arxiv.org/abs/2411.17525). Everything is deterministic, without random numbers.
 """
 
 from __future__ import annotations
@@ -16,25 +16,22 @@ import numpy.typing as npt
 
 from weightsmith.errors import ParameterError
 
-NORMS = (1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0, 3.25, 3.5)
-
 
 class Candidate(NamedTuple):
-    """A setting of a block: its size, and its error (1 - accuracy, or any other positive number)."""
+    """A setting of a block: its size, and what it adds to the model's loss, in any unit."""
 
     bits: int
-    error: float
+    loss: float
 
 
 Slots = Sequence[Sequence[Candidate]]
 
 
-def choose(slots: Slots, weights: int, target_bits: float, norms: Sequence[float] = NORMS) -> tuple[int, ...]:
+def choose(slots: Slots, weights: int, target_bits: float) -> tuple[int, ...]:
     """The index of each block's candidate: at most `target_bits` for each weight, all of them together.
 
     slots    the candidates of each block
     weights  of all blocks
-    norms    to try
 
     Raises ParameterError for a target that the candidates cannot reach, with the range that they can.
 
@@ -46,20 +43,18 @@ def choose(slots: Slots, weights: int, target_bits: float, norms: Sequence[float
     if not least <= target_bits <= most:
         what = f"{target_bits:g} bits for each weight are out of reach: settings take {least:.2f} to {most:.2f} bits"
         raise ParameterError(what, where="bits", fix=f"write a number between {least + 0.005:.2f} and {most - 0.005:.2f}")
-    budget = int(weights * target_bits)
-    found = {solve(slots, budget, norm): norm for norm in reversed(norms)}
-    return min(found, key=lambda choice: (max(slot[i].error for slot, i in zip(slots, choice, strict=True)), found[choice]))
+    return solve(slots, int(weights * target_bits))
 
 
-def solve(slots: Slots, budget: int, norm: float) -> tuple[int, ...]:
-    """The candidates with the least Σ error^norm within `budget` bits, or nearly so.
+def solve(slots: Slots, budget: int) -> tuple[int, ...]:
+    """The candidates with the least sum of losses within `budget` bits, or nearly so.
 
     A Lagrangian solution, improved by exchanges of one or two blocks until none helps. What is left goes to larger
-    candidates of equal error.
+    candidates of equal loss.
     """
     width = max(map(len, slots))
     bits = np.array([[c.bits for c in slot] + [slot[-1].bits] * (width - len(slot)) for slot in slots], np.int64)
-    losses = np.array([[c.error for c in slot] + [np.inf] * (width - len(slot)) for slot in slots]) ** norm
+    losses = np.array([[c.loss for c in slot] + [np.inf] * (width - len(slot)) for slot in slots])
     choice = _lagrangian(bits, losses, budget)
     rows = np.arange(len(slots))
     while (moves := _exchange(bits, losses, choice, budget)) is not None:

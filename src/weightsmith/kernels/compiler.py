@@ -1,0 +1,129 @@
+"""numba, as kernels are compiled with it; imported when the first one is called.
+
+numba's own cache looks at a function's file alone. A kernel that calls another, or uses its constants, would go on with the old
+one after that file changed, and write past the end of a buffer. Here any change to any kernel is a new cache. The folder is
+`$NUMBA_CACHE_DIR`, else `~/.cache/weightsmith`, else none: then kernels are compiled at each start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from functools import cache
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import numba
+import numba.core.codegen
+import numba.core.compiler
+import numba.core.compiler_machinery
+import numba.core.config
+import numba.core.event
+import numba.core.typed_passes
+
+from weightsmith.kernels.watch import watch
+
+config: Any = numba.core.config
+event: Any = numba.core.event
+codegen: Any = numba.core.codegen
+compiler: Any = numba.core.compiler
+machinery: Any = numba.core.compiler_machinery
+lowering: Any = numba.core.typed_passes
+
+
+@cache
+def cache_folder() -> str:
+    """Where compiled kernels are kept; "" when there is nowhere to write."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    sources.append(Path(__file__).parent.parent / "tensors.py")  # the codes of the dtypes
+    digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    try:
+        home = config.CACHE_DIR or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "weightsmith"
+        folder = Path(home) / f"kernels-{digest}"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: no HOME, and no such user
+        return ""
+    return str(folder) if os.access(folder, os.W_OK) else ""
+
+
+class _CodeForCallers(codegen.JITCodeLibrary):  # type: ignore[misc]
+    """The code of a kernel that only kernels call. It is linked into each of them, and optimised there.
+
+    numba would first optimise it by itself, and turn it into machine code that nobody calls.
+    """
+
+    def _optimize_final_module(self) -> None:
+        """Left to the callers."""
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+
+@machinery.register_pass(mutates_CFG=True, analysis_only=False)
+class _LoweringForCallers(lowering.NativeLowering):  # type: ignore[misc]
+    """Lowers a kernel to LLVM's language. numba's own pass goes on to machine code, for calls from Python."""
+
+    _name = "lowering_for_callers"
+
+    def run_pass(self, state: Any) -> bool:
+        state.library = _CodeForCallers(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.flags.no_compile = True
+        super().run_pass(state)
+        state.library.finalize()
+        entry: Any = {}.popitem  # numba wants a built-in function to call from Python; this one fails
+        state.cr = state.cr._replace(cfunc=entry)
+        state.targetctx.insert_user_function(entry, state.cr.fndesc, [state.library])
+        return True
+
+
+class _CompilerForCallers(compiler.CompilerBase):  # type: ignore[misc]
+    """numba's compiler, but for the last step."""
+
+    def define_pipelines(self) -> list[Any]:
+        passes = compiler.DefaultPassBuilder.define_nopython_pipeline(self.state)
+        passes.passes = [(_LoweringForCallers if one is lowering.NativeLowering else one, why) for one, why in passes.passes]
+        passes.finalize()
+        return [passes]
+
+
+_setting_folder = threading.Lock()
+"""Held while numba's cache folder, which is one for the process, is ours: two threads would restore each other's."""
+
+
+def njit(function: FunctionType, called_by_kernel: bool) -> Any:
+    """numba's njit of a kernel. called_by_kernel: only kernels will call it, and it becomes a part of them."""
+    folder = "" if called_by_kernel else cache_folder()
+    # What makes a function callable from Python and from C takes as long to compile as a small kernel.
+    options: dict[str, Any] = {"no_cpython_wrapper": called_by_kernel, "no_cfunc_wrapper": True}
+    if called_by_kernel:
+        options["pipeline_class"] = _CompilerForCallers
+    numba_njit: Any = numba.njit
+    decorate = numba_njit(nogil=True, cache=bool(folder), error_model="numpy", **options)
+    with _setting_folder:
+        before = config.CACHE_DIR
+        config.CACHE_DIR = folder
+        try:
+            made = decorate(function)
+        finally:
+            config.CACHE_DIR = before
+    if not called_by_kernel and made is not function:  # it is, with NUMBA_DISABLE_JIT
+        made.compile = watch.entered()(made.compile)
+    return made
+
+
+class _Listener(event.Listener):  # type: ignore[misc]
+    """Tells the watch what numba does."""
+
+    def on_start(self, event: Any) -> None:
+        watch.began(compiling=event.kind == "numba:compile")
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+_listener = _Listener()
+for _kind in ("numba:compile", "numba:run_pass"):
+    event.register(_kind, _listener)

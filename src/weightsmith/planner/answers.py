@@ -1,0 +1,71 @@
+"""What transformers said before: the same question of the same versions is not asked again.
+
+One small file for each answer, in `~/.cache/weightsmith/loading`. A file that is missing, damaged or cannot be written costs
+nothing but the time to ask.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+MAX_FILES = 200
+MAX_BYTES = 1 << 16
+"""Of an answer: one that lists thousands of differences is not kept."""
+
+
+def folder() -> Path:
+    """Where answers are kept. Raises RuntimeError without a home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "weightsmith" / "loading"
+
+
+def key_of(question: str, script: Path, packages: tuple[str, ...]) -> str:
+    """The name of a question's file; "" if its answer is not to be kept.
+
+    packages  that answer; a version under development is no version: what it says may change
+    """
+    try:
+        versions = [metadata.version(name) for name in packages]
+        if any("dev" in version for version in versions):
+            return ""
+        parts = [script.read_text(), sys.version, sys.prefix, *versions, question]
+    except (OSError, ValueError, metadata.PackageNotFoundError):
+        return ""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def find(key: str) -> dict[str, Any] | None:
+    """The differences that were found before; None if they are not known."""
+    if not key:
+        return None
+    try:
+        with (folder() / f"{key}.json").open("rb") as file:
+            answer = json.loads(file.read(MAX_BYTES))
+    except (OSError, RuntimeError, ValueError, RecursionError):
+        return None
+    found = answer.get("differences") if isinstance(answer, dict) and set(answer) == {"differences"} else None
+    sound = isinstance(found, list) and all(isinstance(each, list) and [*map(type, each)] == [str] * 3 for each in found)
+    return answer if sound else None
+
+
+def keep(key: str, answer: dict[str, Any]) -> None:
+    """Keep differences; what may change with memory or other packages, a failure, is not kept. The oldest files make room."""
+    data = json.dumps(answer)
+    if not key or set(answer) != {"differences"} or len(data) > MAX_BYTES:
+        return
+    try:
+        place = folder()
+        place.mkdir(parents=True, exist_ok=True)
+        unfinished = place / f"{key}.{os.getpid()}"
+        unfinished.write_text(data)
+        unfinished.replace(place / f"{key}.json")
+        files = sorted(place.iterdir(), key=lambda path: path.stat().st_mtime)
+        for path in files[:-MAX_FILES]:
+            path.unlink()
+    except (OSError, RuntimeError):
+        return

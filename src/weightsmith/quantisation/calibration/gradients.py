@@ -1,0 +1,199 @@
+"""The `gradients` product: how much the model's predictions depend on what passes through a layer.
+
+For each token of a row, a label is drawn from the model's own prediction p, and log p(label) is differentiated. The expected
+square of such gradients g is the Fisher information (Martens and Grosse 2015, https://arxiv.org/abs/1503.05671, section 2): a
+small error δ anywhere in the model changes its predictions by KL(p, p') = ½ E[(g · δ)²] nats, to the second order. The next
+tokens of the text itself would measure how surprising the text is.
+
+One product turns the states after the last layer into gradients. Each layer's product then passes them on, from the last layer
+to the first. It also keeps what the layer's measurement needs of the gradients at the outputs of its linear layers.
+
+**Determinism.** A row runs on one thread, and rows are added in order. Labels depend on the seed and the row alone. On a GPU,
+the gradients of some kernels are sums in any order: a measurement there may differ in its last digits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from weightsmith.plans import Product
+from weightsmith.products import Bench, ProductKind
+from weightsmith.products.base import Arrays, Floats
+from weightsmith.quantisation.calibration.work import GradientWork
+from weightsmith.structure.vocabulary import is_head
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from weightsmith.decoder.forward import Layer
+    from weightsmith.quantisation.calibration.common import NUMBERED_ROW
+
+LAST_FIRST = "measuring from the last layer to the first"
+"""The progress of gradients and losses, after that of the states."""
+
+TOKENS_AT_ONCE = 64
+"""Whose predictions are held in memory: as many numbers as the vocabulary has tokens, for each."""
+
+
+def _compute(bench: Bench) -> Arrays:
+    work = GradientWork.of(bench.product)
+    return _of_head(bench, work) if work.layer == work.base.layers else _of_layer(bench, work)
+
+
+def _of_head(bench: Bench, work: GradientWork) -> Arrays:
+    """The gradients of what leaves the last layer."""
+    import torch
+
+    from weightsmith.quantisation.calibration.common import PhaseProgress, check_finite, decoder_of, device_of, row_batches
+    from weightsmith.quantisation.calibration.sums import workers
+    from weightsmith.store.products import release_pages
+
+    device = device_of(bench)
+    progress = PhaseProgress(bench, work.base, 0, 0, 0)
+    [entering] = bench.arrays(work.states)
+    [gradients] = bench.create()
+    head = next(step.out for step in bench.product.steps if is_head(step.out))
+    numbers = np.empty(head.shape, np.float32)
+    bench.fill({head.name: numbers})
+    weight = torch.from_numpy(numbers).to(device)
+    cap = work.base.config.get("final_logit_softcapping")
+    with workers(bench.threads, device) as pool, decoder_of(work.base).final_norm(bench, device) as norm:
+
+        def run(numbered: NUMBERED_ROW) -> None:
+            row, hidden = numbered
+            draws = torch.from_numpy(np.random.default_rng([work.seed, row]).random(len(hidden), np.float32)).to(device)
+            with torch.enable_grad():
+                hidden.requires_grad_()
+                final = norm(hidden)
+                parts = zip(final.detach().split(TOKENS_AT_ONCE), draws.split(TOKENS_AT_ONCE), strict=True)
+                found = [_of_logits(x.requires_grad_(), weight, cap, draw) for x, draw in parts]
+                [gradient] = torch.autograd.grad(final, hidden, torch.cat(found))
+            check_finite(gradient, "the gradient of the prediction", row, work.base)
+            gradients[row] = gradient.cpu().numpy()
+
+        for rows in row_batches(entering, bench.threads, device, progress, (0, 1)):
+            list(pool.map(run, rows))
+            release_pages(gradients)
+    return [gradients]
+
+
+def _of_logits(final: Tensor, head: Tensor, cap: float | None, draws: Tensor) -> Tensor:
+    """The gradient of Σ log p(label) with respect to the inputs of the head. draws: for labels, 0 … 1, one for each token."""
+    import torch
+
+    logits = final @ head.T
+    if cap is not None:
+        logits = torch.tanh(logits / cap) * cap
+    logs = logits.log_softmax(1)
+    below = logs.detach().exp().cumsum(1)
+    labels = torch.searchsorted(below, (draws * below[:, -1])[:, None], right=True).clamp_(max=below.shape[1] - 1)
+    [found] = torch.autograd.grad(logs.gather(1, labels).sum(), final)
+    return found
+
+
+class _Outputs:
+    """What leaves linear layers while rows run through a layer. Any number of threads."""
+
+    def __init__(self, layer: Layer, weights: Sequence[str]) -> None:
+        self._found = threading.local()
+        self._hooks = [
+            layer.linear(name).register_forward_hook(lambda _module, _args, out, name=name: self._note(name, out))
+            for name in weights
+        ]
+
+    def _note(self, name: str, out: Tensor) -> None:
+        self._found.outputs[name] = out
+
+    def begin(self) -> dict[str, Tensor]:
+        """The outputs of the row that this thread runs next, by weight."""
+        self._found.outputs = {}
+        found: dict[str, Tensor] = self._found.outputs
+        return found
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _of_layer(bench: Bench, work: GradientWork) -> Arrays:
+    """The gradients of what enters a layer, and what is kept of those of its linear layers."""
+    import torch
+
+    from weightsmith.quantisation.calibration.common import PhaseProgress, check_finite, decoder_of, device_of, row_batches
+    from weightsmith.quantisation.calibration.sums import workers
+    from weightsmith.store.products import release_pages
+
+    device = device_of(bench)
+    progress = PhaseProgress(bench, work.base, work.base.layers - 1 - work.layer, 0, 0.3)
+    [entering], leaving = bench.arrays(work.states), bench.arrays(work.gradients)[0]
+    gradients, norms, squares = bench.create()
+    decoder = decoder_of(work.base)
+    with workers(bench.threads, device) as pool, decoder.layer(work.layer, bench, entering.shape[1], device) as layer:
+        outputs = _Outputs(layer, work.weights)
+
+        def run(numbered: NUMBERED_ROW) -> list[Floats]:
+            row, hidden = numbered
+            with torch.enable_grad():
+                hidden.requires_grad_()
+                found = outputs.begin()
+                left = layer(hidden)
+                given = torch.from_numpy(np.array(leaving[row])).to(device)
+                gradient, *inside = torch.autograd.grad(left, [hidden, *found.values()], given)
+            check_finite(gradient, f"the gradient of layer {work.layer}", row, work.base)
+            gradients[row] = gradient.cpu().numpy()
+            sums = [np.zeros(0, np.float32)] * len(work.weights)
+            for name, g in zip(found, inside, strict=True):
+                place, g = work.weights.index(name), g.reshape(-1, g.shape[-1])
+                norms[place, row, : len(g)] = g.norm(dim=1).cpu().numpy()
+                sums[place] = g.square().sum(0).cpu().numpy()
+            return sums
+
+        try:
+            for rows in row_batches(entering, bench.threads, device, progress, (0, 1)):
+                for sums in pool.map(run, rows):
+                    for place, total in enumerate(sums):
+                        squares[place, : len(total)] += total
+                release_pages(gradients)
+        finally:
+            outputs.close()
+    return [gradients, norms, squares]
+
+
+def shapes_of(states: tuple[int, ...], weights: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What is kept of the gradients at the outputs of linear layers: the norm of each token's [weights, rows, tokens], and the
+    sum of the squares of each feature's [weights, features].
+
+    states   shape of what enters the layer: [rows, tokens, hidden]
+    weights  shapes of the weights
+    """
+    return (len(weights), *states[:2]), (len(weights), max((shape[0] for shape in weights), default=0))
+
+
+def _check(product: Product) -> str:
+    if problem := GradientWork.check(product):
+        return problem
+    work = GradientWork.of(product)
+    if not 0 <= work.layer <= work.base.layers:
+        return f"there is no layer {work.layer}"
+    outs = [(out.dtype.name, out.shape) for out in product.outs]
+    if not outs or outs[0][0] != "F32" or len(outs[0][1]) != 3:
+        return "it does not make gradients"
+    if work.layer == work.base.layers:
+        if len(outs) != 1 or not any(is_head(step.out) and len(step.out.shape) == 2 for step in product.steps):
+            return "it has no step for the head, or other arrays"
+        return "" if work.states in product.needs else "it does not need what its settings name"
+    specs = {step.out.name: step.out.shape for step in product.steps}
+    if not all(len(specs.get(name, ())) == 2 for name in work.weights):
+        return "it has no step for a weight"
+    norms, squares = shapes_of(outs[0][1], [specs[name] for name in work.weights])
+    if outs[1:] != [("F32", norms), ("F64", squares)]:
+        return "its arrays are not those of its weights"
+    return "" if {work.states, work.gradients} <= set(product.needs) else "it does not need what its settings name"
+
+
+KIND = ProductKind(LAST_FIRST, compute=_compute, check=_check, device=True)

@@ -1,0 +1,169 @@
+"""What settings cost, held against transformers' own models: gradients, losses in nats, and which blocks get the bits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import weightsmith
+from tests.calibration_help import prepared_for, quantise, save_model, settings
+from tests.quantisation.test_calibration import captured, rows_for
+from weightsmith.errors import PlanError
+from weightsmith.execution import execute
+from weightsmith.options import RunOptions
+from weightsmith.plans import plan_from_json
+from weightsmith.products import find_kind
+from weightsmith.quantisation.calibration import measured
+from weightsmith.quantisation.exl2.options import ATTENTION, MLP
+
+pytestmark = pytest.mark.slow
+
+
+def changed(folder: Path, **scales: float) -> None:
+    """Multiply the tensors whose names end so."""
+    tensors = load_file(folder / "model.safetensors")
+    for end, scale in scales.items():
+        for name in tensors:
+            if name.endswith(f"{end}.weight"):
+                tensors[name] *= scale
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "mixtral", "qwen3 moe"])
+def test_gradients_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
+    """For labels drawn from its own predictions."""
+    folder, given = save_model(tmp_path / "m", name), settings(tmp_path, uniform=False, bits=6)
+    changed(folder, o_proj=20, down_proj=20, w2=20, down=20, lm_head=20, embed_tokens=20)
+    with prepared_for(folder, given) as prepared:
+        wanted = [
+            replace(product, transient=False) for product in prepared.plan.products if not product.name.startswith("measured")
+        ]
+        found = captured(replace(prepared, plan=replace(prepared.plan, products=tuple(wanted))), wanted).arrays
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    states: list[torch.Tensor] = []
+    for module in (*model.model.layers, model.model.norm):
+        module.register_forward_pre_hook(lambda _module, args: states.append(args[0]))
+    for number, ids in enumerate(rows_for(given, folder)):
+        states.clear()
+        logs = model(inputs_embeds=model.get_input_embeddings()(ids[None]).requires_grad_()).logits[0].log_softmax(1)
+        below = logs.detach().exp().double().cumsum(1)
+        draws = torch.from_numpy(np.random.default_rng([0, number]).random(len(ids), np.float32))
+        labels = (below < draws[:, None] * below[:, -1:]).sum(1)
+        for layer, expected in enumerate(torch.autograd.grad(logs.gather(1, labels[:, None]).sum(), states)):
+            gradient = torch.from_numpy(found[f"gradients {layer}"][0][number])
+            assert gradient.abs().max() > 1e-4
+            torch.testing.assert_close(gradient, expected[0], rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+def test_losses_are_about_the_divergences_of_models_with_one_quantised_block(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "m")
+    changed(folder, o_proj=8, down_proj=8, lm_head=20, embed_tokens=20)
+    given = settings(tmp_path, uniform=False, calibration_rows=12)
+    data = json.loads((quantise(folder, tmp_path / "out", given).out / "measurement.json").read_text())["measurement"]
+    ids = rows_for(given, folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        plain = model(ids).logits.log_softmax(-1)
+    ratios = []
+    for key, options in data.items():
+        for number in (4, 9) if options else ():
+            again = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            chosen = (MLP if key.endswith("mlp") else ATTENTION)[number].params
+            for role, params in chosen.items():
+                _quantise_in_place(again, f"{key}.{role}_proj", str(params), ids)
+            with torch.inference_mode():
+                logs = again(ids).logits.log_softmax(-1)
+            divergence = float((plain.exp() * (plain - logs)).sum(-1).mean())
+            ratios.append((1 - options[number]["accuracy"]) ** 2 / divergence)
+    assert len(ratios) == 8
+    assert 0.6 < np.exp(np.mean(np.log(ratios))) < 1.6, ratios
+    assert 0.4 < min(ratios) < max(ratios) < 2.5, ratios
+
+
+def _quantise_in_place(model: Any, module: str, setting: str, ids: torch.Tensor) -> None:
+    from weightsmith.quantisation.calibration.schemes import dequantise
+    from weightsmith.quantisation.calibration.schemes import quantise as arrays_of
+    from weightsmith.quantisation.exl2.matrix import prepare
+
+    seen: list[torch.Tensor] = []
+    linear = model.get_submodule(module)
+    hook = linear.register_forward_pre_hook(lambda _module, args: seen.append(args[0].flatten(0, -2)))
+    with torch.no_grad():
+        model(ids)
+        hook.remove()
+        weight = linear.weight.numpy()
+        arrays = arrays_of(weight, f"exl2 {setting}", prepare((seen[0].T @ seen[0]).numpy()))
+        linear.weight.copy_(torch.from_numpy(dequantise(arrays, f"exl2 {setting}", weight.shape)))
+
+
+def test_a_block_that_predictions_do_not_depend_on_gets_the_fewest_bits(tmp_path: Path) -> None:
+    """However large its part of the residual stream is: the head does not look at what it writes to."""
+    folder = save_model(tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"][:, 32:] = 0
+    tensors["model.layers.1.mlp.down_proj.weight"][:32] = 0
+    tensors["model.layers.1.self_attn.o_proj.weight"][32:] = 0
+    tensors["model.embed_tokens.weight"] *= 20
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    out = quantise(folder, tmp_path / "out", settings(tmp_path, uniform=False, bits=4.5)).out
+    data = json.loads((out / "measurement.json").read_text())["measurement"]
+    loss = {key: (1 - options[4]["accuracy"]) ** 2 for key, options in data.items() if options}
+    assert min(loss, key=lambda key: loss[key]) == "model.layers.1.mlp"
+    assert loss["model.layers.1.mlp"] < 0.01 * loss["model.layers.1.self_attn"]
+    with prepared_for(
+        folder, settings(tmp_path, uniform=False, bits=4.5, measurement=str(out / "measurement.json"))
+    ) as prepared:
+        bits = {step.out.name: step.encoding for step in prepared.plan.steps if "exl2" in step.encoding}
+        found = [p.settings["weights"] for p in prepared.plan.products if p.op == "quantised_layer"]
+    assert not bits
+    chosen = {name: encoding for each in found for name, encoding in each.items()}
+    assert chosen["model.layers.1.mlp.up_proj.weight"] == f"exl2 {MLP[0].params['up']}"
+    assert chosen["model.layers.1.self_attn.q_proj.weight"] in {f"exl2 {option.params['q']}" for option in ATTENTION[6:]}
+
+
+def test_rows_of_a_measurement_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their states are stored for all layers at once. The calibration that follows uses all rows."""
+    monkeypatch.setattr("weightsmith.quantisation.exl2.format.MEASURED_ROWS", 2)
+    with prepared_for(save_model(tmp_path / "m"), settings(tmp_path, uniform=False)) as prepared:
+        assert {out.shape for p in prepared.plan.products for out in p.outs if out.name.startswith("states")} == {(2, 16, 64)}
+        merged = execute(prepared, tmp_path / "out", RunOptions(card=False))
+    assert merged.plan.products[0].outs[0].shape == (6, 16, 64)
+
+
+def test_features_are_drawn_by_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    squares = rng.random(1000) ** 8
+    values = squares**0.5 + rng.random(1000)
+    some, shares = measured.drawn(squares)
+    assert len(some) <= measured.FEATURES
+    assert shares.sum() == pytest.approx(1)
+    assert float(shares @ values[some]) == pytest.approx(float(squares @ values / squares.sum()), rel=0.1)
+    assert measured.drawn(np.zeros(4))[1].tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda work: work.update(layer=3), "there is no layer 3"),
+        (lambda work: work.update(weights=["model.norm.weight"]), "it has no step for a weight"),
+        (lambda work: work["weights"].pop(), "its arrays are not those of its weights"),
+        (lambda work: work.update(gradients="states 1"), "it does not need what its settings name"),
+        (lambda work: work.update(layer=2), "it has no step for the head, or other arrays"),
+    ],
+)
+def test_a_plan_from_elsewhere_is_checked(change: Any, words: str, tmp_path: Path) -> None:
+    with prepared_for(save_model(tmp_path / "m"), settings(tmp_path, uniform=False)) as prepared:
+        plan = json.loads(json.dumps(prepared.plan.to_json()))
+        for product in prepared.plan.products:
+            assert find_kind(product.op).check(product) == ""
+    change(next(product["settings"] for product in plan["products"] if product["name"] == "gradients 0"))
+    with pytest.raises(PlanError, match=words):
+        weightsmith.run(plan_from_json(plan), tmp_path / "out", progress=False)
