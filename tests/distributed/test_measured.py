@@ -14,7 +14,7 @@ from tests.distributed.threads import Threads
 from tests.lora.test_lora import DOWN, INNER, H, Q, adapter, base, factors
 from tests.store_help import tree
 from weightsmith import execution
-from weightsmith.adapters import prepare_extraction
+from weightsmith.adapters.extract import prepare_extraction
 from weightsmith.buckets import parts
 from weightsmith.distributed import driver
 from weightsmith.distributed.driver import share_out
