@@ -142,7 +142,7 @@ class MemoryBucket:
         self._call("parts")
         if upload not in self.pending:
             return None
-        return {number: (tag(data), len(data)) for number, data in self.pending[upload][2].items()}
+        return {number: (tag(data), len(data)) for number, data in [*self.pending[upload][2].items()]}
 
     def complete(self, key: str, upload: str, etags: Sequence[str]) -> bool:
         self._call("complete")

@@ -159,31 +159,25 @@ def test_a_part_that_is_computed_differently_is_uploaded_again(memory: MemoryBuc
     assert memory.contents("models/out") == tree(build(tmp_path / "out"))
 
 
-def test_a_finished_tensor_that_is_computed_again_to_other_bytes_is_an_error_and_then_uploaded(
-    memory: MemoryBucket, tmp_path: Path
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_finished_tensor_that_is_computed_again_takes_its_group_with_it(
+    memory: MemoryBucket, tmp_path: Path, before: int
 ) -> None:
     with open_out() as staging:
-        put(staging, seed=1)  # type: ignore[arg-type]
+        put(staging, seed=before)  # type: ignore[arg-type]
         staging._opened().drain()
+    sent = memory.calls.count("upload")
     with open_out() as staging:
-        assert staging.finished == set(NAMES)
-        staging.write("head", 0, data("head"))
-        with pytest.raises(StoreError, match="differs from what an earlier run has uploaded") as found:
-            staging.finish("head", finished("head"))
-        assert "run again" in str(found.value)
-    build_out()
-    assert memory.contents("models/out") == tree(build(tmp_path / "out"))
-
-
-def test_a_finished_tensor_that_is_computed_again_to_the_same_bytes_is_fine(memory: MemoryBucket, tmp_path: Path) -> None:
-    with open_out() as staging:
+        with pytest.raises(ValueError, match="head is finished: `redo` comes first"):
+            staging.write("head", 0, data("head"))
+        for group in parts.cut(layout()):
+            was = staging.finished
+            staging.redo(group.tensors[:1])
+            assert staging.finished == was - {*group.tensors}
         put(staging)  # type: ignore[arg-type]
-        staging._opened().drain()
-    with open_out() as staging:
-        staging.write("head", 0, data("head"))
-        staging.finish("head", finished("head"))
         staging.add_file("config.json", b'{"model_type": "tiny"}')
         staging.publish({"recipe": "none"})
+    assert (memory.calls.count("upload") > sent) == (before == 1), "the same bytes are not uploaded again"
     assert memory.contents("models/out") == tree(build(tmp_path / "out"))
 
 

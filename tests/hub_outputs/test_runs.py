@@ -186,7 +186,7 @@ def test_options_that_such_an_output_lacks_are_rejected(here: Path, hub: FakeHub
 
 
 def test_a_cluster_does_not_write_to_the_hub() -> None:
-    with pytest.raises(ParameterError, match="--ray shares a folder"):
+    with pytest.raises(ParameterError, match="one process uploads weight files to the hub"):
         check_options(OUT, RunOptions(ray="local"))
 
 

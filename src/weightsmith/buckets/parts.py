@@ -61,20 +61,33 @@ class Group:
         return GroupKey(file, first.number, first.start, last.start + last.nbytes - first.start)
 
 
+_last: tuple[Layout, int, bool, tuple[Group, ...]] | None = None
+"""The last layout that was cut, and how: a process that does several parts of a plan needs it again for each."""
+
+
 def cut(layout: Layout, part_bytes: int | None = None, *, equal: bool = False) -> tuple[Group, ...]:
-    """The groups of all files, in file order. equal: all parts of a file but the last are of one size."""
-    groups: list[Group] = []
+    """The groups of all files, in file order. equal: all parts of a file but the last are of one size.
+
+    Cost: 6 us for each tensor; nothing for the same layout again.
+    """
+    global _last
+    least, last = part_bytes or PART_BYTES, _last
+    if last is None or last[0] is not layout or last[1:3] != (least, equal):
+        _last = last = layout, least, equal, tuple(_groups(layout, least, equal))
+    return last[3]
+
+
+def _groups(layout: Layout, part_bytes: int, equal: bool) -> Iterator[Group]:
     for number, shard in enumerate(layout.shards):
         first = 1
-        least = _least(shard.nbytes, part_bytes or PART_BYTES)
+        least = _least(shard.nbytes, part_bytes)
         for begin, end, names in _runs(layout, shard, shard.nbytes if equal else least):
             inside = [(0, len(shard.header))] if begin == 0 else []
             inside += [(place.offset, place.offset + place.nbytes) for name in names for place in (layout.places[name],)]
             borders = [*range(0, end, least), end] if equal else _borders(begin, end, least)
             parts = tuple(_parts(first, borders, inside))
-            groups.append(Group(number, names, parts, begin == 0))
+            yield Group(number, names, parts, begin == 0)
             first += len(parts)
-    return tuple(groups)
 
 
 def _least(nbytes: int, part_bytes: int) -> int:

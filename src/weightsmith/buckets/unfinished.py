@@ -12,7 +12,7 @@ from weightsmith.buckets.contents import check_vacant, manifest_of
 from weightsmith.buckets.journal import State, read_state
 from weightsmith.buckets.lock import Lock, is_held
 from weightsmith.buckets.prefix import Prefix
-from weightsmith.buckets.staging import JOURNAL, LOCK
+from weightsmith.buckets.staging import JOURNAL, LOCK, discard_parts
 from weightsmith.buckets.stores import open_bucket
 from weightsmith.buckets.uploads import discard
 from weightsmith.errors import StoreError, WeightsmithError
@@ -77,6 +77,7 @@ def remove_upload(found: UnfinishedUpload) -> None:
         if reason := _half_published(bucket, out, journal.state):
             raise StoreError(f"not removed: {reason}", where=str(out), fix="run the same command again")
         discard(bucket, out, journal.state.uploads)
+        discard_parts(bucket, out)
         bucket.delete(f"{out.staging}/{JOURNAL}")
     finally:
         lock.release()

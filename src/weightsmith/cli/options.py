@@ -455,8 +455,8 @@ FLAGS: Mapping[str, Any] = {
         typer.Option(
             "--ray",
             metavar="ADDRESS",
-            help="Have a Ray cluster do the work, over a shared folder: HOST:PORT; auto: this machine's cluster, or a new one "
-            "on this machine; local: a new one.",
+            help="Have a Ray cluster do the work, over a shared folder or a bucket: HOST:PORT; auto: this machine's "
+            "cluster, or a new one on this machine; local: a new one.",
         ),
     ],
     "public": Annotated[bool, typer.Option("--public", help="Make a model that is created on the hub visible to everyone.")],

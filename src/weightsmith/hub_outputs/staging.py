@@ -11,7 +11,7 @@ replaces. The journal names the commit that the run began with. The Hub makes ou
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -38,7 +38,6 @@ from weightsmith.store.manifest import list_files
 from weightsmith.store.reread import Progress
 from weightsmith.store.staging import Staging
 from weightsmith.store.target import check_out
-from weightsmith.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from weightsmith.formats.files import Extent
@@ -216,6 +215,10 @@ class HubStaging:
     def equal(self, name: str, start_byte: int, extent: Extent) -> None:
         """Does nothing: the Hub copies whole files alone."""
 
+    def redo(self, names: Collection[str]) -> bool:
+        """See `store.Staging.redo`. Those of uploaded files must get the same bytes: `finish` compares."""
+        return False
+
     def finish(self, name: str, done: Finished) -> None:
         """See `store.Staging.finish`. A file whose tensors are all finished is uploaded."""
         with self._kept():
@@ -253,9 +256,9 @@ class HubStaging:
         """See `store.Staging.products`."""
         return self._local.products
 
-    def product(self, name: str, outs: Sequence[TensorSpec]) -> Arrays | None:
+    def product(self, product: Product) -> Arrays | None:
         """See `store.Staging.product`."""
-        return self._local.product(name, outs)
+        return self._local.product(product)
 
     def create(self, product: Product) -> Arrays | None:
         """See `store.Staging.create`."""
