@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -62,6 +64,68 @@ def test_compiled_kernels_are_kept_where_numba_keeps_its_own_else_in_the_users_c
     for numbas, folder in ((str(tmp_path / "numba"), tmp_path / "numba"), ("", tmp_path / "user" / "weightsmith")):
         monkeypatch.setattr(numba.core.config, "CACHE_DIR", numbas)
         assert Path(compiler.cache_folder.__wrapped__()).parent == folder
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where kernels are kept."""
+    monkeypatch.setattr(compiler, "cache_folder", lambda: str(tmp_path))
+    return tmp_path
+
+
+def again() -> Any:
+    """A kernel as another process has it."""
+
+    @kernel
+    def one_more(x: Any) -> Any:
+        return x + 1
+
+    return one_more
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@compiled
+def test_what_is_kept_of_a_kernel_is_one_file_for_each_signature(kept: Path) -> None:
+    """Two processes that compile it at once, each for another one, would lose what they share."""
+    again()(1)
+    [first] = files(kept)
+    content = first.read_bytes()
+    first.unlink()
+    again()(1.0)
+    [second] = files(kept)
+    again()(1)
+    assert files(kept) == sorted([first, second])
+    first.write_bytes(content)
+    assert (again()(1), again()(1.5)) == (2, 2.5)
+
+
+@compiled
+@pytest.mark.parametrize("left", [0, 100])
+def test_a_kernel_whose_file_is_damaged_is_compiled_again(left: int, kept: Path) -> None:
+    again()(1)
+    for path in files(kept):
+        path.write_bytes(path.read_bytes()[:left])
+    assert again()(1) == 2
+    assert all(path.stat().st_size > 100 for path in files(kept))
+
+
+@compiled
+@pytest.mark.parametrize("name", ["write", "makedirs"])
+def test_a_kernel_that_cannot_be_kept_is_compiled_all_the_same(name: str, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_args: object, **_more: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    one_more = again()
+    with monkeypatch.context() as patched:
+        if name == "write":
+            patched.setattr(compiler.serialize, "dumps", full)
+        else:
+            patched.setattr(os, "makedirs", full)
+        assert one_more(1) == 2
+    assert files(kept) == []
 
 
 def test_a_branch_that_no_value_takes_is_not_compiled() -> None:
@@ -206,20 +270,19 @@ def test_threads_do_not_undo_each_others_cache_folder(monkeypatch: pytest.Monkey
     # Without it, numba takes "" for the folder now and then, and the cache lands where the user is.
     seen = set()
 
-    def njit(**options: Any) -> Any:
-        def compiled(function: Any) -> Any:
-            for _ in range(3):
-                time.sleep(0.0005)
-                seen.add(compiler.config.CACHE_DIR)
-            return function
+    def function(_x: int) -> None:
+        """To be compiled."""
 
-        return compiled
+    def look(_function: Any) -> None:
+        for _ in range(3):
+            time.sleep(0.0005)
+            seen.add(compiler.config.CACHE_DIR)
 
-    monkeypatch.setattr(compiler.numba, "njit", njit)
+    monkeypatch.setattr(compiler, "_Cache", look)
     monkeypatch.setattr(compiler, "cache_folder", lambda: "ours")
     monkeypatch.setattr(compiler.config, "CACHE_DIR", "before")
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: compiler.njit(njit, called_by_kernel=False), range(64)))
+        list(pool.map(lambda _: compiler.njit(function, called_by_kernel=False), range(64)))
     assert seen == {"ours"}
     assert compiler.config.CACHE_DIR == "before"
 

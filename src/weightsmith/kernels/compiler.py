@@ -9,23 +9,30 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import threading
+import uuid
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import numba
+import numba.core.caching
 import numba.core.codegen
 import numba.core.compiler
 import numba.core.compiler_machinery
 import numba.core.config
 import numba.core.event
+import numba.core.serialize
 import numba.core.typed_passes
 
 from weightsmith.kernels.watch import watch
 
+caching: Any = numba.core.caching
 config: Any = numba.core.config
+serialize: Any = numba.core.serialize
 event: Any = numba.core.event
 codegen: Any = numba.core.codegen
 compiler: Any = numba.core.compiler
@@ -46,6 +53,53 @@ def cache_folder() -> str:
     except (OSError, RuntimeError):  # RuntimeError: no HOME, and no such user
         return ""
     return str(folder) if os.access(folder, os.W_OK) else ""
+
+
+class _File:
+    """What numba keeps of a function: a file for each signature.
+
+    numba's own index of all signatures, written by two processes at once, may name the code of another signature, and then does
+    so in every later run. Here what cannot be read is compiled again.
+    """
+
+    def __init__(self, folder: str, base: str, stamp: object) -> None:
+        self._base = Path(folder) / base
+        self._made_by = numba.__version__, stamp
+
+    def load(self, key: object) -> Any:
+        """What was saved; None if it is missing or damaged."""
+        try:
+            found = self._path(key).read_bytes()
+        except OSError:
+            return None
+        digest, data = found[:32], found[32:]
+        return pickle.loads(data) if hashlib.sha256(data).digest() == digest else None
+
+    def save(self, key: object, data: object) -> None:
+        """Keep it. Raises OSError."""
+        packed = serialize.dumps(data)
+        unfinished = self._path(key, f".{uuid.uuid4().hex}")
+        try:
+            unfinished.write_bytes(hashlib.sha256(packed).digest() + packed)
+            unfinished.replace(self._path(key))
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def _path(self, key: object, end: str = "") -> Path:
+        digest = hashlib.sha256(repr((self._made_by, key)).encode()).hexdigest()[:32]
+        return self._base.with_name(f"{self._base.name}.{digest}.nbc{end}")
+
+
+class _Cache(caching.FunctionCache):  # type: ignore[misc]
+    """numba's cache of a function, with a `_File`. A disk that is full costs nothing but the time to compile again."""
+
+    def __init__(self, function: FunctionType) -> None:
+        super().__init__(function)
+        self._cache_file = _File(self._cache_path, self._impl.filename_base, self._impl.locator.get_source_stamp())
+
+    def save_overload(self, signature: object, data: object) -> None:
+        with suppress(OSError):
+            super().save_overload(signature, data)
 
 
 class _CodeForCallers(codegen.JITCodeLibrary):  # type: ignore[misc]
@@ -101,16 +155,18 @@ def njit(function: FunctionType, called_by_kernel: bool) -> Any:
     if called_by_kernel:
         options["pipeline_class"] = _CompilerForCallers
     numba_njit: Any = numba.njit
-    decorate = numba_njit(nogil=True, cache=bool(folder), error_model="numpy", **options)
-    with _setting_folder:
-        before = config.CACHE_DIR
-        config.CACHE_DIR = folder
-        try:
-            made = decorate(function)
-        finally:
-            config.CACHE_DIR = before
-    if not called_by_kernel and made is not function:  # it is, with NUMBA_DISABLE_JIT
-        made.compile = watch.entered()(made.compile)
+    made = numba_njit(nogil=True, error_model="numpy", **options)(function)
+    if called_by_kernel or made is function:  # with NUMBA_DISABLE_JIT
+        return made
+    if folder:
+        with _setting_folder, suppress(RuntimeError):  # nowhere to write after all
+            before = config.CACHE_DIR
+            config.CACHE_DIR = folder
+            try:
+                made._cache = _Cache(function)
+            finally:
+                config.CACHE_DIR = before
+    made.compile = watch.entered()(made.compile)
     return made
 
 
