@@ -481,6 +481,11 @@ def test_a_plan_survives_json(llama: Path, tmp_path: Path) -> None:
 # ---- bad input
 
 
+def test_a_negative_seed_is_refused(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="no negative seed, but it is -1"):
+        prepared_for(llama, settings(tmp_path), seed=-1)
+
+
 def _embedding(plan: dict[str, Any]) -> dict[str, Any]:
     return next(product["settings"] for product in plan["products"] if product["op"] == "embedding")
 
@@ -493,6 +498,7 @@ def _layer(plan: dict[str, Any]) -> dict[str, Any]:
     ("change", "words"),
     [
         (lambda plan: _embedding(plan)["calibration"].update(tokens=0), "its states are not those of its calibration text"),
+        (lambda plan: _embedding(plan)["calibration"].update(seed=-1), "its seed is negative"),
         (lambda plan: _embedding(plan)["base"].update(hidden=1), "its states are not those of its calibration text"),
         (lambda plan: _embedding(plan)["base"].update(model=7), "it does not name the tokenizer's file"),
         (lambda plan: _layer(plan).update(layer=99), "there is no layer 99"),

@@ -71,6 +71,11 @@ class Decoder:
         return self._specs[self._name(self._embedding)].shape[0]
 
     @property
+    def logit_cap(self) -> float | None:
+        """c, where logits are c · tanh(x / c); None where they are not. transformers' default if config.json does not say."""
+        return getattr(self._body.config, "final_logit_softcapping", None)
+
+    @property
     def layer_bytes(self) -> list[int]:
         """Stored size of each layer's weights."""
         names = [[f"{self._base.prefix}{i}.{n}" for n, _ in layer.named_parameters()] for i, layer in enumerate(self._layers)]

@@ -34,6 +34,8 @@ def _check(product: Product) -> str:
     if problem := EmbeddingWork.check(product):
         return problem
     work = EmbeddingWork.of(product)
+    if work.calibration.seed < 0:
+        return "its seed is negative"
     shape = work.calibration.rows, work.calibration.tokens, work.base.hidden
     if min(shape) < 1 or [(out.dtype.name, out.shape) for out in product.outs] != [("F32", shape)]:
         return "its states are not those of its calibration text"

@@ -60,8 +60,9 @@ def _of_head(bench: Bench, work: GradientWork) -> Arrays:
     numbers = np.empty(head.shape, np.float32)
     bench.fill({head.name: numbers})
     weight = torch.from_numpy(numbers).to(device)
-    cap = work.base.config.get("final_logit_softcapping")
-    with workers(bench.threads, device) as pool, decoder_of(work.base).final_norm(bench, device) as norm:
+    decoder = decoder_of(work.base)
+    cap = decoder.logit_cap
+    with workers(bench.threads, device) as pool, decoder.final_norm(bench, device) as norm:
 
         def run(numbered: NUMBERED_ROW) -> None:
             row, hidden = numbered
@@ -180,6 +181,8 @@ def _check(product: Product) -> str:
     work = GradientWork.of(product)
     if not 0 <= work.layer <= work.base.layers:
         return f"there is no layer {work.layer}"
+    if work.seed < 0:
+        return "its seed is negative"
     outs = [(out.dtype.name, out.shape) for out in product.outs]
     if not outs or outs[0][0] != "F32" or len(outs[0][1]) != 3:
         return "it does not make gradients"

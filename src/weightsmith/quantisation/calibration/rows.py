@@ -57,6 +57,8 @@ class Calibration:
 
 def calibration_of(path: str | None, rows: int | None, tokens: int | None, seed: int) -> Calibration:
     """The settings for a text file; None or `built-in`: the built-in text. Raises WeightsmithError for an unusable file."""
+    if seed < 0:
+        raise ParameterError(f"a calibration takes no negative seed, but it is {seed}", where="--seed", fix="use 0 or more")
     if path in (None, BUILT_IN):
         digest = hashlib.sha256(b"\0".join(text.encode() for text in _built_in())).hexdigest()
         return Calibration(BUILT_IN, digest, rows or 0, tokens or TOKENS, seed)
