@@ -45,6 +45,9 @@ def test_a_question_is_another_with_another_script_or_version(tmp_path: Path, mo
     assert first != key()
     monkeypatch.setattr(answers.metadata, "version", lambda _name: "9.0.dev0")
     assert key() == ""
+    monkeypatch.setattr(answers.metadata, "version", lambda _name: None)
+    assert key() == ""
+    monkeypatch.undo()
     assert key_of("question", script, ("no such package",)) == ""
 
 

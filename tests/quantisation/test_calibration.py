@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 import weightsmith
@@ -479,6 +480,17 @@ def test_a_plan_survives_json(llama: Path, tmp_path: Path) -> None:
 
 
 # ---- bad input
+
+
+@pytest.mark.parametrize("uniform", [True, False])
+@pytest.mark.parametrize(("name", "place"), [("lm_head", "lm_head"), ("model.layers.1.self_attn.o_proj", "layers.1.self_attn")])
+def test_a_weight_that_float16_cannot_hold_is_named(name: str, place: str, uniform: bool, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{name}.weight"][:, 0] = 1e5
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(NonFinite, match=f"{place}.*: a weight is not a number that float16 can hold"):
+        quantise(folder, tmp_path / "out", settings(tmp_path, uniform=uniform))
 
 
 def test_a_negative_seed_is_refused(llama: Path, tmp_path: Path) -> None:

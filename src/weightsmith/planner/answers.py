@@ -31,7 +31,7 @@ def key_of(question: str, script: Path, packages: tuple[str, ...]) -> str:
     """
     try:
         versions = [metadata.version(name) for name in packages]
-        if any("dev" in version for version in versions):
+        if any(not version or "dev" in version for version in versions):  # none: its metadata is damaged
             return ""
         parts = [script.read_text(), sys.version, sys.prefix, *versions, question]
     except (OSError, ValueError, metadata.PackageNotFoundError):

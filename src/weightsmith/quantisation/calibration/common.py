@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 
 import numpy as np
@@ -24,6 +24,17 @@ WORK_BYTES = 4 << 30
 """Limit of the Hessians that are held at once, and of what their factorisations take together, if the run has no limit."""
 
 INSTEAD = "; or use --calibration none, which needs no forward pass"
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Errors of weightsmith are of this place."""
+    try:
+        yield
+    except WeightsmithError as error:
+        error.finding = replace(error.finding, where=where)
+        raise
+
 
 NUMBERED_ROW = tuple[int, Tensor]
 """A row's number, and its states [tokens, hidden]."""

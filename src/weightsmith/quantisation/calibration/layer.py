@@ -7,13 +7,11 @@ unquantised weights in the module itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from weightsmith.encodings import find_encoding
-from weightsmith.errors import WeightsmithError
 from weightsmith.plans import Product
 from weightsmith.products import Bench, ProductKind
 from weightsmith.products.base import Arrays
@@ -71,7 +69,7 @@ def _quantise(
     found: dict[str, Arrays],
 ) -> None:
     """Quantise some weights of a layer, which itself remains as it is."""
-    from weightsmith.quantisation.calibration.common import Room, budget
+    from weightsmith.quantisation.calibration.common import Room, budget, located
     from weightsmith.quantisation.calibration.sums import Inputs, use_hessians
     from weightsmith.quantisation.exl2.matrix import PREPARE_BYTES, prepare
 
@@ -80,7 +78,7 @@ def _quantise(
     room = Room(budget(bench))
 
     def quantise(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
-        try:
+        with located(f"{site}, {work.base.label}"):
             sort = not any(schemes.keeps_order(stage[name]) for name in inputs.sites[site])
             with room(PREPARE_BYTES * inputs.width(site) ** 2):
                 hessian = finish(site)
@@ -89,9 +87,6 @@ def _quantise(
             for name in inputs.sites[site]:
                 weight = layer.linear(name).weight.detach().cpu().numpy()
                 found[name] = schemes.quantise(weight, stage[name], prepared)
-        except WeightsmithError as error:
-            error.finding = replace(error.finding, where=f"{site}, {work.base.label}")
-            raise
 
     at_end = last[0] if last else ""
     use_hessians(layer, list(stage), work.base, entering, bench, device, progress, span, quantise, last=at_end)
@@ -117,7 +112,7 @@ def _head(bench: Bench, work: LayerWork, decoder: Decoder, entering: Any, device
     """Quantise the head for what leaves the final norm."""
     import torch
 
-    from weightsmith.quantisation.calibration.common import NUMBERED_ROW, PhaseProgress, check_finite, row_batches
+    from weightsmith.quantisation.calibration.common import NUMBERED_ROW, PhaseProgress, check_finite, located, row_batches
     from weightsmith.quantisation.calibration.sums import Hessians, workers
     from weightsmith.quantisation.exl2.matrix import prepare
 
@@ -137,7 +132,8 @@ def _head(bench: Bench, work: LayerWork, decoder: Decoder, entering: Any, device
             sums.add(list(pool.map(run, rows)), pool)
     weight = np.empty(next(step.out.shape for step in bench.product.steps if step.out.name == name), np.float32)
     bench.fill({name: weight})
-    return schemes.quantise(weight, encoding, prepare(sums.finish(name)))
+    with located(f"{name}, {work.base.label}"):
+        return schemes.quantise(weight, encoding, prepare(sums.finish(name)))
 
 
 def _check(product: Product) -> str:

@@ -32,7 +32,7 @@ FEATURES = 128
 
 
 def _compute(bench: Bench) -> Arrays:
-    from weightsmith.quantisation.calibration.common import PhaseProgress, Room, budget, decoder_of, device_of
+    from weightsmith.quantisation.calibration.common import PhaseProgress, Room, budget, decoder_of, device_of, located
     from weightsmith.quantisation.calibration.sums import Inputs, use_hessians
     from weightsmith.quantisation.exl2.matrix import PREPARE_BYTES, prepare
 
@@ -55,7 +55,8 @@ def _compute(bench: Bench) -> Arrays:
                 weighted = finish(name)
                 if weighted is not None:  # else no token reached it, and nothing depends on it
                     weight, own = layer.linear(name).weight.detach().cpu().numpy(), squares[places[name]]
-                    found = _losses(weight, prepared, weighted, own[: len(weight)], work.candidates[name])
+                    with located(f"{name}, {work.base.label}"):
+                        found = _losses(weight, prepared, weighted, own[: len(weight)], work.candidates[name])
                     losses[places[name], : len(found)] = np.divide(found, tokens)
 
         use_hessians(layer, list(work.candidates), work.base, entering, bench, device, progress, (0, 1), measure, scales=scales)
