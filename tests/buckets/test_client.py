@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.bucket_help import MemoryBucket, environment_of
-from weightsmith.buckets.client import Bucket, Missing, NoConditions, md5_of
+from tests.bucket_help import AZURITE, GOOGLE, MOTO, SEAWEED, MemoryBucket, Server, environment_at
+from weightsmith.buckets import azure, client, gcs
+from weightsmith.buckets.client import Bucket, Damaged, Empty, Missing, NoConditions, Passing, Refused, md5_of
 from weightsmith.buckets.lock import Lock
+from weightsmith.buckets.prefix import parse_prefix
+from weightsmith.buckets.s3 import S3Bucket
+from weightsmith.buckets.stores import open_bucket
 from weightsmith.errors import StoreError
 
-OPEN: dict[str, Callable[[pytest.FixtureRequest], Any]] = {
-    "memory": lambda request: MemoryBucket(request.node.name),
-    "moto": lambda request: Bucket(request.getfixturevalue("moto").bucket),
-    "seaweed": lambda request: Bucket(request.getfixturevalue("seaweed").bucket),
-}
+MEMORY = "memory"
 
 
-@pytest.fixture(params=OPEN)
-def bucket(request: pytest.FixtureRequest) -> Any:
-    return OPEN[request.param](request)
+def opened(server: Server) -> Bucket:
+    return open_bucket(parse_prefix(server.address("x")))
+
+
+@pytest.fixture(params=[MEMORY, MOTO, SEAWEED, GOOGLE, AZURITE])
+def bucket(request: pytest.FixtureRequest, new_server: Callable[[str], Server]) -> Any:
+    return MemoryBucket(request.node.name) if request.param == MEMORY else opened(new_server(request.param))
 
 
 def test_an_object_is_created_once_and_replaced_only_in_the_version_that_was_seen(bucket: Any) -> None:
     first = bucket.create("a/lock", b"one")
     assert first
     assert bucket.create("a/lock", b"two") is None
-    assert bucket.create("a/lock", b"one") == first if isinstance(bucket, Bucket) else True  # a repeated request
+    assert bucket.create("a/lock", b"one") == first if not isinstance(bucket, MemoryBucket) else True  # a repeated request
     second = bucket.replace("a/lock", b"three", first)
     assert second not in (None, first)
     assert bucket.replace("a/lock", b"four", first) is None
@@ -39,14 +44,14 @@ def test_an_object_is_created_once_and_replaced_only_in_the_version_that_was_see
 
 
 def test_a_store_that_cannot_replace_a_version_is_asked_for_it_first(moto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    bucket, send = Bucket(moto.bucket), Bucket._send
+    bucket, send = S3Bucket(moto.bucket), S3Bucket._send
 
-    def without(self: Bucket, *given: Any, **more: Any) -> Any:
+    def without(self: S3Bucket, *given: Any, **more: Any) -> Any:
         if "IfMatch" in more:
             raise NoConditions("501")
         return send(self, *given, **more)
 
-    monkeypatch.setattr(Bucket, "_send", without)
+    monkeypatch.setattr(S3Bucket, "_send", without)
     own = Lock(bucket, "lock", "out")
     own.take()
     assert "replaces objects without a condition" in own.warnings[0].what
@@ -67,20 +72,19 @@ def test_a_store_that_cannot_replace_a_version_is_asked_for_it_first(moto: Any, 
     ("endpoint", "message"),
     [
         ("http://store.example:9000", "has no TLS"),
-        ("https://x.r2.cloudflarestorage.com", "parts of equal size"),
         ("nonsense", "is not a URL"),
     ],
 )
 def test_endpoints_that_are_refused(endpoint: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("botocore")
-    for name, value in environment_of(1).items():
+    for name, value in environment_at("s3", 1).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     with pytest.raises(StoreError, match=message):
-        Bucket("bkt")
+        S3Bucket("bkt")
     if "TLS" in message:
         monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-        Bucket("bkt")
+        S3Bucket("bkt")
 
 
 def test_small_objects(bucket: Any) -> None:
@@ -99,8 +103,8 @@ def test_small_objects(bucket: Any) -> None:
     assert bucket.read("xz", 10) is None
 
 
-def test_an_object_that_is_too_large_is_not_read(moto: Any) -> None:
-    bucket = Bucket(moto.bucket)
+def test_an_object_that_is_too_large_is_not_read(server: Server) -> None:
+    bucket = opened(server)
     bucket.put("x", b"0123456789")
     with pytest.raises(StoreError, match="more than the 9 bytes"):
         bucket.read("x", 9)
@@ -108,7 +112,7 @@ def test_an_object_that_is_too_large_is_not_read(moto: Any) -> None:
 
 def test_an_upload_in_parts(bucket: Any) -> None:
     one, two = b"1" * (5 << 20), b"22"
-    upload = bucket.begin("x/model", {"weightsmith": "token"})
+    upload = bucket.begin("x/model", "token")
     assert bucket.parts("x/model", upload) == {}
     second = bucket.upload("x/model", upload, 2, two, md5_of(two))
     first = bucket.upload("x/model", upload, 1, two, md5_of(two))
@@ -117,21 +121,170 @@ def test_an_upload_in_parts(bucket: Any) -> None:
     listed = bucket.parts("x/model", upload)
     assert listed[2] == (second, 2)
     assert listed[1][0] in (first, second)  # SeaweedFS lists the part that came first, and completes with the one that is named
-    assert [*bucket.uploads("x/")] == [("x/model", upload)]
+    assert [key for key, _ in bucket.uploads("x/")] == ["x/model"]
     assert [*bucket.names("x/")] == []
     assert bucket.complete("x/model", upload, [first, second])
     head = bucket.head("x/model")
-    assert (head["ContentLength"], head["Metadata"]["weightsmith"]) == (len(one) + 2, "token")
+    assert (head.nbytes, head.token) == (len(one) + 2, "token")
     assert bucket.read_range("x/model", 0, len(one) + 2) == one + two
     assert bucket.parts("x/model", upload) is None
     bucket.abort("x/model", upload)
     assert [*bucket.uploads("x/")] == []
-    other = bucket.begin("x/other", {})
+    other = bucket.begin("x/other", "token")
     bucket.upload("x/other", other, 1, two, md5_of(two))
     bucket.abort("x/other", other)
-    assert bucket.parts("x/other", other) is None
+    assert not bucket.parts("x/other", other)
+    assert [*bucket.uploads("x/")] == []
+    assert [*bucket.names("x/")] == [("x/model", len(one) + 2)]
+
+
+def test_uploads_of_one_object_do_not_mix_and_what_is_there_stays(bucket: Any) -> None:
+    old, one, two = b"old", b"1" * 100, b"2" * 99
+    bucket.put("x/model", old)
+    first, second = bucket.begin("x/model", "one"), bucket.begin("x/model", "two")
+    bucket.upload("x/model", first, 1, one, md5_of(one))
+    etag = bucket.upload("x/model", second, 1, two, md5_of(two))
+    assert bucket.parts("x/model", first) == {1: (f'"{md5_of(one).hex()}"', 100)}
+    assert bucket.parts("x/model", second) == {1: (etag, 99)}
+    bucket.abort("x/model", first)
+    assert bucket.read("x/model", 100).data == old
+    assert bucket.complete("x/model", second, [etag])
+    assert bucket.read("x/model", 100).data == two
+    assert bucket.head("x/model").token == "two"
+    assert not bucket.parts("x/model", first)
 
 
 def test_a_part_of_an_upload_that_is_gone(memory: MemoryBucket) -> None:
     with pytest.raises(Missing):
         memory.upload("x", "none", 1, b"", md5_of(b""))
+
+
+class Answer:
+    """What `requests` makes of an answer."""
+
+    def __init__(self, status: int, text: str) -> None:
+        self.status_code, self.content, self.reason = status, text.encode(), "reason"
+
+    def json(self) -> Any:
+        return json.loads(self.content)
+
+
+def in_json(reason: str, message: str = "") -> str:
+    return json.dumps({"error": {"errors": [{"reason": reason}], "message": message}})
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "kind", "what"),
+    [
+        (429, in_json("rateLimitExceeded"), Passing, "kept answering rateLimitExceeded"),
+        (403, in_json("userRateLimitExceeded"), Passing, "kept answering"),
+        (503, "<html>", Passing, "kept answering reason"),
+        (400, in_json("invalid", "Provided MD5 hash x doesn't match calculated MD5 hash y"), Damaged, "invalid"),
+        (400, "<Error><Code>BadDigest</Code></Error>", Damaged, "BadDigest"),
+        (400, in_json("invalid", "Bad name"), StoreError, "invalid"),
+        (404, in_json("notFound", "The specified bucket does not exist."), StoreError, "NoSuchBucket"),
+        (404, "<Error><Code>NoSuchBucket</Code></Error>", StoreError, "NoSuchBucket"),
+        (404, "<Error><Code>NoSuchUpload</Code></Error>", Missing, "NoSuchUpload"),
+        (404, in_json("notFound", "No such object: b/o"), Missing, "notFound"),
+        (412, in_json("conditionNotMet"), Refused, "conditionNotMet"),
+        (416, "", Empty, "reason"),
+        (403, in_json("forbidden", "S3CRET"), StoreError, "forbidden"),
+    ],
+)
+def test_what_answers_of_google_mean(status: int, text: str, kind: type[StoreError], what: str) -> None:
+    found = gcs._failed("PUT", Answer(status, text), "gs://b/o")
+    assert type(found) is kind
+    assert what in str(found)
+    assert "S3CRET" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (503, "ServerBusy", Passing),
+        (500, "OperationTimedOut", Passing),
+        (429, "TooManyRequests", Passing),
+        (400, "Md5Mismatch", Damaged),
+        (400, "InvalidBlockList", Missing),
+        (404, "BlobNotFound", Missing),
+        (404, "ContainerNotFound", StoreError),
+        (409, "BlobAlreadyExists", Refused),
+        (412, "ConditionNotMet", Refused),
+        (416, "InvalidRange", Empty),
+        (403, "AuthenticationFailed", StoreError),
+        (400, "InvalidBlobOrBlock", StoreError),
+    ],
+)
+def test_what_answers_of_azure_mean(status: int, code: str, kind: type[StoreError], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("azure.storage.blob")
+    from azure.core.exceptions import HttpResponseError
+
+    for name, value in environment_at("az", 1).items():
+        monkeypatch.setenv(name, value)
+    error = HttpResponseError("S3CRET")
+    error.status_code, error.error_code = status, code  # type: ignore[attr-defined]
+    found = azure.AzureBucket("bkt")._failed(error, "Put Block", "az://bkt/o")
+    assert type(found) is kind
+    assert code in str(found)
+    assert "S3CRET" not in str(found)
+
+
+def test_damaged_and_passing_are_repeated_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(client.time, "sleep", waits.append)
+    left: list[StoreError] = [Passing("busy"), Damaged("cut"), Passing("busy")]
+
+    def call() -> str:
+        if left:
+            raise left.pop()
+        return "done"
+
+    assert client.insist(call) == "done"
+    assert len(waits) == 3
+    left.extend(Passing("busy") for _ in range(client.ATTEMPTS))
+    with pytest.raises(Passing):
+        client.insist(call)
+    assert left == []
+    assert max(waits) <= client.MOST_WAIT_SECONDS
+    with pytest.raises(Missing):
+        client.insist(lambda: (_ for _ in ()).throw(Missing("gone")))
+
+
+def test_lists_of_google_go_on_where_a_page_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("google.auth.transport.requests")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    bucket, asked = gcs.GoogleBucket("bkt"), list[dict[str, str]]()
+    part = "<Part><PartNumber>{0}</PartNumber><ETag>{0}</ETag><Size>5</Size></Part>"
+    upload = "<Upload><Key>x{0}</Key><UploadId>id{0}</UploadId></Upload>"
+    more, last = "<IsTruncated>true</IsTruncated>", "<IsTruncated>false</IsTruncated>"
+    space = '<R xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+    answers = [
+        f"{space}{part.format(1)}{more}<NextPartNumberMarker>1</NextPartNumberMarker></R>",
+        f"{space}{part.format(2)}{last}</R>",
+        f"{space}{upload.format(1)}{more}<NextKeyMarker>x1</NextKeyMarker><NextUploadIdMarker>id1</NextUploadIdMarker></R>",
+        f"{space}{upload.format(2)}{last}</R>",
+        json.dumps({"items": [{"name": "x1", "size": "5"}], "nextPageToken": "t"}),
+        json.dumps({"items": [{"name": "x2", "size": "6"}]}),
+    ]
+
+    def request(self: Any, method: str, url: str, *, params: dict[str, str], **more: Any) -> Answer:
+        asked.append(dict(params))
+        return Answer(200, answers.pop(0))
+
+    monkeypatch.setattr(type(bucket._session), "request", request)
+    assert bucket.parts("x", "id") == {1: ('"1"', 5), 2: ('"2"', 5)}
+    assert [*bucket.uploads("x")] == [("x1", "id1"), ("x2", "id2")]
+    assert [*bucket.names("x")] == [("x1", 5), ("x2", 6)]
+    assert [query.get("part-number-marker") for query in asked[:2]] == [None, "1"]
+    assert [(query.get("key-marker"), query.get("upload-id-marker")) for query in asked[2:4]] == [(None, None), ("x1", "id1")]
+    assert [query.get("pageToken") for query in asked[4:]] == [None, "t"]
+
+
+def test_lists_of_azure_go_on_where_a_page_ends(new_server: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket: Any = opened(new_server(AZURITE))
+    for name in ("x/1", "x/2", "x/3/a", "x/4", "x/5/a"):
+        bucket.put(name, b"1")
+    whole = bucket._container.list_blobs
+    monkeypatch.setattr(bucket._container, "list_blobs", lambda **more: whole(results_per_page=2, **more))
+    assert [*bucket.names("x/")] == [(name, 1) for name in ("x/1", "x/2", "x/3/a", "x/4", "x/5/a")]
+    assert [*bucket.folders("x/")] == ["x/3/", "x/5/"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.bucket_help import MemoryBucket, etag_of
+from tests.bucket_help import MemoryBucket, tag
 from tests.store_help import BY_NAME, NAMES, build, data, layout, put, tree
 from weightsmith.buckets import lock, parts, uploads
 from weightsmith.buckets.client import md5_of
@@ -26,7 +26,7 @@ from weightsmith.store import combine, grain_bytes, hash_grains, make_layout
 from weightsmith.store.journal import Finished
 from weightsmith.tensors import DTYPES, TensorSpec
 
-OUT = Prefix("bkt", "models/out")
+OUT = Prefix("s3", "bkt", "models/out")
 
 
 @pytest.fixture(autouse=True)
@@ -159,31 +159,25 @@ def test_a_part_that_is_computed_differently_is_uploaded_again(memory: MemoryBuc
     assert memory.contents("models/out") == tree(build(tmp_path / "out"))
 
 
-def test_a_finished_tensor_that_is_computed_again_to_other_bytes_is_an_error_and_then_uploaded(
-    memory: MemoryBucket, tmp_path: Path
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_finished_tensor_that_is_computed_again_takes_its_group_with_it(
+    memory: MemoryBucket, tmp_path: Path, before: int
 ) -> None:
     with open_out() as staging:
-        put(staging, seed=1)  # type: ignore[arg-type]
+        put(staging, seed=before)  # type: ignore[arg-type]
         staging._opened().drain()
+    sent = memory.calls.count("upload")
     with open_out() as staging:
-        assert staging.finished == set(NAMES)
-        staging.write("head", 0, data("head"))
-        with pytest.raises(StoreError, match="differs from what an earlier run has uploaded") as found:
-            staging.finish("head", finished("head"))
-        assert "run again" in str(found.value)
-    build_out()
-    assert memory.contents("models/out") == tree(build(tmp_path / "out"))
-
-
-def test_a_finished_tensor_that_is_computed_again_to_the_same_bytes_is_fine(memory: MemoryBucket, tmp_path: Path) -> None:
-    with open_out() as staging:
+        with pytest.raises(ValueError, match="head is finished: `redo` comes first"):
+            staging.write("head", 0, data("head"))
+        for group in parts.cut(layout()):
+            was = staging.finished
+            staging.redo(group.tensors[:1])
+            assert staging.finished == was - {*group.tensors}
         put(staging)  # type: ignore[arg-type]
-        staging._opened().drain()
-    with open_out() as staging:
-        staging.write("head", 0, data("head"))
-        staging.finish("head", finished("head"))
         staging.add_file("config.json", b'{"model_type": "tiny"}')
         staging.publish({"recipe": "none"})
+    assert (memory.calls.count("upload") > sent) == (before == 1), "the same bytes are not uploaded again"
     assert memory.contents("models/out") == tree(build(tmp_path / "out"))
 
 
@@ -210,6 +204,16 @@ def test_parts_of_another_cut_are_not_taken_for_those_of_this_one(
 
 class Killed(BaseException):
     """Nothing is cleaned up after it."""
+
+
+def test_parts_of_one_size_are_resumed_by_their_md5(memory: MemoryBucket, tmp_path: Path) -> None:
+    memory.equal_parts = True
+    put_some()
+    sent = memory.calls.count("upload")
+    assert sent > 0
+    build_out()
+    assert memory.contents("models/out") == tree(build(tmp_path / "out"))
+    assert memory.calls.count("upload") == sum(len(group.parts) for group in parts.cut(layout(), equal=True)) > sent
 
 
 @pytest.mark.slow
@@ -351,7 +355,7 @@ def test_the_lock_of_a_process_of_this_machine_that_is_dead_is_taken_over_at_onc
     monkeypatch.setattr(lock, "_this_process", lambda: f"{machine} 999999999@1")
     first = open_out()
     monkeypatch.undo()
-    monkeypatch.setattr("weightsmith.buckets.staging.Bucket", MemoryBucket)
+    monkeypatch.setattr("weightsmith.buckets.staging.open_bucket", MemoryBucket.open)
     open_out().close()
     first.close()
 
@@ -520,7 +524,7 @@ def test_what_the_run_reads_is_never_replaced(memory: MemoryBucket, read: str) -
 def test_a_folder_with_a_plus_in_its_name_is_not_replaced_either(memory: MemoryBucket) -> None:
     memory.put("models/a+b/config.json", b"{}")
     with pytest.raises(StoreError, match="the run reads"):
-        check_free(Prefix("bkt", "models/a+b"), overwrite=True, reads=("s3://bkt/models/a+b",))
+        check_free(Prefix("s3", "bkt", "models/a+b"), overwrite=True, reads=("s3://bkt/models/a+b",))
 
 
 def test_an_object_that_appears_meanwhile_is_not_written_over(memory: MemoryBucket) -> None:
@@ -562,7 +566,7 @@ def test_unfinished_work_is_listed_and_discarded(memory: MemoryBucket) -> None:
         assert found.reason == "a process is working on it"
         with pytest.raises(Busy):
             remove_upload(found)
-    for where in (OUT, Prefix("bkt", "models")):
+    for where in (OUT, Prefix("s3", "bkt", "models")):
         (found,) = find_uploads(where)
         assert (found.out, found.reason) == (OUT, "")
         assert found.tensors > 0
@@ -603,7 +607,7 @@ class Ranges:
     """An object, as `remote.retries.Ranges` names it."""
 
     def __init__(self, where: str, data: bytes) -> None:
-        self.where, self.nbytes, self.version = where, len(data), etag_of(data)
+        self.where, self.nbytes, self.version = where, len(data), tag(data)
 
 
 @pytest.mark.parametrize("source", ["as it is", "changed", "gone", "other bytes", "not in a store"])
@@ -617,7 +621,7 @@ def test_parts_that_an_object_has_are_copied_in_the_store_or_uploaded(
     file = RemoteFile(Ranges("https://bkt/in/model" if "store" in source else "s3://bkt/in/model", whole))  # type: ignore[arg-type]
     if source == "other bytes":  # what the source says is not true
         memory.put("in/model", whole[::-1])
-        file.ranges.version = etag_of(whole[::-1])  # type: ignore[misc]
+        file.ranges.version = tag(whole[::-1])  # type: ignore[misc]
     elif source == "changed":
         memory.put("in/model", whole[::-1])
     elif source == "gone":
@@ -645,8 +649,8 @@ def test_the_products_of_outputs_of_the_same_name_are_kept_apart(
     monkeypatch.chdir(tmp_path)
     chosen = {"facts": {}, "resume": True, "overwrite": False, "reads": ()}
     with (
-        BucketStaging.open(Prefix("bkt", "x/out"), layout(), "plan", **chosen) as one,  # type: ignore[arg-type]
-        BucketStaging.open(Prefix("bkt", "y/out"), layout(), "plan", **chosen) as other,  # type: ignore[arg-type]
+        BucketStaging.open(Prefix("s3", "bkt", "x/out"), layout(), "plan", **chosen) as one,  # type: ignore[arg-type]
+        BucketStaging.open(Prefix("s3", "bkt", "y/out"), layout(), "plan", **chosen) as other,  # type: ignore[arg-type]
     ):
         assert one._local().folder != other._local().folder
 

@@ -20,7 +20,7 @@ from tests.mini import write_checkpoint
 from tests.test_run import big_model, files
 from weightsmith import execution
 from weightsmith.api import prepare_any
-from weightsmith.distributed import driver, execute
+from weightsmith.distributed import driver
 from weightsmith.distributed.driver import edges, is_portable, part_count, share_out
 from weightsmith.distributed.work import Share
 from weightsmith.errors import Busy, CheckpointError, NonFinite, ParameterError, StoreError, WeightsmithError, WorkerLost
@@ -345,13 +345,6 @@ def test_parts_are_not_smaller_than_they_need_be(here: Path, monkeypatch: pytest
     assert part_count(plan, 100) == len(plan.steps)
     monkeypatch.setattr(driver, "PART_BYTES", 256 << 20)
     assert part_count(plan, 2) == 2
-
-
-def test_a_plan_that_begins_with_a_measurement_is_refused_before_a_cluster_is_started(here: Path) -> None:
-    with prepare_any(TIES, RecipeOptions(), QuantizeSettings()) as prepared:
-        begun = replace(prepared, plan=replace(prepared.plan, then={"format": "exl2"}))
-        with pytest.raises(ParameterError, match="begins with a measurement"):
-            execute(begun, "out", RunOptions(ray="127.0.0.1:1"))
 
 
 def test_no_resume_discards_what_was_there(here: Path) -> None:

@@ -15,11 +15,17 @@ from typing import Any
 import pytest
 
 import weightsmith
+from tests.bucket_help import Server
+from tests.buckets.conftest import front, moto, new_server, ports, spool
+from tests.store_help import tree
 from tests.test_run import big_model, files
+from weightsmith.buckets import parts
 from weightsmith.distributed import on_ray
 from weightsmith.errors import NonFinite, ParameterError
 from weightsmith.store import staging_folder
 from weightsmith.store.locks import is_held
+
+__all__ = ["front", "moto", "new_server", "ports", "spool"]
 
 TIES = """merge_method: ties
 base_model: ./a
@@ -37,6 +43,10 @@ def slow(self, *arguments):
     time.sleep(0.3)
     return plain(self, *arguments)
 local.Run._do = slow
+"""
+SMALL_PARTS = """
+from weightsmith.buckets import parts, uploads
+parts.PART_BYTES, uploads.SAVE_SECONDS = 200_000, 0.0
 """
 
 
@@ -57,7 +67,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     slow = tmp_path / "slow"
     slow.mkdir()
-    (slow / "sitecustomize.py").write_text(SLOW)
+    (slow / "sitecustomize.py").write_text(SLOW + SMALL_PARTS)
     paths = [str(slow), str(Path(weightsmith.__file__).parents[1]), str(Path(__file__).parents[2])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -80,11 +90,36 @@ def processes_of(machine: Any, title: bytes) -> list[int]:
     return found
 
 
+@pytest.fixture
+def store(moto: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """A bucket that the machines find in their environment; request it before `cluster`."""
+    monkeypatch.setattr(parts, "PART_BYTES", 200_000)
+    return moto
+
+
 @pytest.mark.slow
 def test_one_of_four_machines_dies_half_way_and_the_bytes_are_the_same(
     here: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weightsmith.merge("ties.yml", "whole", progress=False)
+    merged = merge_while_one_dies(cluster, "out", monkeypatch)
+    assert merged.resumed == 0
+    assert files(here / "out") == files(here / "whole")
+    assert not staging_folder(here / "out").exists()
+
+
+@pytest.mark.slow
+def test_four_machines_write_to_a_bucket_and_one_dies(
+    here: Path, store: Server, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weightsmith.merge("ties.yml", "out", progress=False)
+    merge_while_one_dies(cluster, f"s3://{store.bucket}/x/out", monkeypatch)
+    assert store.contents("x") == {f"out/{name}": data for name, data in tree(here / "out").items()}
+    assert store.uploads() == []
+
+
+def merge_while_one_dies(cluster: Any, out: str, monkeypatch: pytest.MonkeyPatch) -> weightsmith.Merged:
+    """A merge on the cluster, of which one machine is killed when two tensors are finished."""
     monkeypatch.setattr("weightsmith.distributed.driver.PART_BYTES", 1 << 20)
     lost: list[str] = []
     take = on_ray.RayWorkers.answers
@@ -107,12 +142,10 @@ def test_one_of_four_machines_dies_half_way_and_the_bytes_are_the_same(
                         os.kill(process, signal.SIGKILL)
                     return
 
-    merged = weightsmith.merge("ties.yml", "out", progress=progress, ray=cluster.address)
+    merged = weightsmith.merge("ties.yml", out, progress=progress, ray=cluster.address)
     assert killed
     assert lost
-    assert merged.resumed == 0
-    assert files(here / "out") == files(here / "whole")
-    assert not staging_folder(here / "out").exists()
+    return merged
 
 
 @pytest.mark.slow
@@ -171,5 +204,5 @@ def test_without_ray_the_option_says_what_to_install(here: Path, monkeypatch: py
 
 
 def test_a_client_s_address_is_refused(here: Path) -> None:
-    with pytest.raises(ParameterError, match="only machines of the cluster can publish"):
+    with pytest.raises(ParameterError, match="only machines of the cluster can give out parts"):
         weightsmith.merge("ties.yml", "out", ray="ray://head:10001")

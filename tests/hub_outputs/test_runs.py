@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -20,10 +21,12 @@ from tests.buckets.test_runs import MODELS, RECIPES
 from tests.cli_help import Cli, cli
 from tests.fake_hub import ATTRIBUTES, CUT, LOST, TOKEN, FakeHub, Fault, Seen, no_fault
 from tests.store_help import tree
+from weightsmith.adapters.recipes import prepare_merge
 from weightsmith.errors import Busy, CannotResume, OutputExists, ParameterError, PushFailed, StoreError
+from weightsmith.execution import Callbacks, execute
 from weightsmith.execution.output import check_options
 from weightsmith.hub_outputs.files import FILLED, UPLOADS
-from weightsmith.options import RunOptions
+from weightsmith.options import RecipeOptions, RunOptions
 
 __all__ = ["cli"]
 
@@ -144,6 +147,17 @@ def test_a_branch_begins_empty_and_the_card_names_it(here: Path, hub: FakeHub) -
     assert model.files() != model.files("v2/ties")
 
 
+def test_the_upload_of_the_last_files_is_shown(here: Path, hub: FakeHub) -> None:
+    hub.fault = lambda seen: time.sleep(0.3) if seen.method == "PUT" else None  # type: ignore[func-returns-value]
+    seen: list[tuple[int, int]] = []
+    callbacks = Callbacks(uploading=lambda done, total: seen.append((done, total)))
+    with prepare_merge(RECIPES["linear"][1], RecipeOptions(max_shard_bytes=SHARD)) as prepared:
+        merged = execute(prepared, OUT, RunOptions(), callbacks)
+    assert seen == sorted(seen)
+    assert {total for _, total in seen} == {sum(shard.nbytes for shard in merged.plan.layout.shards)}
+    assert all(done < total for done, total in seen)
+
+
 def test_a_public_model_is_public(here: Path, hub: FakeHub) -> None:
     run("linear", public=True)
     assert hub.written["org/out"].visibility == "public"
@@ -172,7 +186,7 @@ def test_options_that_such_an_output_lacks_are_rejected(here: Path, hub: FakeHub
 
 
 def test_a_cluster_does_not_write_to_the_hub() -> None:
-    with pytest.raises(ParameterError, match="--ray shares a folder"):
+    with pytest.raises(ParameterError, match="one process uploads weight files to the hub"):
         check_options(OUT, RunOptions(ray="local"))
 
 
@@ -598,3 +612,36 @@ def test_threads_that_wait_for_an_upload_are_woken_when_the_run_ends(here: Path,
     hub.fault = no_fault
     run("linear")
     assert hub.pushed == {"org/out": local(here, "linear")}
+
+
+@pytest.mark.slow
+def test_many_faults_make_nothing_wrong(here: Path, hub: FakeHub) -> None:
+    hub.part_bytes = 20_000
+    rng, lock = random.Random(15), threading.Lock()
+    faults = refused = 0
+
+    def fault(seen: Seen) -> Fault:
+        nonlocal faults
+        with lock:
+            if rng.random() < 0.45:
+                return None
+            faults += 1
+            return rng.choice([CUT, LOST, 429, 500, 502, 503, 504])
+
+    wanted = local(here, "linear")
+    for _ in range(4):
+        hub.fault = fault
+        for _ in range(100):
+            try:
+                run("linear")
+                break
+            except PushFailed:
+                refused += 1
+        hub.fault = no_fault
+        assert hub.pushed == {"org/out": wanted}
+        assert len(hub.written["org/out"].commits) == 2
+        assert staging(here) == []
+        hub.written.clear()
+        hub.objects.clear()
+    print(faults, "faults,", refused, "runs that gave up")
+    assert faults > 300

@@ -162,7 +162,9 @@ def say(**values: Any) -> Any:
         ("w4a16", put("weight_packed", np.zeros((160, 40), np.int32)), FormatError, r"its blocks need \[160, 3\]"),
         ("w4a16", put("weight_g_idx", np.zeros(128, np.int32)), Unsupported, "weight_g_idx' is part of"),
         ("w4a16", put("weight_zero_point", np.zeros((20, 1), np.int32)), Unsupported, "weight_zero_point' is part of"),
-        ("w4a16", say(symmetric=False), Unsupported, "symmetric False"),
+        ("w4a16", say(symmetric=False), FormatError, r"weight_zero_point' is missing, .* need it to be \[40, 1\] I32"),
+        ("w4a16", say(symmetric=False, strategy="tensor"), Unsupported, "symmetric False"),
+        ("int8", say(symmetric=False), Unsupported, "int-quantized weights with symmetric False"),
         *(("w4a16", say(num_bits=n), Unsupported, f"num_bits {n} are not read, only num_bits 4 and 8") for n in (3, 5, 6, 7)),
         ("w4a16", say(group_size=0), FormatError, "not a positive integer"),
         ("w4a16", say(group_size=True), FormatError, "not a positive integer"),
@@ -199,6 +201,68 @@ def test_scales_without_a_value_are_errors_when_they_are_quantised_again(models:
         model = damaged(models, tmp_path / name, name, change)
         with pytest.raises(weightsmith.NonFinite, match=f"is {value}"):
             weightsmith.quantize(model, tmp_path / f"{name}-int8", "int8", progress=False)
+
+
+# ---- codes with zero points
+
+
+def write_asymmetric(folder: Path, bits: int, group: int | None) -> tuple[Path, dict[str, np.ndarray], dict[str, Any]]:
+    """A checkpoint of one matrix, whose rows are no multiple of those of a word; its tensors, and its entry of config.json."""
+    rng, rows, cols = np.random.default_rng(bits), 163, 192
+    groups = 1 if group is None else cols // group
+
+    def packed(codes: np.ndarray) -> np.ndarray:
+        """Codes [n, m] → int32 [n, words], the first in the lowest bits."""
+        per_word = 32 // bits
+        padded = np.pad(codes, ((0, 0), (0, -codes.shape[1] % per_word))).astype(np.uint32).reshape(len(codes), -1, per_word)
+        return np.bitwise_or.reduce(padded << np.arange(0, 32, bits, dtype=np.uint32), axis=2).view(np.int32)
+
+    codes, zeros = rng.integers(0, 1 << bits, (rows, cols)), rng.integers(0, 1 << bits, (rows, groups))
+    scales = rng.uniform(0.001, 0.02, (rows, groups)).astype(BF16)
+    tensors = {
+        "weight_packed": packed(codes),
+        "weight_scale": scales,
+        "weight_shape": np.array([rows, cols]),
+        "weight_zero_point": np.ascontiguousarray(packed(zeros.T).T),
+    }
+    strategy = {"strategy": "channel"} if group is None else {"strategy": "group", "group_size": group}
+    weights = {"num_bits": bits, "type": "int", "symmetric": False, "dynamic": False, **strategy}
+    entry = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": {"weights": weights}}}
+    stored = {f"{Q.removesuffix('weight')}{name}": array for name, array in tensors.items()}
+    plain = (codes - zeros.repeat(cols // groups, 1)).astype(np.float32) * scales.astype(np.float32).repeat(cols // groups, 1)
+    write_checkpoint(folder, stored, {**CONFIG, "quantization_config": entry})
+    return folder, {**tensors, "plain": plain}, weights
+
+
+@pytest.mark.parametrize("group", [None, 64])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_are_subtracted(bits: int, group: int | None, tmp_path: Path) -> None:
+    model, tensors, _ = write_asymmetric(tmp_path / "m", bits, group)
+    with weightsmith.open_checkpoint(model) as opened:
+        np.testing.assert_array_equal(opened.read(Q), tensors["plain"])
+        whole = tensors["plain"].reshape(-1).view(np.uint8)
+        for start in range(0, whole.size, 9001):
+            out = np.zeros(min(7001, whole.size - start), np.uint8)
+            opened.source.read_into(Q, start, out)
+            np.testing.assert_array_equal(out, whole[start : start + out.size])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [None, 64])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_compressed_tensors_subtracts_the_same_zero_points(bits: int, group: int | None, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    import torch
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    _, tensors, weights = write_asymmetric(tmp_path / "m", bits, group)
+    plain = tensors.pop("plain")
+    tensors["weight_scale"] = tensors["weight_scale"].astype(np.float32)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    state = {name: torch.tensor(array) for name, array in tensors.items()}
+    back = BaseCompressor.get_value_from_registry("pack-quantized").decompress(state, scheme)["weight"]
+    np.testing.assert_array_equal(back.numpy(), plain)
 
 
 # ---- groups

@@ -394,7 +394,7 @@ def test_what_a_killed_process_wrote_of_a_product_is_removed(out: Path) -> None:
         assert staging.create(cut) is not None
         with Staging.open(out, layout(), "plan", part="2-of-2") as other:  # what another process writes stays
             assert len(list(products.iterdir())) == 2
-            assert other.product("whole", whole.outs) is not None
+            assert other.product(whole) is not None
 
 
 def test_a_finished_product_of_another_plan_is_not_lost(out: Path) -> None:

@@ -1,42 +1,30 @@
-"""Requests to a bucket, through botocore: bounded retries, conditional writes, and one clear error.
+"""What a run asks of a bucket, whatever the store: `s3`, and one file for each other kind.
 
-botocore finds credentials, region and endpoint in the standard places (environment, ~/.aws, AWS_ENDPOINT_URL), verifies TLS,
-and repeats what was throttled, cut off or answered with 5xx, up to `ATTEMPTS` times with exponential backoff. Parts and files
-are sent with their MD5, which the store compares. Messages contain codes and keys, never headers or credentials.
+Every request is repeated within a bound if it was throttled, cut off or answered with 5xx. Parts and files are sent with their
+MD5, which the store compares. Messages contain codes and keys, never headers or credentials.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
-from weightsmith.errors import StoreError, legible
-from weightsmith.remote.addresses import is_loopback
+from weightsmith.errors import StoreError
+from weightsmith.remote.access import allows_http
 
 ATTEMPTS = 8
+FIRST_WAIT_SECONDS, MOST_WAIT_SECONDS = 0.5, 20.0
+"""Between attempts; each wait is up to twice as long as the one before."""
 UPLOADS = 8
 """Parts uploaded at a time, by one thread each."""
+TOKEN = "weightsmith"
+"""Key of the metadata of a weight file: which work has made it."""
 
-_DAMAGED = frozenset({"BadDigest", "IncompleteBody", "RequestTimeout", "XAmzContentSHA256Mismatch"})
-"""Codes for a body that was damaged or cut on its way, which botocore does not send again."""
-_BODY_ATTEMPTS = 4
-_MISSING = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
-_REFUSED = frozenset({"409", "412", "PreconditionFailed", "ConditionalRequestConflict"})
-_EMPTY = frozenset({"416", "InvalidRange"})
-_UNSUPPORTED = frozenset({"501", "NotImplemented"})
-_FIXES = {
-    "NoSuchBucket": "create the bucket, or correct its name",
-    "AccessDenied": "use credentials that may list, read, write and delete there",
-    "403": "use credentials that may list, read, write and delete there",
-    "InvalidAccessKeyId": "check the credentials: AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "SignatureDoesNotMatch": "check the credentials: AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "ExpiredToken": "renew the credentials, and run again",
-    "RequestTimeTooSkewed": "set the clock of this machine",
-}
+
+Answer = TypeVar("Answer")
 
 
 class Object(NamedTuple):
@@ -51,6 +39,13 @@ class Object(NamedTuple):
     age_seconds: float
 
 
+class Head(NamedTuple):
+    """What is known of an object. token: given to `Bucket.begin`; "" if it was not uploaded in parts."""
+
+    nbytes: int
+    token: str
+
+
 class Run(NamedTuple):
     """Bytes of an object in the same store: bucket, key and ETag, and the first of them."""
 
@@ -60,247 +55,69 @@ class Run(NamedTuple):
     start: int
 
 
-class Bucket:
-    """One bucket. Thread-safe. Every method raises StoreError if the store refuses, or does not answer."""
+class Bucket(Protocol):
+    """One bucket. Thread-safe. Every method raises StoreError if the store refuses, or does not answer.
 
-    def __init__(self, name: str) -> None:
-        """Sends nothing. Raises StoreError without botocore, and for a store that cannot take our parts."""
-        try:
-            import botocore.session
-            from botocore.config import Config
-        except ImportError as error:
-            fix = "install it: pip install 'weightsmith[remote]'"
-            raise StoreError("writing to a bucket requires botocore", where=f"s3://{name}", fix=fix) from error
-        from botocore import exceptions
+    equal_parts  the store takes parts of one size only, the last one aside
+    """
 
-        self.name = name
-        self._client_error = exceptions.ClientError
-        self._errors = (exceptions.BotoCoreError, exceptions.HTTPClientError)
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-        config = Config(
-            retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
-            connect_timeout=10,
-            read_timeout=60,
-            max_pool_connections=2 * UPLOADS,
-            request_checksum_calculation="when_required",  # Content-MD5 instead, which every store compares
-            response_checksum_validation="when_required",
-            s3={"addressing_style": "path"} if endpoint else None,  # stores other than Amazon's may have no names of buckets
-        )
-        try:
-            self._client = botocore.session.get_session().create_client("s3", config=config)
-        except self._errors as error:
-            raise self._failed(error, "") from error
-        except ValueError as error:  # an endpoint that is no URL
-            fix = "correct AWS_ENDPOINT_URL"
-            raise StoreError("the endpoint of the store is not a URL", where=f"s3://{name}", fix=fix) from error
-        scheme, _, host = self._client.meta.endpoint_url.partition("://")
-        if scheme == "http" and not is_loopback(host) and os.environ.get("AWS_ALLOW_HTTP", "").lower() not in ("1", "true"):
-            fix = "use https, or set AWS_ALLOW_HTTP=true if that network is safe"
-            raise StoreError("the endpoint of the store has no TLS", where=f"s3://{name}", fix=fix)
-        if ".r2.cloudflarestorage.com" in host:
-            raise StoreError(
-                "Cloudflare R2 requires parts of equal size, and weightsmith cuts files at tensors",
-                where=f"s3://{name}",
-                fix="write to a local folder, and copy it",
-            )
+    equal_parts: bool
 
     # small objects
 
     def read(self, key: str, max_bytes: int) -> Object | None:
-        """An object; None if it is missing."""
-        try:
-            answer, data = self._get(key, Range=f"bytes=0-{max_bytes}")
-        except Missing:
-            return None
-        except Empty:
-            answer, data = self._get(key)
-        if len(data) > max_bytes:
-            raise StoreError(f"more than the {max_bytes:,} bytes that are read", where=self._shown(key), fix="remove it")
-        now = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-        age = (parsedate_to_datetime(now) - answer["LastModified"]).total_seconds() if now else 0.0
-        return Object(data, answer["ETag"], age)
+        """An object; None if it is missing. Raises StoreError if it is longer."""
 
     def read_range(self, key: str, start: int, nbytes: int) -> bytes:
         """Some bytes of an object; fewer if it ends."""
-        return self._get(key, Range=f"bytes={start}-{start + nbytes - 1}")[1]
-
-    def _get(self, key: str, **more: str) -> tuple[Mapping[str, Any], bytes]:
-        for _ in range(ATTEMPTS - 1):  # botocore does not repeat a body that was cut off
-            answer = self._call("get_object", key, **more)
-            try:
-                return answer, bytes(answer["Body"].read())
-            except self._errors:
-                continue
-        answer = self._call("get_object", key, **more)
-        try:
-            return answer, bytes(answer["Body"].read())
-        except self._errors as error:
-            raise self._failed(error, key) from error
 
     def put(self, key: str, data: bytes) -> str:
         """Write an object: its ETag."""
-        return str(self._send("put_object", key, data, md5_of(data))["ETag"])
 
     def create(self, key: str, data: bytes) -> str | None:
         """Write an object that must not exist: its ETag; None if it exists. Raises NoConditions."""
-        return self._conditional(key, data, IfNoneMatch="*")
 
     def replace(self, key: str, data: bytes, etag: str) -> str | None:
         """Write an object in place of the version with this ETag: its own; None if it is gone. Raises NoConditions."""
-        return self._conditional(key, data, IfMatch=etag)
 
-    def _conditional(self, key: str, data: bytes, **condition: str) -> str | None:
-        try:
-            return str(self._send("put_object", key, data, md5_of(data), **condition)["ETag"])
-        except (Refused, Missing):
-            found = self.read(key, 1 << 20)  # the answer to a request that was repeated may have been lost
-            return found.etag if found is not None and found.data == data else None
-
-    def head(self, key: str) -> Mapping[str, Any] | None:
-        """Size, ETag and metadata of an object; None if it is missing."""
-        try:
-            return self._call("head_object", key)
-        except Missing:
-            return None
+    def head(self, key: str) -> Head | None:
+        """What is known of an object; None if it is missing."""
 
     def delete(self, key: str) -> None:
         """Delete an object; it may be missing."""
-        try:
-            self._call("delete_object", key)
-        except Missing:
-            pass
 
     def names(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Keys and sizes of the objects whose keys start with `prefix`, in order."""
-        for page in self._pages(prefix):
-            yield from ((each["Key"], each["Size"]) for each in page.get("Contents", ()))
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """What follows `prefix` up to the next slash, the slash included, in keys that have one."""
-        for page in self._pages(prefix, Delimiter="/"):
-            yield from (each["Prefix"] for each in page.get("CommonPrefixes", ()))
-
-    def _pages(self, prefix: str, **more: str) -> Iterator[Mapping[str, Any]]:
-        token: dict[str, str] = {}
-        while True:
-            page = self._call("list_objects_v2", None, Prefix=prefix, **more, **token)
-            yield page
-            if not page.get("IsTruncated"):
-                return
-            token = {"ContinuationToken": page["NextContinuationToken"]}
+        """Keys that start with `prefix`, up to the next slash after it, the slash included; each once."""
 
     # uploads in parts
 
-    def begin(self, key: str, metadata: Mapping[str, str]) -> str:
-        """Begin an upload in parts: its id."""
-        return str(self._call("create_multipart_upload", key, Metadata=dict(metadata))["UploadId"])
+    def begin(self, key: str, token: str) -> str:
+        """Begin an upload in parts: its id. token: remembered with the object."""
 
     def upload(self, key: str, upload: str, number: int, data: bytes | bytearray, md5: bytes) -> str:
         """Upload a part, from 1: its ETag. md5: of `data`. Raises Missing if there is no such upload."""
-        return str(self._send("upload_part", key, data, md5, UploadId=upload, PartNumber=number)["ETag"])
 
-    def copy(self, key: str, upload: str, number: int, run: Run, nbytes: int) -> str:
-        """Copy bytes of an object to a part: its ETag; "" if the store does not copy them."""
-        last = run.start + nbytes - 1
-        try:
-            copied = self._call(
-                "upload_part_copy",
-                key,
-                UploadId=upload,
-                PartNumber=number,
-                CopySource={"Bucket": run.bucket, "Key": run.key},
-                CopySourceIfMatch=run.etag,
-                CopySourceRange=f"bytes={run.start}-{last}",
-            )
-        except StoreError:  # another store, no permission, changed: the bytes are here, and uploading says what is wrong
-            return ""
-        return str(copied["CopyPartResult"]["ETag"])
+    def copy(self, key: str, upload: str, number: int, run: Run, nbytes: int, md5: bytes) -> str:
+        """Copy bytes of an object, which should have this MD5, to a part: its ETag; "" if the store does not copy them."""
 
     def parts(self, key: str, upload: str) -> dict[int, tuple[str, int]] | None:
         """Number, ETag and size of the uploaded parts; None if there is no such upload."""
-        found: dict[int, tuple[str, int]] = {}
-        marker = 0
-        try:
-            while True:
-                page = self._call("list_parts", key, UploadId=upload, PartNumberMarker=marker)
-                found |= {each["PartNumber"]: (each["ETag"], each["Size"]) for each in page.get("Parts", ())}
-                if not page.get("IsTruncated"):
-                    return found
-                marker = int(page["NextPartNumberMarker"])
-        except Missing:
-            return None
 
     def complete(self, key: str, upload: str, etags: Sequence[str]) -> bool:
         """Make an object of the parts 1, 2, … False if there is no such upload: it may be complete already."""
-        listed = [{"PartNumber": i, "ETag": etag} for i, etag in enumerate(etags, 1)]
-        try:
-            self._call("complete_multipart_upload", key, UploadId=upload, MultipartUpload={"Parts": listed})
-            return True
-        except Missing:
-            return False
 
     def uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
         """Keys and ids of the uploads that are neither complete nor aborted, of keys that start with `prefix`."""
-        marker: dict[str, str] = {}
-        while True:
-            page = self._call("list_multipart_uploads", None, Prefix=prefix, **marker)
-            yield from ((each["Key"], each["UploadId"]) for each in page.get("Uploads", ()))
-            if not page.get("IsTruncated"):
-                return
-            marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def abort(self, key: str, upload: str) -> None:
         """Discard an upload and its parts; it may be gone."""
-        try:
-            self._call("abort_multipart_upload", key, UploadId=upload)
-        except Missing:
-            pass
 
-    # requests
 
-    def _send(self, operation: str, key: str, data: bytes | bytearray, md5: bytes, **more: Any) -> Mapping[str, Any]:
-        more |= {"Body": data, "ContentMD5": base64.b64encode(md5).decode()}
-        for _ in range(_BODY_ATTEMPTS - 1):
-            try:
-                return self._call(operation, key, **more)
-            except Damaged:
-                continue
-        return self._call(operation, key, **more)
-
-    def _call(self, operation: str, key: str | None, **more: Any) -> Mapping[str, Any]:
-        if key is not None:
-            more["Key"] = key
-        try:
-            answer: Mapping[str, Any] = getattr(self._client, operation)(Bucket=self.name, **more)
-            return answer
-        except (self._client_error, *self._errors) as error:
-            raise self._failed(error, key or "") from error
-
-    def _failed(self, error: Any, key: str) -> StoreError:
-        """The error for a request that failed for good."""
-        where = self._shown(key)
-        again = "run again: what is uploaded is kept"
-        if not isinstance(error, self._client_error):
-            kind = type(error).__name__
-            if kind in ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "CredentialRetrievalError"):
-                fix = "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or log in: aws sso login"
-                return StoreError("there are no usable credentials for the store", where=where, fix=fix)
-            if kind in ("SSLError", "InvalidProxiesConfigError"):
-                fix = "check AWS_ENDPOINT_URL and AWS_CA_BUNDLE"
-                return StoreError("the certificate of the store is not trusted (TLS)", where=where, fix=fix)
-            what = f"the store does not answer ({kind}, {ATTEMPTS} attempts)"
-            return StoreError(what, where=where, fix=f"check the network and AWS_ENDPOINT_URL, and {again}")
-        code = _code(error)
-        kinds = {_MISSING: Missing, _REFUSED: Refused, _DAMAGED: Damaged, _UNSUPPORTED: NoConditions, _EMPTY: Empty}
-        kind_of = next((kind for codes, kind in kinds.items() if code in codes), StoreError)
-        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        what = f"the store refused {error.operation_name}: {legible(code, 80)}"
-        if status == 429 or status >= 500 or code in ("SlowDown", "Throttling"):
-            what = f"the store kept answering {legible(code, 80)} ({status}) to {error.operation_name}"
-        return kind_of(what, where=where, fix=_FIXES.get(code, again))
-
-    def _shown(self, key: str) -> str:
-        return f"s3://{self.name}/{key}"
+class Passing(StoreError):
+    """The store does not answer, or not now: it may when it is asked again."""
 
 
 class Missing(StoreError):
@@ -323,10 +140,42 @@ class NoConditions(StoreError):
     """The store has no conditional writes."""
 
 
+def check_tls(endpoint: str, where: str) -> None:
+    """Raise StoreError if what is sent there could be read by others."""
+    if not endpoint.startswith("https://") and not allows_http(endpoint):
+        fix = "use https, or set AWS_ALLOW_HTTP=true if that network is safe"
+        raise StoreError("the endpoint of the store has no TLS", where=where, fix=fix)
+
+
+def insist(call: Callable[[], Answer]) -> Answer:
+    """Call up to `ATTEMPTS` times, with exponential backoff, until it does not raise Passing or Damaged."""
+    for attempt in range(ATTEMPTS - 1):
+        try:
+            return call()
+        except (Passing, Damaged):
+            time.sleep(min(MOST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2**attempt) * random.uniform(0.5, 1.0))
+    return call()
+
+
+def written_before(bucket: Bucket, key: str, data: bytes) -> str | None:
+    """The ETag of an object with these bytes, whose write was refused; None if it has others.
+
+    A request that was repeated is refused because of itself if the answer to the first attempt was lost.
+    """
+    found = bucket.read(key, 1 << 20)
+    return found.etag if found is not None and found.data == data else None
+
+
+def too_long(max_bytes: int, where: str) -> StoreError:
+    """The error for an object that is longer than anything of ours."""
+    return StoreError(f"more than the {max_bytes:,} bytes that are read", where=where, fix="remove it")
+
+
 def md5_of(data: bytes | bytearray) -> bytes:
-    """The MD5 that stores compare what they receive with; most of them use it as the ETag too."""
+    """The MD5 that stores compare what they receive with."""
     return hashlib.md5(data, usedforsecurity=False).digest()
 
 
-def _code(error: Any) -> str:
-    return str(error.response.get("Error", {}).get("Code", "unknown"))
+def etag_of(md5: bytes) -> str:
+    """The ETag of a part with this MD5."""
+    return f'"{md5.hex()}"'

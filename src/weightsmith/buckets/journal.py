@@ -1,5 +1,7 @@
 """What is uploaded, in one small object that is rewritten each time. Another run resumes from it, on any machine.
 
+A process that builds a part for another one has a journal of its own, with the same lines.
+
 The lines are those of a local journal (`store.journal`), and further ones:
 
     ["upload", file, id]                 of the upload of a weight file
@@ -10,13 +12,25 @@ The lines are those of a local journal (`store.journal`), and further ones:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from weightsmith.buckets.client import Bucket
 from weightsmith.buckets.parts import GroupKey
-from weightsmith.store.journal import MAX_JOURNAL_BYTES, Entries, Finished, decoded, encoded, plan_line, read_lines, tensor_line
+from weightsmith.errors import StoreError
+from weightsmith.store.journal import (
+    MAX_JOURNAL_BYTES,
+    Entries,
+    Finished,
+    decoded,
+    encoded,
+    plan_line,
+    product_line,
+    read_lines,
+    tensor_line,
+)
 
 CHECKSUM = re.compile("[0-9a-f]{32}")
 
@@ -29,6 +43,7 @@ class State:
     uploads     weight file → id of its upload
     groups      group → ETags of the parts
     tensors     the finished tensors of these groups
+    products    checksums of the products that are uploaded, by name
     publishing  files of the output, and files that they replace, from when the first of them is written; None before that
     """
 
@@ -39,6 +54,7 @@ class State:
     uploads: dict[str, str] = field(default_factory=dict)
     groups: dict[GroupKey, tuple[str, ...]] = field(default_factory=dict)
     tensors: dict[str, Finished] = field(default_factory=dict)
+    products: dict[str, str] = field(default_factory=dict)
     publishing: tuple[tuple[str, ...], tuple[str, ...]] | None = None
 
     def encode(self) -> bytes:
@@ -47,8 +63,19 @@ class State:
         lines += [encoded(["upload", *each]) for each in self.uploads.items()]
         lines += [encoded(["group", *which, list(etags)]) for which, etags in self.groups.items()]
         lines += [tensor_line(*each) for each in self.tensors.items()]
+        lines += [product_line(*each) for each in self.products.items()]
         lines += [] if self.publishing is None else [encoded(["publishing", *map(list, self.publishing)])]
         return b"".join(lines)
+
+    def is_same_work(self, other: State) -> bool:
+        """Whether what is in the other journal is part of this work."""
+        return (self.plan, self.layout, self.token) == (other.plan, other.layout, other.token)
+
+    def absorb(self, other: State) -> None:
+        """Enter what a process that builds a part has finished."""
+        self.groups |= other.groups
+        self.tensors |= other.tensors
+        self.products |= other.products
 
 
 class Written(NamedTuple):
@@ -66,7 +93,7 @@ def read_state(bucket: Bucket, key: str) -> Written | None:
         return None
     entries = read_lines(found.data)
     tensors = {name: done for name, done in entries.tensors.items() if CHECKSUM.fullmatch(done.checksum)}
-    state = State(entries.plan, entries.layout, entries.facts, "", tensors=tensors)
+    state = State(entries.plan, entries.layout, entries.facts, "", tensors=tensors, products=entries.products)
     for entry in decoded(found.data):
         match entry:
             case ["token", str(token)]:
@@ -78,6 +105,26 @@ def read_state(bucket: Bucket, key: str) -> Written | None:
             case ["publishing", list(names), list(replaced)] if _texts([*names, *replaced]):
                 state.publishing = tuple(names), tuple(replaced)
     return Written(state, entries, found.age_seconds)
+
+
+class FollowedParts:
+    """Which tensors other processes finish, while they do: see `store.followed.Followed`. Their journals are read in turn."""
+
+    def __init__(self, bucket: Bucket, prefix: str) -> None:
+        """prefix: of the journals' keys, without the label of the part."""
+        self._bucket, self._prefix = bucket, prefix
+        self._turn = 0
+
+    def look(self, parts: Iterable[str]) -> set[str]:
+        """The tensors that one of these parts (labels) has finished."""
+        labels = sorted(parts)
+        if not labels:
+            return set()
+        self._turn += 1
+        with suppress(StoreError):
+            found = read_state(self._bucket, self._prefix + labels[self._turn % len(labels)])
+            return set() if found is None else {*found.state.tensors}
+        return set()
 
 
 def _texts(values: list[object]) -> bool:

@@ -162,6 +162,63 @@ class Lock:
         return json.dumps(self._own | {"renewed": self._count, "time": now}).encode()
 
 
+class Led:
+    """The lock of the process for which this one builds a part: it ends when the lock is given back, or taken over.
+
+    Another process may hold it. Nothing is written.
+    """
+
+    warnings: tuple[Finding, ...] = ()
+
+    def __init__(self, bucket: Bucket, key: str, out: str) -> None:
+        """Follow nothing."""
+        self._bucket, self._key, self._out = bucket, key, out
+        self._id = ""
+        self._seen = 0.0
+        self._end = threading.Event()
+
+    @property
+    def held(self) -> bool:
+        """The lock was found, and this not released."""
+        return bool(self._id) and not self._end.is_set()
+
+    def take(self) -> None:
+        """Find the lock. Raises StoreError if no process holds it."""
+        self._seen = time.monotonic()
+        self._id = self._found()
+        self.check()
+        threading.Thread(target=self._keep, name="weightsmith-lock", daemon=True).start()
+
+    def _keep(self) -> None:
+        while not self._end.wait(RENEW_SECONDS):
+            began = time.monotonic()
+            try:
+                if self._found() != self._id:
+                    self._id = ""
+            except StoreError:  # not reachable: `check` says so, if it stays that way
+                continue
+            self._seen = began
+
+    def _found(self) -> str:
+        """Whose lock it is now; "" if there is none."""
+        found = self._bucket.read(self._key, _MAX_BYTES)
+        return "" if found is None else _field(found, _ID)
+
+    def check(self) -> None:
+        """Raise StoreError unless that process surely held its lock a while ago. Sends nothing."""
+        if not self._id:
+            what = "the process that this one works for has ended"
+        elif time.monotonic() - self._seen > STALE_SECONDS:
+            what = "the lock could not be read for a while, so the process that this one works for may have ended"
+        else:
+            return
+        raise StoreError(what, where=self._out, fix="run again")
+
+    def release(self) -> None:
+        """Follow it no longer. May be called twice."""
+        self._end.set()
+
+
 def is_held(found: Object) -> bool:
     """True if the owner of this lock is alive, as far as can be known."""
     return _seconds_left(found) > 0

@@ -1,4 +1,4 @@
-"""Addresses of outputs: `s3://bucket/prefix`."""
+"""Addresses of outputs: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ import hashlib
 from dataclasses import dataclass
 
 from weightsmith.errors import NOTHING_WRITTEN, StoreError, legible
-from weightsmith.remote.addresses import parse_address
+from weightsmith.remote.addresses import STORES, parse_address
 from weightsmith.store.area import STAGING_SUFFIX
 
 _MAX_PREFIX_BYTES = 700  # of 1,024 of a key
-_INSTEAD = {
-    "gs": "write to a local folder, and copy it: `gcloud storage cp -r`",
-    "az": "write to a local folder, and copy it: `az storage blob upload-batch`",
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
     """An output in a bucket, or a folder of outputs: the objects whose keys start with `prefix` and a slash.
 
+    scheme  of the store
     prefix  without a slash at either end; "" for the whole bucket
 
     >>> address = parse_prefix("s3://models/llama/merged/")
@@ -27,6 +24,7 @@ class Prefix:
     ('s3://models/llama/merged', 'merged', 'llama/.merged.weightsmith-staging')
     """
 
+    scheme: str
     bucket: str
     prefix: str
 
@@ -52,10 +50,10 @@ class Prefix:
 
     def shown(self, key: str) -> str:
         """A key of the same bucket, for messages."""
-        return f"s3://{self.bucket}/{key}"
+        return f"{self.scheme}://{self.bucket}/{key}"
 
     def __str__(self) -> str:
-        return f"s3://{self.bucket}/{self.prefix}"
+        return f"{self.scheme}://{self.bucket}/{self.prefix}"
 
 
 def parse_prefix(text: str, *, folder: bool = False) -> Prefix:
@@ -64,15 +62,15 @@ def parse_prefix(text: str, *, folder: bool = False) -> Prefix:
     Raises StoreError for stores that are not written to, ParameterError for what no address may hold.
     """
     scheme = text.partition("://")[0].lower()
-    if scheme != "s3":
-        fix = _INSTEAD.get(scheme, "write to a local folder, or to s3://bucket/prefix")
+    if scheme not in STORES:
+        fix = "write to a local folder, or to s3://bucket/prefix, gs://, az:// or hf://org/name"
         raise _refused(text, f"weightsmith does not write to {legible(scheme, 20)}://", fix)
     place = parse_address(text)
     if not place.path and not folder:
-        raise _refused(text, "it is a whole bucket", "write s3://bucket/prefix")
+        raise _refused(text, "it is a whole bucket", f"write {scheme}://{place.host}/prefix")
     if len(place.path.encode()) > _MAX_PREFIX_BYTES:
         raise _refused(text, f"the prefix is longer than {_MAX_PREFIX_BYTES} bytes", "choose a shorter one")
-    return Prefix(place.host, place.path)
+    return Prefix(place.scheme, place.host, place.path)
 
 
 def _refused(text: str, reason: str, fix: str) -> StoreError:

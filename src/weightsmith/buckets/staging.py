@@ -5,40 +5,56 @@
       .out.weightsmith-staging/
         lock                            held by the process that builds the output (`buckets.lock`)
         journal                         what is uploaded (`buckets.journal`)
+        parts/journal                   what was uploaded before other processes began to build parts for it, and later products
+        parts/journal-2-of-8            what one of them has uploaded
+        products/                       values that these processes need before some tensors (`buckets.products`)
 
 An object store has no rename. Nothing under the output changes until everything is uploaded. Then the files appear in an order
 in which no reader takes part of them for a model: config.json and the index after the weights, and after old weights of other
 names are deleted; the manifest last. If publishing was cut off, the next run completes it. Products are kept in a staging
-folder of this machine.
+folder of this machine; other processes get them from the bucket.
+
+Processes that build parts share nothing but the bucket. Each takes the uploads from a journal of the process that holds the
+lock, and ends soon after that one. No two parts have bytes of the same part of an upload (`together`). A process that is taken
+for lost, and is not, does no harm: what it uploads has the same bytes, or is found (`Uploads.confirm`) or refused when the
+uploads are completed. After that they are gone, and it can change nothing.
 """
 
 from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from weightsmith.buckets.client import Bucket
+import numpy as np
+
+from weightsmith.buckets.client import UPLOADS, Bucket
 from weightsmith.buckets.contents import check_vacant
-from weightsmith.buckets.journal import CHECKSUM, State, read_state
-from weightsmith.buckets.lock import Lock
+from weightsmith.buckets.journal import CHECKSUM, FollowedParts, State, read_state
+from weightsmith.buckets.lock import Led, Lock
+from weightsmith.buckets.parts import cut
 from weightsmith.buckets.prefix import Prefix
+from weightsmith.buckets.products import get_product, put_product
+from weightsmith.buckets.stores import open_bucket
 from weightsmith.buckets.uploads import Uploads, discard, discard_empty
 from weightsmith.containers import Layout, make_layout
 from weightsmith.containers.safetensors import INDEX_NAME
 from weightsmith.errors import NOTHING_WRITTEN, Finding, StoreError, WeightsmithError
 from weightsmith.formats.files import open_regular
+from weightsmith.remote.spool import spool_folder
 from weightsmith.store.checksum import byte_view, hash_bytes
-from weightsmith.store.journal import Finished
+from weightsmith.store.journal import Built, Finished
 from weightsmith.store.manifest import MANIFEST_NAME, OtherFile, encode_manifest
 from weightsmith.store.resume import is_resumable, layout_hash
 from weightsmith.store.staging import Staging
 from weightsmith.store.target import check_file_name
-from weightsmith.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from weightsmith.formats.files import Extent
@@ -46,7 +62,7 @@ if TYPE_CHECKING:
     from weightsmith.store.checksum import BytesLike
     from weightsmith.store.products import Arrays
 
-JOURNAL, LOCK = "journal", "lock"
+JOURNAL, LOCK, PARTS, PRODUCTS = "journal", "lock", "parts", "products"
 _ENTRANCES = (INDEX_NAME, "config.json", "adapter_config.json")
 """Files that loaders read first: written after all others, but for the manifest."""
 
@@ -60,15 +76,26 @@ class BucketStaging:
     plan_hash  identity of the plan; only work of the same plan is resumed
     """
 
-    def __init__(self, out: Prefix, layout: Layout, plan_hash: str, overwrite: bool, reads: Sequence[str]) -> None:
+    def __init__(
+        self,
+        out: Prefix,
+        layout: Layout,
+        plan_hash: str,
+        overwrite: bool,
+        reads: Sequence[str],
+        part: str,
+        names: Set[str] | None,
+    ) -> None:
         """Use `BucketStaging.open`."""
         self.out, self.layout, self.plan_hash = out, layout, plan_hash
         self.folder = str(out)
         self._overwrite, self._reads = overwrite, tuple(reads)
-        self._bucket = Bucket(out.bucket)
-        self._lock = Lock(self._bucket, f"{out.staging}/{LOCK}", str(out))
-        self._journal = f"{out.staging}/{JOURNAL}"
+        self._bucket = open_bucket(out)
+        self._lock = (Led if part else Lock)(self._bucket, f"{out.staging}/{LOCK}", str(out))
+        self._part, self._names = part, names
+        self._journal = f"{out.staging}/{PARTS}/{JOURNAL}-{part}" if part else f"{out.staging}/{JOURNAL}"
         self._state = State(plan_hash, layout_hash(layout), {}, secrets.token_hex(16))
+        self._before: State | None = None
         self._uploads: Uploads | None = None
         self._files: dict[str, bytes | Path] = {}
         self._products: Staging | None = None
@@ -86,17 +113,24 @@ class BucketStaging:
         resume: bool,
         overwrite: bool,
         reads: Sequence[str],
+        part: str = "",
+        names: Set[str] | None = None,
     ) -> BucketStaging:
         """Take the lock, find what an interrupted run has uploaded, and begin the other uploads.
 
         reads  what the run reads, as the user names it: never replaced
+        part   label: build one part for the process that holds the lock; "": build everything
+        names  the tensors that this process builds, at first: of the part, or none; None: all
 
         Everything else is as for `store.Staging.open`. Raises OutputExists, CannotResume, Busy, and StoreError for a store that
         cannot be used.
         """
-        staging = cls(out, layout, plan_hash, overwrite, reads)
+        staging = cls(out, layout, plan_hash, overwrite, reads, part, names)
         try:
-            staging._open(facts, resume)
+            if part:
+                staging._join(facts)
+            else:
+                staging._open(facts, resume)
         except BaseException as error:
             staging.close()
             if isinstance(error, StoreError):
@@ -113,6 +147,7 @@ class BucketStaging:
             state, entries, _ = found
             if resume and is_resumable(entries, self.plan_hash, self.layout, facts, self.folder) and state.token:
                 self._state = state
+                self._absorb([key for key, _ in self._bucket.names(f"{self.out.staging}/{PARTS}/")])
             else:
                 unwanted = state.uploads
                 left = [name for names in state.publishing or () for name in names]
@@ -120,8 +155,33 @@ class BucketStaging:
         self._check_vacant()
         if unwanted:
             discard(self._bucket, self.out, unwanted)
-        self._uploads = Uploads(self._bucket, self.out, self.layout, self._state, self._lock, self._journal)
-        self._uploads.write_headers()
+        self._begin(None)
+        discard_parts(self._bucket, self.out, products=self._state.products)  # they are in the journal now
+        if self._names is None:
+            self._opened().write_headers()
+
+    def _join(self, facts: Mapping[str, str]) -> None:
+        """Build a part in the uploads of the process that holds the lock."""
+        self._lock.take()
+        found = read_state(self._bucket, self._shared_journal)
+        if found is None or (found.state.plan, found.state.layout) != (self.plan_hash, self._state.layout):
+            what = "another run has taken the unfinished work, or published it"
+            raise StoreError(what, where=self.folder, fix="run again", state=NOTHING_WRITTEN)
+        self._state = found.state
+        self._state.facts = facts
+        self._absorb([self._journal])
+        self._begin(self._names)
+        self._opened().write_headers()
+
+    def _absorb(self, journals: Iterable[str]) -> None:
+        """Enter what is in the journals of parts."""
+        with ThreadPoolExecutor(UPLOADS) as pool:
+            for found in pool.map(partial(read_state, self._bucket), journals):
+                if found is not None and found.state.is_same_work(self._state):
+                    self._state.absorb(found.state)
+
+    def _begin(self, names: Set[str] | None) -> None:
+        self._uploads = Uploads(self._bucket, self.out, self.layout, self._state, self._lock, self._journal, names)
 
     def _check_vacant(self, state: str = NOTHING_WRITTEN) -> tuple[str, ...]:
         """The names that will be replaced."""
@@ -153,6 +213,56 @@ class BucketStaging:
     def holds_work(self) -> bool:
         """There is a finished tensor, or a finished product that was asked for."""
         return bool(self.records or self.products)
+
+    # parts that other processes build
+
+    def hand_over(self) -> Built:
+        """Wait until everything that was written is uploaded: what this process, which builds a part, has finished."""
+        with self._kept():
+            self._opened().drain()
+        return Built(self._state.tensors, self._state.products, {(*key,): etags for key, etags in self._state.groups.items()})
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Let other processes build parts meanwhile; `adopt` what they have finished."""
+        with self._kept():
+            self._share_journal()
+        yield
+        with self._kept():
+            self._opened().confirm()
+            self._opened().write_headers()
+
+    def adopt(self, built: Built) -> None:
+        """Take over what a process that built a part has finished."""
+        with self._kept():
+            if self._opened().adopt(built):
+                self._share_journal()
+
+    @property
+    def _shared_journal(self) -> str:
+        return f"{self.out.staging}/{PARTS}/{JOURNAL}"
+
+    def _share_journal(self) -> None:
+        """Write what processes that build parts begin with: a small object, that each of them reads for each part."""
+        if self._before is None:
+            self._before = replace(self._state, groups={**self._state.groups}, tensors={**self._state.tensors})
+        self._bucket.put(self._shared_journal, replace(self._before, products=self._state.products).encode())
+
+    def followed(self) -> FollowedParts:
+        """What other processes finish while they build parts."""
+        return FollowedParts(self._bucket, f"{self.out.staging}/{PARTS}/{JOURNAL}-")
+
+    def reread(self, names: Collection[str], threads: int) -> None:
+        """Does nothing: no process has written a byte of another's."""
+
+    def redo(self, names: Collection[str]) -> bool:
+        """These finished tensors are computed again, and all others of their groups. True if there are others."""
+        with self._kept():
+            before = len(self.records)
+            self._opened().redo(names)
+            return before - len(self.records) > len(names)
+
+    # tensors
 
     def location(self, name: str) -> None:
         """They are in no file."""
@@ -195,8 +305,9 @@ class BucketStaging:
         """The staging folder of the products, on this machine."""
         with self._mutex:
             if self._products is None:
+                folder = spool_folder() if self._part else Path()
                 self._products = Staging.open(
-                    f"{self.out.local_name}.products",
+                    folder / f"{self.out.local_name}.products{self._part and f'-{self._part}'}",
                     make_layout([], 1),
                     self.plan_hash,
                     facts=self._state.facts,
@@ -206,19 +317,34 @@ class BucketStaging:
 
     @property
     def products(self) -> dict[str, str]:
-        """See `store.Staging.products`; {} before the first one is asked for."""
-        return {} if self._products is None else self._products.products
+        """See `store.Staging.products`; before the first one is asked for, those in the bucket."""
+        return {**({} if self._products is None else self._products.products), **self._state.products}
 
-    def product(self, name: str, outs: Sequence[TensorSpec]) -> Arrays | None:
+    def product(self, product: Product) -> Arrays | None:
         """See `store.Staging.product`."""
-        return self._local().product(name, outs)
+        local, wanted = self._local(), self._state.products.get(product.name)
+        if wanted is None or local.products.get(product.name) == wanted:
+            return local.product(product)
+        arrays = local.create(product) or [np.zeros(out.shape, out.dtype.numpy) for out in product.outs]
+        if not get_product(self._bucket, self._product_prefix, product.name, arrays, wanted):
+            del self._state.products[product.name]
+            return None
+        return local.keep(product, arrays)
+
+    @property
+    def _product_prefix(self) -> str:
+        return f"{self.out.staging}/{PRODUCTS}"
 
     def create(self, product: Product) -> Arrays | None:
         """See `store.Staging.create`."""
         return self._local().create(product)
 
     def keep(self, product: Product, arrays: Arrays) -> Arrays:
-        """See `store.Staging.keep`."""
+        """See `store.Staging.keep`. If other processes build parts, they get it from the bucket."""
+        with self._kept():
+            if self._names is not None and not product.transient:
+                self._state.products[product.name] = put_product(self._bucket, self._product_prefix, product.name, arrays)
+                self._opened().save()
         return self._local().keep(product, arrays)
 
     def forget(self, product: Product) -> None:
@@ -256,6 +382,7 @@ class BucketStaging:
         return self.out
 
     def _publish(self, uploads: Uploads, there: Sequence[str], manifest: Mapping[str, Any]) -> None:
+        assert isinstance(self._lock, Lock), "a part is not published"
         index = [] if self.layout.index is None else [INDEX_NAME]
         names = {MANIFEST_NAME, *self._files, *index, *(shard.name for shard in self.layout.shards)}
         self._state.publishing = tuple(sorted(names)), tuple(sorted({*there, *(self._state.publishing or ((), ()))[1]} - names))
@@ -304,6 +431,7 @@ class BucketStaging:
         self._lock.check()
         end = discard if uploads else discard_empty
         end(self._bucket, self.out, self._state.uploads)
+        discard_parts(self._bucket, self.out)
         self._bucket.delete(self._journal)
         self._lock.release()
 
@@ -314,6 +442,8 @@ class BucketStaging:
             self._uploads = None
         self._lock.release()
         if self._products is not None:
+            if self._part and self._products.is_open:
+                self._products.discard()
             self._products.close()
 
     def __enter__(self) -> Self:
@@ -321,6 +451,20 @@ class BucketStaging:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def discard_parts(bucket: Bucket, address: Prefix, products: Collection[str] = ()) -> None:
+    """Remove the journals of parts, and the products unless there are some to keep."""
+    unwanted = tuple(f"{address.staging}/{folder}/" for folder in ((PARTS,) if products else (PARTS, PRODUCTS)))
+    keys = [key for key, _ in bucket.names(f"{address.staging}/") if key.startswith(unwanted)]
+    with ThreadPoolExecutor(UPLOADS) as pool:
+        for _ in pool.map(bucket.delete, keys):
+            pass
+
+
+def together(out: Prefix, layout: Layout) -> list[tuple[str, ...]]:
+    """Sets of tensors, each of which one process must build: see `plans.parts`."""
+    return [group.tensors for group in cut(layout, equal=open_bucket(out).equal_parts)]
 
 
 def _contents(path: Path) -> bytes:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weightsmith.buckets.client import Bucket
 from weightsmith.buckets.contents import check_vacant, manifest_of
 from weightsmith.buckets.journal import State, read_state
 from weightsmith.buckets.lock import Lock, is_held
 from weightsmith.buckets.prefix import Prefix
-from weightsmith.buckets.staging import JOURNAL, LOCK
+from weightsmith.buckets.staging import JOURNAL, LOCK, discard_parts
+from weightsmith.buckets.stores import open_bucket
 from weightsmith.buckets.uploads import discard
 from weightsmith.errors import StoreError, WeightsmithError
 from weightsmith.store.area import STAGING_SUFFIX
@@ -43,12 +44,12 @@ class UnfinishedUpload:
 
 def find_uploads(address: Prefix) -> Iterator[UnfinishedUpload]:
     """The unfinished work for this output, and for outputs directly under it. Nothing is changed."""
-    bucket = Bucket(address.bucket)
+    bucket = open_bucket(address)
     outs = [address] if address.prefix else []
     for prefix in bucket.folders(address.key(".")):
         name = prefix.rstrip("/").rpartition("/")[2]
         if name.endswith(STAGING_SUFFIX):
-            outs.append(Prefix(address.bucket, address.key(name[1:].removesuffix(STAGING_SUFFIX))))
+            outs.append(replace(address, prefix=address.key(name[1:].removesuffix(STAGING_SUFFIX))))
     for out in outs:
         lock = bucket.read(f"{out.staging}/{LOCK}", 1 << 16)
         found = read_state(bucket, f"{out.staging}/{JOURNAL}")
@@ -66,7 +67,7 @@ def find_uploads(address: Prefix) -> Iterator[UnfinishedUpload]:
 def remove_upload(found: UnfinishedUpload) -> None:
     """Abort the uploads, and remove journal and lock. Raises Busy if a process works on it."""
     out = found.out
-    bucket = Bucket(out.bucket)
+    bucket = open_bucket(out)
     lock = Lock(bucket, f"{out.staging}/{LOCK}", str(out))
     lock.take()
     try:
@@ -76,6 +77,7 @@ def remove_upload(found: UnfinishedUpload) -> None:
         if reason := _half_published(bucket, out, journal.state):
             raise StoreError(f"not removed: {reason}", where=str(out), fix="run the same command again")
         discard(bucket, out, journal.state.uploads)
+        discard_parts(bucket, out)
         bucket.delete(f"{out.staging}/{JOURNAL}")
     finally:
         lock.release()
@@ -93,7 +95,7 @@ def _half_published(bucket: Bucket, out: Prefix, state: State) -> str:
 
 def check_free(address: Prefix, *, overwrite: bool, reads: Sequence[str]) -> None:
     """Raise as `BucketStaging.open` will if the output cannot be written. Changes nothing."""
-    bucket = Bucket(address.bucket)
+    bucket = open_bucket(address)
     found = read_state(bucket, f"{address.staging}/{JOURNAL}")
     ours = [name for names in (found.state.publishing or () if found is not None else ()) for name in names]
     check_vacant(bucket, address, overwrite=overwrite, reads=reads, ours=ours)

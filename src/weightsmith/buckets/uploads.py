@@ -5,7 +5,12 @@ faster than the network is slowed down to it.
 
 What an interrupted run has uploaded is used in two ways. A group in the journal, whose parts the store still lists, is
 finished: its tensors are not computed again. Other parts are computed again, and uploaded only if the store lists another MD5
-or none. So what another machine computes differently replaces what was there, and bytes of two computations are never mixed.
+or none. So what another machine computes differently replaces what was there, and bytes of two computations are never mixed:
+a file is completed with the ETags of the parts, and a store that has others refuses.
+
+Several processes may upload to the same uploads, each its own groups. One has begun the uploads and completes them; the others
+give it their ETags (`adopt`). If two upload the same group, the later parts count: they have the same bytes, or are uploaded
+again (`confirm`).
 
 A part whose bytes are a run of an object in the same store is copied there, and uploaded if the copy has another MD5.
 """
@@ -15,25 +20,24 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 
-from weightsmith.buckets.client import UPLOADS, Bucket, Run, md5_of
+from weightsmith.buckets.client import UPLOADS, Bucket, Run, etag_of, md5_of
 from weightsmith.buckets.journal import State
-from weightsmith.buckets.lock import Lock
-from weightsmith.buckets.parts import Group, Part, cut
+from weightsmith.buckets.lock import Led, Lock
+from weightsmith.buckets.parts import Group, GroupKey, Part, cut
 from weightsmith.buckets.prefix import Prefix
 from weightsmith.containers import Layout
 from weightsmith.errors import StoreError
 from weightsmith.formats.files import Elsewhere, Extent
 from weightsmith.remote.files import RemoteFile
 from weightsmith.remote.spool import Spool, spool_folder
-from weightsmith.store.journal import Finished
+from weightsmith.store.journal import Built, Finished
 
-TOKEN = "weightsmith"
-"""Key of an object's metadata: which work has made it."""
 WAITING = 2 * UPLOADS
 """Full parts that are uploaded or wait to be."""
 SAVE_SECONDS = 5.0
@@ -58,7 +62,7 @@ class _Open:
 
 
 class _Progress:
-    """A group. taken: an earlier run has finished it."""
+    """A group. taken: an earlier run or another process has finished it."""
 
     __slots__ = ("group", "parts", "taken")
 
@@ -70,11 +74,24 @@ class _Progress:
 class Uploads:
     """The weight files of an output. `write` and `finish` are thread-safe; `close` may be called twice."""
 
-    def __init__(self, bucket: Bucket, address: Prefix, layout: Layout, state: State, lock: Lock, journal: str) -> None:
-        """Find out what is uploaded, begin the other uploads, and write the journal to this key."""
+    def __init__(
+        self,
+        bucket: Bucket,
+        address: Prefix,
+        layout: Layout,
+        state: State,
+        lock: Lock | Led,
+        journal: str,
+        names: Set[str] | None = None,
+    ) -> None:
+        """Find out what is uploaded, begin the other uploads, and write the journal to this key.
+
+        names  build only the groups of these tensors, in uploads that another process has begun; None: everything
+        """
         self._bucket, self._address, self._layout, self._state, self._lock = bucket, address, layout, state, lock
         self._journal = journal
-        self._groups = [_Progress(group) for group in cut(layout)]
+        groups = cut(layout, equal=bucket.equal_parts)
+        self._groups = [_Progress(group) for group in groups if names is None or not names.isdisjoint(group.tensors)]
         self._group_of = {name: progress for progress in self._groups for name in progress.group.tensors}
         self._parts: list[list[_Open]] = [[] for _ in layout.shards]
         for progress in self._groups:
@@ -89,17 +106,19 @@ class Uploads:
         self._error: BaseException | None = None
         self._closed = False
         self._room = threading.Semaphore(WAITING)
-        self._find()
+        self._find(begin=names is None)
         self.save()
-        self._spool = Spool(max(each.part.nbytes for parts in self._parts for each in parts), spool_folder())
+        self._spool = Spool(max((each.part.nbytes for parts in self._parts for each in parts), default=1), spool_folder())
         self._pool = ThreadPoolExecutor(UPLOADS, "weightsmith-upload")
 
-    def _find(self) -> None:
+    def _find(self, *, begin: bool) -> None:
         """What is uploaded already: enter it, and leave only that in the state."""
         state, old = self._state, replace(self._state)
         state.uploads, state.groups, state.tensors = {}, {}, {}
         for number, shard in enumerate(self._layout.shards):
             own = [each.group for each in self._parts[number] if each is each.group.parts[0]]
+            if not own:
+                continue
             known = [old.groups.get(progress.group.key(shard.name), ()) for progress in own]
             key, upload = self._address.key(shard.name), old.uploads.get(shard.name, "")
             listed = self._bucket.parts(key, upload) if upload else None
@@ -108,7 +127,9 @@ class Uploads:
                 whole = zip(own, known, strict=True)
                 listed = {p.number: (e, p.nbytes) for g, etags in whole for p, e in zip(g.group.parts, etags, strict=False)}
             elif listed is None:
-                upload = self._bucket.begin(key, {TOKEN: state.token})
+                if not begin:
+                    raise self._discarded(shard.name)
+                upload = self._bucket.begin(key, state.token)
             state.uploads[shard.name] = upload
             self._listed[number] = listed or {}
             for progress, etags in zip(own, known, strict=True):
@@ -118,24 +139,91 @@ class Uploads:
                     continue
                 if not all(name in old.tensors for name in names):
                     continue
-                progress.taken = True
+                self._take(progress, etags)
                 state.groups[progress.group.key(shard.name)] = etags
                 state.tensors |= {name: old.tensors[name] for name in names}
-                for each, etag in zip(progress.parts, etags, strict=True):
-                    each.etag, each.missing = etag, 0
         self._finished = dict(state.tensors)
+
+    def _discarded(self, file: str) -> StoreError:
+        where = self._address.shown(self._address.key(file))
+        return StoreError("the upload was discarded by someone else", where=where, fix="run again")
 
     def _is_complete(self, number: int) -> bool:
         """This work has completed the upload of a file."""
         shard = self._layout.shards[number]
         head = self._bucket.head(self._address.key(shard.name))
-        return head is not None and head["Metadata"].get(TOKEN) == self._state.token and head["ContentLength"] == shard.nbytes
+        return head is not None and head.token == self._state.token and head.nbytes == shard.nbytes
 
     def write_headers(self) -> None:
         """Write what precedes the tensors of each file, for parts that are not uploaded."""
-        for progress in self._groups:
+        self._write_headers(self._groups)
+
+    def _write_headers(self, groups: Iterable[_Progress]) -> None:
+        for progress in groups:
             if progress.group.header and not progress.taken:
                 self._put(progress.group.shard, 0, memoryview(self._layout.shards[progress.group.shard].header))
+
+    # what others have uploaded
+
+    def adopt(self, built: Built) -> bool:
+        """Enter what another process has finished; True if there are new products. The journal may be written.
+
+        Raises StoreError for groups of another cut.
+        """
+        with self._mutex:
+            for key, etags in built.groups.items():
+                progress = self._by_key.get(GroupKey(*key))
+                if progress is None:
+                    what = "a worker has cut the weight files into other parts than this process"
+                    fix = "give all machines the same AWS_ENDPOINT_URL and WEIGHTSMITH_EQUAL_PARTS"
+                    raise StoreError(what, where=str(self._address), fix=fix)
+                self._take(progress, etags)
+                self._state.groups[GroupKey(*key)] = etags
+            self._state.tensors |= built.tensors
+            self._finished |= built.tensors
+            new = not built.products.items() <= self._state.products.items()
+            self._state.products |= built.products
+        if new or time.monotonic() - self._saved > self._save_seconds:
+            self.save()
+        return new
+
+    @cached_property
+    def _by_key(self) -> dict[GroupKey, _Progress]:
+        return {progress.group.key(self._layout.shards[progress.group.shard].name): progress for progress in self._groups}
+
+    def _take(self, progress: _Progress, etags: Sequence[str]) -> None:
+        """This group is finished."""
+        progress.taken = True
+        for each, etag in zip(progress.parts, etags, strict=True):
+            each.etag, each.missing = etag, 0
+
+    def confirm(self) -> None:
+        """Give up groups that others have uploaded once more since they were adopted: a worker that was taken for lost."""
+        for number, shard in enumerate(self._layout.shards):
+            if number in self._completed:
+                continue
+            key, upload = self._address.key(shard.name), self._state.uploads[shard.name]
+            self._listed[number] = listed = self._bucket.parts(key, upload) or {}
+            for each in self._parts[number]:
+                if each.group.taken and listed.get(each.part.number) != (each.etag, each.part.nbytes):
+                    self._give_up(each.group)
+
+    def redo(self, names: Collection[str]) -> None:
+        """These finished tensors are computed again, and all others of their groups: none of them is finished now."""
+        again = list({id(progress): progress for name in names for progress in (self._group_of[name],)}.values())
+        for progress in again:
+            self._give_up(progress)
+        self._write_headers(again)
+
+    def _give_up(self, progress: _Progress) -> None:
+        with self._mutex:
+            progress.taken = False
+            self._state.groups.pop(progress.group.key(self._layout.shards[progress.group.shard].name), None)
+            for name in progress.group.tensors:
+                self._state.tensors.pop(name, None)
+                self._finished.pop(name, None)
+            for each in progress.parts:
+                each.etag, each.missing = "", each.part.filled
 
     # tensors
 
@@ -151,12 +239,13 @@ class Uploads:
         if start_byte < 0 or start_byte + view.nbytes > place.nbytes:
             raise ValueError(f"{name}: bytes {start_byte}..{start_byte + view.nbytes} of a tensor of {place.nbytes} bytes")
         self.check()
-        if not self._group_of[name].taken:  # what was taken over and is computed again all the same: `finish` compares
-            self._put(place.shard, place.offset + start_byte, view)
+        if self._group_of[name].taken:
+            raise ValueError(f"{name} is finished: `redo` comes first")
+        self._put(place.shard, place.offset + start_byte, view)
 
     def equal(self, name: str, start_byte: int, extent: Extent) -> None:
         """These bytes, which are about to be written, are a run of an object: a part may be copied from it in the store."""
-        found, place = object_of(extent.file), self._layout.places[name]
+        found, place = object_of(extent.file, self._address.scheme), self._layout.places[name]
         if found is None:
             return
         first, end, starts = place.offset + start_byte, place.offset + start_byte + extent.nbytes, self._starts[place.shard]
@@ -193,23 +282,10 @@ class Uploads:
             self._pool.submit(self._upload, each)
 
     def finish(self, name: str, done: Finished) -> None:
-        """All bytes of a tensor are written. Raises StoreError if an earlier run has uploaded others."""
-        progress = self._group_of[name]
+        """All bytes of a tensor are written."""
         with self._mutex:
-            before = self._finished.get(name)
             self._finished[name] = done
-            differs = progress.taken and before is not None and before.checksum != done.checksum
-            if differs:  # none of it is trusted now: all is computed again, and compared part by part
-                self._state.groups.clear()
-                self._state.tensors.clear()
-        if differs:
-            self.save()
-            raise StoreError(
-                "computed again, this tensor differs from what an earlier run has uploaded",
-                where=f"{self._address}, tensor {name}",
-                fix="run again: all tensors are computed again, and parts that differ are uploaded again",
-            )
-        self._close_group(progress)
+        self._close_group(self._group_of[name])
 
     # uploading
 
@@ -222,12 +298,12 @@ class Uploads:
             data = bytearray(part.nbytes)
             self._spool.read(each.slot, 0, memoryview(data))
             md5 = md5_of(data)
-            etag = f'"{md5.hex()}"'
+            etag = etag_of(md5)
             if self._listed[shard].get(part.number) != (etag, part.nbytes):
                 file = self._layout.shards[shard].name
                 key, upload = self._address.key(file), self._state.uploads[file]
                 run = each.run if each.equal == part.nbytes else None
-                if run is None or self._bucket.copy(key, upload, part.number, run, part.nbytes) != etag:
+                if run is None or self._bucket.copy(key, upload, part.number, run, part.nbytes, md5) != etag:
                     etag = self._bucket.upload(key, upload, part.number, data, md5)
             self._spool.give_back(each.slot)
             with self._mutex:
@@ -303,7 +379,7 @@ class Uploads:
             key, etags = self._address.key(shard.name), [each.etag for each in self._parts[number]]
             self._lock.check()
             if not self._bucket.complete(key, self._state.uploads[shard.name], etags) and not self._is_complete(number):
-                raise StoreError("the upload was discarded by someone else", where=self._address.shown(key), fix="run again")
+                raise self._discarded(shard.name)
             self._completed.add(number)
 
     def close(self, *, save: bool = True) -> None:
@@ -317,13 +393,13 @@ class Uploads:
                 self.save()
 
 
-def object_of(file: Elsewhere) -> tuple[str, str, str] | None:
-    """Bucket, key and ETag of a file in a store that has our kind of copies; None for any other."""
+def object_of(file: Elsewhere, scheme: str) -> tuple[str, str, str] | None:
+    """Bucket, key and ETag of a file in a store of this kind; None for any other."""
     if not isinstance(file, RemoteFile):
         return None
-    scheme, _, rest = file.ranges.where.partition("://")
+    found, _, rest = file.ranges.where.partition("://")
     bucket, _, key = rest.partition("/")
-    return (bucket, key, file.version) if scheme == "s3" and file.version else None
+    return (bucket, key, file.version) if found == scheme and file.version else None
 
 
 def discard(bucket: Bucket, address: Prefix, uploads: Mapping[str, str]) -> None:

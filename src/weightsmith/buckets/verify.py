@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from weightsmith.buckets.client import UPLOADS, Bucket
+from weightsmith.buckets.client import UPLOADS
 from weightsmith.buckets.contents import manifest_of, names_in
 from weightsmith.buckets.prefix import parse_prefix
+from weightsmith.buckets.stores import open_bucket
 from weightsmith.errors import Corrupt
 from weightsmith.formats.carried import is_loaded
 from weightsmith.store.checksum import combine, hash_bytes, hash_grains
@@ -28,7 +29,7 @@ def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progre
     if not is_address(folder):
         return verify_folder(folder, threads=threads, progress=progress)
     address = parse_prefix(str(folder))
-    bucket = Bucket(address.bucket)
+    bucket = open_bucket(address)
     manifest = manifest_of(bucket, address)
 
     def read(name: str, start: int, nbytes: int) -> bytes:

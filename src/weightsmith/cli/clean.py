@@ -19,7 +19,7 @@ def clean(
         list[str] | None,
         typer.Argument(
             metavar="[FOLDER]...",
-            help="Where to look: the parents of output folders, s3://BUCKET/PREFIX, or the output hf://ORG/NAME.",
+            help="Where to look: the parents of output folders, s3://BUCKET/PREFIX, gs://, az://, or the output hf://ORG/NAME.",
             show_default=False,
         ),
     ] = None,

@@ -25,7 +25,10 @@ OPTIONAL = {
     "torch": "methods of whole matrices, gate modes, torch tensors in Python",
     "transformers": "gate modes of weightsmith moe",
     "scipy": "merge_experts with match: true",
-    "botocore": "outputs in buckets",
+    "obstore": "models in S3, Google Cloud Storage and Azure",
+    "botocore": "outputs in S3",
+    "google-auth": "outputs in Google Cloud Storage",
+    "azure-storage-blob": "outputs in Azure",
     "safetensors": "not needed",
     "peft": "not needed: adapters are read without it",
 }

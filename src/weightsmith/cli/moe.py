@@ -36,7 +36,7 @@ def moe(
         str,
         typer.Argument(
             metavar="OUT",
-            help="The folder to create, or s3://BUCKET/PREFIX, or hf://ORG/NAME[@BRANCH]; not with --plan and --routing.",
+            help="The new folder, or s3://BUCKET/PREFIX, gs://, az://, hf://ORG/NAME[@BRANCH]; not with --plan, --routing.",
             show_default=False,
         ),
     ] = "",

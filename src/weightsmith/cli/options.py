@@ -119,7 +119,8 @@ def _size_option(name: str, help: str, **more: Any) -> Any:
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file; - for standard input.")]
 Out = Annotated[
-    str, typer.Argument(metavar="OUT", help="The folder to create, or s3://BUCKET/PREFIX, or hf://ORG/NAME[@BRANCH].")
+    str,
+    typer.Argument(metavar="OUT", help="The folder to create, or s3://BUCKET/PREFIX, gs://, az://, hf://ORG/NAME[@BRANCH]."),
 ]
 Threads = Annotated[
     int | None,
@@ -133,7 +134,7 @@ OutOrPlan = Annotated[
     str,
     typer.Argument(
         metavar="OUT",
-        help="The folder to create, or s3://BUCKET/PREFIX, or hf://ORG/NAME[@BRANCH]; not with --plan.",
+        help="The folder to create, or s3://BUCKET/PREFIX, gs://, az://, hf://ORG/NAME[@BRANCH]; not with --plan.",
         show_default=False,
     ),
 ]
@@ -454,8 +455,8 @@ FLAGS: Mapping[str, Any] = {
         typer.Option(
             "--ray",
             metavar="ADDRESS",
-            help="Have a Ray cluster do the work, over a shared folder: HOST:PORT; auto: this machine's cluster, or a new one "
-            "on this machine; local: a new one.",
+            help="Have a Ray cluster do the work, over a shared folder or a bucket: HOST:PORT; auto: this machine's "
+            "cluster, or a new one on this machine; local: a new one.",
         ),
     ],
     "public": Annotated[bool, typer.Option("--public", help="Make a model that is created on the hub visible to everyone.")],

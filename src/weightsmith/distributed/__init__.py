@@ -1,4 +1,4 @@
-"""Has the parts of a plan done by other processes, on any number of machines that share a folder.
+"""Has the parts of a plan done by other processes, on any number of machines that share a folder or write to a bucket.
 
 work.py    what a worker gets, does and gives back; the interface of workers
 driver.py  gives out the parts, sees to those that are lost or slow, and puts together what was done
@@ -30,6 +30,6 @@ def execute(
     from weightsmith.distributed.driver import share_out
     from weightsmith.distributed.on_ray import RayWorkers
 
-    execution.check_divisible(prepared.plan)  # before a cluster is started
+    execution.check_options(out, options)  # before a cluster is started
     with RayWorkers.connect(options) as workers:
         return execution.execute(prepared, out, options, callbacks, began=began, helpers=partial(share_out, workers=workers))

@@ -1,10 +1,11 @@
 """Gives out the parts of a plan, and puts together what was done.
 
-The driver holds the staging folder, shared, as long as workers are in it, so that no other run can take it. It alone decides
-what is done again:
+The driver holds the staging folder, shared, or the lock of an output in a bucket, as long as workers are in it, so that no
+other run can take it. It alone decides what is done again:
 
-* A part whose worker was lost is done by another one, which keeps the finished tensors whose checksums are right. The lock of
-  the part keeps it out until the lost worker, if it still runs somewhere, has really ended.
+* A part whose worker was lost is done by another one, which keeps the finished tensors whose checksums are right. In a folder,
+  the lock of the part keeps it out until the lost worker, if it still runs somewhere, has really ended. In a bucket, both may
+  upload: see `buckets.staging`.
 * A part that takes long when no other part waits is done by a second worker too, and the first answer counts. Both write the
   same bytes to the same places, and each has a journal of its own. This is not so where torch computes whole matrices, which
   another machine may round differently, and not for products: these have one worker.
@@ -21,6 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weightsmith.containers import GGUF
 from weightsmith.distributed.work import Answer, Done, Failed, Lost, Order, Share, Workers
@@ -28,16 +30,18 @@ from weightsmith.engine.local import Progress
 from weightsmith.engine.reader import Reader
 from weightsmith.engine.results import Results
 from weightsmith.errors import Busy, WorkerLost
-from weightsmith.execution import Callbacks, Helped
+from weightsmith.execution import Callbacks, Helped, built_together
 from weightsmith.formats.collector import collector_paused
 from weightsmith.identity import facts, work_identity
 from weightsmith.jobs.requires import named_device
 from weightsmith.options import RunOptions
 from weightsmith.planner.build import Prepared
 from weightsmith.plans import COPY, Plan
-from weightsmith.plans.parts import parts_of
-from weightsmith.store.followed import Followed
-from weightsmith.store.staging import Staging
+from weightsmith.plans.parts import Together, parts_of, units_of
+from weightsmith.store.target import is_address
+
+if TYPE_CHECKING:
+    from weightsmith.execution.output import Shared
 
 PART_BYTES = 256 << 20
 """Parts are not smaller than that without need: each costs a worker some tens of milliseconds."""
@@ -59,7 +63,7 @@ EDGE_BYTES = 4 << 20
 
 def share_out(
     prepared: Prepared,
-    staging: Staging,
+    staging: Shared,
     out: str | os.PathLike[str],
     options: RunOptions,
     callbacks: Callbacks,
@@ -72,7 +76,7 @@ def share_out(
     raise. All workers have ended then, and what they finished can be resumed.
     """
     workers.begin(_order(prepared, out, options))
-    driver = Driver(prepared, staging, workers, callbacks)
+    driver = Driver(prepared, staging, built_together(out, prepared.plan), workers, callbacks)
     with staging.shared():
         try:
             driver.go()
@@ -88,7 +92,7 @@ def _order(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions)
         data = json.dumps(plan.to_json(), separators=(",", ":")).encode()
     return Order(
         plan=data,
-        out=str(Path(out).absolute()),
+        out=str(out) if is_address(out) else str(Path(out).absolute()),
         folder=str(Path.cwd()),
         options=replace(options, ray=None, resume=True, push=None, commit_message=None, device=named_device(options.device)),
         allow_code=plan.made.code is not None,
@@ -110,12 +114,12 @@ class _State:
 class Driver:
     """The shares of one plan: which wait, which run, what was done."""
 
-    def __init__(self, prepared: Prepared, staging: Staging, workers: Workers, callbacks: Callbacks) -> None:
+    def __init__(self, prepared: Prepared, staging: Shared, together: Together, workers: Workers, callbacks: Callbacks) -> None:
         plan = prepared.plan
         self.plan, self.staging, self.workers, self.callbacks = plan, staging, workers, callbacks
         self.helped = Helped()
-        self.n = part_count(plan, workers.slots())
-        parts = dict(enumerate(parts_of(plan, self.n), 1))
+        self.n = part_count(plan, workers.slots(), together)
+        parts = dict(enumerate(parts_of(plan, self.n, together), 1))
         self._owner = {out.name: k for k, steps in parts.items() for step in steps for out in step.outs}
         later = {k for k, steps in parts.items() if any(plan.needs(step) for step in steps)}
         first = [Share((k, self.n)) for k, steps in parts.items() if steps and k not in later]
@@ -128,7 +132,7 @@ class Driver:
         self._second_is_safe = is_portable(prepared)
         self._uncounted = {step.outs[0].name: sum(out.nbytes for out in step.outs) for step in plan.steps}
         self._total_tensors, self._total_bytes, self._counted_bytes = len(self._uncounted), sum(self._uncounted.values()), 0
-        self._followed = Followed(staging.folder)
+        self._followed = staging.followed()
         self._began = self._looked = time.monotonic()
 
     def go(self) -> None:
@@ -198,8 +202,8 @@ class Driver:
             case Done(part, machine):
                 self._durations.append(time.monotonic() - state.began)
                 self._machines.add(machine)
-                self.staging.adopt(part.tensors, part.products)
-                self._count(part.tensors)
+                self.staging.adopt(part.built)
+                self._count(part.built.tensors)
                 self.helped = Helped(
                     self.helped.resumed + part.resumed,
                     self.helped.read_bytes + part.read_bytes,
@@ -265,11 +269,11 @@ class Driver:
             self._counted_bytes += self._uncounted.pop(name, 0)
 
 
-def part_count(plan: Plan, slots: int) -> int:
-    """How many parts a plan is divided into for so many workers at once."""
+def part_count(plan: Plan, slots: int, together: Together = ()) -> int:
+    """How many parts a plan is divided into for so many workers at once. together: see `parts_of`."""
     total = sum(out.nbytes for step in plan.steps for out in step.outs)
     wanted = min(PARTS_PER_SLOT * slots, max(slots, -(-total // PART_BYTES)))
-    return max(1, min(wanted, len(plan.steps)))
+    return max(1, min(wanted, len(units_of(plan, together))))
 
 
 def is_portable(prepared: Prepared) -> bool:

@@ -1,7 +1,7 @@
 """The workers of a Ray cluster (https://docs.ray.io): each share is a Ray task, in a process that Ray keeps for the next one.
 
 Ray only finds the machine and starts the process. It does not repeat tasks (`max_retries=0`), because the driver must know,
-and it moves no tensors: the plan's JSON goes to each machine once, and all else through the shared folder.
+and it moves no tensors: the plan's JSON goes to each machine once, and all else through the shared folder or the bucket.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RayWorkers:
         """Join the cluster that `options.ray` names, or start one. Raises ParameterError."""
         address = options.ray or AUTO
         if "://" in address:
-            what = f"{address}: only machines of the cluster can publish in the shared folder"
+            what = f"{address}: only machines of the cluster can give out parts and publish"
             raise ParameterError(what, where="--ray", fix="run the command on one of them, with --ray auto")
         try:
             ray = import_module("ray")

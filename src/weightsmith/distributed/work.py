@@ -1,7 +1,7 @@
 """What a worker gets, does and gives back.
 
-A worker needs the plan's JSON, the inputs and the output's folder, under the same paths as on the driver's machine. It opens
-the inputs as `weightsmith run` does, and finds out for itself whether they are those of the plan.
+A worker needs the plan's JSON, and the inputs and the output under the same paths or addresses as on the driver's machine. It
+opens the inputs as `weightsmith run` does, and finds out for itself whether they are those of the plan.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from weightsmith.errors import ParameterError
@@ -25,6 +26,7 @@ from weightsmith.planner.reopen import reopen
 from weightsmith.plans import plan_from_json
 from weightsmith.plans.parts import label
 from weightsmith.store.resume import changes
+from weightsmith.store.target import is_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,8 @@ class Order:
     """What all workers of a run get.
 
     plan        its JSON
-    out         the output folder
-    folder      the driver's current folder, where relative paths of models start
+    out         the output: a folder, or an address in a bucket
+    folder      the driver's current folder, where relative paths of models start; not needed where there are none
     options     of the run
     allow_code  the plan's merge method is a file of the user's, which the driver was allowed to run
     identity, facts   of the work, as the driver sees program and inputs: see `weightsmith.identity`
@@ -115,7 +117,8 @@ class Workers(Protocol):
 def do(order: Order, share: Share, machine: str) -> bytes:
     """Do a share in this process; its answer, `Done` or `Failed`, pickled. machine: the name of this one."""
     try:
-        os.chdir(order.folder)
+        if not is_address(order.out) or Path(order.folder).is_dir():
+            os.chdir(order.folder)
         prepared = _reopened(order)
         _check_same(order, prepared)
         if share.part is None:
@@ -156,7 +159,8 @@ def _check_same(order: Order, prepared: Prepared) -> None:
         f"the worker on {socket.gethostname()} does not have the program, or does not see the files, of this run",
         where="--ray",
         details=changes(order.facts, facts(prepared.plan, prepared.inputs, options.device)),
-        fix="install the same versions on all machines, and share the folders of the inputs (HF_HOME for models on the Hub)",
+        fix="install the same versions on all machines, and share the folders of the inputs (HF_HOME for models on the Hub), "
+        "or name them by address",
     )
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from weightsmith.errors import ParameterError
 from weightsmith.execution.measured import measured
-from weightsmith.execution.output import check_options
+from weightsmith.execution.output import built_together, check_options
 from weightsmith.execution.run import (
     NO_CALLBACKS,
     Callbacks,
@@ -28,11 +27,11 @@ from weightsmith.execution.stages import check_computable, stages_written, witho
 from weightsmith.options import RunOptions
 from weightsmith.planner.build import Prepared
 from weightsmith.planner.loading import Check
-from weightsmith.plans import Plan
 from weightsmith.plans.parts import label, part_of
 
 if TYPE_CHECKING:
-    from weightsmith.store.journal import Finished
+    from weightsmith.execution.output import Output, Shared
+    from weightsmith.store.journal import Built
 
 PRODUCTS_LABEL = "products-alone"
 """Of the process that computes the products of all parts; `lock-products` is held by any process that computes some."""
@@ -52,15 +51,13 @@ def execute(
     began    time.monotonic() at the start of the timed work
     helpers  has other processes do the parts of each plan that is run
 
-    If another plan follows from the products, these are computed first, in a staging folder of their own, which remains until
-    the output is published. So are the results of other recipes that cannot be computed when they are read.
+    If another plan follows from the products, this process computes them first, in a staging folder of their own, which remains
+    until the output is published. So are the results of other recipes that cannot be computed when they are read.
 
     Whether transformers could load the output is asked meanwhile; before anything else, if there is a download or more than
     one run to spare.
     """
     began = time.monotonic() if began is None else began
-    if helpers is not None:
-        check_divisible(prepared.plan)
     with ExitStack() as stack:
         check = stack.enter_context(Check(prepared.loading, prepared.source))
         if helpers is not None or prepared.plan.then is not None or prepared.stages or prepared.missing:
@@ -80,14 +77,11 @@ def execute(
 class PartDone:
     """What a process that did a part has finished.
 
-    tensors    by name, also those that an earlier run had finished
-    products   their checksums by name, of all that are in the staging folder
     resumed    number of steps that an earlier run had finished
     read_bytes, written_bytes, fetched_bytes   as in `Merged`
     """
 
-    tensors: Mapping[str, Finished]
-    products: Mapping[str, str]
+    built: Built
     resumed: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
@@ -109,13 +103,13 @@ def execute_part(
     """
     from weightsmith.engine.results import Results
 
-    _check_part(prepared, out, options)
+    _check_part(prepared, out, options, bool(helping))
     plan = prepared.plan
-    steps = part_of(plan, *part)
+    steps = part_of(plan, *part, built_together(out, plan))
     with staged(prepared, out, options, callbacks, helping or label(part), steps, bool(helping)) as (staging, run):
         if products := plan.products_for(steps):
             with staging.only_process(callbacks.waiting):  # other processes reuse these products
-                results = kept_products(plan, staging)
+                results = kept_products(plan, staging, wanted=products)
                 run(steps=(), products=products, results=results)
         else:
             results = Results(plan)
@@ -124,34 +118,33 @@ def execute_part(
         for model in prepared.inputs:
             model.check_unchanged()
         moved = outcome.read_bytes, outcome.written_bytes, outcome.fetched_bytes
-        return PartDone(staging.records, staging.products, len(done), *moved)
+        return PartDone(_shared(staging).hand_over(), len(done), *moved)
 
 
 def execute_products(
     prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, callbacks: Callbacks = NO_CALLBACKS
 ) -> PartDone:
     """Compute the products of a prepared plan for a driver, before other processes do its parts."""
-    _check_part(prepared, out, options)
+    _check_part(prepared, out, options, helping=True)
     with staged(prepared, out, options, callbacks, PRODUCTS_LABEL, (), helping=True) as (staging, run):
         with staging.only_process(callbacks.waiting):
             outcome = run(steps=(), results=kept_products(prepared.plan, staging))
         for model in prepared.inputs:
             model.check_unchanged()
-        return PartDone({}, staging.products, read_bytes=outcome.read_bytes, fetched_bytes=outcome.fetched_bytes)
+        return PartDone(_shared(staging).hand_over(), read_bytes=outcome.read_bytes, fetched_bytes=outcome.fetched_bytes)
 
 
-def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions) -> None:
-    check_options(out, options, part=True)
+def _shared(staging: Output) -> Shared:
+    return cast("Shared", staging)  # `check_options` refuses parts of an output on the Hub
+
+
+def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, helping: bool) -> None:
+    check_options(out, options, part=not helping)
     if not options.resume:
         fix = "run once without a part and with --no-resume (resume=False), or remove the staging folder"
         raise ParameterError("a part cannot discard the work of other parts", fix=fix)
     if options.ray is not None:
         raise ParameterError("a cluster does all parts", where="ray", fix="leave out the part")
-    check_divisible(prepared.plan)
+    if prepared.plan.then is not None:
+        raise ParameterError("a plan that begins with a measurement has no parts", fix="run the whole plan")
     check_computable(prepared)
-
-
-def check_divisible(plan: Plan) -> None:
-    """Raise ParameterError for a plan that cannot be run in parts."""
-    if plan.then is not None:
-        raise ParameterError("a plan that begins with a measurement has no parts", fix="run the whole plan in one process")

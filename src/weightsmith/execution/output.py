@@ -10,15 +10,17 @@ from weightsmith.errors import NOTHING_WRITTEN, ParameterError
 from weightsmith.hub_outputs.address import is_hub_address, parse_hub_address
 from weightsmith.options import RunOptions
 from weightsmith.plans import Plan
+from weightsmith.plans.parts import Together
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from weightsmith.buckets.staging import BucketStaging
     from weightsmith.hub_outputs.staging import HubStaging
     from weightsmith.store.staging import Staging
 
     Output = Staging | BucketStaging | HubStaging
+    Shared = Staging | BucketStaging  # with other processes, which build parts
 
 
 def open_output(
@@ -28,9 +30,15 @@ def open_output(
     options: RunOptions,
     part: str,
     protected: Sequence[Path],
+    uploading: Callable[[int, int], None] | None,
     **local: Any,
 ) -> Output:
-    """The staging of an output. protected: what the run reads; local: further arguments of `Staging.open`."""
+    """The staging of an output.
+
+    protected  what the run reads
+    uploading  see `Callbacks`
+    local      further arguments of `Staging.open`
+    """
     from weightsmith.store.target import is_address
 
     chosen: dict[str, Any] = {"facts": local.pop("facts"), "resume": options.resume, "overwrite": options.overwrite}
@@ -41,13 +49,26 @@ def open_output(
     if is_hub_address(out):
         from weightsmith.hub_outputs.staging import HubStaging
 
-        chosen |= {"public": options.public, "message": options.commit_message or plan.made.title}
+        chosen |= {"public": options.public, "uploading": uploading, "message": options.commit_message or plan.made.title}
         chosen |= {name: local[name] for name in ("other_bytes", "threads", "progress")}
         return HubStaging.open(parse_hub_address(str(out)), plan.layout, plan_hash, reads=_named(plan), **chosen)
     from weightsmith.buckets.prefix import parse_prefix
     from weightsmith.buckets.staging import BucketStaging
 
+    chosen |= {"part": part, "names": local["names"]}
     return BucketStaging.open(parse_prefix(str(out)), plan.layout, plan_hash, reads=_named(plan), **chosen)
+
+
+def built_together(out: str | os.PathLike[str], plan: Plan) -> Together:
+    """Sets of tensors, each of which one process must build."""
+    from weightsmith.store.target import is_address
+
+    if not is_address(out):
+        return ()
+    from weightsmith.buckets.prefix import parse_prefix
+    from weightsmith.buckets.staging import together
+
+    return together(parse_prefix(str(out)), plan.layout)
 
 
 def check_output(out: str | os.PathLike[str], plan: Plan, options: RunOptions, protected: Sequence[Path]) -> None:
@@ -69,16 +90,16 @@ def check_output(out: str | os.PathLike[str], plan: Plan, options: RunOptions, p
 
 
 def check_options(out: str | os.PathLike[str], options: RunOptions, *, part: bool = False) -> None:
-    """Raise ParameterError for options that an address does not have. part: the run does a part of a plan."""
+    """Raise ParameterError for options that an address does not have. part: the run does a part of a plan, for no driver."""
     from weightsmith.store.target import is_address
 
     if is_address(out):
+        if options.ray is not None and is_hub_address(out):
+            _refuse("one process uploads weight files to the hub", "write to a bucket or a shared folder, or leave --ray out")
         if part:
-            _refuse("parts of a plan share a local folder", "run the whole plan, or write to a folder and copy it")
+            _refuse("parts of a plan share a local folder", "run the whole plan, with --ray on several machines")
         if options.push is not None:
             _refuse("--push uploads a local folder", "write to a folder, or leave --push out")
-        if options.ray is not None:
-            _refuse("--ray shares a folder between machines", "write to a shared folder and copy it, or leave --ray out")
         if options.keep_stages:
             _refuse("results of stages are kept in local folders", "write to a folder, or leave --keep-stages out")
     if options.commit_message is not None and options.push is None and not is_hub_address(out):

@@ -71,11 +71,13 @@ class Callbacks:
     progress    called about ten times per second
     rechecking  called with (bytes done, total bytes) while the finished tensors of an interrupted run are verified
     waiting     called when another process computes the products that this part of a plan needs
+    uploading   called with (bytes done, total bytes) while the last weight files are uploaded to the hub
     """
 
     progress: Callable[[Progress], None] | None = None
     rechecking: Callable[[int, int], None] | None = None
     waiting: Callable[[], None] | None = None
+    uploading: Callable[[int, int], None] | None = None
 
     def after(self, look: Callable[[], None]) -> Callbacks:
         """The same, with `look` called before `progress`; what it raises ends the run."""
@@ -155,6 +157,9 @@ def run_plan(
         helped = Helped()
         try:
             if helpers is not None:
+                for product in plan.products:
+                    if product.name in following.arrays:
+                        staging.keep(product, following.arrays[product.name])
                 helped = helpers(prepared, staging, out, options, callbacks)
             results = kept_products(plan, staging, following.arrays)
             done = finished_steps(plan, staging, results, options.allow_nonfinite)
@@ -232,6 +237,7 @@ def staged(
         options,
         part,
         protected_paths(prepared),
+        callbacks.uploading,
         names=None if steps is None else {out.name for step in steps for out in step.outs},
         helping=helping,
         facts=facts(plan, inputs, options.device),
@@ -292,13 +298,18 @@ def protected_paths(prepared: Prepared) -> tuple[Path, ...]:
     return tuple(dict.fromkeys([*paths, *prepared.named]))
 
 
-def kept_products(plan: Plan, staging: Output, known: Mapping[str, Arrays] = MappingProxyType({})) -> Results:
-    """The products that an earlier run or another process has finished. known: the arrays of some."""
+def kept_products(
+    plan: Plan,
+    staging: Output,
+    known: Mapping[str, Arrays] = MappingProxyType({}),
+    wanted: Sequence[Product] | None = None,
+) -> Results:
+    """The products that an earlier run or another process has finished. known: the arrays of some; wanted: None: all."""
     from weightsmith.engine.results import Results
 
     results = Results(plan)
-    for product in plan.products:
-        arrays = known[product.name] if product.name in known else staging.product(product.name, product.outs)
+    for product in plan.products if wanted is None else wanted:
+        arrays = known[product.name] if product.name in known else staging.product(product)
         if arrays is not None:
             results.put(product, arrays)
     return results
@@ -310,9 +321,9 @@ def finished_steps(
     """The output tensors (`Step.out`) that an earlier run or another process has finished. steps: of the plan; None: all.
 
     A tensor counts only if the products it was computed from still exist (recomputed, they might differ), and if it was
-    checked for NaN in the same way as in this run.
+    checked for NaN in the same way as in this run. The staging is told which others are computed again.
     """
-    finished = staging.records
+    steps, finished = plan.steps if steps is None else steps, staging.records
 
     def counts(step: Step) -> bool:
         needed = plan.needs(step)
@@ -321,7 +332,9 @@ def finished_steps(
         digests = {results.digest(needed), results.digest(needed, allow_nonfinite=allow_nonfinite)}
         return all(finished[out.name].made_from in digests for out in step.outs)
 
-    return {step.out.name: finished[step.outs[0].name] for step in (plan.steps if steps is None else steps) if counts(step)}
+    done = {step.out.name: finished[step.outs[0].name] for step in steps if counts(step)}
+    again = {out.name for step in steps if step.out.name not in done for out in step.outs if out.name in finished}
+    return finished_steps(plan, staging, results, allow_nonfinite, steps) if again and staging.redo(again) else done
 
 
 def reports_of(products: Iterable[Product], results: Results) -> dict[str, Report]:

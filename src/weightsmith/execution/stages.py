@@ -35,6 +35,8 @@ def stages_written(
     Each is a run of its own, which resumes; its folder remains until the output is published. One that an earlier run has
     finished, from the same plan and the same files, is verified and used again.
     """
+    from weightsmith.store.target import is_address
+
     check_options(out, options)
     wanted = list({stage.path: stage for stage in prepared.stages if stage.why or options.keep_stages}.values())
     if not wanted:
@@ -42,6 +44,13 @@ def stages_written(
         return
     if prepared.again is None or any(stage.again is None for stage in wanted):
         raise ParameterError("a plan that was made before has no results of stages to keep", fix="merge the recipe itself")
+    if helpers is not None and is_address(out):
+        raise ParameterError(
+            f"the result of {wanted[0].label} must be written first, to a folder that other machines do not see",
+            where="--ray",
+            fix="merge it alone into the bucket, and name its address in the recipe; or leave --ray out",
+            state=NOTHING_WRITTEN,
+        )
     check_output(out, prepared.plan, options, protected_paths(prepared))
     written: dict[str, Path] = {}
     made: list[Merged] = []

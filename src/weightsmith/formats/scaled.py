@@ -8,7 +8,8 @@ Two spellings in config.json, of matrices whose elements are the value of a code
     compressed-tensors
         float-, naive-quantized       X.weight, F8_E4M3      X.weight_scale: of the matrix, a row, a group of a row, a block
         int-, naive-quantized         X.weight, I8           the same
-        pack-quantized, 4 or 8 bits   X.weight_packed, I32   the same; and X.weight_shape
+        pack-quantized, 4 or 8 bits   X.weight_packed, I32   the same; and X.weight_shape. If not symmetric, also
+                                                             X.weight_zero_point, I32, which is subtracted from the codes
         nvfp4-pack-quantized          X.weight_packed, U8    X.weight_scale, F8_E4M3: of 16 elements, divided by
                                                              X.weight_global_scale
         mxfp4-pack-quantized          X.weight_packed, U8    X.weight_scale, U8: exponents, of 32 elements
@@ -62,6 +63,7 @@ class Scheme:
     suffixes  of the tensor of scales, after X.weight
     shaped    there is a tensor X.weight_shape
     divided   scales are divided by X.weight_global_scale
+    zeroed    X.weight_zero_point is subtracted from the codes
     """
 
     kind: str
@@ -72,6 +74,7 @@ class Scheme:
     suffixes: tuple[str, ...] = ("_scale",)
     shaped: bool = False
     divided: bool = False
+    zeroed: bool = False
 
     @property
     def bits(self) -> int:
@@ -91,6 +94,8 @@ class ScaledWeight:
     block   (rows, cols) of a block; the last of a row or column may be smaller
     extent  name of the tensor that holds the shape once more, I64 [2]; "" for none
     divisor name of the tensor, F32 of one element, by which scales are divided; "" for none
+    zeros   name of the tensor of the code of zero of each block, I32 [ceil(rows · bits / 32), blocks of a row]: the lowest bits
+            of a word are the first row's; "" where the code of zero is 2^(bits - 1). Blocks then have one row
     """
 
     name: str
@@ -101,11 +106,17 @@ class ScaledWeight:
     block: tuple[int, int]
     extent: str = ""
     divisor: str = ""
+    zeros: str = ""
 
     @property
     def bits(self) -> int:
         """Of a code."""
         return int(self.kind[-1])
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of all stored tensors."""
+        return tuple(filter(None, (self.codes, self.scale, self.extent, self.divisor, self.zeros)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +251,9 @@ _FORMATS: Mapping[str, Mapping[tuple[str, int], Scheme]] = {
 }
 """compressed-tensors' formats: (type, bits) → how the weights are stored. The block comes from the strategy."""
 
+_ZEROED = ("group", "channel")
+"""Strategies with which packed codes may have zero points."""
+
 
 def _scheme(format_: object, weights: object, label: str, where: str) -> Scheme:
     if not isinstance(format_, str) or format_ not in _FORMATS:
@@ -253,11 +267,13 @@ def _scheme(format_: object, weights: object, label: str, where: str) -> Scheme:
             names = " and ".join(sorted(map(str, wanted)))
             what = f"compressed-tensors {format_} weights with {key} {show(found[key])} are not read, only {key} {names}"
             raise _unsupported(f"{what} ({show(label)})", where)
-    for key, required, default in (("symmetric", True, True), ("dynamic", False, False)):
+    zeroed = format_ == "pack-quantized" and weights.get("symmetric") is False and weights.get("strategy") in _ZEROED
+    for key, required, default in (("symmetric", not zeroed, True), ("dynamic", False, False)):
         if (value := weights.get(key, default)) is not required:
-            what = f"compressed-tensors weights with {key} {show(value)} are not read, only {key} {required!r}"
+            what = f"compressed-tensors {format_} weights with {key} {show(value)} are not read, only {key} {required!r}"
             raise _unsupported(f"{what} ({show(label)})", where)
-    return replace(read[found["type"], found["num_bits"]], block=_structure(weights, format_, label, where))
+    block = _structure(weights, format_, label, where)
+    return replace(read[found["type"], found["num_bits"]], block=block, zeroed=zeroed)
 
 
 def _structure(weights: Mapping[str, Any], format_: str, label: str, where: str) -> Structure:
@@ -319,6 +335,8 @@ def _weight(spec: TensorSpec, specs: Mapping[str, TensorSpec], schemes: Sequence
         raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
     _check_part(found[0].extent, "I64", [(2,)], specs, spec, where)
     _check_part(found[0].divisor, "F32", [(1,), ()], specs, spec, where)
+    words, across = -(-found[0].shape[0] * found[0].bits // 32), -(-found[0].shape[1] // found[0].block[1])
+    _check_part(found[0].zeros, "I32", [(words, across)], specs, spec, where)
     return found[0]
 
 
@@ -351,6 +369,7 @@ def _described(name: str, spec: TensorSpec, scale: TensorSpec, scheme: Scheme) -
         block,
         f"{name}_shape" if scheme.shaped else "",
         f"{name}_global_scale" if scheme.divided else "",
+        f"{name}_zero_point" if scheme.zeroed else "",
     )
 
 
@@ -361,7 +380,7 @@ def _spellings(grid: tuple[int, int]) -> list[tuple[int, ...]]:
 
 def _check_others(specs: Mapping[str, TensorSpec], weights: Sequence[ScaledWeight], where: str) -> None:
     """Nothing else in the checkpoint may be part of a quantised weight."""
-    used = {name for weight in weights for name in (weight.codes, weight.scale, weight.extent, weight.divisor)}
+    used = {name for weight in weights for name in weight.parts}
     for name in specs:
         if name in used:
             continue

@@ -229,11 +229,14 @@ class PassingFiles:
         if self._error is not None:
             raise self._error
 
-    def drain(self) -> None:
-        """Wait until every finished file is uploaded. Raises what failed."""
+    def drain(self, progress: Progress | None = None) -> None:
+        """Wait until every finished file is uploaded. Raises what failed. progress(bytes of uploaded files, bytes in all)."""
+        total = sum(shard.nbytes for shard in self.layout.shards)
         with self._changed:
             while self._waiting and self._error is None:
-                self._changed.wait(0.5)  # Ctrl-C is noticed between two waits
+                if progress is not None:
+                    progress(sum(content.nbytes for content in self.uploaded.values()), total)
+                self._changed.wait(0.2)  # Ctrl-C is noticed between two waits
             self._check()
 
     def problems(self) -> list[str]:

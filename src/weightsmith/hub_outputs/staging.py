@@ -11,7 +11,7 @@ replaces. The journal names the commit that the run began with. The Hub makes ou
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -38,7 +38,6 @@ from weightsmith.store.manifest import list_files
 from weightsmith.store.reread import Progress
 from weightsmith.store.staging import Staging
 from weightsmith.store.target import check_out
-from weightsmith.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from weightsmith.formats.files import Extent
@@ -60,10 +59,12 @@ class HubStaging:
     plan_hash  identity of the plan; only work of the same plan is resumed
     """
 
-    def __init__(self, out: HubAddress, repository: HubRepository, message: str, overwrite: bool) -> None:
+    def __init__(
+        self, out: HubAddress, repository: HubRepository, message: str, overwrite: bool, uploading: Progress | None
+    ) -> None:
         """Use `HubStaging.open`."""
         self.out = out
-        self._repository, self._message, self._overwrite = repository, message, overwrite
+        self._repository, self._message, self._overwrite, self._uploading = repository, message, overwrite, uploading
         self._local: Staging
         self._weights: PassingFiles
         self._parent = ""
@@ -87,19 +88,21 @@ class HubStaging:
         other_bytes: int = 0,
         threads: int = 2,
         progress: Progress | None = None,
+        uploading: Progress | None = None,
     ) -> HubStaging:
         """Lock the staging folder on this machine, and create repository and branch if they are missing.
 
         reads    what the run reads, as the user names it: never replaced
         public   who may see a repository that is created now; the default is its owner alone
         message  of the commit
+        uploading  called by `publish` while the last files are uploaded
 
         Everything else is as for `store.Staging.open`. Raises OutputExists, CannotResume, Busy, NoSpace, and PushFailed if the
         hub cannot be used, or if the branch has changed since an interrupted run began.
         """
         repository = HubRepository(out)
         check_not_read(out, reads)
-        staging = cls(out, repository, message, overwrite)
+        staging = cls(out, repository, message, overwrite, uploading)
         staging._local = Staging.open(
             out.local_name,
             layout,
@@ -212,6 +215,10 @@ class HubStaging:
     def equal(self, name: str, start_byte: int, extent: Extent) -> None:
         """Does nothing: the Hub copies whole files alone."""
 
+    def redo(self, names: Collection[str]) -> bool:
+        """See `store.Staging.redo`. Those of uploaded files must get the same bytes: `finish` compares."""
+        return False
+
     def finish(self, name: str, done: Finished) -> None:
         """See `store.Staging.finish`. A file whose tensors are all finished is uploaded."""
         with self._kept():
@@ -249,9 +256,9 @@ class HubStaging:
         """See `store.Staging.products`."""
         return self._local.products
 
-    def product(self, name: str, outs: Sequence[TensorSpec]) -> Arrays | None:
+    def product(self, product: Product) -> Arrays | None:
         """See `store.Staging.product`."""
-        return self._local.product(name, outs)
+        return self._local.product(product)
 
     def create(self, product: Product) -> Arrays | None:
         """See `store.Staging.create`."""
@@ -282,7 +289,7 @@ class HubStaging:
         Raises StoreError if a tensor is missing, BranchMoved if someone else has committed meanwhile. What is uploaded stays.
         """
         with self._kept():
-            self._weights.drain()
+            self._weights.drain(self._uploading)
             folder = self._local.complete(manifest)
             others = {name: content_of(folder / name) for name in list_files(folder)}
             wanted = self._weights.uploaded | others

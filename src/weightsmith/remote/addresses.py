@@ -1,4 +1,4 @@
-"""Addresses of models: `hf://org/name`, `https://host/path/`, `s3://bucket/prefix`, `gs://…`, `az://account/container/path`."""
+"""Addresses of models: `hf://org/name`, `https://host/path/`, `s3://bucket/prefix`, `gs://…`, `az://container/path`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Address:
     """The place of a model, or of one of its files.
 
     scheme  one of `SCHEMES`; "http" for this machine
-    host    with the port; the bucket, or the account; "" for the Hub
+    host    with the port; the bucket, or the container; "" for the Hub
     path    without slashes at its ends
     """
 

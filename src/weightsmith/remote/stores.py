@@ -1,19 +1,18 @@
 """Object stores, read with the package obstore: S3 and stores with its API, GCS, Azure.
 
-Keys, regions and endpoints come from the environment (AWS_…, GOOGLE_…, AZURE_…) and from the machine's role, as obstore finds
-them. The object's ETag is sent as a condition with every request.
+`access` says where keys, regions and endpoints come from. The object's ETag is sent as a condition with every request.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from weightsmith.errors import CheckpointError, NotFound, Unsupported, first_line
 from weightsmith.formats.files import show
-from weightsmith.remote.addresses import Address, is_loopback
+from weightsmith.remote.access import allows_http, settings
+from weightsmith.remote.addresses import Address
 from weightsmith.remote.http import CHANGED_FIX
 from weightsmith.remote.retries import Again
 
@@ -44,11 +43,13 @@ class Store:
         """Raises Unsupported without obstore, CheckpointError for settings that it does not accept."""
         self.where = str(address)
         self._obstore = obstore(self.where)
+        endpoint, options = settings(address.scheme)
         try:
             self._store = self._obstore.store.from_url(
                 str(address),
-                client_options={**_TIMEOUTS, "allow_http": _allows_http()},
+                client_options={**_TIMEOUTS, "allow_http": allows_http(endpoint)},
                 retry_config={"max_retries": 0},  # retried by `retries`
+                **options,
             )
         except Exception as error:
             raise CheckpointError(f"the store cannot be opened: {first_line(error)}", where=self.where) from error
@@ -95,9 +96,8 @@ class StoreFile:
     def __init__(self, store: Store, name: str, nbytes: int, tag: str) -> None:
         self.where = f"{store.where}/{name}"
         self.nbytes = nbytes
-        self.version = tag
         self._store, self._name = store, name
-        self._tag = tag
+        self.version = self._tag = _quoted(tag)
 
     def request(self, first: int, end: int) -> Iterator[bytes]:
         """See `Ranges`."""
@@ -127,7 +127,7 @@ class StoreFile:
         self._check(meta)
 
     def _check(self, meta: Any) -> None:
-        size, tag = meta["size"], meta.get("e_tag") or ""
+        size, tag = meta["size"], _quoted(meta.get("e_tag") or "")
         if size != self.nbytes or (tag and self._tag and tag != self._tag):
             then, now = (f"{self.nbytes:,} bytes", f"{size:,}") if size != self.nbytes else (show(self._tag), show(tag))
             what = f"the object has changed since it was first read: {then} then, {now} now"
@@ -135,7 +135,6 @@ class StoreFile:
         self._tag = self._tag or tag  # a list may lack what the object's answers have
 
 
-def _allows_http() -> bool:
-    """Plain http is for stores on this machine, and for those whose user says so."""
-    endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or ""
-    return is_loopback(endpoint.partition("://")[2]) or os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+def _quoted(tag: str) -> str:
+    """An ETag as answers have it: the lists of some stores leave the quotes out."""
+    return tag if not tag or tag.startswith(('"', "W/")) else f'"{tag}"'

@@ -38,8 +38,7 @@ class ScaledMatrix:
 
     @property
     def stored(self) -> tuple[str, ...]:
-        found = self.layout
-        return tuple(filter(None, (found.codes, found.scale, found.extent, found.divisor)))
+        return self.layout.parts
 
     @property
     def preferred_rows(self) -> int:
@@ -61,7 +60,27 @@ class ScaledMatrix:
             begin, end = at * weight.bits // 8, -(-(at + part.size) * weight.bits // 8)
             codes = np.empty(end - begin, np.uint8)
             stored.read_into(weight.codes, begin, codes)
-            dequantise(codes, TABLES[weight.kind], at, cols, scales, across, block_rows, block_cols, part)
+            if not weight.zeros:
+                dequantise(codes, TABLES[weight.kind], at, cols, scales, across, block_rows, block_cols, part)
+                continue
+            dequantise(codes, TABLES[weight.kind], at, cols, np.ones_like(scales), across, block_rows, block_cols, part)
+            row, col = np.divmod(np.arange(at, at + part.size), cols)
+            block = (row - band) * across + col // block_cols
+            part -= self._zeros(stored, band, last + 1)[block]
+            part *= scales[block]
+
+    def _zeros(self, stored: Tensors, first: int, end: int) -> npt.NDArray[np.float32]:
+        """The values of the codes of zero in rows first … end: float32 [blocks], in row-major order."""
+        from weightsmith.kernels.blocks import TABLES
+
+        weight, bits = self.layout, self.layout.bits
+        per_word, across = 32 // bits, stored.specs[weight.zeros].shape[1]
+        words = np.empty((-(-end // per_word) - first // per_word, across), "<u4")
+        stored.read_into(weight.zeros, first // per_word * across * 4, words.view(np.uint8).reshape(-1))
+        rows = np.arange(first, end)
+        shifts = (rows % per_word * bits).astype(np.uint32)[:, None]
+        codes = words[rows // per_word - first // per_word] >> shifts & np.uint32((1 << bits) - 1)
+        return np.asarray(TABLES[weight.kind][codes.reshape(-1)])
 
     def _scales(self, stored: Tensors, first: int, end: int) -> npt.NDArray[np.float32]:
         """Scales first … end, by which the values of the codes are multiplied."""

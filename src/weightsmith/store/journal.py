@@ -48,6 +48,19 @@ class Finished(NamedTuple):
     nonfinite: bool = False
 
 
+class Built(NamedTuple):
+    """What a process that built a part has finished, for the process that publishes.
+
+    tensors   by name, also those that an earlier run had finished
+    products  their checksums by name, of all that are in the staging folder
+    groups    in a bucket, ETags of the parts of uploads: see `buckets.parts.GroupKey`
+    """
+
+    tensors: Mapping[str, Finished]
+    products: Mapping[str, str]
+    groups: Mapping[tuple[str, int, int, int], tuple[str, ...]]
+
+
 @dataclass(slots=True)
 class Entries:
     """The contents of a journal.
@@ -142,6 +155,11 @@ def tensor_line(name: str, done: Finished) -> bytes:
     return encoded(["tensor", name, *done])
 
 
+def product_line(name: str, checksum: str) -> bytes:
+    """The line of one finished product."""
+    return encoded(["product", name, checksum])
+
+
 def _tensor_of(line: bytes) -> str | None:
     """The tensor of a line; None if the line must be parsed to know."""
     if not line.startswith(_TENSOR, _BODY):
@@ -189,7 +207,7 @@ class Journal:
 
     def product(self, name: str, checksum: str) -> None:
         """One finished product."""
-        self._write(encoded(["product", name, checksum]))
+        self._write(product_line(name, checksum))
 
     def note(self, key: str, value: object) -> None:
         """A JSON value, in place of an earlier one of this key. On the disk when this returns."""

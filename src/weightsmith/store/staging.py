@@ -24,7 +24,8 @@ from weightsmith.store import disk
 from weightsmith.store.area import StagingArea, staging_folder
 from weightsmith.store.checksum import byte_view
 from weightsmith.store.claim import JOURNAL, PARTS, PRODUCTS, SPACE
-from weightsmith.store.journal import Entries, Finished, Journal, read_journal
+from weightsmith.store.followed import Followed
+from weightsmith.store.journal import Built, Entries, Finished, Journal, read_journal
 from weightsmith.store.locks import part_journals, read_journals
 from weightsmith.store.manifest import MANIFEST_NAME, encode_manifest
 from weightsmith.store.other_files import OtherFiles
@@ -33,7 +34,6 @@ from weightsmith.store.reread import Progress
 from weightsmith.store.resume import is_resumable, layout_hash
 from weightsmith.store.target import check_out, check_vacant
 from weightsmith.store.weights import WeightFiles, Weights
-from weightsmith.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from weightsmith.formats.files import Extent
@@ -279,14 +279,26 @@ class Staging:
         if not self._content.is_dir() or self._content.stat().st_ino != content:
             raise Busy("another run has taken the unfinished work", where=str(self.out), fix="run again")
 
-    def adopt(self, tensors: Mapping[str, Finished], products: Mapping[str, str]) -> None:
+    def hand_over(self) -> Built:
+        """What this process, which builds a part, has finished."""
+        return Built(self.records, self.products, {})
+
+    def adopt(self, built: Built) -> None:
         """Take over what a process that built a part has finished; it is in the journal of the part.
 
-        products: their checksums. The bytes of the tensors are not read again: see `reread`.
+        The bytes of the tensors are not read again: see `reread`.
         """
         with self._mutex:
-            self._tensors |= tensors
-            self._products |= products
+            self._tensors |= built.tensors
+            self._products |= built.products
+
+    def followed(self) -> Followed:
+        """What other processes finish while they build parts."""
+        return Followed(self.folder)
+
+    def redo(self, names: Collection[str]) -> bool:
+        """These finished tensors are computed again, which may be written over: no other is computed again with them."""
+        return False
 
     def _check_vacant(self, state: str = NOTHING_WRITTEN) -> None:
         try:
@@ -329,10 +341,10 @@ class Staging:
         """The journals named a finished tensor or product when this was opened."""
         return self._held
 
-    def product(self, name: str, outs: Sequence[TensorSpec]) -> Arrays | None:
+    def product(self, product: Product) -> Arrays | None:
         """The arrays of a product that an earlier run or another process finished; None if there are none."""
-        checksum = self._products.get(name)
-        return None if checksum is None else read_product(self.folder / PRODUCTS, name, outs, checksum)
+        checksum = self._products.get(product.name)
+        return None if checksum is None else read_product(self.folder / PRODUCTS, product.name, product.outs, checksum)
 
     def create(self, product: Product) -> Arrays | None:
         """Arrays in a file for a product that is being computed, for `keep`; None if the disk cannot take them."""
@@ -354,7 +366,7 @@ class Staging:
             raise self._failed(error, f"journal, product {product.name}") from error
         with self._mutex:
             self._products[product.name] = checksum
-        return self.product(product.name, product.outs) or arrays
+        return self.product(product) or arrays
 
     def forget(self, product: Product) -> None:
         """Remove a product that nothing needs any more."""

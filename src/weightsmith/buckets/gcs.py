@@ -1,0 +1,344 @@
+"""Google Cloud Storage, over the authenticated session of google-auth.
+
+Objects are written, read and listed with the JSON API, as the official client does. Uploads in parts are in the XML API alone.
+The version of an object is its generation. There are no copies of ranges: `copy` leaves every part to be uploaded.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import quote
+from xml.etree import ElementTree
+
+from weightsmith.buckets.client import (
+    ATTEMPTS,
+    TOKEN,
+    UPLOADS,
+    Damaged,
+    Empty,
+    Head,
+    Missing,
+    Object,
+    Passing,
+    Refused,
+    Run,
+    check_tls,
+    insist,
+    md5_of,
+    too_long,
+    written_before,
+)
+from weightsmith.errors import StoreError, legible
+from weightsmith.remote.access import GOOGLE_ENDPOINT, google_credentials, google_endpoint
+
+_SECONDS = (10, 60)
+"""To connect, and without a byte."""
+_AGAIN = "run again: what is uploaded is kept"
+_FIXES = {
+    401: "check the credentials: gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS",
+    403: "use credentials that may list, read, write and delete there",
+    404: "create the bucket, or correct its name",
+}
+_SLOW = frozenset({"rateLimitExceeded", "userRateLimitExceeded", "SlowDown"})
+_META = "x-goog-meta-"
+
+
+class GoogleBucket:
+    """See `client.Bucket`."""
+
+    equal_parts = False
+
+    def __init__(self, name: str) -> None:
+        """Sends nothing to the store. Raises StoreError without google-auth, or without credentials."""
+        where = f"gs://{name}"
+        try:
+            import requests
+            from google.auth import exceptions
+            from google.auth.transport.requests import AuthorizedSession
+        except ImportError as error:
+            fix = "install it: pip install 'weightsmith[gcs]'"
+            raise StoreError("writing to Google Cloud Storage requires google-auth", where=where, fix=fix) from error
+        self.name = name
+        self._endpoint = google_endpoint() or GOOGLE_ENDPOINT
+        check_tls(self._endpoint, where)
+        self._refused_credentials = exceptions.GoogleAuthError
+        self._unreached = exceptions.TransportError
+        self._requests = requests.exceptions
+        try:
+            self._session = AuthorizedSession(google_credentials())
+        except (exceptions.GoogleAuthError, ValueError, OSError) as error:
+            raise self._no_credentials(where) from error
+        adapter = requests.adapters.HTTPAdapter(pool_maxsize=2 * UPLOADS)
+        self._session.mount("https://", adapter)
+        self._session.mount("http://", adapter)
+
+    # objects: the JSON API
+
+    def read(self, key: str, max_bytes: int) -> Object | None:
+        """See `client.Bucket`."""
+        for _ in range(ATTEMPTS):
+            try:
+                about = self._call("GET", self._object(key), key)
+                found = self._json(about, key)
+                if int(found["size"]) > max_bytes:
+                    raise too_long(max_bytes, self._shown(key))
+                version = {"alt": "media", "generation": found["generation"]}
+                data = self._call("GET", self._object(key), key, version).content
+            except Missing:
+                if self.head(key) is None:
+                    return None
+                continue  # replaced between the two requests
+            now, written = about.headers.get("Date"), datetime.fromisoformat(found["updated"])
+            age = max(0.0, (parsedate_to_datetime(now) - written).total_seconds()) if now else 0.0  # dates are in whole seconds
+            return Object(data, found["generation"], age)
+        raise Passing("the object is replaced again and again", where=self._shown(key), fix=_AGAIN)
+
+    def read_range(self, key: str, start: int, nbytes: int) -> bytes:
+        """See `client.Bucket`."""
+        span = {"Range": f"bytes={start}-{start + nbytes - 1}"}
+        return bytes(self._call("GET", self._object(key), key, {"alt": "media"}, span).content)
+
+    def put(self, key: str, data: bytes) -> str:
+        """See `client.Bucket`."""
+        return self._write(key, data)
+
+    def create(self, key: str, data: bytes) -> str | None:
+        """See `client.Bucket`."""
+        try:
+            return self._write(key, data, ifGenerationMatch="0")
+        except Refused:
+            return written_before(self, key, data)
+
+    def replace(self, key: str, data: bytes, etag: str) -> str | None:
+        """See `client.Bucket`."""
+        try:
+            return self._write(key, data, ifGenerationMatch=etag)
+        except (Refused, Missing):
+            return written_before(self, key, data)
+
+    def _write(self, key: str, data: bytes, **condition: str) -> str:
+        """Write an object with its MD5, which the store compares: its generation."""
+        md5 = base64.b64encode(md5_of(data)).decode()
+        border = secrets.token_hex(16)
+        about = json.dumps({"name": key, "md5Hash": md5})
+        body = (
+            f"--{border}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{about}\r\n"
+            f"--{border}\r\nContent-Type: application/octet-stream\r\n\r\n"
+        ).encode() + data
+        body += f"\r\n--{border}--\r\n".encode()
+        query = {"uploadType": "multipart", **condition}
+        kind = {"Content-Type": f"multipart/related; boundary={border}"}
+        path = f"/upload/storage/v1/b/{quote(self.name, safe='')}/o"
+        return str(self._json(self._call("POST", path, key, query, kind, body), key)["generation"])
+
+    def head(self, key: str) -> Head | None:
+        """See `client.Bucket`."""
+        try:
+            found = self._json(self._call("GET", self._object(key), key), key)
+        except Missing:
+            return None
+        return Head(int(found["size"]), found.get("metadata", {}).get(TOKEN, ""))
+
+    def delete(self, key: str) -> None:
+        """See `client.Bucket`."""
+        try:
+            self._call("DELETE", self._object(key), key)
+        except Missing:
+            pass
+
+    def names(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """See `client.Bucket`."""
+        for page in self._pages(prefix):
+            yield from ((each["name"], int(each["size"])) for each in page.get("items", ()))
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """See `client.Bucket`."""
+        for page in self._pages(prefix, delimiter="/"):
+            yield from page.get("prefixes", ())
+
+    def _pages(self, prefix: str, **more: str) -> Iterator[Mapping[str, Any]]:
+        query = {"prefix": prefix, "fields": "items(name,size),prefixes,nextPageToken", **more}
+        while True:
+            page = self._json(self._call("GET", self._object(), "", query), "")
+            yield page
+            if not page.get("nextPageToken"):
+                return
+            query["pageToken"] = page["nextPageToken"]
+
+    def _json(self, answer: Any, key: str) -> Mapping[str, Any]:
+        try:
+            found: Mapping[str, Any] = answer.json()
+        except ValueError as error:
+            raise StoreError("the answer of the store is not JSON", where=self._shown(key), fix=_AGAIN) from error
+        return found
+
+    def _object(self, key: str = "") -> str:
+        """The path of an object, or of the list of them."""
+        return f"/storage/v1/b/{quote(self.name, safe='')}/o" + (f"/{quote(key, safe='')}" if key else "")
+
+    # uploads in parts: the XML API
+
+    def begin(self, key: str, token: str) -> str:
+        """See `client.Bucket`."""
+        found = self._xml("POST", key, {"uploads": ""}, {_META + TOKEN: token})
+        return _text(found, "UploadId")
+
+    def upload(self, key: str, upload: str, number: int, data: bytes | bytearray, md5: bytes) -> str:
+        """See `client.Bucket`."""
+        query = {"partNumber": str(number), "uploadId": upload}
+        sums = {"Content-MD5": base64.b64encode(md5).decode()}
+        return _quoted(self._call("PUT", self._path(key), key, query, sums, data).headers["ETag"])
+
+    def copy(self, key: str, upload: str, number: int, run: Run, nbytes: int, md5: bytes) -> str:
+        """See `client.Bucket`."""
+        return ""
+
+    def parts(self, key: str, upload: str) -> dict[int, tuple[str, int]] | None:
+        """See `client.Bucket`."""
+        found: dict[int, tuple[str, int]] = {}
+        query = {"uploadId": upload}
+        try:
+            while True:
+                page = self._xml("GET", key, query)
+                for each in page.iter("Part"):
+                    found[int(_text(each, "PartNumber"))] = _quoted(_text(each, "ETag")), int(_text(each, "Size"))
+                if _text(page, "IsTruncated") != "true":
+                    return found
+                query["part-number-marker"] = _text(page, "NextPartNumberMarker")
+        except Missing:
+            return None
+
+    def complete(self, key: str, upload: str, etags: Sequence[str]) -> bool:
+        """See `client.Bucket`."""
+        listed = ElementTree.Element("CompleteMultipartUpload")
+        for number, etag in enumerate(etags, 1):
+            part = ElementTree.SubElement(listed, "Part")
+            ElementTree.SubElement(part, "PartNumber").text = str(number)
+            ElementTree.SubElement(part, "ETag").text = etag
+        try:
+            self._xml("POST", key, {"uploadId": upload}, {"Content-Type": "application/xml"}, ElementTree.tostring(listed))
+            return True
+        except Missing:
+            return False
+
+    def uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
+        """See `client.Bucket`."""
+        query = {"uploads": "", "prefix": prefix}
+        while True:
+            page = self._xml("GET", "", query)
+            yield from ((_text(each, "Key"), _text(each, "UploadId")) for each in page.iter("Upload"))
+            if _text(page, "IsTruncated") != "true":
+                return
+            query |= {"key-marker": _text(page, "NextKeyMarker"), "upload-id-marker": _text(page, "NextUploadIdMarker")}
+
+    def abort(self, key: str, upload: str) -> None:
+        """See `client.Bucket`."""
+        try:
+            self._call("DELETE", self._path(key), key, {"uploadId": upload})
+        except Missing:
+            pass
+
+    def _path(self, key: str) -> str:
+        return f"/{quote(self.name, safe='')}" + (f"/{quote(key, safe='/~')}" if key else "")
+
+    def _xml(self, method: str, key: str, query: Any, headers: Any = None, body: bytes | None = None) -> ElementTree.Element:
+        """The answer to a request to the XML API, its tags without a namespace."""
+        answer = self._call(method, self._path(key), key, query, headers, body)
+        try:
+            root = ElementTree.fromstring(answer.content)
+        except ElementTree.ParseError as error:
+            raise StoreError("the answer of the store is not XML", where=self._shown(key), fix=_AGAIN) from error
+        for each in root.iter():
+            each.tag = each.tag.rpartition("}")[2]
+        if root.tag == "Error":  # after the store has begun to answer with 200
+            raise StoreError(
+                f"the store refused {method}: {legible(_text(root, 'Code'), 80)}", where=self._shown(key), fix=_AGAIN
+            )
+        return root
+
+    # requests
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        key: str,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        body: bytes | bytearray | None = None,
+    ) -> Any:
+        return insist(lambda: self._once(method, path, key, query, headers, body))
+
+    def _once(self, method: str, path: str, key: str, query: Any, headers: Any, body: Any) -> Any:
+        where = self._shown(key)
+        try:
+            answer = self._session.request(
+                method,
+                self._endpoint + path,
+                params=query,
+                headers=headers,
+                data=body,
+                timeout=_SECONDS,
+                allow_redirects=False,
+            )
+        except self._requests.SSLError as error:
+            fix = "check GOOGLE_BASE_URL and REQUESTS_CA_BUNDLE"
+            raise StoreError("the certificate of the store is not trusted (TLS)", where=where, fix=fix) from error
+        except (self._requests.RequestException, self._unreached) as error:
+            what = f"the store does not answer ({type(error).__name__}, {ATTEMPTS} attempts)"
+            raise Passing(what, where=where, fix=f"check the network, and {_AGAIN}") from error
+        except self._refused_credentials as error:
+            raise self._no_credentials(where) from error
+        if 200 <= answer.status_code < 300:
+            return answer
+        raise _failed(method, answer, where)
+
+    def _no_credentials(self, where: str) -> StoreError:
+        fix = "log in: gcloud auth application-default login; or set GOOGLE_APPLICATION_CREDENTIALS"
+        return StoreError("there are no usable credentials for the store", where=where, fix=fix)
+
+    def _shown(self, key: str) -> str:
+        return f"gs://{self.name}/{key}"
+
+
+def _failed(method: str, answer: Any, where: str) -> StoreError:
+    """The error for an answer that is none."""
+    status, code, message = answer.status_code, *_reason(answer)
+    what = f"the store refused {method}: {legible(code, 80)} ({status})"
+    if status in (408, 429) or status >= 500 or code in _SLOW:
+        return Passing(f"the store kept answering {legible(code, 80)} ({status}) to {method}", where=where, fix=_AGAIN)
+    if code == "NoSuchBucket" or (status == 404 and "bucket does not exist" in message):
+        return StoreError(f"the store refused {method}: NoSuchBucket", where=where, fix=_FIXES[404])
+    if code == "BadDigest" or (status == 400 and "MD5" in message):
+        return Damaged(what, where=where, fix=_AGAIN)
+    kind = {404: Missing, 412: Refused, 416: Empty}.get(status, StoreError)
+    return kind(what, where=where, fix=_FIXES.get(status, _AGAIN))
+
+
+def _reason(answer: Any) -> tuple[str, str]:
+    """Code and message of a refusal, in JSON or XML."""
+    try:
+        error = answer.json()["error"]
+        return str(error["errors"][0]["reason"]), str(error["message"])
+    except (ValueError, KeyError, IndexError, TypeError):
+        pass
+    try:
+        root = ElementTree.fromstring(answer.content)
+        return _text(root, "Code") or "unknown", _text(root, "Message")
+    except ElementTree.ParseError:
+        return str(answer.reason or "unknown"), ""
+
+
+def _text(element: ElementTree.Element, name: str) -> str:
+    """The text of a child; "" if there is none."""
+    return element.findtext(name) or ""
+
+
+def _quoted(etag: str) -> str:
+    return f'"{etag.strip(chr(34))}"'
