@@ -196,7 +196,7 @@ def _ask(checkpoint: Checked, began: Callable[[subprocess.Popen[str]], None]) ->
 def _ask_script(question: str, began: Callable[[subprocess.Popen[str]], None]) -> dict[str, Any]:
     quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "critical", "TQDM_DISABLE": "1"}
     # -P: the folder of the script holds modules whose names are common.
-    command = [sys.executable, "-P", str(SCRIPT), str(TIMEOUT_SECONDS)]
+    command = [sys.executable, "-P", str(SCRIPT), str(int(TIMEOUT_SECONDS) + 10)]  # it ends itself if nobody does
     pipe = subprocess.PIPE
     try:
         with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **quiet}) as process:
