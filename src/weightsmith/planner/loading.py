@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,6 +95,10 @@ class Check:
         """Raise PlanError if the answer is there and transformers could not load the output."""
         if self._verdict.done():
             self.wait()
+
+    def done(self, seconds: float) -> bool:
+        """Whether the answer is there, or comes within so long."""
+        return bool(wait_for([self._verdict], seconds).done)
 
     def wait(self) -> tuple[Finding, ...]:
         """The warnings; at most two minutes for each of two models. Raises as `poll`."""
