@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from weightsmith.buckets.client import UPLOADS, Bucket
-from weightsmith.buckets.contents import check_vacant
+from weightsmith.buckets.contents import check_vacant, is_published
 from weightsmith.buckets.journal import CHECKSUM, FollowedParts, State, read_state
 from weightsmith.buckets.lock import Led, Lock
 from weightsmith.buckets.parts import cut
@@ -151,7 +151,8 @@ class BucketStaging:
             else:
                 unwanted = state.uploads
                 left = [name for names in state.publishing or () for name in names]
-                self._state.publishing = ((), tuple(left)) if left else None
+                if left and not is_published(self._bucket, self.out, state.plan):
+                    self._state.publishing = (), tuple(left)
         self._check_vacant()
         if unwanted:
             discard(self._bucket, self.out, unwanted)
