@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from weightsmith.adapters.recipes import prepare_merge
 from weightsmith.errors import Busy, CannotResume, OutputExists, ParameterError, PushFailed, StoreError
 from weightsmith.execution import Callbacks, execute
 from weightsmith.execution.output import check_options
-from weightsmith.hub_outputs.files import FILLED, UPLOADS
+from weightsmith.hub_outputs.files import FILLED, UPLOADS, PassingFiles
 from weightsmith.options import RecipeOptions, RunOptions
+from weightsmith.store.staging import Staging
 
 __all__ = ["cli"]
 
@@ -336,6 +338,7 @@ def test_the_token_is_in_no_file_and_goes_to_no_other_host(here: Path, hub: Fake
         ("hf://org/out@" + "0" * 40, "a commit cannot be written to"),
         ("hf://org/out@a..b", "not a name that a branch can have"),
         ("hf://user:hf_s3cret@org/out", "not a name that a model can have"),
+        ("hf://org/out@v2?token=hf_s3cret", "not a name that a branch can have"),
     ],
 )
 def test_addresses_that_cannot_be_are_rejected(here: Path, hub: FakeHub, out: str, words: str) -> None:
@@ -645,3 +648,52 @@ def test_many_faults_make_nothing_wrong(here: Path, hub: FakeHub) -> None:
         hub.objects.clear()
     print(faults, "faults,", refused, "runs that gave up")
     assert faults > 300
+
+
+def test_a_file_whose_last_tensors_end_at_the_same_moment_is_uploaded_once(
+    here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer, together = PassingFiles._offer, threading.Barrier(2)
+
+    def late(self: PassingFiles, number: int) -> None:
+        with suppress(threading.BrokenBarrierError):
+            together.wait(0.01)
+        offer(self, number)
+
+    monkeypatch.setattr(PassingFiles, "_offer", late)
+    for _ in range(5):
+        run("linear", threads=2)
+        assert len(uploads(hub)) == len(set(uploads(hub)))
+        hub.written.clear()
+        hub.objects.clear()
+        hub.seen.clear()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_killed_after_its_commit_a_run_with_fewer_files_leaves_none_of_them(
+    here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    def killed(self: Staging) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "discard", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run("linear", report=True)
+    assert len(hub.written["org/out"].commits) == 2
+    run("linear", report=False, overwrite=overwrite)
+    assert hub.pushed == {"org/out": local(here, "linear", report=False)}
+
+
+def test_a_folder_that_cannot_be_removed_after_the_commit_is_named(
+    here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(self: Staging) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Staging, "discard", denied)
+    with pytest.raises(StoreError, match="committed and complete, but cleaning up failed: Permission denied") as caught:
+        run("linear")
+    assert str(staging(here)[0]) in str(caught.value)
+    assert "run again" not in str(caught.value)
+    assert len(hub.written["org/out"].commits) == 2

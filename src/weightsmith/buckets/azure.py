@@ -55,7 +55,7 @@ _FIXES = {
     "InvalidBlobOrBlock": "another program has begun to upload this blob: delete it, or wait a week until its blocks expire",
 }
 _ID_BYTES, _NUMBER_BYTES, _MD5_BYTES = 8, 4, 16
-_UPLOAD = re.compile(rf"[0-9a-f]{{{2 * _ID_BYTES}}}\.[0-9a-f]*")
+_UPLOAD = re.compile(rf"[0-9a-f]{{{2 * _ID_BYTES}}}\..*")
 _COPY_HOURS = 2
 """For which the store may read what it copies, if the account is given by its key."""
 
