@@ -756,3 +756,23 @@ def test_a_journal_that_names_what_is_not_in_the_output_is_not_followed(memory: 
     assert found is not None
     assert name not in found.state.uploads
     assert found.state.publishing is None
+
+
+def test_an_output_whose_journal_cannot_be_deleted_is_complete_and_the_error_says_so(
+    memory: MemoryBucket, tmp_path: Path
+) -> None:
+    def refuse(call: str) -> None:
+        if call == "delete" and f"{OUT.prefix}/weightsmith.json" in memory.objects:
+            raise StoreError("the store refused delete: AccessDenied", where="s3://bkt")
+
+    memory.before = refuse
+    with pytest.raises(StoreError, match="published and complete, but cleaning up failed: .*AccessDenied") as caught:
+        build_out()
+    memory.before = lambda call: None
+    assert "weightsmith clean s3://bkt/models/out" in str(caught.value)
+    assert "resume" not in str(caught.value)
+    assert memory.contents("models/out") == tree(build(tmp_path / "out"))
+    memory.delete(f"{OUT.staging}/lock")
+    (left,) = find_uploads(OUT)
+    remove_upload(left)
+    assert [key for key in memory.objects if "staging" in key] == []

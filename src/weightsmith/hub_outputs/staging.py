@@ -141,6 +141,7 @@ class HubStaging:
         if isinstance(parent, str) and parent != head:
             if isinstance(publishing, dict) and self._is_ours(head, _contents(publishing)):
                 self._parent, self._is_committed = head, True  # the run was interrupted after its commit
+                self._replaced = tuple(publishing)
                 return
             self._local.note(_PARENT, head)
             raise moved(self.out, parent, head)
@@ -296,7 +297,12 @@ class HubStaging:
             self._local.note(_PUBLISHING, {name: list(content) for name, content in wanted.items()})
             if not (self._is_committed and self._is_ours(self._parent, wanted)):
                 self._commit(folder, others, wanted)
-        self._local.discard()
+        try:
+            self._local.discard()
+        except (OSError, StoreError) as error:
+            reason = error.finding.what if isinstance(error, StoreError) else error.strerror
+            what = f"the model is committed and complete, but cleaning up failed: {reason}"
+            raise StoreError(what, where=str(self.out), fix=f"remove {self.folder} yourself") from error
         self.close()
         return self.out
 
