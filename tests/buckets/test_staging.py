@@ -766,7 +766,7 @@ def test_an_output_whose_journal_cannot_be_deleted_is_complete_and_the_error_say
             raise StoreError("the store refused delete: AccessDenied", where="s3://bkt")
 
     memory.before = refuse
-    with pytest.raises(StoreError, match="published and complete, but cleaning up failed: .*AccessDenied") as caught:
+    with pytest.raises(StoreError, match="published and complete, but cleaning up failed: the store refused") as caught:
         build_out()
     memory.before = lambda call: None
     assert "weightsmith clean s3://bkt/models/out" in str(caught.value)

@@ -411,6 +411,26 @@ def test_a_commit_of_someone_else_between_two_runs_is_reported(here: Path, hub: 
     assert hub.pushed == {"org/out": local(here, "linear")}
 
 
+def test_a_commit_whose_answer_was_lost_is_found_under_one_of_someone_else(here: Path, hub: FakeHub) -> None:
+    theirs = ""
+
+    def fault(seen: Seen) -> Fault:
+        nonlocal theirs
+        model = hub.written.get("org/out")
+        if "/commit/" in seen.path:
+            return LOST
+        if not theirs and model is not None and len(model.commits) == 2:
+            theirs = hub.put("org/out", dict(model.files()) | {"README.md": b"mine", ".gitattributes": ATTRIBUTES})
+        return None
+
+    hub.fault = fault
+    run("linear")
+    model = hub.written["org/out"]
+    assert (model.branches["main"], len(model.commits)) == (theirs, 3)
+    assert model.files() == local(here, "linear") | {"README.md": b"mine"}
+    assert staging(here) == []
+
+
 def test_one_process_at_a_time(here: Path, hub: FakeHub) -> None:
     inside: list[BaseException] = []
 

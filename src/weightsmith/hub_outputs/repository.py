@@ -12,6 +12,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -29,6 +30,8 @@ ATTEMPTS = 4
 FIRST_WAIT_SECONDS = 1.0
 """Before the second attempt; twice as long before each further one."""
 
+_MOST_COMMITS = 10
+"""Of other people, on top of one whose answer was lost, among which it is looked for."""
 _AGAIN = "run again"
 _FIXES = {
     401: ("the hub does not accept the token", "run `hf auth login`, or set HF_TOKEN, to a valid token that may write"),
@@ -223,14 +226,21 @@ class HubRepository:
             except Exception as error:
                 head = self.head()
                 if head != parent:
-                    if head is not None and is_ours(head):
-                        return head
+                    since = [] if head is None else self._since(parent)
+                    if ours := next(filter(is_ours, since), None):
+                        return ours
                     raise moved(self.address, parent, head) from error
                 if attempt == ATTEMPTS or not _is_transient(error):
                     raise _failed(error, str(self.address), "the commit") from error
             time.sleep(wait)
             wait *= 2
         raise AssertionError
+
+    def _since(self, parent: str) -> list[str]:
+        """The last commits of the branch after `parent`, the newest first: few."""
+        repo, branch = self.address.repo, self.address.branch
+        found = self._call("listing the commits", lambda: self.api.list_repo_commits(repo, revision=branch))
+        return [*islice(takewhile(lambda oid: oid != parent, (each.commit_id for each in found)), _MOST_COMMITS)]
 
     # requests
 
