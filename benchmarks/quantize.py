@@ -24,7 +24,7 @@ import numpy as np
 
 import weightsmith
 
-ROWS, TOKENS = 32, 512
+ROWS, TOKENS = 16, 512
 """Of the calibrated formats."""
 
 FORMATS = {

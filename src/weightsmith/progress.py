@@ -278,6 +278,9 @@ def show_progress(shown: Meter, progress: Progress, doing: str) -> None:
         kept = "first run only" if cache_folder() else "in every run: there is no folder to keep them in, set NUMBA_CACHE_DIR"
         shown.say(f"compiling kernels ({kept})")
         return
+    if progress.checking:
+        shown.say("checking that transformers can load the output")
+        return
     if progress.waiting and computation is not None:
         if computation.total_bytes:  # else it has not begun: torch and transformers are being imported
             done, total = computation.done_bytes, computation.total_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
 import signal
@@ -149,13 +150,25 @@ def test_a_branch_begins_empty_and_the_card_names_it(here: Path, hub: FakeHub) -
 
 
 def test_the_upload_of_the_last_files_is_shown(here: Path, hub: FakeHub) -> None:
-    hub.fault = lambda seen: time.sleep(0.3) if seen.method == "PUT" else None  # type: ignore[func-returns-value]
     seen: list[tuple[int, int]] = []
-    callbacks = Callbacks(uploading=lambda done, total: seen.append((done, total)))
+    shown, sent = threading.Event(), itertools.count(1)
+
+    def uploading(done: int, total: int) -> None:
+        seen.append((done, total))
+        shown.set()
+
     with prepare_merge(RECIPES["linear"][1], RecipeOptions(max_shard_bytes=SHARD)) as prepared:
-        merged = execute(prepared, OUT, RunOptions(), callbacks)
+        shards = prepared.plan.layout.shards
+
+        def hold(request: Seen) -> Fault:  # the last file, until its upload is shown
+            if request.method == "PUT" and next(sent) == len(shards):
+                shown.wait(10)
+            return None
+
+        hub.fault = hold
+        execute(prepared, OUT, RunOptions(), Callbacks(uploading=uploading))
     assert seen == sorted(seen)
-    assert {total for _, total in seen} == {sum(shard.nbytes for shard in merged.plan.layout.shards)}
+    assert {total for _, total in seen} == {sum(shard.nbytes for shard in shards)}
     assert all(done < total for done, total in seen)
 
 

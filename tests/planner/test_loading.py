@@ -227,6 +227,22 @@ def test_an_interrupted_merge_ends_the_process(tmp_path: Path, monkeypatch: pyte
     assert ended(tmp_path)
 
 
+def test_a_merge_that_waits_for_the_check_says_so_and_can_be_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path, monkeypatch, HANGS)
+
+    def interrupt(reached: Progress) -> None:
+        if reached.checking:
+            assert reached.tensors == reached.total_tensors
+            wait_for(tmp_path / "began")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        weightsmith.merge(stack_of(tmp_path), tmp_path / "out", progress=interrupt)
+    assert ended(tmp_path)
+
+
 def test_what_is_not_known_is_a_warning_of_the_merge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script(tmp_path, monkeypatch, """print('{"unknown": "such model"}')""")
     merged = weightsmith.merge(stack_of(tmp_path), tmp_path / "out", progress=False)

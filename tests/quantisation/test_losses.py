@@ -113,20 +113,25 @@ def test_a_block_that_predictions_do_not_depend_on_gets_the_fewest_bits(tmp_path
     tensors["model.layers.1.self_attn.o_proj.weight"][32:] = 0
     tensors["model.embed_tokens.weight"] *= 20
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    out = quantise(folder, tmp_path / "out", settings(tmp_path, uniform=False, bits=4.5)).out
-    data = json.loads((out / "measurement.json").read_text())["measurement"]
+    merged = quantise(folder, tmp_path / "out", settings(tmp_path, uniform=False, bits=4.5))
+    data = json.loads((merged.out / "measurement.json").read_text())["measurement"]
     loss = {key: (1 - options[4]["accuracy"]) ** 2 for key, options in data.items() if options}
     assert min(loss, key=lambda key: loss[key]) == "model.layers.1.mlp"
     assert loss["model.layers.1.mlp"] < 0.01 * loss["model.layers.1.self_attn"]
-    with prepared_for(
-        folder, settings(tmp_path, uniform=False, bits=4.5, measurement=str(out / "measurement.json"))
-    ) as prepared:
-        bits = {step.out.name: step.encoding for step in prepared.plan.steps if "exl2" in step.encoding}
-        found = [p.settings["weights"] for p in prepared.plan.products if p.op == "quantised_layer"]
-    assert not bits
-    chosen = {name: encoding for each in found for name, encoding in each.items()}
+    layers = [product.settings["weights"] for product in merged.plan.products if product.op == "quantised_layer"]
+    chosen = {name: encoding for weights in layers for name, encoding in weights.items()}
     assert chosen["model.layers.1.mlp.up_proj.weight"] == f"exl2 {MLP[0].params['up']}"
     assert chosen["model.layers.1.self_attn.q_proj.weight"] in {f"exl2 {option.params['q']}" for option in ATTENTION[6:]}
+
+
+def test_it_is_the_same_for_any_threads_and_for_experts(tmp_path: Path) -> None:
+    folder, given = save_model(tmp_path / "m", "mixtral"), settings(tmp_path, uniform=False)
+    one, two = (quantise(folder, tmp_path / f"{threads}", given, threads=threads).out for threads in (1, 3))
+    assert (one / "measurement.json").read_bytes() == (two / "measurement.json").read_bytes()
+    data = json.loads((one / "measurement.json").read_text())["measurement"]
+    for key in ("model.layers.0.self_attn", "model.layers.1.block_sparse_moe"):
+        errors = [1 - option["accuracy"] for option in data[key]]
+        assert errors[0] > 10 * errors[-1], key
 
 
 def test_rows_of_a_measurement_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,7 @@ class Progress:
     waiting      all remaining tensors need a product that is still being computed
     computation  that product
     compiling    kernels are being compiled, because no earlier run needed them
+    checking     all is written, and transformers has not said yet whether it can load it
     """
 
     written_bytes: int
@@ -102,6 +103,7 @@ class Progress:
     waiting: bool = False
     computation: Computation | None = None
     compiling: bool = False
+    checking: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,17 +79,6 @@ class Callbacks:
     waiting: Callable[[], None] | None = None
     uploading: Callable[[int, int], None] | None = None
 
-    def after(self, look: Callable[[], None]) -> Callbacks:
-        """The same, with `look` called before `progress`; what it raises ends the run."""
-        progress = self.progress
-
-        def both(reached: Progress) -> None:
-            look()
-            if progress is not None:
-                progress(reached)
-
-        return replace(self, progress=both)
-
 
 NO_CALLBACKS = Callbacks()
 
@@ -128,6 +117,27 @@ class Helpers(Protocol):
         """Have all parts done, in the staging folder that is open here. What remains undone, the caller does."""
 
 
+class _Watched:
+    """The progress of a run with a check beside it, which each call looks at first: if it has failed, the run ends."""
+
+    def __init__(self, check: Check, progress: Callable[[Progress], None] | None) -> None:
+        self._check, self._progress = check, progress
+        self._last: Progress | None = None
+
+    def __call__(self, reached: Progress) -> None:
+        self._check.poll()
+        self._last = reached
+        if self._progress is not None:
+            self._progress(reached)
+
+    def wait(self) -> tuple[Finding, ...]:
+        """The warnings of the check. The last progress is repeated meanwhile."""
+        while not self._check.done(0.1):
+            if self._last is not None:
+                self(replace(self._last, checking=True))
+        return self._check.wait()
+
+
 def run_plan(
     following: Following,
     out: str | os.PathLike[str],
@@ -151,8 +161,10 @@ def run_plan(
     check_options(out, options)
     hub = check_push(options.push) if options.push is not None else None
     check = Check(None) if check is None else check
+    watched = _Watched(check, callbacks.progress)
+    seen = replace(callbacks, progress=watched)
     # With helpers, the process that does a part checks what an earlier run has finished of it.
-    with staged(prepared, out, options, callbacks.after(check.poll), steps=None if helpers is None else ()) as (staging, run):
+    with staged(prepared, out, options, seen, steps=None if helpers is None else ()) as (staging, run):
         earlier = staging.holds_work
         helped = Helped()
         try:
@@ -164,7 +176,7 @@ def run_plan(
             results = kept_products(plan, staging, following.arrays)
             done = finished_steps(plan, staging, results, options.allow_nonfinite)
             outcome = run(skip=done, results=results)
-            unknown = check.wait()
+            unknown = watched.wait()
         except WeightsmithError as error:
             made = not isinstance(error, PlanError) and bool(staging.products)
             if (error.product or error is check.error) and not earlier and not made:  # what fails first leaves nothing behind

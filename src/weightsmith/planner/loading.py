@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,6 +95,10 @@ class Check:
         """Raise PlanError if the answer is there and transformers could not load the output."""
         if self._verdict.done():
             self.wait()
+
+    def done(self, seconds: float) -> bool:
+        """Whether the answer is there, or comes within so long."""
+        return bool(wait_for([self._verdict], seconds).done)
 
     def wait(self) -> tuple[Finding, ...]:
         """The warnings; at most two minutes for each of two models. Raises as `poll`."""
@@ -196,7 +201,7 @@ def _ask(checkpoint: Checked, began: Callable[[subprocess.Popen[str]], None]) ->
 def _ask_script(question: str, began: Callable[[subprocess.Popen[str]], None]) -> dict[str, Any]:
     quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "critical", "TQDM_DISABLE": "1"}
     # -P: the folder of the script holds modules whose names are common.
-    command = [sys.executable, "-P", str(SCRIPT), str(TIMEOUT_SECONDS)]
+    command = [sys.executable, "-P", str(SCRIPT), str(int(TIMEOUT_SECONDS) + 10)]  # it ends itself if nobody does
     pipe = subprocess.PIPE
     try:
         with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **quiet}) as process:

@@ -23,7 +23,8 @@ MAX_DATA_BYTES = 16 << 30
 
 def main() -> None:
     """Read `[config, tensors]`, write the answer of `compare`. Argument: seconds after which the process ends itself."""
-    signal.alarm(int(sys.argv[1]))  # if the process that waits for the answer is killed
+    if hasattr(signal, "alarm"):  # not on Windows
+        signal.alarm(int(sys.argv[1]))  # if the process that waits for the answer is killed
     gc.disable()  # of the seconds that imports take, a fifth; they leave nothing to collect
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
