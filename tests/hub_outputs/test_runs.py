@@ -444,6 +444,29 @@ def test_a_commit_whose_answer_was_lost_is_found_under_one_of_someone_else(here:
     assert staging(here) == []
 
 
+def test_killed_after_its_commit_and_then_changed_by_someone_else_it_is_not_said_that_nothing_was_committed(
+    here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(self: Staging) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "discard", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run("linear")
+    model = hub.written["org/out"]
+    ours = model.branches["main"]
+    theirs = hub.put("org/out", dict(model.files()) | {"README.md": b"mine", ".gitattributes": ATTRIBUTES})
+    with pytest.raises(
+        PushFailed, match="an interrupted run has committed this model, and the branch was changed after that"
+    ) as caught:
+        run("linear")
+    assert ours in str(caught.value)
+    assert theirs in str(caught.value)
+    assert "nothing was committed" not in str(caught.value).lower()
+    assert (model.branches["main"], len(model.commits)) == (theirs, 3)
+
+
 def test_one_process_at_a_time(here: Path, hub: FakeHub) -> None:
     inside: list[BaseException] = []
 

@@ -226,8 +226,7 @@ class HubRepository:
             except Exception as error:
                 head = self.head()
                 if head != parent:
-                    since = [] if head is None else self._since(parent)
-                    if ours := next(filter(is_ours, since), None):
+                    if head is not None and (ours := self.since(parent, is_ours)):
                         return ours
                     raise moved(self.address, parent, head) from error
                 if attempt == ATTEMPTS or not _is_transient(error):
@@ -236,11 +235,12 @@ class HubRepository:
             wait *= 2
         raise AssertionError
 
-    def _since(self, parent: str) -> list[str]:
-        """The last commits of the branch after `parent`, the newest first: few."""
+    def since(self, parent: str, is_ours: Callable[[str], bool]) -> str:
+        """The commit of ours among the last ones of the branch after `parent`; "" if there is none."""
         repo, branch = self.address.repo, self.address.branch
         found = self._call("listing the commits", lambda: self.api.list_repo_commits(repo, revision=branch))
-        return [*islice(takewhile(lambda oid: oid != parent, (each.commit_id for each in found)), _MOST_COMMITS)]
+        later = takewhile(lambda oid: oid != parent, (each.commit_id for each in found))
+        return next(filter(is_ours, islice(later, _MOST_COMMITS)), "")
 
     # requests
 
@@ -264,8 +264,16 @@ class BranchMoved(PushFailed):
     """Someone else has committed to the branch."""
 
 
-def moved(address: HubAddress, parent: str, head: str | None) -> BranchMoved:
-    """The error for a branch that stands for `head`, where a run began with `parent`."""
+def moved(address: HubAddress, parent: str, head: str | None, *, committed: bool = False) -> BranchMoved:
+    """The error for a branch that stands for `head`, where a run began with `parent`. committed: or made that commit itself."""
+    if committed:
+        return BranchMoved(
+            "an interrupted run has committed this model, and the branch was changed after that",
+            where=str(address),
+            details=(f"its commit  {parent}", f"now         {head or 'deleted'}"),
+            fix="look at what was committed there; to commit this model again, run with --overwrite (overwrite=True)",
+            state="This run has committed nothing.",
+        )
     return BranchMoved(
         "the branch was changed after this run began, and nothing was committed",
         where=str(address),
