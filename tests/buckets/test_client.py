@@ -288,3 +288,76 @@ def test_lists_of_azure_go_on_where_a_page_ends(new_server: Callable[[str], Serv
     monkeypatch.setattr(bucket._container, "list_blobs", lambda **more: whole(results_per_page=2, **more))
     assert [*bucket.names("x/")] == [(name, 1) for name in ("x/1", "x/2", "x/3/a", "x/4", "x/5/a")]
     assert [*bucket.folders("x/")] == ["x/3/", "x/5/"]
+
+
+def google(text: str, monkeypatch: pytest.MonkeyPatch) -> gcs.GoogleBucket:
+    """A bucket that answers everything with this."""
+    pytest.importorskip("google.auth.transport.requests")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    bucket = gcs.GoogleBucket("bkt")
+    monkeypatch.setattr(type(bucket._session), "request", lambda *given, **more: Answer(200, text))
+    return bucket
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '"x"', '{"size": "five", "items": [{}]}', '{"items": 5}', "<html/>"])
+def test_answers_of_google_that_make_no_sense_are_one_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = google(text, monkeypatch)
+    for call in (
+        lambda: bucket.read("k", 9),
+        lambda: bucket.head("k"),
+        lambda: bucket.put("k", b""),
+        lambda: [*bucket.names("")],
+    ):
+        with pytest.raises(StoreError, match="the answer of the store is not as expected"):
+            call()
+
+
+def test_a_page_of_google_for_humans_is_no_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = google("<html><Part/></html>", monkeypatch)
+    for call in (lambda: bucket.begin("k", "token"), lambda: bucket.parts("k", "id")):
+        with pytest.raises(StoreError, match="the answer of the store is not as expected"):
+            call()
+
+
+@pytest.mark.parametrize("upload", ["zzz", "", "00.aa", "0011223344556677", "../x"])
+def test_an_upload_of_azure_that_no_run_has_begun_is_none(upload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A journal that someone else has written names it."""
+    pytest.importorskip("azure.storage.blob")
+    for name, value in environment_at("az", 1).items():
+        monkeypatch.setenv(name, value)
+    bucket = azure.AzureBucket("bkt")
+    monkeypatch.setattr(bucket, "_blocks", lambda key: ([], []))
+    assert bucket.parts("k", upload) is None
+    bucket.abort("k", upload)
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_a_blob_that_appears_while_an_upload_to_azure_is_aborted_stays(theirs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("azure.storage.blob")
+    from azure.core.exceptions import HttpResponseError
+
+    for name, value in environment_at("az", 1).items():
+        monkeypatch.setenv(name, value)
+    bucket, deleted = azure.AzureBucket("bkt"), list[str]()
+
+    class Blob:
+        size, etag = 9 if theirs else 0, "now"
+
+        def commit_block_list(self, blocks: object, **condition: object) -> None:
+            if theirs:
+                error = HttpResponseError("it exists")
+                error.status_code, error.error_code = 409, "BlobAlreadyExists"  # type: ignore[attr-defined]
+                raise error
+
+        def get_blob_properties(self) -> Blob:
+            return self
+
+        def delete_blob(self, *, etag: str = "*", match_condition: object = None) -> None:
+            deleted.append(etag)
+
+    monkeypatch.setattr(bucket, "_blob", lambda key: Blob())
+    monkeypatch.setattr(bucket, "parts", lambda key, upload: {1: ("etag", 4)})
+    monkeypatch.setattr(bucket, "_blocks", lambda key: ([], [(azure._Block(bytes(8), 1, bytes(16)), 4)]))
+    monkeypatch.setattr(bucket, "head", lambda key: None)
+    bucket.abort("k", f"{'00' * 8}.aa")
+    assert deleted == ([] if theirs else ["now"])

@@ -15,6 +15,7 @@ from tests.bucket_help import MemoryBucket, tag
 from tests.store_help import BY_NAME, NAMES, build, data, layout, put, tree
 from weightsmith.buckets import lock, parts, uploads
 from weightsmith.buckets.client import md5_of
+from weightsmith.buckets.journal import read_state
 from weightsmith.buckets.prefix import Prefix
 from weightsmith.buckets.staging import BucketStaging
 from weightsmith.buckets.unfinished import check_free, find_uploads, remove_upload
@@ -722,3 +723,56 @@ def test_padding_between_tensors_is_zeros(memory: MemoryBucket, monkeypatch: pyt
         wanted[place.offset : place.offset + place.nbytes] = b"\xff" * place.nbytes
     assert memory.contents("models/out")[shard.name] == bytes(wanted)
     assert json.loads(memory.contents("models/out")["weightsmith.json"])["plan"] == "2"
+
+
+def test_an_output_that_is_complete_but_for_its_journal_is_replaced_only_with_overwrite(memory: MemoryBucket) -> None:
+    """Its run was killed after the manifest was written."""
+
+    def kill(call: str) -> None:
+        if call == "delete" and f"{OUT.prefix}/weightsmith.json" in memory.objects:
+            raise Killed
+
+    memory.before = kill
+    with pytest.raises(Killed):
+        build_out("old", seed=5)
+    memory.before = lambda call: None
+    memory.delete(f"{OUT.staging}/lock")
+    before = memory.contents("models/out")
+    assert verify(str(OUT)).tensors == len(NAMES)
+    with pytest.raises(OutputExists, match="the output already exists"):
+        open_out(resume=False)
+    assert memory.contents("models/out") == before
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc", "a/../../b", "a\0b"])
+def test_a_journal_that_names_what_is_not_in_the_output_is_not_followed(memory: MemoryBucket, name: str) -> None:
+    """Some clients resolve `..` in the path of a request: it would be another object that is deleted."""
+    with open_out() as staging:
+        put(staging)  # type: ignore[arg-type]
+        staging._opened().drain()
+        staging._state.publishing = (), (name,)
+        staging._state.uploads[name] = "u"
+    found = read_state(memory, f"{OUT.staging}/journal")
+    assert found is not None
+    assert name not in found.state.uploads
+    assert found.state.publishing is None
+
+
+def test_an_output_whose_journal_cannot_be_deleted_is_complete_and_the_error_says_so(
+    memory: MemoryBucket, tmp_path: Path
+) -> None:
+    def refuse(call: str) -> None:
+        if call == "delete" and f"{OUT.prefix}/weightsmith.json" in memory.objects:
+            raise StoreError("the store refused delete: AccessDenied", where="s3://bkt")
+
+    memory.before = refuse
+    with pytest.raises(StoreError, match="published and complete, but cleaning up failed: the store refused") as caught:
+        build_out()
+    memory.before = lambda call: None
+    assert "weightsmith clean s3://bkt/models/out" in str(caught.value)
+    assert "resume" not in str(caught.value)
+    assert memory.contents("models/out") == tree(build(tmp_path / "out"))
+    memory.delete(f"{OUT.staging}/lock")
+    (left,) = find_uploads(OUT)
+    remove_upload(left)
+    assert [key for key in memory.objects if "staging" in key] == []

@@ -147,11 +147,14 @@ def test_a_store_that_wants_equal_parts_has_one_worker_for_each_file(here: Path,
     assert memory.contents("models/out") == alone(LINEAR, max_shard_bytes=4_000_000)
 
 
-def test_a_worker_that_cuts_the_files_otherwise_is_an_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cut", ["other groups", "more parts"])
+def test_a_worker_that_cuts_the_files_otherwise_is_an_error(here: Path, monkeypatch: pytest.MonkeyPatch, cut: str) -> None:
     plain = BucketStaging.hand_over
 
     def hand_over(self: BucketStaging) -> Built:
         built = plain(self)
+        if cut == "more parts":
+            return built._replace(groups={key: (*etags, etags[0]) for key, etags in built.groups.items()})
         return built._replace(groups={(*key[:3], key[3] + 1): etags for key, etags in built.groups.items()})
 
     monkeypatch.setattr(BucketStaging, "hand_over", hand_over)

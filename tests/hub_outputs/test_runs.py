@@ -26,8 +26,9 @@ from weightsmith.adapters.recipes import prepare_merge
 from weightsmith.errors import Busy, CannotResume, OutputExists, ParameterError, PushFailed, StoreError
 from weightsmith.execution import Callbacks, execute
 from weightsmith.execution.output import check_options
-from weightsmith.hub_outputs.files import FILLED, UPLOADS
+from weightsmith.hub_outputs.files import FILLED, UPLOADS, PassingFiles
 from weightsmith.options import RecipeOptions, RunOptions
+from weightsmith.store.staging import Staging
 
 __all__ = ["cli"]
 
@@ -349,6 +350,7 @@ def test_the_token_is_in_no_file_and_goes_to_no_other_host(here: Path, hub: Fake
         ("hf://org/out@" + "0" * 40, "a commit cannot be written to"),
         ("hf://org/out@a..b", "not a name that a branch can have"),
         ("hf://user:hf_s3cret@org/out", "not a name that a model can have"),
+        ("hf://org/out@v2?token=hf_s3cret", "not a name that a branch can have"),
     ],
 )
 def test_addresses_that_cannot_be_are_rejected(here: Path, hub: FakeHub, out: str, words: str) -> None:
@@ -420,6 +422,49 @@ def test_a_commit_of_someone_else_between_two_runs_is_reported(here: Path, hub: 
     assert hub.written["org/out"].branches["main"] == theirs
     run("linear", overwrite=True)
     assert hub.pushed == {"org/out": local(here, "linear")}
+
+
+def test_a_commit_whose_answer_was_lost_is_found_under_one_of_someone_else(here: Path, hub: FakeHub) -> None:
+    theirs = ""
+
+    def fault(seen: Seen) -> Fault:
+        nonlocal theirs
+        model = hub.written.get("org/out")
+        if "/commit/" in seen.path:
+            return LOST
+        if not theirs and model is not None and len(model.commits) == 2:
+            theirs = hub.put("org/out", dict(model.files()) | {"README.md": b"mine", ".gitattributes": ATTRIBUTES})
+        return None
+
+    hub.fault = fault
+    run("linear")
+    model = hub.written["org/out"]
+    assert (model.branches["main"], len(model.commits)) == (theirs, 3)
+    assert model.files() == local(here, "linear") | {"README.md": b"mine"}
+    assert staging(here) == []
+
+
+def test_killed_after_its_commit_and_then_changed_by_someone_else_it_is_not_said_that_nothing_was_committed(
+    here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(self: Staging) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "discard", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run("linear")
+    model = hub.written["org/out"]
+    ours = model.branches["main"]
+    theirs = hub.put("org/out", dict(model.files()) | {"README.md": b"mine", ".gitattributes": ATTRIBUTES})
+    with pytest.raises(
+        PushFailed, match="an interrupted run has committed this model, and the branch was changed after that"
+    ) as caught:
+        run("linear")
+    assert ours in str(caught.value)
+    assert theirs in str(caught.value)
+    assert "nothing was committed" not in str(caught.value).lower()
+    assert (model.branches["main"], len(model.commits)) == (theirs, 3)
 
 
 def test_one_process_at_a_time(here: Path, hub: FakeHub) -> None:
@@ -658,3 +703,48 @@ def test_many_faults_make_nothing_wrong(here: Path, hub: FakeHub) -> None:
         hub.objects.clear()
     print(faults, "faults,", refused, "runs that gave up")
     assert faults > 300
+
+
+def test_a_file_whose_last_tensors_end_at_the_same_moment_is_uploaded_once(
+    here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer = PassingFiles._offer
+
+    def late(self: PassingFiles, number: int) -> None:
+        time.sleep(0.05)
+        offer(self, number)
+
+    monkeypatch.setattr(PassingFiles, "_offer", late)
+    run("linear", threads=4)
+    assert hub.pushed == {"org/out": local(here, "linear")}
+    assert len(uploads(hub)) == len(set(uploads(hub)))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_killed_after_its_commit_a_run_with_fewer_files_leaves_none_of_them(
+    here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    def killed(self: Staging) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "discard", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run("linear", report=True)
+    assert len(hub.written["org/out"].commits) == 2
+    run("linear", report=False, overwrite=overwrite)
+    assert hub.pushed == {"org/out": local(here, "linear", report=False)}
+
+
+def test_a_folder_that_cannot_be_removed_after_the_commit_is_named(
+    here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(self: Staging) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Staging, "discard", denied)
+    with pytest.raises(StoreError, match="committed and complete, but cleaning up failed: Permission denied") as caught:
+        run("linear")
+    assert str(staging(here)[0]) in str(caught.value)
+    assert "run again" not in str(caught.value)
+    assert len(hub.written["org/out"].commits) == 2

@@ -8,11 +8,13 @@ begun is not known to the store before its first block: its id says which work h
 from __future__ import annotations
 
 import base64
+import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any, NamedTuple
 
 from weightsmith.buckets.client import (
@@ -53,6 +55,7 @@ _FIXES = {
     "InvalidBlobOrBlock": "another program has begun to upload this blob: delete it, or wait a week until its blocks expire",
 }
 _ID_BYTES, _NUMBER_BYTES, _MD5_BYTES = 8, 4, 16
+_UPLOAD = re.compile(rf"[0-9a-f]{{{2 * _ID_BYTES}}}\..*")
 _COPY_HOURS = 2
 """For which the store may read what it copies, if the account is given by its key."""
 
@@ -248,6 +251,8 @@ class AzureBucket:
 
     def parts(self, key: str, upload: str) -> dict[int, tuple[str, int]] | None:
         """See `client.Bucket`. There is no such upload once it is complete."""
+        if not _UPLOAD.fullmatch(upload):  # of a journal that is not ours
+            return None
         committed, waiting = self._blocks(key)
         own = _id_of(upload)
         if any(block.id == own for block, _ in committed):
@@ -274,14 +279,16 @@ class AzureBucket:
 
     def abort(self, key: str, upload: str) -> None:
         """See `client.Bucket`. Blocks that would replace a blob stay, until it is replaced or deleted, or for a week."""
-        own = _id_of(upload)
-        committed, waiting = self._blocks(key)
-        if committed or not any(block.id == own for block, _ in waiting) or self.head(key) is not None:
+        if self.parts(key, upload) in (None, {}) or self.head(key) is not None:
             return
-        commit = self._blob(key).commit_block_list  # of no blocks: an empty blob, for a moment
-        with suppress(Refused):
-            self._call("Put Block List", key, lambda: commit([], match_condition=self._absent))
-        self.delete(key)
+        blob = self._blob(key)
+        with suppress(Refused):  # of no blocks: an empty blob, for a moment
+            self._call("Put Block List", key, lambda: blob.commit_block_list([], match_condition=self._absent))
+        with suppress(Refused, Missing):  # another program may have written it meanwhile
+            found = self._call("Get Blob Properties", key, blob.get_blob_properties)
+            if not found.size:
+                delete = partial(blob.delete_blob, etag=found.etag, match_condition=self._same)
+                self._call("Delete Blob", key, delete)
 
     def _blocks(self, key: str) -> tuple[list[tuple[_Block, int]], list[tuple[_Block, int]]]:
         """The blocks of a blob that are ours, and their sizes: those that it consists of, and others."""

@@ -8,7 +8,7 @@ from itertools import islice
 
 from weightsmith.buckets.client import Bucket
 from weightsmith.buckets.prefix import Prefix
-from weightsmith.errors import NOTHING_WRITTEN, NotFound, OutputExists, StoreError, WeightsmithError
+from weightsmith.errors import NOTHING_WRITTEN, CheckpointError, Corrupt, NotFound, OutputExists, StoreError, WeightsmithError
 from weightsmith.remote.addresses import Address, parse_address
 from weightsmith.store.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from weightsmith.store.target import is_address
@@ -37,6 +37,14 @@ def manifest_of(bucket: Bucket, address: Prefix) -> Manifest:
             "there is no manifest, so nothing to compare with", where=where, fix="name a prefix that weightsmith wrote"
         )
     return decode_manifest(found.data, where)
+
+
+def is_published(bucket: Bucket, address: Prefix, plan: str) -> bool:
+    """The output is that of this plan, whole: its manifest, which is written last, is there. Raises StoreError."""
+    try:
+        return manifest_of(bucket, address).plan == plan
+    except (CheckpointError, Corrupt):
+        return False
 
 
 def check_vacant(

@@ -9,10 +9,10 @@ from __future__ import annotations
 import base64
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 from xml.etree import ElementTree
 
@@ -47,6 +47,7 @@ _FIXES = {
 }
 _SLOW = frozenset({"rateLimitExceeded", "userRateLimitExceeded", "SlowDown"})
 _META = "x-goog-meta-"
+_Found = TypeVar("_Found")
 
 
 class GoogleBucket:
@@ -85,18 +86,20 @@ class GoogleBucket:
         for _ in range(ATTEMPTS):
             try:
                 about = self._call("GET", self._object(key), key)
-                found = self._json(about, key)
-                if int(found["size"]) > max_bytes:
+                nbytes, generation, written = self._json(
+                    about, key, lambda f: (int(f["size"]), str(f["generation"]), datetime.fromisoformat(f["updated"]))
+                )
+                if nbytes > max_bytes:
                     raise too_long(max_bytes, self._shown(key))
-                version = {"alt": "media", "generation": found["generation"]}
+                version = {"alt": "media", "generation": generation}
                 data = self._call("GET", self._object(key), key, version).content
             except Missing:
                 if self.head(key) is None:
                     return None
                 continue  # replaced between the two requests
-            now, written = about.headers.get("Date"), datetime.fromisoformat(found["updated"])
+            now = about.headers.get("Date")
             age = max(0.0, (parsedate_to_datetime(now) - written).total_seconds()) if now else 0.0  # dates are in whole seconds
-            return Object(data, found["generation"], age)
+            return Object(data, generation, age)
         raise Passing("the object is replaced again and again", where=self._shown(key), fix=_AGAIN)
 
     def read_range(self, key: str, start: int, nbytes: int) -> bytes:
@@ -135,15 +138,15 @@ class GoogleBucket:
         query = {"uploadType": "multipart", **condition}
         kind = {"Content-Type": f"multipart/related; boundary={border}"}
         path = f"/upload/storage/v1/b/{quote(self.name, safe='')}/o"
-        return str(self._json(self._call("POST", path, key, query, kind, body), key)["generation"])
+        return self._json(self._call("POST", path, key, query, kind, body), key, lambda f: str(f["generation"]))
 
     def head(self, key: str) -> Head | None:
         """See `client.Bucket`."""
         try:
-            found = self._json(self._call("GET", self._object(key), key), key)
+            found = self._call("GET", self._object(key), key)
         except Missing:
             return None
-        return Head(int(found["size"]), found.get("metadata", {}).get(TOKEN, ""))
+        return self._json(found, key, lambda f: Head(int(f["size"]), str(f.get("metadata", {}).get(TOKEN, ""))))
 
     def delete(self, key: str) -> None:
         """See `client.Bucket`."""
@@ -154,29 +157,33 @@ class GoogleBucket:
 
     def names(self, prefix: str) -> Iterator[tuple[str, int]]:
         """See `client.Bucket`."""
-        for page in self._pages(prefix):
-            yield from ((each["name"], int(each["size"])) for each in page.get("items", ()))
+        yield from self._list(prefix, lambda f: [(str(each["name"]), int(each["size"])) for each in f.get("items", ())])
 
     def folders(self, prefix: str) -> Iterator[str]:
         """See `client.Bucket`."""
-        for page in self._pages(prefix, delimiter="/"):
-            yield from page.get("prefixes", ())
+        yield from self._list(prefix, lambda f: [str(each) for each in f.get("prefixes", ())], delimiter="/")
 
-    def _pages(self, prefix: str, **more: str) -> Iterator[Mapping[str, Any]]:
+    def _list(self, prefix: str, pick: Callable[[Any], list[_Found]], **more: str) -> Iterator[_Found]:
+        """What `pick` finds in each page of a list."""
         query = {"prefix": prefix, "fields": "items(name,size),prefixes,nextPageToken", **more}
         while True:
-            page = self._json(self._call("GET", self._object(), "", query), "")
-            yield page
-            if not page.get("nextPageToken"):
+            answer = self._call("GET", self._object(), "", query)
+            page, following = self._json(answer, "", lambda f: (pick(f), f.get("nextPageToken")))
+            yield from page
+            if not following:
                 return
-            query["pageToken"] = page["nextPageToken"]
+            query["pageToken"] = following
 
-    def _json(self, answer: Any, key: str) -> Mapping[str, Any]:
+    def _json(self, answer: Any, key: str, pick: Callable[[Any], _Found]) -> _Found:
+        """What `pick` finds in an answer in JSON."""
         try:
-            found: Mapping[str, Any] = answer.json()
-        except ValueError as error:
-            raise StoreError("the answer of the store is not JSON", where=self._shown(key), fix=_AGAIN) from error
-        return found
+            return pick(answer.json())
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise self._unexpected("JSON", key) from error
+
+    def _unexpected(self, kind: str, key: str) -> StoreError:
+        what = f"the answer of the store is not as expected ({kind})"
+        return StoreError(what, where=self._shown(key), fix=f"check GOOGLE_BASE_URL, and {_AGAIN}")
 
     def _object(self, key: str = "") -> str:
         """The path of an object, or of the list of them."""
@@ -187,13 +194,15 @@ class GoogleBucket:
     def begin(self, key: str, token: str) -> str:
         """See `client.Bucket`."""
         found = self._xml("POST", key, {"uploads": ""}, {_META + TOKEN: token})
-        return _text(found, "UploadId")
+        if not (upload := _text(found, "UploadId")):
+            raise self._unexpected("XML", key)
+        return upload
 
     def upload(self, key: str, upload: str, number: int, data: bytes | bytearray, md5: bytes) -> str:
         """See `client.Bucket`."""
         query = {"partNumber": str(number), "uploadId": upload}
         sums = {"Content-MD5": base64.b64encode(md5).decode()}
-        return _quoted(self._call("PUT", self._path(key), key, query, sums, data).headers["ETag"])
+        return _quoted(self._call("PUT", self._path(key), key, query, sums, data).headers.get("ETag", ""))
 
     def copy(self, key: str, upload: str, number: int, run: Run, nbytes: int, md5: bytes) -> str:
         """See `client.Bucket`."""
@@ -206,8 +215,11 @@ class GoogleBucket:
         try:
             while True:
                 page = self._xml("GET", key, query)
-                for each in page.iter("Part"):
-                    found[int(_text(each, "PartNumber"))] = _quoted(_text(each, "ETag")), int(_text(each, "Size"))
+                try:
+                    for each in page.iter("Part"):
+                        found[int(_text(each, "PartNumber"))] = _quoted(_text(each, "ETag")), int(_text(each, "Size"))
+                except ValueError as error:
+                    raise self._unexpected("XML", key) from error
                 if _text(page, "IsTruncated") != "true":
                     return found
                 query["part-number-marker"] = _text(page, "NextPartNumberMarker")
@@ -253,7 +265,7 @@ class GoogleBucket:
         try:
             root = ElementTree.fromstring(answer.content)
         except ElementTree.ParseError as error:
-            raise StoreError("the answer of the store is not XML", where=self._shown(key), fix=_AGAIN) from error
+            raise self._unexpected("XML", key) from error
         for each in root.iter():
             each.tag = each.tag.rpartition("}")[2]
         if root.tag == "Error":  # after the store has begun to answer with 200

@@ -31,6 +31,7 @@ from weightsmith.store.journal import (
     read_lines,
     tensor_line,
 )
+from weightsmith.store.manifest import fits_name
 
 CHECKSUM = re.compile("[0-9a-f]{32}")
 
@@ -98,11 +99,11 @@ def read_state(bucket: Bucket, key: str) -> Written | None:
         match entry:
             case ["token", str(token)]:
                 state.token = token
-            case ["upload", str(file), str(upload)]:
+            case ["upload", str(file), str(upload)] if fits_name(file):
                 state.uploads[file] = upload
             case ["group", str(file), int(part), int(start), int(nbytes), list(etags)] if _texts(etags):
                 state.groups[GroupKey(file, part, start, nbytes)] = tuple(etags)
-            case ["publishing", list(names), list(replaced)] if _texts([*names, *replaced]):
+            case ["publishing", list(names), list(replaced)] if all(map(_is_name, [*names, *replaced])):
                 state.publishing = tuple(names), tuple(replaced)
     return Written(state, entries, found.age_seconds)
 
@@ -125,6 +126,11 @@ class FollowedParts:
             found = read_state(self._bucket, self._prefix + labels[self._turn % len(labels)])
             return set() if found is None else {*found.state.tensors}
         return set()
+
+
+def _is_name(value: object) -> bool:
+    """Of a file of the output: some clients resolve `..` in a key, and another object would be deleted."""
+    return isinstance(value, str) and fits_name(value)
 
 
 def _texts(values: list[object]) -> bool:

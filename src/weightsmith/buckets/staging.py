@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from weightsmith.buckets.client import UPLOADS, Bucket
-from weightsmith.buckets.contents import check_vacant
+from weightsmith.buckets.contents import check_vacant, is_published
 from weightsmith.buckets.journal import CHECKSUM, FollowedParts, State, read_state
 from weightsmith.buckets.lock import Led, Lock
 from weightsmith.buckets.parts import cut
@@ -151,7 +151,8 @@ class BucketStaging:
             else:
                 unwanted = state.uploads
                 left = [name for names in state.publishing or () for name in names]
-                self._state.publishing = ((), tuple(left)) if left else None
+                if left and not is_published(self._bucket, self.out, state.plan):
+                    self._state.publishing = (), tuple(left)
         self._check_vacant()
         if unwanted:
             discard(self._bucket, self.out, unwanted)
@@ -377,8 +378,14 @@ class BucketStaging:
                 raise StoreError(f"not published: {len(problems):,} problems", where=str(self.out), details=problems[:20])
             there = self._check_vacant(f"Everything is uploaded to {self.out}, and not published")
             self._publish(uploads, there, manifest)
-        if self._products is not None:
-            self._products.discard()
+        try:
+            self._end()
+            if self._products is not None:
+                self._products.discard()
+        except (OSError, StoreError) as error:
+            reason = error.finding.what if isinstance(error, StoreError) else error.strerror
+            what = f"the output is published and complete, but cleaning up failed: {reason}"
+            raise StoreError(what, where=str(self.out), fix=f"run: weightsmith clean {self.out} --yes") from error
         return self.out
 
     def _publish(self, uploads: Uploads, there: Sequence[str], manifest: Mapping[str, Any]) -> None:
@@ -400,7 +407,6 @@ class BucketStaging:
             records[INDEX_NAME] = self._upload(INDEX_NAME, self.layout.index)
         records |= {name: self._upload(name, self._files[name]) for name in _ENTRANCES if name in self._files}
         self._upload(MANIFEST_NAME, encode_manifest(self.layout, self.plan_hash, uploads.records, records, manifest))
-        self._end()
 
     def _upload(self, name: str, data: bytes | Path) -> OtherFile:
         data = _contents(data) if isinstance(data, Path) else data

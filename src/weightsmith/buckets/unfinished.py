@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from weightsmith.buckets.client import Bucket
-from weightsmith.buckets.contents import check_vacant, manifest_of
+from weightsmith.buckets.contents import check_vacant, is_published
 from weightsmith.buckets.journal import State, read_state
 from weightsmith.buckets.lock import Lock, is_held
 from weightsmith.buckets.prefix import Prefix
 from weightsmith.buckets.staging import JOURNAL, LOCK, discard_parts
 from weightsmith.buckets.stores import open_bucket
 from weightsmith.buckets.uploads import discard
-from weightsmith.errors import StoreError, WeightsmithError
+from weightsmith.errors import StoreError
 from weightsmith.store.area import STAGING_SUFFIX
 
 
@@ -85,11 +84,8 @@ def remove_upload(found: UnfinishedUpload) -> None:
 
 def _half_published(bucket: Bucket, out: Prefix, state: State) -> str:
     """Why the work must not be removed: some of its files are visible. "" otherwise."""
-    if state.publishing is None:
+    if state.publishing is None or is_published(bucket, out, state.plan):
         return ""
-    with suppress(WeightsmithError):
-        if manifest_of(bucket, out).plan == state.plan:
-            return ""  # all of them are
     return "it was interrupted while it was published; the same command completes it"
 
 

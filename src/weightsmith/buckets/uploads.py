@@ -173,7 +173,7 @@ class Uploads:
         with self._mutex:
             for key, etags in built.groups.items():
                 progress = self._by_key.get(GroupKey(*key))
-                if progress is None:
+                if progress is None or len(progress.parts) != len(etags):
                     what = "a worker has cut the weight files into other parts than this process"
                     fix = "give all machines the same AWS_ENDPOINT_URL and WEIGHTSMITH_EQUAL_PARTS"
                     raise StoreError(what, where=str(self._address), fix=fix)

@@ -71,6 +71,7 @@ def parse_hub_address(text: str) -> HubAddress:
     place = text[len(SCHEME) :] if is_hub_address(text) else text
     organisation, _, rest = place.strip("/").partition("/")
     name, at, branch = rest.partition("@")
+    named, asked, _ = branch.partition("?")  # what follows may be a key
     repo = f"{organisation}/{name}"
     # A key or password before the place must not get into a message.
     shown = f"{organisation.rpartition('@')[2]}/{rest}".partition("?")[0]
@@ -86,6 +87,6 @@ def parse_hub_address(text: str) -> HubAddress:
         what = "a commit cannot be written to"
         raise PushFailed(what, where=shown, fix="name a branch", state=NOTHING_WRITTEN)
     if at and not _BRANCH.fullmatch(branch):
-        what = f"not a name that a branch can have: {legible(branch, 60)}"
+        what = f"not a name that a branch can have: {legible(named, 60)}{asked}"
         raise PushFailed(what, where=repo, fix="write org/name@branch", state=NOTHING_WRITTEN)
     return HubAddress(repo, branch or MAIN)

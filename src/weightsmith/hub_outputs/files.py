@@ -180,10 +180,10 @@ class PassingFiles:
     def finished(self, name: str) -> None:
         """All bytes of a tensor are written."""
         number = self.layout.places[name].shard
-        with self._changed:
-            self._missing[number].discard(name)
-        if not self.is_taken(name):
-            self._offer(number)
+        with self._changed:  # one thread finds that none is missing
+            if name in self._missing[number]:
+                self._missing[number].remove(name)
+                self._offer(number)
 
     def _offer(self, number: int) -> None:
         """Queue a file whose tensors are all finished."""

@@ -12,6 +12,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -29,6 +30,8 @@ ATTEMPTS = 4
 FIRST_WAIT_SECONDS = 1.0
 """Before the second attempt; twice as long before each further one."""
 
+_MOST_COMMITS = 10
+"""Of other people, on top of one whose answer was lost, among which it is looked for."""
 _AGAIN = "run again"
 _FIXES = {
     401: ("the hub does not accept the token", "run `hf auth login`, or set HF_TOKEN, to a valid token that may write"),
@@ -223,14 +226,21 @@ class HubRepository:
             except Exception as error:
                 head = self.head()
                 if head != parent:
-                    if head is not None and is_ours(head):
-                        return head
+                    if head is not None and (ours := self.since(parent, is_ours)):
+                        return ours
                     raise moved(self.address, parent, head) from error
                 if attempt == ATTEMPTS or not _is_transient(error):
                     raise _failed(error, str(self.address), "the commit") from error
             time.sleep(wait)
             wait *= 2
         raise AssertionError
+
+    def since(self, parent: str, is_ours: Callable[[str], bool]) -> str:
+        """The commit of ours among the last ones of the branch after `parent`; "" if there is none."""
+        repo, branch = self.address.repo, self.address.branch
+        found = self._call("listing the commits", lambda: self.api.list_repo_commits(repo, revision=branch))
+        later = takewhile(lambda oid: oid != parent, (each.commit_id for each in found))
+        return next(filter(is_ours, islice(later, _MOST_COMMITS)), "")
 
     # requests
 
@@ -254,8 +264,16 @@ class BranchMoved(PushFailed):
     """Someone else has committed to the branch."""
 
 
-def moved(address: HubAddress, parent: str, head: str | None) -> BranchMoved:
-    """The error for a branch that stands for `head`, where a run began with `parent`."""
+def moved(address: HubAddress, parent: str, head: str | None, *, committed: bool = False) -> BranchMoved:
+    """The error for a branch that stands for `head`, where a run began with `parent`. committed: or made that commit itself."""
+    if committed:
+        return BranchMoved(
+            "an interrupted run has committed this model, and the branch was changed after that",
+            where=str(address),
+            details=(f"its commit  {parent}", f"now         {head or 'deleted'}"),
+            fix="look at what was committed there; to commit this model again, run with --overwrite (overwrite=True)",
+            state="This run has committed nothing.",
+        )
     return BranchMoved(
         "the branch was changed after this run began, and nothing was committed",
         where=str(address),

@@ -139,11 +139,14 @@ class HubStaging:
         notes, head = self._local.notes, self._repository.create(public=public)
         parent, publishing = notes.get(_PARENT), notes.get(_PUBLISHING)
         if isinstance(parent, str) and parent != head:
-            if isinstance(publishing, dict) and self._is_ours(head, _contents(publishing)):
+            wanted = _contents(publishing) if isinstance(publishing, dict) else {}
+            ours = self._repository.since(parent, lambda commit: self._is_ours(commit, wanted)) if wanted else ""
+            if ours == head:
                 self._parent, self._is_committed = head, True  # the run was interrupted after its commit
+                self._replaced = tuple(wanted)
                 return
             self._local.note(_PARENT, head)
-            raise moved(self.out, parent, head)
+            raise moved(self.out, ours or parent, head, committed=bool(ours))
         self._parent = head
         self._replaced = check_vacant(self._repository, head, overwrite=self._overwrite)
         if parent is None:
@@ -296,7 +299,12 @@ class HubStaging:
             self._local.note(_PUBLISHING, {name: list(content) for name, content in wanted.items()})
             if not (self._is_committed and self._is_ours(self._parent, wanted)):
                 self._commit(folder, others, wanted)
-        self._local.discard()
+        try:
+            self._local.discard()
+        except (OSError, StoreError) as error:
+            reason = error.finding.what if isinstance(error, StoreError) else error.strerror
+            what = f"the model is committed and complete, but cleaning up failed: {reason}"
+            raise StoreError(what, where=str(self.out), fix=f"remove {self.folder} yourself") from error
         self.close()
         return self.out
 

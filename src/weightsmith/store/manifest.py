@@ -190,7 +190,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _fits(manifest: Manifest) -> bool:
     """False for names or sizes that no manifest of ours has. A hostile manifest with a valid checksum is possible."""
-    if any(not _fits_name(name) for name in (*manifest.weights, *manifest.files)):
+    if any(not fits_name(name) for name in (*manifest.weights, *manifest.files)):
         return False
     if any(not 0 <= w.header_bytes <= min(w.nbytes, MAX_HEADER_BYTES + 8) for w in manifest.weights.values()):
         return False
@@ -200,7 +200,7 @@ def _fits(manifest: Manifest) -> bool:
     )
 
 
-def _fits_name(name: str) -> bool:
+def fits_name(name: str) -> bool:
     """True for a relative path that file systems accept."""
     path = PurePosixPath(name)
     if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in name:
