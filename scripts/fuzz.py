@@ -569,11 +569,11 @@ def _unfinished_upload() -> Any:
     from weightsmith.buckets.prefix import Prefix
 
     MemoryBucket.stores.clear()
-    staging.Bucket = MemoryBucket  # type: ignore[misc,assignment]
+    staging.open_bucket = MemoryBucket.open  # type: ignore[assignment]
     parts.PART_BYTES = 200
 
     def build(names: Sequence[str], *, publish: bool) -> None:
-        out = Prefix("bkt", "models/out")
+        out = Prefix("s3", "bkt", "models/out")
         open_out = staging.BucketStaging.open
         with open_out(out, layout(), "plan", facts={"seed": "1"}, resume=True, overwrite=False, reads=()) as opened:
             put(opened, names)  # type: ignore[arg-type]

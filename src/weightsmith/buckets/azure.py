@@ -317,7 +317,7 @@ class AzureBucket:
         """The error for a request that failed."""
         answered = isinstance(error, self._response_error) and error.status_code is not None
         if isinstance(error, self._credential_error) and not answered:
-            fix = f"log in: az login; or {_CREDENTIALS}"
+            fix = f"run `az login`, or {_CREDENTIALS}"
             return StoreError("there are no usable credentials for the store", where=where, fix=fix)
         if not answered:
             if "SSL" in type(getattr(error, "inner_exception", None)).__name__:

@@ -312,7 +312,7 @@ class GoogleBucket:
         raise _failed(method, answer, where)
 
     def _no_credentials(self, where: str) -> StoreError:
-        fix = "log in: gcloud auth application-default login; or set GOOGLE_APPLICATION_CREDENTIALS"
+        fix = "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS"
         return StoreError("there are no usable credentials for the store", where=where, fix=fix)
 
     def _shown(self, key: str) -> str:

@@ -230,7 +230,7 @@ class HubStaging:
                 raise StoreError(
                     "computed again, this tensor differs from what an earlier run has stored",
                     where=f"{self.out}, tensor {name}",
-                    fix="compute everything again with --no-resume (resume=False)",
+                    fix="run again with --no-resume (resume=False), which computes everything again",
                 )
             self._local.finish(name, done)
             self._weights.finished(name)

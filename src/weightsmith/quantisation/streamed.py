@@ -28,7 +28,7 @@ def streamed(name: str, summary: str, readers: str, experts: str = "") -> Format
         stored = [step.out.name for step in plan.steps if step.encoding == name and "experts" in step.out.name.split(".")]
         if not experts or not stored:
             return plan
-        finding = Finding(f"{experts} {name}", stored[0], fix="for transformers, choose fp8-dynamic, w8a16, w4a16 or mxfp4")
+        finding = Finding(f"{experts} {name}", stored[0], fix="choose fp8-dynamic, w8a16, w4a16 or mxfp4 for transformers")
         return replace(plan, warnings=(*plan.warnings, finding))
 
     return Format(name, summary, readers, apply)
