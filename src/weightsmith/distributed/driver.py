@@ -270,7 +270,9 @@ class Driver:
 
 
 def part_count(plan: Plan, slots: int, together: Together = ()) -> int:
-    """How many parts a plan is divided into for so many workers at once. together: see `parts_of`."""
+    """How many parts a plan is divided into for so many workers at once; one for a single worker. together: see `parts_of`."""
+    if slots == 1:  # if it is lost, the next one keeps what it has finished; at the end of a part its threads wait
+        return 1
     total = sum(out.nbytes for step in plan.steps for out in step.outs)
     wanted = min(PARTS_PER_SLOT * slots, max(slots, -(-total // PART_BYTES)))
     return max(1, min(wanted, len(units_of(plan, together))))
