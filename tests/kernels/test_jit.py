@@ -266,6 +266,7 @@ def test_a_thread_that_was_left_begins_no_kernel() -> None:
     assert [type(error) for error in ended] == [Abandoned]
 
 
+@compiled
 def test_threads_do_not_undo_each_others_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     # Without it, numba takes "" for the folder now and then, and the cache lands where the user is.
     seen = set()
