@@ -204,7 +204,7 @@ def test_a_cluster_does_not_write_to_the_hub() -> None:
         check_options(OUT, RunOptions(ray="local"))
 
 
-# what is there already
+# existing repositories
 
 
 def test_a_model_is_replaced_only_with_overwrite_and_loses_its_files_in_the_same_commit(here: Path, hub: FakeHub) -> None:

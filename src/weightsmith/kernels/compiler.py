@@ -56,10 +56,10 @@ def cache_folder() -> str:
 
 
 class _File:
-    """What numba keeps of a function: a file for each signature.
+    """The cache of a kernel: one file for each signature.
 
-    numba's own index of all signatures, written by two processes at once, may name the code of another signature, and then does
-    so in every later run. Here what cannot be read is compiled again.
+    numba keeps an index of all signatures instead. If two processes write it at the same time, it may map a signature to the
+    code of another one, and every later run fails. A kernel whose file here is damaged or unreadable is compiled again.
     """
 
     def __init__(self, folder: str, base: str, stamp: object) -> None:

@@ -108,7 +108,7 @@ def _google_is_open() -> bool:
 
 
 def google_credentials() -> Any:
-    """Of google-auth. Raises ImportError without it, its errors and ValueError for what cannot be used."""
+    """Credentials as google-auth finds them. Raises ImportError without it, its errors or ValueError."""
     import google.auth
     from google.auth.credentials import AnonymousCredentials
     from google.oauth2.service_account import Credentials
