@@ -1,4 +1,4 @@
-"""Rows of a table of perplexities, each measured once: a model, or what a recipe makes. For quality/table.py and moe/table.py.
+"""Rows of a table of perplexities, each measured once: a model, or what a recipe makes. For quality/, moe/ and quantised/table.py.
 
 Measurements are cached in a JSON file, by the recipe's text and the texts it was judged on: an interrupted run resumes.
 """
@@ -34,6 +34,7 @@ class Asked:
     """The command line of a table. whole: of all of testbed/eval, so that the page may be written."""
 
     recipes: tuple[str, ...]
+    model: str
     work: Path
     texts: Texts
     again: bool
@@ -43,11 +44,19 @@ class Asked:
         return self.texts.folder.name == "eval" and self.texts.rows is None
 
 
-def ask(about: str, testbed: Path) -> Asked:
-    """Read the command line. about: what the program says of itself; testbed: the folder with the texts."""
+def ask(about: str, testbed: Path, models: tuple[str, ...] = ("smollm2",)) -> Asked:
+    """Read the command line.
+
+    about    what the program says of itself
+    testbed  the folder with the texts
+    models   among which to choose; the first is the default
+    """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", help="names of rows (default: all)")
     parser.add_argument("--work", type=Path, default=Path("build/demo"), help="folder with the demo's models")
+    if len(models) > 1:
+        parser.add_argument("--model", choices=models)
+    parser.set_defaults(model=models[0])
     parser.add_argument("--tune", action="store_true", help="measure on testbed/tune; writes no page")
     parser.add_argument("--rows", type=int, help="rows of 384 tokens read of each text; writes no page")
     parser.add_argument("--again", action="store_true", help="ignore the cache and measure everything")
@@ -56,7 +65,7 @@ def ask(about: str, testbed: Path) -> Asked:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TQDM_DISABLE", "1")
     texts = Texts(testbed / ("tune" if args.tune else "eval"), args.rows)
-    return Asked(tuple(args.recipes), args.work.resolve(), texts, args.again)
+    return Asked(tuple(args.recipes), args.model, args.work.resolve(), texts, args.again)
 
 
 class Measured:

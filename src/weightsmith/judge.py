@@ -52,6 +52,8 @@ class Judge:
     def perplexity(self, text: str, rows: int | None = None) -> float:
         """exp of the mean cross-entropy over rows of 384 tokens; what is left over at the end is dropped.
 
+        Each row begins with the BOS token if the tokenizer puts one before texts: Gemma predicts badly without it.
+
         rows  from the beginning of the text; None: all. A text of fewer tokens is one row
         """
         import torch
@@ -61,14 +63,17 @@ class Judge:
         return math.exp(sum(losses) / len(losses))
 
     def rows(self, text: str, rows: int | None = None) -> torch.Tensor:
-        """The tokens of a text as rows, int64 [rows, 384]; see `perplexity`. Raises ValueError for fewer than two tokens."""
+        """The tokens of a text as rows, int64 [rows, 384 or fewer]; see `perplexity`. Raises ValueError for fewer than two tokens."""
         import torch
 
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) < 2:
             raise ValueError("a text of fewer than two tokens has no perplexity")
-        width = min(ROW_TOKENS, len(ids))
-        return torch.tensor(ids[: len(ids) // width * width]).view(-1, width)[:rows]
+        bos = self.tokenizer.bos_token_id
+        first = [] if bos is None or self.tokenizer("a")["input_ids"][:1] != [bos] else [bos]
+        width = min(ROW_TOKENS - len(first), len(ids))
+        cut = torch.tensor(ids[: len(ids) // width * width]).view(-1, width)[:rows]
+        return torch.cat([torch.tensor(first, dtype=cut.dtype).expand(len(cut), -1), cut], 1)
 
     def continuation(self, prompt: str, new_tokens: int) -> str:
         """The greedy continuation of a prompt."""

@@ -170,7 +170,8 @@ uploads.Uploads._upload = counted
 weightsmith.merge("r.yml", sys.argv[1], progress=False)
 """
 SLOW = """
-import time
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background, it is ignored
 from weightsmith.buckets import uploads
 from weightsmith.cli import main
 upload = uploads.Uploads._upload
