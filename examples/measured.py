@@ -1,4 +1,4 @@
-"""Rows of a table of perplexities, each measured once: a model, or what a recipe makes. For quality/, moe/ and quantised/table.py.
+"""Rows of a table of perplexities, each measured once: a model, or what a recipe makes. For the three table.py.
 
 Measurements are cached in a JSON file, by the recipe's text and the texts it was judged on: an interrupted run resumes.
 """

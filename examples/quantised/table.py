@@ -59,6 +59,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "w8a16, GPTQ": {"format": "w8a16", "group_size": GROUP, **TEXT},
 }
 
+
 def main() -> None:
     """Quantise, judge, print."""
     asked = ask(__doc__ or "", EXAMPLES / "testbed", models=tuple(MODELS))
@@ -71,7 +72,8 @@ def main() -> None:
     print(f"| | MB | {' | '.join(DOMAINS)} | geometric mean |\n| --- |{' ---: |' * (len(DOMAINS) + 2)}")
     for name in (BASE, *ROWS):
         if not asked.recipes or name in asked.recipes:
-            row = kept.row(Path(f"{asked.model} {name}"), asked.texts, lambda name=name: _measure(name, base, asked.texts, work))
+            key = Path(f"{asked.model} {name}")
+            row = kept.row(key, asked.texts, lambda name=name: _measure(name, base, asked.texts, work))
             print(_line(name, row), end="", flush=True)
 
 

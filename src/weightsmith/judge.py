@@ -63,7 +63,10 @@ class Judge:
         return math.exp(sum(losses) / len(losses))
 
     def rows(self, text: str, rows: int | None = None) -> torch.Tensor:
-        """The tokens of a text as rows, int64 [rows, 384 or fewer]; see `perplexity`. Raises ValueError for fewer than two tokens."""
+        """The tokens of a text as rows, int64 [rows, 384 or fewer]; see `perplexity`.
+
+        Raises ValueError for fewer than two tokens.
+        """
         import torch
 
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -33,21 +33,21 @@ class Reading:
     """One look at the work.
 
     label        what is being done: `merging`
-    done_bytes, total_bytes   of the result: how much of the work is finished
+    done, total  how much of the work is finished: bytes of the result, or other units if moved_bytes is None
     moved_bytes  read and written so far, all passes: what the speed is taken from
     detail       a few words more
     """
 
     label: str
-    done_bytes: int
-    total_bytes: int
-    moved_bytes: int
+    done: int
+    total: int
+    moved_bytes: int | None
     detail: str = ""
 
     @property
     def share(self) -> float:
         """0 … 1; no work at all counts as done."""
-        return self.done_bytes / self.total_bytes if self.total_bytes else 1.0
+        return self.done / self.total if self.total else 1.0
 
 
 class Rate:
@@ -62,23 +62,24 @@ class Rate:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._window: deque[tuple[float, int]] = deque()
+        self._window: deque[tuple[float, int | None]] = deque()
         self._first: tuple[float, int] | None = None
 
     def take(self, reading: Reading) -> tuple[float | None, float | None]:
         """Bytes moved a second, and seconds left; None while unknown. What an earlier run did is not counted."""
         now = self._clock()
         if self._first is None:
-            self._first = now, reading.done_bytes
+            self._first = now, reading.done
         window = self._window
         window.append((now, reading.moved_bytes))
         while len(window) > 2 and now - window[1][0] > WINDOW_SECONDS:
             window.popleft()
         then, moved = window[0]
-        speed = (reading.moved_bytes - moved) / (now - then) if now > then else None
+        speed = None
+        if reading.moved_bytes is not None and moved is not None and now > then:
+            speed = (reading.moved_bytes - moved) / (now - then)
         began, done = self._first
-        left = reading.total_bytes - reading.done_bytes
-        seconds = left * (now - began) / (reading.done_bytes - done) if reading.done_bytes > done else None
+        seconds = (reading.total - reading.done) * (now - began) / (reading.done - done) if reading.done > done else None
         return speed, seconds
 
 
@@ -155,11 +156,21 @@ def line(reading: Reading, speed: float | None, left: float | None) -> str:
     >>> line(Reading("merging", 550_000_000, 2_200_000_000, 0, "50 of 201 tensors"), 2.1e9, 0.8)
     'merging:  25 %, 550 MB of 2.20 GB, 50 of 201 tensors, 2.10 GB/s, 0.8 s left'
     """
-    parts = [f"{int(100 * reading.share):3d} %", f"{size(reading.done_bytes)} of {size(reading.total_bytes)}"]
-    parts += [reading.detail] if reading.detail else []
-    parts += [f"{size(speed)}/s"] if speed is not None else []
-    parts += [f"{duration(left)} left"] if left else []
-    return f"{reading.label}: {', '.join(parts)}"
+    return f"{reading.label}: {', '.join(how_far(reading, speed, left, reading.detail))}"
+
+
+def how_far(reading: Reading, speed: float | None, left: float | None, detail: str = "") -> list[str]:
+    """What a line and a bar say of a reading; see `line`.
+
+    >>> how_far(Reading("measuring", 1, 4, None), None, 60.0)
+    [' 25 %', '1:00 left']
+    """
+    found = [f"{int(100 * reading.share):3d} %"]
+    found += [f"{size(reading.done)} of {size(reading.total)}"] if reading.moved_bytes is not None else []
+    found += [detail] if detail else []
+    found += [f"{size(speed)}/s"] if speed is not None else []
+    found += [f"{duration(left)} left"] if left else []
+    return found
 
 
 class Bar(Meter):
@@ -188,11 +199,7 @@ class Bar(Meter):
         if reading.label != self._label:
             self._label, self._rate = reading.label, Rate(self._clock)
         self._last = now
-        speed, left = self._rate.take(reading)
-        facts = [f"{int(100 * reading.share):3d} %", f"{size(reading.done_bytes)} of {size(reading.total_bytes)}"]
-        facts += [f"{size(speed)}/s"] if speed is not None else []
-        facts += [f"{duration(left)} left"] if left else []
-        self._draw(reading.label, "  ".join(facts), reading.share)
+        self._draw(reading.label, "  ".join(how_far(reading, *self._rate.take(reading))), reading.share)
 
     def say(self, text: str) -> None:
         """The text in place of the label; the bar stays as it was."""
@@ -201,10 +208,10 @@ class Bar(Meter):
             self._last = now
             self._draw(text, "", None)
 
-    def _draw(self, label: str, facts: str, share: float | None) -> None:
+    def _draw(self, label: str, right: str, share: float | None) -> None:
         if self._task is None:
             self._task = self._bar.add_task("", total=1.0, label="", facts="")
-        self._bar.update(self._task, completed=share, label=label, facts=facts, refresh=True)
+        self._bar.update(self._task, completed=share, label=label, facts=right, refresh=True)
 
     def close(self) -> None:
         """Take the bar away."""
@@ -282,9 +289,8 @@ def show_progress(shown: Meter, progress: Progress, doing: str) -> None:
         shown.say("checking that transformers can load the output")
         return
     if progress.waiting and computation is not None:
-        if computation.total_bytes:  # else it has not begun: torch and transformers are being imported
-            done, total = computation.done_bytes, computation.total_bytes
-            shown.show(Reading(computation.doing, done, total, done))
+        if computation.total:  # else it has not begun: torch and transformers are being imported
+            shown.show(Reading(computation.doing, computation.done, computation.total, None))
         return
     if not progress.total_tensors and not progress.waiting:  # a plan of products that has not begun, or has ended
         return

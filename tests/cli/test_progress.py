@@ -6,7 +6,8 @@ import io
 
 import pytest
 
-from weightsmith.progress import LINE_SECONDS, Bar, Lines, Rate, Reading, meter
+from weightsmith.engine.local import Computation, Progress
+from weightsmith.progress import LINE_SECONDS, Bar, Lines, Rate, Reading, meter, show_progress
 
 
 class Clock:
@@ -38,6 +39,16 @@ def test_another_label_begins_with_a_line_and_counts_anew() -> None:
     clock.now += 10
     log.show(Reading("merging", 600, 1000, 1_000_000))
     assert lines[1:] == ["merging:  50 %, 500 bytes of 1.00 kB", "merging:  60 %, 600 bytes of 1.00 kB, 100 kB/s, 40 s left"]
+
+
+def test_a_computation_shows_how_far_it_is_and_no_bytes() -> None:
+    clock, lines = Clock(), list[str]()
+    log = Lines(lines.append, clock)
+    for done in (0, 6000):
+        measured = Computation("measuring", done, 30_000)
+        show_progress(log, Progress(0, 9, 0, 0, 2, 0.0, waiting=True, computation=measured), "merging")
+        clock.now += 15
+    assert lines == ["measuring:   0 %", "measuring:  20 %, 1:00 left"]
 
 
 def test_the_speed_is_of_the_last_seconds_and_the_time_left_of_this_run() -> None:

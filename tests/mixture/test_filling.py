@@ -98,8 +98,8 @@ def test_a_computation_that_nobody_waits_for_ends_with_its_layer(
     monkeypatch.setattr(EngineBench, "progress", slow)
 
     def interrupt(now: Progress) -> None:
-        if now.computation is not None and now.computation.total_bytes:
-            done.append(now.computation.done_bytes)
+        if now.computation is not None and now.computation.total:
+            done.append(now.computation.done)
             raise KeyboardInterrupt
 
     began = time.monotonic()

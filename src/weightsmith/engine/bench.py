@@ -97,10 +97,10 @@ class EngineBench:
                 _check_file(folder / file.name, file.sha256)
         return folder
 
-    def progress(self, done_bytes: int, total_bytes: int) -> None:
+    def progress(self, done: int, total: int) -> None:
         """See `products.Bench`."""
         self.check()
-        self._report(done_bytes, total_bytes)
+        self._report(done, total)
 
     def check(self) -> None:
         """Raise Cancelled if the result is no longer needed."""

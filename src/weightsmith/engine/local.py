@@ -77,11 +77,11 @@ class Output(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """A product that is being computed, and how far it is. total_bytes: 0 while that is not known."""
+    """A product that is being computed, and how far it is, in units of its own. total: 0 while that is not known."""
 
     doing: str
-    done_bytes: int
-    total_bytes: int
+    done: int
+    total: int
 
 
 @dataclass(frozen=True, slots=True)

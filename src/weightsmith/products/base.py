@@ -96,8 +96,8 @@ class Bench(Protocol):
     def folder(self, model: int) -> Path:
         """The folder of `plan.models[model]`. Raises CheckpointError if one of `product.files` has changed."""
 
-    def progress(self, done_bytes: int, total_bytes: int) -> None:
-        """Report progress. Raises Cancelled if the product is no longer needed: call it often."""
+    def progress(self, done: int, total: int) -> None:
+        """Report how far it is, in any units. Raises Cancelled if the product is no longer needed: call it often."""
 
 
 class Cancelled(Exception):

@@ -16,6 +16,7 @@ from weightsmith.methods.describe import BASES, SCOPES, default, doc, models, va
 from weightsmith.pages import Curves, HeatMap, Page, to_html
 from weightsmith.pages.svg import curves, heat_map
 from weightsmith.pages.words import safe, written
+from weightsmith.progress import how_far
 from weightsmith.studio.check import Checked, Note
 from weightsmith.studio.compare import Sample
 from weightsmith.studio.work import Status
@@ -175,9 +176,7 @@ def status(found: Status) -> str:
         share = 0.0
         if reading is not None:
             share = reading.share
-            words += [f"{share:.0%}", f"{size(reading.done_bytes)} of {size(reading.total_bytes)}"]
-            words += [f"{size(found.speed)}/s"] if found.speed else []
-            words += [f"{duration(found.left)} left"] if found.left else []
+            words += how_far(reading, found.speed, found.left)
         bar = f"<div class='ws-bar ws-run' role='progressbar' aria-label='progress' aria-valuenow='{100 * share:.0f}'>"
         bar += f"<i style='width:{100 * share:.1f}%'></i></div>"
         return f"<div class='ws-status'><p><b>{name}</b> {safe(' · '.join(words))}</p>{bar}</div>"
