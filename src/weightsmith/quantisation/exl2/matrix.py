@@ -37,7 +37,7 @@ DAMPING = 0.12
 MIN_DAMPING = 1e-5
 ATTEMPTS = 10
 
-PREPARE_BYTES = 20
+PREPARE_BYTES = 16
 """For each number of a Hessian that `prepare` takes, besides the Hessian."""
 
 
@@ -63,7 +63,7 @@ def prepare(hessian: Floats, *, sort: bool = True) -> FactoredHessian:
     If the damped Hessian is not positive definite, more damping is added, up to `ATTEMPTS` times. Inputs that are always zero
     need no special case. Raises NonFinite, and ParameterError if no damping helps.
 
-    Cost: K³ / 2 multiplications in float64; two arrays of 8 K² bytes besides the result of 4 K².
+    Cost: K³ / 2 multiplications in float64, and 16 K² bytes in all.
     """
     torch = _torch()
     if not np.isfinite(hessian).all():
@@ -81,6 +81,7 @@ def prepare(hessian: Floats, *, sort: bool = True) -> FactoredHessian:
             if not failed and bool(work.diagonal().isfinite().all()):
                 inverse = torch.eye(k, dtype=torch.float64)
                 torch.linalg.solve_triangular(work, inverse, upper=False, out=inverse)
+                del work
                 factor = torch.empty(k, k)
                 factor.numpy()[:] = inverse.numpy()[::-1, ::-1]
                 return FactoredHessian(order, factor)
