@@ -33,7 +33,7 @@ BITS = (2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0)
 GROUP = 64
 """128 does not divide the width of this model, 576."""
 GROUP_BITS = 4 + 16 / 64
-"""Bits of w4a16 for each weight of a linear layer, with its scales."""
+"""Bits of w4a16 for each weight of a linear layer, with its scales. Its head is not quantised either."""
 
 NONE, TEXT = {"calibration": "none"}, {"calibration": "built-in"}
 REUSED = {"measurement": "measurement.json", "imatrix": "imatrix.dat"}
@@ -52,7 +52,7 @@ ROWS: dict[str, dict[str, Any]] = {
             ("calibrated, measured", {}),
         )
     },
-    f"exl2 {GROUP_BITS}, calibrated, measured": {"format": "exl2", "bits": GROUP_BITS},
+    f"exl2 {GROUP_BITS}, head in float16, calibrated, measured": {"format": "exl2", "bits": GROUP_BITS, "head_bits": 16},
     "w4a16, data-free": {"format": "w4a16", "group_size": GROUP},
     "w4a16, GPTQ": {"format": "w4a16", "group_size": GROUP, **TEXT},
     "w8a16, data-free": {"format": "w8a16", "group_size": GROUP},

@@ -66,7 +66,7 @@ class QuantizeSettings:
     The seed is the plan's. Products get the device from their bench.
 
     bits                bits per weight, on average
-    head_bits           bits per weight of the output head
+    head_bits           bits per weight of the output head; 16: float16, and a tied head is stored once, as the embedding
     calibration         path of a text to calibrate with (txt, jsonl, parquet), "built-in" or "none"; None: the format's default
     calibration_rows    number of rows of text
     calibration_tokens  tokens of a row

@@ -329,6 +329,21 @@ def test_features_of_a_down_projection_beside_biases_stay_in_order(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_head_that_is_not_quantised_leaves_the_layers_as_they_are(name: str, tmp_path: Path) -> None:
+    """gemma3 is tied and gets other names; llama has a head of its own."""
+    model, given = save_model(tmp_path / "m", name), settings(tmp_path)
+    merged = quantise(model, tmp_path / "plain", replace(given, head_bits=16))
+    assert "head" not in {product.name for product in merged.plan.products}
+    quantise(model, tmp_path / "out", given)
+    with open_checkpoint(tmp_path / "plain", raw=True) as plain, open_checkpoint(tmp_path / "out", raw=True) as other:
+        layers = [key for key in other.specs if "lm_head" not in key]
+        assert [key for key in plain.specs if key not in layers] == (["lm_head.weight"] if name == "llama" else [])
+        for key in layers:
+            np.testing.assert_array_equal(plain.read(key), other.read(key))
+
+
+@pytest.mark.slow
 def test_a_model_can_be_split_for_one_format_and_fused_for_the_next(tmp_path: Path) -> None:
     phi3, given = save_model(tmp_path / "m", "phi3"), settings(tmp_path)
     quantise(phi3, tmp_path / "exl2", given)  # q, k and v are one matrix each

@@ -234,6 +234,22 @@ def test_head_bits(head_bits: int, model: Path) -> None:
     assert parse(head.encoding).params.bits[-1] == (head_bits if head_bits > 2 else 2)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_of_16_bits_is_float16_and_stored_once(tied: bool, tmp_path: Path) -> None:
+    config = LLAMA | {"tie_word_embeddings": tied}
+    write(tmp_path / "m", config, shapes_of(config) | ({} if tied else {"lm_head.weight": (VOCAB, H)}))
+    weightsmith.quantize(tmp_path / "m", tmp_path / "q", "exl2", bits=5, head_bits=16, **NONE)
+    weightsmith.dequantize(tmp_path / "q", tmp_path / "d", progress=False)
+    plain, stored, decoded = (tensors_of(tmp_path / name, raw=True) for name in "mqd")
+    heads = [] if tied else ["lm_head.weight"]
+    assert [name for name in stored if name.startswith("lm_head")] == heads
+    assert set(decoded) == set(plain)
+    for name in ["model.embed_tokens.weight", *heads]:
+        np.testing.assert_array_equal(decoded[name], plain[name].astype(np.float16))
+    assert config_of(tmp_path / "q")["quantization_config"]["head_bits"] == 16
+    assert config_of(tmp_path / "d")["tie_word_embeddings"] is tied
+
+
 def test_mlps_with_biases_leave_down_proj_in_order(tmp_path: Path) -> None:
     shapes = shapes_of(LLAMA)
     for i in range(3):
@@ -368,7 +384,7 @@ def test_what_exllamav2_could_not_load_is_rejected(
         ({}, "exl2 needs the number of bits"),
         ({"bits": 1.5}, r"1\.5 bits for each weight are out of reach: settings take \d"),
         ({"bits": 12}, "out of reach"),
-        ({"bits": 4.5, "head_bits": 7}, "head_bits is 7, not one of 2, 3, 4, 5, 6, 8"),
+        ({"bits": 4.5, "head_bits": 7}, "head_bits is 7, not one of 2, 3, 4, 5, 6, 8, 16"),
         ({"bits": 4.5, "measurement": "m/config.json"}, "it has no object 'measurement'"),
         ({"bits": 4.5, "measurement": "missing.json"}, "missing.json"),
     ],

@@ -240,7 +240,9 @@ FLAGS: Mapping[str, Any] = {
         ),
     ],
     "bits": Annotated[float | None, typer.Option("--bits", metavar="BITS", help="Of exl2: bits per weight, on average.")],
-    "head_bits": Annotated[int | None, typer.Option("--head-bits", metavar="BITS", help="Of exl2: bits of the output head.")],
+    "head_bits": Annotated[
+        int | None, typer.Option("--head-bits", metavar="BITS", help="Of exl2: bits of the output head; 16: float16.")
+    ],
     "calibration": Annotated[
         str | None,
         typer.Option(

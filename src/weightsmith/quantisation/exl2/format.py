@@ -31,7 +31,7 @@ from weightsmith.quantisation.exl2.measure import errors_of, products_for
 from weightsmith.quantisation.exl2.measurement import Measured, measurement_json, read_measurement
 from weightsmith.quantisation.exl2.model import Model, prepare_model, store
 from weightsmith.quantisation.exl2.optimise import Candidate, choose
-from weightsmith.quantisation.exl2.options import HEAD
+from weightsmith.quantisation.exl2.options import HEAD, PLAIN_HEAD
 
 DEFAULT_HEAD_BITS = 6
 FULL = "full"
@@ -106,8 +106,8 @@ def _problems(settings: QuantizeSettings) -> list[WeightsmithError]:
     if settings.bits is None or not math.isfinite(settings.bits):
         fix = "write --bits 4.25 (bits=4.25), or any number from 2.2 to 8"
         problems.append(ParameterError("exl2 needs the number of bits for each weight", where="bits", fix=fix))
-    if settings.head_bits not in (None, *HEAD):
-        what = f"head_bits is {settings.head_bits}, not one of {', '.join(map(str, HEAD))}"
+    if settings.head_bits not in (None, *HEAD, PLAIN_HEAD):
+        what = f"head_bits is {settings.head_bits}, not one of {', '.join(map(str, (*HEAD, PLAIN_HEAD)))}"
         problems.append(ParameterError(what, where="head_bits"))
     if settings.measure not in (None, *MEASURES):
         problems.append(ParameterError(f"measure is '{settings.measure}', not one of {', '.join(MEASURES)}", where="measure"))

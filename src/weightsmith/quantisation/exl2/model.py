@@ -1,7 +1,7 @@
 """A whole model as ExLlamaV2 0.3.2 expects it: architectures, names, config.json, and what is not quantised.
 
 Linear layers of blocks and the head are quantised, a tied head too: the file then has both the embedding and a quantised head.
-Embeddings, norms, biases and routers are float16.
+Embeddings, norms, biases and routers are float16, and so is the head on request: the loader takes the embedding for a tied one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weightsmith.formats.exl2 import Params
 from weightsmith.formats.files import show
 from weightsmith.plans import JOIN, PLAIN, Block, Plan, Read, Step
 from weightsmith.quantisation.exl2.blocks import OTHER_FORMATS, Sublayer, find_blocks, shape_problems
-from weightsmith.quantisation.exl2.options import HEAD
+from weightsmith.quantisation.exl2.options import HEAD, PLAIN_HEAD
 from weightsmith.structure import analyse
 from weightsmith.structure.fused import SubMatrix, fused_parts
 from weightsmith.structure.vocabulary import is_embedding, is_head, ties
@@ -56,12 +56,14 @@ class Model:
     plan    every tensor is a step of its own, with its dtype and plain
     blocks  in model order
     head    the head's weight; a step of its own even if it is tied
+    tied    whether it is
     prefix  of all names in the output, which the plan does not have yet
     """
 
     plan: Plan
     blocks: tuple[Sublayer, ...]
     head: str
+    tied: bool
     prefix: str
 
     @cached_property
@@ -95,7 +97,12 @@ def prepare_model(plan: Plan) -> Model:
     specs = {step.out.name: step.out for step in plan.steps}
     structure = analyse(specs.values(), config)
     steps = [part for step in plan.steps for part in split(step, fused_parts(step.out, specs, structure, config))]
-    steps = _with_head(steps, config)
+    embedding = next((step for step in steps if is_embedding(step.out)), None)
+    heads = [step.out.name for step in steps if is_head(step.out)]
+    tied = embedding is not None and ties(config, stores_head=bool(heads))
+    if tied and embedding is not None:
+        steps = [step for step in steps if step.out.name not in heads]
+        steps.append(renamed(embedding, heads[0] if heads else "lm_head.weight"))
     plan = replace(plan, steps=tuple(steps))
     split_specs = [step.out for step in steps]
     try:
@@ -115,7 +122,7 @@ def prepare_model(plan: Plan) -> Model:
         problems.append(Unsupported(what, where=head.name, fix=OTHER_FORMATS))
     if problems or head is None:
         raise PlanError(problems)
-    return Model(plan, blocks, head.name, GEMMA3_PREFIX if architecture == GEMMA3 else "")
+    return Model(plan, blocks, head.name, tied, GEMMA3_PREFIX if architecture == GEMMA3 else "")
 
 
 def check_architecture(config: Mapping[str, Any]) -> str:
@@ -157,16 +164,6 @@ def _part_of(read: Read, part: SubMatrix, name: str) -> Read:
     raise PlanError([Unsupported(what, where=name, fix="merge first, then quantise the result")])
 
 
-def _with_head(steps: Sequence[Step], config: Mapping[str, Any]) -> list[Step]:
-    """The steps, with one for a head that is tied to the embedding."""
-    heads = [step for step in steps if is_head(step.out)]
-    embedding = next((step for step in steps if is_embedding(step.out)), None)
-    if embedding is None or not ties(config, stores_head=bool(heads)):
-        return list(steps)
-    head = renamed(embedding, heads[0].out.name if heads else "lm_head.weight")
-    return [*(step for step in steps if not is_head(step.out)), head]
-
-
 def renamed(step: Step, name: str) -> Step:
     """The same numbers under another name: random masks depend on names, and those of the parts stay."""
     out = replace(step.out, name=name)
@@ -182,15 +179,18 @@ def store(model: Model, params: Mapping[str, Params], head_bits: int, bits: floa
     """The plan of the EXL2 model.
 
     params       setting of each weight of the blocks
-    head_bits    one of `options.HEAD`
+    head_bits    one of `options.HEAD`, or `PLAIN_HEAD`
     bits         for each weight, for config.json
     calibration  for config.json
     """
     encodings = {name: encoding_name(setting, sort=name not in model.unsorted) for name, setting in params.items()}
-    encodings[model.head] = encoding_name(HEAD[head_bits])
+    if head_bits != PLAIN_HEAD:
+        encodings[model.head] = encoding_name(HEAD[head_bits])
     steps = []
     for step in model.plan.steps:
         spec = step.out
+        if spec.name == model.head and model.tied and head_bits == PLAIN_HEAD:
+            continue
         as_it_is = not spec.shape or not spec.dtype.floating or spec.dtype.name == "F16"
         encoding = encodings.get(spec.name) or (PLAIN if as_it_is else _HALF)
         step = renamed(step, model.prefix + spec.name) if model.prefix else step

@@ -118,4 +118,7 @@ MLP = tuple(_options(("gate", "up", "down"), _MLP))
 """The 17 candidates of an MLP. All experts of a block have the same."""
 
 HEAD = {bits: params(text) for bits, text in _HEAD.items()}
-"""The setting of the head for each value of `head_bits`."""
+"""The setting of a quantised head for each value of `head_bits`."""
+
+PLAIN_HEAD = 16
+"""The other value of `head_bits`: the head is float16. A tied head is then the embedding, and is not stored again."""
