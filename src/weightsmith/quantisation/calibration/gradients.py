@@ -71,7 +71,7 @@ def _of_head(bench: Bench, work: GradientWork) -> Arrays:
                 hidden.requires_grad_()
                 final = norm(hidden)
                 parts = zip(final.detach().split(TOKENS_AT_ONCE), draws.split(TOKENS_AT_ONCE), strict=True)
-                found = [_of_logits(x.requires_grad_(), weight, cap, draw) for x, draw in parts]
+                found = [_of_logits(x, weight, cap, draw) for x, draw in parts]
                 [gradient] = torch.autograd.grad(final, hidden, torch.cat(found))
             check_finite(gradient, "the gradient of the prediction", row, work.base)
             gradients[row] = gradient.cpu().numpy()
@@ -83,17 +83,26 @@ def _of_head(bench: Bench, work: GradientWork) -> Arrays:
 
 
 def _of_logits(final: Tensor, head: Tensor, cap: float | None, draws: Tensor) -> Tensor:
-    """The gradient of Σ log p(label) with respect to the inputs of the head. draws: for labels, 0 … 1, one for each token."""
+    """The gradient of Σ log p(label) with respect to the inputs of the head. draws: for labels, 0 … 1, one for each token.
+
+    That of the logits is 1 for the label, minus p. autograd would keep five arrays of the size of the logits; here are two.
+    """
     import torch
 
-    logits = final @ head.T
-    if cap is not None:
-        logits = torch.tanh(logits / cap) * cap
-    logs = logits.log_softmax(1)
-    below = logs.detach().exp().cumsum(1)
-    labels = torch.searchsorted(below, (draws * below[:, -1])[:, None], right=True).clamp_(max=below.shape[1] - 1)
-    [found] = torch.autograd.grad(logs.gather(1, labels).sum(), final)
-    return found
+    with torch.no_grad():
+        p = final @ head.T
+        slope = None
+        if cap is not None:
+            p.div_(cap).tanh_()
+            slope = 1 - p.square()
+            p.mul_(cap)
+        p.sub_(p.amax(1, keepdim=True)).exp_()
+        p.div_(p.sum(1, keepdim=True))
+        below = p.cumsum(1)
+        labels = torch.searchsorted(below, (draws * below[:, -1])[:, None], right=True).clamp_(max=p.shape[1] - 1)
+        del below
+        of_logits = p.neg_().scatter_add_(1, labels, torch.ones_like(draws)[:, None])
+        return (of_logits if slope is None else of_logits.mul_(slope)) @ head
 
 
 class _Outputs:
