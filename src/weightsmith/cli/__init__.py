@@ -17,8 +17,6 @@ numpy, numba, yaml and the rest are imported inside the commands, so that `--hel
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -26,13 +24,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typer import Typer
 
-_M_ARENA_MAX = -8  # of glibc's malloc.h
-
 
 def main() -> None:
     """The `weightsmith` command: reads `sys.argv`, ends the process with one of the codes in `exits.py`."""
     try:
         from weightsmith.cli.app import app
+        from weightsmith.heap import one_arena
         from weightsmith.text import prepare_streams
 
         prepare_streams()
@@ -45,15 +42,6 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
-
-
-def one_arena() -> None:
-    """Have glibc give all threads one arena: each arena keeps freed blocks for itself, 0.1 GB in a calibration.
-
-    Not for a library: it is the whole process's. Does nothing with other C libraries.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def _run(app: Typer) -> int:

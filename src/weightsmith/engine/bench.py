@@ -15,6 +15,7 @@ from weightsmith.engine.results import Results
 from weightsmith.errors import CheckpointError, WeightsmithError
 from weightsmith.formats.carried import MAX_CARRIED_BYTES
 from weightsmith.formats.files import Extent, read_bounded
+from weightsmith.heap import return_freed
 from weightsmith.jobs.job import Bytes
 from weightsmith.kernels.blocks import block_maxima
 from weightsmith.kernels.codecs import BLOCK, decode
@@ -152,6 +153,7 @@ class Computing:
                 compute = find_kind(product.op).compute
                 assert compute is not None
                 self._done(product, compute(self._bench(product)))
+                return_freed()
             except Cancelled:
                 return
             except BaseException as error:

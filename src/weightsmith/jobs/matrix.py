@@ -12,18 +12,16 @@ GPUs round differently: the last bits of a float32 merge may differ between mach
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsmith.errors import ParameterError
+from weightsmith.heap import return_large_blocks
 from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
 from weightsmith.jobs.requires import needs_torch
 from weightsmith.kernels.matrix import combine_with, copy_rows
@@ -31,22 +29,8 @@ from weightsmith.kernels.matrix import combine_with, copy_rows
 Tensor = Any  # torch is optional, so mypy cannot use its type
 Vector = npt.NDArray[np.float64]
 
-LARGE_BYTES = 4 << 20
-_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
-
 WORK_SQUARES = 4
 """Square float64 matrices in memory during a computation: a Gram matrix, its eigenvectors, and eigh's workspace."""
-
-
-@cache
-def return_large_blocks() -> None:
-    """Have glibc return freed blocks of `LARGE_BYTES` and more to the system.
-
-    It would keep blocks of up to 32 MiB in the arenas of threads that come and go, here 0.2 GB of the arrays in which matrices
-    of 46 MB are decomposed. Does nothing with other C libraries.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 class _OneThread:
