@@ -250,6 +250,13 @@ def test_a_head_of_16_bits_is_float16_and_stored_once(tied: bool, tmp_path: Path
     assert config_of(tmp_path / "d")["tie_word_embeddings"] is tied
 
 
+@pytest.mark.parametrize(("bits", "warned"), [(3.9, True), (4, False)])
+def test_few_bits_without_data_are_warned_of(bits: float, warned: bool, model: Path) -> None:
+    recipe = {"merge_method": "passthrough", "models": [{"model": "m"}]}
+    plan = weightsmith.plan(recipe, quantize="exl2", bits=bits, **PLAN)
+    assert any("fewer than 4 bits" in warning.what for warning in plan.warnings) is warned
+
+
 def test_mlps_with_biases_leave_down_proj_in_order(tmp_path: Path) -> None:
     shapes = shapes_of(LLAMA)
     for i in range(3):
