@@ -14,7 +14,7 @@ import numpy as np
 from weightsmith.encodings import find_encoding
 from weightsmith.plans import Product
 from weightsmith.products import Bench, ProductKind
-from weightsmith.products.base import Arrays
+from weightsmith.products.base import Arrays, Floats
 from weightsmith.quantisation.calibration import schemes
 from weightsmith.quantisation.calibration.sites import is_attention, site_of
 from weightsmith.quantisation.calibration.work import LayerWork
@@ -114,7 +114,7 @@ def _head(bench: Bench, work: LayerWork, decoder: Decoder, entering: Any, device
 
     from weightsmith.quantisation.calibration.common import NUMBERED_ROW, PhaseProgress, check_finite, located, row_batches
     from weightsmith.quantisation.calibration.sums import Hessians, workers
-    from weightsmith.quantisation.exl2.matrix import prepare
+    from weightsmith.quantisation.exl2.matrix import Unread, prepare
 
     progress = PhaseProgress(bench, work.base, work.layer, 0, 0)
     [(name, encoding)] = work.weights.items()
@@ -130,10 +130,15 @@ def _head(bench: Bench, work: LayerWork, decoder: Decoder, entering: Any, device
 
         for rows in row_batches(entering, bench.threads, device, progress, (0, 1)):
             sums.add(list(pool.map(run, rows)), pool)
-    weight = np.empty(next(step.out.shape for step in bench.product.steps if step.out.name == name), np.float32)
-    bench.fill({name: weight})
+    n, k = next(step.out.shape for step in bench.product.steps if step.out.name == name)
+
+    def read() -> Floats:
+        weight = np.empty((n, k), np.float32)
+        bench.fill({name: weight})
+        return weight
+
     with located(f"{name}, {work.base.label}"):
-        return schemes.quantise(weight, encoding, prepare(sums.finish(name)))
+        return schemes.quantise(Unread((n, k), read), encoding, prepare(sums.finish(name)))
 
 
 def _check(product: Product) -> str:

@@ -20,7 +20,7 @@ from weightsmith.products.base import Arrays, Floats
 from weightsmith.tensors import DTYPES, TensorSpec
 
 if TYPE_CHECKING:
-    from weightsmith.quantisation.exl2.matrix import FactoredHessian
+    from weightsmith.quantisation.exl2.matrix import FactoredHessian, Unread
 
 _EXL2 = "exl2 "
 _INTEGERS = re.compile(r"w([48])a16(?:-g(\d+))?")
@@ -54,13 +54,14 @@ def keeps_order(encoding: str) -> bool:
     return encoding.startswith(_EXL2) and not parse(encoding).sort
 
 
-def quantise(weight: Floats, encoding: str, hessian: FactoredHessian | None) -> Arrays:
-    """The stored arrays of a weight, float32 [N, K]. hessian: of its inputs; None rounds to nearest."""
-    from weightsmith.quantisation.exl2.matrix import quantise_fixed_groups, quantise_matrix
+def quantise(weight: Floats | Unread, encoding: str, hessian: FactoredHessian | None) -> Arrays:
+    """The stored arrays of a weight, float32 [N, K], or of what reads it. hessian: of its inputs; None rounds to nearest."""
+    from weightsmith.quantisation.exl2.matrix import Unread, quantise_fixed_groups, quantise_matrix
 
     if encoding.startswith(_EXL2):
         return quantise_matrix(weight, hessian, groups_of(parse(encoding).params, weight.shape[1])).arrays
     bits, group = _integers(encoding)
+    weight = weight.read() if isinstance(weight, Unread) else weight
     codes, scales = quantise_fixed_groups(weight, hessian, bits, group, DTYPES["BF16"])
     each = 32 // bits
     words = np.zeros((len(codes), codes.shape[1] // each), np.uint32)

@@ -14,7 +14,7 @@ of torch may round differently.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,18 @@ class FactoredHessian:
     factor: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A weight that is in memory only while it is copied: heads can be larger than layers.
+
+    shape  [N, K]
+    read   makes the array, float32
+    """
+
+    shape: tuple[int, int]
+    read: Callable[[], Floats]
+
+
 def prepare(hessian: Floats, *, sort: bool = True) -> FactoredHessian:
     """Sort, damp, factorise and invert a Hessian.
 
@@ -88,10 +100,10 @@ def prepare(hessian: Floats, *, sort: bool = True) -> FactoredHessian:
     raise ParameterError(f"the Hessian of a layer is not positive definite, even with {ATTEMPTS * damping:.3g} on its diagonal")
 
 
-def quantise_matrix(weight: Floats, hessian: Floats | FactoredHessian | None, groups: Groups) -> Exl2Matrix:
+def quantise_matrix(weight: Floats | Unread, hessian: Floats | FactoredHessian | None, groups: Groups) -> Exl2Matrix:
     """Quantise the weight of a linear layer.
 
-    weight   float32 [N, K], rounded to float16 first; not modified
+    weight   float32 [N, K], or what reads it; rounded to float16 first; not modified
     hessian  float32 [K, K] of its inputs, or what `prepare` made of one; None: plain rounding, features in their own order
     groups   bits and rows, in stored order (`options.groups_of`)
 
@@ -101,7 +113,7 @@ def quantise_matrix(weight: Floats, hessian: Floats | FactoredHessian | None, gr
     (`formats.exl2.why_illegal`).
 
     Cost: about 1,000 operations for each weight, most of them in the scale search; with a Hessian N K² more, and those of
-    `prepare`. Memory besides the result: one group of rows, and with a Hessian 4 N K bytes.
+    `prepare`. Memory besides weight and result: one group of rows, and with a Hessian 4 N K bytes.
     """
     prepared = prepare(hessian) if isinstance(hessian, np.ndarray) else hessian
     order = np.arange(weight.shape[1]) if prepared is None else prepared.order
@@ -159,7 +171,7 @@ def quantise_fixed_groups(
 
 
 def _rounded(
-    weight: Floats, prepared: FactoredHessian | None, groups: Groups, scales_of: ScalesOf, *, half: bool
+    weight: Floats | Unread, prepared: FactoredHessian | None, groups: Groups, scales_of: ScalesOf, *, half: bool
 ) -> Iterator[Codes]:
     """The codes of each group: uint8 [rows, N']. `scales_of` sees rows with the errors of earlier groups taken into account.
 
@@ -168,16 +180,18 @@ def _rounded(
     A row's error is passed on to the rest of its group at once, to the rest of a run of up to `TILE` rows after the group, and
     to all later rows after the run.
     """
+    plain = weight.read() if isinstance(weight, Unread) else weight
     if prepared is None:
-        yield from round_plainly(weight, np.arange(weight.shape[1]), groups, scales_of, half=half)
+        yield from round_plainly(plain, np.arange(plain.shape[1]), groups, scales_of, half=half)
         return
     from weightsmith.kernels.exl2 import quantise_rows
 
     torch, order, factor = _torch(), prepared.order, prepared.factor
-    cols = padded(len(weight)) if half else len(weight)
+    cols = padded(len(plain)) if half else len(plain)
     w, errors = torch.empty(len(order), cols), torch.empty(max(TILE, *(group.rows for group in groups)), cols)
     for top in range(0, len(order), TILE):
-        w[top : top + TILE].numpy()[:] = rows_of(weight, order[top : top + TILE], half=half)
+        w[top : top + TILE].numpy()[:] = rows_of(plain, order[top : top + TILE], half=half)
+    del plain
     number = begin = 0
     for run in _runs(groups):
         first, end = begin, begin + sum(group.rows for group in run)
