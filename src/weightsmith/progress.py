@@ -51,7 +51,7 @@ class Reading:
 
 
 class Rate:
-    """Speed and time left, from the readings of one label.
+    """Speed and time left, from the readings of one piece of work.
 
     >>> clock = iter([0.0, 1.0, 2.0])
     >>> rate = Rate(lambda: next(clock))
@@ -81,6 +81,26 @@ class Rate:
         began, done = self._first
         seconds = (reading.total - reading.done) * (now - began) / (reading.done - done) if reading.done > done else None
         return speed, seconds
+
+
+class Rates:
+    """A `Rate` for each piece of work: merging and computing take turns."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._rates: dict[tuple[str, int], tuple[Rate, int]] = {}
+
+    def begins(self, reading: Reading) -> bool:
+        """Whether this is the first reading of its work. Another run may do work of the same label and size."""
+        known = self._rates.get((reading.label, reading.total))
+        return known is None or reading.done < known[1]
+
+    def take(self, reading: Reading) -> tuple[float | None, float | None]:
+        """See `Rate.take`."""
+        key = reading.label, reading.total
+        rate = Rate(self._clock) if self.begins(reading) else self._rates[key][0]
+        self._rates[key] = rate, reading.done
+        return rate.take(reading)
 
 
 class Meter(ABC):
@@ -119,23 +139,20 @@ class Silent(Meter):
 
 
 class Lines(Meter):
-    """Plain lines: one when a label begins, then one every `LINE_SECONDS`."""
+    """Plain lines: one when some work begins, then one every `LINE_SECONDS`."""
 
     def __init__(self, write: Callable[[str], None] = note, clock: Callable[[], float] = time.monotonic) -> None:
         self._write = write
         self._clock = clock
-        self._label = ""
-        self._rate = Rate(clock)
+        self._rates = Rates(clock)
         self._last = 0.0
         self._said: set[str] = set()
 
     def show(self, reading: Reading) -> None:
         """One line if it is time for one."""
         now = self._clock()
-        begins = reading.label != self._label
-        if begins:
-            self._label, self._rate = reading.label, Rate(self._clock)
-        speed, left = self._rate.take(reading)
+        begins = self._rates.begins(reading)
+        speed, left = self._rates.take(reading)
         if begins or now - self._last >= LINE_SECONDS:
             self._last = now
             self._write(line(reading, speed, left))
@@ -181,7 +198,7 @@ class Bar(Meter):
         from rich.progress import BarColumn, Progress, TextColumn
 
         self._clock = clock
-        self._rate = Rate(clock)
+        self._rates = Rates(clock)
         self._label = ""
         self._last = 0.0
         self._task: TaskID | None = None
@@ -196,10 +213,8 @@ class Bar(Meter):
         now = self._clock()
         if reading.label == self._label and now - self._last < 0.1:
             return
-        if reading.label != self._label:
-            self._label, self._rate = reading.label, Rate(self._clock)
-        self._last = now
-        self._draw(reading.label, "  ".join(how_far(reading, *self._rate.take(reading))), reading.share)
+        self._label, self._last = reading.label, now
+        self._draw(reading.label, "  ".join(how_far(reading, *self._rates.take(reading))), reading.share)
 
     def say(self, text: str) -> None:
         """The text in place of the label; the bar stays as it was."""
@@ -225,7 +240,7 @@ class Cell(Meter):
         notebook: Any = import_module("IPython.display")  # no dependency: a notebook's kernel has it
         self._html = notebook.HTML
         self._clock = clock
-        self._rate = Rate(clock)
+        self._rates = Rates(clock)
         self._label = ""
         self._last = 0.0
         self._handle: Any = notebook.display(notebook.HTML(""), display_id=True)
@@ -235,10 +250,8 @@ class Cell(Meter):
         now = self._clock()
         if reading.label == self._label and now - self._last < 0.5:
             return
-        if reading.label != self._label:
-            self._label, self._rate = reading.label, Rate(self._clock)
-        self._last = now
-        text = line(reading, *self._rate.take(reading))
+        self._label, self._last = reading.label, now
+        text = line(reading, *self._rates.take(reading))
         self._handle.update(self._html(f"<progress value='{reading.share:.3f}' max='1'></progress> {escape(text)}"))
 
     def say(self, text: str) -> None:
@@ -292,7 +305,7 @@ def show_progress(shown: Meter, progress: Progress, doing: str) -> None:
         if computation.total:  # else it has not begun: torch and transformers are being imported
             shown.show(Reading(computation.doing, computation.done, computation.total, None))
         return
-    if not progress.total_tensors and not progress.waiting:  # a plan of products that has not begun, or has ended
+    if not progress.total_tensors:  # a plan of products alone, between two of them
         return
     done, total = progress.written_bytes, progress.total_bytes
     label = doing if progress.tensors < progress.total_tensors else "saving to disk"

@@ -41,6 +41,29 @@ def test_another_label_begins_with_a_line_and_counts_anew() -> None:
     assert lines[1:] == ["merging:  50 %, 500 bytes of 1.00 kB", "merging:  60 %, 600 bytes of 1.00 kB, 100 kB/s, 40 s left"]
 
 
+def test_work_that_takes_turns_keeps_its_time_left() -> None:
+    clock, lines = Clock(), list[str]()
+    log = Lines(lines.append, clock)
+    for done in range(4):
+        log.show(Reading("computing", done, 10, None))
+        clock.now += 3
+        log.show(Reading("merging", done, 10, done))
+        clock.now += 3
+    log.show(Reading("merging", 0, 10, 0))  # another merge
+    assert lines == [
+        "computing:   0 %",
+        "merging:   0 %, 0 bytes of 10 bytes",
+        "merging:  20 %, 2 bytes of 10 bytes, 0 bytes/s, 48 s left",
+        "merging:   0 %, 0 bytes of 10 bytes",
+    ]
+
+
+def test_nothing_is_shown_between_two_products() -> None:
+    lines = list[str]()
+    show_progress(Lines(lines.append), Progress(0, 0, 0, 0, 0, 0.0, waiting=True), "merging")
+    assert lines == []
+
+
 def test_a_computation_shows_how_far_it_is_and_no_bytes() -> None:
     clock, lines = Clock(), list[str]()
     log = Lines(lines.append, clock)

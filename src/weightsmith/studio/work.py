@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from weightsmith.api import merge
 from weightsmith.errors import Busy, WeightsmithError, report
-from weightsmith.progress import Meter, Rate, Reading, show_progress
+from weightsmith.progress import Meter, Rates, Reading, show_progress
 from weightsmith.store.area import staging_folder
 
 if TYPE_CHECKING:
@@ -115,8 +115,7 @@ class _Watching(Meter):
     def __init__(self, update: Callable[..., None], cancel: threading.Event) -> None:
         self._update = update
         self._cancel = cancel
-        self._label = ""
-        self._rate = Rate(time.monotonic)
+        self._rates = Rates(time.monotonic)
 
     def progress(self, progress: Progress) -> None:
         """Called about ten times a second."""
@@ -134,9 +133,7 @@ class _Watching(Meter):
 
     def show(self, reading: Reading) -> None:
         """Keep it."""
-        if reading.label != self._label:
-            self._label, self._rate = reading.label, Rate(time.monotonic)
-        speed, left = self._rate.take(reading)
+        speed, left = self._rates.take(reading)
         self._update(doing=reading.label, reading=reading, speed=speed, left=left)
 
     def say(self, text: str) -> None:
