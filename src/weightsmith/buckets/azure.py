@@ -32,6 +32,7 @@ from weightsmith.buckets.client import (
     check_tls,
     etag_of,
     insist,
+    not_installed,
     too_long,
     written_before,
 )
@@ -84,8 +85,7 @@ class AzureBucket:
             from azure.core import MatchConditions, exceptions
             from azure.storage.blob import BlobBlock, BlobServiceClient
         except ImportError as error:
-            fix = "install it: pip install 'weightsmith[azure]'"
-            raise StoreError("writing to Azure requires azure-storage-blob", where=where, fix=fix) from error
+            raise not_installed("writing to Azure", "azure-storage-blob", "azure", where) from error
         self.name = name
         self._error, self._response_error = exceptions.AzureError, exceptions.HttpResponseError
         self._credential_error = exceptions.ClientAuthenticationError

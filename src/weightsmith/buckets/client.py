@@ -166,6 +166,11 @@ def written_before(bucket: Bucket, key: str, data: bytes) -> str | None:
     return found.etag if found is not None and found.data == data else None
 
 
+def not_installed(what: str, library: str, extra: str, where: str) -> StoreError:
+    """The error for a store whose library is missing. extra: of weightsmith, which installs it."""
+    return StoreError(f"{what} requires {library}", where=where, fix=f"install it: pip install 'weightsmith[{extra}]'")
+
+
 def too_long(max_bytes: int, where: str) -> StoreError:
     """The error for an object that is longer than anything of ours."""
     return StoreError(f"more than the {max_bytes:,} bytes that are read", where=where, fix="remove it")

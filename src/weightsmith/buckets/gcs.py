@@ -31,6 +31,7 @@ from weightsmith.buckets.client import (
     check_tls,
     insist,
     md5_of,
+    not_installed,
     too_long,
     written_before,
 )
@@ -63,8 +64,7 @@ class GoogleBucket:
             from google.auth import exceptions
             from google.auth.transport.requests import AuthorizedSession
         except ImportError as error:
-            fix = "install it: pip install 'weightsmith[gcs]'"
-            raise StoreError("writing to Google Cloud Storage requires google-auth", where=where, fix=fix) from error
+            raise not_installed("writing to Google Cloud Storage", "google-auth", "gcs", where) from error
         self.name = name
         self._endpoint = google_endpoint() or GOOGLE_ENDPOINT
         check_tls(self._endpoint, where)

@@ -26,6 +26,7 @@ from weightsmith.buckets.client import (
     Run,
     check_tls,
     md5_of,
+    not_installed,
     too_long,
     written_before,
 )
@@ -61,8 +62,7 @@ class S3Bucket:
             import botocore.session
             from botocore.config import Config
         except ImportError as error:
-            fix = "install it: pip install 'weightsmith[remote]'"
-            raise StoreError("writing to a bucket requires botocore", where=f"s3://{name}", fix=fix) from error
+            raise not_installed("writing to a bucket", "botocore", "remote", f"s3://{name}") from error
         from botocore import exceptions
 
         self.name = name
