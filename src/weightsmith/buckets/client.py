@@ -10,7 +10,7 @@ import hashlib
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from weightsmith.errors import StoreError
 from weightsmith.remote.access import allows_http
@@ -155,6 +155,25 @@ def insist(call: Callable[[], Answer]) -> Answer:
         except (Passing, Damaged):
             time.sleep(min(MOST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2**attempt) * random.uniform(0.5, 1.0))
     return call()
+
+
+def pages(ask: Callable[[dict[str, Any]], tuple[Answer, dict[str, Any] | None]], where: str) -> Iterator[Answer]:
+    """The pages of a list. Raises StoreError if a marker is empty or repeated: the list would never end.
+
+    ask  the page at a marker, {} for the first page; and the marker of the next page, None if there is none
+    """
+    marker: dict[str, Any] = {}
+    seen: set[str] = set()
+    while True:
+        page, following = ask(marker)
+        yield page
+        if following is None:
+            return
+        if not following or str(following) in seen:
+            what = "the store's list does not end: the marker of a page is missing or repeated"
+            raise StoreError(what, where=where, fix="check the endpoint of the store, and run again")
+        seen.add(str(following))
+        marker = following
 
 
 def written_before(bucket: Bucket, key: str, data: bytes) -> str | None:
