@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,10 @@ from weightsmith.adapters.recipes import prepare_merge
 from weightsmith.errors import Busy, CannotResume, OutputExists, ParameterError, PushFailed, StoreError
 from weightsmith.execution import Callbacks, execute
 from weightsmith.execution.output import check_options
+from weightsmith.hub_outputs import repository
+from weightsmith.hub_outputs.address import parse_hub_address
 from weightsmith.hub_outputs.files import FILLED, UPLOADS, PassingFiles
+from weightsmith.hub_outputs.repository import HubRepository
 from weightsmith.options import RecipeOptions, RunOptions
 from weightsmith.store.staging import Staging
 
@@ -251,8 +255,23 @@ def test_a_manifest_that_was_edited_lists_nothing(here: Path, hub: FakeHub) -> N
         run(overwrite=True)
 
 
+def test_no_more_of_a_manifest_is_read_than_one_can_have(here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = hub.put("org/out", {"weightsmith.json": bytes(32 << 20)})
+    model = HubRepository(parse_hub_address(OUT))
+    monkeypatch.setattr(repository, "MAX_MANIFEST_BYTES", 1 << 20)
+    with pytest.raises(PushFailed, match="more than the 1,048,576 bytes that a manifest can have"):
+        run("linear", overwrite=True)
+    tracemalloc.start()
+    try:
+        with pytest.raises(PushFailed, match="more than the 1,048,576 bytes"):
+            model.manifest(commit)
+        assert tracemalloc.get_traced_memory()[1] < 48 << 20  # 32 MiB are the server's
+    finally:
+        tracemalloc.stop()
+    assert len(hub.asked("GET", "/org/out/resolve/*")) == 2
+
+
 def test_the_model_that_is_read_is_not_replaced(here: Path, hub: FakeHub) -> None:
-    from weightsmith.hub_outputs.address import parse_hub_address
     from weightsmith.hub_outputs.contents import check_not_read
 
     check_not_read(parse_hub_address("hf://org/a@new"), ["org/a", "./x", "s3://org/a"])

@@ -33,7 +33,7 @@ def check_vacant(repository: HubRepository, commit: str, *, overwrite: bool) -> 
     listed: set[str] = set()
     if MANIFEST_NAME in found:
         try:
-            manifest = repository.manifest(commit, found[MANIFEST_NAME].nbytes)
+            manifest = repository.manifest(commit)
         except PushFailed:
             raise
         except WeightsmithError as error:

@@ -150,22 +150,29 @@ class HubRepository:
 
         return self._call("listing the files", listed)
 
-    def manifest(self, commit: str, nbytes: int) -> Manifest:
-        """weightsmith's manifest in a commit. nbytes: its size. Raises also the errors of `decode_manifest`."""
+    def manifest(self, commit: str) -> Manifest:
+        """weightsmith's manifest in a commit. Raises also the errors of `decode_manifest`."""
         import huggingface_hub
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
         where = f"{self.address}/{MANIFEST_NAME}"
-        if nbytes > MAX_MANIFEST_BYTES:
-            raise PushFailed(f"{nbytes:,} bytes: more than any manifest has", where=where, fix="remove it")
         url = huggingface_hub.hf_hub_url(self.address.repo, MANIFEST_NAME, revision=commit)
 
         def read() -> bytes:
-            answer = huggingface_hub.get_session().get(url, headers=build_hf_headers())
-            hf_raise_for_status(answer)
-            return bytes(answer.content)
+            data = bytearray()
+            with huggingface_hub.get_session().stream("GET", url, headers=build_hf_headers()) as answer:
+                hf_raise_for_status(answer)
+                for piece in answer.iter_bytes():
+                    data += piece
+                    if len(data) > MAX_MANIFEST_BYTES:
+                        break
+            return bytes(data)
 
-        return decode_manifest(self._call(f"reading {MANIFEST_NAME}", read), where)
+        data = self._call(f"reading {MANIFEST_NAME}", read)
+        if len(data) > MAX_MANIFEST_BYTES:
+            what = f"more than the {MAX_MANIFEST_BYTES:,} bytes that a manifest can have"
+            raise PushFailed(what, where=where, fix="remove it")
+        return decode_manifest(data, where)
 
     def upload(self, path: Path, name: str) -> CommitOperationAdd:
         """Upload a file, for a commit that adds it; nothing is visible before. Raises also for one that LFS does not take."""
