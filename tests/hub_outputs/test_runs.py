@@ -30,7 +30,7 @@ from weightsmith.execution.output import check_options
 from weightsmith.hub_outputs import repository
 from weightsmith.hub_outputs.address import parse_hub_address
 from weightsmith.hub_outputs.files import FILLED, UPLOADS, PassingFiles
-from weightsmith.hub_outputs.repository import HubRepository
+from weightsmith.hub_outputs.repository import Content, HubRepository
 from weightsmith.options import RecipeOptions, RunOptions
 from weightsmith.store.staging import Staging
 
@@ -595,6 +595,26 @@ def test_files_that_the_hub_has_removed_meanwhile_are_uploaded_again(here: Path,
     again = run("linear")
     assert 0 < again.written_bytes < sum(shard.nbytes for shard in again.plan.layout.shards) / 3
     assert hub.pushed == {"org/out": local(here, "linear")}
+
+
+def test_the_hub_is_asked_about_a_hundred_uploaded_files_at_a_time(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import lfs
+
+    batches: list[int] = []
+
+    def ask(infos: list[Any], *given: Any) -> Any:
+        batches.append(len(infos))
+        return known(infos, *given)
+
+    known = lfs.post_lfs_batch_info
+    monkeypatch.setattr(lfs, "post_lfs_batch_info", ask)
+    hub.put("org/out", {})
+    files = {f"{i}.safetensors": Content(1, "", hashlib.sha256(b"%d" % i).hexdigest()) for i in range(250)}
+    hub.objects = {each.sha256: b"x" for name, each in files.items() if name not in ("7.safetensors", "249.safetensors")}
+    model = HubRepository(parse_hub_address(OUT))
+    assert model.missing(files) == ["7.safetensors", "249.safetensors"]
+    assert batches == [100, 100, 50]
+    assert model.missing({}) == []
 
 
 def test_the_disk_is_looked_at_before_anything_is_computed(here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -32,6 +33,8 @@ FIRST_WAIT_SECONDS = 1.0
 
 _MOST_COMMITS = 10
 """Of other people, on top of one whose answer was lost, among which it is looked for."""
+_BATCH = 100
+"""Uploaded files that one request asks about."""
 _AGAIN = "run again"
 _FIXES = {
     401: ("the hub does not accept the token", "run `hf auth login`, or set HF_TOKEN, to a valid token that may write"),
@@ -198,13 +201,16 @@ class HubRepository:
         wanted = {each.sha256: name for name, each in files.items()}
         infos = [UploadInfo(size=c.nbytes, sample=b"", sha256=bytes.fromhex(c.sha256)) for c in files.values()]
 
-        def ask() -> list[str]:
+        def ask(batch: list[UploadInfo]) -> list[str]:
             actions, problems, _ = post_lfs_batch_info(
-                infos, None, "model", self.address.repo, self.address.branch, self.api.endpoint
+                batch, None, "model", self.address.repo, self.address.branch, self.api.endpoint
             )
             return [wanted[each["oid"]] for each in (*actions, *problems) if each.get("actions") or "error" in each]
 
-        return self._call("asking for the uploaded files", ask) if infos else []
+        found: list[str] = []
+        for start in range(0, len(infos), _BATCH):
+            found += self._call("asking for the uploaded files", partial(ask, infos[start : start + _BATCH]))
+        return found
 
     def commit(
         self,
