@@ -406,6 +406,19 @@ def test_without_a_network_or_a_token_nothing_is_begun(here: Path, hub: FakeHub,
     assert (staging(here), hub.written) == ([], {})
 
 
+@pytest.mark.parametrize("existed", [False, True])
+@pytest.mark.parametrize("start", ["/api/models/org/out/branch", "/api/models/org/out/commits"])
+def test_an_error_after_the_repository_was_created_says_so(here: Path, hub: FakeHub, start: str, existed: bool) -> None:
+    if existed:
+        hub.put("org/out", {"notes.txt": b"mine", ".gitattributes": ATTRIBUTES})
+    hub.fails[start] = 403
+    with pytest.raises(PushFailed, match="the token may not do this") as caught:
+        run("linear", f"{OUT}@v2")
+    made = "Nothing was uploaded. The empty private repository org/out was created."
+    assert caught.value.state == ("Nothing was written." if existed else made)
+    assert (staging(here), [*hub.written["org/out"].branches]) == ([], ["main"])
+
+
 def test_a_repository_that_keeps_weights_in_git_is_rejected(here: Path, hub: FakeHub) -> None:
     hub.put("org/out", {".gitattributes": b"*.bin filter=lfs\n"})
     with pytest.raises(PushFailed, match=r"does not take this weight file, because of its \.gitattributes"):

@@ -74,7 +74,10 @@ def content_of(path: Path) -> Content:
 
 
 class HubRepository:
-    """A branch of a model on the Hub. Thread-safe. Its methods raise PushFailed if the hub refuses or does not answer."""
+    """A branch of a model on the Hub. Thread-safe. Its methods raise PushFailed if the hub refuses or does not answer.
+
+    created  what `create` has done, for messages; "" if the repository existed
+    """
 
     def __init__(self, address: HubAddress) -> None:
         """Sends nothing. Raises PushFailed without a network or a token."""
@@ -82,6 +85,7 @@ class HubRepository:
         from huggingface_hub import constants
 
         self.address = address
+        self.created = ""
         if constants.HF_HUB_OFFLINE:
             fix = "unset it, or write to a local folder"
             raise PushFailed("HF_HUB_OFFLINE=1 forbids uploading", where=str(address), fix=fix, state=NOTHING_WRITTEN)
@@ -126,7 +130,10 @@ class HubRepository:
         if head is not None:
             return head
         repo, branch = self.address.repo, self.address.branch
+        existed = self._call("looking for the repository", lambda: self.api.repo_exists(repo))
         self._call("creating the repository", lambda: self.api.create_repo(repo, private=not public, exist_ok=True))
+        if not existed:
+            self.created = f"The empty {'public' if public else 'private'} repository {repo} was created."
         if branch != MAIN and self.head() is None:
             first = self._call("its first commit", lambda: self.api.list_repo_commits(repo)[-1].commit_id)
             self._call(
