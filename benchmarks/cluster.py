@@ -11,7 +11,6 @@ gained.
 from __future__ import annotations
 
 import argparse
-import filecmp
 import shutil
 import statistics
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 from benchmarks.bench import WORK
 from benchmarks.jobs import JOBS, Job
 from benchmarks.models import ROOT, SCALES, build
-from benchmarks.process import Measured, prepare_cache, run
+from benchmarks.process import check_same, in_turn, run
 
 _START = """
 import logging, os
@@ -61,14 +60,8 @@ def measure(job: Job, folder: Path, runs: int) -> str:
     }
     for command in rivals.values():
         run(command, work / "log")
-    for file in (work / "one").glob("*.safetensors"):
-        if not filecmp.cmp(file, work / "ray" / file.name, shallow=False):
-            raise SystemExit(f"{job.name}: {file.name} differs when it is made by Ray")
-    done: dict[str, list[Measured]] = {name: [] for name in rivals}
-    for _ in range(runs):
-        for name, command in rivals.items():
-            prepare_cache(inputs, "warm")
-            done[name].append(run(command, work / "log"))
+    check_same(work / "one", work / "ray")
+    done = in_turn(rivals, runs, inputs, work / "log")
     shutil.rmtree(work)
     wall = {name: statistics.median(each.wall_seconds for each in found) for name, found in done.items()}
     share = (wall["by ray"] - wall["ray"]) / wall["one"]

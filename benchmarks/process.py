@@ -6,11 +6,12 @@ This module imports nothing large: Linux counts the memory of the process that s
 from __future__ import annotations
 
 import ctypes
+import filecmp
 import mmap
 import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -62,6 +63,23 @@ def prepare_cache(files: Sequence[Path], state: CacheState) -> None:
                     pass
         finally:
             os.close(fd)
+
+
+def in_turn(commands: Mapping[str, Sequence[str]], runs: int, inputs: Sequence[Path], log: Path) -> dict[str, list[Measured]]:
+    """Run the commands one after another, so many times; `inputs` are in the page cache before each."""
+    done: dict[str, list[Measured]] = {name: [] for name in commands}
+    for _ in range(runs):
+        for name, command in commands.items():
+            prepare_cache(inputs, "warm")
+            done[name].append(run(command, log))
+    return done
+
+
+def check_same(folder: Path, other: Path) -> None:
+    """Raise SystemExit if a weight file of the one differs in the other."""
+    for file in folder.glob("*.safetensors"):
+        if not filecmp.cmp(file, other / file.name, shallow=False):
+            raise SystemExit(f"{other / file.name} differs from {file}")
 
 
 def cached_share(files: Sequence[Path]) -> float:

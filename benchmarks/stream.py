@@ -10,7 +10,6 @@ equal, byte for byte. Times are of whole processes, which do not wait for the di
 from __future__ import annotations
 
 import argparse
-import filecmp
 import os
 import shutil
 import statistics
@@ -28,7 +27,7 @@ from pathlib import Path
 from benchmarks.bench import WORK
 from benchmarks.jobs import JOBS, Job
 from benchmarks.models import ROOT, SCALES, build
-from benchmarks.process import Measured, prepare_cache, run
+from benchmarks.process import check_same, in_turn, run
 
 PIECE_BYTES = 256 << 10
 """Sent at a time: at 200 MB/s, 1.3 ms of the link."""
@@ -178,19 +177,13 @@ def measure(job: Job, folder: Path, port: int, link: float, runs: int) -> str:
         text = job.recipe(folder, layers).replace(str(folder), str(place))
         (work / f"{where}.yml").write_text(text, encoding="utf-8")
         run([*merge, str(work / f"{where}.yml"), str(work / where)], work / "log")
-    for file in (work / "local").glob("*.safetensors"):
-        if not filecmp.cmp(file, work / "streamed" / file.name, shallow=False):
-            raise SystemExit(f"{job.name}: {file.name} differs when it is streamed")
+    check_same(work / "local", work / "streamed")
     listed = ",".join(f"/{file.relative_to(folder)}={file.stat().st_size}" for file in inputs)
     rivals = {
         "link": [sys.executable, "-m", "benchmarks.stream", "--fetch", f"127.0.0.1:{port}/{listed}"],
         "streamed": [*merge, str(work / "streamed.yml"), str(work / "streamed")],
     }
-    done: dict[str, list[Measured]] = {name: [] for name in rivals}
-    for _ in range(runs):
-        for name, command in rivals.items():
-            prepare_cache(inputs, "warm")
-            done[name].append(run(command, work / "log"))
+    done = in_turn(rivals, runs, inputs, work / "log")
     shutil.rmtree(work)
     moved = sum(file.stat().st_size for file in inputs)
     wall = {name: statistics.median(each.wall_seconds for each in found) for name, found in done.items()}

@@ -14,6 +14,7 @@ from benchmarks.check import check
 from benchmarks.checkpoint import reserve, tensors
 from benchmarks.floor import chunks, interleave, run
 from benchmarks.jobs import JOBS, LINEAR_WEIGHTS
+from benchmarks.process import check_same
 
 BF16 = ml_dtypes.bfloat16
 SIZE = 40_000
@@ -170,3 +171,12 @@ def test_the_floor_says_when_a_read_falls_short(tmp_path):
     source.write_bytes(bytes(100))
     with source.open("rb") as reading, pytest.raises(OSError, match="read 100 of 101"):
         run([*chunks(reading.fileno(), 101, False)], threads=1)
+
+
+def test_outputs_that_differ_in_one_byte_are_not_the_same(tmp_path):
+    for name, last in (("one", b"a"), ("same", b"a"), ("other", b"b")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(bytes(100) + last)
+    check_same(tmp_path / "one", tmp_path / "same")
+    with pytest.raises(SystemExit, match=r"other/model.safetensors differs"):
+        check_same(tmp_path / "one", tmp_path / "other")

@@ -280,6 +280,26 @@ def test_lists_of_google_go_on_where_a_page_ends(monkeypatch: pytest.MonkeyPatch
     assert [query.get("pageToken") for query in asked[4:]] == [None, "t"]
 
 
+def test_lists_of_s3_go_on_where_a_page_ends(moto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket, send = S3Bucket(moto.bucket), S3Bucket._call
+    limits = {"list_objects_v2": "MaxKeys", "list_parts": "MaxParts", "list_multipart_uploads": "MaxUploads"}
+
+    def call(self: S3Bucket, operation: str, key: str | None, **more: Any) -> Any:
+        return send(self, operation, key, **more, **({limits[operation]: 2} if operation in limits else {}))
+
+    monkeypatch.setattr(S3Bucket, "_call", call)
+    names = ["x/1", "x/2", "x/3/a", "x/4", "x/5/a"]
+    for name in names:
+        bucket.put(name, b"1")
+    assert [*bucket.names("x/")] == [(name, 1) for name in names]
+    assert [*bucket.folders("x/")] == ["x/3/", "x/5/"]
+    upload = bucket.begin("x/1", "token")
+    etags = {i: bucket.upload("x/1", upload, i, b"%d" % i, md5_of(b"%d" % i)) for i in range(1, 6)}
+    assert bucket.parts("x/1", upload) == {i: (etag, 1) for i, etag in etags.items()}
+    begun = {(name, bucket.begin(name, "token")) for name in names[1:]} | {("x/1", upload)}
+    assert {*bucket.uploads("x/")} == begun
+
+
 def test_lists_of_azure_go_on_where_a_page_ends(new_server: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch) -> None:
     bucket: Any = opened(new_server(AZURITE))
     for name in ("x/1", "x/2", "x/3/a", "x/4", "x/5/a"):
@@ -297,6 +317,70 @@ def google(text: str, monkeypatch: pytest.MonkeyPatch) -> gcs.GoogleBucket:
     bucket = gcs.GoogleBucket("bkt")
     monkeypatch.setattr(type(bucket._session), "request", lambda *given, **more: Answer(200, text))
     return bucket
+
+
+def unending(bucket: Any) -> None:
+    """Every list of the bucket raises after two pages."""
+    for call in (
+        lambda: [*bucket.names("x")],
+        lambda: [*bucket.folders("x")],
+        lambda: [*bucket.uploads("x")],
+        lambda: bucket.parts("x", "id"),
+    ):
+        with pytest.raises(StoreError, match="the store's list does not end"):
+            call()
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_lists_of_s3_that_never_end_are_one_error(marked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("botocore")
+    for name, value in environment_at("s3", 1).items():
+        monkeypatch.setenv(name, value)
+    bucket, asked = S3Bucket("bkt"), list[str]()
+    markers = {"ContinuationToken": "t", "PartNumberMarker": 7, "KeyMarker": "k", "UploadIdMarker": "u"}
+
+    def call(operation: str, key: str | None, **more: Any) -> Any:
+        asked.append(operation)
+        return {"IsTruncated": True} | ({f"Next{name}": value for name, value in markers.items()} if marked else {})
+
+    monkeypatch.setattr(bucket, "_call", call)
+    unending(bucket)
+    assert len(asked) == 4 * (2 if marked else 1)
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_lists_of_google_that_never_end_are_one_error(marked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("NextPartNumberMarker", "NextKeyMarker", "NextUploadIdMarker")
+    markers = "".join(f"<{name}>7</{name}>" for name in names) if marked else ""
+    bucket, asked = google("", monkeypatch), list[str]()
+
+    def request(self: Any, method: str, url: str, **more: Any) -> Answer:
+        asked.append(url)
+        found = json.dumps({"nextPageToken": "t"})
+        return Answer(200, found if "/storage/v1/" in url else f"<R><IsTruncated>true</IsTruncated>{markers}</R>")
+
+    monkeypatch.setattr(type(bucket._session), "request", request)
+    unending(bucket)
+    assert len(asked) == 4 + 2 * (2 if marked else 1)
+
+
+def test_lists_of_azure_that_never_end_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("azure.storage.blob")
+    from azure.core.paging import ItemPaged
+
+    for name, value in environment_at("az", 1).items():
+        monkeypatch.setenv(name, value)
+    bucket, asked = azure.AzureBucket("bkt"), list[str | None]()
+
+    def endless(**more: Any) -> Any:
+        return ItemPaged(lambda token: asked.append(token), lambda answer: ("t", []))
+
+    monkeypatch.setattr(bucket._container, "list_blobs", endless)
+    monkeypatch.setattr(bucket._container, "walk_blobs", endless)
+    for call in (bucket.names, bucket.folders, bucket.uploads):
+        with pytest.raises(StoreError, match="the store's list does not end"):
+            [*call("x")]
+    assert asked == 3 * [None, "t"]
 
 
 @pytest.mark.parametrize("text", ["[]", "null", '"x"', '{"size": "five", "items": [{}]}', '{"items": 5}', "<html/>"])

@@ -504,6 +504,17 @@ def test_what_no_manifest_of_ours_lists_is_never_replaced(memory: MemoryBucket, 
     assert memory.objects == before
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_hostile_names_are_quoted_and_escaped(memory: MemoryBucket, overwrite: bool) -> None:
+    memory.put(f"{OUT.prefix}/a\x1b[2J, mine\n", b"")
+    memory.put(f"{OUT.prefix}/{'b' * 900}\x1b", b"")
+    with pytest.raises(OutputExists) as found:
+        open_out(overwrite=overwrite)
+    (names,) = found.value.finding.details
+    assert names.startswith(("would be lost: " if overwrite else "it holds ") + r"'a\x1b[2J, mine\n', 'bbb")
+    assert len(names) < 300
+
+
 @pytest.mark.parametrize(
     "read",
     [

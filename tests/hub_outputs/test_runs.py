@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,10 @@ from weightsmith.adapters.recipes import prepare_merge
 from weightsmith.errors import Busy, CannotResume, OutputExists, ParameterError, PushFailed, StoreError
 from weightsmith.execution import Callbacks, execute
 from weightsmith.execution.output import check_options
+from weightsmith.hub_outputs import repository
+from weightsmith.hub_outputs.address import parse_hub_address
 from weightsmith.hub_outputs.files import FILLED, UPLOADS, PassingFiles
+from weightsmith.hub_outputs.repository import Content, HubRepository
 from weightsmith.options import RecipeOptions, RunOptions
 from weightsmith.store.staging import Staging
 
@@ -226,6 +230,16 @@ def test_other_peoples_files_are_never_replaced(here: Path, hub: FakeHub) -> Non
     assert hub.pushed == {"org/out": {"notes.txt": b"mine"}}
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_hostile_names_are_quoted_and_escaped(here: Path, hub: FakeHub, overwrite: bool) -> None:
+    hub.put("org/out", {"a\x1b[2J, mine\n": b"", "b" * 900 + "\x1b": b""})
+    with pytest.raises(OutputExists) as caught:
+        run("linear", overwrite=overwrite)
+    (names,) = caught.value.finding.details
+    assert names.startswith(("would be lost: " if overwrite else "it holds ") + r"'a\x1b[2J, mine\n', 'bbb")
+    assert len(names) < 300
+
+
 def test_a_card_that_somebody_wrote_stays_if_the_output_has_none(here: Path, hub: FakeHub) -> None:
     hub.put("org/out", {"README.md": b"mine", ".gitattributes": ATTRIBUTES})
     with pytest.raises(OutputExists, match="already holds files"):
@@ -241,8 +255,23 @@ def test_a_manifest_that_was_edited_lists_nothing(here: Path, hub: FakeHub) -> N
         run(overwrite=True)
 
 
+def test_no_more_of_a_manifest_is_read_than_one_can_have(here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = hub.put("org/out", {"weightsmith.json": bytes(32 << 20)})
+    model = HubRepository(parse_hub_address(OUT))
+    monkeypatch.setattr(repository, "MAX_MANIFEST_BYTES", 1 << 20)
+    with pytest.raises(PushFailed, match="more than the 1,048,576 bytes that a manifest can have"):
+        run("linear", overwrite=True)
+    tracemalloc.start()
+    try:
+        with pytest.raises(PushFailed, match="more than the 1,048,576 bytes"):
+            model.manifest(commit)
+        assert tracemalloc.get_traced_memory()[1] < 48 << 20  # 32 MiB are the server's
+    finally:
+        tracemalloc.stop()
+    assert len(hub.asked("GET", "/org/out/resolve/*")) == 2
+
+
 def test_the_model_that_is_read_is_not_replaced(here: Path, hub: FakeHub) -> None:
-    from weightsmith.hub_outputs.address import parse_hub_address
     from weightsmith.hub_outputs.contents import check_not_read
 
     check_not_read(parse_hub_address("hf://org/a@new"), ["org/a", "./x", "s3://org/a"])
@@ -375,6 +404,19 @@ def test_without_a_network_or_a_token_nothing_is_begun(here: Path, hub: FakeHub,
     with pytest.raises(PushFailed, match="HF_HUB_OFFLINE=1 forbids uploading"):
         run()
     assert (staging(here), hub.written) == ([], {})
+
+
+@pytest.mark.parametrize("existed", [False, True])
+@pytest.mark.parametrize("start", ["/api/models/org/out/branch", "/api/models/org/out/commits"])
+def test_an_error_after_the_repository_was_created_says_so(here: Path, hub: FakeHub, start: str, existed: bool) -> None:
+    if existed:
+        hub.put("org/out", {"notes.txt": b"mine", ".gitattributes": ATTRIBUTES})
+    hub.fails[start] = 403
+    with pytest.raises(PushFailed, match="the token may not do this") as caught:
+        run("linear", f"{OUT}@v2")
+    made = "Nothing was uploaded. The empty private repository org/out was created."
+    assert caught.value.state == ("Nothing was written." if existed else made)
+    assert (staging(here), [*hub.written["org/out"].branches]) == ([], ["main"])
 
 
 def test_a_repository_that_keeps_weights_in_git_is_rejected(here: Path, hub: FakeHub) -> None:
@@ -566,6 +608,26 @@ def test_files_that_the_hub_has_removed_meanwhile_are_uploaded_again(here: Path,
     again = run("linear")
     assert 0 < again.written_bytes < sum(shard.nbytes for shard in again.plan.layout.shards) / 3
     assert hub.pushed == {"org/out": local(here, "linear")}
+
+
+def test_the_hub_is_asked_about_a_hundred_uploaded_files_at_a_time(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import lfs
+
+    batches: list[int] = []
+
+    def ask(infos: list[Any], *given: Any) -> Any:
+        batches.append(len(infos))
+        return known(infos, *given)
+
+    known = lfs.post_lfs_batch_info
+    monkeypatch.setattr(lfs, "post_lfs_batch_info", ask)
+    hub.put("org/out", {})
+    files = {f"{i}.safetensors": Content(1, "", hashlib.sha256(b"%d" % i).hexdigest()) for i in range(250)}
+    hub.objects = {each.sha256: b"x" for name, each in files.items() if name not in ("7.safetensors", "249.safetensors")}
+    model = HubRepository(parse_hub_address(OUT))
+    assert model.missing(files) == ["7.safetensors", "249.safetensors"]
+    assert batches == [100, 100, 50]
+    assert model.missing({}) == []
 
 
 def test_the_disk_is_looked_at_before_anything_is_computed(here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:

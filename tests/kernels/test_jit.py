@@ -66,6 +66,32 @@ def test_compiled_kernels_are_kept_where_numba_keeps_its_own_else_in_the_users_c
         assert Path(compiler.cache_folder.__wrapped__()).parent == folder
 
 
+def test_kernels_of_other_versions_are_removed_a_month_after_their_last_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(tmp_path))
+    old, recent, linked = (tmp_path / f"kernels-{digit * 16}" for digit in "abc")
+    others = [tmp_path / name for name in ("kernels-mine", f"kernels-{'A' * 16}", f"kernels-{'d' * 17}", "other", "elsewhere")]
+    for folder in (old, recent, *others):
+        (folder / "sub").mkdir(parents=True)
+        (folder / "sub" / "kernel.nbc").touch()
+    (old / "link").symlink_to(tmp_path / "elsewhere")
+    linked.symlink_to(tmp_path / "elsewhere")
+    file = tmp_path / f"kernels-{'e' * 16}"
+    file.touch()
+    now = time.time()
+    for path, days in [(recent, 29), *((path, 31) for path in (old, file, linked, *others))]:
+        os.utime(path, (now - days * 86_400,) * 2, follow_symlinks=False)
+    ours = Path(compiler.cache_folder.__wrapped__())
+    assert sorted(tmp_path.iterdir()) == sorted([ours, recent, linked, file, *others])
+    assert all((folder / "sub" / "kernel.nbc").exists() for folder in (recent, *others))
+    os.utime(ours, (0, 0))
+    os.utime(recent, (0, 0))
+    compiler.cache_folder.__wrapped__()
+    assert ours.stat().st_mtime >= now - 1
+    assert recent.exists()  # they are looked for only when a folder is new
+
+
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where kernels are kept."""

@@ -32,6 +32,8 @@ from weightsmith.buckets.client import (
     check_tls,
     etag_of,
     insist,
+    not_installed,
+    pages,
     too_long,
     written_before,
 )
@@ -84,8 +86,7 @@ class AzureBucket:
             from azure.core import MatchConditions, exceptions
             from azure.storage.blob import BlobBlock, BlobServiceClient
         except ImportError as error:
-            fix = "install it: pip install 'weightsmith[azure]'"
-            raise StoreError("writing to Azure requires azure-storage-blob", where=where, fix=fix) from error
+            raise not_installed("writing to Azure", "azure-storage-blob", "azure", where) from error
         self.name = name
         self._error, self._response_error = exceptions.AzureError, exceptions.HttpResponseError
         self._credential_error = exceptions.ClientAuthenticationError
@@ -193,8 +194,14 @@ class AzureBucket:
 
     def _list(self, begin: Callable[[], Any]) -> Iterator[Any]:
         """The entries of a list, page by page."""
-        pages = begin().by_page()
-        while (page := self._call("List Blobs", "", lambda: _next_page(pages))) is not None:
+        listed = begin().by_page()
+
+        def ask(_marker: dict[str, str]) -> tuple[list[Any], dict[str, str] | None]:
+            page = self._call("List Blobs", "", lambda: [*next(listed)])
+            following = listed.continuation_token
+            return page, {"marker": following} if following else None
+
+        for page in pages(ask, self._shown("")):
             yield from page
 
     # uploads in parts
@@ -350,8 +357,3 @@ def _ours(blocks: Sequence[Any]) -> Iterator[tuple[_Block, int]]:
         if len(name) == _ID_BYTES + _NUMBER_BYTES + _MD5_BYTES:
             number = int.from_bytes(name[_ID_BYTES:-_MD5_BYTES], "big")
             yield _Block(name[:_ID_BYTES], number, name[-_MD5_BYTES:]), each.size
-
-
-def _next_page(pages: Any) -> list[Any] | None:
-    page = next(pages, None)
-    return None if page is None else [*page]

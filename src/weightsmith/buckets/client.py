@@ -10,7 +10,7 @@ import hashlib
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from weightsmith.errors import StoreError
 from weightsmith.remote.access import allows_http
@@ -157,6 +157,25 @@ def insist(call: Callable[[], Answer]) -> Answer:
     return call()
 
 
+def pages(ask: Callable[[dict[str, Any]], tuple[Answer, dict[str, Any] | None]], where: str) -> Iterator[Answer]:
+    """The pages of a list. Raises StoreError if a marker is empty or repeated: the list would never end.
+
+    ask  the page at a marker, {} for the first page; and the marker of the next page, None if there is none
+    """
+    marker: dict[str, Any] = {}
+    seen: set[str] = set()
+    while True:
+        page, following = ask(marker)
+        yield page
+        if following is None:
+            return
+        if not following or str(following) in seen:
+            what = "the store's list does not end: the marker of a page is missing or repeated"
+            raise StoreError(what, where=where, fix="check the endpoint of the store, and run again")
+        seen.add(str(following))
+        marker = following
+
+
 def written_before(bucket: Bucket, key: str, data: bytes) -> str | None:
     """The ETag of an object with these bytes, whose write was refused; None if it has others.
 
@@ -164,6 +183,11 @@ def written_before(bucket: Bucket, key: str, data: bytes) -> str | None:
     """
     found = bucket.read(key, 1 << 20)
     return found.etag if found is not None and found.data == data else None
+
+
+def not_installed(what: str, library: str, extra: str, where: str) -> StoreError:
+    """The error for a store whose library is missing. extra: of weightsmith, which installs it."""
+    return StoreError(f"{what} requires {library}", where=where, fix=f"install it: pip install 'weightsmith[{extra}]'")
 
 
 def too_long(max_bytes: int, where: str) -> StoreError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 
@@ -11,9 +11,8 @@ from weightsmith.buckets.prefix import Prefix
 from weightsmith.errors import NOTHING_WRITTEN, CheckpointError, Corrupt, NotFound, OutputExists, StoreError, WeightsmithError
 from weightsmith.remote.addresses import Address, parse_address
 from weightsmith.store.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest
-from weightsmith.store.target import is_address
+from weightsmith.store.target import is_address, occupied
 
-_SHOWN = 6
 _MOST = 100_000
 
 
@@ -63,20 +62,15 @@ def check_vacant(
         return ()
     check_not_read(address, reads)
     if others and not overwrite:
-        raise OutputExists(
-            "the output already exists",
-            where=str(address),
-            details=(f"it holds {_some(others)}",),
-            fix="choose another prefix, or replace this output with --overwrite (overwrite=True)",
-            state=NOTHING_WRITTEN,
-        )
+        fix = "choose another prefix, or replace this output with --overwrite (overwrite=True)"
+        raise occupied("the output already exists", address, fix, holds=others)
     if others:
         try:
             manifest = manifest_of(bucket, address)
         except NotFound:
             listed = set[str]()
         except WeightsmithError as error:
-            raise _kept(address, f"its manifest cannot be used: {error.finding.what}", ()) from error
+            raise _kept(address, f"its manifest cannot be used: {error.finding.what}") from error
         else:
             listed = {MANIFEST_NAME, *manifest.weights, *manifest.files}
         if lost := [name for name in others if name not in listed]:
@@ -84,15 +78,9 @@ def check_vacant(
     return tuple(found)
 
 
-def _kept(address: Prefix, reason: str, lost: Iterable[str]) -> OutputExists:
-    names = [*lost]
-    return OutputExists(
-        f"will not be overwritten: {reason}",
-        where=str(address),
-        details=(f"would be lost: {_some(names)}",) if names else (),
-        fix="choose another prefix, or remove these objects yourself",
-        state=NOTHING_WRITTEN,
-    )
+def _kept(address: Prefix, reason: str, lost: Sequence[str] = ()) -> OutputExists:
+    fix = "choose another prefix, or remove these objects yourself"
+    return occupied(f"will not be overwritten: {reason}", address, fix, lost=lost)
 
 
 def check_not_read(address: Prefix, reads: Iterable[str]) -> None:
@@ -115,7 +103,3 @@ def _addresses(read: str) -> Iterator[Address]:
         if is_address(text):
             with suppress(WeightsmithError):  # not an address as a whole
                 yield parse_address(text)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (" and more" if len(names) > _SHOWN else "")

@@ -31,6 +31,8 @@ from weightsmith.buckets.client import (
     check_tls,
     insist,
     md5_of,
+    not_installed,
+    pages,
     too_long,
     written_before,
 )
@@ -63,8 +65,7 @@ class GoogleBucket:
             from google.auth import exceptions
             from google.auth.transport.requests import AuthorizedSession
         except ImportError as error:
-            fix = "install it: pip install 'weightsmith[gcs]'"
-            raise StoreError("writing to Google Cloud Storage requires google-auth", where=where, fix=fix) from error
+            raise not_installed("writing to Google Cloud Storage", "google-auth", "gcs", where) from error
         self.name = name
         self._endpoint = google_endpoint() or GOOGLE_ENDPOINT
         check_tls(self._endpoint, where)
@@ -166,13 +167,14 @@ class GoogleBucket:
     def _list(self, prefix: str, pick: Callable[[Any], list[_Found]], **more: str) -> Iterator[_Found]:
         """What `pick` finds in each page of a list."""
         query = {"prefix": prefix, "fields": "items(name,size),prefixes,nextPageToken", **more}
-        while True:
-            answer = self._call("GET", self._object(), "", query)
+
+        def ask(marker: dict[str, str]) -> tuple[list[_Found], dict[str, str] | None]:
+            answer = self._call("GET", self._object(), "", query | marker)
             page, following = self._json(answer, "", lambda f: (pick(f), f.get("nextPageToken")))
+            return page, {"pageToken": str(following)} if following else None
+
+        for page in pages(ask, self._shown(prefix)):
             yield from page
-            if not following:
-                return
-            query["pageToken"] = following
 
     def _json(self, answer: Any, key: str, pick: Callable[[Any], _Found]) -> _Found:
         """What `pick` finds in an answer in JSON."""
@@ -211,20 +213,15 @@ class GoogleBucket:
     def parts(self, key: str, upload: str) -> dict[int, tuple[str, int]] | None:
         """See `client.Bucket`."""
         found: dict[int, tuple[str, int]] = {}
-        query = {"uploadId": upload}
         try:
-            while True:
-                page = self._xml("GET", key, query)
-                try:
-                    for each in page.iter("Part"):
-                        found[int(_text(each, "PartNumber"))] = _quoted(_text(each, "ETag")), int(_text(each, "Size"))
-                except ValueError as error:
-                    raise self._unexpected("XML", key) from error
-                if _text(page, "IsTruncated") != "true":
-                    return found
-                query["part-number-marker"] = _text(page, "NextPartNumberMarker")
+            for page in self._pages(key, {"uploadId": upload}, "part-number-marker"):
+                for each in page.iter("Part"):
+                    found[int(_text(each, "PartNumber"))] = _quoted(_text(each, "ETag")), int(_text(each, "Size"))
+        except ValueError as error:
+            raise self._unexpected("XML", key) from error
         except Missing:
             return None
+        return found
 
     def complete(self, key: str, upload: str, etags: Sequence[str]) -> bool:
         """See `client.Bucket`."""
@@ -241,13 +238,8 @@ class GoogleBucket:
 
     def uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
         """See `client.Bucket`."""
-        query = {"uploads": "", "prefix": prefix}
-        while True:
-            page = self._xml("GET", "", query)
+        for page in self._pages("", {"uploads": "", "prefix": prefix}, "key-marker", "upload-id-marker"):
             yield from ((_text(each, "Key"), _text(each, "UploadId")) for each in page.iter("Upload"))
-            if _text(page, "IsTruncated") != "true":
-                return
-            query |= {"key-marker": _text(page, "NextKeyMarker"), "upload-id-marker": _text(page, "NextUploadIdMarker")}
 
     def abort(self, key: str, upload: str) -> None:
         """See `client.Bucket`."""
@@ -258,6 +250,17 @@ class GoogleBucket:
 
     def _path(self, key: str) -> str:
         return f"/{quote(self.name, safe='')}" + (f"/{quote(key, safe='/~')}" if key else "")
+
+    def _pages(self, key: str, query: Mapping[str, str], *markers: str) -> Iterator[ElementTree.Element]:
+        """The pages of a list. markers: where the next one begins, as the request for it says."""
+        names = {name: f"Next{name.title().replace('-', '')}" for name in markers}
+
+        def ask(marker: dict[str, str]) -> tuple[ElementTree.Element, dict[str, str] | None]:
+            page = self._xml("GET", key, {**query, **marker})
+            following = {name: found for name, tag in names.items() if (found := _text(page, tag))}
+            return page, following if _text(page, "IsTruncated") == "true" else None
+
+        return pages(ask, self._shown(key))
 
     def _xml(self, method: str, key: str, query: Any, headers: Any = None, body: bytes | None = None) -> ElementTree.Element:
         """The answer to a request to the XML API, its tags without a namespace."""

@@ -26,6 +26,8 @@ from weightsmith.buckets.client import (
     Run,
     check_tls,
     md5_of,
+    not_installed,
+    pages,
     too_long,
     written_before,
 )
@@ -61,8 +63,7 @@ class S3Bucket:
             import botocore.session
             from botocore.config import Config
         except ImportError as error:
-            fix = "install it: pip install 'weightsmith[remote]'"
-            raise StoreError("writing to a bucket requires botocore", where=f"s3://{name}", fix=fix) from error
+            raise not_installed("writing to a bucket", "botocore", "remote", f"s3://{name}") from error
         from botocore import exceptions
 
         self.name = name
@@ -159,22 +160,13 @@ class S3Bucket:
 
     def names(self, prefix: str) -> Iterator[tuple[str, int]]:
         """See `client.Bucket`."""
-        for page in self._pages(prefix):
+        for page in self._pages("list_objects_v2", None, "ContinuationToken", Prefix=prefix):
             yield from ((each["Key"], each["Size"]) for each in page.get("Contents", ()))
 
     def folders(self, prefix: str) -> Iterator[str]:
         """See `client.Bucket`."""
-        for page in self._pages(prefix, Delimiter="/"):
+        for page in self._pages("list_objects_v2", None, "ContinuationToken", Prefix=prefix, Delimiter="/"):
             yield from (each["Prefix"] for each in page.get("CommonPrefixes", ()))
-
-    def _pages(self, prefix: str, **more: str) -> Iterator[Mapping[str, Any]]:
-        token: dict[str, str] = {}
-        while True:
-            page = self._call("list_objects_v2", None, Prefix=prefix, **more, **token)
-            yield page
-            if not page.get("IsTruncated"):
-                return
-            token = {"ContinuationToken": page["NextContinuationToken"]}
 
     # uploads in parts
 
@@ -205,17 +197,11 @@ class S3Bucket:
 
     def parts(self, key: str, upload: str) -> dict[int, tuple[str, int]] | None:
         """See `client.Bucket`."""
-        found: dict[int, tuple[str, int]] = {}
-        marker = 0
         try:
-            while True:
-                page = self._call("list_parts", key, UploadId=upload, PartNumberMarker=marker)
-                found |= {each["PartNumber"]: (each["ETag"], each["Size"]) for each in page.get("Parts", ())}
-                if not page.get("IsTruncated"):
-                    return found
-                marker = int(page["NextPartNumberMarker"])
+            listed = [*self._pages("list_parts", key, "PartNumberMarker", UploadId=upload)]
         except Missing:
             return None
+        return {each["PartNumber"]: (each["ETag"], each["Size"]) for page in listed for each in page.get("Parts", ())}
 
     def complete(self, key: str, upload: str, etags: Sequence[str]) -> bool:
         """See `client.Bucket`."""
@@ -228,13 +214,8 @@ class S3Bucket:
 
     def uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
         """See `client.Bucket`."""
-        marker: dict[str, str] = {}
-        while True:
-            page = self._call("list_multipart_uploads", None, Prefix=prefix, **marker)
+        for page in self._pages("list_multipart_uploads", None, "KeyMarker", "UploadIdMarker", Prefix=prefix):
             yield from ((each["Key"], each["UploadId"]) for each in page.get("Uploads", ()))
-            if not page.get("IsTruncated"):
-                return
-            marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def abort(self, key: str, upload: str) -> None:
         """See `client.Bucket`."""
@@ -244,6 +225,16 @@ class S3Bucket:
             pass
 
     # requests
+
+    def _pages(self, operation: str, key: str | None, *markers: str, **more: str) -> Iterator[Mapping[str, Any]]:
+        """The pages of a list. markers: where the next one begins, as the request for it says."""
+
+        def ask(marker: dict[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any] | None]:
+            page = self._call(operation, key, **more, **marker)
+            following = {name: page[f"Next{name}"] for name in markers if page.get(f"Next{name}")}
+            return page, following if page.get("IsTruncated") else None
+
+        return pages(ask, self._shown(key or more["Prefix"]))
 
     def _send(self, operation: str, key: str, data: bytes | bytearray, md5: bytes, **more: Any) -> Mapping[str, Any]:
         more |= {"Body": data, "ContentMD5": base64.b64encode(md5).decode()}

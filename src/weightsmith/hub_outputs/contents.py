@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from weightsmith.errors import NOTHING_WRITTEN, OutputExists, PushFailed, WeightsmithError
 from weightsmith.hub_outputs.address import MAIN, SCHEME, HubAddress, is_hub_address
 from weightsmith.hub_outputs.repository import Content, HubRepository
 from weightsmith.remote.addresses import is_address
 from weightsmith.store.manifest import MANIFEST_NAME
+from weightsmith.store.target import occupied
 
 ATTRIBUTES = ".gitattributes"
 """What the Hub keeps in LFS: it creates this file, and no output replaces it."""
 CARD = "README.md"
 """Replaced by a new card, and kept where the output has none: people edit it on the model's page."""
-_SHOWN = 6
 
 
 def check_vacant(repository: HubRepository, commit: str, *, overwrite: bool) -> tuple[str, ...]:
@@ -28,36 +28,25 @@ def check_vacant(repository: HubRepository, commit: str, *, overwrite: bool) -> 
         return ()
     address = repository.address
     if not overwrite:
-        raise OutputExists(
-            "the repository already holds files",
-            where=str(address),
-            details=(f"it holds {_some(names)}",),
-            fix="choose another name or branch, or replace this model with --overwrite (overwrite=True)",
-            state=NOTHING_WRITTEN,
-        )
+        fix = "choose another name or branch, or replace this model with --overwrite (overwrite=True)"
+        raise occupied("the repository already holds files", address, fix, holds=names)
     listed: set[str] = set()
     if MANIFEST_NAME in found:
         try:
-            manifest = repository.manifest(commit, found[MANIFEST_NAME].nbytes)
+            manifest = repository.manifest(commit)
         except PushFailed:
             raise
         except WeightsmithError as error:
-            raise _kept(address, f"its manifest cannot be used: {error.finding.what}", ()) from error
+            raise _kept(address, f"its manifest cannot be used: {error.finding.what}") from error
         listed = {MANIFEST_NAME, *manifest.weights, *manifest.files}
     if lost := [name for name in names if name not in listed and name != CARD]:
         raise _kept(address, "it holds what no manifest of weightsmith lists, and that would be lost", lost)
     return tuple(name for name in names if name in listed)
 
 
-def _kept(address: HubAddress, reason: str, lost: Iterable[str]) -> OutputExists:
-    names = [*lost]
-    return OutputExists(
-        f"will not be overwritten: {reason}",
-        where=str(address),
-        details=(f"would be lost: {_some(names)}",) if names else (),
-        fix="choose another name or branch, or remove these files yourself",
-        state=NOTHING_WRITTEN,
-    )
+def _kept(address: HubAddress, reason: str, lost: Sequence[str] = ()) -> OutputExists:
+    fix = "choose another name or branch, or remove these files yourself"
+    return occupied(f"will not be overwritten: {reason}", address, fix, lost=lost)
 
 
 def check_not_read(address: HubAddress, reads: Iterable[str]) -> None:
@@ -81,7 +70,3 @@ def holds(found: Mapping[str, Content], wanted: Mapping[str, Content], *, other:
     return all(name in found and content.is_same(found[name]) for name, content in wanted.items()) and not (
         found.keys() - wanted.keys() - {*other}
     )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (" and more" if len(names) > _SHOWN else "")

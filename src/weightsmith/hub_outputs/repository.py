@@ -12,6 +12,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -32,6 +33,8 @@ FIRST_WAIT_SECONDS = 1.0
 
 _MOST_COMMITS = 10
 """Of other people, on top of one whose answer was lost, among which it is looked for."""
+_BATCH = 100
+"""Uploaded files that one request asks about."""
 _AGAIN = "run again"
 _FIXES = {
     401: ("the hub does not accept the token", "run `hf auth login`, or set HF_TOKEN, to a valid token that may write"),
@@ -71,7 +74,10 @@ def content_of(path: Path) -> Content:
 
 
 class HubRepository:
-    """A branch of a model on the Hub. Thread-safe. Its methods raise PushFailed if the hub refuses or does not answer."""
+    """A branch of a model on the Hub. Thread-safe. Its methods raise PushFailed if the hub refuses or does not answer.
+
+    created  what `create` has done, for messages; "" if the repository existed
+    """
 
     def __init__(self, address: HubAddress) -> None:
         """Sends nothing. Raises PushFailed without a network or a token."""
@@ -79,6 +85,7 @@ class HubRepository:
         from huggingface_hub import constants
 
         self.address = address
+        self.created = ""
         if constants.HF_HUB_OFFLINE:
             fix = "unset it, or write to a local folder"
             raise PushFailed("HF_HUB_OFFLINE=1 forbids uploading", where=str(address), fix=fix, state=NOTHING_WRITTEN)
@@ -123,7 +130,10 @@ class HubRepository:
         if head is not None:
             return head
         repo, branch = self.address.repo, self.address.branch
+        existed = self._call("looking for the repository", lambda: self.api.repo_exists(repo))
         self._call("creating the repository", lambda: self.api.create_repo(repo, private=not public, exist_ok=True))
+        if not existed:
+            self.created = f"The empty {'public' if public else 'private'} repository {repo} was created."
         if branch != MAIN and self.head() is None:
             first = self._call("its first commit", lambda: self.api.list_repo_commits(repo)[-1].commit_id)
             self._call(
@@ -150,22 +160,29 @@ class HubRepository:
 
         return self._call("listing the files", listed)
 
-    def manifest(self, commit: str, nbytes: int) -> Manifest:
-        """weightsmith's manifest in a commit. nbytes: its size. Raises also the errors of `decode_manifest`."""
+    def manifest(self, commit: str) -> Manifest:
+        """weightsmith's manifest in a commit. Raises also the errors of `decode_manifest`."""
         import huggingface_hub
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
         where = f"{self.address}/{MANIFEST_NAME}"
-        if nbytes > MAX_MANIFEST_BYTES:
-            raise PushFailed(f"{nbytes:,} bytes: more than any manifest has", where=where, fix="remove it")
         url = huggingface_hub.hf_hub_url(self.address.repo, MANIFEST_NAME, revision=commit)
 
         def read() -> bytes:
-            answer = huggingface_hub.get_session().get(url, headers=build_hf_headers())
-            hf_raise_for_status(answer)
-            return bytes(answer.content)
+            data = bytearray()
+            with huggingface_hub.get_session().stream("GET", url, headers=build_hf_headers()) as answer:
+                hf_raise_for_status(answer)
+                for piece in answer.iter_bytes():
+                    data += piece
+                    if len(data) > MAX_MANIFEST_BYTES:
+                        break
+            return bytes(data)
 
-        return decode_manifest(self._call(f"reading {MANIFEST_NAME}", read), where)
+        data = self._call(f"reading {MANIFEST_NAME}", read)
+        if len(data) > MAX_MANIFEST_BYTES:
+            what = f"more than the {MAX_MANIFEST_BYTES:,} bytes that a manifest can have"
+            raise PushFailed(what, where=where, fix="remove it")
+        return decode_manifest(data, where)
 
     def upload(self, path: Path, name: str) -> CommitOperationAdd:
         """Upload a file, for a commit that adds it; nothing is visible before. Raises also for one that LFS does not take."""
@@ -191,13 +208,16 @@ class HubRepository:
         wanted = {each.sha256: name for name, each in files.items()}
         infos = [UploadInfo(size=c.nbytes, sample=b"", sha256=bytes.fromhex(c.sha256)) for c in files.values()]
 
-        def ask() -> list[str]:
+        def ask(batch: list[UploadInfo]) -> list[str]:
             actions, problems, _ = post_lfs_batch_info(
-                infos, None, "model", self.address.repo, self.address.branch, self.api.endpoint
+                batch, None, "model", self.address.repo, self.address.branch, self.api.endpoint
             )
             return [wanted[each["oid"]] for each in (*actions, *problems) if each.get("actions") or "error" in each]
 
-        return self._call("asking for the uploaded files", ask) if infos else []
+        found: list[str] = []
+        for start in range(0, len(infos), _BATCH):
+            found += self._call("asking for the uploaded files", partial(ask, infos[start : start + _BATCH]))
+        return found
 
     def commit(
         self,

@@ -185,7 +185,8 @@ class HubStaging:
     @property
     def _state(self) -> str:
         if not self.holds_work:
-            return NOTHING_WRITTEN
+            created = self._repository.created
+            return f"Nothing was uploaded. {created}" if created else NOTHING_WRITTEN
         return f"Nothing was committed. What is finished is uploaded or kept in {self.folder}; run again to resume."
 
     # tensors

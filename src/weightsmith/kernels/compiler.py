@@ -2,7 +2,8 @@
 
 numba's own cache looks at a function's file alone. A kernel that calls another, or uses its constants, would go on with the old
 one after that file changed, and write past the end of a buffer. Here any change to any kernel is a new cache. The folder is
-`$NUMBA_CACHE_DIR`, else `~/.cache/weightsmith`, else none: then kernels are compiled at each start.
+`$NUMBA_CACHE_DIR`, else `~/.cache/weightsmith`, else none: then kernels are compiled at each start. A run that creates
+a new cache removes those that no run has used for 30 days.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import re
+import shutil
 import threading
+import time
 import uuid
 from contextlib import suppress
 from functools import cache
@@ -39,6 +43,9 @@ compiler: Any = numba.core.compiler
 machinery: Any = numba.core.compiler_machinery
 lowering: Any = numba.core.typed_passes
 
+_FOLDER = re.compile("kernels-[0-9a-f]{16}")
+_UNUSED_SECONDS = 30 * 86_400
+
 
 @cache
 def cache_folder() -> str:
@@ -49,10 +56,25 @@ def cache_folder() -> str:
     try:
         home = config.CACHE_DIR or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "weightsmith"
         folder = Path(home) / f"kernels-{digest}"
+        is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):
+            os.utime(folder)  # the time of its last use
+        if is_new:
+            _remove_unused(folder.parent)
     except (OSError, RuntimeError):  # RuntimeError: no HOME, and no such user
         return ""
     return str(folder) if os.access(folder, os.W_OK) else ""
+
+
+def _remove_unused(home: Path) -> None:
+    """Remove the caches that no run has used for 30 days. Ends silently at an error: another run may remove them too."""
+    with suppress(OSError), os.scandir(home) as entries:
+        for entry in entries:
+            if _FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                about = entry.stat(follow_symlinks=False)
+                if about.st_uid == os.getuid() and about.st_mtime < time.time() - _UNUSED_SECONDS:
+                    shutil.rmtree(entry.path, ignore_errors=True)
 
 
 class _File:

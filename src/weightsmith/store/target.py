@@ -125,13 +125,8 @@ def check_vacant(path: Path, *, overwrite: bool, protected: Sequence[Path] = ())
         return
     check_not_read(path, protected)
     if not overwrite:
-        raise OutputExists(
-            "the output folder already exists and is not empty",
-            where=str(path),
-            details=(f"it holds {_some(names)}",),
-            fix="choose another folder, or replace this one with --overwrite (overwrite=True)",
-            state=NOTHING_WRITTEN,
-        )
+        fix = "choose another folder, or replace this one with --overwrite (overwrite=True)"
+        raise occupied("the output folder already exists and is not empty", path, fix, holds=names)
     reason = ""
     tracked = [name for name in _VERSION_CONTROL if (path / name).exists()]
     lost = list(itertools.islice(_not_of_checkpoint(path), _SHOWN + 1))
@@ -142,15 +137,14 @@ def check_vacant(path: Path, *, overwrite: bool, protected: Sequence[Path] = ())
     elif lost:
         reason = "it holds more than a checkpoint, and that would be lost"
     if reason:
-        raise OutputExists(
-            f"will not be overwritten: {reason}",
-            where=str(path),
-            details=(f"would be lost: {_some(lost)}",) if lost else (f"it holds {_some(names)}",),
-            fix="choose another folder, move these files away, or remove the folder yourself"
-            if lost
-            else "choose another folder, or remove this one yourself",
-            state=NOTHING_WRITTEN,
-        )
+        remove = "move these files away, or remove the folder yourself" if lost else "or remove this one yourself"
+        raise occupied(f"will not be overwritten: {reason}", path, f"choose another folder, {remove}", holds=names, lost=lost)
+
+
+def occupied(what: str, where: object, fix: str, *, holds: Sequence[str] = (), lost: Sequence[str] = ()) -> OutputExists:
+    """The error for an output that already exists. Names the files that would be `lost`, or else those that it `holds`."""
+    details = [f"would be lost: {some(lost)}"] if lost else [f"it holds {some(holds)}"] if holds else []
+    return OutputExists(what, where=str(where), details=details, fix=fix, state=NOTHING_WRITTEN)
 
 
 def check_replaced(path: Path) -> None:
@@ -158,7 +152,7 @@ def check_replaced(path: Path) -> None:
     lost = list(itertools.islice(_not_of_checkpoint(path), _SHOWN + 1)) if path.is_dir() else []
     if lost:
         raise StoreError(
-            f"the replaced folder holds more than a checkpoint, and is not deleted: {_some(lost)}",
+            f"the replaced folder holds more than a checkpoint, and is not deleted: {some(lost)}",
             where=str(path),
             fix="move what you need out of it, and remove it",
         )
@@ -216,14 +210,14 @@ def _steps(path: Path) -> Iterator[Path]:
         path = Path(os.path.realpath(path.parent)) / path.readlink()
 
 
-def _some(names: Sequence[str]) -> str:
-    """The first few names, for a message."""
-    return ", ".join(_shown_name(name) for name in names[:_SHOWN]) + (" and more" if len(names) > _SHOWN else "")
+def some(names: Sequence[str]) -> str:
+    r"""The first few names of files, for a message; those that are not printable are quoted, escaped and shortened.
 
-
-def _shown_name(name: str) -> str:
-    """A file's name for a message, quoted and escaped if it is not printable."""
-    return name if name.isprintable() else show(name)
+    >>> some(["a.txt", "b\x1b[2J"])
+    "a.txt, 'b\\x1b[2J'"
+    """
+    shown = (name if name.isprintable() else show(name) for name in names[:_SHOWN])
+    return ", ".join(shown) + (" and more" if len(names) > _SHOWN else "")
 
 
 def _not_of_checkpoint(path: Path) -> Iterator[str]:
