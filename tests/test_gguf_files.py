@@ -441,6 +441,10 @@ def test_unknown_tensors(model: Path) -> None:
     with pytest.raises(NonFinite, match="an element of row 0 is not a number that F16 can hold"):
         quantize("m", "q", "f16", resume=False)
     path = quantize("m", "q", "bf16", resume=False)
+    plan = weightsmith.plan({"merge_method": "passthrough", "models": [{"model": "m"}]}, quantize="gguf-bf16")
+    assert [(w.where, w.what) for w in plan.warnings] == [
+        ("lm_head.weight", "it is left out: config.json ties the head to the embedding")
+    ]
     assert "output.weight" not in stored(path)
     manifest = json.loads(Path("q/weightsmith.json").read_text())
     assert {d["reason"] for d in manifest["dropped"]} == {"llama.cpp computes it", "the head is the embedding"}

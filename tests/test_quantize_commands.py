@@ -43,6 +43,14 @@ def config_of(folder: str | Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("name", ["w4a16", "gguf-q4_k_m"])
+@pytest.mark.parametrize("text", [(), ("--calibration", "none")])
+def test_rows_without_a_calibration_text_are_an_error(name: str, text: tuple[str, ...], model: Path, cli: Cli) -> None:
+    ran = cli("quantize", "m", "q", "--format", name, "--calibration-rows", "5", *text)
+    assert ran.code == 1
+    assert "calibration_rows: no calibration text is read" in ran.err
+
+
 def test_a_model_is_quantised_and_dequantised(model: Path, cli: Cli) -> None:
     ran = cli("quantize", "m", "q", "--format", "fp8-dynamic", "--quiet")
     assert (ran.code, ran.err) == (0, "")

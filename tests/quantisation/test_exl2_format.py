@@ -250,6 +250,23 @@ def test_a_head_of_16_bits_is_float16_and_stored_once(tied: bool, tmp_path: Path
     assert config_of(tmp_path / "d")["tie_word_embeddings"] is tied
 
 
+@pytest.mark.parametrize("head_bits", [6, 16])
+def test_a_head_that_is_stored_and_tied_is_not_lost(head_bits: int, tmp_path: Path) -> None:
+    """transformers uses it if it differs from the embedding."""
+    write(tmp_path / "m", LLAMA, shapes_of(LLAMA) | {"lm_head.weight": (VOCAB, H)})
+    weightsmith.quantize(tmp_path / "m", tmp_path / "q", "exl2", bits=5, head_bits=head_bits, **NONE)
+    head, found = (tensors_of(tmp_path / name)["lm_head.weight"].astype(np.float32) for name in "mq")
+    assert np.linalg.norm(found - head) < 0.05 * np.linalg.norm(head)
+
+
+def test_a_head_that_is_left_out_is_tied_in_the_config(tmp_path: Path) -> None:
+    """ExLlamaV2 takes a model without the flag for untied."""
+    config = {key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"}
+    write(tmp_path / "m", config, shapes_of(LLAMA))
+    weightsmith.quantize(tmp_path / "m", tmp_path / "q", "exl2", bits=5, head_bits=16, **NONE)
+    assert config_of(tmp_path / "q")["tie_word_embeddings"] is True
+
+
 @pytest.mark.parametrize(("bits", "warned"), [(3.9, True), (4, False)])
 def test_few_bits_without_data_are_warned_of(bits: float, warned: bool, model: Path) -> None:
     recipe = {"merge_method": "passthrough", "models": [{"model": "m"}]}
@@ -392,13 +409,23 @@ def test_what_exllamav2_could_not_load_is_rejected(
         ({"bits": 1.5}, r"1\.5 bits for each weight are out of reach: settings take \d"),
         ({"bits": 12}, "out of reach"),
         ({"bits": 4.5, "head_bits": 7}, "head_bits is 7, not one of 2, 3, 4, 5, 6, 8, 16"),
+        ({"bits": 4.5, "calibration_rows": 5}, "no calibration text is read"),
+        ({"bits": 4.5, "measure": "full"}, "nothing is measured with"),
+        ({"bits": 4.5, "calibration": "built-in", "measure": "full", "uniform": True}, "nothing is measured with"),
+        ({"bits": 4.5, "measurement": "m/config.json", "uniform": True}, "settings are either chosen by a measurement"),
+        ({"bits": 4.5, "measurement": "~/m/config.json"}, "home/m/config.json"),
+        ({"bits": 4.5, "calibration": "~/text.txt"}, "home/text.txt"),
+        ({"bits": 4.5, "calibration": "built-in", "calibration_rows": -3}, "takes at least one, not -3"),
         ({"bits": 4.5, "measurement": "m/config.json"}, "it has no object 'measurement'"),
         ({"bits": 4.5, "measurement": "missing.json"}, "missing.json"),
     ],
 )
-def test_options_out_of_range_are_rejected(options: Mapping[str, Any], text: str, model: Path) -> None:
+def test_options_out_of_range_are_rejected(
+    options: Mapping[str, Any], text: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(Path("home").absolute()))
     with pytest.raises(PlanError, match=text):
-        weightsmith.quantize("m", "q", "exl2", **NONE, **options)
+        weightsmith.quantize("m", "q", "exl2", **NONE | options)
 
 
 @pytest.mark.parametrize(

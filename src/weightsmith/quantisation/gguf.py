@@ -26,11 +26,14 @@ from weightsmith.planner import Plan, Prepared
 from weightsmith.plans import FILL, JOIN, Dropped, Settings, Step, Table
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation.base import Format
-from weightsmith.quantisation.calibration.plan import CALIBRATION_SETTINGS, NONE, Chain, before_measuring, measuring
+from weightsmith.quantisation.calibration.plan import CALIBRATION_SETTINGS, NONE, Chain, before_measuring, measuring, unused
 from weightsmith.quantisation.calibration.work import ImportanceWork
 from weightsmith.quantisation.gguf_types import MIXTURES, Mixture, Shape, type_of
 from weightsmith.sources.gguf import libgguf
 from weightsmith.tensors import DTYPES, TensorSpec
+
+HEAD_IS_EMBEDDING = "the head is the embedding"
+"""Why a tied head that is stored too is left out: not all architectures of llama.cpp would load it."""
 
 Importances = Mapping[str, npt.NDArray[np.float32]]
 
@@ -41,6 +44,8 @@ def apply(mixture: Mixture, prepared: Prepared, settings: QuantizeSettings) -> P
     if measures and settings.imatrix is not None:
         what = "importances are either read from a file, or computed from a calibration text"
         raise PlanError([ParameterError(what, where="imatrix", fix="leave out --imatrix or --calibration")])
+    if problems := unused(settings, calibrates=measures):
+        raise PlanError(problems)
     with _problems_of_a_plan():
         if not measures:
             return _planned(mixture, prepared, {} if settings.imatrix is None else read_imatrix(settings.imatrix))
@@ -136,8 +141,15 @@ def _planned(mixture: Mixture, prepared: Prepared, importances: Importances) -> 
         files={},
         container=GGUF,
         header=encode_metadata(keys),
-        warnings=(*plan.warnings, *_unused(importances, named)),
+        warnings=(*plan.warnings, *_unused(importances, named), *_left_out(dropped)),
     )
+
+
+def _left_out(dropped: Sequence[Dropped]) -> list[Finding]:
+    """A stored head that transformers would use, if it differs from the embedding."""
+    what = "it is left out: config.json ties the head to the embedding"
+    fix = "if the two differ, set tie_word_embeddings to false in the config.json of the input"
+    return [Finding(what, each.tensor, fix=fix) for each in dropped if each.reason == HEAD_IS_EMBEDDING]
 
 
 def _without_doubles(plan: Plan, config: Config) -> tuple[list[Dropped], list[Step]]:
@@ -146,7 +158,7 @@ def _without_doubles(plan: Plan, config: Config) -> tuple[list[Dropped], list[St
     for step in plan.steps:
         why = ""
         if step.out.name == "lm_head.weight" and config.get("tie_word_embeddings"):
-            why = "the head is the embedding"
+            why = HEAD_IS_EMBEDDING
         elif step.out.name.endswith(".rotary_emb.inv_freq"):
             why = "llama.cpp computes it"
         if why:

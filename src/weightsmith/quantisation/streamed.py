@@ -14,7 +14,7 @@ from weightsmith.options import QuantizeSettings
 from weightsmith.planner import Plan, Prepared
 from weightsmith.planner.encode import encodable, quantise
 from weightsmith.quantisation.base import Format
-from weightsmith.quantisation.calibration.plan import CALIBRATION_SETTINGS, NONE, Chain, calibrated
+from weightsmith.quantisation.calibration.plan import CALIBRATION_SETTINGS, NONE, Chain, calibrated, unused
 
 
 def streamed(name: str, summary: str, readers: str, experts: str = "") -> Format:
@@ -47,10 +47,13 @@ def _grouped(name: str, summary: str, readers: str, groups: Sequence[int], *, ca
         if asked is not None and asked not in groups:
             what = f"{name} has groups of {', '.join(map(str, sorted(groups)))}, not of {asked}"
             raise PlanError([ParameterError(what, where="group_size")])
+        has_text = calibrates and settings.calibration not in (None, NONE)
+        if problems := unused(settings, calibrates=has_text):
+            raise PlanError(problems)
         names = {group: name if group == groups[0] else f"{name}-g{group}" for group in groups}
         group = asked or max(groups, key=lambda group: encodable(prepared.plan, names[group]))
         plan = quantise(prepared.plan, names[group])
-        if calibrates and settings.calibration not in (None, NONE):
+        if has_text:
             plan = calibrated(Chain(prepared.plan, prepared, settings), plan)
         if asked is None and group != groups[0]:
             what = f"groups of {group} are used: more weights have a multiple of it as their width than of {groups[0]}"

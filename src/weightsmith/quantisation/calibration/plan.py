@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import PurePath
 
 from weightsmith.decoder import Base
-from weightsmith.errors import CheckpointError, NotFound, PlanError, Unsupported, WeightsmithError
+from weightsmith.errors import CheckpointError, NotFound, ParameterError, PlanError, Unsupported, WeightsmithError
 from weightsmith.formats.carried import MAX_CARRIED_BYTES
 from weightsmith.formats.files import read_bounded
 from weightsmith.mixture.packages import missing, package_version
@@ -48,6 +48,15 @@ _TOKENIZER = "tokenizer.json"
 def calibrates(settings: QuantizeSettings) -> bool:
     """Whether a format that can do without a calibration is to have one."""
     return settings.calibration != NONE
+
+
+def unused(settings: QuantizeSettings, *, calibrates: bool) -> list[WeightsmithError]:
+    """A problem if rows or tokens are given, and no text is read."""
+    found = [name for name in ("calibration_rows", "calibration_tokens") if getattr(settings, name) is not None]
+    if calibrates or not found:
+        return []
+    fix = f"add --calibration {BUILT_IN} (calibration='{BUILT_IN}') or a text of yours, or leave it out"
+    return [ParameterError("no calibration text is read", where=", ".join(found), fix=fix)]
 
 
 def calibrated(chain: Chain, plan: Plan, prefix: str = "") -> Plan:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith.errors import CheckpointError, FormatError, NotFound, ParameterError, Unsupported, WeightsmithError, first_line
-from weightsmith.formats.files import open_regular, read_bounded, show
+from weightsmith.formats.files import expand_user, open_regular, read_bounded, show
 from weightsmith.formats.strict_json import JsonError, parse
 
 BUILT_IN = "built-in"
@@ -59,12 +59,15 @@ def calibration_of(path: str | None, rows: int | None, tokens: int | None, seed:
     """The settings for a text file; None or `built-in`: the built-in text. Raises WeightsmithError for an unusable file."""
     if seed < 0:
         raise ParameterError(f"a calibration takes no negative seed, but it is {seed}", where="--seed", fix="use 0 or more")
-    if path in (None, BUILT_IN):
+    for count, where in ((rows, "--calibration-rows"), (tokens, "--calibration-tokens")):
+        if count is not None and count < 1:
+            raise ParameterError(f"a calibration takes at least one, not {count}", where=where)
+    if path is None or path == BUILT_IN:
         digest = hashlib.sha256(b"\0".join(text.encode() for text in _built_in())).hexdigest()
         return Calibration(BUILT_IN, digest, rows or 0, tokens or TOKENS, seed)
-    file = Path(path or "").absolute()
+    file = expand_user(path).absolute()
     if file.suffix not in _READERS:
-        what = f"the calibration text {path} is of an unknown kind"
+        what = f"the calibration text {show(path)} is of an unknown kind"
         raise ParameterError(what, where="--calibration", fix=f"use a file that ends in {', '.join(_READERS)}, or none")
     if file.suffix == ".parquet" and find_spec("pyarrow") is None:
         what = "a parquet file needs pyarrow, which is not installed"

@@ -10,10 +10,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from weightsmith.errors import Finding, ParameterError, PlanError, WeightsmithError
 from weightsmith.formats.exl2 import Params
+from weightsmith.formats.files import expand_user
 from weightsmith.options import QuantizeSettings
 from weightsmith.planner import Plan, Prepared
 from weightsmith.products.base import Arrays
@@ -25,6 +25,7 @@ from weightsmith.quantisation.calibration.plan import (
     before_measuring,
     calibrated,
     calibrates,
+    unused,
 )
 from weightsmith.quantisation.exl2.blocks import Sublayer
 from weightsmith.quantisation.exl2.measure import errors_of, products_for
@@ -117,6 +118,13 @@ def _problems(settings: QuantizeSettings) -> list[WeightsmithError]:
         problems.append(ParameterError(what, where="head_bits"))
     if settings.measure not in (None, *MEASURES):
         problems.append(ParameterError(f"measure is '{settings.measure}', not one of {', '.join(MEASURES)}", where="measure"))
+    problems += unused(settings, calibrates=calibrates(settings))
+    if settings.measurement is not None and settings.uniform:
+        what = "settings are either chosen by a measurement, or the same for all blocks"
+        problems.append(ParameterError(what, where="uniform", fix="leave out --uniform or --measurement"))
+    if settings.measure is not None and (settings.uniform or settings.measurement is not None or not calibrates(settings)):
+        what = "nothing is measured with --uniform, with --measurement FILE, or without a calibration text"
+        problems.append(ParameterError(what, where="measure", fix="leave out --measure"))
     return problems
 
 
@@ -124,7 +132,7 @@ def _choose(model: Model, settings: QuantizeSettings) -> list[Mapping[str, Param
     """A setting for each role of each block."""
     assert settings.bits is not None
     if settings.measurement is not None:
-        return _best(read_measurement(Path(settings.measurement), model.blocks), model, settings.bits)
+        return _best(read_measurement(expand_user(settings.measurement), model.blocks), model, settings.bits)
     kinds: dict[str, list[Sublayer]] = {}
     for block in model.blocks:
         kinds.setdefault(block.key.rpartition(".")[2] if settings.uniform else block.key, []).append(block)

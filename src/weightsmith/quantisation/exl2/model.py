@@ -55,8 +55,8 @@ class Model:
 
     plan    every tensor is a step of its own, with its dtype and plain
     blocks  in model order
-    head    the head's weight; a step of its own even if it is tied
-    tied    whether it is
+    head    the head's weight: always a step of its own
+    tied    whether it is the embedding, and stored nowhere else
     prefix  of all names in the output, which the plan does not have yet
     """
 
@@ -98,11 +98,10 @@ def prepare_model(plan: Plan) -> Model:
     structure = analyse(specs.values(), config)
     steps = [part for step in plan.steps for part in split(step, fused_parts(step.out, specs, structure, config))]
     embedding = next((step for step in steps if is_embedding(step.out)), None)
-    heads = [step.out.name for step in steps if is_head(step.out)]
-    tied = embedding is not None and ties(config, stores_head=bool(heads))
+    # A head that is stored although config.json ties it may differ from the embedding, and transformers uses it then.
+    tied = not any(is_head(step.out) for step in steps) and ties(config, stores_head=False)
     if tied and embedding is not None:
-        steps = [step for step in steps if step.out.name not in heads]
-        steps.append(renamed(embedding, heads[0] if heads else "lm_head.weight"))
+        steps.append(renamed(embedding, "lm_head.weight"))
     plan = replace(plan, steps=tuple(steps))
     split_specs = [step.out for step in steps]
     try:
@@ -197,7 +196,8 @@ def store(model: Model, params: Mapping[str, Params], head_bits: int, bits: floa
         if encoding != PLAIN:
             step = replace(step, encoding=encoding, stored=find_encoding(encoding).outs(step.out))
         steps.append(step)
-    config = loader_config(model.plan.config or {}, gemma3=bool(model.prefix))
+    config = {**(model.plan.config or {}), **({"tie_word_embeddings": True} if model.tied else {})}
+    config = loader_config(config, gemma3=bool(model.prefix))
     described = {
         "quant_method": "exl2",
         "version": VERSION,
