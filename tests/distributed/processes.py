@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import queue
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import weightsmith
 from weightsmith.distributed.work import Answer, Lost, Order, Share
@@ -47,7 +49,9 @@ def environment(home: Path, given: Mapping[str, str]) -> dict[str, str]:
 
 
 class Processes:
-    """See `distributed.work.Workers`. A process does one share after another.
+    """See `distributed.work.Workers`. A process does one share after another, and those of others of the same environment.
+
+    To start one takes 2 s, most of which is imports.
 
     root     of the processes' folders
     given    of their environment
@@ -56,6 +60,7 @@ class Processes:
     """
 
     here = "here"
+    spare: ClassVar[list[tuple[Mapping[str, str], subprocess.Popen[bytes]]]] = []
 
     def __init__(self, slots: int, root: Path, given: Mapping[str, str]) -> None:
         self.started: list[Share] = []
@@ -80,6 +85,10 @@ class Processes:
         threading.Thread(target=self._ask, args=(process, share), daemon=True).start()
 
     def _new(self) -> subprocess.Popen[bytes]:
+        for i, (given, process) in enumerate(self.spare):
+            if given == self.given:
+                self._all.append(self.spare.pop(i)[1])
+                return process
         home = self._root / f"machine-{len(self._all)}"
         (home / "tmp").mkdir(parents=True)
         process = subprocess.Popen(
@@ -119,7 +128,20 @@ class Processes:
             process.kill()
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes but those that have nothing to do, which others may use."""
         for process in self._all:
-            process.kill()
-            process.communicate()
+            if process in self._idle:
+                self.spare.append(({**self.given}, process))
+            else:
+                end(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
+
+
+@atexit.register
+def end_spare() -> None:
+    for _, process in Processes.spare:
+        end(process)
