@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
-import queue
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import weightsmith
+from tests.distributed.threads import Answering
 from weightsmith.distributed.work import Answer, Lost, Order, Share
 
 PART_BYTES = 20_000
@@ -48,7 +48,7 @@ def environment(home: Path, given: Mapping[str, str]) -> dict[str, str]:
     return {**own, "NUMBA_CACHE_DIR": kernels, "PYTHONPATH": os.pathsep.join(paths), "SLOW": "0", **given}
 
 
-class Processes:
+class Processes(Answering):
     """See `distributed.work.Workers`. A process does one share after another, and those of others of the same environment.
 
     To start one takes 2 s, most of which is imports.
@@ -59,24 +59,19 @@ class Processes:
     lost     shares of processes that ended without an answer
     """
 
-    here = "here"
     spare: ClassVar[list[tuple[Mapping[str, str], subprocess.Popen[bytes]]]] = []
 
     def __init__(self, slots: int, root: Path, given: Mapping[str, str]) -> None:
-        self.started: list[Share] = []
+        super().__init__(slots)
         self.lost: list[Share] = []
-        self._slots, self._root, self.given = slots, root, {**given}
+        self._root, self.given = root, {**given}
         self._idle: list[subprocess.Popen[bytes]] = []
         self._all: list[subprocess.Popen[bytes]] = []
         self.running: dict[Share, subprocess.Popen[bytes]] = {}
-        self._answers: queue.Queue[tuple[Share, Answer]] = queue.Queue()
 
     def begin(self, order: Order) -> None:
         """The driver's folder is on no other machine."""
         self._order = replace(order, folder="/there/is/no/such/folder")
-
-    def slots(self) -> int:
-        return self._slots
 
     def start(self, share: Share) -> None:
         self.started.append(share)
@@ -115,12 +110,6 @@ class Processes:
             answer = Lost("its process has ended")
         if self.running.pop(share, None) is process:
             self._answers.put((share, answer))
-
-    def answers(self, seconds: float) -> list[tuple[Share, Answer]]:
-        try:
-            return [self._answers.get(timeout=seconds)]
-        except queue.Empty:
-            return []
 
     def stop(self, share: Share) -> None:
         process = self.running.pop(share, None)
