@@ -489,7 +489,7 @@ class _Front:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
         self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -569,6 +569,9 @@ FAULTS = ("before", "after", "status", "damage")
 class FaultyProxy(_Front):
     """Passes requests on to a server on 127.0.0.1, some of them with a fault, by a seed.
 
+    Of so many requests of one kind that the rate asks for one of each fault, one meets each, in any order. Kinds differ in the
+    method and in the names of the query's fields.
+
     before   the connection is closed, and the request lost
     after    the server does what it is asked, and the answer is lost, or half of it
     status   429, 500 or 503
@@ -578,14 +581,18 @@ class FaultyProxy(_Front):
     def __init__(self, port: int, rate: float, faults: Sequence[str] = FAULTS, seed: int = 0) -> None:
         self.counts = dict.fromkeys(faults, 0)
         self.requests = 0
+        self.left: dict[tuple[str, ...], list[str]] = {}
         proxy, chosen, lock = self, random.Random(seed), threading.Lock()
+        round_of = [*faults, *[""] * (round(len(faults) / rate) - len(faults))]
 
         class Handler(_Handler):
             def answer(self) -> None:
                 body = self.body()
                 with lock:
                     proxy.requests += 1
-                    fault = chosen.choice(faults) if chosen.random() < rate else ""
+                    left = proxy.left.setdefault((self.command, *parse_qs(self.path.partition("?")[2], True)), [])
+                    left[:] = left or chosen.sample(round_of, len(round_of))
+                    fault = left.pop()
                     if fault == "damage" and len(body) < 1000:
                         fault = ""
                     if fault:

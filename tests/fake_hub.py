@@ -495,7 +495,7 @@ def serve(repos: dict[tuple[str, str], Files], refs: dict[str, str] | None = Non
     server.daemon_threads = True
     hub = FakeHub(dict(repos), {"main": COMMIT, **(refs or {})}, url=f"http://127.0.0.1:{server.server_port}")
     server.hub = hub  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
         yield hub

@@ -143,7 +143,7 @@ def test_parts_of_many_megabytes_and_an_output_that_is_replaced(
 ) -> None:
     server = new_server(kind)
     monkeypatch.chdir(tmp_path)
-    make_llamas(tmp_path, hidden=1024, inner=2048, layers=2)
+    make_llamas(tmp_path, hidden=1024, inner=2048, layers=1)
     run(case, "out")
     run(case, server.address("models/out"))
     assert server.contents("models/out") == tree(tmp_path / "out")
@@ -169,13 +169,14 @@ def counted(self, each):
 uploads.Uploads._upload = counted
 weightsmith.merge("r.yml", sys.argv[1], progress=False)
 """
-SLOW = """
-import signal, time
+MAIN = """
+import os, signal, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background, it is ignored
-from weightsmith.buckets import uploads
+from weightsmith.buckets import parts, uploads
 from weightsmith.cli import main
+parts.PART_BYTES = 200_000
 upload = uploads.Uploads._upload
-uploads.Uploads._upload = lambda self, each: (time.sleep(2), upload(self, each))
+uploads.Uploads._upload = lambda self, each: (time.sleep(float(os.environ["SLOW"])), upload(self, each))
 main()
 """
 AVERAGE = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 0.5}\n"
@@ -214,15 +215,15 @@ def count_uploads(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_work_that_one_of_two_processes_resumes(here: Path, server: Server) -> None:
-    make_llamas(here, hidden=1024, inner=4096)
+    make_llamas(here, hidden=256, inner=1024)
     Path("r.yml").write_text(AVERAGE)
     out = server.address("x/out")
 
-    def start(*how: str) -> subprocess.Popen[str]:
-        command = [sys.executable, *how, "merge", "r.yml", out]
-        return subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def start(slow: str) -> subprocess.Popen[str]:
+        command, env = [sys.executable, "-c", MAIN, "merge", "r.yml", out], environment(SLOW=slow)
+        return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    first = start("-c", SLOW)  # it is not done before the signal
+    first = start("2")  # 60 parts, 8 at a time: it is not done before the signal
     while ".out.weightsmith-staging/journal" not in server.contents("x"):
         assert first.poll() is None, first.communicate()
         time.sleep(0.02)
@@ -230,7 +231,7 @@ def test_ctrl_c_leaves_work_that_one_of_two_processes_resumes(here: Path, server
     assert f"What was uploaded is kept at {out}" in first.communicate()[1]
     assert first.returncode == 130
     assert [*server.contents("x")] == [".out.weightsmith-staging/journal"]  # no lock
-    both = [start("-m", "weightsmith"), start("-m", "weightsmith")]
+    both = [start("0.1"), start("0.1")]
     ended = [process.communicate() for process in both]
     codes = sorted(process.returncode for process in both)
     assert codes == [0, 3], ended
@@ -245,7 +246,7 @@ def test_ctrl_c_leaves_work_that_one_of_two_processes_resumes(here: Path, server
 def test_five_hundred_faults_and_not_one_wrong_byte(here: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lost requests, lost and cut answers, 429, 500 and 503."""
     faults = [fault for fault in FAULTS if fault != "damage"]  # not all servers compare checksums
-    _run_through_faults(here, server, faults, 500, monkeypatch)
+    _run_through_faults(here, server, faults, 500 if server.kind == MOTO else 150, monkeypatch)  # the rest is one code
 
 
 @pytest.mark.slow
@@ -356,8 +357,10 @@ def test_from_a_bucket_into_the_same_one_hardly_anything_is_uploaded(
     pytest.importorskip("obstore")
     server = new_server(kind)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(parts, "PART_BYTES", 20_000)  # of tensors of up to 2 MB, as 8 MiB of a model of 70 B
-    make_llamas(tmp_path, hidden=256, inner=2048)
+    copies = kind != GOOGLE  # which has no copies of ranges
+    # of tensors of up to 0.5 MB, as 8 MiB of a model of 70 B
+    monkeypatch.setattr(parts, "PART_BYTES", 20_000 if copies else 200_000)
+    make_llamas(tmp_path, hidden=128, inner=1024)
     put_models(server, tmp_path)
     sent = count_uploads(server, monkeypatch)
     run(case, "out")
@@ -367,7 +370,7 @@ def test_from_a_bucket_into_the_same_one_hardly_anything_is_uploaded(
     weights = {name: data for name, data in tree(tmp_path / "out").items() if name.endswith(".safetensors")}
     assert {name: server.contents("out")[name] for name in weights} == weights
     whole = sum(map(len, weights.values()))
-    assert sum(sent) < whole / 100 or kind == GOOGLE, (sum(sent), whole)  # which has no copies of ranges
+    assert sum(sent) < whole / 30 if copies else sum(sent) == whole, (sum(sent), whole)
     assert merged.fetched_bytes > 0
     with pytest.raises(StoreError, match="the run reads"):
         getattr(weightsmith, function)(there, server.address("in/a"), progress=False, overwrite=True, **options)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
-import queue
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import weightsmith
+from tests.distributed.threads import Answering
 from weightsmith.distributed.work import Answer, Lost, Order, Share
 
 PART_BYTES = 20_000
@@ -46,8 +48,10 @@ def environment(home: Path, given: Mapping[str, str]) -> dict[str, str]:
     return {**own, "NUMBA_CACHE_DIR": kernels, "PYTHONPATH": os.pathsep.join(paths), "SLOW": "0", **given}
 
 
-class Processes:
-    """See `distributed.work.Workers`. A process does one share after another.
+class Processes(Answering):
+    """See `distributed.work.Workers`. A process does one share after another, and those of others of the same environment.
+
+    To start one takes 2 s, most of which is imports.
 
     root     of the processes' folders
     given    of their environment
@@ -55,23 +59,19 @@ class Processes:
     lost     shares of processes that ended without an answer
     """
 
-    here = "here"
+    spare: ClassVar[list[tuple[Mapping[str, str], subprocess.Popen[bytes]]]] = []
 
     def __init__(self, slots: int, root: Path, given: Mapping[str, str]) -> None:
-        self.started: list[Share] = []
+        super().__init__(slots)
         self.lost: list[Share] = []
-        self._slots, self._root, self.given = slots, root, {**given}
+        self._root, self.given = root, {**given}
         self._idle: list[subprocess.Popen[bytes]] = []
         self._all: list[subprocess.Popen[bytes]] = []
         self.running: dict[Share, subprocess.Popen[bytes]] = {}
-        self._answers: queue.Queue[tuple[Share, Answer]] = queue.Queue()
 
     def begin(self, order: Order) -> None:
         """The driver's folder is on no other machine."""
         self._order = replace(order, folder="/there/is/no/such/folder")
-
-    def slots(self) -> int:
-        return self._slots
 
     def start(self, share: Share) -> None:
         self.started.append(share)
@@ -80,6 +80,10 @@ class Processes:
         threading.Thread(target=self._ask, args=(process, share), daemon=True).start()
 
     def _new(self) -> subprocess.Popen[bytes]:
+        for i, (given, process) in enumerate(self.spare):
+            if given == self.given:
+                self._all.append(self.spare.pop(i)[1])
+                return process
         home = self._root / f"machine-{len(self._all)}"
         (home / "tmp").mkdir(parents=True)
         process = subprocess.Popen(
@@ -107,19 +111,26 @@ class Processes:
         if self.running.pop(share, None) is process:
             self._answers.put((share, answer))
 
-    def answers(self, seconds: float) -> list[tuple[Share, Answer]]:
-        try:
-            return [self._answers.get(timeout=seconds)]
-        except queue.Empty:
-            return []
-
     def stop(self, share: Share) -> None:
         process = self.running.pop(share, None)
         if process is not None:
             process.kill()
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes but those that have nothing to do, which others may use."""
         for process in self._all:
-            process.kill()
-            process.communicate()
+            if process in self._idle:
+                self.spare.append(({**self.given}, process))
+            else:
+                end(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
+
+
+@atexit.register
+def end_spare() -> None:
+    for _, process in Processes.spare:
+        end(process)

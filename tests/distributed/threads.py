@@ -14,7 +14,27 @@ class Died(BaseException):
     """Ends a worker as if its process had been killed."""
 
 
-class Threads:
+class Answering:
+    """The part of `distributed.work.Workers` that all workers of tests have in common: a number of slots, and answers."""
+
+    here = "here"
+
+    def __init__(self, slots: int) -> None:
+        self.started: list[Share] = []
+        self._slots = slots
+        self._answers: queue.Queue[tuple[Share, Answer]] = queue.Queue()
+
+    def slots(self) -> int:
+        return self._slots
+
+    def answers(self, seconds: float) -> list[tuple[Share, Answer]]:
+        try:
+            return [self._answers.get(timeout=seconds)]
+        except queue.Empty:
+            return []
+
+
+class Threads(Answering):
     """See `distributed.work.Workers`.
 
     before   called in the worker's thread before it begins; what it raises ends the worker
@@ -22,23 +42,16 @@ class Threads:
     started, stopped   shares, in order
     """
 
-    here = "here"
-
-    def __init__(self, slots: int, before: Callable[[Share], None] = lambda share: None, machine: str = here) -> None:
+    def __init__(self, slots: int, before: Callable[[Share], None] = lambda share: None, machine: str = Answering.here) -> None:
+        super().__init__(slots)
         self.before = before
         self.machine = machine
         self.orders: list[Order] = []
-        self.started: list[Share] = []
         self.stopped: list[Share] = []
-        self._slots = slots
-        self._answers: queue.Queue[tuple[Share, Answer]] = queue.Queue()
         self.threads: list[threading.Thread] = []
 
     def begin(self, order: Order) -> None:
         self.orders.append(pickle.loads(pickle.dumps(order)))
-
-    def slots(self) -> int:
-        return self._slots
 
     def start(self, share: Share) -> None:
         self.started.append(share)
@@ -53,12 +66,6 @@ class Threads:
             answer = Lost("killed")
         if share not in self.stopped:
             self._answers.put((share, answer))
-
-    def answers(self, seconds: float) -> list[tuple[Share, Answer]]:
-        try:
-            return [self._answers.get(timeout=seconds)]
-        except queue.Empty:
-            return []
 
     def stop(self, share: Share) -> None:
         self.stopped.append(share)
