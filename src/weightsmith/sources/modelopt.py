@@ -92,7 +92,8 @@ def _wrap(stored: Tensors, config: Mapping[str, Any], where: str) -> Wrapped:
     if dropped:
         what = f"{len(dropped)} scale(s) of activations or of the KV cache are dropped: plain weights have none"
         notes = [Finding(what, where, (f"the first is {show(dropped[0])}",))]
-    return decoded(stored, weights, config, where, kind="ModelOpt", dropped=dropped, notes=notes)
+    parts = (".weight", ".weight_scale", ".weight_scale_2")
+    return decoded(stored, weights, config, where, kind="ModelOpt", parts=parts, dropped=dropped, notes=notes)
 
 
 def _weight(specs: Mapping[str, TensorSpec], codes: TensorSpec, dtype: DType, where: str) -> ModelOptWeight:
