@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import weightsmith
 from tests.mini import write_checkpoint
 from tests.sources import oracles
 from tests.sources.quantised import BF16, CASES, E4M3, Case, awq, bnb4, bnb8, exl3, gptq, mlx, modelopt
 from weightsmith.checkpoint import Checkpoint, open_checkpoint
-from weightsmith.errors import CheckpointError, FormatError, Unsupported, WeightsmithError
+from weightsmith.errors import CheckpointError, FormatError, NonFinite, Unsupported, WeightsmithError
 from weightsmith.sources import decoded
 from weightsmith.sources.base import read
 from weightsmith.testing import SourceCase, SourceTests
@@ -487,3 +488,21 @@ def test_a_dequantised_model_is_the_plain_one_in_the_dtype_that_loaders_compute_
             expected = plain.read(name)
             expected = expected.astype(BF16) if name.endswith("proj.weight") else expected
             assert found.read(name).tobytes() == expected.tobytes(), name
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.filterwarnings("error")
+def test_damaged_scales_stop_a_copy(kind: str, value: float, dtype: str | None, tmp_path: Path) -> None:
+    folder, _ = llama(tmp_path, kind)
+    file = folder / "model.safetensors"
+    tensors = dict(safetensors.numpy.load_file(file))
+    damaged = next(n for n in tensors if n.endswith(("q_proj.scales", "q_proj.SCB", "q_proj.weight.absmax", "q_proj.svh")))
+    if tensors[damaged].dtype == np.uint8:  # codes of scales
+        damaged = f"{damaged.removesuffix('absmax')}nested_absmax"
+    tensors[damaged].reshape(-1)[0] = value
+    safetensors.numpy.save_file(tensors, file)
+    with pytest.raises(NonFinite, match=r"q_proj\.weight: element \[\d+, \d+\] is (nan|-?inf)"):
+        weightsmith.dequantize(folder, tmp_path / "out", dtype=dtype, fsync=False)
+    weightsmith.dequantize(folder, tmp_path / "out", dtype=dtype, allow_nonfinite=True, fsync=False)

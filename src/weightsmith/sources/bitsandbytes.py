@@ -80,7 +80,9 @@ class FourBit:
         block, offset = self.nested
         scales = read_all(stored, f"{name}.nested_absmax", start // block, -(-end // block))
         values = read_all(stored, f"{name}.nested_quant_map")[found]
-        result: npt.NDArray[np.float32] = values * scales[np.arange(start, end) // block - start // block] + np.float32(offset)
+        with np.errstate(all="ignore"):  # NaN and infinities are the caller's to refuse
+            result: npt.NDArray[np.float32] = values * scales[np.arange(start, end) // block - start // block]
+            result += np.float32(offset)
         return result
 
 
@@ -106,7 +108,8 @@ class EightBit:
             row = begin // cols
             scales = read_all(stored, f"{module}.SCB", row, -(-end // cols))
             codes = read_all(stored, self.spec.name, begin, end)
-            np.multiply(codes, scales[np.arange(begin, end) // cols - row], out=part)
+            with np.errstate(all="ignore"):
+                np.multiply(codes, scales[np.arange(begin, end) // cols - row], out=part)
             part *= _INT8_STEP
 
 

@@ -62,7 +62,8 @@ class ModelOptWeight:
             stored.read_into(self.stored[0], row * width, words)
             if packed:
                 scales = read_all(stored, self.stored[1], row * inputs // 16, bottom * inputs // 16).astype(np.float32)
-                scales *= read_all(stored, self.stored[2])[0]
+                with np.errstate(all="ignore"):  # NaN and infinities are the caller's to refuse
+                    scales *= read_all(stored, self.stored[2])[0]
             else:
                 scales = np.repeat(read_all(stored, self.stored[1]), bottom - row)
             part, biases = values[start - first : bottom * inputs - first], np.zeros_like(scales)
