@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import weightsmith
 from tests.mini import write_checkpoint
 from tests.sources import oracles
 from tests.sources.quantised import BF16, CASES, E4M3, Case, awq, bnb4, bnb8, exl3, gptq, mlx, modelopt
 from weightsmith.checkpoint import Checkpoint, open_checkpoint
-from weightsmith.errors import CheckpointError, FormatError, Unsupported, WeightsmithError
+from weightsmith.errors import CheckpointError, FormatError, NonFinite, Unsupported, WeightsmithError
 from weightsmith.sources import decoded
 from weightsmith.sources.base import read
 from weightsmith.testing import SourceCase, SourceTests
@@ -212,6 +213,44 @@ def test_other_layouts_and_damaged_checkpoints_are_refused_when_opened(name: str
     assert caught.value.finding.fix
 
 
+TWO: dict[str, Case] = {
+    "gptq": joined(gptq((64, 96)), gptq((64, 96), name="k_proj")),
+    "desc_act": joined(ORDERED, gptq((64, 96), desc_act=True, name="k_proj")),
+    "awq": joined(AWQ, awq((64, 96), name="k_proj")),
+    "exl3": joined(EXL3, exl3((128, 256), name="k_proj")),
+    "mlx": joined(MLX, mlx((48, 128), name="k_proj")),
+    "mxfp4": joined(MXFP4, mlx((48, 128), mode="mxfp4", group_size=32, name="k_proj")),
+    "nvfp4": joined(NVFP4, modelopt((8, 32), name="k_proj")),
+    "fp8": joined(modelopt((8, 32), algorithm="FP8"), modelopt((8, 32), algorithm="FP8", name="k_proj")),
+    "nf4": joined(NF4, bnb4((8, 64), name="k_proj")),
+    "nested": joined(NESTED, bnb4((8, 64), nested=True, name="k_proj")),
+    "int8": joined(INT8, bnb8((8, 16), name="k_proj")),
+}
+_OPTIONAL = (".bias", "input_scale", "weight_format")
+
+
+def parts(case: Case) -> list[str]:
+    """The tensors of k_proj without which its weight cannot be decoded."""
+    found = [name for name in case.tensors if name.startswith("k_proj.") and not name.endswith(_OPTIONAL)]
+    return [name for name in found if not name.endswith("g_idx") or case.config["quantization_config"]["desc_act"]]
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, case in TWO.items() for name in parts(case)])
+def test_a_quantised_weight_without_one_of_its_tensors_is_refused_when_opened(kind: str, name: str, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="missing") as caught:
+        opened(tmp_path, changed(TWO[kind], {name: None})).close()
+    assert "k_proj" in str(caught.value)
+    assert "download it again" in caught.value.finding.fix
+
+
+@pytest.mark.parametrize("kind", TWO)
+def test_tensors_that_merely_have_the_names_of_parts_are_plain(kind: str, tmp_path: Path) -> None:
+    own = ("router.scales", "router.bias", "altup.biases", "norm.scale", "norm.bias", "embed_tokens.weight", "gate.weight")
+    plain = {name: np.ones((8, 4), _F32) for name in (*own, "gate.scales", "gate.biases", "gate.weight_scale")}
+    with opened(tmp_path, changed(TWO[kind], plain)) as checkpoint:
+        assert {*checkpoint.specs} == {*plain, *TWO[kind].plain}
+
+
 READ: dict[str, tuple[Case, type[WeightsmithError], str]] = {
     "gptq: high group": (
         changed(GPTQ, {"q_proj.g_idx": np.full(96, 3, np.int32)}),
@@ -341,6 +380,12 @@ def test_the_size_of_an_exl3_weight_is_that_in_config_json(tmp_path: Path) -> No
             np.testing.assert_array_equal(checkpoint.read(f"{name}.weight"), case.plain[f"{name}.weight"])
 
 
+def test_a_gptq_weight_of_one_group_needs_no_g_idx(tmp_path: Path) -> None:
+    case = gptq((40, 64), group_size=-1, desc_act=True, indexed=False)
+    with opened(tmp_path, case) as checkpoint:
+        np.testing.assert_array_equal(checkpoint.read("q_proj.weight"), case.plain["q_proj.weight"])
+
+
 @pytest.mark.parametrize("zeros", [False, True])
 def test_a_gptq_weight_without_g_idx_has_its_groups_in_order(zeros: bool, tmp_path: Path) -> None:
     case = gptq((40, 104), group_size=16, indexed=False)
@@ -443,3 +488,21 @@ def test_a_dequantised_model_is_the_plain_one_in_the_dtype_that_loaders_compute_
             expected = plain.read(name)
             expected = expected.astype(BF16) if name.endswith("proj.weight") else expected
             assert found.read(name).tobytes() == expected.tobytes(), name
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.filterwarnings("error")
+def test_damaged_scales_stop_a_copy(kind: str, value: float, dtype: str | None, tmp_path: Path) -> None:
+    folder, _ = llama(tmp_path, kind)
+    file = folder / "model.safetensors"
+    tensors = dict(safetensors.numpy.load_file(file))
+    damaged = next(n for n in tensors if n.endswith(("q_proj.scales", "q_proj.SCB", "q_proj.weight.absmax", "q_proj.svh")))
+    if tensors[damaged].dtype == np.uint8:  # codes of scales
+        damaged = f"{damaged.removesuffix('absmax')}nested_absmax"
+    tensors[damaged].reshape(-1)[0] = value
+    safetensors.numpy.save_file(tensors, file)
+    with pytest.raises(NonFinite, match=r"q_proj\.weight: element \[\d+, \d+\] is (nan|-?inf)"):
+        weightsmith.dequantize(folder, tmp_path / "out", dtype=dtype, fsync=False)
+    weightsmith.dequantize(folder, tmp_path / "out", dtype=dtype, allow_nonfinite=True, fsync=False)

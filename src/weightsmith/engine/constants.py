@@ -105,6 +105,16 @@ class Finite:
                 self.check_input(step, i, place, data)
         return found
 
+    def check_copied(self, step: Step, place: Cut, data: Bytes) -> None:
+        """Raise NonFinite for a NaN or infinity in numbers that are copied, if they were computed from codes or factors.
+
+        Stored numbers are copied as they are: an infinity may be a constant of the model. A computed one is damage.
+        """
+        read = step.inputs[0]
+        source = self._reader.source(read)
+        if not self._allow and source.kept_as(read.tensor) is not source.specs[read.tensor].dtype:
+            self.check_input(step, 0, place, data)
+
     def check_input(self, step: Step, i: int, place: Cut, data: Bytes) -> None:
         """Raise NonFinite for a NaN or infinity among the elements read of one input."""
         read = step.inputs[i]
@@ -132,6 +142,7 @@ class Finite:
         if self._allow:
             return
         if leaf.op == CAST and first_nonfinite(raw[0], self._reader.dtype(leaf.inputs[0]).code, place.size) >= 0:
+            self.check_copied(leaf, place, raw[0])
             return
         at = first_nonfinite(data, out.dtype.code, place.size)
         if at >= 0:

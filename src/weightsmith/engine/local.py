@@ -406,6 +406,8 @@ class Run:
         self.reader.fill(source, place.start, out)
         if part.work.step.encoding != PLAIN and not self.allow_nonfinite:  # an infinity would spoil its whole row
             self.finite.check_input(step, 0, place, out)
+        else:
+            self.finite.check_copied(step, place, out)
         self._offer(part, place.start, out.size)
         written = self._write(part, place, out, buffers, copied=self._share(part, place.start, out.size))
         self._measure(step, part.distances[place.start // part.grain :], place.size, out[None], out, buffers)

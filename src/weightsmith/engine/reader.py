@@ -44,6 +44,9 @@ class Source(Protocol):
     def preferred_rows(self, name: str) -> int:
         """Rows that are best read together; 1 where it makes no difference."""
 
+    def kept_as(self, name: str) -> DType:
+        """The default output dtype of a tensor: another one than its own if its numbers are computed."""
+
     def read_into(self, name: str, start_byte: int, out: memoryview | Bytes) -> None:
         """Fill `out` with the tensor's bytes from `start_byte` on. Called from many threads."""
 

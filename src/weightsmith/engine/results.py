@@ -15,7 +15,7 @@ from weightsmith.formats.files import Extent
 from weightsmith.jobs.job import Bytes, Result
 from weightsmith.plans import Plan, Product
 from weightsmith.store.products import release_pages
-from weightsmith.tensors import TensorSpec
+from weightsmith.tensors import DType, TensorSpec
 
 
 class Results:
@@ -96,6 +96,9 @@ class Results:
 
     def location(self, name: str) -> None:
         """They are in no file."""
+
+    def kept_as(self, name: str) -> DType:
+        return self.specs[name].dtype
 
     def preferred_rows(self, name: str) -> int:
         """They are in memory: any rows."""

@@ -94,7 +94,7 @@ def _wrap(stored: Tensors, config: Mapping[str, Any], where: str) -> Wrapped:
                     group_size=inputs if group_size < 0 else group_size,
                 )
             )
-    return decoded(stored, weights, config, where, kind="AWQ")
+    return decoded(stored, weights, config, where, kind="AWQ", parts=(".qweight", ".qzeros", ".scales"))
 
 
 WRAPPER = Wrapper("AWQ", _recognises, _wrap)

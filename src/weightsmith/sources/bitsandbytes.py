@@ -35,6 +35,7 @@ CHUNK_ELEMENTS = 1 << 18
 MAX_STATE_BYTES = 64 << 10
 _MAX_BLOCK = 1 << 20
 _STATE = ".quant_state.bitsandbytes__"
+_PARTS = (f"{_STATE}nf4", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")  # after X.weight
 _INT8_STEP = np.float32(1 / 127)
 _BYTES = ("U8", "I8", "BF16", "F16", "F32")  # the dtypes under which codes are stored: `bnb_4bit_quant_storage`
 
@@ -79,7 +80,9 @@ class FourBit:
         block, offset = self.nested
         scales = read_all(stored, f"{name}.nested_absmax", start // block, -(-end // block))
         values = read_all(stored, f"{name}.nested_quant_map")[found]
-        result: npt.NDArray[np.float32] = values * scales[np.arange(start, end) // block - start // block] + np.float32(offset)
+        with np.errstate(all="ignore"):  # NaN and infinities are the caller's to refuse
+            result: npt.NDArray[np.float32] = values * scales[np.arange(start, end) // block - start // block]
+            result += np.float32(offset)
         return result
 
 
@@ -105,7 +108,8 @@ class EightBit:
             row = begin // cols
             scales = read_all(stored, f"{module}.SCB", row, -(-end // cols))
             codes = read_all(stored, self.spec.name, begin, end)
-            np.multiply(codes, scales[np.arange(begin, end) // cols - row], out=part)
+            with np.errstate(all="ignore"):
+                np.multiply(codes, scales[np.arange(begin, end) // cols - row], out=part)
             part *= _INT8_STEP
 
 
@@ -122,7 +126,7 @@ def _wrap(stored: Tensors, config: Mapping[str, Any], where: str) -> Wrapped:
             weights.append(_four_bit(stored, name, where))
         elif name.endswith(".SCB"):
             weights.append(_eight_bit(stored.specs, name, dtype, where))
-    return decoded(stored, weights, config, where, kind="bitsandbytes")
+    return decoded(stored, weights, config, where, kind="bitsandbytes", parts=_PARTS)
 
 
 def _eight_bit(specs: Mapping[str, TensorSpec], name: str, dtype: DType, where: str) -> EightBit:
@@ -156,7 +160,7 @@ def _four_bit(stored: Tensors, name: str, where: str) -> FourBit:
     table = part_of(specs, f"{weight_name}.quant_map", ("F32",), (16,), where)
     blocks = -(-size // block)
     names, nested = [weight_name, name, table.name, f"{weight_name}.absmax"], None
-    if f"{weight_name}.nested_absmax" in specs:
+    if any(f"{weight_name}.{part}" in specs for part in ("nested_absmax", "nested_quant_map")):
         part_of(specs, f"{weight_name}.absmax", ("U8",), (blocks,), where)
         width = _block_of(state, "nested_blocksize", name, where)
         part_of(specs, f"{weight_name}.nested_absmax", ("F32",), (-(-blocks // width),), where)

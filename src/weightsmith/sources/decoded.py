@@ -153,19 +153,47 @@ def decoded(
     where: str,
     *,
     kind: str,
+    parts: Sequence[str],
     dropped: Sequence[str] = (),
     notes: Sequence[Finding] = (),
 ) -> Wrapped:
     """The plain model: its source, and config.json without the entry of the quantisation.
 
-    kind  the quantisation, for messages: `GPTQ`
+    kind   the quantisation, for messages: `GPTQ`
+    parts  suffixes of the stored tensors that belong to a weight; first the one that is missing if others are left over
 
-    Raises Unsupported for models whose layers store [inputs, outputs]: a square matrix would be transposed silently.
+    Raises Unsupported for models whose layers store [inputs, outputs]: a square matrix would be transposed silently. Raises
+    FormatError for a part of a quantised weight that is incomplete: it would be taken for a plain tensor.
     """
     if config.get("model_type") in _TRANSPOSED_MODELS:
         what = f"{kind} weights of model_type {show(config['model_type'])} are not read: its layers store [inputs, outputs]"
         raise Unsupported(what, where=where, fix=PLAIN_FIX)
-    return Wrapped(DecodedTensors(stored, weights, dropped, where), without_entries(config), tuple(notes))
+    source = DecodedTensors(stored, weights, dropped, where)
+    _check_complete(source.specs, weights, parts, where)
+    return Wrapped(source, without_entries(config), tuple(notes))
+
+
+def _check_complete(specs: Mapping[str, TensorSpec], weights: Sequence[Weight], parts: Sequence[str], where: str) -> None:
+    """Raise FormatError if a tensor of the plain model is part of a quantised weight whose other tensors are missing.
+
+    A plain model may have its own X.scales or X.biases: they count as parts only if they are integers, if there are other parts
+    of X, or if the last component of X is also the name of a module whose weight is decoded.
+    """
+    left: dict[str, list[TensorSpec]] = {}
+    for name, spec in specs.items():
+        if name.endswith(".weight") and spec.dtype.name[0] in "IU":
+            what = f"tensor {show(name)} is {spec.dtype}, the codes of a quantised weight, and its scales are missing"
+            raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
+        module, dot, suffix = name.rpartition(".")
+        if dot + suffix in parts and f"{module}.weight" not in specs:
+            left.setdefault(module, []).append(spec)
+    quantised = {weight.spec.name.split(".")[-2:][0] for weight in weights}
+    for module, found in left.items():
+        first = found[0]
+        own = first.name.endswith((".scales", ".biases")) and first.dtype.name[0] not in "IU"
+        if not own or len(found) > 1 or module.rpartition(".")[2] in quantised:
+            what = f"tensor {show(first.name)} is part of a quantised weight, and {show(module + parts[0])} is missing"
+            raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
 
 
 def read_all(stored: Tensors, name: str, start: int = 0, end: int | None = None) -> npt.NDArray[Any]:

@@ -37,6 +37,8 @@ _GEMMA3_PREFIX = "language_model."
 _DERIVED = ("q_perm", "q_group_map")
 """Tensors that the loader computes from others, in case a file has them."""
 
+_PARTS = tuple(f".{suffix}" for suffix in (*SUFFIXES, *_DERIVED))
+
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
@@ -243,7 +245,7 @@ def _wrap(stored: Tensors, config: Mapping[str, Any], where: str) -> Wrapped:
         spec = TensorSpec(f"{name}.weight", F32, (sum(module.outputs for module in chosen), k))
         weights.append(Exl2Weight(spec, tensors, chosen))
     derived = [name for name in stored.specs if name.endswith(_DERIVED) and name.rpartition(".")[0] in modules]
-    wrapped = decoded(stored, weights, config, where, kind="EXL2", dropped=derived)
+    wrapped = decoded(stored, weights, config, where, kind="EXL2", parts=_PARTS, dropped=derived)
     plain = dict(wrapped.config or {})
     if any(_is_head(name) for name in modules):
         plain["tie_word_embeddings"] = False

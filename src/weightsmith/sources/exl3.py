@@ -32,6 +32,7 @@ READ_INPUTS = 4096
 """Inputs to read at a time, of 128 outputs: 512 KiB of codes of 8 bits."""
 
 _CODEBOOKS = ("mcg", "mul1")
+_PARTS = (".trellis", ".suh", ".svh", ".su", ".sv", *(f".{name}" for name in _CODEBOOKS))
 _SIZES = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "vocab_size")
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
@@ -117,17 +118,20 @@ def _recognises(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> b
 
 
 def _wrap(stored: Tensors, config: Mapping[str, Any], where: str) -> Wrapped:
-    quantisation_entry(config, where)
+    _, entry = quantisation_entry(config, where)
     sizes, dtype = _plain_sizes(config), plain_dtype(config, DTYPES["F16"])
     weights: list[Weight] = [
-        _weight(stored.specs, name.removesuffix(".trellis"), sizes, dtype, where)
+        _weight(stored.specs, name.removesuffix(".trellis"), sizes, dtype, entry.get("codebook"), where)
         for name in stored.specs
         if name.endswith(".trellis")
     ]
-    return decoded(stored, weights, config, where, kind="EXL3")
+    return decoded(stored, weights, config, where, kind="EXL3", parts=_PARTS)
 
 
-def _weight(specs: Mapping[str, TensorSpec], module: str, sizes: set[int], dtype: DType, where: str) -> Exl3Weight:
+def _weight(
+    specs: Mapping[str, TensorSpec], module: str, sizes: set[int], dtype: DType, codebook: object, where: str
+) -> Exl3Weight:
+    """codebook: config.json's. Weights of several models may be in one file, so another one's marker is legal, but not none."""
     trellis = part_of(specs, f"{module}.trellis", ("I16",), (None, None, None), where)
     width = trellis.shape[2]
     if width % 16 == 8:
@@ -147,6 +151,8 @@ def _weight(specs: Mapping[str, TensorSpec], module: str, sizes: set[int], dtype
     if len(codebooks) > 1:
         what = f"tensors {show(f'{module}.mcg')} and {show(f'{module}.mul1')} name two codebooks for one weight"
         raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
+    if codebook in _CODEBOOKS and not codebooks:
+        part_of(specs, f"{module}.{codebook}", (), (), where)
     outputs, inputs = (_plain_size(n, sizes, trellis.name, where) for n in padded)
     bias = specs.get(f"{module}.bias")
     if bias is not None and bias.shape != (outputs,):

@@ -7,6 +7,7 @@ X.g_idx   I32 [inputs]                        the group of each input; missing: 
 
 A weight is (code - zero) · scale. Format `gptq` stores zero - 1, `gptq_v2` the zero itself. The older one is undone as
 GPTQModel does it: 1 is added to whole words, so that a carry undoes the borrow of a zero of 0 (of 3 bits: to each zero).
+The groups of a model with `desc_act` are not in order, so it must have g_idx.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from weightsmith.sources.decoded import (
 from weightsmith.sources.kind import Wrapped, Wrapper
 from weightsmith.tensors import DType, TensorSpec
 
+_PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 _BITS = (2, 3, 4, 8)
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 
@@ -129,6 +131,8 @@ def _wrap(stored: Tensors, config: Mapping[str, Any], where: str) -> Wrapped:
             module = name.removesuffix(".qweight")
             shape = _shape(stored.specs, module, bits, group_size, bool(entry.get("dynamic")), where)
             scales = part_of(stored.specs, f"{module}.scales", ("F16", "BF16", "F32"), (shape.groups, shape.outputs), where)
+            if entry.get("desc_act") is True and shape.groups > 1:  # its groups are not in order
+                part_of(stored.specs, f"{module}.g_idx", ("I32",), (shape.inputs,), where)
             zeros = (shape.groups, -(-shape.outputs * shape.bits // 32))
             names = [name, part_of(stored.specs, f"{module}.qzeros", ("I32",), zeros, where).name, scales.name]
             weights.append(
@@ -142,7 +146,7 @@ def _wrap(stored: Tensors, config: Mapping[str, Any], where: str) -> Wrapped:
                     group_size=shape.inputs if group_size < 0 else group_size,
                 )
             )
-    return decoded(stored, weights, config, where, kind="GPTQ")
+    return decoded(stored, weights, config, where, kind="GPTQ", parts=_PARTS)
 
 
 class _Shape(NamedTuple):

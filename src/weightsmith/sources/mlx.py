@@ -122,7 +122,7 @@ def _wrap(stored: Tensors, config: Mapping[str, Any], where: str) -> Wrapped:
     weights: list[Weight] = [
         _weight(specs, name.removesuffix(".scales"), entry, config, where) for name in specs if _is_quantised(name, specs)
     ]
-    return decoded(stored, weights, config, where, kind="MLX")
+    return decoded(stored, weights, config, where, kind="MLX", parts=(".weight", ".scales", ".biases"))
 
 
 def _weight(

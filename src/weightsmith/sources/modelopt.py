@@ -62,7 +62,8 @@ class ModelOptWeight:
             stored.read_into(self.stored[0], row * width, words)
             if packed:
                 scales = read_all(stored, self.stored[1], row * inputs // 16, bottom * inputs // 16).astype(np.float32)
-                scales *= read_all(stored, self.stored[2])[0]
+                with np.errstate(all="ignore"):  # NaN and infinities are the caller's to refuse
+                    scales *= read_all(stored, self.stored[2])[0]
             else:
                 scales = np.repeat(read_all(stored, self.stored[1]), bottom - row)
             part, biases = values[start - first : bottom * inputs - first], np.zeros_like(scales)
@@ -92,7 +93,8 @@ def _wrap(stored: Tensors, config: Mapping[str, Any], where: str) -> Wrapped:
     if dropped:
         what = f"{len(dropped)} scale(s) of activations or of the KV cache are dropped: plain weights have none"
         notes = [Finding(what, where, (f"the first is {show(dropped[0])}",))]
-    return decoded(stored, weights, config, where, kind="ModelOpt", dropped=dropped, notes=notes)
+    parts = (".weight", ".weight_scale", ".weight_scale_2")
+    return decoded(stored, weights, config, where, kind="ModelOpt", parts=parts, dropped=dropped, notes=notes)
 
 
 def _weight(specs: Mapping[str, TensorSpec], codes: TensorSpec, dtype: DType, where: str) -> ModelOptWeight:

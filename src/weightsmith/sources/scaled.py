@@ -67,7 +67,8 @@ class ScaledMatrix:
             row, col = np.divmod(np.arange(at, at + part.size), cols)
             block = (row - band) * across + col // block_cols
             part -= self._zeros(stored, band, last + 1)[block]
-            part *= scales[block]
+            with np.errstate(all="ignore"):  # NaN and infinities are the caller's to refuse
+                part *= scales[block]
 
     def _zeros(self, stored: Tensors, first: int, end: int) -> npt.NDArray[np.float32]:
         """The values of the codes of zero in rows first … end: float32 [blocks], in row-major order."""
