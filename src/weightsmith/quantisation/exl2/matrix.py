@@ -31,6 +31,8 @@ from weightsmith.tensors import DType
 
 TILE = 128
 """Rows whose errors are passed on to all later rows in one product of matrices; more if a group is larger."""
+COPIED = 16
+"""Input features that are put in order at once, which takes three arrays of them for a head of many outputs."""
 
 DAMPING = 0.12
 """Share of the Hessian's mean diagonal that is added to it."""
@@ -189,8 +191,8 @@ def _rounded(
     torch, order, factor = _torch(), prepared.order, prepared.factor
     cols = padded(len(plain)) if half else len(plain)
     w, errors = torch.empty(len(order), cols), torch.empty(max(TILE, *(group.rows for group in groups)), cols)
-    for top in range(0, len(order), TILE):
-        w[top : top + TILE].numpy()[:] = rows_of(plain, order[top : top + TILE], half=half)
+    for top in range(0, len(order), COPIED):
+        w[top : top + COPIED].numpy()[:] = rows_of(plain, order[top : top + COPIED], half=half)
     del plain
     number = begin = 0
     for run in _runs(groups):
