@@ -230,7 +230,8 @@ def test_a_calibrated_plan_shows_weights_and_all_that_is_read(cli: Cli, small: P
     predicted = json.loads(cli(*plan, "--json").out)["summary"]
     done = json.loads(cli("merge", "copy.yml", "out", "--quantize", "w4a16", *CALIBRATED, "--json").out)
     assert done["read_bytes"] <= predicted["read_bytes_at_most"] < 1.2 * done["read_bytes"]
-    assert done["bytes"] == predicted["bytes"]
+    assert (done["bytes"], done["tensors"]) == (predicted["bytes"], 21)
+    assert predicted["tensors"] == 21
 
 
 @pytest.mark.parametrize("more", [[], ["--measure", "full"]])
@@ -249,3 +250,10 @@ def test_a_plan_that_is_measured_first_says_so(cli: Cli, small: Path, more: list
     assert (predicted["measured_first"], predicted["write_bytes"], predicted["read_bytes_at_most"]) == (True, None, None)
     done = json.loads(cli("merge", "copy.yml", "out", *exl2, "--json").out)
     assert abs(predicted["bytes"] - done["bytes"]) < 0.02 * done["bytes"]
+
+
+@pytest.mark.parametrize(
+    "made", [["w4a16"], ["w4a16", *CALIBRATED], ["exl2", "--bits", "4.1", "--uniform", *CALIBRATED]], ids=" ".join
+)
+def test_what_is_made_is_counted_in_weights(cli: Cli, small: Path, made: list[str]) -> None:
+    assert "out: 21 tensors, " in cli("quantize", "llama", "out", "--format", *made).out
