@@ -7,16 +7,18 @@ import os
 import pty
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.calibration_help import TEXT, prepared_for, save_model, settings
+from tests.calibration_help import TEXT, prepared_for, quantise, save_model, settings
 from tests.cli_help import LINEAR, Cli, cli, environment, run_process, work
 from tests.methods.test_post_steps import make_recipe
 from tests.mini import write_checkpoint
 from weightsmith import merge, open_checkpoint
+from weightsmith.cli.merge import report
 from weightsmith.cli.summary import changes, short
 from weightsmith.errors import UnknownName
 from weightsmith.plans import plan_from_json
@@ -257,3 +259,11 @@ def test_a_plan_that_is_measured_first_says_so(cli: Cli, small: Path, more: list
 )
 def test_what_is_made_is_counted_in_weights(cli: Cli, small: Path, made: list[str]) -> None:
     assert "out: 21 tensors, " in cli("quantize", "llama", "out", "--format", *made).out
+
+
+def test_what_an_earlier_run_made_of_calibrated_weights_is_counted_in_arrays(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = quantise(small / "llama", small / "out", settings(small, bits=None, uniform=False), name="w4a16")
+    report(replace(made, resumed=12), quiet=False, as_json=False)
+    assert "out: 21 tensors, 12 of the 49 stored arrays by an earlier run, " in capsys.readouterr().out
