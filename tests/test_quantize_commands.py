@@ -12,7 +12,7 @@ import pytest
 import weightsmith
 from tests.cli_help import Cli, cli
 from tests.mini import write_checkpoint
-from weightsmith.errors import PlanError
+from weightsmith.errors import ParameterError, PlanError
 
 __all__ = ["cli"]
 
@@ -145,3 +145,32 @@ def test_an_option_under_another_name_in_python(model: Path) -> None:
     with pytest.raises(TypeError, match=r"quantize\(\) has no option 'quantize' \(did you mean 'format'\?\)"):
         weightsmith.quantize("m", "q", "int8", quantize="fp8-dynamic")
     assert not Path("q").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"format": None}, "format: must be a string, not None"),
+        ({"format": ["w4a16"]}, r"format: must be a string, not \['w4a16'\]"),
+        ({"bits": "4"}, "bits: must be a number or None, not '4'"),
+        ({"bits": True}, "bits: must be a number or None, not True"),
+        ({"calibration": 5}, "calibration: must be a string or None, not 5"),
+        ({"calibration_rows": 2.5}, "calibration_rows: must be a whole number or None, not 2.5"),
+        ({"uniform": None}, "uniform: must be True or False, not None"),
+    ],
+    ids=str,
+)
+def test_a_setting_of_another_type_is_one_clear_error(model: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        weightsmith.quantize(model, "q", **{"format": "exl2", **given})
+    if "format" not in given:
+        with pytest.raises(ParameterError, match=message):
+            weightsmith.plan({"merge_method": "passthrough", "models": [{"model": "m"}]}, quantize="exl2", **given)
+    assert not Path("q").exists()
+
+
+def test_a_format_of_a_merge_is_a_string_or_none(model: Path) -> None:
+    recipe: dict[str, Any] = {"merge_method": "passthrough", "models": [{"model": "m"}]}
+    with pytest.raises(ParameterError, match=r"quantize: must be a string or None, not \['w4a16'\]"):
+        weightsmith.plan(recipe, quantize=["w4a16"])  # type: ignore[arg-type]
+    assert weightsmith.plan(recipe, quantize=None).encodings == ()

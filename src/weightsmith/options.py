@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypedDict
+from typing import Any, TypedDict, get_type_hints
 
 from weightsmith.errors import ParameterError, nearest
 from weightsmith.tensors import BY_TORCH_NAME, DTYPE_NAMES, DType, dtype_name
@@ -317,7 +318,9 @@ class Keywords(PlanKeywords, RunKeywords, total=False):
 
 
 def split(function: str, keywords: Mapping[str, Any]) -> tuple[RecipeOptions, QuantizeSettings, RunOptions]:
-    """A function's keywords as the three records. Raises TypeError for an unknown name, ParameterError for a wrong dtype.
+    """A function's keywords as the three records. Raises TypeError for an unknown name.
+
+    Raises ParameterError for a wrong dtype, and for a format or a setting of one that has another type.
 
     >>> split("merge", {"seed": 3, "threads": 2})[2].threads
     2
@@ -327,8 +330,27 @@ def split(function: str, keywords: Mapping[str, Any]) -> tuple[RecipeOptions, Qu
     """
     if "out_dtype" in keywords:
         keywords = {**keywords, "out_dtype": output_dtype(keywords["out_dtype"])}
-    recipe, quantize, run = split_into(function, keywords, RecipeOptions, QuantizeSettings, RunOptions)
+    paths = {name: os.fspath(value) for name, value in keywords.items() if isinstance(value, os.PathLike)}
+    recipe, quantize, run = split_into(function, {**keywords, **paths}, RecipeOptions, QuantizeSettings, RunOptions)
+    hints = get_type_hints(QuantizeSettings)
+    given = {name: (getattr(quantize, name), hint) for name, hint in hints.items()}
+    given |= {"format": (recipe.quantize, str)} if function == "quantize" else {"quantize": (recipe.quantize, str | None)}
+    for name, (value, hint) in given.items():
+        if not isinstance(value, hint | int if hint == float | None else hint) or (
+            isinstance(value, bool) and hint is not bool
+        ):
+            raise ParameterError(f"must be {_KINDS[hint]}, not {value!r}", where=name)
     return recipe, quantize, run
+
+
+_KINDS = {
+    str: "a string",
+    str | None: "a string or None",
+    bool: "True or False",
+    int | None: "a whole number or None",
+    float | None: "a number or None",
+}
+"""Types of settings in words."""
 
 
 def split_into(function: str, keywords: Mapping[str, Any], *kinds: type[Any]) -> tuple[Any, ...]:

@@ -7,15 +7,20 @@ import os
 import pty
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from tests.calibration_help import TEXT, prepared_for, quantise, save_model, settings
 from tests.cli_help import LINEAR, Cli, cli, environment, run_process, work
 from tests.methods.test_post_steps import make_recipe
 from tests.mini import write_checkpoint
 from weightsmith import merge, open_checkpoint
+from weightsmith.cli.merge import report
 from weightsmith.cli.summary import changes, short
+from weightsmith.errors import UnknownName
 from weightsmith.plans import plan_from_json
 
 __all__ = ["cli", "work"]
@@ -43,7 +48,11 @@ parameters:
 
 def row(text: str, begins: str) -> list[str]:
     """The words of the line that begins so."""
-    return next(line for line in text.splitlines() if line.startswith(begins)).split()
+    return row_text(text, begins).split()
+
+
+def row_text(text: str, begins: str) -> str:
+    return next(line for line in text.splitlines() if line.startswith(begins))
 
 
 def test_a_plan_prints_what_would_happen_and_writes_nothing(cli: Cli, work: Path) -> None:
@@ -173,3 +182,88 @@ def test_the_distance_can_be_had_without_writing(tmp_path: Path, cli: Cli) -> No
     done = merge(recipe, tmp_path / "out")
     assert json.loads(ran.out) == [{"name": m.name, "delta_norm": m.delta, "base_norm": m.base} for m in done.distance]
     assert "model.layers.1" in cli("plan", str(tmp_path / "recipe.yml"), "--distance").out
+
+
+# ---- calibrated formats
+
+CALIBRATED = ["--calibration", "text.txt", "--calibration-rows", "6", "--calibration-tokens", "16"]
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model that can be calibrated, a text, and a recipe `copy.yml`, in the current folder."""
+    save_model(tmp_path / "llama")
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "copy.yml").write_text("merge_method: passthrough\nmodels: [{model: llama}]\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_calibrated_weights_are_explained_by_their_own_names(cli: Cli, small: Path) -> None:
+    plan, name = ["plan", "copy.yml", "--quantize", "w4a16", *CALIBRATED], "model.layers.0.mlp.gate_proj.weight"
+    text = cli(*plan, "--explain", name).out
+    assert text.startswith(f"{name} [96, 64] BF16, made by copy\ncalibrated: quantised for what enters the layer\n")
+    assert "stored as w4a16-g32: model.layers.0.mlp.gate_proj.weight_packed I32, " in text
+    assert ["llama", name] in [line.split() for line in text.splitlines()]
+    assert cli(*plan, "--explain", f"{name}_packed").out == text
+    found = json.loads(cli(*plan, "--explain", name, "--json").out)
+    assert (found["calibrated"], found["encoding"], found["inputs"]) == (
+        True,
+        "w4a16-g32",
+        [{"model": "llama", "tensor": name}],
+    )
+    assert "calibrated" not in cli(*plan, "--explain", "lm_head.weight").out
+    ran = cli(*plan, "--explain", "model.layers.0.mlp.gate_proj")
+    assert (ran.code, ran.out) == (1, "")
+    assert f"did you mean '{name}'?" in ran.err
+    with prepared_for(small / "llama", settings(small, bits=None, uniform=False), "w4a16") as prepared:
+        with pytest.raises(UnknownName):  # the plan's own tensors are the arrays
+            prepared.explain(name)
+
+
+def test_a_calibrated_plan_shows_weights_and_all_that_is_read(cli: Cli, small: Path) -> None:
+    plan = ["plan", "copy.yml", "--quantize", "w4a16", *CALIBRATED]
+    text = cli(*plan).out
+    assert row(text, "w4a16-g32")[:2] == ["w4a16-g32", "14"]
+    assert row(text, "output")[1] == "21"
+    assert "calibrated: quantised for what enters the layer" in text
+    assert "and the calibration: torch and transformers, a layer in float32, and what enters it" in text
+    assert "and the calibration" not in cli("plan", "copy.yml", "--quantize", "w4a16").out
+    predicted = json.loads(cli(*plan, "--json").out)["summary"]
+    done = json.loads(cli("merge", "copy.yml", "out", "--quantize", "w4a16", *CALIBRATED, "--json").out)
+    assert done["read_bytes"] <= predicted["read_bytes_at_most"] < 1.2 * done["read_bytes"]
+    assert (done["bytes"], done["tensors"]) == (predicted["bytes"], 21)
+    assert predicted["tensors"] == 21
+
+
+@pytest.mark.parametrize("more", [[], ["--measure", "full"]])
+def test_a_plan_that_is_measured_first_says_so(cli: Cli, small: Path, more: list[str]) -> None:
+    exl2 = ["--quantize", "exl2", "--bits", "4.1", *CALIBRATED, *more]
+    text = cli("plan", "copy.yml", *exl2).out
+    assert "first: what each weight is stored as, sizes and config.json are decided then" in text
+    assert "; more when it is quantised then" in row_text(text, "read")
+    assert "write" not in text
+    assert "and the calibration" in text
+    explained = cli("plan", "copy.yml", *exl2, "--explain", "lm_head.weight")
+    assert "the model is measured first, for exl2: what this is stored as is decided then" in explained.out
+    found = json.loads(cli("plan", "copy.yml", *exl2, "--explain", "lm_head.weight", "--json").out)
+    assert (found["measured_first"], found["encoding"], found["stored"]) == (True, None, [])
+    predicted = json.loads(cli("plan", "copy.yml", *exl2, "--json").out)["summary"]
+    assert (predicted["measured_first"], predicted["write_bytes"], predicted["read_bytes_at_most"]) == (True, None, None)
+    done = json.loads(cli("merge", "copy.yml", "out", *exl2, "--json").out)
+    assert abs(predicted["bytes"] - done["bytes"]) < 0.02 * done["bytes"]
+
+
+@pytest.mark.parametrize(
+    "made", [["w4a16"], ["w4a16", *CALIBRATED], ["exl2", "--bits", "4.1", "--uniform", *CALIBRATED]], ids=" ".join
+)
+def test_what_is_made_is_counted_in_weights(cli: Cli, small: Path, made: list[str]) -> None:
+    assert "out: 21 tensors, " in cli("quantize", "llama", "out", "--format", *made).out
+
+
+def test_what_an_earlier_run_made_of_calibrated_weights_is_counted_in_arrays(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = quantise(small / "llama", small / "out", settings(small, bits=None, uniform=False), name="w4a16")
+    report(replace(made, resumed=12), quiet=False, as_json=False)
+    assert "out: 21 tensors, 12 of the 49 stored arrays by an earlier run, " in capsys.readouterr().out

@@ -356,6 +356,15 @@ def test_a_model_without_a_linear_weight(tmp_path: Path) -> None:
     assert "4 as they are: it is stored transposed (Conv1D) (h.0.attn.c_attn.weight)" in text
 
 
+def test_a_model_whose_widths_do_not_fit(tmp_path: Path) -> None:
+    shapes = {"model.norm.weight": (64,)} | {f"model.layers.{i}.mlp.up_proj.weight": (64, 64) for i in range(2)}
+    text = problems(passthrough(write(tmp_path / "narrow", shapes, {"num_hidden_layers": 2})), quantize="fp8-block")
+    assert "nothing can be stored as fp8-block: no linear weight of this model fits (its width 64 is not" in text
+    assert "2 as they are: its width 64 is not a multiple of 128 (model.layers.0.mlp.up_proj.weight)" in text
+    assert "Choose another format" in text
+    assert "leave" not in text.lower()
+
+
 def test_matrices_called_c_attn_are_linear_weights_where_they_are_not_transposed(tmp_path: Path) -> None:
     shapes = {"wte.weight": (8, 4)} | {
         f"h.{i}.attn.{n}.weight": s for i in range(2) for n, s in (("c_attn", (12, 4)), ("c_proj", (4, 4)))

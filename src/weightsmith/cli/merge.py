@@ -20,6 +20,7 @@ from weightsmith.text import count, duration, printable, result, say, size, warn
 if TYPE_CHECKING:
     from weightsmith.execution import Merged
     from weightsmith.planner import Prepared
+    from weightsmith.plans import Plan
 
 
 @options.expand("routing_report", "device")
@@ -79,11 +80,13 @@ def report(merged: Merged, *, quiet: bool, as_json: bool) -> None:
 
 
 def _summary(merged: Merged) -> str:
-    tensors = count(len(merged.plan.steps), "tensor")
+    steps, weights = len(merged.plan.steps), _weights(merged.plan)
     nbytes = sum(out.nbytes for step in merged.plan.steps for out in step.outs)
     moved = merged.read_bytes + merged.written_bytes
-    resumed = f", {merged.resumed:,} of them by an earlier run" if merged.resumed else ""
+    them = "them" if weights == steps else f"the {steps:,} stored arrays"
+    resumed = f", {merged.resumed:,} of {them} by an earlier run" if merged.resumed else ""
     speed = f" ({size(moved / merged.seconds)}/s read and written)" if merged.seconds > 0 else ""
+    tensors = count(weights, "tensor")
     done = f"{printable(str(merged.out))}: {tensors}{resumed}, {size(nbytes)} in {duration(merged.seconds)}{speed}"
     if merged.fetched_bytes:
         done += f"\n{size(merged.fetched_bytes)} streamed"
@@ -95,6 +98,13 @@ def _summary(merged: Merged) -> str:
     return f"{done}\ndistance from the base: {whole.share:.2%} of its norm (for each layer: weightsmith.json)"
 
 
+def _weights(plan: Plan) -> int:
+    """The number of tensors of a plan; a calibrated weight is one."""
+    from weightsmith.quantisation.calibration.weights import by_weight
+
+    return len(by_weight(plan).steps)
+
+
 def _to_json(merged: Merged) -> dict[str, Any]:
     from weightsmith.distance import to_json
 
@@ -103,7 +113,7 @@ def _to_json(merged: Merged) -> dict[str, Any]:
         "out": str(merged.out),
         "url": merged.url,
         "method": plan.made.name,
-        "tensors": len(plan.steps),
+        "tensors": _weights(plan),
         "resumed": merged.resumed,
         "bytes": sum(out.nbytes for step in plan.steps for out in step.outs),
         "files": [{"name": s.name, "bytes": s.nbytes} for s in plan.layout.shards],

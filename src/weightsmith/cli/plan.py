@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -126,17 +127,27 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
     if summary.travel.needed_bytes:
         fact("stream", _travel(summary.travel))
     files = count(len(shards), "file") + (f" of at most {size(plan.max_shard_bytes)}" if len(shards) > 1 else "")
-    fact("output", f"{count(len(plan.steps), 'tensor')}, {size(summary.out_bytes)}, in {files}")
+    if summary.measured:
+        fact("measured", "first: what each weight is stored as, sizes and config.json are decided then")
+        about = f"about {size(summary.out_bytes)}" if summary.out_bytes else "their size follows from the measurement"
+        fact("output", f"{count(summary.tensors, 'tensor')}, {about}")
+    else:
+        fact("output", f"{count(summary.tensors, 'tensor')}, {size(summary.out_bytes)}, in {files}")
     times = f" (inputs of {size(summary.input_bytes)}, read up to {summary.passes} times)" if summary.passes > 1 else ""
-    fact("read", f"{'up to ' if times else ''}{size(summary.read_bytes)}{times}")
+    least = "; more when it is quantised then" if summary.measured else ""
+    fact("read", f"{'up to ' if times else ''}{size(summary.read_bytes)}{times}{least}")
     if summary.survey_bytes:
         fact("", f"{size(summary.survey_bytes)} of them before the first tensor is merged, to see the whole model")
-    fact("write", size(summary.file_bytes))
+    if not summary.measured:
+        fact("write", size(summary.file_bytes))
     memory = summary.memory
     over = "; it cannot be less" if max_memory is not None and memory.peak_bytes > max_memory else ""
     fact("memory", f"{size(memory.peak_bytes)} at most, with {count(memory.threads, 'thread')}{over}")
+    if memory.calibrates:
+        fact("", "and the calibration: torch and transformers, a layer in float32, and what enters it")
     _section("output tensors by op")
-    show_table(("op", "tensors", "bytes"), [(t.name, f"{t.tensors:,}", size(t.nbytes)) for t in summary.ops], right={1, 2})
+    ops = [(t.name, f"{t.tensors:,}", "" if summary.measured else size(t.nbytes)) for t in summary.ops]
+    show_table(("op", "tensors", "" if summary.measured else "bytes"), ops, right={1, 2})
     if summary.stored:
         _section("how tensors are stored")
         show_table(
@@ -157,7 +168,7 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
             [(f"{d.tensors:,}", d.model, d.reason, d.first) for d in summary.dropped],
             right={0},
         )
-    if summary.changes:
+    if summary.changes and not summary.measured:
         from weightsmith.cli.summary import short
 
         _section("config.json")
@@ -215,11 +226,12 @@ def _to_json(plan: Plan, summary: Summary) -> dict[str, Any]:
     data["hash"] = plan.hash
     data["files"] = [{"name": s.name, "bytes": s.nbytes, "tensors": len(s.tensors)} for s in shards]
     data["summary"] = {
-        "tensors": len(plan.steps),
+        "tensors": summary.tensors,
+        "measured_first": summary.measured,
         "bytes": summary.out_bytes,
-        "write_bytes": summary.file_bytes,
+        "write_bytes": None if summary.measured else summary.file_bytes,
         "input_bytes": summary.input_bytes,
-        "read_bytes_at_most": summary.read_bytes,
+        "read_bytes_at_most": None if summary.measured else summary.read_bytes,
         "survey_bytes": summary.survey_bytes,
         "download_bytes": sum(d.nbytes for d in summary.downloads),
         "downloads": [{"model": d.model, "file": d.file, "bytes": d.nbytes} for d in summary.downloads],
@@ -230,6 +242,7 @@ def _to_json(plan: Plan, summary: Summary) -> dict[str, Any]:
             "passes": summary.travel.passes,
         },
         "peak_memory_bytes": summary.memory.peak_bytes,
+        "calibrates": summary.memory.calibrates,
         "threads": summary.memory.threads,
         "stages": [
             {"name": s.name, "method": s.method, "models": list(s.models), "tensors": s.tensors, "bytes": s.nbytes}
@@ -256,13 +269,17 @@ def _to_json(plan: Plan, summary: Summary) -> dict[str, Any]:
 
 
 def _explain(prepared: Prepared, pattern: str, *, as_json: bool) -> None:
+    from weightsmith.quantisation.calibration.weights import by_weight
+
+    prepared = replace(prepared, plan=by_weight(prepared.plan))
+    arrays = {out.name: step.out.name for step in prepared.plan.steps for out in step.outs}
     names = [step.out.name for step in prepared.plan.steps]
-    found = [pattern] if pattern in names else fnmatch.filter(names, pattern)
+    found = [pattern] if pattern in names else [arrays[pattern]] if pattern in arrays else fnmatch.filter(names, pattern)
     if not found:
         prepared.explain(pattern)  # raises
     if as_json:
         data = [_explanation(prepared, name) for name in found]
-        result(json.dumps(data[0] if found == [pattern] else data, ensure_ascii=False))
+        result(json.dumps(data[0] if pattern in (*names, *arrays) else data, ensure_ascii=False))
         return
     for number, name in enumerate(found):
         if number:
@@ -271,14 +288,20 @@ def _explain(prepared: Prepared, pattern: str, *, as_json: bool) -> None:
 
 
 def _explanation(prepared: Prepared, tensor: str) -> dict[str, Any]:
-    step, refs = _step(prepared, tensor), [m.ref for m in prepared.plan.models]
+    from weightsmith.quantisation.calibration.weights import calibrated_weights
+
+    plan, step, refs = prepared.plan, _step(prepared, tensor), [m.ref for m in prepared.plan.models]
     return {
         "tensor": tensor,
         "op": step.made_by,
         "dtype": step.out.dtype.name,
         "shape": list(step.out.shape),
-        "encoding": step.encoding,
-        "stored": [{"name": out.name, "dtype": out.dtype.name, "shape": list(out.shape)} for out in step.outs],
+        "encoding": step.encoding if plan.then is None else None,
+        "stored": [
+            {"name": out.name, "dtype": out.dtype.name, "shape": list(out.shape)} for out in step.outs if plan.then is None
+        ],
+        "measured_first": plan.then is not None,
+        "calibrated": tensor in calibrated_weights(plan),
         "inputs": [{"model": refs[model], "tensor": name} for model, name in _inputs(step)],
         "pieces": [{"name": p.out.name, "shape": list(p.out.shape), "op": p.op} for p in step.pieces],
         "parameters": [
@@ -326,7 +349,12 @@ def _notes(plan: Plan, step: Step) -> Iterator[str]:
     from weightsmith import methods
     from weightsmith.planner.encode import stored_plain
     from weightsmith.plans import PLAIN
+    from weightsmith.quantisation.calibration.weights import CALIBRATED, calibrated_weights
 
+    if plan.then is not None:
+        yield f"the model is measured first, for {plan.then['format']}: what this is stored as is decided then"
+    if step.out.name in calibrated_weights(plan):
+        yield CALIBRATED
     if step.encoding != PLAIN:
         yield f"stored as {step.encoding}: {', '.join(f'{out.name} {out.dtype}' for out in step.outs)}"
     elif plan.encodings:

@@ -19,6 +19,7 @@ from weightsmith.options import RunOptions
 from weightsmith.planner import Prepared
 from weightsmith.planner.encode import stored_plain
 from weightsmith.plans import PLAIN, Plan, Read, Step
+from weightsmith.quantisation.calibration.weights import CALIBRATED, by_weight, calibrated_weights, of_calibration, steps_read
 from weightsmith.remote.ahead import Travel, estimate
 from weightsmith.structure import analyse
 
@@ -39,6 +40,7 @@ class Tally:
 class StoredFacts:
     """Output tensors that are stored in one way: in an encoding, or as they are (`plain`) for one reason.
 
+    why     also: that they are calibrated
     nbytes  in the output
     """
 
@@ -85,11 +87,15 @@ class Download:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a merge will take at most, resident, and what that follows from."""
+    """What a merge will take at most, resident, and what that follows from.
+
+    calibrates  a calibration comes on top: torch, transformers, a layer and what enters it
+    """
 
     peak_bytes: int
     threads: int
     tile_bytes: int
+    calibrates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +120,9 @@ class StageFacts:
 class Summary:
     """The sums of a plan.
 
+    tensors      of the output: weights, however many arrays each is stored as
+    measured     the model is measured first: what the output stores is decided then, and `out_bytes` is an estimate, 0 if there
+                 is none
     ops          output tensors by op, most bytes first
     stored       output tensors by how they are stored, if some are encoded
     input_bytes  of the input tensors, each use counted once
@@ -125,6 +134,8 @@ class Summary:
     stages       the other recipes whose results it reads, each after those that it depends on
     """
 
+    tensors: int
+    measured: bool
     ops: tuple[Tally, ...]
     stored: tuple[StoredFacts, ...]
     out_bytes: int
@@ -145,6 +156,7 @@ class Summary:
 def summarise(prepared: Prepared, options: RunOptions) -> Summary:
     """The sums of a prepared plan; threads and memory as they would be given to `merge`."""
     plan, reader = prepared.plan, Reader(prepared.plan, prepared.inputs, Results(prepared.plan))
+    shown = by_weight(plan)
     ops: dict[str, tuple[int, int]] = {}
     input_bytes = read_bytes = survey_bytes = most = 0
     passes = Passes(plan, reader)
@@ -159,10 +171,13 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
         each, once[read.model, read.tensor] = inner[read.model].read_bytes(read.tensor)
         return each * size // max(1, reader.source(read).specs[read.tensor].size)
 
-    for step in plan.steps:
+    for step in shown.steps:
         nbytes = sum(out.nbytes for out in step.outs)
         tensors, total = ops.get(step.made_by, (0, 0))
         ops[step.made_by] = tensors + 1, total + nbytes
+    calibrating = [step for product in plan.products if of_calibration(product) for step in steps_read(product)]
+    leaves += [leaf for step in calibrating for leaf in step.leaves]
+    for step in (*(() if plan.then else plan.steps), *calibrating):
         for leaf in step.leaves:
             leaf_bytes = sum(nbytes_of(read, leaf.out.size) for read in leaf.inputs)
             times = passes.of(leaf)
@@ -172,9 +187,11 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
             survey_bytes += leaf_bytes * passes.before(leaf)
     tallies = sorted((Tally(op, *sums) for op, sums in ops.items()), key=lambda t: -t.nbytes)
     return Summary(
+        tensors=len(shown.steps),
+        measured=plan.then is not None,
         ops=tuple(tallies),
-        stored=_stored(plan),
-        out_bytes=sum(t.nbytes for t in tallies),
+        stored=_stored(shown),
+        out_bytes=sum(t.nbytes for t in tallies) if plan.then is None else _expected_bytes(prepared),
         file_bytes=plan.layout.total_bytes,
         input_bytes=input_bytes,
         read_bytes=read_bytes + survey_bytes + sum(once.values()),
@@ -188,6 +205,12 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
         stages=_stages(prepared),
         memory=_memory(plan, options.threads, options.max_memory_bytes, [passes.resident_bytes(leaf) for leaf in leaves]),
     )
+
+
+def _expected_bytes(prepared: Prepared) -> int:
+    from weightsmith.quantisation.formats import expected_bytes
+
+    return expected_bytes(prepared)
 
 
 def _stages(prepared: Prepared) -> tuple[StageFacts, ...]:
@@ -213,7 +236,7 @@ def _downloads(prepared: Prepared) -> tuple[Download, ...]:
 
 def _modules(prepared: Prepared) -> tuple[ModuleFacts, ...]:
     """Of the output; its other names are those of the donor's modules."""
-    structure = analyse([step.out for step in prepared.plan.steps], prepared.plan.config)
+    structure = analyse([step.out for step in by_weight(prepared.plan).steps], prepared.plan.config)
     return tuple(
         ModuleFacts(
             name,
@@ -226,7 +249,7 @@ def _modules(prepared: Prepared) -> tuple[ModuleFacts, ...]:
 
 
 def _stored(plan: Plan) -> tuple[StoredFacts, ...]:
-    why = stored_plain(plan)
+    why = stored_plain(plan) | dict.fromkeys(calibrated_weights(plan), CALIBRATED)
     found: dict[tuple[str, str], list[Step]] = {}
     for step in plan.steps if plan.encodings else ():
         found.setdefault((step.encoding, why.get(step.out.name, "")), []).append(step)
@@ -252,7 +275,7 @@ def _memory(plan: Plan, threads: int | None, max_memory_bytes: int | None, resid
         # Whole matrices: as many as fit the bound, at least one; and torch, which is there for them alone.
         allowed = fit_resident_bytes(max_memory_bytes, threads, plan.widest, RESIDENT_BYTES, plan.levels)
         peak += max(largest, min(allowed, largest * threads)) + TORCH_BYTES
-    return Memory(peak, threads, tile_bytes)
+    return Memory(peak, threads, tile_bytes, any(map(of_calibration, plan.products)))
 
 
 def short(value: Any, length: int = 60) -> str:

@@ -94,12 +94,12 @@ class Prepared:
 
         Raises UnknownName.
         """
-        if self.resolver is None or tensor not in self.origins:
-            names = [s.out.name for s in self.plan.steps]
-            if tensor in names:
-                return []
+        if all(step.out.name != tensor for step in self.plan.steps):
             fix = "see the names with `weightsmith plan RECIPE --json`, or give a pattern such as '*.0.*'"
+            names = [step.out.name for step in self.plan.steps]
             raise UnknownName(f"the output has no tensor '{tensor}'{nearest(tensor, names)}", fix=fix)
+        if self.resolver is None or tensor not in self.origins:
+            return []
         return self.resolver.explain(self.origins[tensor][0], tensor, *self.origins[tensor][1:])
 
     @property

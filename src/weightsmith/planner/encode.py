@@ -30,6 +30,8 @@ FUSED_EXPERTS = "its experts are one tensor"
 """Why a tensor is stored as it is: the planner warns of these, which may be most of a model."""
 
 _WEIGHT = ".weight"
+_WIDTH = "its width"
+"""What the reason begins with when an encoding does not take a weight for its width."""
 _JOINED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "wq", "wk", "wv", "query", "key", "value"), "qkv"),
     **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate and up"),
@@ -170,14 +172,19 @@ def _module(spec: TensorSpec) -> str:
 def _nothing(name: str, structure: Structure, reasons: Mapping[str, str]) -> Unsupported:
     """The error when there is nothing to encode."""
     what = f"nothing can be stored as {name}: no decoder of this model has the weight of a linear layer"
-    if structure.main is None and len(structure.stacks) > 1:
+    widths = [why for why in reasons.values() if why.startswith(_WIDTH)]
+    if widths:
+        what = f"nothing can be stored as {name}: no linear weight of this model fits ({widths[0]})"
+    elif structure.main is None and len(structure.stacks) > 1:
         stacks = ", ".join(stack.prefix for stack in structure.stacks)
         what = f"only a decoder can be stored as {name}, and this model has several stacks: {stacks}"
     tally: dict[str, list[str]] = {}
     for tensor, why in reasons.items():
         tally.setdefault(why, []).append(tensor)
     details = [f"{len(names):,} as they are: {why} ({names[0]})" for why, names in tally.items()]
-    return Unsupported(what, where="quantize", details=details, fix="leave --quantize (quantize) out")
+    return Unsupported(
+        what, where="quantize", details=details, fix="choose another format; weightsmith quantize --list shows all"
+    )
 
 
 def _fused_findings(plain: Sequence[TensorSpec], reasons: Mapping[str, str], name: str) -> Iterator[Finding]:
@@ -189,7 +196,7 @@ def _fused_findings(plain: Sequence[TensorSpec], reasons: Mapping[str, str], nam
 
 def _width_findings(plain: Sequence[TensorSpec], reasons: Mapping[str, str]) -> Iterator[Finding]:
     """Weights that would be encoded if their width were another one."""
-    refused = [spec.name for spec in plain if reasons[spec.name].startswith("its width")]
+    refused = [spec.name for spec in plain if reasons[spec.name].startswith(_WIDTH)]
     if refused:
         yield Finding(f"weights stored as they are: {len(refused):,}; {reasons[refused[0]]}", refused[0])
 

@@ -14,7 +14,7 @@ from weightsmith.plans.reading import has_type
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation import gguf, streamed
 from weightsmith.quantisation.base import Format
-from weightsmith.quantisation.calibration.plan import NONE
+from weightsmith.quantisation.calibration.plan import NONE, before_measuring
 from weightsmith.quantisation.calibration.rows import BUILT_IN
 from weightsmith.quantisation.exl2 import format as exl2
 
@@ -49,6 +49,19 @@ def in_format(prepare: Callable[[], Prepared], name: str | None, settings: Quant
     except BaseException:
         prepared.close()
         raise
+
+
+def expected_bytes(prepared: Prepared) -> int:
+    """About what the plan that follows from one with `Plan.then` stores: as if nothing were measured; 0 if that cannot be."""
+    then = dict(prepared.plan.then or {})
+    settings = replace(
+        QuantizeSettings(**then["settings"]), calibration=NONE, calibration_rows=None, calibration_tokens=None, measure=None
+    )
+    try:
+        plan = FORMATS[then["format"]].apply(replace(prepared, plan=before_measuring(prepared.plan)[0]), settings)
+    except PlanError:
+        return 0
+    return sum(out.nbytes for step in plan.steps for out in step.outs)
 
 
 def followed(prepared: Prepared, arrays: Mapping[str, Arrays]) -> tuple[Prepared, Mapping[str, bytes]]:
