@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import types
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 import weightsmith
 from tests.cli_help import LINEAR, make_models
+from weightsmith import options
 from weightsmith import progress as meters
 from weightsmith.errors import ParameterError, PlanError
 from weightsmith.text import is_terminal
@@ -145,3 +147,21 @@ def test_the_meter_is_a_bar_on_a_terminal_a_cell_in_a_notebook_and_silent_elsewh
         cell.show(meters.Reading("<merging>", 1, 4, 1))
         cell.show(meters.Reading("<merging>", 2, 4, 2))
     assert drawn == ["<progress value='0.250' max='1'></progress> &lt;merging&gt;:  25 %, 1 bytes of 4 bytes", ""]
+
+
+# ---- keywords
+
+
+@pytest.mark.parametrize(
+    ("settings", "keywords"),
+    [
+        (options.RecipeOptions, options.RecipeKeywords),
+        (options.QuantizeSettings, options.QuantizeKeywords),
+        (options.ExtractSettings, options.ExtractKeywords),
+        (options.TransplantSettings, options.TransplantKeywords),
+        (options.RunOptions, options.RunKeywords),
+    ],
+)
+def test_type_checkers_know_every_keyword(settings: Any, keywords: Any) -> None:
+    missing = {field.name for field in dataclasses.fields(settings)} - set(keywords.__annotations__)
+    assert missing == set()

@@ -267,6 +267,7 @@ class QuantizeKeywords(TypedDict, total=False):
     calibration: str | None
     calibration_rows: int | None
     calibration_tokens: int | None
+    measure: str | None
     measurement: str | None
     uniform: bool
     imatrix: str | None
@@ -288,6 +289,7 @@ class ExtractKeywords(RunKeywords, total=False):
     distribute_scale: bool
     skip_undecomposable: bool
     layout: str
+    intruder_scale: float
 
 
 class TransplantKeywords(RunKeywords, total=False):
