@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,8 @@ from weightsmith.errors import FormatError, NonFinite, ParameterError, Unsupport
 from weightsmith.formats.exl2 import BITS, Group, Groups, padded, stored_specs, why_illegal
 from weightsmith.kernels.exl2 import pack
 from weightsmith.quantisation.exl2.matrix import (
+    COPIED,
+    Unread,
     dequantise_matrix,
     prepare,
     quantise_fixed_groups,
@@ -238,6 +241,40 @@ def test_a_prepared_hessian_gives_the_same_bytes() -> None:
     hessian = x.T @ x
     once, twice = quantise_matrix(weight, hessian, FOUR), quantise_matrix(weight, prepare(hessian), FOUR)
     assert all(a.tobytes() == b.tobytes() for a, b in zip(once.arrays, twice.arrays, strict=True))
+
+
+@pytest.mark.parametrize("page_bytes", [4096, 3 << 15])
+def test_a_weight_that_is_read_is_given_back_as_it_is_put_in_order(page_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    n, k = 2 * COPIED + 40, 64
+    weight, x = random_weight(n, k), random_inputs(k)
+    array = np.empty((n, k), np.float32)
+    given_back = [0]
+
+    class Pages:
+        def madvise(self, option: int, start: int, length: int) -> None:
+            assert (option, start, length % page_bytes) == (mmap.MADV_DONTNEED, 0, 0)
+            array.reshape(-1)[: length // 4] = np.nan
+            given_back.append(length)
+
+    def read(unread: Unread) -> tuple[np.ndarray, Pages]:
+        unread.fill(array)
+        return array, Pages()
+
+    monkeypatch.setattr(mmap, "PAGESIZE", page_bytes)
+    monkeypatch.setattr(Unread, "read", read)
+    found = quantise_matrix(Unread((n, k), lambda out: np.copyto(out, weight)), x.T @ x, FOUR)
+    expected = quantise_matrix(weight, x.T @ x, FOUR)
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(found.arrays, expected.arrays, strict=True))
+    assert given_back[-1] > array.nbytes - page_bytes
+
+
+@pytest.mark.parametrize("hessian", [True, False])
+def test_a_weight_that_is_read_gives_the_same_bytes(hessian: bool) -> None:
+    weight, x = random_weight(COPIED + 40, 64), random_inputs(64)
+    given = x.T @ x if hessian else None
+    found = quantise_matrix(Unread((COPIED + 40, 64), lambda out: np.copyto(out, weight)), given, FOUR)
+    expected = quantise_matrix(weight, given, FOUR)
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(found.arrays, expected.arrays, strict=True))
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_threads() -> None:

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from weightsmith.encodings import find_encoding
 from weightsmith.plans import Product
 from weightsmith.products import Bench, ProductKind
-from weightsmith.products.base import Arrays, Floats
+from weightsmith.products.base import Arrays
 from weightsmith.quantisation.calibration import schemes
 from weightsmith.quantisation.calibration.sites import is_attention, site_of
 from weightsmith.quantisation.calibration.work import LayerWork
@@ -131,14 +129,9 @@ def _head(bench: Bench, work: LayerWork, decoder: Decoder, entering: Any, device
         for rows in row_batches(entering, bench.threads, device, progress, (0, 1)):
             sums.add(list(pool.map(run, rows)), pool)
     n, k = next(step.out.shape for step in bench.product.steps if step.out.name == name)
-
-    def read() -> Floats:
-        weight = np.empty((n, k), np.float32)
-        bench.fill({name: weight})
-        return weight
-
+    weight = Unread((n, k), lambda array: bench.fill({name: array}))
     with located(f"{name}, {work.base.label}"):
-        return schemes.quantise(Unread((n, k), read), encoding, prepare(sums.finish(name)))
+        return schemes.quantise(weight, encoding, prepare(sums.finish(name)))
 
 
 def _check(product: Product) -> str:

@@ -56,13 +56,13 @@ def keeps_order(encoding: str) -> bool:
 
 def quantise(weight: Floats | Unread, encoding: str, hessian: FactoredHessian | None) -> Arrays:
     """The stored arrays of a weight, float32 [N, K], or of what reads it. hessian: of its inputs; None rounds to nearest."""
-    from weightsmith.quantisation.exl2.matrix import Unread, quantise_fixed_groups, quantise_matrix
+    from weightsmith.quantisation.exl2.matrix import quantise_fixed_groups, quantise_matrix
 
     if encoding.startswith(_EXL2):
         return quantise_matrix(weight, hessian, groups_of(parse(encoding).params, weight.shape[1])).arrays
     bits, group = _integers(encoding)
-    weight = weight.read() if isinstance(weight, Unread) else weight
-    codes, scales = quantise_fixed_groups(weight, hessian, bits, group, DTYPES["BF16"])
+    plain = weight if isinstance(weight, np.ndarray) else weight.read()[0]
+    codes, scales = quantise_fixed_groups(plain, hessian, bits, group, DTYPES["BF16"])
     each = 32 // bits
     words = np.zeros((len(codes), codes.shape[1] // each), np.uint32)
     unsigned = (codes.astype(np.int16) + (1 << (bits - 1))).astype(np.uint32)

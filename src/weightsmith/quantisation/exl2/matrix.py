@@ -14,6 +14,7 @@ of torch may round differently.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +32,8 @@ from weightsmith.tensors import DType
 
 TILE = 128
 """Rows whose errors are passed on to all later rows in one product of matrices; more if a group is larger."""
-COPIED = 16
-"""Input features that are put in order at once, which takes three arrays of them for a head of many outputs."""
+COPIED = 1024
+"""Output features whose inputs are put in order at once: a multiple of 32, to which N is padded."""
 
 DAMPING = 0.12
 """Share of the Hessian's mean diagonal that is added to it."""
@@ -57,14 +58,21 @@ class FactoredHessian:
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A weight that is in memory only while it is copied: heads can be larger than layers.
+    """A weight that is not in memory twice while it is put in order: heads can be larger than layers.
 
     shape  [N, K]
-    read   makes the array, float32
+    fill   fills an array, float32
     """
 
     shape: tuple[int, int]
-    read: Callable[[], Floats]
+    fill: Callable[[Floats], None]
+
+    def read(self) -> tuple[Floats, mmap.mmap]:
+        """The array, and the memory that it is in."""
+        pages = mmap.mmap(-1, 4 * self.shape[0] * self.shape[1])
+        array = np.frombuffer(pages, np.float32).reshape(self.shape)
+        self.fill(array)
+        return array, pages
 
 
 def prepare(hessian: Floats, *, sort: bool = True) -> FactoredHessian:
@@ -182,7 +190,7 @@ def _rounded(
     A row's error is passed on to the rest of its group at once, to the rest of a run of up to `TILE` rows after the group, and
     to all later rows after the run.
     """
-    plain = weight.read() if isinstance(weight, Unread) else weight
+    plain, pages = (weight, None) if isinstance(weight, np.ndarray) else weight.read()
     if prepared is None:
         yield from round_plainly(plain, np.arange(plain.shape[1]), groups, scales_of, half=half)
         return
@@ -191,9 +199,12 @@ def _rounded(
     torch, order, factor = _torch(), prepared.order, prepared.factor
     cols = padded(len(plain)) if half else len(plain)
     w, errors = torch.empty(len(order), cols), torch.empty(max(TILE, *(group.rows for group in groups)), cols)
-    for top in range(0, len(order), COPIED):
-        w[top : top + COPIED].numpy()[:] = rows_of(plain, order[top : top + COPIED], half=half)
-    del plain
+    for top in range(0, len(plain), COPIED):
+        some = rows_of(plain[top : top + COPIED], order, half=half)
+        w[:, top : top + some.shape[1]].numpy()[:] = some
+        copied_bytes = plain[: top + COPIED].nbytes // mmap.PAGESIZE * mmap.PAGESIZE
+        if pages is not None and copied_bytes and hasattr(mmap, "MADV_DONTNEED"):
+            pages.madvise(mmap.MADV_DONTNEED, 0, copied_bytes)  # gives the memory back, and loses the numbers
     number = begin = 0
     for run in _runs(groups):
         first, end = begin, begin + sum(group.rows for group in run)
