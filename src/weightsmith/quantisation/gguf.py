@@ -148,7 +148,7 @@ def _planned(mixture: Mixture, prepared: Prepared, importances: Importances) -> 
 def _left_out(dropped: Sequence[Dropped]) -> list[Finding]:
     """A stored head that transformers would use, if it differs from the embedding."""
     what = "it is left out: config.json ties the head to the embedding"
-    fix = "if the two differ, set tie_word_embeddings to false in the config.json of the input"
+    fix = "set tie_word_embeddings to false in the input's config.json if the two differ"
     return [Finding(what, each.tensor, fix=fix) for each in dropped if each.reason == HEAD_IS_EMBEDDING]
 
 
