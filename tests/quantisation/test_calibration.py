@@ -344,6 +344,14 @@ def test_a_head_that_is_not_quantised_leaves_the_layers_as_they_are(name: str, t
 
 
 @pytest.mark.slow
+def test_the_card_counts_weights(llama: Path, tmp_path: Path) -> None:
+    given = settings(tmp_path, bits=None, uniform=False, group_size=32)
+    with prepared_for(llama, given, "w4a16") as prepared:
+        out = execute(prepared, tmp_path / "out", RunOptions()).out
+    assert "Quantised: w4a16 (14 of 21 tensors)." in (out / "README.md").read_text()
+
+
+@pytest.mark.slow
 def test_a_model_can_be_split_for_one_format_and_fused_for_the_next(tmp_path: Path) -> None:
     phi3, given = save_model(tmp_path / "m", "phi3"), settings(tmp_path)
     quantise(phi3, tmp_path / "exl2", given)  # q, k and v are one matrix each
