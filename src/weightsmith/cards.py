@@ -21,7 +21,6 @@ from weightsmith.engine.computed import Computed
 from weightsmith.errors import WeightsmithError
 from weightsmith.formats.files import read_bounded
 from weightsmith.plans import PLAIN, ModelInput, Plan
-from weightsmith.quantisation.calibration.weights import by_weight
 from weightsmith.remote.addresses import is_address
 
 MAX_CARD_BYTES = 4 << 20
@@ -241,6 +240,8 @@ def _quantised(plan: Plan) -> str:
         counts = Counter(out.dtype.name for step in plan.steps for out in step.outs)
         types = ", ".join(f"{number:,} {name}" for name, number in counts.most_common())
         return f"\nStored as {plan.made.format}. Types of the tensors: {types}.\n"
+    from weightsmith.quantisation.calibration.weights import by_weight
+
     steps = by_weight(plan).steps
     number = sum(step.family != PLAIN for step in steps)
     return f"\nQuantised: {plan.made.format}{f' ({number:,} of {len(steps):,} tensors)' if number else ''}.\n"
