@@ -338,11 +338,16 @@ def split(function: str, keywords: Mapping[str, Any]) -> tuple[RecipeOptions, Qu
     given = {name: (getattr(quantize, name), hint) for name, hint in hints.items()}
     given |= {"format": (recipe.quantize, str)} if function == "quantize" else {"quantize": (recipe.quantize, str | None)}
     for name, (value, hint) in given.items():
-        if not isinstance(value, hint | int if hint == float | None else hint) or (
-            isinstance(value, bool) and hint is not bool
-        ):
+        if not _fits(value, hint):
             raise ParameterError(f"must be {_KINDS[hint]}, not {value!r}", where=name)
     return recipe, quantize, run
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a setting has its type: True is no number, and a whole number will do for a fraction."""
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, hint | int if hint == float | None else hint)
 
 
 _KINDS = {

@@ -197,7 +197,7 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
         read_bytes=read_bytes + survey_bytes + sum(once.values()),
         survey_bytes=survey_bytes,
         passes=most,
-        modules=_modules(prepared),
+        modules=_modules(prepared, shown),
         dropped=_dropped(plan),
         changes=tuple(changes(prepared.inputs[plan.donor].config or {}, plan.config or {})),
         travel=estimate(visits(reader, plan.steps, plan.products), options.max_spool_bytes),
@@ -234,9 +234,9 @@ def _downloads(prepared: Prepared) -> tuple[Download, ...]:
     return tuple(found.values())
 
 
-def _modules(prepared: Prepared) -> tuple[ModuleFacts, ...]:
-    """Of the output; its other names are those of the donor's modules."""
-    structure = analyse([step.out for step in by_weight(prepared.plan).steps], prepared.plan.config)
+def _modules(prepared: Prepared, shown: Plan) -> tuple[ModuleFacts, ...]:
+    """Of the output; its other names are those of the donor's modules. shown: the plan by weight."""
+    structure = analyse([step.out for step in shown.steps], prepared.plan.config)
     return tuple(
         ModuleFacts(
             name,
