@@ -65,17 +65,20 @@ class Sketched:
     upper: Vector
     squares: Vector
 
-    def rank(self, rows: int, energy: float, noise: float) -> int:
-        """Number of singular values above the rounding noise; -1 if they and the noise do not explain the difference.
+    def rank(self, rows: int, cols: int, energy: float, noise: float) -> int:
+        """Number of singular values above the rounding noise, which is exact up to half the width of a sketch, and where it is
+        min(rows, cols); -1 if there are more, or if they and the noise do not explain the difference.
 
-        rows    of D
-        energy  its squared norm
-        noise   the energy that rounding adds, by the dtype
+        rows, cols  of D
+        energy      its squared norm
+        noise       the energy that rounding adds, by the dtype
         """
         found, width = self.squares, len(self.squares)
         edge = NOISE_MARGIN * noise / width * (1 + math.sqrt(width / rows)) ** 2
         rank = int((found > max(edge, TINY * float(found[0]))).sum())
-        if rank > width // 2 and width == WIDTH:
+        if rank >= min(rows, cols):
+            return min(rows, cols)
+        if rank > width // 2 and cols > width:
             return -1
         left = float(found[rank:].sum()) * width / max(1, width - rank)  # the basis of the signal is a part of the sketch too
         return rank if left <= NOISE_MARGIN * noise + 1e-3 * energy else -1
