@@ -175,7 +175,7 @@ def test_a_model_that_was_quantised_and_dequantised(base: Path, tmp_path: Path, 
     weightsmith.quantize(base, tmp_path / "q", format, progress=False)
     weightsmith.dequantize(tmp_path / "q", tmp_path / "plain", progress=False)
     (kind, *_) = diff(base, tmp_path / "plain").reading
-    assert kind.startswith("Rounding, not training: white noise of about ")
+    assert kind.startswith("White noise, as rounding makes it: about ")
     assert "in all linear layers of all layers, and no norm differs." in kind
     (kind, *_) = diff(base, tmp_path / "q").reading
     assert kind.startswith("B is quantised (")

@@ -311,8 +311,10 @@ def _preview(
         size, own = looked.sizes[step.out.name], tuple(names.index(read.model) for read in step.inputs[2:])
         place = place_of(structure, step.out.name)
         in_all = of_rows(nonfinite[i, : len(step.inputs)])
-        if any(each.nans + each.infinities != constants[i] for each in (in_all[0], *in_all[2:])) or in_all[1]:
+        if any(each.nans + each.infinities != constants[i] for each in in_all):
             stops.append(step.out.name)
+        else:  # a merge copies constants; the preview has computed with them
+            in_all = (in_all[0], in_all[0], *in_all[2:])
         by_model = dict(zip(own, in_all[2:], strict=True))
         held = (*in_all[:2], *(by_model.get(model, NonFinite()) for model in range(len(names))))
         found.append(_Found(place, size, size / step.out.size, sums[i], squares[i], float(counts[i]), own, held))

@@ -4,8 +4,8 @@ Each sentence follows from numbers of the difference alone, but for those that s
 
 same            nothing differs
 low rank        nearly all matrices that differ are of low rank above the rounding noise: LoRA, or a merge of such models
-rounding        nothing but rounding noise in nearly all matrices that differ: stored in another dtype; or the same share of
-                white noise in each of them, norms untouched: quantised and dequantised
+rounding        nothing but rounding noise in nearly all matrices that differ: stored in another dtype
+white noise     the same share in each matrix that differs, norms untouched: quantised and dequantised
 full            the rest: all of full rank, of a rank that is full or too high to be told, or some of either
 
 NaN and infinities are counted first. The other sentences are about the tensors without them.
@@ -36,6 +36,9 @@ ALIKE = 0.25
 
 KIN = 0.5
 """The cosine of two models from which on one may be a fine-tune of the other. Of fine-tunes it is near 1."""
+
+COARSE = 0.65
+"""The largest share that rounding can be: of normal numbers, one bit for each weight leaves an error of 0.6 of their norm."""
 
 FLAT = 2.0
 """The largest singular value of white noise [m, n] is 1/√m + 1/√n of its norm; up to so much of that counts as white."""
@@ -109,7 +112,7 @@ def _kind(found: Difference, changed: Sequence[TensorDifference]) -> list[str]:
         ]
     if matrices and not low and _is_rounding(found, matrices):
         return [
-            f"Rounding, not training: white noise of about {_percent(median(t.share for t in matrices))} in {where}, and no "
+            f"White noise, as rounding makes it: about {_percent(median(t.share for t in matrices))} in {where}, and no "
             "norm differs. B may be quantised and dequantised again, or A may be."
         ]
     if not matrices:
@@ -118,8 +121,9 @@ def _kind(found: Difference, changed: Sequence[TensorDifference]) -> list[str]:
     by = f", by {_percent(moved)} in norm" if math.isfinite(moved) else ", from zero"
     differ = f"{_percent(share)} of the elements of these tensors differ{by}."
     cosine = found.total.cosine
-    made = "as full fine-tuning makes it" if cosine >= KIN else "as between models of which neither was made from the other"
-    return [f"A change of {_ranks(matrices)}, {made}: {where}; {differ}"]
+    unlike = ", as between models of which neither was made from the other" if cosine < KIN else ""
+    made = ", as full fine-tuning makes it" if cosine >= KIN else unlike
+    return [f"A change of {_ranks(matrices)}{made}: {where}; {differ}"]
 
 
 def _ranks(matrices: Sequence[TensorDifference]) -> str:
@@ -142,9 +146,9 @@ def _ranks(matrices: Sequence[TensorDifference]) -> str:
 
 
 def _is_rounding(found: Difference, matrices: Sequence[TensorDifference]) -> bool:
-    shares = [tensor.share for tensor in matrices if math.isfinite(tensor.share)]
-    if len(shares) < MOST * len(matrices):
+    if not all(tensor.share <= COARSE and tensor.rank in (Mark.FULL, Mark.HIGH) for tensor in matrices):
         return False
+    shares = [tensor.share for tensor in matrices]
     middle = median(shares)
     alike = sum(abs(share - middle) <= ALIKE * middle for share in shares) >= MOST * len(shares)
     norms = any(tensor.changed for tensor in found.tensors if len(tensor.shape) == 1)

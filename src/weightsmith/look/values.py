@@ -22,8 +22,8 @@ class Leading:
 
     values  estimates, descending; never larger than the true ones; () if they are beyond what float32 holds
     upper   the true ones are at most so large, but for a probability of about 1 %
-    rank    how many are above the rounding noise of the stored weights; None if that is not known: more than half the width of
-            a sketch (64) of a larger matrix, or hidden in the rounding
+    rank    how many are above the rounding noise of the stored weights; None if that is not known: as many as a sketch of a
+            larger matrix has columns (128), or hidden in the rounding
     """
 
     values: tuple[float, ...]
@@ -264,7 +264,7 @@ def _group(name: str, tensors: Sequence[TensorDifference]) -> GroupDifference:
         sum(tensor.elements for tensor in tensors),
         delta,
         a,
-        (1.0 if delta == 0 else max(-1.0, min(1.0, products / a / b))) if a and b else math.nan,
+        (1.0 if delta == 0 else max(-1.0, min(1.0, products / a / b))) if a > 0 and b > 0 else math.nan,
         sum(tensor.changed for tensor in tensors),
         len(own),
         (min(low), median_low(low), max(low)) if low else None,

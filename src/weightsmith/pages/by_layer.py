@@ -35,7 +35,7 @@ def heat_maps(
     detail: str = "",
     span: tuple[float, float] | None = None,
 ) -> list[HeatMap]:
-    """One heat map for each stack of layers, all with one scale; without those that would have no number.
+    """One heat map for each stack of layers, all with one scale; without those where nothing differs or nothing applies.
 
     items  what is where; of what is outside the layers nothing is shown
     value  one number for all items of a part in a layer, or a mark; nan: `Mark.UNDEFINED`
@@ -49,7 +49,7 @@ def heat_maps(
     for stack, own in stacks.items():
         layers, parts = sorted({layer for layer, _ in own}), tuple(dict.fromkeys(part for _, part in own))
         values = tuple(tuple(_cell(value(own[at, part])) if (at, part) in own else None for part in parts) for at in layers)
-        if any(isinstance(number, float | int) for row in values for number in row):
+        if any(value not in (None, Mark.SAME, Mark.NOTHING) for row in values for value in row):
             name = f"{title} ({stack})" if len(stacks) > 1 else title
             rows = tuple(f"{stack}{layer}" for layer in layers)
             found.append(HeatMap(name, rows, parts, values, unit, about, log, detail, span))
