@@ -13,7 +13,6 @@ from typing import Any
 
 from weightsmith.plans import Plan
 from weightsmith.structure import analyse
-from weightsmith.text import count
 
 
 def share_of(delta: float, base: float) -> float:
@@ -31,15 +30,11 @@ def share_of(delta: float, base: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Frobenius norms of merged - base and of the base, over one layer or all tensors.
-
-    left_out  tensors with infinite constants, of which no norm is defined; the norms are nan if there are no others
-    """
+    """Frobenius norms of merged - base and of the base, over one layer or all tensors. Infinite constants count as zeros."""
 
     name: str
     delta: float
     base: float
-    left_out: int = 0
 
     @property
     def share(self) -> float:
@@ -77,10 +72,7 @@ def distance_by_layer(plan: Plan, squares: Mapping[str, tuple[float, float]]) ->
 
 
 def _sum(name: str, pairs: list[tuple[float, float]]) -> Moved:
-    own = [(d, b) for d, b in pairs if math.isfinite(d + b)]
-    if pairs and not own:
-        return Moved(name, math.nan, math.nan, len(pairs))
-    return Moved(name, math.sqrt(sum(d for d, _ in own)), math.sqrt(sum(b for _, b in own)), len(pairs) - len(own))
+    return Moved(name, math.sqrt(sum(d for d, _ in pairs)), math.sqrt(sum(b for _, b in pairs)))
 
 
 def to_json(moved: tuple[Moved, ...]) -> list[dict[str, Any]]:
@@ -95,7 +87,4 @@ def _finite(norm: float) -> float | None:
 def to_markdown(moved: tuple[Moved, ...]) -> str:
     """A table for the card."""
     lines = ["| | delta | share of the base |", "| --- | ---: | ---: |"]
-    lines += [f"| {m.name} | {m.delta:.4g} | {m.percent(3)} |" for m in moved]
-    if moved and moved[0].left_out:
-        lines.append(f"\nLeft out: {count(moved[0].left_out, 'tensor')} with infinite constants.")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"| {m.name} | {m.delta:.4g} | {m.percent(3)} |" for m in moved)])

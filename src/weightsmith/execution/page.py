@@ -16,7 +16,6 @@ from weightsmith.plans import PLAIN, Plan
 from weightsmith.products import Report
 from weightsmith.structure import analyse
 from weightsmith.structure.places import OUTSIDE, Place, place_of
-from weightsmith.text import count
 
 _TENSORS = "tensors"
 
@@ -82,10 +81,8 @@ def _page(
     if plan.recipe:
         blocks.append(Code("Recipe", plan.recipe))
     summary = plan.made.title.replace("`", "")
-    moved = ""
-    if distance and math.isfinite(distance[0].share):
-        left_out = f", but for {count(distance[0].left_out, 'tensor')} with infinite constants" if distance[0].left_out else ""
-        moved = f"It is {distance[0].percent()} away from its base, by the Frobenius norm of all weights{left_out}."
+    known = bool(distance) and math.isfinite(distance[0].share)
+    moved = f"It is {distance[0].percent()} away from its base, by the Frobenius norm of all weights." if known else ""
     data = {
         "distance": [{"name": m.name, "delta_norm": _known(m.delta), "base_norm": _known(m.base)} for m in distance],
         "tensors": [

@@ -22,8 +22,8 @@ class Leading:
 
     values  estimates, descending; never larger than the true ones; () if they are beyond what float32 holds
     upper   the true ones are at most so large, but for a probability of about 1 %
-    rank    how many are above the rounding noise of the stored weights; None if that is not known: as many as a sketch of a
-            larger matrix has columns (128), or hidden in the rounding
+    rank    how many are above the rounding noise of the stored weights; None if that is not known: more than half as many as
+            a sketch of a larger matrix has columns (128), without a gap after them; or hidden in the rounding
     """
 
     values: tuple[float, ...]
