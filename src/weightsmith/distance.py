@@ -15,9 +15,22 @@ from weightsmith.plans import Plan
 from weightsmith.structure import analyse
 
 
+def share_of(delta: float, base: float) -> float:
+    """The norm of a delta over that of what it is from.
+
+    >>> share_of(1, 2), share_of(0, 0), share_of(0, math.nan), share_of(1, 0), share_of(1, math.inf)
+    (0.5, 0.0, 0.0, inf, nan)
+    """
+    if delta == 0:
+        return 0.0
+    if base == 0:
+        return math.inf if math.isfinite(delta) else math.nan
+    return delta / base if math.isfinite(delta) and math.isfinite(base) else math.nan
+
+
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Frobenius norms of merged - base and of the base, over one layer or all tensors."""
+    """Frobenius norms of merged - base and of the base, over one layer or all tensors. Infinite constants count as zeros."""
 
     name: str
     delta: float
@@ -25,8 +38,16 @@ class Moved:
 
     @property
     def share(self) -> float:
-        """delta / base; 0 if both are zero."""
-        return self.delta / self.base if self.base else math.inf if self.delta else 0.0
+        """See `share_of`."""
+        return share_of(self.delta, self.base)
+
+    def percent(self, digits: int = 2) -> str:
+        """The share as text: "?" if it is not a number.
+
+        >>> Moved("all", 1.0, 8.0).percent(), Moved("all", 1.0, 0.0).percent()
+        ('12.50%', '?')
+        """
+        return f"{self.share:.{digits}%}" if math.isfinite(self.share) else "?"
 
 
 def distance_by_layer(plan: Plan, squares: Mapping[str, tuple[float, float]]) -> tuple[Moved, ...]:
@@ -66,4 +87,4 @@ def _finite(norm: float) -> float | None:
 def to_markdown(moved: tuple[Moved, ...]) -> str:
     """A table for the card."""
     lines = ["| | delta | share of the base |", "| --- | ---: | ---: |"]
-    return "\n".join([*lines, *(f"| {m.name} | {m.delta:.4g} | {m.share:.3%} |" for m in moved)])
+    return "\n".join([*lines, *(f"| {m.name} | {m.delta:.4g} | {m.percent(3)} |" for m in moved)])

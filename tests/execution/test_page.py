@@ -95,3 +95,34 @@ def test_a_quantised_copy_says_how_its_tensors_are_stored(here: Path) -> None:
     page = (here / "q" / PAGE_NAME).read_text()
     assert page.count("<td>int8</td>") == LAYERS * 2
     assert "<td>F32</td>" in page
+
+
+def test_infinite_constants_leave_the_distance_defined(here: Path) -> None:
+    """They are the same in all models, and copied. What is equal to the base, and what has no base, has a mark."""
+    bound = "model.layers.0.mlp.clip_max"
+    for name in "abc":
+        with weightsmith.open_checkpoint(name) as model:
+            tensors = {spec: model.read(spec).astype(np.float32) for spec in model.specs}
+        write_checkpoint(here / name, tensors | {bound: np.float32([np.inf, "abc".index(name)])}, CONFIG)
+    merged = weightsmith.merge("ties.yml", "out", report=True, fsync=False)
+    assert 0 < merged.distance[0].share < 1
+    page = (here / "out" / PAGE_NAME).read_text()
+    assert f"It is {merged.distance[0].percent()} away from its base" in page
+    assert "<title>model.layers.0, mlp.clip_max: zero before, and not after</title>" in page
+    rows = dict(
+        re.findall(r"<td>([\w.]+)</td>.*?>([^<]*)</td></tr>", page.partition('id="tensors"')[2].partition("</section>")[0])
+    )
+    assert (rows[bound], rows["model.embed_tokens.weight"]) == ("new", "same")
+    json.loads((here / "out/weightsmith.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_a_merge_that_moves_a_zero_base_has_no_share(here: Path) -> None:
+    with weightsmith.open_checkpoint("a") as model:
+        zeros = {name: np.zeros(spec.shape, np.float32) for name, spec in model.specs.items()}
+    write_checkpoint(here / "a", zeros, CONFIG)
+    merged = weightsmith.merge("ties.yml", "out", report=True, fsync=False)
+    assert merged.distance[0].percent() == "?"
+    for name in (PAGE_NAME, "README.md"):
+        text = (here / "out" / name).read_text()
+        assert not re.search(r"\b(inf|nan) ?%", text)
+    assert "away from its base" not in (here / "out" / PAGE_NAME).read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import weightsmith
 from tests.look.models import LAYERS, changed, is_linear, low_rank, save, weights
 from weightsmith.look.pages import comparison_page, difference_page, inspection_page, preview_page
-from weightsmith.pages import Curves, HeatMap, Page, Table, to_html
+from weightsmith.pages import Curves, HeatMap, Mark, Page, Table, to_html
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +37,8 @@ def test_a_difference_by_layer_and_part(base: Path, tmp_path: Path) -> None:
     for place, tensor in tensors.items():
         if place.stack:
             i, j = moved.rows.index(place.group), moved.columns.index(place.part)
-            assert moved.values[i][j] == pytest.approx(tensor.share)
-            assert (ranks.values[i][j] is not None) == is_linear(tensor.name)
+            assert moved.values[i][j] == (pytest.approx(tensor.share) if tensor.changed else Mark.SAME)
+            assert (ranks.values[i][j] is not Mark.NOTHING) == is_linear(tensor.name)
     rows = table(page, moved.detail)
     assert [(row[0], where) for row, where in zip(rows.rows, rows.places, strict=True)] == [
         (tensor.name, (place.group, place.part)) for place, tensor in tensors.items()
@@ -63,10 +62,10 @@ def test_nan_is_no_colour_and_no_error(base: Path, tmp_path: Path) -> None:
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan
     page = difference_page(weightsmith.diff(base, save(tmp_path / "b", tensors), progress=False))
     moved = maps(page)["How far the weights moved"]
-    assert math.isnan(moved.values[1][moved.columns.index("mlp.up_proj")] or 0)
+    assert moved.values[1][moved.columns.index("mlp.up_proj")] is Mark.NAN
     assert 'data-v="nan"' not in to_html(page)
-    assert "model.layers.1, mlp.up_proj:" not in to_html(page)
-    assert "model.layers.2, mlp.up_proj:" in to_html(page)
+    assert "<title>model.layers.1, mlp.up_proj: contains NaN</title>" in to_html(page)
+    assert moved.values[2][moved.columns.index("mlp.up_proj")] is Mark.SAME
 
 
 def test_an_inspection_with_and_without_statistics(base: Path) -> None:
@@ -91,8 +90,8 @@ def test_task_vectors_by_pair(base: Path, tmp_path: Path) -> None:
     for tensor in found.tensors:
         if tensor.place is not None and tensor.place.stack:
             i, j = cosine.rows.index(tensor.place.group), cosine.columns.index(tensor.place.part)
-            assert conflicts.values[i][j] == (pytest.approx(tensor.conflict_share) if tensor.shared else None)
-            assert cosine.values[i][j] == (pytest.approx(tensor.cosines[1]) if tensor.norms[0] else None)
+            assert conflicts.values[i][j] == (pytest.approx(tensor.conflict_share) if tensor.shared else Mark.NOTHING)
+            assert cosine.values[i][j] == (pytest.approx(tensor.cosines[1]) if tensor.norms[0] else Mark.NOTHING)
     assert [row[:2] for row in table(page, "Pairs").rows] == [
         (pair, found.total.cosines[k]) for k, pair in enumerate(("A and B", "A and C", "B and C"))
     ]

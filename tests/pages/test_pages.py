@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 from weightsmith.errors import OutputExists, StoreError
-from weightsmith.pages import Code, Column, Curves, Facts, HeatMap, Page, Table, to_html, write_page
+from weightsmith.pages import Code, Column, Curves, Facts, HeatMap, Mark, Page, Table, to_html, write_page
+from weightsmith.pages.by_layer import heat_maps
 from weightsmith.pages.html import MAX_ROWS
-from weightsmith.pages.svg import heat_map, scaled
+from weightsmith.pages.svg import colour, heat_map, scaled
+from weightsmith.structure.places import Place
 
 HOSTILE = "</script><img src=http://evil/x onerror=alert(1)>\x1b[2J\"'"
 LAYERS = tuple(f"layer {i}" for i in range(30))
@@ -123,12 +125,53 @@ def test_a_heat_map_says_its_extremes_and_has_no_cell_where_nothing_is() -> None
 
 @pytest.mark.parametrize("log", [False, True])
 def test_colours_are_defined_for_every_number(log: bool) -> None:
-    values = [None, math.nan, math.inf, -math.inf, 0.0, 1e-300, 1e300, -1.0]
-    for some in ([], values, [0.0], [1.0], [math.nan], [math.inf]):
+    values = [None, *Mark, math.nan, math.inf, -math.inf, 0.0, 1e-300, 1e300, -1.0]
+    for some in ([], values, [0.0], [1.0], [math.nan], [math.inf], [Mark.SAME]):
         shares = scaled(some, log=log)
-        assert [share is None for share in shares] == [v is None or math.isnan(v) for v in some]
+        assert [share is None for share in shares] == [not isinstance(v, float) or not math.isfinite(v) for v in some]
         assert all(share is None or 0 <= share <= 1 for share in shares)
-        to_html(Page("", (), (Curves("", (("all", tuple(some)),), "x", "y", log=log),)))
+        numbers = tuple(None if isinstance(value, Mark) else value for value in some)
+        cells = HeatMap("", ("r",), tuple(f"c{i}" for i in range(len(some))), (tuple(some),), log=log)
+        to_html(Page("", (), (cells, Curves("", (("all", numbers),), "x", "y", log=log))))
+
+
+def test_marks_have_cells_and_words_of_their_own_and_a_legend() -> None:
+    """Each is told from the others, and from numbers, by its text: without colour, by a screen reader, in a table, in CSV."""
+    columns = ("number", "absent", *(mark.name for mark in Mark))
+    text = heat_map(HeatMap("Moved", ("layer",), columns, ((0.5, None, *Mark),), "share"))
+    assert (
+        len({mark.symbol for mark in Mark}) == len({mark.word for mark in Mark}) == len({m.meaning for m in Mark}) == len(Mark)
+    )
+    for mark in Mark:
+        assert f"<title>layer, {mark.name}: {mark.meaning}</title>" in text
+        assert text.count(f">{mark.symbol}</text>") == 2  # the cell, and the legend
+        assert text.count(f">{mark.meaning}</text>") == 1
+        assert f"{mark.meaning}: 1 cell" in text.partition("viewBox")[0]
+    assert "layer, absent" not in text
+    rows = tuple((mark.name, mark) for mark in Mark)
+    table = to_html(Page("", (), (Table("T", (Column("name"), Column("rank", "count")), (("n", 3), *rows)),)))
+    assert table.count(' data-v="') == 1
+    for mark in Mark:
+        assert f"<td>{mark.name}</td><td class=n>{mark.word}</td>" in table
+
+
+def test_a_mark_is_no_end_of_the_scale() -> None:
+    rows = (("a", 0.2), ("b", Mark.INFINITE), ("c", Mark.SAME), ("d", 0.4))
+    text = heat_map(HeatMap("M", ("layer",), tuple(n for n, _ in rows), (tuple(v for _, v in rows),), "share", log=True))
+    assert "20 % to 40 % (logarithmic)" in text
+    assert "from 20 % (layer, a) to 40 % (layer, d)" in text
+    fills = re.findall(r'fill="(#[0-9a-f]{6})"><title>', text)
+    assert fills == [colour(0.0), colour(1.0)]
+
+
+def test_maps_of_several_stacks_have_one_scale_and_draw_it() -> None:
+    places = [Place(stack, i, "up") for stack in ("text.", "vision.") for i in range(2)]
+    values = dict(zip(places, (0.1, 0.2, 0.7, 0.9), strict=True))
+    found = heat_maps("Moved", [(p, values[p]) for p in places], lambda own: own[0], "share", "about")
+    assert [one.span for one in found] == [(0.1, 0.9)] * 2
+    assert all("10 % to 90 %" in heat_map(one) for one in found)
+    nothing = heat_maps("Moved", [(p, Mark.SAME) for p in places], lambda own: own[0], "share", "about")
+    assert nothing == []
 
 
 # ---- the file
@@ -194,7 +237,7 @@ def test_a_browser_shows_it_without_a_request_or_an_error(browser: Any, tmp_path
     rows = "section.table tbody tr:not([hidden])"
     assert page.locator(rows).count() == len(LAYERS) * len(PARTS)
     page.locator("section.heat svg a").nth(4).click()
-    assert page.locator(rows).all_inner_texts() == ["layer 1.mlp.up_proj\t0.04 %\t"]
+    assert page.locator(rows).all_inner_texts() == ["layer 1.mlp.up_proj\t0.04 %\t-"]
     page.fill("section.table input", "layer 2")
     assert page.locator("section.table .status").inner_text() == "33 of 90 rows"
     page.locator("section.table thead button").nth(1).click()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.studio.models import make, recipe
+from weightsmith.look.nonfinite import NonFinite
 from weightsmith.look.preview import GroupPreview, Kept, Preview
 from weightsmith.methods import all_methods
 from weightsmith.studio import compare, draft, show
@@ -131,9 +132,9 @@ def test_what_may_not_be_read_is_not_merged_and_not_compared(root: Path, session
 def test_hostile_names_stay_text(root: Path, session: Session) -> None:
     text = f"merge_method: linear\nmodels:\n- model: {HOSTILE!r}\n- modle: '{HOSTILE[:20]}'\n"
     kept = Kept(1.0, 0.5, 0.1, 0.1, 0.1, 0.5)
-    group = GroupPreview(HOSTILE, 1, 10, 1.0, 1.0, (kept,))
+    group = GroupPreview(HOSTILE, 1, 10, 1, 1.0, 1.0, (kept,), (NonFinite(),) * 3)
     plan: Any = type("P", (), {"recipe": HOSTILE})()
-    found = Preview(HOSTILE, HOSTILE, (HOSTILE,), 1, 10, (group,), (group,), group, (), (), plan)
+    found = Preview(HOSTILE, HOSTILE, (HOSTILE,), 1, 10, (group,), (group,), group, (), (), (), plan)
     shown = [
         session.check(text),
         session.facts([HOSTILE]),

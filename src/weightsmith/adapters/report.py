@@ -12,7 +12,7 @@ from weightsmith.adapters.ranks import Spectrum
 from weightsmith.errors import Finding
 from weightsmith.pages import Column, HeatMap, Table, heat_maps
 from weightsmith.pages.svg import heat_map, picture
-from weightsmith.pages.values import Block
+from weightsmith.pages.values import Block, Mark
 from weightsmith.structure.places import Place
 
 NAME = "extraction"
@@ -58,7 +58,7 @@ class Extraction:
         return sum(matrix.parameters for matrix in self.matrices)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON values. Shares are of the squared Frobenius norm."""
+        """The report as JSON values. Shares are of the squared Frobenius norm; null of nothing."""
         return {
             "parameters": self.parameters,
             **_shares(self.matrices),
@@ -124,20 +124,26 @@ class Extraction:
         placed = [(_placed(matrix.target.module), matrix) for matrix in self.matrices]
         about = "Of the signal in the difference, without rounding noise, by the squared Frobenius norm."
         title, span = "Share of the signal that the adapter keeps", (0.0, 1.0)
-        return heat_maps(title, placed, lambda own: _shares(own)["signal_kept"], "share", about, span=span)
+        return heat_maps(title, placed, _signal_kept, "share", about, span=span)
 
 
-def _shares(matrices: Sequence[Matrix]) -> dict[str, float]:
-    """Of the differences of some matrices together."""
+def _signal_kept(matrices: Sequence[Matrix]) -> float | Mark:
+    kept = _shares(matrices)["signal_kept"]
+    differ = any(matrix.spectrum.energy for matrix in matrices)
+    return kept if kept is not None else Mark.NOTHING if differ else Mark.SAME
+
+
+def _shares(matrices: Sequence[Matrix]) -> dict[str, float | None]:
+    """Of the differences of some matrices together; None for a share of nothing."""
     energy = sum(m.spectrum.energy for m in matrices)
     signal = sum(m.spectrum.signal for m in matrices)
     kept = sum(m.spectrum.energy * m.spectrum.kept(m.rank) for m in matrices)
     possible = sum(m.spectrum.energy * m.spectrum.possible(m.rank) for m in matrices)
     of_signal = sum(m.spectrum.signal * m.spectrum.signal_kept(m.rank) for m in matrices)
     return {
-        "kept": round(kept / energy if energy else 1.0, 6),
-        "possible": round(possible / energy if energy else 1.0, 6),
-        "signal_kept": round(of_signal / signal if signal else 1.0, 6),
+        "kept": round(kept / energy, 6) if energy else None,
+        "possible": round(possible / energy, 6) if energy else None,
+        "signal_kept": round(of_signal / signal, 6) if signal else None,
     }
 
 
@@ -145,17 +151,19 @@ def _row(kind: str, matrices: Sequence[Matrix]) -> tuple[str, ...]:
     shares = _shares(matrices)
     energy = sum(m.spectrum.energy for m in matrices)
     noise = sum(m.spectrum.energy * m.spectrum.noise_share for m in matrices)
-    least = min(matrices, key=lambda m: m.spectrum.signal_kept(m.rank))
+    least = min(matrices, key=lambda m: (not m.spectrum.signal, m.spectrum.signal_kept(m.rank)))
     return (
         kind,
         f"{len(matrices):,}",
         _ranks(matrices),
-        f"{shares['kept']:.1%}",
-        f"{shares['possible']:.1%}",
-        f"{shares['signal_kept']:.1%}",
-        f"{noise / energy if energy else 0.0:.1%}",
-        f"{least.spectrum.signal_kept(least.rank):.1%}, {least.name}",
+        *(_percent(shares[what]) for what in ("kept", "possible", "signal_kept")),
+        _percent(noise / energy if energy else None),
+        f"{least.spectrum.signal_kept(least.rank):.1%}, {least.name}" if shares["signal_kept"] is not None else "-",
     )
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
 
 
 def _ranks(matrices: Sequence[Matrix]) -> str:

@@ -12,6 +12,8 @@ import typer
 
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures
+from weightsmith.pages.values import Mark
+from weightsmith.pages.words import finite_or_mark, written
 from weightsmith.progress import meter, no_bars_in_logs
 from weightsmith.text import fact, heading, printable, result, say, show_table
 
@@ -76,7 +78,7 @@ def diff(
         if report is not None:
             write_page(report, difference_page(found) if isinstance(found, Two) else comparison_page(found))
         if as_json:
-            result(json.dumps(found.to_json(), ensure_ascii=False))
+            result(json.dumps(found.to_json(), ensure_ascii=False, allow_nan=False))
         elif not quiet:
             if isinstance(found, Two):
                 _show(found, each=bool(tensors))
@@ -92,7 +94,7 @@ def _show(found: Difference, *, each: bool) -> None:
         say(printable(sentence))
     _changes("config.json", found.files.config)
     _changes("generation_config.json", found.files.generation)
-    if not found.total.changed:
+    if not found.total.changed and not any(found.total.nonfinite):
         return
     _table("part", [found.total, *found.parts])
     _table("layer", found.layers)
@@ -103,7 +105,7 @@ def _show(found: Difference, *, each: bool) -> None:
         result()
         result(heading("rows that moved most, by their own norm"))
         rows = [
-            (row.tensor, f"{row.row:,}", repr(row.token) if row.token else "", f"{row.share:.2%}")
+            (row.tensor, f"{row.row:,}", repr(row.token) if row.token else "", percent(row.share, 2))
             for row in found.moved[:_SHOWN]
         ]
         show_table(("tensor", "row", "token", "moved"), rows, right={1, 3})
@@ -136,14 +138,28 @@ def _table(first: str, groups: Sequence[GroupDifference]) -> None:
 
 def _row(group: GroupDifference) -> tuple[str, ...]:
     low = "" if group.ranks is None else f"{group.ranks[1]:,}"
-    full = f"{group.full:,} full" if group.full else ""
-    ranks = ", ".join(filter(None, [low, full])) or "-"
-    return group.name, f"{group.changed_share:.1%}", share(group.share), cosine(group.cosine), ranks
+    full, high = (f"{n:,} {what}" if n else "" for n, what in ((group.full, "full"), (group.high, "high")))
+    ranks = ", ".join(filter(None, [low, full, high])) or "-"
+    return *_measured(group), ranks
 
 
 def _tensor_row(tensor: TensorDifference) -> tuple[str, ...]:
-    rank = "-" if tensor.leading is None else "full" if tensor.leading.rank is None else str(tensor.leading.rank)
-    return tensor.name, f"{tensor.changed_share:.1%}", share(tensor.share), cosine(tensor.cosine), rank
+    return *_measured(tensor), written(tensor.rank)
+
+
+def _measured(found: GroupDifference | TensorDifference) -> tuple[str, ...]:
+    """Name, share that differs, distance and cosine; marks where nothing differs, and for NaN and infinities."""
+    from weightsmith.look.nonfinite import mark_of
+
+    mark = None if found.measured else mark_of(found.nonfinite)
+    moved = share(found.share) if found.changed else Mark.SAME.word
+    angle = cosine(found.cosine)
+    return (
+        found.name,
+        percent(found.changed_share),
+        mark.word if mark and found.changed else moved,
+        mark.word if mark else angle,
+    )
 
 
 def _show_comparison(found: Comparison, *, each: bool) -> None:
@@ -162,7 +178,7 @@ def _show_comparison(found: Comparison, *, each: bool) -> None:
     result()
     result(heading("all tensors"))
     rows = [
-        (f"{names[i]} {names[j]}", f"{total.cosines[n]:.4f}", f"{total.overlaps[n]:.1%}", f"{total.subspaces[n]:.1%}")
+        (f"{names[i]} {names[j]}", number(total.cosines[n], ".4f"), percent(total.overlaps[n]), percent(total.subspaces[n]))
         for total in [found.total]
         for n, (i, j) in enumerate(found.pairs)
     ]
@@ -181,28 +197,57 @@ _PAIRS = 6
 
 
 def _norms(names: Sequence[str], total: Alignment) -> list[tuple[str, ...]]:
-    longest = max(total.norms) or 1.0
-    return [(name, f"{norm:.4g}", f"{norm / longest:.0%}") for name, norm in zip(names, total.norms, strict=True)]
+    longest = max(total.norms)
+    return [
+        (name, number(norm, ".4g"), percent(norm / longest if longest else math.nan, 0))
+        for name, norm in zip(names, total.norms, strict=True)
+    ]
 
 
 def _alignment(group: Alignment) -> tuple[str, ...]:
-    conflicts = f"{group.conflict_share:.1%}" if group.shared else "-"
-    return group.name, conflicts, *("-" if math.isnan(c) else f"{c:.3f}" for c in group.cosines[:_PAIRS])
+    from weightsmith.look.nonfinite import mark_of
+
+    mark = None if group.measured else mark_of(group.nonfinite)
+    values = percent(group.conflict_share), *(number(c, ".3f") for c in group.cosines[:_PAIRS])
+    return group.name, *(mark.word if mark else value for value in values)
 
 
 def share(value: float) -> str:
     """A share with three digits.
 
-    >>> share(0.01234), share(0.0), share(0.0000123)
-    ('1.23%', '0%', '0.00123%')
+    >>> share(0.01234), share(0.0), share(0.0000123), share(math.inf), share(math.nan)
+    ('1.23%', '0%', '0.00123%', 'new', '?')
     """
-    return f"{100 * value:.3g}%" if math.isfinite(value) and (value == 0 or value >= 1e-6) else f"{100 * value:.2e}%"
+    found = finite_or_mark(value)
+    if isinstance(found, Mark):
+        return found.word
+    return f"{100 * value:.3g}%" if value == 0 or value >= 1e-6 else f"{100 * value:.2e}%"
+
+
+def percent(value: float, digits: int = 1) -> str:
+    """A share with some digits after the point.
+
+    >>> percent(0.5), percent(0.5, 0), percent(math.nan)
+    ('50.0%', '50%', '?')
+    """
+    return written(finite_or_mark(value)) if not math.isfinite(value) else f"{value:.{digits}%}"
+
+
+def number(value: float, digits: str) -> str:
+    """A number in a format.
+
+    >>> number(0.5, ".3f"), number(math.nan, ".3f")
+    ('0.500', '?')
+    """
+    return f"{value:{digits}}" if math.isfinite(value) else written(value)
 
 
 def cosine(value: float) -> str:
     """A cosine; near 1 with what is left to 1.
 
-    >>> cosine(0.5), cosine(0.99999), cosine(1.0)
-    ('0.5000', '1 - 1e-05', '1')
+    >>> cosine(0.5), cosine(0.99999), cosine(1.0), cosine(math.nan)
+    ('0.5000', '1 - 1e-05', '1', '?')
     """
+    if math.isnan(value):
+        return written(value)
     return "1" if value > 1 - 1e-12 else f"1 - {1 - value:.1g}" if value > 0.9995 else f"{value:.4f}"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weightsmith.cli import options
+from weightsmith.cli.diff import number
 from weightsmith.cli.failures import failures
 from weightsmith.progress import meter, no_bars_in_logs
-from weightsmith.text import count, fact, heading, printable, result, show_table, size
+from weightsmith.text import count, fact, heading, printable, result, say, show_table, size
 
 if TYPE_CHECKING:
     from weightsmith.look.inspect import Inspection, TensorStatistics
@@ -52,7 +54,7 @@ def inspect(
         if report is not None:
             write_page(report, inspection_page(found))
         if as_json:
-            result(json.dumps(found.to_json(), ensure_ascii=False))
+            result(json.dumps(found.to_json(), ensure_ascii=False, allow_nan=False))
         elif not quiet:
             _show(found, each=bool(tensors))
 
@@ -108,19 +110,25 @@ def _facts(found: Inspection) -> None:
 
 
 def _statistics(found: Sequence[TensorStatistics], *, each: bool) -> None:
+    from weightsmith.look.nonfinite import together
+
     groups: dict[str, list[TensorStatistics]] = {}
     for tensor in found:
         groups.setdefault(tensor.name if each else tensor.place.group, []).append(tensor)
     rows = []
     for name, own in groups.items():
-        norm = sum(t.norm**2 for t in own) ** 0.5
-        low, high = min(t.low for t in own), max(t.high for t in own)
-        zeros, bad = sum(t.zeros for t in own), sum(t.nans + t.infinities for t in own)
-        elements = sum(t.elements for t in own)
-        outliers = sum(len(t.outliers) for t in own)
-        rows.append((name, f"{norm:.4g}", f"{low:.3g}", f"{high:.3g}", f"{zeros / elements:.2%}", f"{bad:,}", f"{outliers:,}"))
-    head = ("tensor" if each else "layer", "norm", "lowest", "highest", "zeros", "NaN, inf", "outliers")
+        known = [t for t in own if t.nans + t.infinities < t.elements]
+        norm = math.hypot(*(t.norm for t in known)) if known else math.nan
+        low, high = min((t.low for t in known), default=math.nan), max((t.high for t in known), default=math.nan)
+        zeros, elements = sum(t.zeros for t in own), sum(t.elements for t in own)
+        bad, outliers = together(t.nonfinite for t in own), sum(len(t.outliers) for t in own)
+        numbers = number(norm, ".4g"), number(low, ".3g"), number(high, ".3g"), f"{zeros / elements:.2%}"
+        rows.append((name, *numbers, f"{bad.nans:,}", f"{bad.infinities:,}", f"{outliers:,}"))
+    head = ("tensor" if each else "layer", "norm", "lowest", "highest", "zeros", "NaN", "inf", "outliers")
     show_table(head, rows, right=set(range(1, len(head))))
+    bad = together(t.nonfinite for t in found)
+    if bad:
+        say(f"{bad}. The other columns are of the finite elements.")
     largest = sorted((o[1], t.name, o[0]) for t in found for o in t.outliers)[::-1][:8]
     if largest:
         result()

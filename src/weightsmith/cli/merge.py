@@ -95,7 +95,7 @@ def _summary(merged: Merged) -> str:
     if not merged.distance:
         return done
     whole = merged.distance[0]
-    return f"{done}\ndistance from the base: {whole.share:.2%} of its norm (for each layer: weightsmith.json)"
+    return f"{done}\ndistance from the base: {whole.percent()} of its norm (for each layer: weightsmith.json)"
 
 
 def _weights(plan: Plan) -> int:

@@ -106,7 +106,7 @@ def _distance(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None
     elif not moved:
         result("nothing is merged with a base, so there is no distance from one")
     else:
-        rows = [(m.name, f"{m.delta:.4g}", f"{m.share:.3%}") for m in moved]
+        rows = [(m.name, f"{m.delta:.4g}", m.percent(3)) for m in moved]
         show_table(("", "‖merged - base‖", "share of the base"), rows, right={1, 2})
 
 

@@ -15,12 +15,13 @@ from weightsmith.cli.diff import share
 from weightsmith.cli.failures import failures
 from weightsmith.cli.merge import show_warnings
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
+from weightsmith.pages.values import Mark
 from weightsmith.progress import meter, no_bars_in_logs
 from weightsmith.text import count, fact, result, show_table, size, warn
 
 if TYPE_CHECKING:
     from weightsmith.cli.summary import Summary
-    from weightsmith.look.preview import GroupPreview, Preview
+    from weightsmith.look.preview import GroupPreview, Kept, Preview
 
 _MODELS = 6
 """Models that are columns of tables."""
@@ -69,7 +70,7 @@ def preview(
             for finding in found.warnings:
                 warn(finding)
             if as_json:
-                result(json.dumps(found.to_json() | {"merge": _costs(summary)}, ensure_ascii=False))
+                result(json.dumps(found.to_json() | {"merge": _costs(summary)}, ensure_ascii=False, allow_nan=False))
             elif not quiet:
                 _show(found, summary)
 
@@ -109,7 +110,8 @@ def _show(found: Preview, summary: Summary) -> None:
 def _model(letter: str, total: GroupPreview, i: int) -> tuple[str, ...]:
     kept = total.models[i]
     if kept is None or math.isnan(kept.survives):
-        return letter, "-", "-", "-", "-", "0" if kept is not None else "-"
+        mark = _mark(kept, total)
+        return letter, mark, mark, mark, mark, "0" if kept is not None and kept.norm == 0 else mark
     error = f" ± {kept.error:.1%}" if kept.error else ""
     shares = f"{kept.survives:.1%}{error}", f"{kept.against:.1%}", f"{kept.dropped:.1%}"
     return letter, *shares, f"{kept.apart:.2f}", f"{kept.norm:.4g}"
@@ -119,8 +121,18 @@ def _rows(groups: Sequence[GroupPreview]) -> list[tuple[str, ...]]:
     return [
         (
             group.name,
-            share(group.share),
-            *("-" if kept is None or math.isnan(kept.survives) else f"{kept.survives:.1%}" for kept in group.models[:_MODELS]),
+            share(group.share) if group.measured else _mark(None, group),
+            *(_mark(k, group) if k is None or math.isnan(k.survives) else f"{k.survives:.1%}" for k in group.models[:_MODELS]),
         )
         for group in groups
     ]
+
+
+def _mark(kept: Kept | None, group: GroupPreview) -> str:
+    """For what has no number: a model that does not differ, that is not merged, or that holds NaN or infinities."""
+    from weightsmith.look.nonfinite import mark_of
+
+    if kept is not None and kept.norm == 0:
+        return Mark.SAME.word
+    mark = None if group.measured else mark_of(group.nonfinite)
+    return (mark or (Mark.NOTHING if kept is None else Mark.UNDEFINED)).word

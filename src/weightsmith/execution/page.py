@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
-from weightsmith.distance import Moved
+from weightsmith.distance import Moved, share_of
 from weightsmith.errors import Finding
 from weightsmith.pages import Code, Column, Curves, Facts, HeatMap, Page, Table, heat_maps, to_html
 from weightsmith.pages.svg import curves, heat_map, picture
-from weightsmith.pages.values import Block, Value
+from weightsmith.pages.values import Block, Mark, Value
+from weightsmith.pages.words import finite_or_mark
 from weightsmith.plans import PLAIN, Plan
 from weightsmith.products import Report
 from weightsmith.structure import analyse
@@ -80,11 +81,18 @@ def _page(
     if plan.recipe:
         blocks.append(Code("Recipe", plan.recipe))
     summary = plan.made.title.replace("`", "")
-    moved = f"It is {distance[0].share:.2%} away from its base, by the Frobenius norm of all weights." if distance else ""
+    known = bool(distance) and math.isfinite(distance[0].share)
+    moved = f"It is {distance[0].percent()} away from its base, by the Frobenius norm of all weights." if known else ""
     data = {
         "distance": [{"name": m.name, "delta_norm": _known(m.delta), "base_norm": _known(m.base)} for m in distance],
         "tensors": [
-            {"name": tensor, "stack": place.stack, "layer": place.layer, "part": place.part, "share": _share(squares, [tensor])}
+            {
+                "name": tensor,
+                "stack": place.stack,
+                "layer": place.layer,
+                "part": place.part,
+                "share": _number(_share(squares, [tensor])),
+            }
             for tensor, place in places.items()
         ],
     }
@@ -111,15 +119,22 @@ def _moved_curves(distance: Sequence[Moved]) -> list[Curves]:
     return [Curves("Distance by layer", lines, "layer", "‖merged - base‖ / ‖base‖", "share", first=0)]
 
 
-def _share(squares: Squares, names: Sequence[str]) -> float | None:
-    """Of some tensors together; None where none has a base."""
+def _share(squares: Squares, names: Sequence[str]) -> float | Mark:
+    """How far some tensors together moved; `Mark.NOTHING` where none has a base."""
     pairs = [squares[name] for name in names if name in squares]
-    delta, base = (math.fsum(values) for values in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
-    return _known(math.sqrt(delta / base)) if base > 0 and delta >= 0 else None
+    if not pairs:
+        return Mark.NOTHING
+    delta, base = (math.sqrt(sum(values)) for values in zip(*pairs, strict=True))
+    return finite_or_mark(share_of(delta, base)) if delta else Mark.SAME
 
 
 def _known(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def _number(share: float | Mark) -> float | None:
+    """For JSON: 0 for what is the same, None for what has no number."""
+    return 0.0 if share is Mark.SAME else None if isinstance(share, Mark) else share
 
 
 def _facts(plan: Plan) -> Facts:

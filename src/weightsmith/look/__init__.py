@@ -9,6 +9,7 @@ tensors, and a survey takes their tiles. The results are frozen values with `to_
     diff.py         what a model differs in from another: `Difference`, in values.py; reading.py says it in words
     comparison.py   the task vectors of several models side by side: `Comparison`
     preview.py      what a merge will do to its models: `Preview`, from a sample of its plan (sampling.py)
+    nonfinite.py    NaN and infinities: counted, and left out of totals
     sketch.py       singular values from sketches
     pages.py        what was found as pages, for --report
 

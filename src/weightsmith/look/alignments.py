@@ -17,6 +17,7 @@ from weightsmith.kernels.agreement import agreement, sketch_deltas
 from weightsmith.kernels.codecs import BLOCK
 from weightsmith.kernels.combine import LANES, gram
 from weightsmith.kernels.select import HIGH_BINS, count_high, find_bin
+from weightsmith.look.nonfinite import counted, decoded
 from weightsmith.look.sketch import WIDTH, Floats, analyse_sketch, sparse_signs
 from weightsmith.plans import Product, Step
 from weightsmith.products.base import Arrays, ProductKind, Survey
@@ -41,11 +42,17 @@ def alignments(name: str, steps: Sequence[Step]) -> Product:
 
     Its arrays have a row for each step: `products` float64 [steps, pairs] (inner products of the deltas, pairs (i, j) with
     i <= j in row order), `counts` int64 [steps, 2 + pairs] (see `kernels.agreement`), `cosines` float64 [steps, pairs,
-    DIRECTIONS] (of the principal angles, descending; nan where there are fewer).
+    DIRECTIONS] (of the principal angles, descending; nan where there are fewer), `nonfinite` int64 [steps, 1 + k, 2] (of each
+    input, how many elements are NaN, and infinite).
     """
     n, k = len(steps), len(steps[0].inputs) - 1 if steps else 0
     pairs = k * (k + 1) // 2
-    shapes = {"products": ("F64", (n, pairs)), "counts": ("I64", (n, 2 + pairs)), "cosines": ("F64", (n, pairs, DIRECTIONS))}
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+        "products": ("F64", (n, pairs)),
+        "counts": ("I64", (n, 2 + pairs)),
+        "cosines": ("F64", (n, pairs, DIRECTIONS)),
+        "nonfinite": ("I64", (n, 1 + k, 2)),
+    }
     outs = tuple(TensorSpec(f"{name}: {what}", DTYPES[dtype], shape) for what, (dtype, shape) in shapes.items())
     return Product(name, OP, outs, {}, tuple(steps))
 
@@ -62,6 +69,7 @@ class _Part:
     first_row: int
     products: Sums
     counts: Count
+    nonfinite: Count | None
     sketch: Floats | None
 
 
@@ -75,6 +83,7 @@ class Alignments(Survey):
         n, self._k = len(product.steps), len(product.steps[0].inputs) - 1 if product.steps else 0
         pairs = self._k * (self._k + 1) // 2
         self._products, self._counts = np.zeros((n, pairs)), np.zeros((n, 2 + pairs), np.int64)
+        self._nonfinite = np.zeros((n, 1 + self._k, 2), np.int64)
         self._cosines = np.full((n, pairs, DIRECTIONS), np.nan)
         self._bins: dict[str, Count] = {}
         self._limits = np.zeros((n, self._k), np.uint32)
@@ -104,15 +113,16 @@ class Alignments(Survey):
         products, counts = np.empty((tile.grains(matrix.grain), pairs)), np.zeros(2 + pairs, np.int64)
         rows = tile.scratch.rows(1 + self._k, matrix.codes, matrix.out_code, matrix.cols)
         gram(tile.raw, matrix.codes, tile.size, matrix.grain, True, products, rows, np.empty((pairs, LANES)))
+        nonfinite = None if np.isfinite(products).all() else counted(decoded(matrix, tile))
         marks = np.empty((3 + self._k, BLOCK), np.uint8)
         agreement(tile.raw, matrix.codes, tile.size, self._limits[i], counts, rows, marks)
         if matrix.name not in self._sketched:
-            return _Part(matrix.name, 0, products, counts, None)
+            return _Part(matrix.name, 0, products, counts, nonfinite, None)
         signs, shifts = sparse_signs(matrix.cols)
         count = tile.size // matrix.cols
         sketch = np.zeros((self._k, count, min(WIDTH, matrix.cols)), np.float32)
         sketch_deltas(tile.raw, matrix.codes, count, matrix.cols, signs, shifts, sketch, rows)
-        return _Part(matrix.name, tile.start // matrix.cols, products, counts, sketch)
+        return _Part(matrix.name, tile.start // matrix.cols, products, counts, nonfinite, sketch)
 
     def take(self, number: int, result: _Sampled | _Part) -> None:
         if isinstance(result, _Sampled):
@@ -122,7 +132,10 @@ class Alignments(Survey):
             return
         i = self._steps[result.name]
         # cumsum adds grain after grain; sum would add in an order that depends on the tiles.
-        self._products[i] = np.cumsum(np.concatenate([self._products[i][None], result.products]), axis=0)[-1]
+        with np.errstate(invalid="ignore"):
+            self._products[i] = np.cumsum(np.concatenate([self._products[i][None], result.products]), axis=0)[-1]
+        if result.nonfinite is not None:
+            self._nonfinite[i] += result.nonfinite
         self._counts[i] += result.counts
         if result.sketch is not None:
             shape = self._k, self._specs[i].shape[0], result.sketch.shape[2]
@@ -153,7 +166,7 @@ class Alignments(Survey):
                 at += 1
 
     def arrays(self) -> Arrays:
-        return [self._products, self._counts, self._cosines]
+        return [self._products, self._counts, self._cosines, self._nonfinite]
 
 
 def _check(product: Product) -> str:

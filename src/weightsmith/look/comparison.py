@@ -17,7 +17,9 @@ from weightsmith.jobs.combination import symmetric
 from weightsmith.look.alignments import alignments
 from weightsmith.look.differences import batches
 from weightsmith.look.models import Place, Watching, finite, groups, is_floating, match, opened, survey, with_needs
+from weightsmith.look.nonfinite import NonFinite, of_rows, sentences, together
 from weightsmith.plans import Step
+from weightsmith.text import count
 
 ALIKE, OPPOSED = 0.5, -0.1
 """Cosines of task vectors from which on two models count as alike, or as opposed."""
@@ -34,11 +36,14 @@ class Alignment:
     """How the deltas of k models lie to each other, in a tensor, a layer, a part or all tensors.
 
     elements   of the tensors
-    norms      of the delta of each model
+    measured   how many of the tensors hold finite numbers in the base and in all models. What follows is of them alone
+    norms      of the delta of each model; nan without such tensors
     cosines    of the deltas of each pair, (i, j) with i < j in row order; nan where one is zero
     shared     elements where two or more deltas are not zero
     conflicts  those of them where two signs differ
-    overlaps   for each pair, the share of the largest elements (1 % of each delta) that both have; by chance it is 1 %
+    overlaps   for each pair, the share of the largest elements (1 % of each delta) that both have; by chance it is 1 %; nan
+               where one is zero
+    nonfinite  NaN and infinities in the base, and in each model
     subspaces  for each pair, the mean squared cosine of the principal angles between the spans of the 8 leading singular
                vectors, over the linear layers; 1: the same span; nan where there is none
     """
@@ -47,17 +52,19 @@ class Alignment:
     place: Place | None
     tensors: int
     elements: int
+    measured: int
     norms: tuple[float, ...]
     cosines: tuple[float, ...]
     shared: int
     conflicts: int
     overlaps: tuple[float, ...]
     subspaces: tuple[float, ...]
+    nonfinite: tuple[NonFinite, ...]
 
     @property
     def conflict_share(self) -> float:
-        """conflicts / shared; 0 where nothing is shared."""
-        return self.conflicts / self.shared if self.shared else 0.0
+        """conflicts / shared; nan where nothing is shared."""
+        return self.conflicts / self.shared if self.shared else math.nan
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -78,6 +85,11 @@ class _Sums:
     conflicts: int
     large: npt.NDArray[np.int64]
     spans: npt.NDArray[np.float64]
+    nonfinite: tuple[NonFinite, ...]
+
+    @property
+    def measured(self) -> bool:
+        return bool(np.isfinite(self.gram).all())
 
 
 @dataclass(frozen=True)
@@ -88,6 +100,7 @@ class Comparison:
     tensors      of each tensor that all have
     layers, parts, total   sums of them: of each layer, of each part over all layers, of all
     missing      tensors of the base that some model does not have, or in another shape
+    chosen       the globs of tensors that were compared; () for all
     """
 
     base: str
@@ -97,6 +110,7 @@ class Comparison:
     parts: tuple[Alignment, ...]
     total: Alignment
     missing: tuple[str, ...]
+    chosen: tuple[str, ...] = ()
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
@@ -109,7 +123,7 @@ class Comparison:
         return tuple(_read(self))
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values; null for what is not finite."""
+        """As JSON values; null for what is undefined."""
         found: dict[str, Any] = finite(
             {
                 "base": self.base,
@@ -165,6 +179,7 @@ def compare(
         tuple(_aligned(name, [sums[i] for i in own], len(models)) for name, own in by_part.items()),
         _aligned("all", sums, len(models)),
         tuple(missing),
+        tuple(tensors),
     )
 
 
@@ -174,6 +189,7 @@ def _sums(
     products: npt.NDArray[np.float64],
     counts: npt.NDArray[np.int64],
     cosines: npt.NDArray[np.float64],
+    nonfinite: npt.NDArray[np.int64],
 ) -> _Sums:
     k = len(step.inputs) - 1
     large = np.zeros((k, k), np.int64)
@@ -183,16 +199,18 @@ def _sums(
     known = np.isfinite(squares).any(1)
     spans = np.full(len(apart), np.nan)
     spans[known] = np.nansum(squares[known], axis=1) / np.isfinite(squares[known]).sum(1)
+    gram = symmetric(products, k)
     return _Sums(
-        place, step.out.name, step.out.size, symmetric(products, k), int(counts[0]), int(counts[1]), large, spans[None]
+        place, step.out.name, step.out.size, gram, int(counts[0]), int(counts[1]), large, spans[None], of_rows(nonfinite)
     )
 
 
-def _aligned(name: str, sums: Sequence[_Sums], k: int, place: Place | None = None) -> Alignment:
+def _aligned(name: str, every: Sequence[_Sums], k: int, place: Place | None = None) -> Alignment:
+    sums = [own for own in every if own.measured]
     gram = np.sum([own.gram for own in sums], axis=0) if sums else np.zeros((k, k))
     large = np.sum([own.large for own in sums], axis=0) if sums else np.zeros((k, k), np.int64)
     spans = np.concatenate([own.spans for own in sums]) if sums else np.empty((0, k * (k - 1) // 2))
-    norms = np.sqrt(np.diag(gram))
+    norms = np.sqrt(np.diag(gram)) if sums else np.full(k, np.nan)
     pairs = list(combinations(range(k), 2))
     known = np.isfinite(spans)
     with np.errstate(invalid="ignore"):
@@ -200,15 +218,22 @@ def _aligned(name: str, sums: Sequence[_Sums], k: int, place: Place | None = Non
     return Alignment(
         name,
         place,
+        len(every),
+        sum(own.elements for own in every),
         len(sums),
-        sum(own.elements for own in sums),
         tuple(norms.tolist()),
-        tuple(float(gram[i, j] / (norms[i] * norms[j])) if norms[i] * norms[j] else math.nan for i, j in pairs),
+        tuple(_quotient(float(gram[i, j]), float(norms[i]), float(norms[j])) for i, j in pairs),
         sum(own.shared for own in sums),
         sum(own.conflicts for own in sums),
-        tuple(int(large[i, j]) / n if (n := int(min(large[i, i], large[j, j]))) else 0.0 for i, j in pairs),
+        tuple(int(large[i, j]) / n if (n := int(min(large[i, i], large[j, j]))) else math.nan for i, j in pairs),
         tuple(means.tolist()),
+        tuple(together(own.nonfinite[i] for own in every) for i in range(1 + k)),
     )
+
+
+def _quotient(product: float, a: float, b: float) -> float:
+    """The cosine of two vectors; nan if one is zero."""
+    return max(-1.0, min(1.0, product / a / b)) if a > 0 and b > 0 else math.nan
 
 
 def letters(count: int) -> list[str]:
@@ -222,30 +247,45 @@ def letters(count: int) -> list[str]:
 
 def _read(found: Comparison) -> list[str]:
     names, total = letters(len(found.names)), found.total
-    sentences = []
+    texts = sentences(["The base", *names], [(tensor.name, tensor.nonfinite) for tensor in found.tensors])
+    if not found.tensors:
+        texts.append(f"The models have no {'such tensor' if found.chosen else 'tensor'} in common that can be compared.")
+    elif not total.measured:
+        texts.append("No norm and no cosine is defined.")
+    elif total.measured < total.tensors:
+        left_out = total.tensors - total.measured
+        texts.append(f"All numbers of several tensors leave {count(left_out, 'tensor')} out, which cannot be measured.")
+    texts += _read_measured(found, names)
+    if found.chosen:
+        texts.append(f"Only tensors that match {', '.join(map(repr, found.chosen))} were compared.")
+    return texts
+
+
+def _read_measured(found: Comparison, names: Sequence[str]) -> list[str]:
+    total, texts = found.total, []
     same = [names[i] for i, norm in enumerate(total.norms) if norm == 0]
     if same:
-        sentences.append(f"{', '.join(same)}: no difference from the base.")
+        texts.append(f"{', '.join(same)}: no difference from the base.")
     of_pairs = zip(found.pairs, total.cosines, strict=True)
     pairs = [(names[i], names[j], cosine) for (i, j), cosine in of_pairs if math.isfinite(cosine)]
     alike = [f"{a} and {b} (cosine {cosine:.2f})" for a, b, cosine in pairs if cosine >= ALIKE]
     opposed = [f"{a} and {b} (cosine {cosine:.2f})" for a, b, cosine in pairs if cosine <= OPPOSED]
     if alike:
-        sentences.append(f"Much the same was learned by {'; '.join(alike)}: sum their weights to about 1.")
+        texts.append(f"Much the same was learned by {'; '.join(alike)}: sum their weights to about 1.")
     if opposed:
-        sentences.append(f"Opposed are {'; '.join(opposed)}: a merge undoes part of both.")
+        texts.append(f"Opposed are {'; '.join(opposed)}: a merge undoes part of both.")
     if pairs and not alike and not opposed:
         a, b, cosine = max(pairs, key=lambda pair: abs(pair[2]))
         most = f"cosines are at most {abs(cosine):.2f} ({a} and {b})"
-        sentences.append(f"The task vectors are {'nearly' if abs(cosine) < _NEARLY else 'not far from'} orthogonal: {most}.")
+        texts.append(f"The task vectors are {'nearly' if abs(cosine) < _NEARLY else 'not far from'} orthogonal: {most}.")
     if total.shared:
         share = total.conflict_share
         chance = 1 - 0.5 ** (len(names) - 1)
         text = f"Where two or more differ from the base, their signs conflict in {share:.0%} of the elements"
-        sentences.append(f"{text}{f'; by chance it would be {chance:.0%}' if len(names) == 2 else ''}.")
+        texts.append(f"{text}{f'; by chance it would be {chance:.0%}' if len(names) == 2 else ''}.")
     norms = {name: norm for name, norm in zip(names, total.norms, strict=True) if norm > 0}
     if len(norms) > 1 and max(norms.values()) > LONG * min(norms.values()):
         long, short = max(norms, key=norms.__getitem__), min(norms, key=norms.__getitem__)
         times = f"{norms[long] / norms[short]:.1f} times as long as that of {short}"
-        sentences.append(f"The task vector of {long} is {times}: at equal weights it dominates.")
-    return sentences
+        texts.append(f"The task vector of {long} is {times}: at equal weights it dominates.")
+    return texts

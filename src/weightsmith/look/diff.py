@@ -14,6 +14,7 @@ from weightsmith.look.comparison import Comparison, compare
 from weightsmith.look.differences import batches, differences
 from weightsmith.look.files import compare_files, fetch_small, is_merge, lineage, vocabulary_of
 from weightsmith.look.models import Matched, Matching, Watching, match, opened, survey, with_needs
+from weightsmith.look.nonfinite import of_rows
 from weightsmith.look.reading import read_difference
 from weightsmith.look.sketch import VALUES
 from weightsmith.look.values import Difference, Leading, MovedRow, TensorDifference
@@ -104,6 +105,7 @@ def _differ(a: Name, b: Name, tensors: Sequence[str], threads: int | None, progr
             _moved([rows for _, rows in measured], vocabularies),
             (first.decoded, second.decoded),
             lineage(second) if is_merge(second) else None,
+            tuple(tensors),
         )
         return replace(difference, reading=read_difference(difference))
 
@@ -131,14 +133,18 @@ def _measure(
 
 
 def _tensor(matched: Matched, arrays: Arrays, i: int, models: Sequence[Checkpoint]) -> tuple[TensorDifference, _Rows]:
-    sums, values, upper, rank, moved = (array[i] for array in arrays)
-    aa, ad, dd, changed, largest, noise = sums.tolist()
-    bb = max(0.0, aa + 2 * ad + dd)
+    sums, nonfinite, values, upper, rank, moved = (array[i] for array in arrays)
+    aa, ad, dd, changed, largest, noise, bb, ab = sums.tolist()
+    in_a, in_b = of_rows(nonfinite)
+    # Undefined where it is not of numbers, where a sum overflows, and where the squares of a delta vanish.
+    known = math.isfinite(aa + ad + dd) and (dd > 0 or not changed)
+    delta, a = math.sqrt(dd) if known else math.nan if changed else 0.0, _root(aa)
+    b = _root(bb)
     dtypes = tuple(model.kept_as(read.tensor).name for model, read in zip(models, matched.step.inputs, strict=True))
-    leading = None
-    if matched.step.role == "linear" and changed:
-        k = min(VALUES, *matched.step.out.shape)
-        leading = Leading(tuple(values[:k].tolist()), tuple(upper[:k].tolist()), None if rank < 0 else int(rank))
+    linear, leading = matched.step.role == "linear", None
+    if linear and changed and known:
+        k = min(VALUES, *matched.step.out.shape) if math.isfinite(rank) else 0
+        leading = Leading(tuple(values[:k].tolist()), tuple(upper[:k].tolist()), int(rank) if rank >= 0 else None)
     size = matched.step.out.size
     tensor = TensorDifference(
         matched.step.out.name,
@@ -146,26 +152,38 @@ def _tensor(matched: Matched, arrays: Arrays, i: int, models: Sequence[Checkpoin
         matched.step.out.shape,
         (dtypes[0], dtypes[1]),
         size,
-        math.sqrt(dd) if dd >= 0 else math.nan,
-        math.sqrt(aa) if aa >= 0 else math.nan,
-        math.sqrt(bb),
-        _cosine(aa, ad, dd, bb),
+        delta,
+        a,
+        b,
+        _cosine(aa, ad, dd, bb, ab) if known else math.nan,
         int(changed),
-        largest,
+        largest if known else 0.0 if not changed else math.nan,
         math.sqrt(noise * size),
+        linear,
         leading,
+        (in_a, in_b),
+        matched.rows,
     )
     return tensor, (tensor.name, tuple((int(row), float(share)) for row, share in moved.tolist() if row >= 0))
 
 
-def _cosine(aa: float, ad: float, dd: float, bb: float) -> float:
-    """Of a and a + d. From the part of d that is not along a: near 1 the quotient of sums has lost its digits."""
-    if not dd or not aa or not bb:
-        return 0.0 if dd else 1.0
-    if not math.isfinite(aa * bb):
+def _root(square: float) -> float:
+    return math.sqrt(square) if math.isfinite(square) else math.nan
+
+
+def _cosine(aa: float, ad: float, dd: float, bb: float, ab: float) -> float:
+    """Of a and b = a + d; nan if one is zero.
+
+    >>> _cosine(1, 0, 0, 1, 1), _cosine(1, -1, 1, 0, 0), _cosine(1e-200, 0, 1e-200, 2e-200, 1e-200) == math.sqrt(0.5)
+    (1.0, nan, True)
+    """
+    if not (aa > 0 and bb > 0):
         return math.nan
-    across = max(0.0, aa * dd - ad * ad) / (aa * bb)  # sin²
-    return math.copysign(math.sqrt(max(0.0, 1 - across)), aa + ad)
+    if dd > 0.1 * aa:
+        return max(-1.0, min(1.0, ab / math.sqrt(aa) / math.sqrt(bb)))
+    # From the part of d that is not along a: near 1 the quotient of sums has lost its digits.
+    across = max(0.0, dd / bb - (ad / aa) * (ad / bb))  # sin²
+    return math.sqrt(max(0.0, 1 - across))
 
 
 def _moved(rows: Iterable[_Rows], vocabularies: tuple[Vocabulary | None, Vocabulary | None]) -> tuple[MovedRow, ...]:

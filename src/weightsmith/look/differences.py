@@ -19,6 +19,7 @@ from weightsmith.kernels.codecs import BLOCK, decode
 from weightsmith.kernels.combine import LANES
 from weightsmith.kernels.delta import distance
 from weightsmith.kernels.differences import DIFFERENCE_SUMS, difference, project
+from weightsmith.look.nonfinite import counted, decoded, differs
 from weightsmith.look.sketch import VALUES, WIDTH, Floats, analyse_sketch, sparse_signs
 from weightsmith.plans import Product, Step
 from weightsmith.products.base import Arrays, ProductKind, Survey
@@ -32,6 +33,12 @@ MOVED = 16
 SKETCH_BYTES = 32 << 20
 """Of the sketches that are held at once: matrices are shared out among products of this size."""
 
+SUMS = DIFFERENCE_SUMS + 3
+"""Columns of the product's sums: those of `kernels.differences`, the noise of an element, Σ b², Σ a·b."""
+
+_CANCELLED = 1e-6
+"""A grain whose Σ b² is below this share of Σ a² is looked at again: from the other sums it would have lost its digits."""
+
 _NOISE_SAMPLE = 1024
 """Elements of each tile whose rounding is looked at."""
 
@@ -42,13 +49,16 @@ _NO_SIGNS = np.empty((0, 0), np.float32), np.empty((0, 0), np.int64)
 def differences(name: str, steps: Sequence[Step]) -> Product:
     """The product. steps: each with two inputs; spectra are made of the weights of linear layers.
 
-    Its arrays have a row for each step: `sums` float64 [steps, 6] (see `kernels.differences`; then the noise of an element),
-    `values` and `upper` float64 [steps, VALUES], `rank` float64 [steps], `moved` float64 [steps, MOVED, 2] (row number, or -1,
-    and its squared distance over its squared norm).
+    Its arrays have a row for each step: `sums` float64 [steps, SUMS],
+    `nonfinite` float64 [steps, 2, 2] (of each input, how many elements are NaN, and infinite), `values` and `upper` float64
+    [steps, VALUES], `rank` float64 [steps] (see `Sketched.rank`; nan: unknown), `moved` float64 [steps, MOVED, 2] (row number,
+    or -1, and its squared distance over its squared norm; infinite if that is zero). What differs is counted with NaN equal to
+    NaN, and an infinity to itself; other sums of a step with such elements are not numbers.
     """
     n, f64 = len(steps), DTYPES["F64"]
     shapes = {
-        "sums": (n, DIFFERENCE_SUMS + 1),
+        "sums": (n, SUMS),
+        "nonfinite": (n, 2, 2),
         "values": (n, VALUES),
         "upper": (n, VALUES),
         "rank": (n,),
@@ -68,6 +78,7 @@ class _Part:
     noise: float
     sketch: Floats
     moved: npt.NDArray[np.float64] | None
+    nonfinite: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(slots=True)
@@ -84,13 +95,14 @@ class Differences(Survey):
         self._specs = [step.out for step in product.steps]
         self._sketched = {step.out.name for step in product.steps if step.role == "linear"}
         n = len(product.steps)
-        self._sums = np.zeros((n, DIFFERENCE_SUMS + 1))
+        self._sums = np.zeros((n, SUMS))
+        self._nonfinite = np.zeros((n, 2, 2))
         self._noises: list[list[float]] = [[] for _ in range(n)]
         self._moved: list[list[tuple[float, int]]] = [[] for _ in range(n)]
         self._sketches: dict[str, Floats] = {}
         self._bases: dict[str, Floats] = {}
         self._products: dict[str, npt.NDArray[np.float64]] = {}
-        self._values, self._upper, self._rank = np.zeros((n, VALUES)), np.zeros((n, VALUES)), np.full(n, -1.0)
+        self._values, self._upper, self._rank = np.zeros((n, VALUES)), np.zeros((n, VALUES)), np.full(n, np.nan)
 
     def passes(self) -> int:
         return 2 if self._bases or self._products else 1
@@ -108,7 +120,7 @@ class Differences(Survey):
         return _Projected(matrix.name, found)
 
     def _compare(self, matrix: Matrix, tile: Tile) -> _Part:
-        grains, sums = tile.grains(matrix.grain), np.zeros(DIFFERENCE_SUMS)
+        grains, sums = tile.grains(matrix.grain), np.zeros(DIFFERENCE_SUMS + 2)
         if (matrix.codes < 0).any():
             nbytes = tile.size * self._specs[self._steps[matrix.name]].dtype.itemsize
             changed = np.not_equal(tile.raw[0, :nbytes], tile.raw[1, :nbytes]).reshape(tile.size, -1).any(1)
@@ -122,10 +134,22 @@ class Differences(Survey):
         found = np.empty((grains, DIFFERENCE_SUMS))
         lanes = np.empty((3, LANES))
         difference(tile.raw, matrix.codes, tile.size, row, matrix.grain, signs, shifts, found, sketch, rows, lanes)
+        with np.errstate(invalid="ignore"):
+            more = np.stack([found[:, 0] + 2 * found[:, 1] + found[:, 2], found[:, 0] + found[:, 1]], axis=1)
+        nonfinite, finite = None, np.isfinite(found[:, :3]).all()
+        if not finite or (more[:, 0] < _CANCELLED * found[:, 0]).any():
+            (a, b), starts = decoded(matrix, tile), np.arange(0, tile.size, matrix.grain)
+            if not finite:
+                nonfinite = counted(np.stack([a, b]))
+                found[:, 3] = np.add.reduceat(differs(a, b), starts, dtype=np.int64)
+            with np.errstate(invalid="ignore", over="ignore"):
+                wide = b.astype(np.float64)
+                more = np.stack([np.add.reduceat(wide * each, starts) for each in (wide, a)], axis=1)
         sample = np.empty(min(tile.size, _NOISE_SAMPLE), np.float32)
         decode(tile.raw[1], int(matrix.codes[1]), 0, sample.size, sample)
         moved = self._rows_moved(matrix, tile) if matrix.role == "vocabulary" and found[:, 3].any() else None
-        return _Part(matrix.name, tile.start, found, rounding_noise(sample), sketch, moved)
+        noise = rounding_noise(sample[np.isfinite(sample)])
+        return _Part(matrix.name, tile.start, np.hstack([found, more]), noise, sketch, moved, nonfinite)
 
     @staticmethod
     def _rows_moved(matrix: Matrix, tile: Tile) -> npt.NDArray[np.float64]:
@@ -147,9 +171,13 @@ class Differences(Survey):
         i = self._steps[part.name]
         sums = self._sums[i]
         # cumsum adds grain after grain; sum would add in an order that depends on the tiles.
-        sums[:4] = np.cumsum(np.concatenate([sums[None, :4], part.sums[:, :4]]), axis=0)[-1]
+        added = [0, 1, 2, 3, DIFFERENCE_SUMS + 1, DIFFERENCE_SUMS + 2]
+        with np.errstate(invalid="ignore"):
+            sums[added] = np.cumsum(np.concatenate([sums[None, added], part.sums[:, [0, 1, 2, 3, 5, 6]]]), axis=0)[-1]
         sums[4] = max(sums[4], float(part.sums[:, 4].max(initial=0)))
         self._noises[i].append(part.noise)
+        if part.nonfinite is not None:
+            self._nonfinite[i] += part.nonfinite
         if part.sketch.size:
             rows = self._specs[i].shape[0]
             held = self._sketches.setdefault(part.name, np.zeros((rows, part.sketch.shape[1]), np.float32))
@@ -157,9 +185,12 @@ class Differences(Survey):
             held[first : first + len(part.sketch)] = part.sketch
         if part.moved is not None:
             first = part.start // self._specs[i].shape[1]
-            shares = part.moved[:, 0] / np.where(part.moved[:, 1] > 0, part.moved[:, 1], np.inf)
+            with np.errstate(divide="ignore", invalid="ignore"):  # infinite: the row was zero
+                shares = np.where(
+                    np.isfinite(part.moved).all(1) & (part.moved[:, 0] > 0), part.moved[:, 0] / part.moved[:, 1], -1
+                )
             best = np.argsort(-shares, kind="stable")[:MOVED].tolist()
-            candidates = [(float(shares[k]), -(first + k)) for k in best if part.moved[k, 0] > 0]
+            candidates = [(float(shares[k]), -(first + k)) for k in best if shares[k] >= 0]
             self._moved[i] = heapq.nlargest(MOVED, [*self._moved[i], *candidates])
 
     def end(self, number: int) -> None:
@@ -172,7 +203,7 @@ class Differences(Survey):
             for name, product in self._products.items():
                 i = self._steps[name]
                 if not np.isfinite(product).all():  # as in _analyse
-                    self._upper[i], self._rank[i] = 0, -1
+                    self._upper[i], self._rank[i] = 0, np.nan
                     continue
                 values = np.sqrt(np.maximum(np.linalg.eigvalsh(product @ product.T)[::-1], 0))
                 self._values[i, : len(values)] = values
@@ -183,19 +214,19 @@ class Differences(Survey):
         energy, noise = float(self._sums[i, 2]), float(self._sums[i, DIFFERENCE_SUMS])
         # Numbers near the largest of float32 are no fine-tune's; their sums overflow.
         if energy == 0 or not np.isfinite(energy) or not np.isfinite(sketch).all():
-            self._rank[i] = 0 if energy == 0 else -1
+            self._rank[i] = 0 if energy == 0 else np.nan
             return
         rows, cols = self._specs[i].shape
         found = analyse_sketch(sketch, cols)
         self._upper[i], self._bases[name] = found.upper, found.basis
-        self._rank[i] = found.rank(rows, energy, noise * rows * cols)
+        self._rank[i] = found.rank(rows, cols, energy, noise * rows * cols)
 
     def arrays(self) -> Arrays:
         moved = np.full((len(self._specs), MOVED, 2), -1.0)
         for i, rows in enumerate(self._moved):
             for k, (share, number) in enumerate(rows):
                 moved[i, k] = -number, share
-        return [self._sums, self._values, self._upper, self._rank, moved]
+        return [self._sums, self._nonfinite, self._values, self._upper, self._rank, moved]
 
 
 def batches(steps: Sequence[tuple[str, Step]]) -> Iterator[tuple[str, list[Step]]]:

@@ -14,6 +14,7 @@ from weightsmith.checkpoint import Checkpoint, open_checkpoint
 from weightsmith.errors import NotFound, PlanError, Unsupported
 from weightsmith.look.files import fetch_small, licence, lineage, vocabulary_of
 from weightsmith.look.models import Place, Watching, check_patterns, finite, matches, opened, place_of, survey, with_needs
+from weightsmith.look.nonfinite import NonFinite
 from weightsmith.lora import open_adapter
 from weightsmith.lora.records import Adapter
 from weightsmith.plans import COPY, Read, Step
@@ -51,9 +52,9 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class TensorStatistics:
-    """What a tensor holds. Sums are over its finite elements.
+    """What a tensor holds. Norm, mean, deviation and extremes are of its finite elements; nan if there are none.
 
-    norm, mean, deviation   Frobenius norm, mean and standard deviation
+    norm, mean, deviation   Frobenius norm, mean and standard deviation; nan if they are beyond what float64 holds
     low, high               smallest and largest element
     zeros, nans, infinities how many elements are
     outliers                rows whose norm is more than six standard deviations above the mean, and norm / mean
@@ -73,6 +74,11 @@ class TensorStatistics:
     nans: int
     infinities: int
     outliers: tuple[tuple[int, float], ...]
+
+    @property
+    def nonfinite(self) -> NonFinite:
+        """NaN and infinities."""
+        return NonFinite.of(self.nans, self.infinities)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +146,7 @@ class Inspection:
     statistics: tuple[TensorStatistics, ...] | None
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values; null for what is not finite."""
+        """As JSON values; null for what is undefined."""
         found = asdict(self)
         found["tensors"] = [{"name": s.name, "dtype": s.dtype.name, "shape": list(s.shape)} for s in self.tensors]
         found["files"] = [{"name": name, "bytes": nbytes} for name, nbytes in self.files]
@@ -308,8 +314,9 @@ def _measure(
     for i, spec in enumerate(chosen):
         total, squares, low, high, *counts = sums[i].tolist()
         zeros, nans, infinities = map(int, counts)
-        n = max(1, spec.size - nans - infinities)
-        mean = total / n
+        n = spec.size - nans - infinities
+        mean = total / n if n and math.isfinite(squares) else math.nan
+        deviation = 0.0 if low == high else math.sqrt(max(0.0, squares / n - mean**2)) if math.isfinite(mean) else math.nan
         count = spec.shape[0] if len(spec.shape) == 2 else 0
         found.append(
             TensorStatistics(
@@ -318,11 +325,11 @@ def _measure(
                 spec.shape,
                 model.kept_as(spec.name).name,
                 spec.size,
-                math.sqrt(squares),
+                math.sqrt(squares) if math.isfinite(mean) else math.nan,
                 mean,
-                math.sqrt(max(0.0, squares / n - mean**2)),
-                low,
-                high,
+                deviation,
+                low if n else math.nan,
+                high if n else math.nan,
                 zeros,
                 nans,
                 infinities,

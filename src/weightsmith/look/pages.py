@@ -9,14 +9,18 @@ from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
+from weightsmith.distance import share_of
 from weightsmith.look.comparison import Alignment, Comparison, letters
 from weightsmith.look.files import Change, FileDifference
 from weightsmith.look.inspect import Amount, Inspection, TensorStatistics
 from weightsmith.look.models import OUTSIDE, Place
+from weightsmith.look.nonfinite import mark_of
 from weightsmith.look.preview import GroupPreview, Preview
 from weightsmith.look.values import Difference, GroupDifference, TensorDifference
-from weightsmith.pages import Code, Column, Curves, Facts, Page, Table, heat_maps
+from weightsmith.pages import Code, Column, Curves, Facts, Mark, Page, Table, heat_maps
+from weightsmith.pages.svg import span_of
 from weightsmith.pages.values import Block, Value
+from weightsmith.pages.words import finite_or_mark, written
 
 SPECTRA = 8
 """Parts whose spectra are drawn."""
@@ -26,24 +30,27 @@ _TENSORS = "tensors"
 _SHARE = Column("delta / A", "share", "Frobenius norm of B - A over that of A")
 _CHANGED = Column("changed", "share", "share of elements that differ")
 _COSINE = Column("cosine", "cosine", "of A and B as vectors")
+_LEFT_OUT = "Norms and cosines are of the tensors without NaN and infinities."
 
 
 def difference_page(found: Difference) -> Page:
     """What a model differs in from another."""
     a, b = found.names
     blocks: list[Block] = [_models(found)]
-    if found.total.changed:
+    if found.total.changed or any(found.total.nonfinite):
         placed = [(tensor.place, tensor) for tensor in found.tensors]
         about = "Frobenius norm of B - A over that of A, of all matrices of a part in a layer together."
         blocks += heat_maps("How far the weights moved", placed, _together, "share", about, log=True, detail=_TENSORS)
         about = "The singular values of the delta above the rounding noise. The middle one, where there are several matrices."
-        blocks += heat_maps("Rank of the deltas of low rank", placed, _middle_rank, "count", about, detail=_TENSORS)
+        blocks += heat_maps("Rank of the deltas", placed, _middle_rank, "count", about, detail=_TENSORS)
         blocks += _by_layer(found.layers)
         blocks += _spectra(found.tensors)
         blocks += [_groups("Parts", "part", found.parts), _groups("Layers", "layer", found.layers), _tensors(found)]
     if found.moved:
         columns = Column("tensor"), Column("row", "count"), Column("token"), Column("moved", "share", "‖delta‖ / ‖row of A‖")
-        rows = tuple((row.tensor, row.row, repr(row.token) if row.token else "", row.share) for row in found.moved)
+        rows = tuple(
+            (row.tensor, row.row, repr(row.token) if row.token else "", finite_or_mark(row.share)) for row in found.moved
+        )
         blocks.append(Table("Rows that moved most", columns, rows, name="rows"))
     blocks += _files(found.files)
     for title, names in ((f"Only in {a}", found.only_a), (f"Only in {b}", found.only_b)):
@@ -63,10 +70,11 @@ def comparison_page(found: Comparison) -> Page:
     blocks: list[Block] = [Facts("Models", (("base", found.base), *zip(names, found.names, strict=True)))]
     placed = [(tensor.place, tensor) for tensor in found.tensors if tensor.place is not None]
     about = "Share of the elements that two or more models change in which their signs differ."
-    blocks += heat_maps("Conflicts of signs", placed, _conflicts, "share", about, detail=_TENSORS)
+    blocks += heat_maps("Conflicts of signs", placed, _conflicts, "share", about, detail=_TENSORS, span=(0.0, 1.0))
+    span = span_of([cosine for tensor in found.tensors for cosine in tensor.cosines[:PAIRS]], log=False)
     for k, pair in enumerate(pairs[:PAIRS]):
         about = "Cosine of the deltas of the two models. The middle one, where there are several matrices."
-        blocks += heat_maps(f"Cosine of {pair}", placed, partial(_cosine, k), "number", about, detail=_TENSORS)
+        blocks += heat_maps(f"Cosine of {pair}", placed, partial(_cosine, k), "number", about, detail=_TENSORS, span=span)
     by_layer = [layer for layer in found.layers if layer.name != OUTSIDE]
     if by_layer:
         lines = tuple((pair, tuple(layer.cosines[k] for layer in by_layer)) for k, pair in enumerate(pairs[:PAIRS]))
@@ -82,7 +90,9 @@ def comparison_page(found: Comparison) -> Page:
     blocks.append(Table("Pairs", columns, rows))
     for title, groups, name in (("Parts", found.parts, ""), ("Layers", found.layers, ""), ("Tensors", found.tensors, _TENSORS)):
         heads = (Column("name"), Column("conflicts", "share"), *(Column(f"cosine {pair}", "number") for pair in pairs))
-        values: tuple[tuple[Value, ...], ...] = tuple((g.name, g.conflict_share, *g.cosines) for g in groups)
+        values: tuple[tuple[Value, ...], ...] = tuple(
+            (g.name, _mark(g) or g.conflict_share, *(_mark(g) or cosine for cosine in g.cosines)) for g in groups
+        )
         places = tuple((_place(g.place) if g.place else ("", "")) for g in groups) if name else ()
         blocks.append(Table(title, heads, values, name=name, places=places))
     if found.missing:
@@ -102,10 +112,11 @@ def preview_page(found: Preview, costs: Mapping[str, int] = MappingProxyType({})
     blocks += heat_maps("Distance from the base", found.cells, _distance, "share", about, log=True, detail="cells")
     for i, name in enumerate(names[:PAIRS]):
         about = f"Share of the energy of {found.names[i]}'s delta that is in the merge."
-        blocks += heat_maps(f"What survives of {name}", found.cells, partial(_survives, i), "share", about, detail="cells")
+        title = f"What survives of {name}"
+        blocks += heat_maps(title, found.cells, partial(_survives, i), "share", about, detail="cells", span=(0.0, 1.0))
     by_layer = [layer for layer in found.layers if layer.name != OUTSIDE]
     if by_layer:
-        lines = tuple((name, tuple(_survives(i, [layer]) for layer in by_layer)) for i, name in enumerate(names[:PAIRS]))
+        lines = tuple((name, tuple(_number(_survives(i, [g])) for g in by_layer)) for i, name in enumerate(names[:PAIRS]))
         blocks.append(Curves("What survives, by layer", lines, "layer", "share of the energy", "share", first=0))
     every = [group for _, group in found.cells]
     places = tuple(_place(place) for place, _ in found.cells)
@@ -138,53 +149,86 @@ def inspection_page(found: Inspection) -> Page:
     return Page(found.name, (summary, *found.notes), tuple(blocks), found.to_json())
 
 
-def _together(tensors: Sequence[TensorDifference]) -> float | None:
-    base = sum(tensor.a**2 for tensor in tensors)
-    return math.sqrt(sum(tensor.delta**2 for tensor in tensors) / base) if base else None
+def _together(tensors: Sequence[TensorDifference]) -> float | Mark:
+    if not any(tensor.changed for tensor in tensors):
+        return Mark.SAME
+    mark = mark_of(each for tensor in tensors for each in tensor.nonfinite)
+    return mark or finite_or_mark(
+        share_of(*(math.hypot(*norms) for norms in zip(*((t.delta, t.a) for t in tensors), strict=True)))
+    )
 
 
-def _middle_rank(tensors: Sequence[TensorDifference]) -> float | None:
-    ranks = sorted(t.leading.rank for t in tensors if t.leading is not None and t.leading.rank is not None)
-    return ranks[(len(ranks) - 1) // 2] if ranks else None
+def _middle_rank(tensors: Sequence[TensorDifference]) -> float | Mark:
+    """The middle one of several; one that is not known is higher than those that are, and a full one is the highest."""
+    changed = [tensor for tensor in tensors if tensor.changed]
+    mark = mark_of(each for tensor in changed for each in tensor.nonfinite)
+    if mark is not None and any(tensor.linear for tensor in changed):
+        return mark
+    order = (Mark.HIGH, Mark.FULL)
+    ranks = sorted(
+        (tensor.rank for tensor in changed if not isinstance(tensor.rank, Mark) or tensor.rank in order),
+        key=lambda rank: (1 + order.index(rank), 0) if isinstance(rank, Mark) else (0, rank),
+    )
+    if ranks:
+        return ranks[(len(ranks) - 1) // 2]
+    return (changed or tensors)[0].rank if any(tensor.linear for tensor in tensors) else Mark.NOTHING
 
 
-def _deviation(tensors: Sequence[TensorStatistics]) -> float | None:
+def _deviation(tensors: Sequence[TensorStatistics]) -> float | Mark:
+    mark = mark_of(tensor.nonfinite for tensor in tensors)
+    if mark is not None:
+        return mark
     elements = sum(tensor.elements for tensor in tensors)
-    mean = sum(tensor.mean * tensor.elements for tensor in tensors) / elements
-    squares = sum((tensor.deviation**2 + tensor.mean**2) * tensor.elements for tensor in tensors) / elements
-    return math.sqrt(max(0.0, squares - mean**2))
+    mean = math.fsum(tensor.mean * tensor.elements for tensor in tensors) / elements
+    squares = math.fsum((tensor.deviation**2 + (tensor.mean - mean) ** 2) * tensor.elements for tensor in tensors) / elements
+    return math.sqrt(squares)
 
 
-def _peak(tensors: Sequence[TensorStatistics]) -> float | None:
+def _peak(tensors: Sequence[TensorStatistics]) -> float | Mark:
     deviation = _deviation(tensors)
-    return max(max(abs(t.low), abs(t.high)) for t in tensors) / deviation if deviation else None
+    if isinstance(deviation, Mark):
+        return deviation
+    return max(max(abs(t.low), abs(t.high)) for t in tensors) / deviation if deviation else Mark.UNDEFINED
 
 
-def _conflicts(tensors: Sequence[Alignment]) -> float | None:
-    shared = sum(tensor.shared for tensor in tensors)
-    return sum(tensor.conflicts for tensor in tensors) / shared if shared else None
+def _conflicts(tensors: Sequence[Alignment]) -> float | Mark:
+    mark, shared = mark_of(each for tensor in tensors for each in tensor.nonfinite), sum(tensor.shared for tensor in tensors)
+    return mark or (sum(tensor.conflicts for tensor in tensors) / shared if shared else Mark.NOTHING)
 
 
-def _cosine(pair: int, tensors: Sequence[Alignment]) -> float | None:
+def _cosine(pair: int, tensors: Sequence[Alignment]) -> float | Mark:
+    mark = mark_of(each for tensor in tensors for each in tensor.nonfinite)
     known = sorted(tensor.cosines[pair] for tensor in tensors if math.isfinite(tensor.cosines[pair]))
-    return known[(len(known) - 1) // 2] if known else None
+    return mark or (known[(len(known) - 1) // 2] if known else Mark.NOTHING)
 
 
-def _distance(groups: Sequence[GroupPreview]) -> float | None:
+def _distance(groups: Sequence[GroupPreview]) -> float | Mark:
     (group,) = groups
-    return group.share
+    return _mark(group) or (finite_or_mark(group.share) if group.delta else Mark.SAME)
 
 
-def _survives(model: int, groups: Sequence[GroupPreview]) -> float | None:
+def _survives(model: int, groups: Sequence[GroupPreview]) -> float | Mark:
     (group,) = groups
     kept = group.models[model]
-    return None if kept is None or math.isnan(kept.survives) else kept.survives
+    if kept is None:
+        return Mark.NOTHING
+    return _mark(group) or (Mark.SAME if kept.norm == 0 else kept.survives)
+
+
+def _mark(group: Alignment | GroupPreview | GroupDifference | TensorDifference) -> Mark | None:
+    """Of what cannot be measured for its NaN and infinities; the numbers of a group are of its other tensors."""
+    measured = group.measured if not isinstance(group, TensorDifference) else int(group.measured)
+    return None if measured else mark_of(group.nonfinite)
+
+
+def _number(value: float | Mark) -> float | None:
+    return None if isinstance(value, Mark) else value
 
 
 def _kept(title: str, groups: Sequence[GroupPreview], names: Sequence[str]) -> Table:
     moved = Column("moved", "share", "Frobenius norm of merge - base over that of the base")
     columns = Column("name"), Column("elements", "count"), moved, *(Column(name, "share") for name in names)
-    rows = tuple((g.name, g.elements, g.share, *(_survives(i, [g]) for i in range(len(names)))) for g in groups)
+    rows = tuple((g.name, g.elements, _distance([g]), *(_survives(i, [g]) for i in range(len(names)))) for g in groups)
     return Table(title, columns, rows, "Columns of models: the share of the energy of the delta that survives.")
 
 
@@ -198,9 +242,11 @@ def _survival(found: Preview, names: Sequence[str]) -> Table:
         Column("distance", "number", "from the merge to the model, over the norm of its delta"),
         Column("delta", "number", "norm of the model's delta"),
     )
-    rows = []
+    rows: list[tuple[Value, ...]] = []
     for name, kept in zip(names, found.total.models, strict=True):
-        if kept is not None:
+        if kept is not None and kept.norm == 0:
+            rows.append((name, *[Mark.SAME] * 5, 0.0))
+        elif kept is not None:
             rows.append((name, kept.survives, kept.error, kept.against, kept.dropped, kept.apart, kept.norm))
     return Table("What survives of the models", columns, tuple(rows))
 
@@ -211,13 +257,20 @@ def _models(found: Difference) -> Facts:
         facts.append((which, f"{name} ({quantised}, decoded)" if quantised else name))
     facts += [
         ("matrices", f"{total.tensors:,}, {total.elements:,} elements"),
-        ("elements that differ", f"{total.changed:,}, {total.changed_share:.2%}"),
-        ("‖B - A‖ / ‖A‖", f"{total.share:.4g}"),
-        ("cosine", f"{total.cosine:.6g}"),
+        ("elements that differ", f"{total.changed:,}, {written(total.changed_share, 'share')}"),
+        ("‖B - A‖ / ‖A‖", f"{written(finite_or_mark(total.share), 'number')}{_of_measured(total)}"),
+        ("cosine", f"{written(total.cosine, 'cosine')}{_of_measured(total)}"),
     ]
+    for name, own in zip("AB", total.nonfinite, strict=True):
+        if own:
+            facts.append((f"not finite in {name}", str(own)))
     if found.merged_of is not None:
         facts.append(("merge of", ", ".join(found.merged_of) or "models that its card does not name"))
     return Facts("Models", tuple(facts))
+
+
+def _of_measured(group: GroupDifference) -> str:
+    return "" if group.measured == group.tensors else f" (of {group.measured:,} finite ones)"
 
 
 def _by_layer(layers: Sequence[GroupDifference]) -> list[Curves]:
@@ -236,14 +289,18 @@ def _spectra(tensors: Sequence[TensorDifference]) -> list[Curves]:
     most: dict[str, TensorDifference] = {}
     for tensor in tensors:
         if tensor.leading is not None and tensor.leading.largest > 0:
-            if tensor.place.part not in most or tensor.share > most[tensor.place.part].share:
+            if tensor.place.part not in most or _by_share(tensor) > _by_share(most[tensor.place.part]):
                 most[tensor.place.part] = tensor
-    chosen = sorted(most.values(), key=lambda tensor: -tensor.share)[:SPECTRA]
+    chosen = sorted(most.values(), key=lambda tensor: -_by_share(tensor))[:SPECTRA]
     if not chosen:
         return []
     lines = tuple((t.name, t.leading.values) for t in chosen if t.leading is not None)
     about = "Of the delta that moved most in each part. A step down to the rounding noise shows the rank of a LoRA."
     return [Curves("Leading singular values", lines, "number", "singular value", about=about, log=True)]
+
+
+def _by_share(tensor: TensorDifference) -> float:
+    return -1.0 if math.isnan(tensor.share) else tensor.share
 
 
 def _groups(title: str, first: str, groups: Sequence[GroupDifference]) -> Table:
@@ -254,14 +311,33 @@ def _groups(title: str, first: str, groups: Sequence[GroupDifference]) -> Table:
         _CHANGED,
         _SHARE,
         _COSINE,
-        Column("rank", "count", "the middle one of the deltas of low rank"),
-        Column("full rank", "count", "deltas that differ and are not of low rank"),
+        Column("rank", "count", "the middle one of the deltas whose rank is known and not full"),
+        Column("full rank", "count", "deltas of full rank"),
+        Column("high rank", "count", f"deltas {Mark.HIGH.meaning}"),
+        Column("NaN", "count", "elements of A and B"),
+        Column("infinite", "count", "elements of A and B"),
     )
     rows = tuple(
-        (g.name, g.tensors, g.elements, g.changed_share, g.share, g.cosine, g.ranks[1] if g.ranks else None, g.full)
+        (
+            g.name,
+            g.tensors,
+            g.elements,
+            finite_or_mark(g.changed_share),
+            _moved(g),
+            _mark(g) or g.cosine,
+            g.ranks[1] if g.ranks else None,
+            g.full,
+            g.high,
+            sum(own.nans for own in g.nonfinite),
+            sum(own.infinities for own in g.nonfinite),
+        )
         for g in groups
     )
-    return Table(title, columns, rows)
+    return Table(title, columns, rows, _LEFT_OUT if any(g.measured < g.tensors for g in groups) else "")
+
+
+def _moved(group: GroupDifference | TensorDifference) -> float | Mark:
+    return (_mark(group) or finite_or_mark(group.share)) if group.changed else Mark.SAME
 
 
 def _tensors(found: Difference) -> Table:
@@ -272,7 +348,9 @@ def _tensors(found: Difference) -> Table:
         _SHARE,
         _COSINE,
         Column("largest", "number", "the largest magnitude of the delta"),
-        Column("rank", "count", "of the delta, above the rounding noise; nothing for full rank"),
+        Column("rank", "count", "of the delta, above the rounding noise"),
+        Column("NaN", "count", "elements of A and B"),
+        Column("infinite", "count", "elements of A and B"),
         Column("stable rank", "number", "‖delta‖² over the square of its largest singular value"),
     )
     rows = tuple(
@@ -280,11 +358,13 @@ def _tensors(found: Difference) -> Table:
             t.name,
             " x ".join(map(str, t.shape)),
             t.changed_share,
-            t.share,
-            t.cosine,
-            t.largest,
-            None if t.leading is None else t.leading.rank,
-            t.stable_rank,
+            _moved(t),
+            _mark(t) or t.cosine,
+            _mark(t) or t.largest,
+            t.rank,
+            sum(own.nans for own in t.nonfinite),
+            sum(own.infinities for own in t.nonfinite),
+            t.stable_rank if t.leading is not None else None,
         )
         for t in found.tensors
     )

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from weightsmith.api import RecipeSource, prepare_any
 from weightsmith.checkpoint import Checkpoint
+from weightsmith.distance import share_of
 from weightsmith.engine.bench import MemoryOutput
 from weightsmith.engine.computed import Computed
 from weightsmith.engine.local import Resources, run
@@ -25,6 +26,7 @@ from weightsmith.errors import Finding, Unsupported
 from weightsmith.execution import check_computable
 from weightsmith.jobs.job import Bytes
 from weightsmith.look.models import Place, Watching, finite, groups, place_of, survey, with_needs
+from weightsmith.look.nonfinite import NonFinite, of_rows, sentences, together
 from weightsmith.look.reading import ranges
 from weightsmith.look.sampling import merging_leaves, sample
 from weightsmith.look.survival import survivals
@@ -49,12 +51,14 @@ FAR = 1.25
 class Kept:
     """What of one model's delta is in the merge, in some tensors.
 
+    All but `error` are nan where no tensor can be measured.
+
     norm      of the delta
     survives  share of its energy (squared norm): Σ min(|m|, |d|)² / Σ d², over elements where merge and model move the base
               in the same direction; m and d are the deltas of merge and model. nan if the model does not differ from the base
     error     the share is off by no more than this, but for a probability of about 5 %; 0 if nothing was sampled
-    against   of the elements that the model changed, the share that the merge moves the other way
-    dropped   the share that the merge leaves as in the base
+    against   of the elements that the model changed, the share that the merge moves the other way; nan if there are none
+    dropped   the share that the merge leaves as in the base; nan as above
     apart     ‖merge - model‖ / ‖model's delta‖; nan as above
     """
 
@@ -71,22 +75,26 @@ class GroupPreview:
     """Some tensors together: a layer, a part of all layers, or all.
 
     elements  of the tensors
-    delta     ‖merge - base‖
-    base      norm of the base
+    measured  how many of the tensors hold finite numbers in the base, the models and the merge. What follows is of them alone
+    delta     ‖merge - base‖; nan without such tensors
+    base      norm of the base; nan as above
     models    in the order of the preview's names; None for one that is not merged there
+    nonfinite NaN and infinities in the base, in the merge, and in each model, of what was looked at
     """
 
     name: str
     tensors: int
     elements: int
+    measured: int
     delta: float
     base: float
     models: tuple[Kept | None, ...]
+    nonfinite: tuple[NonFinite, ...]
 
     @property
     def share(self) -> float:
-        """delta / base; 0 if both are zero."""
-        return self.delta / self.base if self.base else math.inf if self.delta else 0.0
+        """delta / base; 0 if the merge is the base, infinite if only the base is zero, nan without numbers."""
+        return share_of(self.delta, self.base)
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,7 @@ class Preview:
     layers, parts, total  see `GroupPreview`
     cells    of each part of each layer
     left_out tensors that are merged and cannot be sampled
+    stops    tensors at which the merge will stop, as they have NaN or infinities that are not the same in all models
     plan     of the merge
     """
 
@@ -113,6 +122,7 @@ class Preview:
     total: GroupPreview
     cells: tuple[tuple[Place, GroupPreview], ...]
     left_out: tuple[str, ...]
+    stops: tuple[str, ...]
     plan: Plan
 
     @cached_property
@@ -121,7 +131,7 @@ class Preview:
         return tuple(_warn(self))
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values; null for what is not finite."""
+        """As JSON values; null for what is undefined or infinite."""
         found: dict[str, Any] = finite(
             {
                 "method": self.method,
@@ -135,6 +145,7 @@ class Preview:
                 "parts": [_group_json(group) for group in self.parts],
                 "cells": [asdict(place) | _group_json(group) for place, group in self.cells],
                 "left_out": list(self.left_out),
+                "stops": list(self.stops),
             }
         )
         return found
@@ -273,6 +284,11 @@ class _Found:
     squares: npt.NDArray[np.float64]
     groups: float
     models: tuple[int, ...]
+    nonfinite: tuple[NonFinite, ...]
+
+    @property
+    def measured(self) -> bool:
+        return bool(np.isfinite(self.sums).all())
 
 
 def _preview(
@@ -281,6 +297,8 @@ def _preview(
     sums: npt.NDArray[np.float64],
     squares: npt.NDArray[np.float64],
     counts: npt.NDArray[np.float64],
+    nonfinite: npt.NDArray[np.float64],
+    constants: npt.NDArray[np.float64],
 ) -> Preview:
     structure = analyse([step.out for step in plan.steps], plan.config)
     merged = len(plan.models)
@@ -288,11 +306,18 @@ def _preview(
     base = max(dict.fromkeys(bases), key=bases.count)
     used = dict.fromkeys(read.model for step in looked.steps for read in step.inputs[2:])
     names = [model for model in range(merged) if model in used]
-    found = []
+    found, stops = [], []
     for i, step in enumerate(looked.steps):
         size, own = looked.sizes[step.out.name], tuple(names.index(read.model) for read in step.inputs[2:])
         place = place_of(structure, step.out.name)
-        found.append(_Found(place, size, size / step.out.size, sums[i], squares[i], float(counts[i]), own))
+        in_all = of_rows(nonfinite[i, : len(step.inputs)])
+        if any(each.nans + each.infinities != constants[i] for each in in_all):
+            stops.append(step.out.name)
+        else:  # a merge copies constants; the preview has computed with them
+            in_all = (in_all[0], in_all[0], *in_all[2:])
+        by_model = dict(zip(own, in_all[2:], strict=True))
+        held = (*in_all[:2], *(by_model.get(model, NonFinite()) for model in range(len(names))))
+        found.append(_Found(place, size, size / step.out.size, sums[i], squares[i], float(counts[i]), own, held))
     by_place: dict[Place, list[_Found]] = {}
     for each in found:
         by_place.setdefault(each.place, []).append(each)
@@ -308,23 +333,29 @@ def _preview(
         _group("all", found, len(names)),
         tuple((place, _group(f"{place.group}.{place.part}", own, len(names))) for place, own in by_place.items()),
         looked.left_out,
+        tuple(stops),
         plan,
     )
 
 
 def _group(name: str, found: Sequence[_Found], models: int) -> GroupPreview:
-    delta, base = (math.sqrt(sum(f.weight * float(f.sums[0, column]) for f in found)) for column in (0, 1))
+    own = [f for f in found if f.measured]
+    delta, base = (math.sqrt(sum(f.weight * float(f.sums[0, column]) for f in own)) if own else math.nan for column in (0, 1))
     kept = tuple(_kept(found, model) for model in range(models))
-    return GroupPreview(name, len(found), sum(f.size for f in found), delta, base, kept)
+    nonfinite = tuple(together(f.nonfinite[i] for f in found) for i in range(2 + models))
+    return GroupPreview(name, len(found), sum(f.size for f in found), len(own), delta, base, kept, nonfinite)
 
 
 def _kept(found: Sequence[_Found], model: int) -> Kept | None:
     own = [(f, k) for f in found for k, other in enumerate(f.models) if other == model]
     if not own:
         return None
+    own = [(f, k) for f, k in own if f.measured]
+    if not own:
+        return Kept(math.nan, math.nan, 0.0, math.nan, math.nan, math.nan)
     energy, kept, used, against, dropped, apart = sum(f.weight * f.sums[1 + k] for f, k in own).tolist()
     if not energy:
-        return Kept(0.0, math.nan, 0.0, 0.0, 0.0, math.nan)
+        return Kept(math.nan if used else 0.0, math.nan, 0.0, math.nan, math.nan, math.nan)
     share = kept / energy
     variance = sum(_variance(f, k, share) for f, k in own)
     return Kept(
@@ -351,6 +382,10 @@ def _variance(found: _Found, k: int, share: float) -> float:
 
 def _warn(found: Preview) -> list[Finding]:
     texts = []
+    if found.stops:
+        held = sentences([found.base, "the merge", *found.names], [(group.name, group.nonfinite) for _, group in found.cells])
+        texts += [text.rstrip(".") for text in held]
+        texts.append(f"the merge will stop with an error at {found.stops[0]}; the numbers leave such tensors out")
     for i, name in enumerate(found.names):
         lost: dict[int, float] = {}
         for number, group in enumerate(found.layers):
@@ -358,14 +393,14 @@ def _warn(found: Preview) -> list[Finding]:
             if kept is not None and kept.survives < LOST:
                 lost[number] = kept.survives
         whole = found.total.models[i]
-        if whole is not None and math.isnan(whole.survives):
+        if whole is not None and whole.norm == 0:
             texts.append(f"{name} does not differ from {found.base} in anything that is merged")
         elif lost and whole is not None:
             every = len(lost) == len(found.layers)
             mean = 1 - (whole.survives if every else sum(lost.values()) / len(lost))
             where = "" if every else f" in {_layers(found, lost)}"
             texts.append(f"{name} loses {mean:.0%} of the energy of its delta{where}")
-    norms = [kept.norm for kept in found.total.models if kept is not None]
+    norms = [kept.norm for kept in found.total.models if kept is not None and math.isfinite(kept.norm)]
     if norms and found.total.delta > FAR * max(norms) > 0:
         times = found.total.delta / max(norms)
         texts.append(f"the merge moves {times:.1f} times as far from {found.base} as the model that moves furthest")

@@ -4,8 +4,11 @@ Each sentence follows from numbers of the difference alone, but for those that s
 
 same            nothing differs
 low rank        nearly all matrices that differ are of low rank above the rounding noise: LoRA, or a merge of such models
-rounding        the same share of white noise in every matrix that differs, norms untouched: quantised and dequantised
-full            the rest
+rounding        nothing but rounding noise in nearly all matrices that differ: stored in another dtype
+white noise     the same share in each matrix that differs, norms untouched: quantised and dequantised
+full            the rest: all of full rank, of a rank that is full or too high to be told, or some of either
+
+NaN and infinities are counted first. The other sentences are about the tensors without them.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from weightsmith.look.files import NAMES_ONLY
+from weightsmith.look.nonfinite import sentences
+from weightsmith.look.sketch import WIDTH
+from weightsmith.pages import Mark
 from weightsmith.structure.vocabulary import EMBEDDINGS, HEADS
 from weightsmith.text import count
 
@@ -28,6 +34,12 @@ MOST = 0.9
 ALIKE = 0.25
 """Shares of rounding in matrices of one format differ at most so much, relative to their median."""
 
+KIN = 0.5
+"""The cosine of two models from which on one may be a fine-tune of the other. Of fine-tunes it is near 1."""
+
+COARSE = 0.65
+"""The largest share that rounding can be: of normal numbers, one bit for each weight leaves an error of 0.6 of their norm."""
+
 FLAT = 2.0
 """The largest singular value of white noise [m, n] is 1/√m + 1/√n of its norm; up to so much of that counts as white."""
 
@@ -35,7 +47,12 @@ FLAT = 2.0
 def read_difference(found: Difference) -> tuple[str, ...]:
     """The sentences, the most telling first."""
     changed = [tensor for tensor in found.tensors if tensor.changed]
-    sentences = [*_kind(found, changed), *_vocabulary(found, changed), *_files(found)]
+    sentences = [*_unmeasured(found), *_kind(found, changed), *_vocabulary(found, changed), *_files(found)]
+    short = [tensor for tensor in found.tensors if tensor.common_rows]
+    if short:
+        sentences.append(f"Compared in the rows that both have, the first {short[0].common_rows:,}: {_names(short)}.")
+    if found.chosen:
+        sentences.append(f"Only tensors that match {_list([repr(glob) for glob in found.chosen])} were compared.")
     if found.only_a or found.only_b or found.different:
         counts = (
             (len(found.only_a), "that only A has"),
@@ -49,43 +66,88 @@ def read_difference(found: Difference) -> tuple[str, ...]:
     return tuple(sentences)
 
 
+def _unmeasured(found: Difference) -> list[str]:
+    """NaN and infinities in each model, and what is left out of norms and cosines."""
+    texts = sentences("AB", [(tensor.name, tensor.nonfinite) for tensor in found.tensors])
+    left_out = [tensor for tensor in found.tensors if not tensor.measured]
+    beyond = [tensor for tensor in left_out if not any(tensor.nonfinite)]
+    if beyond:
+        texts.append(f"Too large or too small to be measured: {count(len(beyond), 'tensor')}, the first {beyond[0].name}.")
+    if left_out and len(left_out) == len(found.tensors):
+        texts.append("No norm and no cosine is defined.")
+    elif left_out:
+        texts.append(f"Norms and cosines of several tensors leave {'it' if len(left_out) == 1 else 'them'} out.")
+    return texts
+
+
 def _kind(found: Difference, changed: Sequence[TensorDifference]) -> list[str]:
     if not found.tensors:
-        return ["The models have no tensor in common."]
+        return [f"The models have no {'such tensor' if found.chosen else 'tensor'} in common that can be compared."]
     if not changed:
-        return ["The same weights: every tensor that both have is equal in every element."]
-    if any(math.isnan(tensor.delta) for tensor in changed):
-        names = [tensor.name for tensor in changed if math.isnan(tensor.delta)]
-        where = f"{count(len(names), 'tensor')}, the first {names[0]}"
-        return [f"NaN or infinities in {where}: `weightsmith inspect --stats` counts them."]
-    matrices = [tensor for tensor in changed if tensor.leading is not None]
+        part = bool(found.chosen) or any(tensor.common_rows for tensor in found.tensors)
+        return [f"The same weights: every tensor that {'was compared' if part else 'both have'} is equal in every element."]
+    changed = [tensor for tensor in changed if tensor.measured]
+    if not changed:
+        return []
+    matrices = [tensor for tensor in changed if tensor.linear]
     where = _where(found, changed)
     for quantised, name in zip(found.quantised, ("A", "B"), strict=True):
         if quantised:
-            return [
-                f"{name} is quantised ({quantised}): differences of {_percent(_share(matrices))} have its rounding in them."
-            ]
-    low = [tensor for tensor in matrices if tensor.leading is not None and tensor.leading.rank is not None]
+            share = _share(changed)
+            size = f" of {_percent(share)}" if math.isfinite(share) else ""
+            return [f"{name} is quantised ({quantised}): differences{size} have its rounding in them."]
+    low = [tensor for tensor in matrices if tensor.low_rank]
     signal = [tensor.leading.rank for tensor in low if tensor.leading is not None and tensor.leading.rank]
     if matrices and len(low) >= MOST * len(matrices) and signal:
         ranks = f"about {round(median(signal))}" if max(signal) - min(signal) > 0 else str(signal[0])
+        where = _where(found, [tensor for tensor in low if tensor.rank])
         text = f"A change of low rank, as LoRA makes it, or a merge of such models: rank {ranks} in {where}"
         noise = math.sqrt(sum(t.noise**2 for t in matrices)) / math.sqrt(sum(t.delta**2 for t in matrices))
         rounding = f", stored with rounding errors of {_percent(min(1.0, noise))} of its size" if noise > 0.1 else ""
-        return [f"{text}{rounding}."]
+        others = [tensor for tensor in changed if not tensor.low_rank]
+        return [f"{text}{rounding}.", *([f"Not of low rank, or no linear layer: {_names(others)}."] if others else [])]
+    if matrices and len(low) >= MOST * len(matrices):
+        return [
+            f"Rounding, not training: nothing but what storing the weights in another dtype changes, in {_where(found, low)}."
+        ]
     if matrices and not low and _is_rounding(found, matrices):
         return [
-            f"Rounding, not training: white noise of about {_percent(median(t.share for t in matrices))} in {where}, and no "
+            f"White noise, as rounding makes it: about {_percent(median(t.share for t in matrices))} in {where}, and no "
             "norm differs. B may be quantised and dequantised again, or A may be."
         ]
     if not matrices:
         return [f"No linear layer differs, only {_names(changed)}."]
-    trained = f"A change of full rank, as full fine-tuning makes it: {where}"
-    share = sum(t.changed for t in changed) / sum(t.elements for t in changed)
-    return [f"{trained}; {_percent(share)} of the elements of these tensors differ, by {_percent(_share(changed))} in norm."]
+    share, moved = sum(t.changed for t in changed) / sum(t.elements for t in changed), _share(changed)
+    by = f", by {_percent(moved)} in norm" if math.isfinite(moved) else ", from zero"
+    differ = f"{_percent(share)} of the elements of these tensors differ{by}."
+    cosine = found.total.cosine
+    unlike = ", as between models of which neither was made from the other" if cosine < KIN else ""
+    made = ", as full fine-tuning makes it" if cosine >= KIN else unlike
+    return [f"A change of {_ranks(matrices)}{made}: {where}; {differ}"]
+
+
+def _ranks(matrices: Sequence[TensorDifference]) -> str:
+    """`full rank`, or how many matrices are of what rank."""
+    ranks = [tensor.rank for tensor in matrices]
+    full, high, unknown = (ranks.count(mark) for mark in (Mark.FULL, Mark.HIGH, Mark.UNDEFINED))
+    if full >= MOST * len(ranks):
+        return "full rank"
+    if full + high >= MOST * len(ranks):
+        return f"full rank, or of a rank above {WIDTH // 2}" if high else "full rank"
+    low = sum(tensor.low_rank for tensor in matrices)
+    between = len(ranks) - full - high - unknown - low
+    counts = (
+        (low, "of low rank"),
+        (between, "of a higher rank"),
+        (full + high, "of full or high rank"),
+        (unknown, "of unknown rank"),
+    )
+    return f"mixed ranks ({_counted(counts, 'weight')})"
 
 
 def _is_rounding(found: Difference, matrices: Sequence[TensorDifference]) -> bool:
+    if not all(tensor.share <= COARSE and tensor.rank in (Mark.FULL, Mark.HIGH) for tensor in matrices):
+        return False
     shares = [tensor.share for tensor in matrices]
     middle = median(shares)
     alike = sum(abs(share - middle) <= ALIKE * middle for share in shares) >= MOST * len(shares)
@@ -93,7 +155,7 @@ def _is_rounding(found: Difference, matrices: Sequence[TensorDifference]) -> boo
     white = 0
     for tensor in matrices:
         edge = sum(1 / math.sqrt(side) for side in tensor.shape) * tensor.delta
-        white += tensor.leading is not None and tensor.leading.largest <= FLAT * edge
+        white += tensor.leading is not None and 0 < tensor.leading.largest <= FLAT * edge
     return alike and not norms and white >= MOST * len(matrices)
 
 
@@ -112,7 +174,7 @@ def _where(found: Difference, changed: Sequence[TensorDifference]) -> str:
         own = [tensor for tensor in inside if tensor.place.stack == stack]
         every = [tensor for tensor in found.tensors if tensor.place.stack == stack]
         layers, all_layers = {t.place.layer for t in own}, {t.place.layer for t in every}
-        linear = {t.place.part for t in every if t.leading is not None or len(t.shape) == 2}
+        linear = {t.place.part for t in every if t.linear or len(t.shape) == 2}
         parts = list(dict.fromkeys(t.place.part for t in own))
         what = _list(parts)
         if set(parts) == linear:

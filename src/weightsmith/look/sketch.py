@@ -34,6 +34,9 @@ TINY = 1e-10
 NOISE_MARGIN = 2.0
 """What is left of a difference of low rank, as a multiple of the rounding noise that its dtype predicts."""
 
+GAP = 5.0
+"""Between the singular values of a signal and those of noise, in a sketch that the signal fills by more than half."""
+
 Floats = npt.NDArray[np.float32]
 Vector = npt.NDArray[np.float64]
 
@@ -65,17 +68,21 @@ class Sketched:
     upper: Vector
     squares: Vector
 
-    def rank(self, rows: int, energy: float, noise: float) -> int:
-        """Number of singular values above the rounding noise; -1 if they and the noise do not explain the difference.
+    def rank(self, rows: int, cols: int, energy: float, noise: float) -> int:
+        """Number of singular values above the rounding noise; -1 if a sketch has no more columns, or if they and the noise do
+        not explain the difference. A sketch shrinks the last of many singular values: more than half as many as it has columns
+        count only where a gap of a factor `GAP` follows them.
 
-        rows    of D
-        energy  its squared norm
-        noise   the energy that rounding adds, by the dtype
+        rows, cols  of D
+        energy      its squared norm
+        noise       the energy that rounding adds, by the dtype
         """
         found, width = self.squares, len(self.squares)
         edge = NOISE_MARGIN * noise / width * (1 + math.sqrt(width / rows)) ** 2
         rank = int((found > max(edge, TINY * float(found[0]))).sum())
-        if rank > width // 2 and width == WIDTH:
+        if rank >= min(rows, cols):
+            return min(rows, cols)
+        if rank > width // 2 and cols > width and (rank == width or GAP**2 * found[rank] > found[rank - 1]):
             return -1
         left = float(found[rank:].sum()) * width / max(1, width - rank)  # the basis of the signal is a part of the sketch too
         return rank if left <= NOISE_MARGIN * noise + 1e-3 * energy else -1

@@ -15,6 +15,7 @@ from weightsmith.pages.values import Column as Column
 from weightsmith.pages.values import Curves as Curves
 from weightsmith.pages.values import Facts as Facts
 from weightsmith.pages.values import HeatMap as HeatMap
+from weightsmith.pages.values import Mark as Mark
 from weightsmith.pages.values import Page as Page
 from weightsmith.pages.values import Table as Table
 from weightsmith.pages.write import check_page as check_page

@@ -11,7 +11,7 @@ from importlib.resources import files
 
 from weightsmith._version import __version__
 from weightsmith.pages.svg import curves, heat_map
-from weightsmith.pages.values import Block, Code, Curves, Facts, HeatMap, Page, Table, Value
+from weightsmith.pages.values import Block, Code, Curves, Facts, HeatMap, Mark, Page, Table, Value
 from weightsmith.pages.words import safe, written
 
 GENERATOR = '<meta name="generator" content="weightsmith '
@@ -116,7 +116,7 @@ def _table(table: Table, places: Mapping[tuple[str, str], int]) -> Iterator[str]
     for i, row in enumerate(table.rows[:MAX_ROWS]):
         place = f' data-p="{places[table.places[i]]}"' if table.places and table.places[i] in places else ""
         cells = (
-            f'<td class=n data-v="{_exact(value)}">{safe(written(value, column.unit))}</td>'
+            f"<td class=n{_exact(value)}>{safe(written(value, column.unit))}</td>"
             if number
             else f"<td>{safe(written(value))}</td>"
             for value, column, number in zip(row, table.columns, numbers, strict=True)
@@ -128,9 +128,7 @@ def _table(table: Table, places: Mapping[tuple[str, str], int]) -> Iterator[str]
 
 
 def _exact(value: Value) -> str:
-    """A number for sorting and for CSV, with nine digits."""
-    if value is None or isinstance(value, str) or math.isnan(value):
+    """The attribute with a number for sorting and for CSV, with nine digits; "" for what is no number: its text serves."""
+    if value is None or isinstance(value, str | Mark) or not math.isfinite(value):
         return ""
-    if math.isinf(value):
-        return "Infinity" if value > 0 else "-Infinity"
-    return str(value) if isinstance(value, int) else f"{value:.9g}"
+    return f' data-v="{value if isinstance(value, int) else f"{value:.9g}"}"'

@@ -20,10 +20,10 @@ for (const section of document.querySelectorAll("section.table")) {
     const sign = head.classList.contains("n") !== down ? -1 : 1;
     heads.forEach(other => other.removeAttribute("aria-sort"));
     head.setAttribute("aria-sort", sign > 0 ? "ascending" : "descending");
-    const key = row => exact(row.cells[i]);
+    const key = row => exact(row.cells[i]), last = row => key(row) === "" || (head.classList.contains("n") && !row.cells[i].dataset.v);
     rows.sort((a, b) => {
       const x = key(a), y = key(b);
-      if (x === "" || y === "") return (x === "") - (y === "");
+      if (last(a) || last(b)) return last(a) - last(b) || x.localeCompare(y, "en");  // marks follow the numbers
       return sign * (head.classList.contains("n") ? Number(x) - Number(y) : x.localeCompare(y, "en", { numeric: true }));
     });
     body.append(...rows);
@@ -47,7 +47,7 @@ document.querySelector("button.json")?.addEventListener("click", () => save(data
 
 // Heat maps: arrow keys move between cells, and a cell shows its tensors in the table.
 for (const map of document.querySelectorAll("section.heat svg")) {
-  const cells = [...map.querySelectorAll("a")], label = cell => cell.textContent;
+  const cells = [...map.querySelectorAll("a")], label = cell => cell.querySelector("title").textContent;
   cells.forEach((cell, i) => {
     cell.setAttribute("tabindex", i ? "-1" : "0");
     cell.addEventListener("focus", () => status(map, label(cell)));

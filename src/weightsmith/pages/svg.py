@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from weightsmith.pages.values import Curves, HeatMap
+from weightsmith.pages.values import Curves, HeatMap, Mark
 from weightsmith.pages.words import safe, written
+from weightsmith.text import count
 
 # Dark to light through blue and green; adjacent steps differ in lightness, so that it reads in grey and to colour-blind eyes.
 _SCALE = ((48, 18, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
@@ -17,25 +19,28 @@ _CHARACTER = 6.2
 """Width of a character of a label."""
 
 
-def scaled(values: Sequence[float | None], *, log: bool, span: tuple[float, float] | None = None) -> list[float | None]:
-    """Numbers from 0 to 1 for colours: the smallest is 0, the largest 1. None where there is none; infinity is 1.
+def span_of(values: Iterable[float | Mark | None], *, log: bool) -> tuple[float, float] | None:
+    """The smallest and the largest number that a scale can have; None if there is none."""
+    known = [v for v in values if isinstance(v, float | int) and math.isfinite(v) and (v > 0 or not log)]
+    return (min(known), max(known)) if known else None
+
+
+def scaled(values: Sequence[float | Mark | None], *, log: bool, span: tuple[float, float] | None = None) -> list[float | None]:
+    """Numbers from 0 to 1 for colours: the smallest is 0, the largest 1. None for what has no colour: a mark, nan, infinity.
 
     span  instead of the smallest and the largest
 
-    >>> scaled([0.0, 5.0, 10.0, None, math.inf], log=False), scaled([0.0, 0.01, 1.0], log=True)
-    ([0.0, 0.5, 1.0, None, 1.0], [0.0, 0.0, 1.0])
+    >>> scaled([0.0, 5.0, 10.0, None, math.inf], log=False), scaled([0.0, 0.01, 1.0, Mark.NAN], log=True)
+    ([0.0, 0.5, 1.0, None, None], [0.0, 0.0, 1.0, None])
     """
-    known = [v for v in values if v is not None and math.isfinite(v) and (v > 0 or not log)]
-    if not known:
-        return [None if v is None or math.isnan(v) else 0.0 for v in values]
     transform = math.log if log else float
-    low, high = map(transform, span or (min(known), max(known)))
+    low, high = map(transform, span or span_of(values, log=log) or (1.0, 1.0))
 
-    def one(value: float | None) -> float | None:
-        if value is None or math.isnan(value):
+    def one(value: float | Mark | None) -> float | None:
+        if not isinstance(value, float | int) or not math.isfinite(value):
             return None
-        if math.isinf(value) or (log and value <= 0):
-            return 1.0 if value > 0 else 0.0
+        if log and value <= 0:
+            return 0.0
         return (transform(value) - low) / (high - low) if high > low else 0.0
 
     return [one(value) for value in values]
@@ -57,8 +62,9 @@ def heat_map(found: HeatMap, places: Mapping[tuple[str, str], int] | None = None
     left = 12 + _CHARACTER * max((len(name) for name in found.rows), default=0)
     top = 14 + _CHARACTER * 0.72 * max((len(name) for name in found.columns), default=0)  # labels are turned by 45 degrees
     reach = _CHARACTER * 0.72 * len(found.columns[-1]) if found.columns else 0
-    width = left + _CELL_WIDTH * len(found.columns) + reach + 8
-    height = top + _CELL_HEIGHT * len(found.rows) + 34
+    marks = _marks(found)
+    width = max(left + _CELL_WIDTH * len(found.columns) + reach + 8, left + 300 if marks else 0)
+    height = top + _CELL_HEIGHT * (len(found.rows) + len(marks)) + 34
     every = max(1, -(-len(found.rows) // 48))
     shares = scaled([value for row in found.values for value in row], log=found.log, span=found.span)
     parts = [_opening(width, height, f"{found.title}: {_extremes(found)}")]
@@ -70,40 +76,67 @@ def heat_map(found: HeatMap, places: Mapping[tuple[str, str], int] | None = None
         if i % every == 0 or i == len(found.rows) - 1:
             parts.append(f'<text x="{left - 5:.0f}" y="{y + 10:.0f}" text-anchor="end">{safe(name)}</text>')
         for j, column in enumerate(found.columns):
-            share = shares[i * len(found.columns) + j]
-            if share is not None:
-                x, text = left + _CELL_WIDTH * j, safe(f"{name}, {column}: {written(found.values[i][j], found.unit)}")
-                box = f'<rect x="{x:.0f}" y="{y:.0f}" width="{_CELL_WIDTH - 1}" height="{_CELL_HEIGHT - 1}"'
-                box += f' fill="{colour(share)}"><title>{text}</title></rect>'
+            value, share, x = found.values[i][j], shares[i * len(found.columns) + j], left + _CELL_WIDTH * j
+            if value is not None:
+                mark = value if isinstance(value, Mark) else Mark.UNDEFINED
+                said = written(value, found.unit) if share is not None else mark.meaning
+                cell = _cell(x, y, share, mark, f"{name}, {column}: {said}")
                 if places is not None and found.detail:
-                    box = f'<a href="#{safe(found.detail)}" data-p="{places[name, column]}">{box}</a>'
-                parts.append(box)
-    parts.append(_legend(found, left, top + _CELL_HEIGHT * len(found.rows) + 14))
+                    cell = f'<a href="#{safe(found.detail)}" data-p="{places[name, column]}">{cell}</a>'
+                parts.append(cell)
+    parts.append(_legend(found, marks, left, top + _CELL_HEIGHT * len(found.rows) + 14))
     return "".join([*parts, "</svg>"])
 
 
+def _cell(x: float, y: float, share: float | None, mark: Mark, title: str = "") -> str:
+    """A colour; or, for what has none, an outlined box with the word of a mark."""
+    about = f"<title>{safe(title)}</title>" if title else ""
+    box = f'<rect x="{x:.0f}" y="{y:.0f}" width="{_CELL_WIDTH - 1}" height="{_CELL_HEIGHT - 1}"'
+    if share is not None:
+        return f'{box} fill="{colour(share)}">{about}</rect>'
+    word = f'<text x="{x + _CELL_WIDTH / 2:.0f}" y="{y + 9:.0f}" text-anchor="middle" font-size="9">{safe(mark.symbol)}</text>'
+    return f'{box} fill="#888" fill-opacity=".12">{about}</rect>{word}'
+
+
+def _marks(found: HeatMap) -> dict[Mark, int]:
+    """The marks of a map, in their order, and how many cells have each."""
+    numbers = Counter(
+        value if isinstance(value, Mark) else Mark.UNDEFINED
+        for row in found.values
+        for value in row
+        if value is not None and (isinstance(value, Mark) or not math.isfinite(value))
+    )
+    return {mark: numbers[mark] for mark in Mark if numbers[mark]}
+
+
 def _extremes(found: HeatMap) -> str:
-    """The smallest and the largest number, with their places, for those who do not see the colours."""
+    """The smallest and the largest number, with their places, and the marks, for those who do not see the cells."""
     cells = [
         (value, f"{found.rows[i]}, {found.columns[j]}")
         for i, row in enumerate(found.values)
         for j, value in enumerate(row)
-        if value is not None and not math.isnan(value)
+        if isinstance(value, float | int) and math.isfinite(value)
     ]
-    if not cells:
-        return "no numbers"
-    low, high = min(cells), max(cells)
-    return f"from {written(low[0], found.unit)} ({low[1]}) to {written(high[0], found.unit)} ({high[1]})"
+    said = "no numbers"
+    if cells:
+        low, high = min(cells), max(cells)
+        said = f"from {written(low[0], found.unit)} ({low[1]}) to {written(high[0], found.unit)} ({high[1]})"
+    return "; ".join([said, *(f"{mark.meaning}: {count(cells, 'cell')}" for mark, cells in _marks(found).items())])
 
 
-def _legend(found: HeatMap, x: float, y: float) -> str:
-    values = [v for row in found.values for v in row if v is not None and math.isfinite(v) and (v > 0 or not found.log)]
-    if not values:
-        return ""
-    boxes = "".join(f'<rect x="{x + 6 * i:.0f}" y="{y:.0f}" width="6" height="9" fill="{colour(i / 19)}"/>' for i in range(20))
-    low, high = (written(value, found.unit) for value in found.span or (min(values), max(values)))
-    scale = " (logarithmic)" if found.log else ""
-    return f'{boxes}<text x="{x + 126:.0f}" y="{y + 8:.0f}">{safe(f"{low} to {high}{scale}")}</text>'
+def _legend(found: HeatMap, marks: Iterable[Mark], x: float, y: float) -> str:
+    """The scale, and a line for each mark."""
+    span = found.span or span_of([value for row in found.values for value in row], log=found.log)
+    parts = []
+    if span is not None:
+        parts += [f'<rect x="{x + 6 * i:.0f}" y="{y:.0f}" width="6" height="9" fill="{colour(i / 19)}"/>' for i in range(20)]
+        low, high = (written(value, found.unit) for value in span)
+        scale = " (logarithmic)" if found.log else ""
+        parts.append(f'<text x="{x + 126:.0f}" y="{y + 8:.0f}">{safe(f"{low} to {high}{scale}")}</text>')
+    for i, mark in enumerate(marks):
+        below = y + _CELL_HEIGHT * (i + 1)
+        parts += [_cell(x, below, None, mark), f'<text x="{x + 34:.0f}" y="{below + 9:.0f}">{safe(mark.meaning)}</text>']
+    return "".join(parts)
 
 
 def picture(svg: str) -> bytes:

@@ -4,11 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Literal
 
+
+class Mark(Enum):
+    """What stands in the place of a number: a word for tables, a symbol for cells of maps, and its meaning."""
+
+    SAME = "same", "=", "no element differs"
+    NOTHING = "-", "-", "not applicable"
+    FULL = "full", "full", "full rank"
+    HIGH = "high", "high", "rank above 64, or not told from the rounding"
+    NAN = "NaN", "NaN", "contains NaN"
+    INFINITE = "inf", "∞", "contains infinities"
+    BOTH = "NaN+inf", "N∞", "contains NaN and infinities"
+    NEW = "new", "new", "zero before, and not after"
+    UNDEFINED = "?", "?", "undefined"
+
+    def __init__(self, word: str, symbol: str, meaning: str) -> None:
+        self.word, self.symbol, self.meaning = word, symbol, meaning
+
+
 Unit = Literal["text", "number", "count", "share", "cosine", "bytes"]
-Value = str | float | int | None
-"""None and nan: not known."""
+Value = str | float | int | Mark | None
+"""nan: undefined; None: not applicable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +59,17 @@ class Table:
 class HeatMap:
     """Numbers by layer and part, as colours.
 
-    values   [row][column]; None: there is nothing at this place
+    values   [row][column]; a mark where there is something without a number; None: there is nothing at this place
     log      colours by the logarithm: for shares of very different sizes
     detail   name of the table that a cell leads to
-    span     numbers that have the first and the last colour; None: the smallest and the largest
+    span     numbers that have the first and the last colour: the same in maps that are compared; None: the smallest and the
+             largest
     """
 
     title: str
     rows: tuple[str, ...]
     columns: tuple[str, ...]
-    values: tuple[tuple[float | None, ...], ...]
+    values: tuple[tuple[float | Mark | None, ...], ...]
     unit: Unit = "number"
     about: str = ""
     log: bool = False

@@ -5,20 +5,26 @@ from __future__ import annotations
 import math
 from html import escape
 
-from weightsmith.pages.values import Unit, Value
+from weightsmith.pages.values import Mark, Unit, Value
 from weightsmith.text import printable, size
 
 
 def written(value: Value, unit: Unit = "text") -> str:
     """A value for people.
 
-    >>> written(0.01234, "share"), written(1234567, "count"), written(0.99999, "cosine"), written(2.5e-7), written(None)
-    ('1.23 %', '1,234,567', '1 - 1e-05', '2.5e-07', '')
+    >>> written(0.01234, "share"), written(1234567, "count"), written(0.99999, "cosine"), written(2.5e-7)
+    ('1.23 %', '1,234,567', '1 - 1e-05', '2.5e-07')
+    >>> written(None), written(math.nan), written(Mark.NAN, "share")
+    ('-', '?', 'NaN')
     """
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return ""
+    if value is None:
+        return Mark.NOTHING.word
     if isinstance(value, str):
         return value
+    if isinstance(value, Mark):
+        return value.word
+    if math.isnan(value):
+        return Mark.UNDEFINED.word
     if math.isinf(value):
         return "∞" if value > 0 else "-∞"
     if unit == "count":
@@ -30,6 +36,15 @@ def written(value: Value, unit: Unit = "text") -> str:
     if unit == "cosine" and 0.9995 < value <= 1:
         return "1" if value > 1 - 1e-12 else f"1 - {1 - value:.1g}"
     return f"{value:.4g}"
+
+
+def finite_or_mark(share: float) -> float | Mark:
+    """A quotient; the mark of one that is not finite.
+
+    >>> finite_or_mark(0.5), finite_or_mark(math.inf), finite_or_mark(math.nan)
+    (0.5, <Mark.NEW: ('new', 'new', 'zero before, and not after')>, <Mark.UNDEFINED: ('?', '?', 'undefined')>)
+    """
+    return share if math.isfinite(share) else Mark.NEW if math.isinf(share) else Mark.UNDEFINED
 
 
 def safe(text: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from html import escape
 
 from weightsmith.look.inspect import Inspection
@@ -15,7 +14,7 @@ from weightsmith.methods.base import Method
 from weightsmith.methods.describe import BASES, SCOPES, default, doc, models, values
 from weightsmith.pages import Curves, HeatMap, Page, to_html
 from weightsmith.pages.svg import curves, heat_map
-from weightsmith.pages.words import safe, written
+from weightsmith.pages.words import finite_or_mark, safe, written
 from weightsmith.progress import how_far
 from weightsmith.studio.check import Checked, Note
 from weightsmith.studio.compare import Sample
@@ -132,18 +131,14 @@ def preview(found: Preview) -> str:
     """What a merge will do: what survives of each model, warnings, heat maps and curves by layer."""
     page = preview_page(found)
     warnings = "".join(f'<li class="ws-warning">{safe(finding.what)}</li>' for finding in found.warnings)
-    # Shares that survive have one scale, so that previews can be compared while sliders move.
-    drawn = [
-        replace(block, span=(0.0, 1.0)) if isinstance(block, HeatMap) and not block.log else block
-        for block in page.blocks
-        if isinstance(block, HeatMap | Curves)
-    ]
+    drawn = [block for block in page.blocks if isinstance(block, HeatMap | Curves)]
     maps = "".join(
         f"<figure{'' if isinstance(block, HeatMap) else ' class=ws-lines'}><figcaption>{safe(block.title)}</figcaption>"
         f"<div class='ws-scroll'>{heat_map(block) if isinstance(block, HeatMap) else curves(block)}</div></figure>"
         for block in drawn
     )
-    moved = f"<p>The merge is <b>{written(found.total.share, 'share')}</b> away from its base, {safe(found.base)}.</p>"
+    share = written(finite_or_mark(found.total.share), "share")
+    moved = f"<p>The merge is <b>{share}</b> away from its base, {safe(found.base)}.</p>"
     return (
         f"<div class='ws-preview'>{moved}{_bars(found.names, found.total)}<ul class='ws-notes'>{warnings}</ul>"
         f"<div class='ws-maps'>{maps}</div>"
@@ -155,7 +150,8 @@ def _bars(names: Sequence[str], total: GroupPreview) -> str:
     rows = []
     for letter, name, kept in zip("ABCDEFGHIJKLMNOPQRSTUVWXYZ", names, total.models, strict=False):
         if kept is None or math.isnan(kept.survives):
-            rows.append(f"<tr><th>{letter} {safe(name)}</th><td colspan=2>does not differ from the base</td></tr>")
+            why = "does not differ from the base" if kept is not None and kept.norm == 0 else "cannot be measured"
+            rows.append(f"<tr><th>{letter} {safe(name)}</th><td colspan=2>{why}</td></tr>")
             continue
         width = 100 * min(1.0, max(0.0, kept.survives))
         rows.append(
@@ -188,7 +184,7 @@ def status(found: Status) -> str:
     assert merged is not None
     words = [count(len(merged.plan.steps), "tensor"), duration(merged.seconds)]
     words += [f"{merged.resumed:,} by an earlier run"] if merged.resumed else []
-    words += [f"{merged.distance[0].share:.2%} away from its base"] if merged.distance else []
+    words += [f"{merged.distance[0].percent()} away from its base"] if merged.distance else []
     warnings = "".join(f'<li class="ws-warning">{safe(finding.what)}</li>' for finding in merged.warnings[:_SHOWN])
     done = f"<p class='ws-good'>Done: <b>{safe(str(merged.out))}</b> · {safe(' · '.join(words))}</p>"
     return f"{done}<ul class='ws-notes'>{warnings}</ul>"
