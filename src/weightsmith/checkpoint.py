@@ -370,7 +370,7 @@ def _checkpoint(
     """A checkpoint of open weight files; decoded if a wrapper recognises their encoding, unless `raw`."""
     temporary = None
     if opened.files:
-        temporary = tempfile.TemporaryDirectory(prefix="weightsmith-")
+        temporary = tempfile.TemporaryDirectory(prefix="weightsmith-", ignore_cleanup_errors=True)
         folder = Path(temporary.name)
         for name, content in opened.files.items():
             (folder / name).write_bytes(content)

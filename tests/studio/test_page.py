@@ -70,7 +70,7 @@ def serving(root: Path, *flags: str) -> Iterator[str]:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "weightsmith", "studio", "models", "--out", "out", "--no-hub", "--port", str(port), *flags]
     log = (root / "log").open("w")
-    process = subprocess.Popen(command, cwd=root, env=environment(HF_HUB_OFFLINE="1"), stdout=log, stderr=log)
+    process = subprocess.Popen(command, cwd=root, env=environment(HF_HUB_OFFLINE="1", GRADIO_TEMP_DIR=str(root / "gradio")), stdout=log, stderr=log)
     try:
         url = f"http://127.0.0.1:{port}"
         for _ in range(300):
@@ -130,6 +130,28 @@ def test_others_may_reach_it_and_their_sites_may_not(root: Path) -> None:
         for kind in ("application/json", "text/plain"):
             assert status_of(join, event, Origin="https://evil.example", **{"Content-Type": kind}) == 403
         assert status_of(join, event, Origin=address, **{"Content-Type": "application/json"}) == 200
+
+
+@pytest.mark.slow
+@needs_gradio
+def test_nothing_is_uploaded(address: str, root: Path) -> None:
+    """Every route of Gradio that takes something is closed, but for the events of the page."""
+    import gradio
+    import gradio.routes
+
+    from weightsmith.studio.policy import _POSTED
+
+    body = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\nmine\r\n--x--\r\n'
+    multipart = {"Content-Type": "multipart/form-data; boundary=x"}
+    with gradio.Blocks() as page:
+        gradio.File()
+    app = gradio.routes.App.create_app(page)
+    known = {path for path, takes in app.openapi()["paths"].items() if takes.keys() - {"get", "head"}}
+    assert "/gradio_api/upload" in known, "this version of Gradio says otherwise where it takes files"
+    for path in {*known, "/upload", "/gradio_api/upload/", "/gradio_api//upload"} - {*_POSTED}:
+        assert status_of(address + re.sub(r"\{.*?\}", "x", path), body, **multipart) in (403, 404), path
+    assert status_of(f"{address}/gradio_api/upload_progress?upload_id=x") == 404
+    assert [path for path in (root / "gradio").rglob("*") if path.is_file()] == []
 
 
 # ---- in a browser

@@ -49,6 +49,7 @@ from weightsmith.containers.safetensors import INDEX_NAME
 from weightsmith.errors import NOTHING_WRITTEN, Finding, StoreError, WeightsmithError
 from weightsmith.formats.files import open_regular
 from weightsmith.remote.spool import spool_folder
+from weightsmith.store.area import left_behind
 from weightsmith.store.checksum import byte_view, hash_bytes
 from weightsmith.store.journal import Built, Finished
 from weightsmith.store.manifest import MANIFEST_NAME, OtherFile, encode_manifest
@@ -100,6 +101,7 @@ class BucketStaging:
         self._files: dict[str, bytes | Path] = {}
         self._products: Staging | None = None
         self._resume = True
+        self._left: tuple[Finding, ...] = ()
         self._mutex = threading.Lock()
 
     @classmethod
@@ -196,7 +198,7 @@ class BucketStaging:
     @property
     def warnings(self) -> tuple[Finding, ...]:
         """What the user should know."""
-        return self._lock.warnings + (() if self._products is None else self._products.warnings)
+        return self._lock.warnings + (() if self._products is None else self._products.warnings) + self._left
 
     # tensors
 
@@ -383,9 +385,7 @@ class BucketStaging:
             if self._products is not None:
                 self._products.discard()
         except (OSError, StoreError) as error:
-            reason = error.finding.what if isinstance(error, StoreError) else error.strerror
-            what = f"the output is published and complete, but cleaning up failed: {reason}"
-            raise StoreError(what, where=str(self.out), fix=f"run: weightsmith clean {self.out} --yes") from error
+            self._left = (left_behind(error, self.folder, f"run: weightsmith clean {self.out} --yes"),)
         return self.out
 
     def _publish(self, uploads: Uploads, there: Sequence[str], manifest: Mapping[str, Any]) -> None:

@@ -77,7 +77,7 @@ def result_of(label: str, source: Computed, *, whole: bool) -> Checkpoint:
 def _files_of(plan: Plan, donor: Checkpoint) -> tempfile.TemporaryDirectory[str]:
     """The files of a result that has some of its own, such as a tokenizer; they replace the donor's."""
     donor.fetch(plan.carried)
-    temporary = tempfile.TemporaryDirectory(prefix="weightsmith-")
+    temporary = tempfile.TemporaryDirectory(prefix="weightsmith-", ignore_cleanup_errors=True)
     files: dict[str, bytes | Path] = {name: donor.folder / name for name in plan.carried}
     for name, data in {**files, **plan.files}.items():
         path = Path(temporary.name) / check_file_name(name)
