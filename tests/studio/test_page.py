@@ -70,7 +70,8 @@ def serving(root: Path, *flags: str) -> Iterator[str]:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "weightsmith", "studio", "models", "--out", "out", "--no-hub", "--port", str(port), *flags]
     log = (root / "log").open("w")
-    process = subprocess.Popen(command, cwd=root, env=environment(HF_HUB_OFFLINE="1", GRADIO_TEMP_DIR=str(root / "gradio")), stdout=log, stderr=log)
+    env = environment(HF_HUB_OFFLINE="1", GRADIO_TEMP_DIR=str(root / "gradio"))
+    process = subprocess.Popen(command, cwd=root, env=env, stdout=log, stderr=log)
     try:
         url = f"http://127.0.0.1:{port}"
         for _ in range(300):

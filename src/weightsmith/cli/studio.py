@@ -19,7 +19,12 @@ def studio(
         typer.Option("--out", metavar="FOLDER", help="Where results go. Created with the first result."),
     ] = "results",
     host: Annotated[
-        str, typer.Option("--host", metavar="HOST", help="Address to serve; any but this lets others reach the page; then nothing is replaced.")
+        str,
+        typer.Option(
+            "--host",
+            metavar="HOST",
+            help="Address to serve. Any but this lets others reach the page, which then replaces nothing.",
+        ),
     ] = "127.0.0.1",
     port: Annotated[
         int | None, typer.Option("--port", metavar="PORT", help="Default: the first free one from 7860 on.")

@@ -75,7 +75,7 @@ def build(places: Places) -> Any:
                         where = f"A folder in {places.out}"
                         name = gr.Textbox("merged", label="Name of the result", info=where, elem_id="ws-name")
                         with gr.Row(visible=places.alone):
-                            overwrite = gr.Checkbox(False, label="Replace a result of weightsmith of this name", elem_id="ws-overwrite")
+                            overwrite = gr.Checkbox(False, label="Replace a result of this name", elem_id="ws-overwrite")
                             discard = gr.Checkbox(False, label="Discard unfinished work", elem_id="ws-discard")
                         with gr.Row():
                             merge = gr.Button("Merge", variant="primary", elem_id="ws-merge")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from weightsmith.errors import CheckpointError, NotFound, ParameterError, WeightsmithError
 from weightsmith.formats.carried import is_weights
-from weightsmith.formats.files import expand_user
+from weightsmith.formats.files import expand_user, real_path
 from weightsmith.planner.patterns import is_pattern
 from weightsmith.recipe import ModelRef
 from weightsmith.store.target import absolute, check_out
@@ -62,7 +62,7 @@ class Places:
         Raises NotFound for a folder that does not exist, StoreError for an `out` that cannot be created.
         """
         found = [_existing(folder) for folder in folders]
-        written = check_out(Path(os.path.realpath(absolute(RESULTS if out is None else out))) / "name").parent
+        written = check_out(real_path(absolute(RESULTS if out is None else out)) / "name").parent
         if not any(written.is_relative_to(folder) for folder in found):
             found.append(written)
         return cls(tuple(found), written, hub)
@@ -105,7 +105,7 @@ class Places:
 
     def holds(self, path: Path) -> bool:
         """Whether a path, its links followed, is in one of the folders."""
-        real = path.resolve()
+        real = real_path(path)
         return any(real.is_relative_to(folder) for folder in self.folders)
 
     def target(self, name: str) -> Path:

@@ -55,7 +55,7 @@ _POSTED = ("/gradio_api/queue/join", "/gradio_api/cancel", "/gradio_api/reset")
 
 
 class EventsAlone:
-    """ASGI middleware: lets the page send its events, and nothing else. Gradio takes files, whether a page has use for them or not."""
+    """ASGI middleware: lets the page send its events, and nothing else. Gradio takes files whether a page uses them or not."""
 
     def __init__(self, app: App) -> None:
         self.app = app
