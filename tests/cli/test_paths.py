@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -144,20 +143,6 @@ def test_what_cannot_be_written_is_one_error(cli: Cli, here: Path, command: str,
     if command.startswith("run"):
         planned(cli)
     refused(cli, WRITTEN[command](NAMES[name]), here, NAMES[name])
-
-
-@pytest.fixture
-def no_root() -> Iterator[None]:
-    """What root may do besides what its files' permissions say, this thread may not."""
-    libc = ctypes.CDLL(None)
-    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # version 3, this thread
-    assert libc.capget(header, sets) == 0
-    effective = sets[0]
-    sets[0] &= ~0b110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
-    assert libc.capset(header, sets) == 0
-    yield
-    sets[0] = effective
-    assert libc.capset(header, sets) == 0
 
 
 @pytest.mark.parametrize("command", READ)

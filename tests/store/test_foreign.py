@@ -14,7 +14,7 @@ import pytest
 
 from tests.store_help import NAMES, build, layout, put, tree
 from weightsmith.errors import CannotResume, Finding, StoreError
-from weightsmith.store import Staging, disk, save_model, staging_folder, verify
+from weightsmith.store import Staging, disk, save_model, staging_folder, target, verify
 from weightsmith.store.area import StagingArea
 from weightsmith.store.journal import Journal
 from weightsmith.store.products import product_path, read_product, write_product
@@ -298,6 +298,58 @@ def test_what_arrived_in_the_replaced_checkpoint_at_the_last_moment_is_kept(out:
     with pytest.raises(StoreError, match=r"thesis\.txt"):
         Staging.open(out, layout(), "next", overwrite=True)
     assert (staging.folder / "content" / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("closed", ["content", "content/model-00001-of-00002.safetensors"])
+def test_a_replaced_checkpoint_that_cannot_be_removed_is_named_and_the_output_is_published(
+    out: Path, closed: str, no_root: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(out, "old")
+    exchange = disk.exchange
+
+    def close(first: Path, second: Path) -> bool:
+        done = exchange(first, second)
+        (first.parent / closed).chmod(0)
+        return done
+
+    monkeypatch.setattr(disk, "exchange", close)
+    with Staging.open(out, layout(), "new", overwrite=True) as staging:
+        put(staging)
+        assert staging.publish({}, fsync=False) == out
+    content = staging.folder / "content"
+    assert is_left(str(content), staging.warnings)
+    (staging.folder / closed).chmod(0o700)
+    assert (content / "weightsmith.json").is_file()
+    assert verify(out).plan == "new"
+    monkeypatch.undo()
+    build(out, "next", overwrite=True)
+    assert not staging.folder.exists()
+
+
+def test_a_folder_that_cannot_be_removed_is_an_error_of_ours(tmp_path: Path, no_root: None) -> None:
+    (tmp_path / "closed").mkdir(mode=0)
+    with pytest.raises(StoreError, match="cannot be removed: Permission denied") as caught:
+        disk.remove_tree(tmp_path / "closed")
+    assert caught.value.finding.where == str(tmp_path / "closed")
+    (tmp_path / "closed").chmod(0o700)
+
+
+def test_what_is_added_while_the_replaced_checkpoint_is_removed_stays(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(out, "old")
+    checked = target.foreign
+
+    def late(path: Path) -> object:
+        found = checked(path)
+        if path.name == "content":
+            (path / "thesis.txt").write_text("years of work")
+        return found
+
+    monkeypatch.setattr(target, "foreign", late)
+    with Staging.open(out, layout(), "new", overwrite=True) as staging:
+        put(staging)
+        staging.publish({}, fsync=False)
+    assert is_left(str(staging.folder / "content"), staging.warnings)
+    assert tree(staging.folder / "content") == {"thesis.txt": b"years of work"}
 
 
 def test_save_model_too_keeps_what_arrived_at_the_last_moment(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from tests.store_help import build, layout, put, tree
 from weightsmith.errors import OutputExists, StoreError
 from weightsmith.store import Staging, disk, save_model, staging_folder, verify
 from weightsmith.store.other_files import OtherFiles
+from weightsmith.store.reread import Stored, reread
 
 
 @pytest.fixture
@@ -154,12 +157,20 @@ def test_a_file_that_the_user_has_edited_is_kept(here: Path, name: str) -> None:
     refused(here, "out", a, words=(name, "differs from what was written"))
 
 
-def test_a_copy_of_an_output_is_replaced_whatever_the_times_of_its_files(here: Path) -> None:
+def test_a_copy_of_an_output_is_replaced_whatever_the_times_of_its_files(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a = model(here / "a")
     merge("out", a)
     shutil.copytree(here / "out", here / "copy", copy_function=shutil.copyfile)
     os.utime(here / "copy" / "weightsmith.json", (0, 0))
+    read = [0]
+
+    def counted(tensors: Sequence[Stored], **more: Any) -> dict[str, str]:
+        read[0] += len(tensors)
+        return reread(tensors, **more)
+
+    monkeypatch.setattr(sys.modules["weightsmith.store.verify"], "reread", counted)
     merge("copy", a)
+    assert read[0] == len(weightsmith.open_checkpoint(a).specs), "all of it was read, once"
     verify("copy")
 
 

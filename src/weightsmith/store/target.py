@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from weightsmith.errors import NOTHING_WRITTEN, OutputExists, StoreError, WeightsmithError
-from weightsmith.formats.files import expand_user, real_path, show
+from weightsmith.formats.files import FileState, expand_user, real_path, show
 from weightsmith.remote import addresses
 from weightsmith.store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from weightsmith.store.verify import differences
@@ -20,6 +20,8 @@ _VERSION_CONTROL = (".git", ".hg", ".svn", ".jj")
 _SHOWN = 6  # names of an existing folder that a message lists
 _LOOKED_AT = 10_000  # entries of it that are read for this
 _MAX_LINKS = 40  # in a row, as in Linux
+_compared: set[tuple[str, FileState]] = set()
+"""Files newer than their manifest that this process has read as a whole, and found to be what was written."""
 _MOVE = "move what you need out of it, and remove it"
 
 
@@ -166,8 +168,10 @@ def foreign(path: Path) -> tuple[str, Sequence[str]]:
 def _changed(path: Path, manifest: Manifest) -> list[str]:
     written = (path / MANIFEST_NAME).lstat().st_mtime_ns
     there = {name: about for name in (*manifest.weights, *manifest.files) if (about := _file(path / name)) is not None}
-    later = {name for name, about in there.items() if about.st_mtime_ns > written}
-    return differences(
+    made = str(manifest.data["checksum"])
+    states = {name: (made, FileState.of(about)) for name, about in there.items() if about.st_mtime_ns > written}
+    later = {name for name, state in states.items() if state not in _compared}
+    found = differences(
         path,
         replace(
             manifest,
@@ -176,6 +180,9 @@ def _changed(path: Path, manifest: Manifest) -> list[str]:
             tensors={name: record for name, record in manifest.tensors.items() if record.file in later},
         ),
     )
+    if not found:
+        _compared.update(states.values())
+    return found
 
 
 def _file(path: Path) -> os.stat_result | None:
