@@ -137,19 +137,18 @@ def test_others_may_reach_it_and_their_sites_may_not(root: Path) -> None:
 @needs_gradio
 def test_nothing_is_uploaded(address: str, root: Path) -> None:
     """Every route of Gradio that takes something is closed, but for the events of the page."""
-    import gradio
-    import gradio.routes
-
     from weightsmith.studio.policy import _POSTED
 
     body = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\nmine\r\n--x--\r\n'
     multipart = {"Content-Type": "multipart/form-data; boundary=x"}
-    with gradio.Blocks() as page:
-        gradio.File()
-    app = gradio.routes.App.create_app(page)
-    known = {path for path, takes in app.openapi()["paths"].items() if takes.keys() - {"get", "head"}}
+    code = (
+        "import json, gradio, gradio.routes as r; print(json.dumps([path for path, takes in "
+        "r.App.create_app(gradio.Blocks()).openapi()['paths'].items() if takes.keys() - {'get', 'head'}]))"
+    )
+    known = set(json.loads(run_process(code=code).out.splitlines()[-1]))
     assert "/gradio_api/upload" in known, "this version of Gradio says otherwise where it takes files"
-    for path in {*known, "/upload", "/gradio_api/upload/", "/gradio_api//upload"} - {*_POSTED}:
+    closed = {path for path in known if path.rstrip("/") not in _POSTED}
+    for path in {*closed, "/upload", "/gradio_api/upload/", "/gradio_api//upload"}:
         assert status_of(address + re.sub(r"\{.*?\}", "x", path), body, **multipart) in (403, 404), path
     assert status_of(f"{address}/gradio_api/upload_progress?upload_id=x") == 404
     assert [path for path in (root / "gradio").rglob("*") if path.is_file()] == []
