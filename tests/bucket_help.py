@@ -78,9 +78,9 @@ class MemoryBucket:
         self._call("read_range")
         return self.objects[key][0][start : start + nbytes]
 
-    def put(self, key: str, data: bytes) -> str:
+    def put(self, key: str, data: bytes, token: str = "") -> str:
         self._call("put")
-        return self._set(key, data)
+        return self._set(key, data, token)
 
     def create(self, key: str, data: bytes) -> str | None:
         with self._lock:
@@ -155,10 +155,6 @@ class MemoryBucket:
         assert not self.equal_parts or len({*map(len, listed[:-1])}) < 2
         self._set(key, b"".join(listed), token)
         return True
-
-    def uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
-        self._call("uploads")
-        yield from [(key, upload) for upload, (key, _, _) in self.pending.items() if key.startswith(prefix)]
 
     def abort(self, key: str, upload: str) -> None:
         self._call("abort")

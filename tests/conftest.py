@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+from collections.abc import Iterator
 
 # One thread of linear algebra in each worker, set before numpy is imported. With one for each core in each worker the threads
 # wait for each other by spinning: 16 s of processor time instead of 1 in the tests of methods on whole matrices.
@@ -50,3 +52,17 @@ def unasked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(answers, "key_of", lambda *_question: "")  # nor is kept what it says
     if request.node.get_closest_marker("loading") is None:
         monkeypatch.setattr(loading, "installed", lambda: False)
+
+
+@pytest.fixture
+def no_root() -> Iterator[None]:
+    """What root may do besides what its files' permissions say, this thread may not."""
+    libc = ctypes.CDLL(None)
+    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # version 3, this thread
+    assert libc.capget(header, sets) == 0
+    effective = sets[0]
+    sets[0] &= ~0b110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    assert libc.capset(header, sets) == 0
+    yield
+    sets[0] = effective
+    assert libc.capset(header, sets) == 0

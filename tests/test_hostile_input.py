@@ -100,7 +100,7 @@ def test_a_deep_config_is_refused_before_anything_walks_it(here: Path) -> None:
     (here / "a" / "config.json").write_text(config)
     (here / "old").mkdir()
     (here / "old" / "config.json").write_text("[" * 5000)
-    assert "does not look like a checkpoint" in refusal(lambda: weightsmith.merge(LINEAR, "old", overwrite=True))
+    assert "weightsmith did not make it" in refusal(lambda: weightsmith.merge(LINEAR, "old", overwrite=True))
 
 
 # ---- memory

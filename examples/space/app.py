@@ -7,4 +7,5 @@ import tempfile
 from weightsmith.studio.page import launch
 from weightsmith.studio.places import Places
 
-launch(Places.of([tempfile.mkdtemp(prefix="weightsmith-")]), host="0.0.0.0", port=7860)
+folder = tempfile.mkdtemp(prefix="weightsmith-")
+launch(Places.of([folder], f"{folder}/results"), host="0.0.0.0", port=7860)

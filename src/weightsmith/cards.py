@@ -19,7 +19,7 @@ from weightsmith.containers import GGUF, PEFT, SAFETENSORS
 from weightsmith.distance import Moved, to_markdown
 from weightsmith.engine.computed import Computed
 from weightsmith.errors import WeightsmithError
-from weightsmith.formats.files import read_bounded
+from weightsmith.formats.files import exists, expand_user, read_bounded
 from weightsmith.plans import PLAIN, ModelInput, Plan
 from weightsmith.remote.addresses import is_address
 
@@ -211,8 +211,8 @@ def _usage(plan: Plan, name: str, branch: str = "") -> str:
 def _base_of_adapter(plan: Plan) -> _Part:
     """The model that an adapter is for."""
     name = str((plan.config or {}).get("base_model_name_or_path") or "")
-    local = Path(name).expanduser()
-    return _Part(name, not local.exists() and _HUB_ID.fullmatch(name) is not None, read_card(local))
+    local = expand_user(name)
+    return _Part(name, not exists(local) and _HUB_ID.fullmatch(name) is not None, read_card(local))
 
 
 def _architecture(plan: Plan) -> str:

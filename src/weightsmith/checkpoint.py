@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, final
 from weightsmith import sources
 from weightsmith.errors import CheckpointError, Finding, NotFound, ParameterError, nearest
 from weightsmith.formats.carried import carried_files, check_carried, choose_carried, is_weights, read_to_choose
-from weightsmith.formats.files import expand_user, show
+from weightsmith.formats.files import exists, expand_user, real_path, show
 from weightsmith.formats.quantised import describe_quantisation
 from weightsmith.formats.strict_json import read_object
 from weightsmith.remote.addresses import HUB, Address, is_address, parse_address
@@ -320,7 +320,7 @@ def locate(ref: str | Path, revision: str | None = None) -> Path | HubModel | Ad
             raise ParameterError(f"revision {show(revision)} for an address, which has no revisions", where=str(address))
         return address
     path = expand_user(name)
-    if name and _exists(path):
+    if name and exists(path):
         if revision is not None:
             what = f"revision {show(revision)} for a local path, which has no revisions"
             raise ParameterError(what, where=name, fix="leave the revision out")
@@ -370,7 +370,7 @@ def _checkpoint(
     """A checkpoint of open weight files; decoded if a wrapper recognises their encoding, unless `raw`."""
     temporary = None
     if opened.files:
-        temporary = tempfile.TemporaryDirectory(prefix="weightsmith-")
+        temporary = tempfile.TemporaryDirectory(prefix="weightsmith-", ignore_cleanup_errors=True)
         folder = Path(temporary.name)
         for name, content in opened.files.items():
             (folder / name).write_bytes(content)
@@ -418,12 +418,12 @@ def check_links(folder: Path, names: Sequence[str]) -> None:
     snapshot there has the same file under the same name. Weight files may be links to
     anywhere, because only tensors are copied from them.
     """
-    root = folder.resolve()
+    root = real_path(folder)
     for name in names:
         path = folder / name
         if not path.is_symlink():
             continue
-        target = path.resolve()
+        target = real_path(path)
         if not target.is_file():
             what = f"{name} is a symbolic link to {target}, which is not a file"
             raise NotFound(what, where=str(folder), fix="restore the link's target, or remove the link")
@@ -441,19 +441,12 @@ def _is_in_hub_cache(blob: Path, name: str) -> bool:
     if not _BLOB.fullmatch(blob.name) or not re.fullmatch(r"models--[^/]+/blobs", "/".join(blob.parts[-3:-1])):
         return False
     snapshots = blob.parent.parent / "snapshots"
-    return snapshots.is_dir() and any((commit / name).resolve() == blob for commit in snapshots.iterdir())
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # name too long, or contains NUL
-        return False
+    return snapshots.is_dir() and any(real_path(commit / name) == blob for commit in snapshots.iterdir())
 
 
 def _not_found(name: str, path: Path) -> NotFound:
     base, at, _ = name.rpartition("@")
-    if at and _exists(expand_user(base)):
+    if at and exists(expand_user(base)):
         return NotFound(f"no such folder; {base} is one, but a local path has no revisions", where=name, fix="Drop the @.")
     with contextlib.suppress(OSError, ValueError):  # not a link, or not a valid path
         return NotFound(f"broken symbolic link to {path.readlink()}", where=name, fix="restore the link's target")

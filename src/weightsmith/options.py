@@ -171,7 +171,7 @@ class RunOptions:
 
     threads           default: all available processors
     max_memory_bytes  limit of resident memory; tiles shrink to fit
-    overwrite         replace a checkpoint that already exists
+    overwrite         replace a checkpoint that weightsmith made, if nothing was added to it or changed in it
     resume            resume interrupted work of the same plan; False discards it
     fsync             flush the data to disk before the output is published
     card              write README.md, a model card

@@ -103,6 +103,14 @@ def test_small_objects(bucket: Any) -> None:
     assert bucket.read("xz", 10) is None
 
 
+def test_what_we_have_written_is_marked(bucket: Any) -> None:
+    bucket.put("x/ours", b"1", "token")
+    bucket.put("x/theirs", b"1")
+    assert [bucket.head(key).token for key in ("x/ours", "x/theirs")] == ["token", ""]
+    bucket.put("x/ours", b"2")
+    assert bucket.head("x/ours").token == ""
+
+
 def test_an_object_that_is_too_large_is_not_read(server: Server) -> None:
     bucket = opened(server)
     bucket.put("x", b"0123456789")
@@ -121,7 +129,6 @@ def test_an_upload_in_parts(bucket: Any) -> None:
     listed = bucket.parts("x/model", upload)
     assert listed[2] == (second, 2)
     assert listed[1][0] in (first, second)  # SeaweedFS lists the part that came first, and completes with the one that is named
-    assert [key for key, _ in bucket.uploads("x/")] == ["x/model"]
     assert [*bucket.names("x/")] == []
     assert bucket.complete("x/model", upload, [first, second])
     head = bucket.head("x/model")
@@ -129,12 +136,10 @@ def test_an_upload_in_parts(bucket: Any) -> None:
     assert bucket.read_range("x/model", 0, len(one) + 2) == one + two
     assert bucket.parts("x/model", upload) is None
     bucket.abort("x/model", upload)
-    assert [*bucket.uploads("x/")] == []
     other = bucket.begin("x/other", "token")
     bucket.upload("x/other", other, 1, two, md5_of(two))
     bucket.abort("x/other", other)
     assert not bucket.parts("x/other", other)
-    assert [*bucket.uploads("x/")] == []
     assert [*bucket.names("x/")] == [("x/model", len(one) + 2)]
 
 
@@ -255,14 +260,11 @@ def test_lists_of_google_go_on_where_a_page_ends(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
     bucket, asked = gcs.GoogleBucket("bkt"), list[dict[str, str]]()
     part = "<Part><PartNumber>{0}</PartNumber><ETag>{0}</ETag><Size>5</Size></Part>"
-    upload = "<Upload><Key>x{0}</Key><UploadId>id{0}</UploadId></Upload>"
     more, last = "<IsTruncated>true</IsTruncated>", "<IsTruncated>false</IsTruncated>"
     space = '<R xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
     answers = [
         f"{space}{part.format(1)}{more}<NextPartNumberMarker>1</NextPartNumberMarker></R>",
         f"{space}{part.format(2)}{last}</R>",
-        f"{space}{upload.format(1)}{more}<NextKeyMarker>x1</NextKeyMarker><NextUploadIdMarker>id1</NextUploadIdMarker></R>",
-        f"{space}{upload.format(2)}{last}</R>",
         json.dumps({"items": [{"name": "x1", "size": "5"}], "nextPageToken": "t"}),
         json.dumps({"items": [{"name": "x2", "size": "6"}]}),
     ]
@@ -273,16 +275,14 @@ def test_lists_of_google_go_on_where_a_page_ends(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(type(bucket._session), "request", request)
     assert bucket.parts("x", "id") == {1: ('"1"', 5), 2: ('"2"', 5)}
-    assert [*bucket.uploads("x")] == [("x1", "id1"), ("x2", "id2")]
     assert [*bucket.names("x")] == [("x1", 5), ("x2", 6)]
     assert [query.get("part-number-marker") for query in asked[:2]] == [None, "1"]
-    assert [(query.get("key-marker"), query.get("upload-id-marker")) for query in asked[2:4]] == [(None, None), ("x1", "id1")]
-    assert [query.get("pageToken") for query in asked[4:]] == [None, "t"]
+    assert [query.get("pageToken") for query in asked[2:]] == [None, "t"]
 
 
 def test_lists_of_s3_go_on_where_a_page_ends(moto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket, send = S3Bucket(moto.bucket), S3Bucket._call
-    limits = {"list_objects_v2": "MaxKeys", "list_parts": "MaxParts", "list_multipart_uploads": "MaxUploads"}
+    limits = {"list_objects_v2": "MaxKeys", "list_parts": "MaxParts"}
 
     def call(self: S3Bucket, operation: str, key: str | None, **more: Any) -> Any:
         return send(self, operation, key, **more, **({limits[operation]: 2} if operation in limits else {}))
@@ -296,8 +296,6 @@ def test_lists_of_s3_go_on_where_a_page_ends(moto: Any, monkeypatch: pytest.Monk
     upload = bucket.begin("x/1", "token")
     etags = {i: bucket.upload("x/1", upload, i, b"%d" % i, md5_of(b"%d" % i)) for i in range(1, 6)}
     assert bucket.parts("x/1", upload) == {i: (etag, 1) for i, etag in etags.items()}
-    begun = {(name, bucket.begin(name, "token")) for name in names[1:]} | {("x/1", upload)}
-    assert {*bucket.uploads("x/")} == begun
 
 
 def test_lists_of_azure_go_on_where_a_page_ends(new_server: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,6 +306,21 @@ def test_lists_of_azure_go_on_where_a_page_ends(new_server: Callable[[str], Serv
     monkeypatch.setattr(bucket._container, "list_blobs", lambda **more: whole(results_per_page=2, **more))
     assert [*bucket.names("x/")] == [(name, 1) for name in ("x/1", "x/2", "x/3/a", "x/4", "x/5/a")]
     assert [*bucket.folders("x/")] == ["x/3/", "x/5/"]
+
+
+def test_an_upload_to_azure_is_not_aborted_where_that_would_discard_the_blocks_of_others(
+    new_server: Callable[[str], Server],
+) -> None:
+    import base64
+
+    bucket: Any = opened(new_server(AZURITE))
+    upload = bucket.begin("x/model", "token")
+    bucket.upload("x/model", upload, 1, b"1", md5_of(b"1"))
+    theirs = base64.b64encode(b"y" * 28).decode()  # all ids of the blocks of a blob have one length
+    bucket._blob("x/model").stage_block(theirs, b"mine")
+    bucket.abort("x/model", upload)
+    _, waiting = bucket._listed("x/model")
+    assert theirs in [block.id for block in waiting]
 
 
 def google(text: str, monkeypatch: pytest.MonkeyPatch) -> gcs.GoogleBucket:
@@ -324,7 +337,6 @@ def unending(bucket: Any) -> None:
     for call in (
         lambda: [*bucket.names("x")],
         lambda: [*bucket.folders("x")],
-        lambda: [*bucket.uploads("x")],
         lambda: bucket.parts("x", "id"),
     ):
         with pytest.raises(StoreError, match="the store's list does not end"):
@@ -337,7 +349,7 @@ def test_lists_of_s3_that_never_end_are_one_error(marked: bool, monkeypatch: pyt
     for name, value in environment_at("s3", 1).items():
         monkeypatch.setenv(name, value)
     bucket, asked = S3Bucket("bkt"), list[str]()
-    markers = {"ContinuationToken": "t", "PartNumberMarker": 7, "KeyMarker": "k", "UploadIdMarker": "u"}
+    markers = {"ContinuationToken": "t", "PartNumberMarker": 7}
 
     def call(operation: str, key: str | None, **more: Any) -> Any:
         asked.append(operation)
@@ -345,13 +357,12 @@ def test_lists_of_s3_that_never_end_are_one_error(marked: bool, monkeypatch: pyt
 
     monkeypatch.setattr(bucket, "_call", call)
     unending(bucket)
-    assert len(asked) == 4 * (2 if marked else 1)
+    assert len(asked) == 3 * (2 if marked else 1)
 
 
 @pytest.mark.parametrize("marked", [False, True])
 def test_lists_of_google_that_never_end_are_one_error(marked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("NextPartNumberMarker", "NextKeyMarker", "NextUploadIdMarker")
-    markers = "".join(f"<{name}>7</{name}>" for name in names) if marked else ""
+    markers = "<NextPartNumberMarker>7</NextPartNumberMarker>" if marked else ""
     bucket, asked = google("", monkeypatch), list[str]()
 
     def request(self: Any, method: str, url: str, **more: Any) -> Answer:
@@ -361,7 +372,7 @@ def test_lists_of_google_that_never_end_are_one_error(marked: bool, monkeypatch:
 
     monkeypatch.setattr(type(bucket._session), "request", request)
     unending(bucket)
-    assert len(asked) == 4 + 2 * (2 if marked else 1)
+    assert len(asked) == 4 + 1 * (2 if marked else 1)
 
 
 def test_lists_of_azure_that_never_end_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,10 +388,10 @@ def test_lists_of_azure_that_never_end_are_one_error(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(bucket._container, "list_blobs", endless)
     monkeypatch.setattr(bucket._container, "walk_blobs", endless)
-    for call in (bucket.names, bucket.folders, bucket.uploads):
+    for call in (bucket.names, bucket.folders):
         with pytest.raises(StoreError, match="the store's list does not end"):
             [*call("x")]
-    assert asked == 3 * [None, "t"]
+    assert asked == 2 * [None, "t"]
 
 
 @pytest.mark.parametrize("text", ["[]", "null", '"x"', '{"size": "five", "items": [{}]}', '{"items": 5}', "<html/>"])
@@ -441,7 +452,7 @@ def test_a_blob_that_appears_while_an_upload_to_azure_is_aborted_stays(theirs: b
 
     monkeypatch.setattr(bucket, "_blob", lambda key: Blob())
     monkeypatch.setattr(bucket, "parts", lambda key, upload: {1: ("etag", 4)})
-    monkeypatch.setattr(bucket, "_blocks", lambda key: ([], [(azure._Block(bytes(8), 1, bytes(16)), 4)]))
+    monkeypatch.setattr(bucket, "_listed", lambda key: ([], []))
     monkeypatch.setattr(bucket, "head", lambda key: None)
     bucket.abort("k", f"{'00' * 8}.aa")
     assert deleted == ([] if theirs else ["now"])

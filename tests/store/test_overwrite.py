@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from tests.store_help import build, layout, put, tree
 from weightsmith.errors import OutputExists, StoreError
 from weightsmith.store import Staging, disk, save_model, staging_folder, verify
 from weightsmith.store.other_files import OtherFiles
+from weightsmith.store.reread import Stored, reread
 
 
 @pytest.fixture
@@ -52,10 +56,9 @@ def refused(folder: Path, out: str | Path, *models: Any, words: tuple[str, ...] 
 def test_a_folder_of_models_is_not_a_checkpoint(here: Path) -> None:
     zoo = here / "zoo"
     a, b = model(zoo / "a"), model(zoo / "b", seed=1)
-    (zoo / "loose.safetensors").write_bytes(b"x")
     refused(here, zoo, a, b, words=("zoo/a",))
     c, d = model(here / "c"), model(here / "d")
-    refused(here, zoo, c, d, words=("a/", "b/", "loose.safetensors"))
+    refused(here, zoo, c, d, words=("no weightsmith.json", "it holds a, b"))
 
 
 def test_a_training_folder_is_not_replaced(here: Path) -> None:
@@ -64,21 +67,17 @@ def test_a_training_folder_is_not_replaced(here: Path) -> None:
     for name in ("checkpoint-500/model.safetensors", "optimizer.pt", "notes/thesis.txt"):
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).write_bytes(b"mine")
-    refused(here, run, a, words=("checkpoint-500/", "notes/", "optimizer.pt", "remove"))
+    refused(here, run, a, words=("no weightsmith.json", "it holds checkpoint-500, config.json", "remove"))
 
 
 @pytest.mark.parametrize(
     "name",
     ["notes.txt", "my_lora.safetensors", "optimizer.pt", "training_args.bin", "train.py", "sub/x", "empty/", ".env", "a.bak"],
 )
-@pytest.mark.parametrize("ours", [True, False])
-def test_one_file_or_folder_that_is_not_of_the_checkpoint_is_enough(here: Path, name: str, ours: bool) -> None:
+def test_one_file_or_folder_that_is_not_of_the_checkpoint_is_enough(here: Path, name: str) -> None:
     a = model(here / "a")
     out = here / "out"
-    if ours:
-        merge(out, a)
-    else:
-        model(out)
+    merge(out, a)
     path = out / name.rstrip("/")
     path.parent.mkdir(exist_ok=True)
     path.mkdir() if name.endswith("/") else path.write_text("mine")
@@ -120,23 +119,81 @@ def test_files_in_folders_that_the_manifest_lists_are_ours(here: Path) -> None:
         make("three")
 
 
-def test_a_downloaded_checkpoint_and_a_damaged_one_of_ours_are_replaced(here: Path) -> None:
+def test_a_checkpoint_that_weightsmith_did_not_make_is_not_replaced(here: Path) -> None:
     a = model(here / "a")
     out = Path(model(here / "out", seed=1))
-    for name in ("README.md", "LICENSE", ".gitattributes", "tokenizer.json", "modeling_own.py", "vocab.txt", "tokenizer.model"):
-        (out / name).write_text("x")
-    merge(out, a)
-    (out / "weightsmith.json").write_text("{")
-    merge(out, a)
-    verify(out)
+    (out / "tokenizer.json").write_text("{}")
+    refused(here, out, a, words=("weightsmith did not make it", "it holds config.json", "Choose another folder, or remove"))
+    for manifest in ("{", ""):
+        (out / "weightsmith.json").write_text(manifest)
+        refused(here, out, a, words=("its weightsmith.json cannot be used",))
 
 
-@pytest.mark.parametrize("config", [b"[" * 100_000, b"{", b"[]", b'{"compilerOptions": 1}', b"\xff"])
-def test_a_folder_with_any_other_config_is_not_a_checkpoint(here: Path, config: bytes) -> None:
+def test_a_manifest_that_was_copied_to_another_model_does_not_make_it_ours(here: Path) -> None:
     a = model(here / "a")
-    (here / "out").mkdir()
-    (here / "out" / "config.json").write_bytes(config)
-    refused(here, "out", a, words=("does not look like a checkpoint",))
+    merge("out", a)
+    mine = Path(model(here / "mine", seed=1))  # of the same shapes: its files have the names and sizes of the output's
+    for name in ("weightsmith.json", "README.md", "recipe.yml"):
+        shutil.copy(here / "out" / name, mine / name)
+    refused(here, mine, a, words=("changed after weightsmith wrote them", "model.safetensors"))
+
+
+def test_weights_that_were_trained_in_place_are_kept(here: Path) -> None:
+    a = model(here / "a")
+    merge("out", a)
+    weights = here / "out" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)  # the same header, the same size
+    refused(here, "out", a, words=("changed after weightsmith wrote them", "tensor ", "model.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["README.md", "config.json"])
+def test_a_file_that_the_user_has_edited_is_kept(here: Path, name: str) -> None:
+    a = model(here / "a")
+    merge("out", a)
+    text = (here / "out" / name).read_text()
+    (here / "out" / name).write_text(text.swapcase())
+    refused(here, "out", a, words=(name, "differs from what was written"))
+
+
+def test_a_copy_of_an_output_is_replaced_whatever_the_times_of_its_files(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = model(here / "a")
+    merge("out", a)
+    shutil.copytree(here / "out", here / "copy", copy_function=shutil.copyfile)
+    os.utime(here / "copy" / "weightsmith.json", (0, 0))
+    read = [0]
+
+    def counted(tensors: Sequence[Stored], **more: Any) -> dict[str, str]:
+        read[0] += len(tensors)
+        return reread(tensors, **more)
+
+    monkeypatch.setattr(sys.modules["weightsmith.store.verify"], "reread", counted)
+    merge("copy", a)
+    assert read[0] == len(weightsmith.open_checkpoint(a).specs), "all of it was read, once"
+    verify("copy")
+
+
+def test_a_manifest_that_names_files_elsewhere_deletes_none(here: Path) -> None:
+    from weightsmith.store.checksum import hash_bytes
+
+    a = model(here / "a")
+    merge("out", a)
+    (here / "thesis.txt").write_text("years of work")
+    whole = (here / "out" / "weightsmith.json").read_bytes()
+    body = whole.split(b"\n", 2)[2].replace(b'"README.md"', b'"../thesis.txt"')
+    assert b"../thesis.txt" in body
+    (here / "out" / "weightsmith.json").write_bytes(b'{\n  "checksum": "' + hash_bytes(body).encode() + b'",\n' + body)
+    refused(here, "out", a, words=("names files outside the folder",))
+
+
+def test_a_listed_file_that_is_a_link_loses_nothing_but_the_link(here: Path) -> None:
+    a = model(here / "a")
+    merge("out", a)
+    relink(here / "out", here / "weights")
+    merge("out", a)
+    verify("out")
+    assert (here / "weights").is_file()
 
 
 @pytest.mark.parametrize("name", ["config.json", "weightsmith.json"])

@@ -70,7 +70,8 @@ def serving(root: Path, *flags: str) -> Iterator[str]:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "weightsmith", "studio", "models", "--out", "out", "--no-hub", "--port", str(port), *flags]
     log = (root / "log").open("w")
-    process = subprocess.Popen(command, cwd=root, env=environment(HF_HUB_OFFLINE="1"), stdout=log, stderr=log)
+    env = environment(HF_HUB_OFFLINE="1", GRADIO_TEMP_DIR=str(root / "gradio"))
+    process = subprocess.Popen(command, cwd=root, env=env, stdout=log, stderr=log)
     try:
         url = f"http://127.0.0.1:{port}"
         for _ in range(300):
@@ -130,6 +131,27 @@ def test_others_may_reach_it_and_their_sites_may_not(root: Path) -> None:
         for kind in ("application/json", "text/plain"):
             assert status_of(join, event, Origin="https://evil.example", **{"Content-Type": kind}) == 403
         assert status_of(join, event, Origin=address, **{"Content-Type": "application/json"}) == 200
+
+
+@pytest.mark.slow
+@needs_gradio
+def test_nothing_is_uploaded(address: str, root: Path) -> None:
+    """Every route of Gradio that takes something is closed, but for the events of the page."""
+    from weightsmith.studio.policy import _POSTED
+
+    body = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\nmine\r\n--x--\r\n'
+    multipart = {"Content-Type": "multipart/form-data; boundary=x"}
+    code = (
+        "import json, gradio, gradio.routes as r; print(json.dumps([path for path, takes in "
+        "r.App.create_app(gradio.Blocks()).openapi()['paths'].items() if takes.keys() - {'get', 'head'}]))"
+    )
+    known = set(json.loads(run_process(code=code).out.splitlines()[-1]))
+    assert "/gradio_api/upload" in known, "this version of Gradio says otherwise where it takes files"
+    closed = {path for path in known if path.rstrip("/") not in _POSTED}
+    for path in {*closed, "/upload", "/gradio_api/upload/", "/gradio_api//upload"}:
+        assert status_of(address + re.sub(r"\{.*?\}", "x", path), body, **multipart) in (403, 404), path
+    assert status_of(f"{address}/gradio_api/upload_progress?upload_id=x") == 404
+    assert [path for path in (root / "gradio").rglob("*") if path.is_file()] == []
 
 
 # ---- in a browser

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.plan_help import model
 from tests.studio.models import make
-from weightsmith.errors import NotFound, ParameterError
+from weightsmith.errors import NotFound, ParameterError, StoreError
 from weightsmith.recipe import ModelRef
 from weightsmith.recipe.references import parse_reference
 from weightsmith.studio.places import Found, Places, reference
@@ -35,6 +36,29 @@ def test_what_the_folders_hold(root: Path) -> None:
         Found(f"{models}/de", False),
         Found(f"{models}/fr", False),
     )
+
+
+def test_results_have_a_folder_of_their_own_that_the_first_one_creates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    places = Places.of(["models"])
+    assert places.out == tmp_path / "results"
+    assert places.models() == ()
+    assert [path.name for path in tmp_path.iterdir()] == ["models"]
+    assert places.holds(places.target("merged"))
+    model(tmp_path / "results" / "merged")
+    assert [found.ref for found in places.models()] == ["./results/merged"]
+
+
+def test_a_folder_of_results_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "loop").symlink_to("loop")
+    for out in ("file", "file/x", "loop", "loop/x", "x" * 300, "a\0b"):
+        with pytest.raises(StoreError):
+            Places.of([tmp_path], f"{tmp_path}/{out}")
+    for folder in ("file", "loop", "none", "x" * 300, "a\0b"):
+        with pytest.raises(NotFound, match="no such folder"):
+            Places.of([f"{tmp_path}/{folder}"])
 
 
 def test_names_start_at_the_current_folder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

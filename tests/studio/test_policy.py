@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from weightsmith.studio.policy import Message, SameOrigin, own_names
+from weightsmith.studio.policy import App, EventsAlone, Message, SameOrigin, own_names
 
 LAN = "192.168.1.5:7860"
 
 
 def status(host: str, origin: str = "", served: str = "0.0.0.0", kind: str = "http") -> int:
     """The status of the answer to a request. A socket that is refused has 403, as its client sees it."""
+    headers = [(b"host", host.encode())] + ([(b"origin", origin.encode())] if origin else [])
+    return asked(lambda app: SameOrigin(app, own_names(served)), type=kind, headers=headers)
 
+
+def asked(wrapped: Callable[[App], App], **scope: Any) -> int:
     async def app(scope: Message, receive: object, send: object) -> None:
         sent.append({"type": "http.response.start", "status": 200})
 
@@ -24,8 +30,7 @@ def status(host: str, origin: str = "", served: str = "0.0.0.0", kind: str = "ht
         raise AssertionError
 
     sent: list[Message] = []
-    headers = [(b"host", host.encode())] + ([(b"origin", origin.encode())] if origin else [])
-    asyncio.run(SameOrigin(app, own_names(served))({"type": kind, "headers": headers}, receive, send))
+    asyncio.run(wrapped(app)(scope, receive, send))  # type: ignore[arg-type]
     return int(sent[0].get("status", 403))
 
 
@@ -58,3 +63,28 @@ def test_a_space_has_names_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         assert status(host, f"https://{host}") == 200
         assert status(host, "https://you-studio.hf.space") == 403
     assert status("you-studio.hf.space") == 400
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "wanted"),
+    [
+        ("GET", "/", 200),
+        ("HEAD", "/", 200),
+        ("GET", "/gradio_api/queue/data", 200),
+        ("POST", "/gradio_api/queue/join", 200),
+        ("POST", "/gradio_api/queue/join/", 200),
+        ("POST", "/gradio_api/upload", 403),
+        ("POST", "/gradio_api/upload/", 403),
+        ("POST", "/gradio_api//upload", 403),
+        ("POST", "/upload", 403),
+        ("PUT", "/gradio_api/queue/join/../upload", 403),
+        ("POST", "/gradio_api/process_recording", 403),
+        ("POST", "/gradio_api/stream/abc", 403),
+        ("POST", "/gradio_api/run/start", 403),
+        ("POST", "/login", 403),
+        ("DELETE", "/", 403),
+        ("GET", "/gradio_api/upload_progress", 404),
+    ],
+)
+def test_the_page_sends_its_events_and_no_files(method: str, path: str, wanted: int) -> None:
+    assert asked(EventsAlone, type="http", method=method, path=path) == wanted

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.store_help import tree
 from tests.studio.models import make, recipe
 from weightsmith.look.nonfinite import NonFinite
 from weightsmith.look.preview import GroupPreview, Kept, Preview
@@ -116,6 +119,23 @@ def test_a_merge_with_its_report_is_a_model_that_can_be_chosen(root: Path, sessi
     *_, (status, report) = session.watch()
     assert "output-exists" in status
     assert report == ""
+
+
+def test_a_result_that_was_not_made_here_is_never_replaced(root: Path, session: Session) -> None:
+    base = session.places.out / "base"
+    shutil.copytree(root / "models" / "base", base)
+    before = tree(base)
+    assert session.start(recipe(root), "base", True, True) == ""
+    *_, (status, _) = session.watch()
+    assert "weightsmith did not make it" in status
+    assert tree(base) == before
+
+
+def test_a_studio_that_others_reach_replaces_and_discards_nothing(root: Path, session: Session) -> None:
+    reached = Session(replace(session.places, alone=False))
+    for overwrite, again in ((True, False), (False, True)):
+        assert "replaces no result, and discards no unfinished work" in reached.start(recipe(root), "other", overwrite, again)
+    assert reached.work.status.state == "idle"
 
 
 def test_what_may_not_be_read_is_not_merged_and_not_compared(root: Path, session: Session) -> None:

@@ -146,9 +146,9 @@ class AzureBucket:
         """See `client.Bucket`."""
         return bytes(self._call("Get Blob", key, lambda: self._blob(key).download_blob(offset=start, length=nbytes).readall()))
 
-    def put(self, key: str, data: bytes) -> str:
+    def put(self, key: str, data: bytes, token: str = "") -> str:
         """See `client.Bucket`."""
-        return self._put(key, data, overwrite=True)
+        return self._put(key, data, overwrite=True, metadata={TOKEN: token} if token else None)
 
     def create(self, key: str, data: bytes) -> str | None:
         """See `client.Bucket`."""
@@ -277,17 +277,13 @@ class AzureBucket:
         except Missing:
             return False
 
-    def uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
-        """See `client.Bucket`. Those that would replace a blob are not listed. The ids hold no token."""
-        found = self._list(lambda: self._container.list_blobs(name_starts_with=prefix, include=["uncommittedblobs"]))
-        for name in (each.name for each in found if not each.size):
-            for own in sorted({block.id for block, _ in self._blocks(name)[1]}):
-                yield name, f"{own.hex()}."
-
     def abort(self, key: str, upload: str) -> None:
-        """See `client.Bucket`. Blocks that would replace a blob stay, until it is replaced or deleted, or for a week."""
+        """See `client.Bucket`. Blocks stay for a week where there is a blob of this name, or another upload of it."""
         if self.parts(key, upload) in (None, {}) or self.head(key) is not None:
             return
+        _, waiting = self._listed(key)
+        if len(waiting) != sum(block.id == _id_of(upload) for block, _ in _ours(waiting)):
+            return  # what follows would discard the blocks of others too
         blob = self._blob(key)
         with suppress(Refused):  # of no blocks: an empty blob, for a moment
             self._call("Put Block List", key, lambda: blob.commit_block_list([], match_condition=self._absent))
@@ -299,11 +295,16 @@ class AzureBucket:
 
     def _blocks(self, key: str) -> tuple[list[tuple[_Block, int]], list[tuple[_Block, int]]]:
         """The blocks of a blob that are ours, and their sizes: those that it consists of, and others."""
+        committed, waiting = self._listed(key)
+        return [*_ours(committed)], [*_ours(waiting)]
+
+    def _listed(self, key: str) -> tuple[list[Any], list[Any]]:
+        """All blocks of a blob: those that it consists of, and others."""
         try:
             committed, waiting = self._call("Get Block List", key, lambda: self._blob(key).get_block_list("all"))
         except Missing:
             return [], []
-        return [*_ours(committed)], [*_ours(waiting)]
+        return committed, waiting
 
     # requests
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from weightsmith.errors import StoreError
+from weightsmith.errors import NOTHING_WRITTEN, StoreError
 from weightsmith.remote.access import allows_http
 
 ATTEMPTS = 8
@@ -21,7 +21,7 @@ FIRST_WAIT_SECONDS, MOST_WAIT_SECONDS = 0.5, 20.0
 UPLOADS = 8
 """Parts uploaded at a time, by one thread each."""
 TOKEN = "weightsmith"
-"""Key of the metadata of a weight file: which work has made it."""
+"""Key of the metadata of an object: which work has made it. What has none, and does not say so in its bytes, is not ours."""
 
 
 Answer = TypeVar("Answer")
@@ -40,7 +40,7 @@ class Object(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What is known of an object. token: given to `Bucket.begin`; "" if it was not uploaded in parts."""
+    """What is known of an object. token: given to `Bucket.begin` or `Bucket.put`; "" if another program has written it."""
 
     nbytes: int
     token: str
@@ -71,8 +71,8 @@ class Bucket(Protocol):
     def read_range(self, key: str, start: int, nbytes: int) -> bytes:
         """Some bytes of an object; fewer if it ends."""
 
-    def put(self, key: str, data: bytes) -> str:
-        """Write an object: its ETag."""
+    def put(self, key: str, data: bytes, token: str = "") -> str:
+        """Write an object: its ETag. token: remembered with it."""
 
     def create(self, key: str, data: bytes) -> str | None:
         """Write an object that must not exist: its ETag; None if it exists. Raises NoConditions."""
@@ -108,9 +108,6 @@ class Bucket(Protocol):
 
     def complete(self, key: str, upload: str, etags: Sequence[str]) -> bool:
         """Make an object of the parts 1, 2, … False if there is no such upload: it may be complete already."""
-
-    def uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
-        """Keys and ids of the uploads that are neither complete nor aborted, of keys that start with `prefix`."""
 
     def abort(self, key: str, upload: str) -> None:
         """Discard an upload and its parts; it may be gone."""
@@ -183,6 +180,16 @@ def written_before(bucket: Bucket, key: str, data: bytes) -> str | None:
     """
     found = bucket.read(key, 1 << 20)
     return found.etag if found is not None and found.data == data else None
+
+
+def not_ours(where: str) -> StoreError:
+    """The error for an object of another program, where work in progress would be kept."""
+    return StoreError(
+        "this object is in the way: it has the name of unfinished work, and weightsmith did not write it",
+        where=where,
+        fix="remove it yourself, or choose another output",
+        state=NOTHING_WRITTEN,
+    )
 
 
 def not_installed(what: str, library: str, extra: str, where: str) -> StoreError:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
 
-from weightsmith.buckets.client import Bucket
+from weightsmith.buckets.client import UPLOADS, Bucket
 from weightsmith.buckets.prefix import Prefix
 from weightsmith.errors import NOTHING_WRITTEN, CheckpointError, Corrupt, NotFound, OutputExists, StoreError, WeightsmithError
 from weightsmith.remote.addresses import Address, parse_address
+from weightsmith.store.checksum import hash_bytes
 from weightsmith.store.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from weightsmith.store.target import is_address, occupied
 
@@ -54,7 +56,8 @@ def check_vacant(
     reads  what the run reads, as the user names it
     ours   names that unfinished work of ours has written, or was about to replace
 
-    With `overwrite`, objects are replaced only if weightsmith's manifest, which is with them, lists all of them.
+    With `overwrite`, objects are replaced only if weightsmith's manifest, which is with them, lists all of them, and they are
+    what was written. Tensors are compared by their sizes alone.
     """
     found = names_in(bucket, address)
     others = [name for name in found if name not in ours]
@@ -68,14 +71,46 @@ def check_vacant(
         try:
             manifest = manifest_of(bucket, address)
         except NotFound:
-            listed = set[str]()
+            raise _kept(address, f"weightsmith did not make it: it has no {MANIFEST_NAME}", others) from None
         except WeightsmithError as error:
             raise _kept(address, f"its manifest cannot be used: {error.finding.what}") from error
         else:
             listed = {MANIFEST_NAME, *manifest.weights, *manifest.files}
         if lost := [name for name in others if name not in listed]:
             raise _kept(address, "it holds what no manifest of weightsmith lists, and that would be lost", lost)
+        there = {name: nbytes for name, nbytes in found.items() if name in others}
+        if changed := differences(manifest, there, lambda name, *span: bucket.read_range(address.key(name), *span)):
+            raise _kept(address, "files were changed after weightsmith wrote them, and these changes would be lost", changed)
     return tuple(found)
+
+
+def marked(bucket: Bucket, address: Prefix, names: Collection[str]) -> set[str]:
+    """Those of these files of an output that weightsmith has written: unfinished work may replace or delete them."""
+    with ThreadPoolExecutor(UPLOADS) as pool:
+        heads = pool.map(lambda name: bucket.head(address.key(name)), names)
+        return {name for name, head in zip(names, heads, strict=True) if head is not None and head.token}
+
+
+def differences(manifest: Manifest, present: Mapping[str, int], read: Callable[[str, int, int], bytes]) -> list[str]:
+    """Where files elsewhere differ from those of a manifest, apart from the tensors: one line for each difference.
+
+    present  names and sizes of the files; those that are missing are no difference
+    read     bytes of a file, from a byte on: fewer if it ends
+    """
+    problems = []
+    for name, file in manifest.files.items():
+        if name in present:
+            data = read(name, 0, max(1, file.nbytes)) if present[name] else b""
+            if present[name] != file.nbytes or hash_bytes(data) != file.xxh3_128:
+                problems.append(f"{name}: differs from what was written")
+    for name, weight in manifest.weights.items():
+        if name in present:
+            if present[name] != weight.nbytes:
+                problems.append(f"{name}: has {present[name]:,} bytes, not the {weight.nbytes:,} that were written")
+            header = read(name, 0, weight.header_bytes)
+            if hash_bytes(header) != weight.header_xxh3_128:
+                problems.append(f"{name}: its header differs from what was written")
+    return problems
 
 
 def _kept(address: Prefix, reason: str, lost: Sequence[str] = ()) -> OutputExists:

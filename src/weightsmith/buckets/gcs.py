@@ -108,9 +108,9 @@ class GoogleBucket:
         span = {"Range": f"bytes={start}-{start + nbytes - 1}"}
         return bytes(self._call("GET", self._object(key), key, {"alt": "media"}, span).content)
 
-    def put(self, key: str, data: bytes) -> str:
+    def put(self, key: str, data: bytes, token: str = "") -> str:
         """See `client.Bucket`."""
-        return self._write(key, data)
+        return self._write(key, data, token)
 
     def create(self, key: str, data: bytes) -> str | None:
         """See `client.Bucket`."""
@@ -126,11 +126,11 @@ class GoogleBucket:
         except (Refused, Missing):
             return written_before(self, key, data)
 
-    def _write(self, key: str, data: bytes, **condition: str) -> str:
+    def _write(self, key: str, data: bytes, token: str = "", **condition: str) -> str:
         """Write an object with its MD5, which the store compares: its generation."""
         md5 = base64.b64encode(md5_of(data)).decode()
         border = secrets.token_hex(16)
-        about = json.dumps({"name": key, "md5Hash": md5})
+        about = json.dumps({"name": key, "md5Hash": md5} | ({"metadata": {TOKEN: token}} if token else {}))
         body = (
             f"--{border}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{about}\r\n"
             f"--{border}\r\nContent-Type: application/octet-stream\r\n\r\n"
@@ -235,11 +235,6 @@ class GoogleBucket:
             return True
         except Missing:
             return False
-
-    def uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
-        """See `client.Bucket`."""
-        for page in self._pages("", {"uploads": "", "prefix": prefix}, "key-marker", "upload-id-marker"):
-            yield from ((_text(each, "Key"), _text(each, "UploadId")) for each in page.iter("Upload"))
 
     def abort(self, key: str, upload: str) -> None:
         """See `client.Bucket`."""

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from weightsmith.buckets.client import Bucket
+from weightsmith.buckets.client import Bucket, not_ours
 from weightsmith.buckets.parts import GroupKey
 from weightsmith.errors import StoreError
 from weightsmith.store.journal import (
@@ -88,7 +88,10 @@ class Written(NamedTuple):
 
 
 def read_state(bucket: Bucket, key: str) -> Written | None:
-    """The journal of unfinished work; None if there is none."""
+    """The journal of unfinished work; None if there is none. Raises StoreError for an object of another program.
+
+    A journal begins with the line of its plan, and has a token.
+    """
     found = bucket.read(key, MAX_JOURNAL_BYTES)
     if found is None:
         return None
@@ -105,6 +108,8 @@ def read_state(bucket: Bucket, key: str) -> Written | None:
                 state.groups[GroupKey(file, part, start, nbytes)] = tuple(etags)
             case ["publishing", list(names), list(replaced)] if all(map(_is_name, [*names, *replaced])):
                 state.publishing = tuple(names), tuple(replaced)
+    if not (state.plan and state.token):
+        raise not_ours(key)
     return Written(state, entries, found.age_seconds)
 
 

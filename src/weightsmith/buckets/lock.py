@@ -16,9 +16,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from weightsmith.buckets.client import Bucket, NoConditions, Object
+from weightsmith.buckets.client import Bucket, NoConditions, Object, not_ours
 from weightsmith.errors import NOTHING_WRITTEN, Busy, Finding, StoreError, legible
 from weightsmith.formats.strict_json import JsonError, parse
+from weightsmith.store.claim import OWNER
 
 RENEW_SECONDS = 20.0
 STALE_SECONDS = 120.0
@@ -38,7 +39,7 @@ class Lock:
         """Hold nothing."""
         self._bucket, self._key, self._out = bucket, key, out
         self.warnings: tuple[Finding, ...] = ()
-        own = f"process {os.getpid()} on {socket.gethostname()}"
+        own = f"{OWNER}{os.getpid()} on {socket.gethostname()}"
         self._own = {_OWNER: own, _PROCESS: _this_process(), _ID: secrets.token_hex(8)}
         self._etag = ""
         self._count = 0
@@ -54,8 +55,9 @@ class Lock:
         return bool(self._etag)
 
     def take(self) -> None:
-        """Take the lock. Raises Busy if a live process holds it."""
+        """Take the lock. Raises Busy if a live process holds it, StoreError if another program's object has its name."""
         began = time.monotonic()
+        self._look()  # first: a store without conditional writes would write over it
         try:
             etag = self._bucket.create(self._key, self._text())
             if etag is None:
@@ -78,7 +80,7 @@ class Lock:
 
     def _take_over(self) -> str:
         """Take the lock of a dead owner."""
-        found = self._bucket.read(self._key, _MAX_BYTES)
+        found = self._look()
         if found is None:  # just released
             etag = self._bucket.create(self._key, self._text())
         elif (left := _seconds_left(found)) > 0:
@@ -96,6 +98,13 @@ class Lock:
             what = "another process has just begun to build this output"
             raise Busy(what, where=self._out, fix="run again", state=NOTHING_WRITTEN)
         return etag
+
+    def _look(self) -> Object | None:
+        """The lock as it is stored."""
+        found = self._bucket.read(self._key, _MAX_BYTES)
+        if found is not None and not is_lock(found):
+            raise not_ours(self._key)
+        return found
 
     def _keep(self) -> None:
         while not self._end.wait(RENEW_SECONDS):
@@ -217,6 +226,11 @@ class Led:
     def release(self) -> None:
         """Follow it no longer. May be called twice."""
         self._end.set()
+
+
+def is_lock(found: Object) -> bool:
+    """Whether it is a lock, and not an object of another program."""
+    return bool(_field(found, _ID)) and _field(found, _OWNER).startswith(OWNER)
 
 
 def is_held(found: Object) -> bool:

@@ -10,19 +10,25 @@ from collections.abc import Iterator
 import numpy as np
 import xxhash
 
-from weightsmith.buckets.client import Bucket
+from weightsmith.buckets.client import Bucket, not_ours
 from weightsmith.store.checksum import byte_view, hash_bytes
 from weightsmith.store.products import Arrays
 
 PIECE_BYTES = 32 << 20
 
 
-def put_product(bucket: Bucket, prefix: str, name: str, arrays: Arrays) -> str:
-    """Upload the arrays of a product: their checksum (xxh3_128, hex). prefix: of all products."""
+def put_product(bucket: Bucket, prefix: str, name: str, arrays: Arrays, token: str) -> str:
+    """Upload the arrays of a product: their checksum (xxh3_128, hex). prefix: of all products; token: of the work.
+
+    Raises StoreError where an object of another program is.
+    """
     digest = xxhash.xxh3_128()
     for key, piece in _pieces(prefix, name, [np.ascontiguousarray(array) for array in arrays]):
         digest.update(piece)
-        bucket.put(key, piece.tobytes())
+        found = bucket.head(key)
+        if found is not None and not found.token:
+            raise not_ours(key)
+        bucket.put(key, piece.tobytes(), token)
     return digest.hexdigest()
 
 

@@ -125,9 +125,10 @@ class S3Bucket:
         except self._errors as error:
             raise self._failed(error, key) from error
 
-    def put(self, key: str, data: bytes) -> str:
+    def put(self, key: str, data: bytes, token: str = "") -> str:
         """See `client.Bucket`."""
-        return str(self._send("put_object", key, data, md5_of(data))["ETag"])
+        more = {"Metadata": {TOKEN: token}} if token else {}
+        return str(self._send("put_object", key, data, md5_of(data), **more)["ETag"])
 
     def create(self, key: str, data: bytes) -> str | None:
         """See `client.Bucket`."""
@@ -211,11 +212,6 @@ class S3Bucket:
             return True
         except Missing:
             return False
-
-    def uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
-        """See `client.Bucket`."""
-        for page in self._pages("list_multipart_uploads", None, "KeyMarker", "UploadIdMarker", Prefix=prefix):
-            yield from ((each["Key"], each["UploadId"]) for each in page.get("Uploads", ()))
 
     def abort(self, key: str, upload: str) -> None:
         """See `client.Bucket`."""

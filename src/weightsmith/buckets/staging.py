@@ -36,19 +36,20 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from weightsmith.buckets.client import UPLOADS, Bucket
-from weightsmith.buckets.contents import check_vacant, is_published
+from weightsmith.buckets.contents import check_vacant, is_published, marked
 from weightsmith.buckets.journal import CHECKSUM, FollowedParts, State, read_state
 from weightsmith.buckets.lock import Led, Lock
 from weightsmith.buckets.parts import cut
 from weightsmith.buckets.prefix import Prefix
 from weightsmith.buckets.products import get_product, put_product
 from weightsmith.buckets.stores import open_bucket
-from weightsmith.buckets.uploads import Uploads, discard, discard_empty
+from weightsmith.buckets.uploads import Uploads, discard
 from weightsmith.containers import Layout, make_layout
 from weightsmith.containers.safetensors import INDEX_NAME
 from weightsmith.errors import NOTHING_WRITTEN, Finding, StoreError, WeightsmithError
 from weightsmith.formats.files import open_regular
 from weightsmith.remote.spool import spool_folder
+from weightsmith.store.area import left_behind
 from weightsmith.store.checksum import byte_view, hash_bytes
 from weightsmith.store.journal import Built, Finished
 from weightsmith.store.manifest import MANIFEST_NAME, OtherFile, encode_manifest
@@ -100,6 +101,7 @@ class BucketStaging:
         self._files: dict[str, bytes | Path] = {}
         self._products: Staging | None = None
         self._resume = True
+        self._left: tuple[Finding, ...] = ()
         self._mutex = threading.Lock()
 
     @classmethod
@@ -147,7 +149,7 @@ class BucketStaging:
             state, entries, _ = found
             if resume and is_resumable(entries, self.plan_hash, self.layout, facts, self.folder) and state.token:
                 self._state = state
-                self._absorb([key for key, _ in self._bucket.names(f"{self.out.staging}/{PARTS}/")])
+                self._absorb(ours_in(self._bucket, f"{self.out.staging}/{PARTS}/"))
             else:
                 unwanted = state.uploads
                 left = [name for names in state.publishing or () for name in names]
@@ -186,7 +188,8 @@ class BucketStaging:
 
     def _check_vacant(self, state: str = NOTHING_WRITTEN) -> tuple[str, ...]:
         """The names that will be replaced."""
-        ours = {name for names in self._state.publishing or () for name in names}
+        written = {name for names in self._state.publishing or () for name in names}
+        ours = marked(self._bucket, self.out, written)
         try:
             return check_vacant(self._bucket, self.out, overwrite=self._overwrite, reads=self._reads, ours=ours)
         except StoreError as error:
@@ -196,7 +199,7 @@ class BucketStaging:
     @property
     def warnings(self) -> tuple[Finding, ...]:
         """What the user should know."""
-        return self._lock.warnings + (() if self._products is None else self._products.warnings)
+        return self._lock.warnings + (() if self._products is None else self._products.warnings) + self._left
 
     # tensors
 
@@ -246,6 +249,7 @@ class BucketStaging:
     def _share_journal(self) -> None:
         """Write what processes that build parts begin with: a small object, that each of them reads for each part."""
         if self._before is None:
+            read_state(self._bucket, self._shared_journal)  # raises for what is not ours
             self._before = replace(self._state, groups={**self._state.groups}, tensors={**self._state.tensors})
         self._bucket.put(self._shared_journal, replace(self._before, products=self._state.products).encode())
 
@@ -344,7 +348,9 @@ class BucketStaging:
         """See `store.Staging.keep`. If other processes build parts, they get it from the bucket."""
         with self._kept():
             if self._names is not None and not product.transient:
-                self._state.products[product.name] = put_product(self._bucket, self._product_prefix, product.name, arrays)
+                self._state.products[product.name] = put_product(
+                    self._bucket, self._product_prefix, product.name, arrays, self._state.token
+                )
                 self._opened().save()
         return self._local().keep(product, arrays)
 
@@ -383,9 +389,7 @@ class BucketStaging:
             if self._products is not None:
                 self._products.discard()
         except (OSError, StoreError) as error:
-            reason = error.finding.what if isinstance(error, StoreError) else error.strerror
-            what = f"the output is published and complete, but cleaning up failed: {reason}"
-            raise StoreError(what, where=str(self.out), fix=f"run: weightsmith clean {self.out} --yes") from error
+            self._left = (left_behind(error, self.folder, f"run: weightsmith clean {self.out} --yes"),)
         return self.out
 
     def _publish(self, uploads: Uploads, there: Sequence[str], manifest: Mapping[str, Any]) -> None:
@@ -411,7 +415,7 @@ class BucketStaging:
     def _upload(self, name: str, data: bytes | Path) -> OtherFile:
         data = _contents(data) if isinstance(data, Path) else data
         self._lock.check()
-        self._bucket.put(self.out.key(name), data)
+        self._bucket.put(self.out.key(name), data, self._state.token)
         return OtherFile(len(data), hash_bytes(data))
 
     def _delete(self, name: str) -> None:
@@ -435,8 +439,8 @@ class BucketStaging:
         self._opened().close(save=False)
         self._uploads = None
         self._lock.check()
-        end = discard if uploads else discard_empty
-        end(self._bucket, self.out, self._state.uploads)
+        if uploads:
+            discard(self._bucket, self.out, self._state.uploads)
         discard_parts(self._bucket, self.out)
         self._bucket.delete(self._journal)
         self._lock.release()
@@ -460,12 +464,28 @@ class BucketStaging:
 
 
 def discard_parts(bucket: Bucket, address: Prefix, products: Collection[str] = ()) -> None:
-    """Remove the journals of parts, and the products unless there are some to keep."""
-    unwanted = tuple(f"{address.staging}/{folder}/" for folder in ((PARTS,) if products else (PARTS, PRODUCTS)))
-    keys = [key for key, _ in bucket.names(f"{address.staging}/") if key.startswith(unwanted)]
+    """Remove the journals of parts, and the products unless there are some to keep. What is not ours stays."""
+    keys = ours_in(bucket, *(f"{address.staging}/{folder}/" for folder in ((PARTS,) if products else (PARTS, PRODUCTS))))
     with ThreadPoolExecutor(UPLOADS) as pool:
         for _ in pool.map(bucket.delete, keys):
             pass
+
+
+def ours_in(bucket: Bucket, *prefixes: str) -> list[str]:
+    """The keys of the journals and products under prefixes of a staging prefix that weightsmith has written."""
+
+    def is_ours(key: str) -> bool:
+        try:
+            if key.rpartition("/")[0].endswith(f"/{PARTS}"):
+                return read_state(bucket, key) is not None
+        except StoreError:
+            return False
+        found = bucket.head(key)
+        return found is not None and bool(found.token)
+
+    keys = [key for prefix in prefixes for key, _ in bucket.names(prefix)]
+    with ThreadPoolExecutor(UPLOADS) as pool:
+        return [key for key, ours in zip(keys, pool.map(is_ours, keys), strict=True) if ours]
 
 
 def together(out: Prefix, layout: Layout) -> list[tuple[str, ...]]:

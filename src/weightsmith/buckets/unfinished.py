@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from weightsmith.buckets.client import Bucket
-from weightsmith.buckets.contents import check_vacant, is_published
+from weightsmith.buckets.client import Bucket, not_ours
+from weightsmith.buckets.contents import check_vacant, is_published, marked
 from weightsmith.buckets.journal import State, read_state
-from weightsmith.buckets.lock import Lock, is_held
+from weightsmith.buckets.lock import Lock, is_held, is_lock
 from weightsmith.buckets.prefix import Prefix
 from weightsmith.buckets.staging import JOURNAL, LOCK, discard_parts
 from weightsmith.buckets.stores import open_bucket
@@ -51,7 +51,13 @@ def find_uploads(address: Prefix) -> Iterator[UnfinishedUpload]:
             outs.append(replace(address, prefix=address.key(name[1:].removesuffix(STAGING_SUFFIX))))
     for out in outs:
         lock = bucket.read(f"{out.staging}/{LOCK}", 1 << 16)
-        found = read_state(bucket, f"{out.staging}/{JOURNAL}")
+        try:
+            found = read_state(bucket, f"{out.staging}/{JOURNAL}")
+            if lock is not None and not is_lock(lock):
+                raise not_ours(f"{out.staging}/{LOCK}")
+        except StoreError as error:
+            yield UnfinishedUpload(out, 0, 0, time.time(), error.finding.what)
+            continue
         if lock is None and found is None:
             continue
         age = next(each.age_seconds for each in (found, lock) if each is not None)
@@ -93,5 +99,5 @@ def check_free(address: Prefix, *, overwrite: bool, reads: Sequence[str]) -> Non
     """Raise as `BucketStaging.open` will if the output cannot be written. Changes nothing."""
     bucket = open_bucket(address)
     found = read_state(bucket, f"{address.staging}/{JOURNAL}")
-    ours = [name for names in (found.state.publishing or () if found is not None else ()) for name in names]
-    check_vacant(bucket, address, overwrite=overwrite, reads=reads, ours=ours)
+    written = {name for names in (found.state.publishing or () if found is not None else ()) for name in names}
+    check_vacant(bucket, address, overwrite=overwrite, reads=reads, ours=marked(bucket, address, written))

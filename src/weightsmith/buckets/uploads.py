@@ -406,13 +406,3 @@ def discard(bucket: Bucket, address: Prefix, uploads: Mapping[str, str]) -> None
     """Abort uploads. uploads: weight file → id."""
     for file, upload in uploads.items():
         bucket.abort(address.key(file), upload)
-    discard_empty(bucket, address, uploads)
-
-
-def discard_empty(bucket: Bucket, address: Prefix, files: Collection[str]) -> None:
-    """Abort uploads of these weight files without parts: a request to begin one was repeated, for its answer was lost."""
-    keys = {address.key(file) for file in files}
-    with suppress(StoreError):  # listing may not be allowed, and they take no space
-        for key, upload in [*bucket.uploads(address.key(""))]:
-            if key in keys and bucket.parts(key, upload) == {}:
-                bucket.abort(key, upload)

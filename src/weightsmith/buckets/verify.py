@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from weightsmith.buckets.client import UPLOADS
-from weightsmith.buckets.contents import manifest_of, names_in
+from weightsmith.buckets.contents import differences, manifest_of, names_in
 from weightsmith.buckets.prefix import parse_prefix
 from weightsmith.buckets.stores import open_bucket
 from weightsmith.errors import Corrupt
 from weightsmith.formats.carried import is_loaded
-from weightsmith.store.checksum import combine, hash_bytes, hash_grains
+from weightsmith.store.checksum import combine, hash_grains
 from weightsmith.store.manifest import MANIFEST_NAME, Manifest
 from weightsmith.store.reread import Progress
 from weightsmith.store.target import is_address
@@ -55,18 +55,7 @@ def compare(
     problems = [f"{name}: is not of this checkpoint, and may be loaded with it" for name in sorted(loadable)]
     missing = {name for name in (*manifest.files, *manifest.weights) if name not in present}
     problems += [f"{name}: is missing" for name in sorted(missing)]
-    for name, file in manifest.files.items():
-        if name not in missing:
-            data = read(name, 0, max(1, file.nbytes)) if present[name] else b""
-            if present[name] != file.nbytes or hash_bytes(data) != file.xxh3_128:
-                problems.append(f"{name}: differs from what was written")
-    for name, weight in manifest.weights.items():
-        if name not in missing:
-            if present[name] != weight.nbytes:
-                problems.append(f"{name}: has {present[name]:,} bytes, not the {weight.nbytes:,} that were written")
-            header = read(name, 0, weight.header_bytes)
-            if hash_bytes(header) != weight.header_xxh3_128:
-                problems.append(f"{name}: its header differs from what was written")
+    problems += differences(manifest, present, read)
     problems += _tensor_problems(manifest, present, read, progress)
     if problems:
         raise Corrupt(

@@ -35,6 +35,7 @@ def clean(
         from weightsmith.buckets.prefix import parse_prefix
         from weightsmith.buckets.unfinished import UnfinishedUpload, find_uploads, remove_upload
         from weightsmith.errors import NotFound
+        from weightsmith.formats.files import is_folder
         from weightsmith.hub_outputs.address import is_hub_address, parse_hub_address
         from weightsmith.store.target import is_address
         from weightsmith.store.unfinished import Unfinished, find_unfinished, remove_unfinished
@@ -46,7 +47,7 @@ def clean(
                 found += [each for each in find_unfinished(Path()) if each.out.name.startswith(name)]
             elif is_address(folder):
                 found += find_uploads(parse_prefix(folder, folder=True))
-            elif Path(folder).is_dir():
+            elif is_folder(Path(folder)):
                 found += find_unfinished(Path(folder))
             else:
                 raise NotFound("no such folder", where=folder, fix="write the folder that the output folder is in")

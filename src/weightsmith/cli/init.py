@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import itertools
+import os
 import re
 import sys
 import textwrap
@@ -68,21 +69,27 @@ def init(
             _list()
             return
         target = None if file == "-" else Path(file)
-        if target is not None and not force and target.exists():
-            raise typer.BadParameter(
-                f"{printable(file)} already exists: name another file, or write --force.", param_hint="FILE"
-            )
+        if target is not None and not force and os.path.lexists(target):
+            raise _exists(file)
         text = _preset(preset) if preset else _recipe(goal, [*(models or ())], base)
         if target is None:
             sys.stdout.write(text)
             return
         try:
-            target.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise typer.BadParameter(f"{printable(file)} cannot be written: {error.strerror}.", param_hint="FILE") from None
+            with target.open("w" if force else "x", encoding="utf-8") as written:
+                written.write(text)
+        except FileExistsError:
+            raise _exists(file) from None
+        except (OSError, ValueError) as error:  # ValueError: a NUL
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise typer.BadParameter(f"{printable(file)} cannot be written: {reason}.", param_hint="FILE") from None
         command = "moe" if re.search(r"^experts:", text, re.MULTILINE) else "merge"
         name = printable(file)
         say(f"wrote {name}; next: weightsmith plan {name}, then weightsmith {command} {name} OUT")
+
+
+def _exists(file: str) -> typer.BadParameter:
+    return typer.BadParameter(f"{printable(file)} already exists: name another file, or write --force.", param_hint="FILE")
 
 
 def _list() -> None:

@@ -420,7 +420,7 @@ FLAGS: Mapping[str, Any] = {
         str | None,
         typer.Option("--report-text", metavar="FILE", help="A text of yours: report which missing tokens occur in it."),
     ],
-    "overwrite": Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that already exists.")],
+    "overwrite": Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that weightsmith made.")],
     "resume": Annotated[
         bool, typer.Option("--resume/--no-resume", help="Resume interrupted work of the same plan, or discard it.")
     ],

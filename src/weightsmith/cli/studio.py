@@ -16,10 +16,15 @@ def studio(
     ] = None,
     out: Annotated[
         str,
-        typer.Option("--out", metavar="FOLDER", show_default=False, help="Where results go; the first FOLDER if not given."),
-    ] = "",
+        typer.Option("--out", metavar="FOLDER", help="Where results go. Created with the first result."),
+    ] = "results",
     host: Annotated[
-        str, typer.Option("--host", metavar="HOST", help="Address to serve; any but this makes the page reachable by others.")
+        str,
+        typer.Option(
+            "--host",
+            metavar="HOST",
+            help="Address to serve. Any but this lets others reach the page, which then replaces nothing.",
+        ),
     ] = "127.0.0.1",
     port: Annotated[
         int | None, typer.Option("--port", metavar="PORT", help="Default: the first free one from 7860 on.")
@@ -36,4 +41,4 @@ def studio(
         from weightsmith.studio.page import launch
         from weightsmith.studio.places import Places
 
-        launch(Places.of(folders or ["."], out or None, hub=hub), host=host, port=port, browser=browser)
+        launch(Places.of(folders or ["."], out, hub=hub), host=host, port=port, browser=browser)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from weightsmith.errors import ParameterError
+from weightsmith.errors import Finding, ParameterError
 from weightsmith.execution.measured import measured
 from weightsmith.execution.output import built_together, check_options
 from weightsmith.execution.run import (
@@ -58,6 +58,7 @@ def execute(
     one run to spare.
     """
     began = time.monotonic() if began is None else began
+    found = list[Finding]()
     with ExitStack() as stack:
         check = stack.enter_context(Check(prepared.loading, prepared.source))
         if helpers is not None or prepared.plan.then is not None or prepared.stages or prepared.missing:
@@ -65,9 +66,9 @@ def execute(
         ready, stages = stack.enter_context(stages_written(prepared, out, options, callbacks, helpers))
         following = Following(ready)
         if ready.plan.then is not None:
-            following = stack.enter_context(measured(ready, out, options, callbacks))
+            following = stack.enter_context(measured(ready, out, options, callbacks, found))
         merged = run_plan(following, out, options, callbacks, began, helpers=helpers, check=check)
-    found = [finding for stage in stages for finding in stage.warnings[len(stage.plan.warnings) :]]
+    found += [finding for stage in stages for finding in stage.warnings[len(stage.plan.warnings) :]]
     found += [] if options.keep_stages else without_stages(stages)
     kept = tuple(stage.out for stage in stages if isinstance(stage.out, Path)) if options.keep_stages else ()
     return replace(merged, warnings=(*merged.warnings, *found), stages=kept)

@@ -8,20 +8,26 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from weightsmith.errors import NOTHING_WRITTEN, PlanError
+from weightsmith.errors import NOTHING_WRITTEN, Finding, PlanError, StoreError
 from weightsmith.execution.output import beside, check_options, check_output
 from weightsmith.execution.run import Callbacks, Following, kept_products, protected_paths, staged
 from weightsmith.options import RunOptions
 from weightsmith.planner.build import Prepared
 from weightsmith.plans import Made
+from weightsmith.store.area import left_behind
 
 if TYPE_CHECKING:
     from weightsmith.products.base import Arrays
 
 
 @contextmanager
-def measured(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, callbacks: Callbacks) -> Iterator[Following]:
-    """Compute the products of a plan from which another one follows."""
+def measured(
+    prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, callbacks: Callbacks, left: list[Finding]
+) -> Iterator[Following]:
+    """Compute the products of a plan from which another one follows.
+
+    left  warnings: what could not be removed at the end, when the output is published
+    """
     check_options(out, options)
     check_output(out, prepared.plan, options, protected_paths(prepared))
     plan = replace(prepared.plan, made=Made("measurement"), steps=(), then=None)  # it serves any number of bits, any mixture
@@ -36,7 +42,10 @@ def measured(prepared: Prepared, out: str | os.PathLike[str], options: RunOption
                 staging.discard()
             raise
         yield following
-        staging.discard()
+        try:
+            staging.discard()
+        except (OSError, StoreError) as error:
+            left.append(left_behind(error, staging.folder))
 
 
 def _follow(prepared: Prepared, arrays: Mapping[str, Arrays]) -> Following:

@@ -198,6 +198,7 @@ def run_plan(
         for model in inputs:
             model.check_unchanged()
         folder = staging.publish({**provenance(plan, distance), **more}, fsync=options.fsync)
+        found += [each for each in staging.warnings if each not in found]  # what could not be cleaned up
     url = folder.url if isinstance(folder, HubAddress) else ""
     if hub is not None and isinstance(folder, Path):
         url = push(hub, folder, public=options.public, message=options.commit_message or plan.made.title)

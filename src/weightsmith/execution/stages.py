@@ -66,19 +66,19 @@ def stages_written(
 
 def without_stages(stages: Sequence[Merged]) -> list[Finding]:
     """Remove results that were written only to be read; a warning for each that stays."""
-    from weightsmith.store.disk import remove_tree
-    from weightsmith.store.manifest import MANIFEST_NAME, read_manifest
-    from weightsmith.store.target import check_replaced
+    from weightsmith.store.manifest import read_manifest
+    from weightsmith.store.target import remove_checkpoint
 
     found = []
     for stage in stages:
         assert isinstance(stage.out, Path)
         try:
             if read_manifest(stage.out).data.get(STAGE) is True:  # one of an earlier run may be there to be kept
-                check_replaced(stage.out)
-                remove_tree(stage.out, last=MANIFEST_NAME)
+                remove_checkpoint(stage.out)
         except WeightsmithError as error:
-            found.append(Finding(f"not removed: {error.finding.what}", str(stage.out), fix="remove it yourself"))
+            found.append(
+                Finding(f"not removed: {error.finding.what}", str(stage.out), error.finding.details, "remove it yourself")
+            )
     return found
 
 

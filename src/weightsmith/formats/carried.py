@@ -1,4 +1,4 @@
-"""The files of a model beside its weights: which of them go along into a new model, which are a checkpoint's at all.
+"""The files of a model beside its weights: which of them go along into a new model.
 
 Named one by one, so that nothing else is copied into a model that will be published: a key, a backup, a note.
 """
@@ -40,21 +40,11 @@ _LICENCE = re.compile(
 _READ = re.compile("|".join(_ALTERNATIVES), re.ASCII)
 _OF_TOKENIZER = re.compile("|".join(_TOKENIZER), re.ASCII)
 _CODE = re.compile(r"[A-Za-z_]\w*\.py", re.ASCII)
-_CUSTOM_CODE = re.compile(
-    r"(configuration|modeling|modelling|tokenization|processing|image_processing|video_processing|feature_extraction)_\w+\.py",
-    re.ASCII,
+_OURS = frozenset(
+    "weightsmith.json recipe.yml routing.json routing.svg transplant.json report.html distance.svg distance_by_layer.svg "
+    "extraction.json extraction.svg measurement.json imatrix.dat".split()
 )
-_STEMS = r"(model|pytorch_model|diffusion_pytorch_model|adapter_model|consolidated)"
-_OWN_WEIGHTS = re.compile(
-    rf"{_STEMS}(\.fp16|\.bf16)?([.-]\d{{1,6}}(-of-\d{{1,6}})?)?\.(safetensors|bin|pth|gguf)(\.index\.json)?"
-)
-_ABOUT = frozenset({"README.md", ".gitattributes", ".DS_Store", "adapter_config.json", "mergekit_config.yml"})
-_OURS = frozenset({"weightsmith.json", "recipe.yml", "routing.json", "routing.svg", "transplant.json"})
 """Files that weightsmith writes about a model. They describe how that model was made, so they are not copied to the next."""
-_REPORTS = frozenset(
-    "report.html distance.svg distance_by_layer.svg extraction.json extraction.svg measurement.json imatrix.dat".split()
-)
-"""More of them. Others write files of these names too, so they do not make a folder one that may be replaced."""
 
 WEIGHTS = tuple(".safetensors .bin .pt .pth .ckpt .pkl .gguf .onnx .onnx_data .h5 .msgpack .npz .npy .tflite .mlmodel".split())
 """How the names of weight files end, of any format."""
@@ -90,18 +80,6 @@ def is_read(name: str) -> bool:
 def is_tokenizer(name: str) -> bool:
     """True for a file of a tokenizer, and for a chat template."""
     return _OF_TOKENIZER.fullmatch(name) is not None
-
-
-def is_checkpoint_file(name: str) -> bool:
-    """True for the name of a file that checkpoints consist of, and people's own files do not.
-
-    Stricter than what can be read: `my_lora.safetensors` holds weights, and somebody's only copy of them.
-
-    >>> list(map(is_checkpoint_file, ("model-00001-of-00002.safetensors", "LICENSE", "my_lora.safetensors", "a.txt")))
-    [True, True, False, False]
-    """
-    patterns = (_READ, _LICENCE, _CUSTOM_CODE, _OWN_WEIGHTS)
-    return name in _ABOUT or name in _OURS or any(pattern.fullmatch(name) for pattern in patterns)
 
 
 def is_weights(name: str) -> bool:
@@ -153,7 +131,7 @@ def read_to_choose(names: Iterable[str]) -> tuple[str, ...]:
 
 def _never_carried(name: str) -> bool:
     lower = name.lower()
-    if "/" in name or name.startswith(".") or name in _OURS or name in _REPORTS:
+    if "/" in name or name.startswith(".") or name in _OURS:
         return True
     return lower.endswith((*WEIGHTS, ".index.json", *_MEDIA)) or TRAINING.fullmatch(lower) is not None
 

@@ -50,6 +50,32 @@ def expand_user(name: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(name))  # noqa: PTH111  Path.expanduser raises where there is no home
 
 
+def exists(path: Path) -> bool:
+    """Whether there is anything, links followed; not if nobody can tell: a name too long, a NUL, no permission."""
+    return os.path.exists(path)  # noqa: PTH110  Path.exists raises for these
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder, links followed; not if nobody can tell. Opening it then says why."""
+    return os.path.isdir(path)  # noqa: PTH112  Path.is_dir raises for these
+
+
+def file_names(folder: Path) -> list[str]:
+    """Names of the files in a folder, sorted. Raises CheckpointError."""
+    try:
+        return sorted(path.name for path in folder.iterdir() if path.is_file())
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+
+
+def real_path(path: Path) -> Path:
+    """The absolute path, with its links followed as far as they lead: a loop of links stays, as does an impossible name."""
+    try:
+        return Path(os.path.realpath(path))
+    except ValueError:  # a NUL
+        return path.absolute()
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor and where its bytes are.
@@ -300,10 +326,14 @@ def open_regular(path: Path) -> io.FileIO:
             ) from error
         raise NotFound("no such file", where=str(path)) from error
     except OSError as error:
-        fix = "change its permissions" if isinstance(error, PermissionError) else ""
-        raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(path), fix=fix) from error
+        raise _unreadable(path, error) from error
     except ValueError as error:  # a NUL byte in the path
         raise NotFound(f"no such file: {error}", where=str(path)) from error
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    fix = "change its permissions" if isinstance(error, PermissionError) else ""
+    return CheckpointError(f"cannot be read: {error.strerror or error}", where=str(path), fix=fix)
 
 
 def _check_regular(path: Path, about: os.stat_result) -> None:

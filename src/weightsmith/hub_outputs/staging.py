@@ -31,7 +31,7 @@ from weightsmith.hub_outputs.repository import (
     no_bars,
     uploaded,
 )
-from weightsmith.store.area import staging_folder
+from weightsmith.store.area import left_behind, staging_folder
 from weightsmith.store.claim import JOURNAL
 from weightsmith.store.journal import Entries, Finished, read_journal
 from weightsmith.store.manifest import list_files
@@ -70,6 +70,7 @@ class HubStaging:
         self._parent = ""
         self._replaced: tuple[str, ...] = ()
         self._is_committed = False
+        self._left: tuple[Finding, ...] = ()
         self._bars = ExitStack()
 
     @classmethod
@@ -180,7 +181,7 @@ class HubStaging:
     @property
     def warnings(self) -> tuple[Finding, ...]:
         """What the user should know."""
-        return self._local.warnings
+        return self._local.warnings + self._left
 
     @property
     def _state(self) -> str:
@@ -303,9 +304,7 @@ class HubStaging:
         try:
             self._local.discard()
         except (OSError, StoreError) as error:
-            reason = error.finding.what if isinstance(error, StoreError) else error.strerror
-            what = f"the model is committed and complete, but cleaning up failed: {reason}"
-            raise StoreError(what, where=str(self.out), fix=f"remove {self.folder} yourself") from error
+            self._left = (left_behind(error, self.folder),)
         self.close()
         return self.out
 

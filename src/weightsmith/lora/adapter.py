@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from weightsmith.checkpoint import CARD_NAME, Checkpoint, HubModel, locate, open_place
 from weightsmith.errors import FormatError, NotFound, Unsupported, WeightsmithError
 from weightsmith.formats.carried import is_tokenizer
-from weightsmith.formats.files import show
+from weightsmith.formats.files import exists, file_names, is_folder, show
 from weightsmith.formats.strict_json import read_object
 from weightsmith.lora.kohya import open_kohya
 from weightsmith.lora.patterns import PatternError, Patterns
@@ -74,7 +74,7 @@ def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
     `open_checkpoint` raises for a name. All problems of one file are in one error.
     """
     place = locate(ref, revision)
-    if isinstance(place, Path) and not place.is_dir():
+    if isinstance(place, Path) and not is_folder(place):
         if place.suffix != ".safetensors":
             raise Unsupported(
                 "an adapter is a folder, or a .safetensors file", where=ref, fix=f"Name the one that holds {CONFIG_NAME}."
@@ -116,7 +116,7 @@ def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
 def _files(place: Path | HubModel | Address) -> tuple[Path, list[str], Repository | RemoteFolder | None]:
     """The adapter's folder, the names of its files, and the repository of one that is elsewhere."""
     if isinstance(place, Path):
-        return place, [p.name for p in place.iterdir() if p.is_file()], None
+        return place, file_names(place), None
     repository, _ = open_place(place)
     return repository.folder, [name for name in (CONFIG_NAME, *WEIGHTS_NAMES) if name in repository.sizes], repository
 
@@ -302,4 +302,4 @@ def is_adapter(ref: ModelRef) -> bool:
         place = locate(ref.path, ref.revision or None)
     except WeightsmithError:
         return False
-    return isinstance(place, Path) and (place / CONFIG_NAME).is_file() and not (place / "config.json").exists()
+    return isinstance(place, Path) and exists(place / CONFIG_NAME) and not exists(place / "config.json")

@@ -19,7 +19,7 @@ from typing import Any
 
 from weightsmith.errors import CheckpointError, MethodError, nearest
 from weightsmith.formats.carried import MAX_CODE_BYTES
-from weightsmith.formats.files import expand_user, read_bounded
+from weightsmith.formats.files import expand_user, read_bounded, real_path
 from weightsmith.methods.base import Method
 from weightsmith.methods.steps import with_steps
 from weightsmith.methods.user import OwnMethod, method_of
@@ -64,7 +64,7 @@ def load_file(name: str, folder: Path, *, allow_code: bool) -> Method:
     Raises MethodError.
     """
     file, colon, function = name.rpartition(":")
-    path = (folder / expand_user(file if colon else name)).resolve()
+    path = real_path(folder / expand_user(file if colon else name))
     try:
         source = read_bounded(path, MAX_CODE_BYTES)
     except CheckpointError as error:
@@ -85,7 +85,7 @@ def load_file(name: str, folder: Path, *, allow_code: bool) -> Method:
         known = [n for n, value in module.items() if isinstance(value, OwnMethod | Method)]
         listed = f"methods in it: {', '.join(known)}" if known else ""
         raise MethodError(f"{path} has no function '{function}'{nearest(function, known)}", fix=listed)
-    code = OwnCode(name, str(folder.resolve()), digest)
+    code = OwnCode(name, str(real_path(folder)), digest)
     return _enter(module[function], code, f"{name}, sha256 {digest}")
 
 

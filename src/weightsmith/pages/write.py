@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from weightsmith.errors import NOTHING_WRITTEN, OutputExists, StoreError
-from weightsmith.formats.files import expand_user
+from weightsmith.formats.files import expand_user, real_path
 from weightsmith.pages.html import GENERATOR, to_html
 from weightsmith.pages.values import Page
 
@@ -20,12 +20,12 @@ def check_page(path: str | os.PathLike[str]) -> Path:
     Raises OutputExists for a file that is no page of weightsmith, which is not replaced; StoreError for a folder, and for a
     path in a folder that does not exist.
     """
-    found = expand_user(os.fspath(path))
+    found = real_path(expand_user(os.fspath(path)))
     where = os.fspath(path)
     try:
         if not found.parent.is_dir():
             raise _refused(f"there is no folder {found.parent}", where)
-        if found.exists() and not found.is_file():
+        if os.path.lexists(found) and not found.is_file():
             raise _refused("it is no file", where)
         if found.exists():
             with found.open("rb") as file:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+_OURS = re.compile(r"[0-9a-f]{1,64}\.(json|\d+)")
 MAX_FILES = 200
 MAX_BYTES = 1 << 16
 """Of an answer: one that lists thousands of differences is not kept."""
@@ -64,7 +66,7 @@ def keep(key: str, answer: dict[str, Any]) -> None:
         unfinished = place / f"{key}.{os.getpid()}"
         unfinished.write_text(data)
         unfinished.replace(place / f"{key}.json")
-        files = sorted(place.iterdir(), key=lambda path: path.stat().st_mtime)
+        files = sorted((p for p in place.iterdir() if _OURS.fullmatch(p.name)), key=lambda path: path.stat().st_mtime)
         for path in files[:-MAX_FILES]:
             path.unlink()
     except (OSError, RuntimeError):

@@ -9,7 +9,7 @@ from typing import Any
 
 from weightsmith.checkpoint import Checkpoint, locate, open_checkpoint
 from weightsmith.errors import NotFound, Unsupported, WeightsmithError, nearest
-from weightsmith.formats.files import expand_user
+from weightsmith.formats.files import exists, expand_user, real_path
 from weightsmith.lora import apply_adapter, open_adapter
 from weightsmith.planner.patterns import is_pattern
 from weightsmith.recipe import ModelRef, Recipe
@@ -139,10 +139,5 @@ def at(error: WeightsmithError, where: str) -> WeightsmithError:
 
 def _place(ref: ModelRef) -> tuple[str, ...]:
     adapter = () if ref.lora is None else _place(ref.lora)
-    try:
-        path = expand_user(ref.path)
-        if path.exists():
-            return str(path.resolve()), ref.revision, *adapter
-    except (OSError, ValueError):  # no possible path: opening it says so
-        pass
-    return ref.path, ref.revision, *adapter
+    path = expand_user(ref.path)
+    return str(real_path(path)) if exists(path) else ref.path, ref.revision, *adapter

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import glob
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from weightsmith.errors import Finding, NotFound, SyntaxProblem, WeightsmithError
 from weightsmith.formats.carried import is_weights
-from weightsmith.formats.files import expand_user
+from weightsmith.formats.files import expand_user, is_folder, real_path
 from weightsmith.formats.hf_folder import natural_key
 from weightsmith.recipe import SCHEDULED, Input, ModelRef, Recipe, Schedule, Slice
 from weightsmith.sources import choose_kind, suffixes
@@ -48,9 +49,12 @@ def is_pattern(ref: ModelRef) -> bool:
     if not glob.has_magic(ref.path) or "://" in ref.path:
         return False
     try:
-        return not expand_user(ref.path).exists()
+        os.lstat(expand_user(ref.path))
+    except FileNotFoundError:
+        return True
     except (OSError, ValueError):  # a name too long, a NUL: no possible path, and no possible pattern
-        return False
+        pass
+    return False
 
 
 class _Matcher:
@@ -159,7 +163,7 @@ def _no_match(ref: ModelRef, pattern: str) -> NotFound:
         fixed = fixed.parent
     where = "the current folder" if fixed == Path() else str(fixed)
     details = (f"there is no folder {where}",)
-    if fixed.is_dir():
+    if os.access(fixed, os.R_OK | os.X_OK) and is_folder(fixed):
         names = sorted((p.name for p in fixed.iterdir() if p.is_dir() and not p.name.startswith(".")), key=natural_key)
         shown = f"{', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''}"
         details = (f"folders in {where}: {shown}" if names else f"{where} holds no folders",)
@@ -176,4 +180,4 @@ def _natural(path: str) -> tuple[tuple[str, str], ...]:
 
 
 def _place(path: str) -> Path:
-    return expand_user(path).resolve()
+    return real_path(expand_user(path))

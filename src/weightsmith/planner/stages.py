@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import Finding
 from weightsmith.formats.carried import MAX_CARRIED_BYTES
-from weightsmith.formats.files import expand_user, read_bounded
+from weightsmith.formats.files import exists, expand_user, is_folder, read_bounded
 from weightsmith.plans import Plan
 from weightsmith.recipe import ModelRef, Recipe
 from weightsmith.store.target import check_file_name
@@ -77,7 +77,7 @@ def result_of(label: str, source: Computed, *, whole: bool) -> Checkpoint:
 def _files_of(plan: Plan, donor: Checkpoint) -> tempfile.TemporaryDirectory[str]:
     """The files of a result that has some of its own, such as a tokenizer; they replace the donor's."""
     donor.fetch(plan.carried)
-    temporary = tempfile.TemporaryDirectory(prefix="weightsmith-")
+    temporary = tempfile.TemporaryDirectory(prefix="weightsmith-", ignore_cleanup_errors=True)
     files: dict[str, bytes | Path] = {name: donor.folder / name for name in plan.carried}
     for name, data in {**files, **plan.files}.items():
         path = Path(temporary.name) / check_file_name(name)
@@ -114,12 +114,8 @@ def same_name(refs: Sequence[ModelRef]) -> list[Finding]:
     """A warning for each recipe whose name is also a folder."""
     found = []
     for ref in refs:
-        try:
-            path = expand_user(ref.path)
-            exists = path.exists()
-        except (OSError, ValueError):
-            continue
-        if exists:
-            what = f"{ref.path!r} is the recipe of this name, not the {'folder' if path.is_dir() else 'file'}"
+        path = expand_user(ref.path)
+        if exists(path):
+            what = f"{ref.path!r} is the recipe of this name, not the {'folder' if is_folder(path) else 'file'}"
             found.append(Finding(what, ref.where, fix=f"rename the recipe, or write ./{ref.path} for the other"))
     return found

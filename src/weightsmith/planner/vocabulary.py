@@ -17,7 +17,7 @@ import numpy as np
 from weightsmith.checkpoint import Checkpoint, check_links, open_checkpoint
 from weightsmith.errors import Finding, NotFound, ParameterError, UnknownName, WeightsmithError, nearest
 from weightsmith.formats.carried import is_tokenizer
-from weightsmith.formats.files import expand_user, read_bounded, show
+from weightsmith.formats.files import expand_user, file_names, is_folder, read_bounded, show
 from weightsmith.planner.inputs import at, find_model
 from weightsmith.plans import Block, Dropped, Gather, Read, Step, Table
 from weightsmith.recipe import ModelRef, Recipe, Tokenizer, TokenRule
@@ -306,8 +306,8 @@ class VocabularyPlanner:
     def _open(self, ref: ModelRef) -> tuple[_Place, Checkpoint | None]:
         """A model that is not in the merge: of a folder, the files alone."""
         folder = expand_user(ref.path)
-        if not ref.revision and folder.is_dir():
-            names = tuple(sorted(path.name for path in folder.iterdir() if path.is_file()))
+        if not ref.revision and is_folder(folder):
+            names = tuple(file_names(folder))
             check_links(folder, [name for name in names if is_tokenizer(name)])
             return _Place(str(ref), folder, names), None
         checkpoint = open_checkpoint(ref.path, revision=ref.revision or None, download=False)

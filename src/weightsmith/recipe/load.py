@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 import yaml
 
 from weightsmith.errors import Finding, NotFound, SyntaxProblem, UnknownName, Unsupported, WeightsmithError, nearest
+from weightsmith.formats.files import is_folder
 from weightsmith.recipe.grammar import read_recipe
 from weightsmith.recipe.moe_grammar import SURGERY, read_moe
 from weightsmith.recipe.nodes import Document, Node, Pair, describe, from_python, plain
@@ -436,9 +437,9 @@ def _text(path: Path) -> str | WeightsmithError:
 
 def _not_found(path: Path) -> NotFound:
     folder = path.parent
-    if not folder.is_dir():
+    if not is_folder(folder):
         return NotFound(f"no such recipe: the folder {folder} does not exist", where=str(path))
-    names = sorted(p.name for p in folder.iterdir())
+    names = sorted(p.name for p in folder.iterdir()) if os.access(folder, os.R_OK) else []
     recipes = [name for name in names if name.endswith((".yml", ".yaml"))]
     details = (f"recipes in {folder}: {', '.join(recipes[:10])}{', ...' if len(recipes) > 10 else ''}",)
     fix = "" if recipes else "Write a recipe with `weightsmith init`."

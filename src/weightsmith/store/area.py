@@ -20,13 +20,13 @@ import errno
 import stat
 from pathlib import Path
 
-from weightsmith.errors import NOTHING_WRITTEN, OutputExists, StoreError
+from weightsmith.errors import NOTHING_WRITTEN, Finding, OutputExists, StoreError
 from weightsmith.store import disk
 from weightsmith.store.claim import CONTENT, JOURNAL, LOCK, OLD, PARTS, PRODUCTS, SPACE, check_content
 from weightsmith.store.journal import Entries
 from weightsmith.store.locks import Locks
 from weightsmith.store.manifest import MANIFEST_NAME
-from weightsmith.store.target import check_replaced
+from weightsmith.store.target import remove_checkpoint
 
 STAGING_SUFFIX = ".weightsmith-staging"
 
@@ -34,6 +34,18 @@ STAGING_SUFFIX = ".weightsmith-staging"
 def staging_folder(out: Path) -> Path:
     """The staging folder of an output folder: in the same parent, so that publishing is a rename."""
     return out.parent / f".{out.name}{STAGING_SUFFIX}"
+
+
+def left_behind(error: OSError | StoreError, where: Path | str, fix: str = "") -> Finding:
+    """The warning that an output is published, while something that is no longer needed could not be removed.
+
+    where  what remains, if the error does not say it
+    fix    "": the error's
+    """
+    found = Finding("") if isinstance(error, OSError) else error.finding
+    reason = found.what or (error.strerror if isinstance(error, OSError) else "") or str(error)
+    what = f"the output is published and complete, but cleaning up failed: {reason}"
+    return Finding(what, found.where or str(where), found.details, fix or found.fix or f"remove {where} yourself")
 
 
 class StagingArea:
@@ -58,8 +70,8 @@ class StagingArea:
         """Complete or undo a publish that was cut off. The folder may be gone afterwards: see `locks.held`."""
         old = self.folder / OLD
         if entries.published is not None and _identity(self.out) == entries.published:
-            self.check_replaced()
-            self.remove()  # it was published; only what it replaced is left
+            self.remove_replaced()  # it was published; only what it replaced is left
+            self.remove()
         elif entries.lines == 0:
             self.remove()  # cut off before anything was finished, or at the end of its removal
         elif entries.published is not None and self.content.is_dir() and not _is_inode(self.content, entries.published[1]):
@@ -105,10 +117,10 @@ class StagingArea:
 
     # removing
 
-    def check_replaced(self) -> None:
-        """Raise StoreError if a replaced checkpoint, about to be removed, holds more than a checkpoint."""
+    def remove_replaced(self) -> None:
+        """Remove the checkpoint that the published one has replaced. Raises StoreError: see `remove_checkpoint`."""
         for folder in (self.content, self.folder / OLD):
-            check_replaced(folder)
+            remove_checkpoint(folder)
 
     def remove_other_files(self, weights: set[str]) -> None:
         """Remove from the content what an earlier run added to these weight files; this run adds its own."""
@@ -121,9 +133,7 @@ class StagingArea:
 
     def empty(self) -> None:
         """Remove everything of ours but the lock; last the journal, which marks the rest as ours."""
-        for folder in (self.content, self.folder / OLD):
-            disk.remove_tree(folder, last=MANIFEST_NAME)  # the mark of a replaced checkpoint
-        for name in (PRODUCTS, PARTS):
+        for name in (CONTENT, PRODUCTS, PARTS):
             disk.remove_tree(self.folder / name)
         (self.folder / SPACE).unlink(missing_ok=True)
         (self.folder / JOURNAL).unlink(missing_ok=True)

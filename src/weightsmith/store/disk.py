@@ -251,20 +251,12 @@ def no_space(folder: Path, needed_bytes: int, *, state: str, cause: OSError | No
     )
 
 
-def remove_tree(folder: Path, *, last: str = "") -> None:
-    """Delete a folder and its contents without following links. Does nothing if it does not exist.
+def remove_tree(folder: Path) -> None:
+    """Delete a folder and its contents without following links. Does nothing if it does not exist. Raises StoreError."""
 
-    last  name of a file that is deleted last
-    """
-    if last and folder.is_dir() and not folder.is_symlink():
-        for entry in list(folder.iterdir()):
-            if entry.is_dir() and not entry.is_symlink():
-                remove_tree(entry)
-            elif entry.name != last:
-                entry.unlink(missing_ok=True)
-
-    def retry(function: Callable[..., object], path: str, info: Any) -> None:
+    def failed(function: Callable[..., object], path: str | Path, info: Any) -> None:
         if not isinstance(info[1], FileNotFoundError):
-            raise StoreError(f"cannot be removed: {info[1].strerror}", where=path, fix=f"remove {folder} yourself") from info[1]
+            what, fix = f"cannot be removed: {info[1].strerror or info[1]}", f"remove {folder} yourself"
+            raise StoreError(what, where=str(path), fix=fix) from info[1]
 
-    shutil.rmtree(folder, onerror=retry)
+    shutil.rmtree(folder, onerror=failed)

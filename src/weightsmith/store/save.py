@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from weightsmith.containers.safetensors import PT_METADATA, make_layout
-from weightsmith.errors import NOTHING_WRITTEN, CannotResume, OutputExists, StoreError
+from weightsmith.errors import NOTHING_WRITTEN, CannotResume, Finding, OutputExists, StoreError
 from weightsmith.formats.files import FULL, expand_user, write_all
 from weightsmith.sources.views import TILE_BYTES, View, pieces, view_of
 from weightsmith.store import disk
@@ -39,12 +39,14 @@ class Saved:
     files    names of the weight files
     nbytes   their sizes, summed
     aliases  tensors that were not stored a second time -> the name they are stored under
+    warnings what could not be cleaned up
     """
 
     path: Path
     files: tuple[str, ...]
     nbytes: int
     aliases: dict[str, str]
+    warnings: tuple[Finding, ...] = ()
 
 
 def save_file(
@@ -136,7 +138,7 @@ def save_model(
 
     max_shard_bytes  bound of one file's tensor data
     config           written as config.json; None writes none
-    overwrite        True replaces an existing checkpoint, but no other folder
+    overwrite        True replaces a checkpoint that weightsmith wrote, but no other folder
 
     The folder appears whole or not at all, and `verify` can check it. Raises StoreError for what cannot be stored,
     OutputExists, NoSpace, and CannotResume where an interrupted merge into this folder could still be resumed.
@@ -180,7 +182,7 @@ def save_model(
     finally:
         staging.close()
     files = tuple(shard.name for shard in layout.shards)
-    return Saved(out, files, sum(shard.nbytes for shard in layout.shards), aliases)
+    return Saved(out, files, sum(shard.nbytes for shard in layout.shards), aliases, staging.warnings)
 
 
 def _views(tensors: Mapping[str, Any], tied: Tied) -> tuple[list[View], dict[str, str]]:

@@ -21,7 +21,7 @@ from weightsmith.containers.safetensors import INDEX_NAME
 from weightsmith.errors import NOTHING_WRITTEN, Busy, Finding, NoSpace, StoreError
 from weightsmith.formats.files import FULL
 from weightsmith.store import disk
-from weightsmith.store.area import StagingArea, staging_folder
+from weightsmith.store.area import StagingArea, left_behind, staging_folder
 from weightsmith.store.checksum import byte_view
 from weightsmith.store.claim import JOURNAL, PARTS, PRODUCTS, SPACE
 from weightsmith.store.followed import Followed
@@ -95,6 +95,7 @@ class Staging:
         self._make_weights: MakeWeights = _all_weights
         self._part = ""
         self._published = False
+        self._left: tuple[Finding, ...] = ()
         self._journal: Journal | None = None
         self._weights: WeightFiles | None = None
         self._tensors: dict[str, Finished] = {}
@@ -310,7 +311,7 @@ class Staging:
     @property
     def warnings(self) -> tuple[Finding, ...]:
         """What the user should know."""
-        return self._locks.warnings
+        return self._locks.warnings + self._left
 
     @property
     def _bookkeeping_bytes(self) -> int:
@@ -461,7 +462,8 @@ class Staging:
         fsync     False does not wait until the bytes are on the disk: faster, but they may be lost in a power cut
 
         Returns the final folder. Raises StoreError if a tensor is missing or a file does not match the layout, OutputExists
-        if the final name was taken meanwhile; the staged work then stays.
+        if the final name was taken meanwhile; the staged work then stays. Once it is published nothing is raised: what cannot
+        be cleaned up is in `warnings`.
         """
         journal, weights = self._opened()
         state = f"Everything is finished in {self.folder}"
@@ -482,12 +484,11 @@ class Staging:
         try:
             if fsync:
                 disk.fsync_folder(self.out.parent)
-            self._area.check_replaced()
+            self._area.remove_replaced()
             self._area.remove()
-        except OSError as error:
-            raise self._leftover(str(error.strerror)) from error
-        except StoreError as error:
-            raise self._leftover(error.finding.what) from error
+        except (OSError, StoreError) as error:
+            self._left = (left_behind(error, self.folder),)
+            self._locks.close()
         return self.out
 
     def complete(self, manifest: Mapping[str, Any]) -> Path:
@@ -511,14 +512,6 @@ class Staging:
             raise self._failed(error, "publish", own_bytes) from error
         return self._content
 
-    def _leftover(self, reason: str) -> StoreError:
-        self._locks.close()
-        return StoreError(
-            f"the output is published and complete, but cleaning up failed: {reason}",
-            where=str(self.out),
-            fix=f"remove {self.folder} yourself",
-        )
-
     def _check_complete(self, weights: WeightFiles) -> None:
         problems = [f"tensor {name} is not finished" for name in self.layout.places if name not in self._tensors]
         problems += weights.problems()
@@ -541,7 +534,7 @@ class Staging:
             raise ValueError(f"{self.folder}: this Staging is closed")
         self._close_files()
         if self._published:
-            self._area.check_replaced()
+            self._area.remove_replaced()
         self._area.remove()
 
     def close(self) -> None:

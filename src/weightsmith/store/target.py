@@ -6,20 +6,23 @@ import itertools
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from weightsmith.errors import NOTHING_WRITTEN, OutputExists, StoreError, WeightsmithError
-from weightsmith.formats.carried import is_checkpoint_file
-from weightsmith.formats.files import expand_user, show
-from weightsmith.formats.strict_json import read_object
+from weightsmith.formats.files import FileState, expand_user, real_path, show
 from weightsmith.remote import addresses
-from weightsmith.store.manifest import MANIFEST_NAME, read_manifest
+from weightsmith.store.manifest import MANIFEST_NAME, Manifest, read_manifest
+from weightsmith.store.verify import differences
 
 _VERSION_CONTROL = (".git", ".hg", ".svn", ".jj")
 _SHOWN = 6  # names of an existing folder that a message lists
 _LOOKED_AT = 10_000  # entries of it that are read for this
 _MAX_LINKS = 40  # in a row, as in Linux
-_MAX_CONFIG_BYTES = 16 << 20
+_compared: set[tuple[str, FileState]] = set()
+"""Files newer than their manifest that this process has read as a whole, and found to be what was written."""
+_MOVE = "move what you need out of it, and remove it"
 
 
 def check_out(out: str | os.PathLike[str]) -> Path:
@@ -95,11 +98,11 @@ def _refused(path: Path, reason: str, fix: str) -> StoreError:
 
 def _protected(path: Path) -> str:
     """Why this folder must never be replaced, or ""."""
-    real = path.resolve()  # the same folder reached through a link in one of its parents
+    real = real_path(path)  # the same folder reached through a link in one of its parents
     if real == real.parent:
         return "it is the root of the file system"
     home = absolute("~") if os.path.expanduser("~") != "~" else None  # noqa: PTH111
-    if home is not None and home.resolve().is_relative_to(real):
+    if home is not None and real_path(home).is_relative_to(real):
         return "it is, or contains, your home folder"
     if Path.cwd().is_relative_to(real):
         return "it is, or contains, the current folder"
@@ -113,32 +116,27 @@ def check_vacant(path: Path, *, overwrite: bool, protected: Sequence[Path] = ())
 
     protected  every file and folder that the run reads
 
-    With `overwrite`, a folder is replaced only if weightsmith's manifest lists every file in it, or if all its files have names
-    that checkpoints use and it has no subfolders; never if it is under version control. Stops reading after the first few
-    files that would be lost.
+    With `overwrite`, a folder is replaced only if `foreign` finds nothing in it that weightsmith has not written; never if it
+    is under version control.
     """
-    if not path.is_dir():
-        return
-    with os.scandir(path) as entries:
-        names = sorted(entry.name for entry in itertools.islice(entries, _LOOKED_AT))
+    try:
+        if not path.is_dir():
+            return
+        with os.scandir(path) as entries:
+            names = sorted(entry.name for entry in itertools.islice(entries, _LOOKED_AT))
+    except OSError as error:
+        raise _refused(path, str(error.strerror), "change its permissions, or choose another folder") from error
     if not names:
         return
     check_not_read(path, protected)
     if not overwrite:
         fix = "choose another folder, or replace this one with --overwrite (overwrite=True)"
         raise occupied("the output folder already exists and is not empty", path, fix, holds=names)
-    reason = ""
     tracked = [name for name in _VERSION_CONTROL if (path / name).exists()]
-    lost = list(itertools.islice(_not_of_checkpoint(path), _SHOWN + 1))
-    if tracked:
-        reason = f"it holds {tracked[0]}, whose history would be lost"
-    elif not _is_checkpoint(path):
-        reason = "it does not look like a checkpoint (no *.safetensors, weightsmith.json or config.json of a model)"
-    elif lost:
-        reason = "it holds more than a checkpoint, and that would be lost"
-    if reason:
-        remove = "move these files away, or remove the folder yourself" if lost else "or remove this one yourself"
-        raise occupied(f"will not be overwritten: {reason}", path, f"choose another folder, {remove}", holds=names, lost=lost)
+    why, found = (f"it holds {tracked[0]}, whose history would be lost", ()) if tracked else foreign(path)
+    if why:
+        fix = "choose another folder, or remove this one yourself"
+        raise occupied(f"will not be overwritten: {why}", path, fix, holds=names, lost=found)
 
 
 def occupied(what: str, where: object, fix: str, *, holds: Sequence[str] = (), lost: Sequence[str] = ()) -> OutputExists:
@@ -147,15 +145,81 @@ def occupied(what: str, where: object, fix: str, *, holds: Sequence[str] = (), l
     return OutputExists(what, where=str(where), details=details, fix=fix, state=NOTHING_WRITTEN)
 
 
-def check_replaced(path: Path) -> None:
-    """Raise StoreError if a replaced folder, about to be deleted, holds more than a checkpoint."""
-    lost = list(itertools.islice(_not_of_checkpoint(path), _SHOWN + 1)) if path.is_dir() else []
-    if lost:
-        raise StoreError(
-            f"the replaced folder holds more than a checkpoint, and is not deleted: {some(lost)}",
-            where=str(path),
-            fix="move what you need out of it, and remove it",
-        )
+def foreign(path: Path) -> tuple[str, Sequence[str]]:
+    """Why a folder is not, or not only, what weightsmith has written: the reason, and the first few names; "" if it is.
+
+    Every file must be in its manifest, and be what was written: its size, the checksums of headers and of all files that are
+    not weights. A weight file is read as a whole only if it was modified after the manifest, which is written last. A listed
+    file may be missing, or be a link, of which nothing but the link would be lost.
+    """
+    if not os.path.lexists(path / MANIFEST_NAME):
+        return f"weightsmith did not make it: it has no {MANIFEST_NAME}", ()
+    try:
+        manifest = read_manifest(path)
+    except WeightsmithError as error:
+        return f"its {MANIFEST_NAME} cannot be used: {error.finding.what}", ()
+    if lost := list(itertools.islice(_unlisted(path, manifest), _SHOWN + 1)):
+        return "it holds files that weightsmith did not write, and these would be lost", lost
+    if changed := _changed(path, manifest):
+        return "files in it were changed after weightsmith wrote them, and these changes would be lost", changed
+    return "", ()
+
+
+def _changed(path: Path, manifest: Manifest) -> list[str]:
+    written = (path / MANIFEST_NAME).lstat().st_mtime_ns
+    there = {name: about for name in (*manifest.weights, *manifest.files) if (about := _file(path / name)) is not None}
+    made = str(manifest.data["checksum"])
+    states = {name: (made, FileState.of(about)) for name, about in there.items() if about.st_mtime_ns > written}
+    later = {name for name, state in states.items() if state not in _compared}
+    found = differences(
+        path,
+        replace(
+            manifest,
+            weights={name: record for name, record in manifest.weights.items() if name in there},
+            files={name: record for name, record in manifest.files.items() if name in there},
+            tensors={name: record for name, record in manifest.tensors.items() if record.file in later},
+        ),
+    )
+    if not found:
+        _compared.update(states.values())
+    return found
+
+
+def _file(path: Path) -> os.stat_result | None:
+    """The state of what has this name; None for nothing, and for a link."""
+    try:
+        about = path.lstat()
+    except OSError:
+        return None
+    return None if stat.S_ISLNK(about.st_mode) else about
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Delete a checkpoint that weightsmith made: the files in its manifest, and no others. The manifest is deleted last.
+
+    Does nothing if there is no folder, or an empty one is left of it. Raises StoreError if anything else is in it, and for what
+    cannot be deleted.
+    """
+    try:
+        if path.is_symlink() or not path.is_dir():
+            return
+        if any(path.iterdir()):
+            why, found = foreign(path)
+            if why:
+                details = [some(found)] if found else []
+                raise StoreError(f"it is not removed: {why}", where=str(path), details=details, fix=_MOVE)
+            manifest = read_manifest(path)
+            names = [*map(PurePosixPath, (*manifest.weights, *manifest.files))]
+            for name in names:
+                (path / name).unlink(missing_ok=True)
+            for folder in sorted({parent for name in names for parent in name.parents if parent.name}, reverse=True):
+                with suppress(FileNotFoundError):
+                    (path / folder).rmdir()
+            (path / MANIFEST_NAME).unlink()
+        path.rmdir()
+    except OSError as error:
+        where = error.filename if isinstance(error.filename, str) else str(path)
+        raise StoreError(f"cannot be removed: {error.strerror}", where=where, fix=f"remove {path} yourself") from error
 
 
 def check_not_read(path: Path, protected: Sequence[Path]) -> None:
@@ -188,7 +252,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def _surroundings(path: Path) -> set[tuple[int, int]]:
     """Identities of a folder and of all its parents."""
-    real = Path(os.path.realpath(path))  # Path.resolve raises for a link to itself
+    real = real_path(path)
     return {found for place in (real, *real.parents) if (found := _identity(place)) is not None}
 
 
@@ -220,9 +284,9 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(shown) + (" and more" if len(names) > _SHOWN else "")
 
 
-def _not_of_checkpoint(path: Path) -> Iterator[str]:
-    """Relative names of the files, and folders (with a `/`), that do not belong to a checkpoint and would be lost."""
-    listed = _listed(path)
+def _unlisted(path: Path, manifest: Manifest) -> Iterator[str]:
+    """Relative names of the files, and folders (with a `/`), that a manifest does not list."""
+    listed = frozenset((MANIFEST_NAME, *manifest.weights, *manifest.files))
     folders = {parent.as_posix() for name in listed for parent in PurePosixPath(name).parents}
 
     def walk(folder: Path, prefix: str) -> Iterator[str]:
@@ -239,29 +303,10 @@ def _not_of_checkpoint(path: Path) -> Iterator[str]:
                     yield from walk(folder / entry.name, f"{name}/")
                 else:
                     yield f"{name}/"
-            elif name not in listed and (listed or entry.is_dir() or not is_checkpoint_file(name)):
+            elif name not in listed:
                 yield name
 
     return walk(path, "")
-
-
-def _listed(path: Path) -> frozenset[str]:
-    """The files that the manifest in a folder lists, itself included; none without a valid manifest."""
-    try:
-        manifest = read_manifest(path)
-    except WeightsmithError:
-        return frozenset()
-    return frozenset((MANIFEST_NAME, *manifest.weights, *manifest.files))
-
-
-def _is_checkpoint(path: Path) -> bool:
-    if (path / MANIFEST_NAME).is_file() or any(entry.name.endswith(".safetensors") for entry in path.iterdir()):
-        return True
-    try:
-        config = read_object(path / "config.json", _MAX_CONFIG_BYTES, "config.json", "", unique=False)
-    except WeightsmithError:
-        return False
-    return "model_type" in config or "architectures" in config
 
 
 def check_file_name(name: str) -> PurePosixPath:

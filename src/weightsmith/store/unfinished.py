@@ -38,8 +38,12 @@ class Unfinished:
 
 
 def find_unfinished(parent: Path) -> Iterator[Unfinished]:
-    """The staging folders in a folder. Nothing is changed, and no lock is held afterwards."""
-    for folder in sorted(parent.glob(f".*{STAGING_SUFFIX}")):
+    """The staging folders in a folder. Nothing is changed, and no lock is held afterwards. Raises StoreError."""
+    try:
+        names = sorted(path.name for path in parent.iterdir())
+    except OSError as error:
+        raise StoreError(f"cannot be read: {error.strerror}", where=str(parent), fix="change its permissions") from error
+    for folder in (parent / name for name in names if name.startswith(".") and name.endswith(STAGING_SUFFIX)):
         try:
             check_kinds(folder)
             entries = read_journal(folder / JOURNAL)

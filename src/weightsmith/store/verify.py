@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightsmith.errors import Corrupt, NotFound
+from weightsmith.errors import CheckpointError, Corrupt, NotFound
 from weightsmith.formats.carried import is_loaded
-from weightsmith.formats.files import expand_user, read_all
+from weightsmith.formats.files import expand_user, is_folder, read_all
 from weightsmith.store import disk
 from weightsmith.store.checksum import hash_bytes
 from weightsmith.store.manifest import MANIFEST_NAME, Manifest, hash_file, list_files, read_manifest
@@ -40,10 +40,12 @@ class Verified:
 def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progress | None = None) -> Verified:
     """Re-read a checkpoint in a folder; see `hub_outputs.verify`."""
     root = expand_user(folder)
+    if is_folder(root) and not os.access(root, os.X_OK):
+        raise CheckpointError("cannot be read: you may not enter it", where=str(root), fix="change its permissions")
     if not os.path.lexists(root / MANIFEST_NAME):
         raise NotFound(
-            "there is no manifest, so nothing to compare with" if root.is_dir() else "there is no such folder",
-            where=str(root / MANIFEST_NAME if root.is_dir() else root),
+            "there is no manifest, so nothing to compare with" if is_folder(root) else "there is no such folder",
+            where=str(root / MANIFEST_NAME if is_folder(root) else root),
             fix="name a folder that weightsmith wrote",
         )
     manifest = read_manifest(root)
@@ -52,15 +54,7 @@ def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progre
     stray = present - {MANIFEST_NAME, *manifest.weights, *manifest.files}
     loadable = {name for name in stray if is_loaded(name)}
     problems += [f"{name}: is not of this checkpoint, and may be loaded with it" for name in sorted(loadable)]
-    nbytes = 0
-    for name, record in manifest.files.items():
-        problem = _file_problem(root / name, record.nbytes)
-        if not problem and hash_file(root / name) != record:
-            problem = "differs from what was written"
-        if problem:
-            problems.append(f"{name}: {problem}")
-        nbytes += record.nbytes
-    problems += _weight_problems(root, manifest, threads, progress)
+    problems += differences(root, manifest, threads=threads, progress=progress)
     if problems:
         raise Corrupt(
             f"{len(problems):,} problem{'s' if len(problems) > 1 else ''} found",
@@ -68,8 +62,25 @@ def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progre
             details=problems,
             fix="restore these from a copy, or make the checkpoint again",
         )
-    nbytes += sum(weight.nbytes for weight in manifest.weights.values())
+    nbytes = sum(file.nbytes for file in manifest.files.values()) + sum(weight.nbytes for weight in manifest.weights.values())
     return Verified(root, manifest.plan, len(manifest.tensors), len(manifest.files), nbytes, tuple(sorted(stray - loadable)))
+
+
+def differences(root: Path, manifest: Manifest, *, threads: int = 2, progress: Progress | None = None) -> list[str]:
+    """Where the files in a folder differ from those of a manifest: one line for each difference."""
+    problems = []
+    for name, record in manifest.files.items():
+        problem = _file_problem(root / name, record.nbytes)
+        if not problem:
+            try:
+                same = hash_file(root / name) == record
+            except OSError as error:
+                problem = f"cannot be read ({error.strerror})"
+            else:
+                problem = "" if same else "differs from what was written"
+        if problem:
+            problems.append(f"{name}: {problem}")
+    return problems + _weight_problems(root, manifest, threads, progress)
 
 
 def _file_problem(path: Path, nbytes: int) -> str:

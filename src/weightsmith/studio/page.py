@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
 from weightsmith import methods
 from weightsmith.errors import Unsupported
 from weightsmith.studio import compare, draft, show
-from weightsmith.studio.places import Places
-from weightsmith.studio.policy import ContentPolicy, SameOrigin, own_names
+from weightsmith.studio.places import Places, is_this_machine
+from weightsmith.studio.policy import ContentPolicy, EventsAlone, SameOrigin, own_names
 from weightsmith.studio.session import Session
 
 _PROMPT = "The three most important things about this program are"
@@ -73,7 +74,7 @@ def build(places: Places) -> Any:
                     with gr.Tab("Merge"):
                         where = f"A folder in {places.out}"
                         name = gr.Textbox("merged", label="Name of the result", info=where, elem_id="ws-name")
-                        with gr.Row():
+                        with gr.Row(visible=places.alone):
                             overwrite = gr.Checkbox(False, label="Replace a result of this name", elem_id="ws-overwrite")
                             discard = gr.Checkbox(False, label="Discard unfinished work", elem_id="ws-discard")
                         with gr.Row():
@@ -193,13 +194,15 @@ def launch(places: Places, *, host: str = "127.0.0.1", port: int | None = None, 
     host, port  127.0.0.1 is reached from this machine alone; port None: the first free one from 7860 on
     browser     open it
 
+    If others can reach the page, nothing that exists is replaced or discarded.
+
     Nothing is asked of the network but models of the Hub: no analytics, no fonts, no scripts of others. The browser is told
     to load nothing but what this server sends (`policy.py`).
     """
-    page, gr = build(places), _gradio()
+    page, gr = build(replace(places, alone=is_this_machine(host))), _gradio()
     from starlette.middleware import Middleware
 
-    middleware = [Middleware(ContentPolicy), Middleware(SameOrigin, names=own_names(host))]
+    middleware = [Middleware(ContentPolicy), Middleware(SameOrigin, names=own_names(host)), Middleware(EventsAlone)]
     page.queue(max_size=32).launch(
         server_name=host,
         server_port=port,
@@ -213,7 +216,6 @@ def launch(places: Places, *, host: str = "127.0.0.1", port: int | None = None, 
         ssr_mode=False,
         pwa=False,
         mcp_server=False,
-        max_file_size="1kb",  # nothing is uploaded
         css=_asset("studio.css"),
         theme=gr.themes.Base(
             primary_hue="blue",

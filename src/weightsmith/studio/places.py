@@ -7,14 +7,18 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
 from weightsmith.errors import CheckpointError, NotFound, ParameterError, WeightsmithError
 from weightsmith.formats.carried import is_weights
-from weightsmith.formats.files import expand_user
+from weightsmith.formats.files import expand_user, real_path
 from weightsmith.planner.patterns import is_pattern
 from weightsmith.recipe import ModelRef
+from weightsmith.store.target import absolute, check_out
 
+RESULTS = "results"
+"""Where results go: a folder of their own, beside no model of the user's."""
 MAX_FOUND = 500
 """Models that are listed."""
 MAX_FOLDERS = 20_000
@@ -39,26 +43,26 @@ class Places:
     """What may be read and written.
 
     folders  models in these may be read; resolved
-    out      results are folders in this one, which `folders` contain; resolved
+    out      results are folders in this one, which `folders` contain; resolved. The first result creates it
     hub      models of the Hub may be named
+    alone    nobody but the user of this machine can reach the page: results may be replaced
     """
 
     folders: tuple[Path, ...]
     out: Path
     hub: bool = True
+    alone: bool = True
 
     @classmethod
     def of(
         cls, folders: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str] | None = None, *, hub: bool = True
     ) -> Places:
-        """Some folders. out: created if it does not exist; None: the first folder.
+        """Some folders. out: `RESULTS` in the current folder if it is None. It need not exist.
 
-        Raises NotFound for one that does not exist.
+        Raises NotFound for a folder that does not exist, StoreError for an `out` that cannot be created.
         """
         found = [_existing(folder) for folder in folders]
-        if out is not None:
-            expand_user(os.fspath(out)).mkdir(parents=True, exist_ok=True)
-        written = found[0] if out is None else _existing(out)
+        written = check_out(real_path(absolute(RESULTS if out is None else out)) / "name").parent
         if not any(written.is_relative_to(folder) for folder in found):
             found.append(written)
         return cls(tuple(found), written, hub)
@@ -101,7 +105,7 @@ class Places:
 
     def holds(self, path: Path) -> bool:
         """Whether a path, its links followed, is in one of the folders."""
-        real = path.resolve()
+        real = real_path(path)
         return any(real.is_relative_to(folder) for folder in self.folders)
 
     def target(self, name: str) -> Path:
@@ -130,6 +134,18 @@ class Places:
         return tuple(found[ref] for ref in sorted(found))
 
 
+def is_this_machine(host: str) -> bool:
+    """Whether a server at this address can be reached from this machine alone.
+
+    >>> [is_this_machine(host) for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::", "192.168.1.5", "")]
+    [True, True, True, False, False, False, False]
+    """
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def reference(path: Path) -> str:
     """A path as a recipe names it: from the current folder on if it is in it.
 
@@ -142,9 +158,13 @@ def reference(path: Path) -> str:
 
 def _existing(folder: str | os.PathLike[str]) -> Path:
     path = expand_user(os.fspath(folder))
-    if not path.is_dir():
-        raise NotFound("no such folder", where=str(path), fix="name folders with models")
-    return path.resolve()
+    try:
+        if path.is_dir():
+            return path.resolve()
+        why = ""
+    except (OSError, ValueError) as error:  # a name too long, a NUL
+        why = f": {error.strerror if isinstance(error, OSError) else error}"
+    raise NotFound(f"no such folder{why}", where=str(path), fix="name folders with models")
 
 
 def _walk(folder: Path) -> Iterator[tuple[Path, bool]]:

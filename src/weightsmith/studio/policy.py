@@ -1,4 +1,7 @@
-"""What other sites may do with the server, and what a browser may load for the page: nothing, and what this server sends."""
+"""What may be sent to the server, and what a browser may load for the page.
+
+Other sites may send nothing, the page itself its events and no files; a browser loads what this server sends.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,27 @@ class ContentPolicy:
             await send(message)
 
         await self.app(scope, receive, answer if scope["type"] == "http" else send)
+
+
+_POSTED = ("/gradio_api/queue/join", "/gradio_api/cancel", "/gradio_api/reset")
+"""The routes of the page's events. All other routes that take something, uploads among them, are closed."""
+
+
+class EventsAlone:
+    """ASGI middleware: lets the page send its events, and nothing else. Gradio takes files whether a page uses them or not."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        path = scope.get("path", "")
+        if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD") and path.rstrip("/") not in _POSTED:
+            await _refuse(scope, send, 403, b"Nothing is uploaded to the studio.")
+        elif scope["type"] == "http" and "upload" in path:
+            await _refuse(scope, send, 404, b"Nothing is uploaded to the studio.")
+        else:
+            await self.app(scope, receive, send)
 
 
 def own_names(host: str) -> frozenset[str]:

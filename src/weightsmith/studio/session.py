@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from weightsmith import methods
-from weightsmith.errors import ParameterError, PlanError, WeightsmithError, report
+from weightsmith.errors import NOTHING_WRITTEN, ParameterError, PlanError, WeightsmithError, report
 from weightsmith.look.diff import diff
 from weightsmith.look.inspect import Inspection, inspect
 from weightsmith.look.pages import comparison_page, difference_page, inspection_page
@@ -121,6 +121,9 @@ class Session:
         """Begin the merge; what is wrong, or nothing. again: discard unfinished work of this name."""
         try:
             recipe = allowed(text, self.places)
+            if (overwrite or again) and not self.places.alone:
+                what = "a studio that others can reach replaces no result, and discards no unfinished work"
+                raise ParameterError(what, where=name, fix="choose another name", state=NOTHING_WRITTEN)
             self.work.start(recipe, self.places.target(name.strip()), overwrite=overwrite is True, resume=again is not True)
         except WeightsmithError as error:
             return show.problem(report(error))

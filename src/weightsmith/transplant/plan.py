@@ -21,7 +21,7 @@ from weightsmith._version import __version__
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import NotFound, ParameterError, PlanError, Unsupported, WeightsmithError, first_line, nearest
 from weightsmith.formats.carried import is_tokenizer
-from weightsmith.formats.files import expand_user, read_bounded
+from weightsmith.formats.files import expand_user, file_names, is_folder, read_bounded
 from weightsmith.jobs.requires import needs_torch
 from weightsmith.options import RecipeOptions, TransplantSettings
 from weightsmith.planner import Prepared
@@ -109,8 +109,8 @@ def _problems(settings: TransplantSettings, approximation: Approximation) -> Ite
 def _open_donor(donor: str | os.PathLike[str], stack: ExitStack) -> _Donor:
     name = os.fspath(donor)
     folder = expand_user(name)
-    if folder.is_dir():
-        names = tuple(sorted(path.name for path in folder.iterdir() if path.is_file()))
+    if is_folder(folder):
+        names = tuple(file_names(folder))
         if any(map(is_tokenizer, names)) and not any(
             name.endswith((".safetensors", ".bin", ".gguf", ".pt", ".pth")) for name in names
         ):

@@ -1,0 +1,192 @@
+"""Every path that a user can name, in every command: one that cannot be used is one error, and nothing is changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli_help import LINEAR, Cli, cli
+from tests.store_help import tree
+
+__all__ = ["cli"]
+
+ONE = "merge_method: linear\nmodels:\n  - model: PATH\n    parameters: {weight: 1}\n"
+TIES = "merge_method: ties\nbase_model: PATH\nmodels:\n  - model: a\n    parameters: {weight: 1}\n"
+EXPERTS = "base_model: a\nexperts:\n  - source_model: b\n    positive_prompts: [y]\n  - source_model: "
+EXL2 = ["--format", "exl2", "--bits", "4"]
+
+
+def written(text: str, command: str = "merge") -> Callable[[str], list[str]]:
+    """A merge of a recipe with a path in it."""
+
+    def arguments(path: str) -> list[str]:
+        Path("bad.yml").write_text(text.replace("PATH", json.dumps(path)))
+        return [command, "bad.yml", "out"]
+
+    return arguments
+
+
+READ: dict[str, Callable[[str], list[str]]] = {
+    "merge": lambda path: ["merge", path, "out"],
+    "moe": lambda path: ["moe", path, "out"],
+    "plan": lambda path: ["plan", path],
+    "preview": lambda path: ["preview", path],
+    "run": lambda path: ["run", path, "out"],
+    "inspect": lambda path: ["inspect", path],
+    "diff": lambda path: ["diff", "a", path],
+    "quantize": lambda path: ["quantize", path, "out", "--format", "fp8-dynamic"],
+    "dequantize": lambda path: ["dequantize", path, "out"],
+    "extract-lora": lambda path: ["extract-lora", path, "a", "out"],
+    "extract-lora base": lambda path: ["extract-lora", "a", path, "out"],
+    "transplant-tokenizer": lambda path: ["transplant-tokenizer", path, "b", "out"],
+    "transplant-tokenizer donor": lambda path: ["transplant-tokenizer", "a", path, "out"],
+    "transplant-tokenizer --report-text": lambda path: ["transplant-tokenizer", "a", "b", "out", "--report-text", path],
+    "quantize --measurement": lambda path: ["quantize", "a", "out", *EXL2, "--measurement", path],
+    "quantize --imatrix": lambda path: ["quantize", "a", "out", "--format", "gguf-q4_0", "--imatrix", path],
+    "quantize --calibration": lambda path: ["quantize", "a", "out", *EXL2, "--calibration", path],
+    "adapter": lambda path: ["dequantize", f"a+{path}", "out"],
+    "model of a recipe": written(ONE),
+    "adapter of a recipe": lambda path: written(ONE)(f"a+{path}"),
+    "base of a recipe": written(TIES),
+    "tokenizer_source": written(LINEAR + "tokenizer_source: PATH\n"),
+    "chat_template": written(LINEAR + "chat_template: PATH\n"),
+    "merge_method": lambda path: written(LINEAR.replace("linear", "PATH", 1))(f"{path}.py:f"),
+    "prompts_file": written(EXPERTS + "a\n    prompts_file: PATH\n", "moe"),
+    "source_model": written(EXPERTS + "PATH\n    positive_prompts: [x]\n", "moe"),
+    "verify": lambda path: ["verify", path],
+    "clean": lambda path: ["clean", path],
+}
+WRITTEN: dict[str, Callable[[str], list[str]]] = {
+    "merge": lambda path: ["merge", "linear.yml", path],
+    "merge --overwrite": lambda path: ["merge", "linear.yml", path, "--overwrite"],
+    "run": lambda path: ["run", "plan.json", path],
+    "run --part": lambda path: ["run", "plan.json", path, "--part", "1/2"],
+    "quantize": lambda path: ["quantize", "a", path, "--format", "fp8-dynamic"],
+    "dequantize": lambda path: ["dequantize", "a", path],
+    "extract-lora": lambda path: ["extract-lora", "a", "b", path],
+    "transplant-tokenizer": lambda path: ["transplant-tokenizer", "a", "b", path],
+    "inspect --report": lambda path: ["inspect", "a", "--report", path],
+    "diff --report": lambda path: ["diff", "a", "b", "--report", path],
+    "preview --report": lambda path: ["preview", "linear.yml", "--report", path],
+    "init": lambda path: ["init", path, "--preset", "ties-paper"],
+}
+NAMES = {
+    "loop": "loop",
+    "below a loop": "loop/x",
+    "link to nowhere": "broken/x",
+    "a long name": "x" * 300,
+    "a long path": "d/" * 2500 + "x",
+    "NUL": "a\0b",
+    "below a file": "file/x/y",
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models with tokenizers, of which every format and every layout can be made."""
+    pytest.importorskip("transformers")
+    from tests.calibration_help import save_model
+
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate("ab"):
+        save_model(folder / name, seed=seed)
+    tokenizer = folder / "b" / "tokenizer.json"  # has a token that the other one lacks
+    tokenizer.write_text(tokenizer.read_text().replace('"A"', '"AA"', 1))
+    return folder
+
+
+@pytest.fixture
+def here(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with models, a recipe, and names that cannot be used."""
+    folder = tmp_path
+    monkeypatch.chdir(folder)
+    for name in "ab":
+        shutil.copytree(models / name, folder / name)
+    (folder / "linear.yml").write_text(LINEAR)
+    (folder / "file").write_text("mine")
+    (folder / "loop").symlink_to("loop")
+    (folder / "broken").symlink_to("nowhere")
+    return folder
+
+
+def planned(cli: Cli) -> None:
+    Path("plan.json").write_text(cli("plan", "linear.yml", "--json").out)
+
+
+def refused(cli: Cli, arguments: list[str], here: Path, name: str = "") -> str:
+    """The command ends with one error, and has changed nothing: its message. name: in it."""
+    before = tree(here)
+    ran = cli(*arguments)
+    assert ran.code in (1, 2, 3), ran.err + ran.out
+    assert "internal" not in ran.err, ran.err
+    assert "Traceback" not in ran.err
+    assert ran.err.count("error[") == 1 or ran.code == 2, ran.err
+    assert tree(here) == before
+    assert len(ran.err) < 12_000
+    assert name[:40].replace("\0", "\\x00") in ran.err or "null byte" in ran.err
+    return ran.err
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("command", READ)
+def test_what_cannot_be_read_is_one_error(cli: Cli, here: Path, command: str, name: str) -> None:
+    refused(cli, READ[command](NAMES[name]), here, NAMES[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("command", WRITTEN)
+def test_what_cannot_be_written_is_one_error(cli: Cli, here: Path, command: str, name: str) -> None:
+    if command.startswith("run"):
+        planned(cli)
+    refused(cli, WRITTEN[command](NAMES[name]), here, NAMES[name])
+
+
+@pytest.mark.parametrize("command", READ)
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_may_not_be_read_is_one_error(cli: Cli, here: Path, no_root: None, command: str, inside: bool) -> None:
+    closed = here / "closed"
+    closed.mkdir()
+    arguments = READ[command]("closed/x" if inside else "closed")
+    closed.chmod(0)
+    try:
+        refused(cli, arguments, here, "closed")
+    finally:
+        closed.chmod(0o700)
+
+
+@pytest.mark.parametrize("command", WRITTEN)
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_may_not_be_written_is_one_error(cli: Cli, here: Path, no_root: None, command: str, inside: bool) -> None:
+    if command.startswith("run"):
+        planned(cli)
+    closed = here / "closed"
+    closed.mkdir()
+    closed.chmod(0)
+    try:
+        refused(cli, WRITTEN[command]("closed/x" if inside else "closed"), here, "closed")
+    finally:
+        closed.chmod(0o700)
+
+
+def test_a_tokenizer_that_is_a_link_to_itself_is_one_error(cli: Cli, here: Path) -> None:
+    (here / "a" / "tokenizer.json").unlink()
+    (here / "a" / "tokenizer.json").symlink_to("tokenizer.json")
+    assert "symbolic link" in refused(cli, ["merge", "linear.yml", "out"], here)
+
+
+def test_a_recipe_is_not_written_through_a_link_to_nowhere(cli: Cli, here: Path) -> None:
+    assert "already exists" in refused(cli, ["init", "broken", "--preset", "ties-paper"], here)
+    assert not (here / "nowhere").exists()
+
+
+def test_a_report_replaces_the_page_and_not_the_link_to_it(cli: Cli, here: Path) -> None:
+    (here / "pages").mkdir()
+    (here / "page.html").symlink_to("pages/page.html")
+    for _ in range(2):
+        assert cli("inspect", "a", "--report", "page.html").code == 0
+    assert (here / "page.html").is_symlink()
+    assert (here / "pages" / "page.html").is_file()
