@@ -288,7 +288,10 @@ def test_a_nan_names_the_ways_out_and_each_of_them_works(cli: Cli, work: Path) -
     refused = cli("merge", "bad.yml", "out")
     assert refused.code == 5
     assert f"bad, tensor {name}: element [1, 2] is nan" in refused.err
-    look, leave = f"weightsmith inspect bad {name} --stats", f'weight: [{{filter: "{name}", value: 0}}, ...] in the parameters of bad'
+    look, leave = (
+        f"weightsmith inspect bad {name} --stats",
+        f'weight: [{{filter: "{name}", value: 0}}, ...] in the parameters of bad',
+    )
     assert look in refused.err
     assert leave in refused.err
     assert "with --allow-nonfinite the same command resumes from them" in refused.err
@@ -298,4 +301,6 @@ def test_a_nan_names_the_ways_out_and_each_of_them_works(cli: Cli, work: Path) -
     assert cli("merge", "bad.yml", "out", "--allow-nonfinite").code == 0
     (work / "left.yml").write_text(recipe.replace("weight: 0.75", f'weight: [{{filter: "{name}", value: 0}}, {{value: 0.75}}]'))
     assert cli("merge", "left.yml", "out2").code == 0
-    assert np.array_equal(load_file(work / "out2" / "model.safetensors")[name], load_file(work / "a" / "model.safetensors")[name])
+    assert np.array_equal(
+        load_file(work / "out2" / "model.safetensors")[name], load_file(work / "a" / "model.safetensors")[name]
+    )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weightsmith.cli import options
-from weightsmith.cli.failures import failures
+from weightsmith.cli.failures import failures, wrote
 from weightsmith.progress import meter, no_bars_in_logs
 from weightsmith.text import count, fact, heading, printable, result, show_table, size
 
@@ -51,6 +51,7 @@ def inspect(
             found = look(model, tensors=tensors or (), stats=stats, threads=threads, stream=stream, progress=shown)
         if report is not None:
             write_page(report, inspection_page(found))
+            wrote(f"The page is written: {printable(str(report))}")
         if as_json:
             result(json.dumps(found.to_json(), ensure_ascii=False))
         elif not quiet:
