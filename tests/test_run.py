@@ -25,7 +25,7 @@ import typer
 
 import weightsmith
 from tests import plan_help
-from tests.cli_help import CONFIG, Cli
+from tests.cli_help import CONFIG, Cli, run_process
 from tests.mini import write_checkpoint
 from weightsmith.cli.run import parse_part
 from weightsmith.errors import Busy, CheckpointError, FormatError, ParameterError, PlanError, StoreError, WeightsmithError
@@ -431,6 +431,41 @@ def test_a_file_that_is_no_plan_is_one_error(tmp_path: Path) -> None:
 # ---- identity of work
 
 
+def test_every_module_that_a_merge_imports_is_part_of_the_program(here: Path) -> None:
+    """The modules that reading, merging and writing load, and planning does not, against those that the text names."""
+    import weightsmith.identity as identity
+
+    code = """
+import sys, weightsmith
+weightsmith.plan("ties.yml")
+planned = {*sys.modules}
+import weightsmith.checkpoint, weightsmith.engine.local
+weightsmith.merge("ties.yml", "out")
+for name in {*sys.modules} - planned | {"weightsmith.checkpoint"}:
+    if name.startswith("weightsmith."):
+        print(name)
+"""
+    ran = run_process(code=code, cwd=here)
+    assert ran.code == 0, ran.err
+    known = identity.program_files(Path(identity.__file__).parent)
+    modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in known}
+    loaded = {name.removeprefix("weightsmith.") for name in ran.out.split()}
+    others = (
+        "execution",
+        "cards",
+        "citations",
+        "distance",
+        "identity",
+        "api",
+        "progress",
+        "buckets",
+        "hub_outputs",
+        "distributed",
+    )
+    assert {"checkpoint", "engine.local", "methods.ties"} <= modules
+    assert {name for name in loaded - modules if name.split(".")[0] not in others} == set()
+
+
 def test_an_input_that_is_overwritten_while_it_is_read_is_not_published(here: Path) -> None:
     """`cp new old` keeps the inode, and may keep the size: neither name nor header tells."""
     shard = here / "b" / "model.safetensors"
@@ -483,11 +518,15 @@ def test_the_program_is_its_version_and_its_code(tmp_path: Path, monkeypatch: py
         first = digest()
         assert digest() == first
         second = first
-        for name in ("kernels/combine.py", "buckets/parts.py"):
+        for name in (
+            "kernels/combine.py", "buckets/parts.py", "checkpoint.py", "tensors.py", "plans/values.py", "store/checksum.py",
+            "mixture/routing/gates/hidden.py", "methods/ties.py", "encodings/gguf.py", "quantisation/exl2/matrix.py",
+        ):  # fmt: skip
             (package / name).write_text((package / name).read_text() + "\n# another\n")
             before, second = second, digest()
             assert second != before, name
-        (package / "cli" / "text.py").write_text("")
+        for name in ("cli/merge.py", "cards.py", "progress.py", "studio/page.py"):
+            (package / name).write_text("")
         assert digest() == second, "what only draws makes no bytes"
         monkeypatch.setattr(identity, "__version__", "0.0.0")
         assert digest() != second

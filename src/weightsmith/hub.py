@@ -18,6 +18,8 @@ from typing import Any
 
 from weightsmith.errors import CheckpointError, Finding, NotFound, without_queries
 from weightsmith.formats.files import RandomAccess, show
+from weightsmith.remote.environment import check_hub
+from weightsmith.remote.failures import lasting, no_panic, passes
 from weightsmith.remote.files import RemoteFile, opened, read_starts
 from weightsmith.remote.http import HttpFile
 
@@ -82,7 +84,8 @@ class Repository:
 
         url = huggingface_hub.hf_hub_url(self.name, name, revision=self.commit)
         try:
-            size = huggingface_hub.get_hf_file_metadata(url, token=self._token, timeout=_timeouts()[0]).size
+            with no_panic():
+                size = huggingface_hub.get_hf_file_metadata(url, token=self._token, timeout=_timeouts()[0]).size
         except Exception as error:
             raise _explain(error, f"{self.name}, {name}") from error
         if size is None:
@@ -115,17 +118,18 @@ class Repository:
     def _bring(self, wanted: Sequence[str], *, quiet: bool) -> None:
         import huggingface_hub
 
-        bound_requests()
         try:
-            huggingface_hub.snapshot_download(
-                self.name,
-                revision=self.commit,
-                cache_dir=self._cache_dir,
-                token=self._token,
-                allow_patterns=[glob.escape(name) for name in wanted],
-                etag_timeout=_timeouts()[0],
-                **({"tqdm_class": _no_bar()} if quiet else {}),
-            )
+            with no_panic():
+                bound_requests()
+                huggingface_hub.snapshot_download(
+                    self.name,
+                    revision=self.commit,
+                    cache_dir=self._cache_dir,
+                    token=self._token,
+                    allow_patterns=[glob.escape(name) for name in wanted],
+                    etag_timeout=_timeouts()[0],
+                    **({"tqdm_class": _no_bar()} if quiet else {}),
+                )
         except Exception as error:
             raise _explain(error, self.name) from error
         if left := [name for name in wanted if not (self.folder / name).is_file()]:  # it is satisfied with a part, off line
@@ -170,8 +174,9 @@ def open_repository(
 
     When the hub does not answer, or refuses, the cached files of that revision are used, with a note.
 
-    Raises NotFound and CheckpointError: neither hub nor cache has it, or may show it.
+    Raises NotFound and CheckpointError: neither hub nor cache has it, or may show it; ParameterError for a broken environment.
     """
+    check_hub()
     import huggingface_hub
     from huggingface_hub import constants, errors
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it marks no exports
@@ -185,7 +190,8 @@ def open_repository(
         if time.monotonic() < until:
             raise _Silent(why)
         api = huggingface_hub.HfApi(token=token)
-        info = api.model_info(name, revision=revision, files_metadata=True, timeout=_timeouts()[0])
+        with no_panic():
+            info = api.model_info(name, revision=revision, files_metadata=True, timeout=_timeouts()[0])
     except Exception as error:
         if not _answered(error) and not isinstance(error, (errors.HFValidationError, errors.OfflineModeIsEnabled, _Silent)):
             _silent[constants.ENDPOINT] = time.monotonic() + SILENT_SECONDS, _reason(error)
@@ -352,6 +358,9 @@ def _explain(error: Exception, where: str, *, cached: Path | None = None) -> Che
             details=(f"file  {error.filename}",) if error.filename else (),
             fix="Free space there, or set HF_HOME to a folder on another disk.",
         )
+    stays = None if _answered(error) else lasting(error, "HF_ENDPOINT")
+    if stays is not None and cached is None:
+        return CheckpointError(f"the download stopped: {stays.what}", where=where, details=details, fix=stays.fix)
     if not _answered(error):
         return NotFound(
             "neither a local path nor a model in the hub cache" if cached is not None else "the download stopped",
@@ -365,7 +374,9 @@ def _explain(error: Exception, where: str, *, cached: Path | None = None) -> Che
         "the hub answered with an error",
         where=where,
         details=details,
-        fix="Run the same command again to resume: what has arrived is kept in the cache.",
+        fix="Run the same command again to resume: what has arrived is kept in the cache."
+        if passes(getattr(getattr(error, "response", None), "status_code", 500))
+        else "Check the model's name, your token and HF_ENDPOINT.",
     )
 
 

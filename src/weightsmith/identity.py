@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from weightsmith import methods
 from weightsmith._version import __version__
 from weightsmith.formats.collector import collector_paused
 from weightsmith.jobs.requires import named_device
@@ -18,27 +20,9 @@ from weightsmith.recipe.nodes import Node
 from weightsmith.recipe.yaml import read_yaml
 from weightsmith.sources import Tensors
 
-ROOMS = (
-    "adapters",
-    "decoder",
-    "encodings",
-    "engine",
-    "formats",
-    "jobs",
-    "kernels",
-    "lora",
-    "methods",
-    "mixture",
-    "products",
-    "quantisation",
-    "remote",
-    "sources",
-    "structure",
-    "transplant",
-)
-"""Rooms whose code determines the bytes of an output, given the plan."""
-FILES = ("tensors.py", "plans/values.py", "store/checksum.py", "buckets/parts.py")
-"""Modules that do so too, and the one that determines which bytes an uploaded part has."""
+ROOTS = ("engine", "checkpoint", "buckets.parts")
+"""What determines the bytes of an output, given the plan and the inputs, with all that it imports: the engine, how inputs are
+opened, and which bytes an uploaded part has."""
 PACKAGES = ("numpy", "numba", "torch", "libgguf")
 """Packages whose numbers may differ between versions."""
 
@@ -51,9 +35,18 @@ def work_identity(plan: Plan, inputs: Sequence[Tensors], device: str) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
+def merges_on_device(plan: Plan) -> bool:
+    """Whether torch computes whole matrices of the plan, or of one whose result it reads, on the run's device."""
+    every = (*plan.steps, *(step for product in plan.products for step in product.steps))
+    found = {(leaf.op, leaf.settings) for step in every for leaf in step.leaves if leaf.merges and leaf.role == "linear"}
+    return any(methods.get(op).on_device(plan.settings[settings].shared) for op, settings in found) or any(
+        merges_on_device(model.plan) for model in plan.models if model.plan is not None
+    )
+
+
 def _device_type(plan: Plan, device: str) -> list[str]:
-    """The type of the device if a product depends on it, else []: devices round differently."""
-    if not any(find_kind(product.op).device for product in plan.products):
+    """The type of the device if it changes the numbers of a product or a tensor, else []: devices round differently."""
+    if not merges_on_device(plan) and not any(find_kind(product.op).device for product in plan.products):
         return []
     return [named_device(device).partition(":")[0]]
 
@@ -100,15 +93,39 @@ def _digest(text: str) -> str:
 def program_digest() -> str:
     """Digest of the version and the code that computes bytes (sha256, hex). Work of another program is not resumed."""
     digest = hashlib.sha256(__version__.encode())
-    package = Path(__file__).parent
-    for room in ROOMS:
-        for file in sorted((package / room).rglob("*.py")):
-            digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
-    for name in FILES:
-        digest.update((package / name).read_bytes())
+    for name, data in program_files(Path(__file__).parent).items():
+        digest.update(name.encode() + b"\0" + data)
     for name in PACKAGES:
         digest.update(f"{name} {_version(name)}\0".encode())
     return digest.hexdigest()
+
+
+_NAMED = re.compile(rb"\bweightsmith((?:\.\w+)+)(\.\{)?(?: +import +(\([^)]*\)|[^\n]*))?")
+
+
+def program_files(package: Path) -> dict[str, bytes]:
+    """The modules that `ROOTS` import, directly or not, and their text; by path, in order.
+
+    A module counts as imported where its full name is in the text: lists of plug-ins name modules in strings, and a name with
+    `{` after it stands for every module of that package. Comments may add a module too many, which costs nothing but a
+    resumption.
+    """
+    paths = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
+    modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in paths}
+    below = {root: [name for module, name in modules.items() if f"{module}.".startswith(f"{root}.")] for root in ROOTS}
+    todo, found = [name for names in below.values() for name in names], dict[str, bytes]()
+    while todo:
+        if (name := todo.pop()) in found:
+            continue
+        found[name] = paths[name].read_bytes()
+        for dotted, dynamic, imported in _NAMED.findall(found[name]):
+            path = dotted.decode()[1:]
+            parts = path.split(".")
+            named = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+            named += [f"{path}.{word.decode()}" for word in re.findall(rb"\w+", imported)]
+            named += [module for module in modules if dynamic and module.startswith(f"{path}.")]
+            todo += [modules[module] for module in named if module in modules]
+    return dict(sorted(found.items()))
 
 
 def _version(package: str) -> str:

@@ -177,7 +177,7 @@ class RunOptions:
     card              write README.md, a model card
     report            write report.html: what was merged and how far it moved, by layer and part, as a page
     allow_nonfinite   merge NaN and infinity like any number; else they raise an error that names tensor and model
-    device            torch device name for hidden states
+    device            torch device for hidden states and whole matrices: cpu, cuda, cuda:1, or auto
     keep_stages       write the results of all the recipes whose results the recipe reads, to OUT.stage-NAME, and keep them
     stream            read the weights of hub models where they are, instead of downloading them first
     max_spool_bytes   limit of the disk space for bytes that are streamed; those of a later pass that do not fit travel again

@@ -14,9 +14,11 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TextIO
 
 from weightsmith.errors import Finding, with_excerpt
+from weightsmith.streams import replace_streams
 
 _ESCAPES = {c: f"\\x{c:02x}" for c in (*range(32), 127, *range(128, 160)) if c not in (9, 10)}
 
@@ -24,7 +26,8 @@ BOLD, RED, YELLOW = "1", "1;31", "33"
 
 
 def prepare_streams() -> None:
-    """Show what a stream's encoding lacks as escapes, and Python's own warnings like ours."""
+    """Replace streams that cannot be written, show what an encoding lacks as escapes, and Python's own warnings like ours."""
+    replace_streams()
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -32,9 +35,9 @@ def prepare_streams() -> None:
     warnings.showwarning = lambda message, *_args, **_kwargs: note(f"{colour('warning:', YELLOW, sys.stderr)} {message}")
 
 
-def is_terminal(stream: TextIO) -> bool:
-    """True when someone watches: a terminal that can move its cursor."""
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
+def is_terminal(stream: TextIO | None) -> bool:
+    """True when someone watches: a terminal that can move its cursor. A process without streams has None."""
+    return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def colour(text: str, code: str, stream: TextIO) -> str:
@@ -103,7 +106,14 @@ def say(text: str) -> None:
 
 def note(text: str) -> None:
     """A line about the work, to stderr, wrapped on a terminal."""
-    print(wrapped(text, columns(sys.stderr)), file=sys.stderr, flush=True)
+    _aside(wrapped(text, columns(sys.stderr)))
+
+
+def _aside(text: str) -> None:
+    """Write to stderr, if there is one that takes it: what is said about the work never stops it."""
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):  # ValueError: a program that calls us has closed it
+            print(text, file=sys.stderr, flush=True)
 
 
 def warn(finding: Finding, source: tuple[str, str] = ("", "")) -> None:
@@ -120,7 +130,7 @@ def diagnostic(text: str, code: str) -> None:
         head = re.match(r"error\[[a-z-]+\]:|warning:|     +\| *\^+$", line)
         if head:
             lines[i] = colour(head[0], code, sys.stderr) + line[head.end() :]
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    _aside("\n".join(lines))
 
 
 def heading(text: str) -> str:

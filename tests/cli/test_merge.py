@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from tests.cli_help import LINEAR, Cli, cli, environment, run_process, work
+from tests.cli_help import CONFIG, LINEAR, Cli, cli, environment, run_process, work
+from tests.mini import write_checkpoint
 from weightsmith import open_checkpoint
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.containers.safetensors import make_layout
@@ -260,7 +264,7 @@ def test_ctrl_c_before_anything_was_made_says_that_nothing_is_left(
 
 
 @pytest.mark.parametrize("command", ["schema", "methods"])  # more, and less, than a buffer holds
-def test_a_reader_that_goes_away_ends_the_process_quietly(command: str) -> None:
+def test_a_reader_that_goes_away_ends_the_process_with_one_line(command: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "weightsmith", command],
         env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -270,4 +274,33 @@ def test_a_reader_that_goes_away_ends_the_process_quietly(command: str) -> None:
     process.stdout.close()
     err = process.stderr.read()
     process.stderr.close()
-    assert (process.wait(), err) == (141, "")
+    said = "error[result-lost]: stdout: the result cannot be printed: its reader has closed it\n"
+    assert (process.wait(), err) == (141, said)
+
+
+def test_a_nan_names_the_ways_out_and_each_of_them_works(cli: Cli, work: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = {key: value.copy() for key, value in load_file(work / "b" / "model.safetensors").items()}
+    tensors[name][1, 2] = np.nan
+    write_checkpoint(work / "bad", tensors, CONFIG)
+    recipe = (work / "linear.yml").read_text().replace("model: b", "model: bad")
+    (work / "bad.yml").write_text(recipe)
+    refused = cli("merge", "bad.yml", "out")
+    assert refused.code == 5
+    assert f"bad, tensor {name}: element [1, 2] is nan" in refused.err
+    look, leave = (
+        f"weightsmith inspect bad {name} --stats",
+        f'weight: [{{filter: "{name}", value: 0}}, ...] in the parameters of bad',
+    )
+    assert look in refused.err
+    assert leave in refused.err
+    assert "with --allow-nonfinite the same command resumes from them" in refused.err
+    looked = cli(*shlex.split(look)[1:])
+    assert (looked.code, "NaN" in looked.out) == (0, True), looked
+    assert cli("merge", "bad.yml", "out").code == 5, "the same command meets the same number"
+    assert cli("merge", "bad.yml", "out", "--allow-nonfinite").code == 0
+    (work / "left.yml").write_text(recipe.replace("weight: 0.75", f'weight: [{{filter: "{name}", value: 0}}, {{value: 0.75}}]'))
+    assert cli("merge", "left.yml", "out2").code == 0
+    assert np.array_equal(
+        load_file(work / "out2" / "model.safetensors")[name], load_file(work / "a" / "model.safetensors")[name]
+    )

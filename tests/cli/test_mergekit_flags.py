@@ -24,14 +24,16 @@ MERGEKIT = """--allow-crimes --no-allow-crimes --unsafe-truncate-embeddings --no
 KNOWN = {name: flag for flag in FLAGS for name in flag.names}
 
 
+OURS = {"--device"}
+"""Of the same name and meaning here."""
+
+
 def test_every_option_of_mergekit_is_in_the_table_once() -> None:
-    assert sorted(MERGEKIT) == sorted(name for flag in FLAGS for name in flag.names)
+    assert sorted({*MERGEKIT} - OURS) == sorted(name for flag in FLAGS for name in flag.names)
 
 
 def test_those_that_take_a_value_are_mergekits() -> None:
-    taking = (
-        "--transformers-cache --lora-merge-cache --lora-merge-dtype --device --num-threads -j --out-shard-size --random-seed"
-    )
+    taking = "--transformers-cache --lora-merge-cache --lora-merge-dtype --num-threads -j --out-shard-size --random-seed"
     assert {name for name, flag in KNOWN.items() if flag.value} == {*taking.split(), "--write-threads"}
 
 
@@ -39,7 +41,7 @@ def test_all_that_are_not_refused_together_change_nothing_but_are_answered(
     cli: Cli, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", "before")
-    values = {"--device": "cuda:0", "--transformers-cache": str(work), "--out-shard-size": "5B"}
+    values = {"--transformers-cache": str(work), "--out-shard-size": "5B"}
     args: list[str] = []
     for name, flag in KNOWN.items():
         if flag.fate != "refused":
@@ -88,7 +90,7 @@ def test_flags_with_another_name_here_are_passed_on(args: list[str], ours: list[
     assert translate(args).args == ours
 
 
-@pytest.mark.parametrize(("args", "text"), [(["--device"], "needs a value"), (["--cuda=yes"], "takes no value")])
+@pytest.mark.parametrize(("args", "text"), [(["--write-threads"], "needs a value"), (["--cuda=yes"], "takes no value")])
 def test_a_value_too_few_or_too_many_is_an_error(args: list[str], text: str) -> None:
     with pytest.raises(typer.BadParameter, match=text):
         translate(args)
@@ -98,4 +100,4 @@ def test_they_are_not_in_the_help(cli: Cli) -> None:
     ran = cli("merge", "--help")
     words = set(ran.out.replace(",", " ").split())
     assert ran.code == 0
-    assert not words & set(MERGEKIT)
+    assert words & {*MERGEKIT} == OURS

@@ -511,9 +511,10 @@ def test_killed_after_its_commit_and_then_changed_by_someone_else_it_is_not_said
 
 def test_one_process_at_a_time(here: Path, hub: FakeHub) -> None:
     inside: list[BaseException] = []
+    once = threading.Lock()  # uploads are parallel
 
     def second(seen: Seen) -> None:
-        if seen.method == "PUT" and not inside:
+        if seen.method == "PUT" and once.acquire(blocking=False):
             with pytest.raises(Busy) as caught:
                 run("linear")
             inside.append(caught.value)

@@ -19,7 +19,7 @@ from numba.core import event
 
 from tests.cli_help import run_process
 from tests.mini import write_checkpoint
-from weightsmith.kernels import compiler
+from weightsmith.kernels import compiler, internals
 from weightsmith.kernels.jit import Switch, kernel
 from weightsmith.kernels.watch import Abandoned, is_compiling, leave
 
@@ -147,7 +147,7 @@ def test_a_kernel_that_cannot_be_kept_is_compiled_all_the_same(name: str, kept: 
     one_more = again()
     with monkeypatch.context() as patched:
         if name == "write":
-            patched.setattr(compiler.serialize, "dumps", full)
+            patched.setattr(internals.serialize, "dumps", full)
         else:
             patched.setattr(os, "makedirs", full)
         assert one_more(1) == 2
@@ -179,8 +179,8 @@ def test_a_kernel_that_kernels_call_is_not_compiled_by_itself(monkeypatch: pytes
         made.append(library.name)
         known(library)
 
-    known = compiler.codegen.JITCodeLibrary._finalize_specific
-    monkeypatch.setattr(compiler.codegen.JITCodeLibrary, "_finalize_specific", emit)
+    known = internals.codegen.JITCodeLibrary._finalize_specific
+    monkeypatch.setattr(internals.codegen.JITCodeLibrary, "_finalize_specific", emit)
     assert calling(1.0) == 5
     assert any(name.startswith("calling") for name in made)
     assert not any(name.startswith("called") for name in made)
@@ -305,7 +305,7 @@ def test_threads_do_not_undo_each_others_cache_folder(monkeypatch: pytest.Monkey
             time.sleep(0.0005)
             seen.add(compiler.config.CACHE_DIR)
 
-    monkeypatch.setattr(compiler, "_Cache", look)
+    monkeypatch.setattr(internals, "Cache", look)
     monkeypatch.setattr(compiler, "cache_folder", lambda: "ours")
     monkeypatch.setattr(compiler.config, "CACHE_DIR", "before")
     with ThreadPoolExecutor(8) as pool:

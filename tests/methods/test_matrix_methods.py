@@ -16,14 +16,17 @@ import pytest
 import torch
 
 import weightsmith
+from tests import cli_help
 from tests.cases.case import deltas, f64, fine_tunes
 from tests.mini import run_method, write_checkpoint
+from weightsmith import methods
 from weightsmith.engine.schedule import Flight, Part, Scheduler, Work
 from weightsmith.engine.tiles import Cut, fit_resident_bytes, fit_tile_bytes, peak_memory_bytes
-from weightsmith.errors import PlanError
+from weightsmith.errors import CannotResume, ParameterError, PlanError
+from weightsmith.identity import merges_on_device, work_identity
 from weightsmith.jobs.decompose import polar, thin_svd
-from weightsmith.jobs.job import Bytes, Job, Tile
-from weightsmith.jobs.matrix import one_thread
+from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
+from weightsmith.jobs.matrix import Deltas, one_thread
 from weightsmith.methods import cart, iso_c, iso_cts, resmerge, star, svc, tsv_m, wudi
 from weightsmith.plans import Step
 from weightsmith.structure.roles import role_of
@@ -492,3 +495,93 @@ def test_torch_has_its_number_of_threads_again_whatever_the_order_of_leaving() -
             assert elsewhere() == 3
     finally:
         torch.set_num_threads(before)
+
+
+# ---- the device
+
+
+TSV = "merge_method: tsv_m\nbase_model: a\nmodels:\n  - model: b\n  - model: c\n"
+SPECTRUM = TSV.replace("tsv_m", "ties") + "parameters: {spectrum: flatten, weight: 0.5, density: 0.5}\n"
+SCALED = TSV.replace("base_model: a\n", "base_model: a\nparameters: {delta_scale: 0.5}\n")
+TIES = SPECTRUM.replace("spectrum: flatten", "norm_match: mean")
+STAGE = TSV.replace("merge_method", "name: tsv\nmerge_method") + "---\n" + TIES.replace("model: b", "model: tsv")
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    cli_help.make_models(tmp_path, ("a", "b", "c"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("recipe", [TSV, SPECTRUM, SCALED, STAGE], ids=["method", "spectrum", "scaled", "stage"])
+def test_whole_matrices_are_computed_on_the_device_of_the_run_whatever_torch_finds(
+    models: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    seen: set[str] = set()
+    make = Deltas.__init__
+
+    def spy(self: Deltas, rows: Any, weights: Any, device: str, **more: Any) -> None:
+        seen.add(device)
+        make(self, rows, weights, device, **more)
+
+    monkeypatch.setattr(Deltas, "__init__", spy)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    weightsmith.merge(recipe, "default", fsync=False)
+    assert seen == {"cpu"}
+    seen.clear()
+    weightsmith.merge(recipe, "chosen", fsync=False, device="cpu:0")
+    assert seen == {"cpu:0"}
+
+
+def test_the_device_is_part_of_the_identity_where_it_changes_numbers(models: Path) -> None:
+    for recipe, matters in ((TSV, True), (SPECTRUM, True), (SCALED, True), (TIES, False)):
+        plan = weightsmith.plan(recipe)
+        assert merges_on_device(plan) == matters, recipe
+        assert (work_identity(plan, [], "cuda:1") != work_identity(plan, [], "cpu")) == matters, recipe
+        assert work_identity(plan, [], "cuda:1") == work_identity(plan, [], "cuda"), "of one type"
+
+
+def test_work_of_one_device_is_not_resumed_on_another(models: Path) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(now: weightsmith.Progress) -> None:
+        if now.tensors:
+            raise Stop
+
+    with pytest.raises(Stop):
+        weightsmith.merge(TSV, "out", progress=stop, threads=1)
+    with pytest.raises(CannotResume) as refused:
+        weightsmith.merge(TSV, "out", device="meta")
+    assert "device" in str(refused.value)
+    assert weightsmith.merge(TSV, "out").resumed
+
+
+def test_a_device_that_cannot_be_used_is_found_before_anything_is_read(models: Path) -> None:
+    with pytest.raises(ParameterError, match="the device 'nothing' cannot be used"):
+        weightsmith.merge(TSV, "out", device="nothing")
+    assert [path.name for path in models.iterdir() if "out" in path.name] == []
+    weightsmith.merge(TIES, "out", device="nothing", fsync=False)  # nothing is computed there
+
+
+def test_jobs_that_are_not_portable_are_those_whose_methods_say_so() -> None:
+    """A new method of whole matrices that forgets `on_device` would be resumed on another device."""
+    for name in methods.NAMES:
+        method = methods.get(name)
+        shared, own = (
+            {p.name: 0.5 if p.required else p.default for p in method.parameters if p.scope == scope and not p.optional}
+            for scope in ("tensor", "model")
+        )
+        count = 3 if method.max_models is None or method.max_models > 1 else 2
+        base = method.base == "required"
+        places = tuple(range(count))
+        models = ({} if base else own, *[own] * (count - 1))
+        codes = np.zeros(count, np.int64)
+        matrix = Matrix("w", 64, 8, 64, codes, 0, base, shared, models, 0, places, places, (), (8, 8), "linear")
+        try:
+            job = method.job(matrix)
+        except (IndexError, KeyError, ValueError):  # it reads a product
+            assert not method.on_device(shared), name
+            continue
+        assert job.portable != method.on_device(shared), name

@@ -53,6 +53,7 @@ class Server:
     ranges  spans of the requests for parts: (path, first, end)
     sent    bytes of bodies
     tags    False: no ETag
+    parts   False: every answer is the whole file, as of a server that knows no byte ranges
     redirects, announced   path → where it is; headers of the answers that say so
     """
 
@@ -63,6 +64,7 @@ class Server:
     most: int = 1_000_000
     seed: int = 0
     tags: bool = True
+    parts: bool = True
     stall_seconds: float = 1.0
     ranges: list[tuple[str, int, int]] = field(default_factory=list)
     headers: list[tuple[str, dict[str, str]]] = field(default_factory=list)
@@ -119,7 +121,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"'} if self.site.tags else {}
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range", ""))
-        if asked is None:
+        if self.site.parts:
+            headers["Accept-Ranges"] = "bytes"
+        if asked is None or not self.site.parts:
             self._send(200, data, headers)
             return
         first, end = int(asked[1]), min(int(asked[2]) + 1, len(data))

@@ -63,6 +63,24 @@ def test_other_formats_are_read_without_a_line_of_their_own() -> None:
         assert extent.nbytes == tensors["a.weight"].nbytes  # it is stored transposed
 
 
+@pytest.mark.parametrize("width", [4, 128])
+def test_a_plan_finds_out_that_a_server_knows_no_byte_ranges(width: int, tmp_path: Path) -> None:
+    """With files that are smaller, and larger, than what is read of a file to begin with."""
+    files = at("a", model(0, width=width)) | at("b", model(1, width=width))
+    assert (len(files["a/model.safetensors"]) > HEAD_BYTES) == (width == 128)
+    with serve(files) as site:
+        recipe = f"merge_method: linear\nmodels:\n  - model: {site.url}/a\n  - model: {site.url}/b\nparameters: {{weight: 1}}\n"
+        weightsmith.plan(recipe)
+        assert any(first or end < len(files[path]) for path, first, end in site.ranges), "a part was asked for"
+        site.parts = False
+        before = len(site.headers)
+        with pytest.raises(WeightsmithError, match="it does not know byte ranges") as caught:
+            weightsmith.plan(recipe)
+        assert "Download the model" in str(caught.value)
+        asked = [path for path, headers in site.headers[before:] if "range" in headers and path.endswith("model.safetensors")]
+        assert len(asked) == len(set(asked)), "each file was asked for once"
+
+
 def test_one_file_is_opened_by_its_address() -> None:
     with serve({"x/weights.safetensors": save({"w": np.arange(4.0)})}) as site:
         with weightsmith.open_checkpoint(f"{site.url}/x/weights.safetensors") as checkpoint:

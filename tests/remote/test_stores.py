@@ -34,7 +34,7 @@ def test_without_the_package_its_name_is_said(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_error_of_a_store_shows_no_signature() -> None:
     error = OSError("GET https://x.example/a?X-Amz-Signature=s3cret failed\nmore")
-    found = stores.Store.failure(SimpleNamespace(_obstore=SimpleNamespace(exceptions=_Exceptions)), error, "")  # type: ignore[arg-type]
+    found = stores.Store.failure(_STORE, error, "")  # type: ignore[arg-type]
     assert str(found) == "the store does not answer as it should (OSError: GET https://x.example/a?... failed)"
 
 
@@ -42,6 +42,9 @@ class _Exceptions:
     """Types of obstore's exceptions, none of which is raised."""
 
     PreconditionError = NotModifiedError = NotFoundError = PermissionDeniedError = UnauthenticatedError = KeyError
+
+
+_STORE = SimpleNamespace(_obstore=SimpleNamespace(exceptions=_Exceptions), _endpoint="the address")
 
 
 def test_an_object_whose_list_has_no_etag_has_that_of_its_first_answer() -> None:

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from weightsmith.buckets.client import (
-    ATTEMPTS,
     TOKEN,
     Answer,
     Damaged,
@@ -35,11 +34,15 @@ from weightsmith.buckets.client import (
     not_installed,
     pages,
     too_long,
+    unanswered,
     written_before,
 )
-from weightsmith.errors import StoreError, legible
+from weightsmith.errors import StoreError, WeightsmithError, first_line, legible
 from weightsmith.remote.access import azure, azure_identity, azure_token
+from weightsmith.remote.environment import check_network
+from weightsmith.remote.failures import no_panic, passes
 
+_ENDPOINT = "the endpoint of the account"
 _AGAIN = "run again: what is uploaded is kept"
 _MISSING = frozenset({"BlobNotFound", "ResourceNotFound", "InvalidBlockList"})
 _REFUSED = frozenset({"BlobAlreadyExists", "ConditionNotMet", "TargetConditionNotMet", "UncommittedBlob"})
@@ -92,6 +95,7 @@ class AzureBucket:
         self._credential_error = exceptions.ClientAuthenticationError
         self._same, self._absent = MatchConditions.IfNotModified, MatchConditions.IfMissing
         self._block = BlobBlock
+        check_network("az")
         access = azure()
         if access is None:
             fix = "set AZURE_STORAGE_ACCOUNT_NAME, or AZURE_STORAGE_CONNECTION_STRING"
@@ -106,16 +110,21 @@ class AzureBucket:
                 fix = "give the key of the account, or install azure-identity: pip install 'weightsmith[azure]'"
                 raise StoreError("an identity of Azure requires azure-identity", where=where, fix=fix) from error
         key = {"account_name": access.account, "account_key": access.key} if access.key else None
-        self._service = BlobServiceClient(
-            access.endpoint,
-            credential=key or access.sas or self._identity,
-            retry_total=0,  # `insist` repeats
-            connection_timeout=10,
-            read_timeout=60,
-            max_single_put_size=1 << 30,
-            max_single_get_size=64 << 20,
-        )
-        self._container = self._service.get_container_client(name)
+        try:
+            with no_panic():
+                self._service = BlobServiceClient(
+                    access.endpoint,
+                    credential=key or access.sas or self._identity,
+                    retry_total=0,  # `insist` repeats
+                    connection_timeout=10,
+                    read_timeout=60,
+                    max_single_put_size=1 << 30,
+                    max_single_get_size=64 << 20,
+                )
+                self._container = self._service.get_container_client(name)
+        except Exception as error:
+            what = f"the store cannot be opened: {type(error).__name__}: {first_line(error)}"
+            raise StoreError(what, where=where, fix=f"correct {_ENDPOINT}; {_CREDENTIALS}") from None
 
     # small objects
 
@@ -314,8 +323,11 @@ class AzureBucket:
     def _call(self, operation: str, key: str, call: Callable[[], Answer]) -> Answer:
         def once() -> Answer:
             try:
-                return call()
-            except self._error as error:
+                with no_panic():
+                    return call()
+            except (WeightsmithError, StopIteration):
+                raise
+            except Exception as error:  # those of azure-core, and what it lets through
                 cause = None if self._access.sas else error  # whose text may have the address, and with it the SAS
                 raise self._failed(error, operation, self._shown(key)) from cause
 
@@ -328,15 +340,11 @@ class AzureBucket:
             fix = f"run `az login`, or {_CREDENTIALS}"
             return StoreError("there are no usable credentials for the store", where=where, fix=fix)
         if not answered:
-            if "SSL" in type(getattr(error, "inner_exception", None)).__name__:
-                fix = "check the endpoint and REQUESTS_CA_BUNDLE"
-                return StoreError("the certificate of the store is not trusted (TLS)", where=where, fix=fix)
-            what = f"the store does not answer ({type(error).__name__}, {ATTEMPTS} attempts)"
-            return Passing(what, where=where, fix=f"check the network and the endpoint, and {_AGAIN}")
+            return unanswered(error, where, _ENDPOINT, _AGAIN)
         status, found = error.status_code, getattr(error, "error_code", None)  # an enum or a text
         code = str(getattr(found, "value", found) or "unknown")
         fix = _FIXES.get(code, _CREDENTIALS if status in (401, 403) else _AGAIN)
-        if status in (408, 429) or (status >= 500 and status != 501):
+        if passes(status):
             return Passing(f"the store kept answering {legible(code, 80)} ({status}) to {operation}", where=where, fix=fix)
         kinds = {_MISSING: Missing, _REFUSED: Refused, _DAMAGED: Damaged}
         kind = next((kind for codes, kind in kinds.items() if code in codes), None)

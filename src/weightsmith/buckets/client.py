@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from weightsmith.errors import NOTHING_WRITTEN, StoreError
 from weightsmith.remote.access import allows_http
+from weightsmith.remote.failures import lasting
 
 ATTEMPTS = 8
 FIRST_WAIT_SECONDS, MOST_WAIT_SECONDS = 0.5, 20.0
@@ -152,6 +153,15 @@ def insist(call: Callable[[], Answer]) -> Answer:
         except (Passing, Damaged):
             time.sleep(min(MOST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2**attempt) * random.uniform(0.5, 1.0))
     return call()
+
+
+def unanswered(error: BaseException, where: str, endpoint: str, again: str) -> StoreError:
+    """The error for a request without an answer: Passing, unless it stays. endpoint: what says where the store is."""
+    kind = type(error).__name__
+    if stays := lasting(error, endpoint):
+        return StoreError(f"the store cannot be reached: {stays.what}", where=where, fix=stays.fix)
+    what = f"the store does not answer ({kind}, {ATTEMPTS} attempts)"
+    return Passing(what, where=where, fix=f"check the network and {endpoint}, and {again}")
 
 
 def pages(ask: Callable[[dict[str, Any]], tuple[Answer, dict[str, Any] | None]], where: str) -> Iterator[Answer]:

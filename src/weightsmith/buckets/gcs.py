@@ -34,10 +34,13 @@ from weightsmith.buckets.client import (
     not_installed,
     pages,
     too_long,
+    unanswered,
     written_before,
 )
 from weightsmith.errors import StoreError, legible
 from weightsmith.remote.access import GOOGLE_ENDPOINT, google_credentials, google_endpoint
+from weightsmith.remote.environment import check_network
+from weightsmith.remote.failures import no_panic, passes
 
 _SECONDS = (10, 60)
 """To connect, and without a byte."""
@@ -67,11 +70,11 @@ class GoogleBucket:
         except ImportError as error:
             raise not_installed("writing to Google Cloud Storage", "google-auth", "gcs", where) from error
         self.name = name
+        check_network("gs")
         self._endpoint = google_endpoint() or GOOGLE_ENDPOINT
         check_tls(self._endpoint, where)
         self._refused_credentials = exceptions.GoogleAuthError
         self._unreached = exceptions.TransportError
-        self._requests = requests.exceptions
         try:
             self._session = AuthorizedSession(google_credentials())
         except (exceptions.GoogleAuthError, ValueError, OSError) as error:
@@ -288,23 +291,20 @@ class GoogleBucket:
     def _once(self, method: str, path: str, key: str, query: Any, headers: Any, body: Any) -> Any:
         where = self._shown(key)
         try:
-            answer = self._session.request(
-                method,
-                self._endpoint + path,
-                params=query,
-                headers=headers,
-                data=body,
-                timeout=_SECONDS,
-                allow_redirects=False,
-            )
-        except self._requests.SSLError as error:
-            fix = "check GOOGLE_BASE_URL and REQUESTS_CA_BUNDLE"
-            raise StoreError("the certificate of the store is not trusted (TLS)", where=where, fix=fix) from error
-        except (self._requests.RequestException, self._unreached) as error:
-            what = f"the store does not answer ({type(error).__name__}, {ATTEMPTS} attempts)"
-            raise Passing(what, where=where, fix=f"check the network, and {_AGAIN}") from error
-        except self._refused_credentials as error:
-            raise self._no_credentials(where) from error
+            with no_panic():
+                answer = self._session.request(
+                    method,
+                    self._endpoint + path,
+                    params=query,
+                    headers=headers,
+                    data=body,
+                    timeout=_SECONDS,
+                    allow_redirects=False,
+                )
+        except Exception as error:  # those of requests and google-auth, and what they let through
+            if isinstance(error, self._refused_credentials) and not isinstance(error, self._unreached):
+                raise self._no_credentials(where) from error
+            raise unanswered(error, where, "GOOGLE_BASE_URL", _AGAIN) from error
         if 200 <= answer.status_code < 300:
             return answer
         raise _failed(method, answer, where)
@@ -321,7 +321,7 @@ def _failed(method: str, answer: Any, where: str) -> StoreError:
     """The error for an answer that is none."""
     status, code, message = answer.status_code, *_reason(answer)
     what = f"the store refused {method}: {legible(code, 80)} ({status})"
-    if status in (408, 429) or status >= 500 or code in _SLOW:
+    if passes(status) or code in _SLOW:
         return Passing(f"the store kept answering {legible(code, 80)} ({status}) to {method}", where=where, fix=_AGAIN)
     if code == "NoSuchBucket" or (status == 404 and "bucket does not exist" in message):
         return StoreError(f"the store refused {method}: NoSuchBucket", where=where, fix=_FIXES[404])

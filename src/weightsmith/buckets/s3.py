@@ -1,7 +1,7 @@
 """S3 and stores with its API, through botocore.
 
-botocore finds credentials, region and endpoint in the standard places (environment, ~/.aws, AWS_ENDPOINT_URL), verifies TLS,
-and repeats requests.
+botocore finds credentials, region and endpoint in the standard places (environment, ~/.aws, AWS_ENDPOINT_URL) and verifies TLS.
+`client.insist` repeats requests, as for every store.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from weightsmith.buckets.client import (
-    ATTEMPTS,
     TOKEN,
     UPLOADS,
     Damaged,
@@ -22,23 +21,29 @@ from weightsmith.buckets.client import (
     Missing,
     NoConditions,
     Object,
+    Passing,
     Refused,
     Run,
     check_tls,
+    insist,
     md5_of,
     not_installed,
     pages,
     too_long,
+    unanswered,
     written_before,
 )
-from weightsmith.errors import StoreError, legible
+from weightsmith.errors import StoreError, WeightsmithError, first_line, legible
 from weightsmith.remote.access import aws_endpoint, aws_region
+from weightsmith.remote.environment import check_network
+from weightsmith.remote.failures import no_panic, passes
 
 _EQUAL_PARTS = ".r2.cloudflarestorage.com"
 """Hosts of a store that takes parts of one size only."""
 _DAMAGED = frozenset({"BadDigest", "IncompleteBody", "RequestTimeout", "XAmzContentSHA256Mismatch"})
-"""Codes for a body that was damaged or cut on its way, which botocore does not send again."""
-_BODY_ATTEMPTS = 4
+"""Codes for a body that was damaged or cut on its way."""
+_SLOW = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests"})
+_ENDPOINT = "AWS_ENDPOINT_URL"
 _MISSING = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
 _REFUSED = frozenset({"409", "412", "PreconditionFailed", "ConditionalRequestConflict"})
 _EMPTY = frozenset({"416", "InvalidRange"})
@@ -68,10 +73,11 @@ class S3Bucket:
 
         self.name = name
         self._client_error = exceptions.ClientError
-        self._errors = (exceptions.BotoCoreError, exceptions.HTTPClientError)
+        check_network("s3")
+        aws_endpoint()  # and the keys, before botocore sees them
         session = botocore.session.get_session()
         config = Config(
-            retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
+            retries={"total_max_attempts": 1},  # `insist` repeats
             connect_timeout=10,
             read_timeout=60,
             max_pool_connections=2 * UPLOADS,
@@ -82,12 +88,15 @@ class S3Bucket:
             else None,  # stores other than Amazon's may have no names of buckets
         )
         try:
-            self._client = session.create_client("s3", region_name=aws_region(session) or None, config=config)
-        except self._errors as error:
+            with no_panic():
+                self._client = session.create_client("s3", region_name=aws_region(session) or None, config=config)
+        except WeightsmithError:
+            raise
+        except (exceptions.BotoCoreError, exceptions.HTTPClientError) as error:
             raise self._failed(error, "") from error
-        except ValueError as error:  # an endpoint that is no URL
-            fix = "correct AWS_ENDPOINT_URL"
-            raise StoreError("the endpoint of the store is not a URL", where=f"s3://{name}", fix=fix) from error
+        except Exception as error:  # an endpoint or a region that botocore takes apart
+            what = f"the store cannot be opened: {type(error).__name__}: {first_line(error)}"
+            raise StoreError(what, where=f"s3://{name}", fix=f"correct {_ENDPOINT}, or AWS_REGION") from error
         endpoint = self._client.meta.endpoint_url
         check_tls(endpoint, f"s3://{name}")
         self.equal_parts = _EQUAL_PARTS in endpoint or bool(os.environ.get("WEIGHTSMITH_EQUAL_PARTS"))
@@ -113,17 +122,15 @@ class S3Bucket:
         return self._get(key, Range=f"bytes={start}-{start + nbytes - 1}")[1]
 
     def _get(self, key: str, **more: str) -> tuple[Mapping[str, Any], bytes]:
-        for _ in range(ATTEMPTS - 1):  # botocore does not repeat a body that was cut off
-            answer = self._call("get_object", key, **more)
+        def once() -> tuple[Mapping[str, Any], bytes]:
+            answer = self._once("get_object", key, more)
             try:
-                return answer, bytes(answer["Body"].read())
-            except self._errors:
-                continue
-        answer = self._call("get_object", key, **more)
-        try:
-            return answer, bytes(answer["Body"].read())
-        except self._errors as error:
-            raise self._failed(error, key) from error
+                with no_panic():
+                    return answer, bytes(answer["Body"].read())
+            except Exception as error:  # a body that was cut off
+                raise self._failed(error, key) from error
+
+        return insist(once)
 
     def put(self, key: str, data: bytes, token: str = "") -> str:
         """See `client.Bucket`."""
@@ -234,20 +241,18 @@ class S3Bucket:
 
     def _send(self, operation: str, key: str, data: bytes | bytearray, md5: bytes, **more: Any) -> Mapping[str, Any]:
         more |= {"Body": data, "ContentMD5": base64.b64encode(md5).decode()}
-        for _ in range(_BODY_ATTEMPTS - 1):
-            try:
-                return self._call(operation, key, **more)
-            except Damaged:
-                continue
         return self._call(operation, key, **more)
 
     def _call(self, operation: str, key: str | None, **more: Any) -> Mapping[str, Any]:
-        if key is not None:
-            more["Key"] = key
+        return insist(lambda: self._once(operation, key, more))
+
+    def _once(self, operation: str, key: str | None, more: Mapping[str, Any]) -> Mapping[str, Any]:
+        own = dict(more) if key is None else {**more, "Key": key}
         try:
-            answer: Mapping[str, Any] = getattr(self._client, operation)(Bucket=self.name, **more)
+            with no_panic():
+                answer: Mapping[str, Any] = getattr(self._client, operation)(Bucket=self.name, **own)
             return answer
-        except (self._client_error, *self._errors) as error:
+        except Exception as error:
             raise self._failed(error, key or "") from error
 
     def _failed(self, error: Any, key: str) -> StoreError:
@@ -259,17 +264,14 @@ class S3Bucket:
             if kind in ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "CredentialRetrievalError"):
                 fix = "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or log in: aws sso login"
                 return StoreError("there are no usable credentials for the store", where=where, fix=fix)
-            if kind in ("SSLError", "InvalidProxiesConfigError"):
-                fix = "check AWS_ENDPOINT_URL and AWS_CA_BUNDLE"
-                return StoreError("the certificate of the store is not trusted (TLS)", where=where, fix=fix)
-            what = f"the store does not answer ({kind}, {ATTEMPTS} attempts)"
-            return StoreError(what, where=where, fix=f"check the network and AWS_ENDPOINT_URL, and {again}")
+            return unanswered(error, where, _ENDPOINT, again)
         code = _code(error)
         kinds = {_MISSING: Missing, _REFUSED: Refused, _DAMAGED: Damaged, _UNSUPPORTED: NoConditions, _EMPTY: Empty}
         kind_of = next((kind for codes, kind in kinds.items() if code in codes), StoreError)
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         what = f"the store refused {error.operation_name}: {legible(code, 80)}"
-        if status == 429 or status >= 500 or code in ("SlowDown", "Throttling"):
+        if kind_of is StoreError and (passes(status) or code in _SLOW):
+            kind_of = Passing
             what = f"the store kept answering {legible(code, 80)} ({status}) to {error.operation_name}"
         return kind_of(what, where=where, fix=_FIXES.get(code, again))
 

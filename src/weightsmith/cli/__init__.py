@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 def main() -> None:
     """The `weightsmith` command: reads `sys.argv`, ends the process with one of the codes in `exits.py`."""
     try:
-        from weightsmith.cli.app import app
-        from weightsmith.heap import one_arena
         from weightsmith.text import prepare_streams
 
-        prepare_streams()
+        prepare_streams()  # before a file is opened
+        from weightsmith.cli.app import app
+        from weightsmith.heap import one_arena
+
         one_arena()
         code = _run(app)
     except KeyboardInterrupt:  # between the commands' own handlers: while modules are imported
         code = 130
     watch = sys.modules.get("weightsmith.kernels.watch")
-    if watch is not None and watch.is_left():  # all is closed; Python would wait for the compiler
-        sys.stdout.flush()
+    if watch is not None and watch.is_left():  # all is closed, and printed; Python would wait for the compiler
         os._exit(code)
     sys.exit(code)
 
@@ -48,11 +48,19 @@ def _run(app: Typer) -> int:
     """The exit code of a command line; one that cannot be read is reported as JSON too, if `--json` is in it."""
     from typer import TyperException
 
+    from weightsmith.cli.failures import forget_written, tell_lost
+    from weightsmith.streams import ResultLost
+
+    forget_written()
     try:
-        return int(app(prog_name="weightsmith", standalone_mode=False) or 0)
+        code = int(app(prog_name="weightsmith", standalone_mode=False) or 0)
+        sys.stdout.flush()
+        return code
+    except ResultLost as error:
+        return tell_lost(error)
     except TyperException as error:
         error.show()  # type: ignore[attr-defined]
-        code: int = getattr(error, "exit_code", 2)
+        code = getattr(error, "exit_code", 2)
         if "--json" in sys.argv:
             from weightsmith.cli.exits import Exit
             from weightsmith.cli.failures import print_json

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from weightsmith.cli import options
-from weightsmith.cli.failures import failures
+from weightsmith.cli.failures import failures, wrote
 from weightsmith.text import count, note, printable, result, say, show_table, size
 
 
@@ -58,6 +58,7 @@ def clean(
                     remove_unfinished(each)
                 else:
                     remove_upload(each)
+                wrote(f"Removed: {printable(str(each.folder))}")
         if as_json:
             facts = [
                 {

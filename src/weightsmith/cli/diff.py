@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weightsmith.cli import options
-from weightsmith.cli.failures import failures
+from weightsmith.cli.failures import failures, wrote
 from weightsmith.pages.values import Mark
 from weightsmith.pages.words import finite_or_mark, written
 from weightsmith.progress import meter, no_bars_in_logs
@@ -77,6 +77,7 @@ def diff(
                 found = compare(*models, base=base, tensors=tensors or (), threads=threads, stream=stream, progress=shown)
         if report is not None:
             write_page(report, difference_page(found) if isinstance(found, Two) else comparison_page(found))
+            wrote(f"The page is written: {printable(str(report))}")
         if as_json:
             result(json.dumps(found.to_json(), ensure_ascii=False, allow_nan=False))
         elif not quiet:

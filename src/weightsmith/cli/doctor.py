@@ -100,6 +100,9 @@ def _memory() -> tuple[int | None, int | None]:
 
 def _hub() -> dict[str, Any]:
     """Whether the hub answers. Asked in a thread of its own, as looking up a name has no timeout."""
+    from weightsmith.remote.environment import check_hub
+
+    check_hub()
     from huggingface_hub import constants, get_token
 
     facts: dict[str, Any] = {

@@ -23,7 +23,7 @@ MEANINGS = {
     Exit.DONE: "done",
     Exit.PROBLEMS: "the recipe or the models have problems; nothing was written",
     Exit.USAGE: "invalid command line",
-    Exit.OUTPUT: "the output folder cannot be written or checked",
+    Exit.OUTPUT: "the output cannot be written or checked, or the result cannot be printed",
     Exit.DAMAGED: "verify found damage",
     Exit.INPUT_FAILED: "an input changed or failed during the run, or workers were lost; finished work can be resumed",
     Exit.UNEXPECTED: "unexpected error; WEIGHTSMITH_DEBUG=1 prints the traceback",

@@ -7,13 +7,26 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 
 import typer
 
 from weightsmith.cli.exits import Exit
-from weightsmith.errors import CheckpointError, Corrupt, Finding, PlanError, StoreError, WeightsmithError, WorkerLost, report
+from weightsmith.errors import (
+    CheckpointError,
+    Corrupt,
+    Finding,
+    ParameterError,
+    PlanError,
+    StoreError,
+    WeightsmithError,
+    WorkerLost,
+    report,
+)
+from weightsmith.remote.environment import check_hub
+from weightsmith.remote.failures import no_panic
+from weightsmith.streams import ResultLost
 from weightsmith.text import RED, diagnostic, note, printable, result
 
 DEBUG = "WEIGHTSMITH_DEBUG"
@@ -35,13 +48,13 @@ def failures(
     interrupted  what to say after Ctrl-C
     """
     try:
-        yield
-        sys.stdout.flush()  # here, so that a reader that went away shows here and not after the end
+        with no_panic():
+            yield
+        sys.stdout.flush()  # here, so that a result that cannot be printed shows here and not after the end
     except (typer.Exit, typer.TyperException):
         raise
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        raise typer.Exit(Exit.NO_READER) from None
+    except ResultLost as error:
+        raise typer.Exit(tell_lost(error)) from None
     except KeyboardInterrupt:
         what = printable(interrupted())
         note(f"\n{what}")
@@ -58,6 +71,11 @@ def failures(
         raise typer.Exit(code) from None
     except Exception as error:
         _debug()
+        if broken := _environment():  # a library has met it when it was imported
+            diagnostic(report(broken), RED)
+            if as_json:
+                print_json([broken.finding], [broken.code], Exit.PROBLEMS, broken.state)
+            raise typer.Exit(Exit.PROBLEMS) from None
         what = f"{type(error).__name__}: {error}".rstrip(": ")
         diagnostic(f"error[internal]: {what}", RED)
         if not os.environ.get(DEBUG):
@@ -85,10 +103,42 @@ def exit_code(error: WeightsmithError, *, merging: bool = False, checking: bool 
     return Exit.PROBLEMS
 
 
+def wrote(what: str) -> None:
+    """Remember what this command has changed on disk or elsewhere, for the message if its result cannot be printed."""
+    _written.append(what)
+
+
+_written: list[str] = []
+
+
+def forget_written() -> None:
+    """A command begins."""
+    _written.clear()
+
+
+def tell_lost(error: ResultLost) -> Exit:
+    """Say on stderr that the result is lost, and what was written all the same: the exit code."""
+    error.state = "\n".join(_written)
+    diagnostic(report(error), RED)
+    return Exit.NO_READER if error.no_reader else Exit.OUTPUT
+
+
 def print_json(findings: Sequence[Finding], codes: Sequence[str], exit: Exit, state: str = "") -> None:
     """What `--json` prints in place of a result: {"errors": [{code, what, where, details, fix}], "state", "exit_code"}."""
     errors = [{"code": code, **asdict(found)} for code, found in zip(codes, findings, strict=True)]
-    result(json.dumps({"errors": errors, "state": state, "exit_code": int(exit)}, ensure_ascii=False))
+    with suppress(ResultLost):  # the error was said on stderr
+        result(json.dumps({"errors": errors, "state": state, "exit_code": int(exit)}, ensure_ascii=False))
+        sys.stdout.flush()
+
+
+def _environment() -> ParameterError | None:
+    """What is wrong with the variables that libraries read when they are imported; None for nothing."""
+    try:
+        check_hub()
+    except ParameterError as error:
+        error.state = ""  # something may be written
+        return error
+    return None
 
 
 def _debug() -> None:

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from weightsmith.cli.failures import failures
+from weightsmith.cli.failures import failures, wrote
 from weightsmith.errors import nearest
 from weightsmith.goals import GOALS, Goal
 from weightsmith.text import note, printable, result, say, show_table
@@ -85,6 +85,7 @@ def init(
             raise typer.BadParameter(f"{printable(file)} cannot be written: {reason}.", param_hint="FILE") from None
         command = "moe" if re.search(r"^experts:", text, re.MULTILINE) else "merge"
         name = printable(file)
+        wrote(f"The recipe is written: {name}")
         say(f"wrote {name}; next: weightsmith plan {name}, then weightsmith {command} {name} OUT")
 
 

@@ -11,7 +11,7 @@ import typer
 
 from weightsmith.cli import options
 from weightsmith.cli.diff import number
-from weightsmith.cli.failures import failures
+from weightsmith.cli.failures import failures, wrote
 from weightsmith.progress import meter, no_bars_in_logs
 from weightsmith.text import count, fact, heading, printable, result, say, show_table, size
 
@@ -53,6 +53,7 @@ def inspect(
             found = look(model, tensors=tensors or (), stats=stats, threads=threads, stream=stream, progress=shown)
         if report is not None:
             write_page(report, inspection_page(found))
+            wrote(f"The page is written: {printable(str(report))}")
         if as_json:
             result(json.dumps(found.to_json(), ensure_ascii=False, allow_nan=False))
         elif not quiet:

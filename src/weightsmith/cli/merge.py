@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from weightsmith.cli import options
-from weightsmith.cli.failures import failures
+from weightsmith.cli.failures import failures, wrote
 from weightsmith.cli.mergekit_flags import answer
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.progress import callbacks, meter, no_bars_in_logs
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from weightsmith.plans import Plan
 
 
-@options.expand("routing_report", "device")
+@options.expand("routing_report")
 def merge(
     context: typer.Context,
     recipe: options.Recipe,
@@ -64,6 +64,7 @@ def make(prepared: Prepared, out: str, running: RunOptions, doing: str, *, quiet
 
     with failures(merging=True, as_json=as_json, interrupted=lambda: interrupted(out)), meter(quiet=quiet) as shown:
         merged = execute(prepared, out, running, Callbacks(*callbacks(shown, doing)), began=began)
+        wrote(f"The output is complete: {printable(merged.url or str(merged.out))}")
         shown.close()
         report(merged, quiet=quiet, as_json=as_json)
         return merged

@@ -41,7 +41,7 @@ def _switch(name: str, answer: str) -> Flag:
     return Flag((f"--{name}", f"--no-{name}"), "accepted", answer)
 
 
-_CPU = "merging waits for the disk, not for arithmetic, and runs on the CPU"
+_CPU = "merging waits for the disk, and runs on the CPU; --device cuda computes whole matrices and hidden states on a GPU"
 
 FLAGS = (
     _switch("clone-tensors", "shared and overlapping storage is always written right, without copies"),
@@ -52,7 +52,6 @@ FLAGS = (
     _switch("allow-crimes", "architectures may differ if their tensors match; a warning names what does"),
     Flag(("--copy-tokenizer",), "accepted", "the tokenizer files of the base, else of the first model, are always copied"),
     _switch("cuda", _CPU),
-    Flag(("--device",), "accepted", _CPU, value=True),
     _switch("read-to-gpu", _CPU),
     _switch("multi-gpu", _CPU),
     _switch("gpu-rich", _CPU),
@@ -99,12 +98,11 @@ FLAGS = (
     ),
 )
 
-_OURS_IN_MOE = {"--device"}
 _GPU_IN_MOE = {"--cuda", "--read-to-gpu", "--multi-gpu", "--gpu-rich"}
 _BY_LAYER = "hidden states take the memory of one layer, in float32, whatever the size of the model"
 
 MOE_FLAGS = (
-    *(flag for flag in FLAGS if not {*flag.names} & {*_OURS_IN_MOE, *_GPU_IN_MOE}),
+    *(flag for flag in FLAGS if not {*flag.names} & _GPU_IN_MOE),
     *(
         _switch(name.removeprefix("--"), "copying waits for the disk; --device says where hidden states are computed")
         for name in sorted(_GPU_IN_MOE)
@@ -113,7 +111,7 @@ MOE_FLAGS = (
     _switch("load-in-8bit", _BY_LAYER),
     _switch("i-understand-this-is-not-useful-without-training", "experts that are all the same are not refused"),
 )
-"""Those of mergekit-moe; `--device` is ours too and means the same."""
+"""Those of mergekit-moe. `--device` is ours too, for both, and means the same."""
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 _SIZE = re.compile(r"([+-]?\d+)([kmb]?)", re.IGNORECASE | re.ASCII)

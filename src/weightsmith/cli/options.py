@@ -435,7 +435,10 @@ FLAGS: Mapping[str, Any] = {
         bool, typer.Option("--allow-nonfinite", help="Merge NaN and infinities as any number; else they are an error.")
     ],
     "device": Annotated[
-        str, typer.Option("--device", metavar="DEVICE", help="Where hidden states are computed: cpu, cuda, cuda:1 or auto.")
+        str,
+        typer.Option(
+            "--device", metavar="DEVICE", help="Where hidden states and whole matrices are computed: cpu, cuda, cuda:1 or auto."
+        ),
     ],
     "keep_stages": Annotated[
         bool,

@@ -12,12 +12,12 @@ import typer
 
 from weightsmith.cli import options
 from weightsmith.cli.diff import share
-from weightsmith.cli.failures import failures
+from weightsmith.cli.failures import failures, wrote
 from weightsmith.cli.merge import show_warnings
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.pages.values import Mark
 from weightsmith.progress import meter, no_bars_in_logs
-from weightsmith.text import count, fact, result, show_table, size, warn
+from weightsmith.text import count, fact, printable, result, show_table, size, warn
 
 if TYPE_CHECKING:
     from weightsmith.cli.summary import Summary
@@ -67,6 +67,7 @@ def preview(
                 found = preview_of(prepared, full=full, threads=threads, progress=shown)
             if report is not None:
                 write_page(report, preview_page(found, _costs(summary)))
+                wrote(f"The page is written: {printable(str(report))}")
             for finding in found.warnings:
                 warn(finding)
             if as_json:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from weightsmith.cli import options
-from weightsmith.cli.failures import failures
+from weightsmith.cli.failures import failures, wrote
 from weightsmith.cli.merge import interrupted, make, show_warnings
 from weightsmith.options import RunOptions
 from weightsmith.progress import callbacks, meter, no_bars_in_logs
@@ -73,5 +73,6 @@ def run(
         stack.enter_context(failures(merging=True, as_json=as_json, interrupted=lambda: interrupted(out)))
         with meter(quiet=quiet) as shown:
             execute_part(prepared, out, chosen, running, Callbacks(*callbacks(shown, "running")))
+        wrote(f"Part {chosen[0]} of {chosen[1]} is done.")
         if not quiet:
             say(f"part {chosen[0]} of {chosen[1]} is done; without --part the same command publishes when all are")

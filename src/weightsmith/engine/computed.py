@@ -65,10 +65,15 @@ class Computed:
         self.set_run()
 
     def set_run(
-        self, *, allow_nonfinite: bool = False, tile_bytes: int = TILE_BYTES, aligned_bytes: int = ALIGNED_BYTES
+        self,
+        *,
+        allow_nonfinite: bool = False,
+        tile_bytes: int = TILE_BYTES,
+        aligned_bytes: int = ALIGNED_BYTES,
+        device: str = "cpu",
     ) -> None:
         """Compute as the engine does that reads from here. Not while something is read."""
-        self._reader = Reader(self.plan, self.inputs, Results(self.plan), tile_bytes, aligned_bytes)
+        self._reader = Reader(self.plan, self.inputs, Results(self.plan), tile_bytes, aligned_bytes, device)
         self._finite = Finite(self._reader, allow_nonfinite)
         self._merges.clear()
 

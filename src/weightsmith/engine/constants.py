@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,11 +15,15 @@ from weightsmith.engine.tiles import Cut
 from weightsmith.errors import Finding, NonFinite
 from weightsmith.jobs.job import Bytes
 from weightsmith.kernels.finite import first_nonfinite
-from weightsmith.plans import CAST, Step
+from weightsmith.plans import CAST, PRODUCTS, Step
 from weightsmith.store.journal import Finished
 from weightsmith.tensors import DType, TensorSpec
 
-UNPUBLISHED = "Nothing was published; finished tensors are kept, and the same command resumes from them."
+UNPUBLISHED = (
+    "Nothing was published. Finished tensors are kept: with --allow-nonfinite the same command resumes from them; "
+    "with a changed model or recipe, add --no-resume."
+)
+"""The same command meets the same number again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +131,26 @@ class Finite:
             flat = self._reader.flat(read, place.start + at)
             taken = f"{_place(place.start + at, step.out.shape)}, taken from other models,"
             element = _place(flat, spec.shape) if flat >= 0 else taken
+            label = self._reader.plan.label(read)
             raise NonFinite(
                 f"element {element} is {float(value)}",
-                where=f"{self._reader.plan.label(read)}, tensor {read.tensor}",
-                fix="repair the model, leave it out, or merge all the same with --allow-nonfinite (allow_nonfinite=True)",
+                where=f"{label}, tensor {read.tensor}",
+                details=self._ways_out(step, i, label),
+                fix="download or convert the model again, leave it out, or merge all the same with --allow-nonfinite "
+                "(allow_nonfinite=True)",
                 state=UNPUBLISHED,
             )
+
+    def _ways_out(self, step: Step, i: int, label: str) -> list[str]:
+        """How to look at a tensor of an input, and how to merge it without that input, where these can be done."""
+        plan, read = self._reader.plan, step.inputs[i]
+        found = []
+        if read.model != PRODUCTS and plan.models[read.model].plan is None and self._reader.source(read).paths:
+            found.append(f"to look at it:       weightsmith inspect {shlex.join([label, read.tensor])} --stats")
+        if step.merges and "weight" in plan.settings[step.settings].models[i]:
+            entry = f"{{filter: {json.dumps(read.tensor)}, value: 0}}"
+            found.append(f"to merge without it: weight: [{entry}, ...] in the parameters of {label}")
+        return found
 
     def check_result(self, leaf: Step, out: TensorSpec, origin: int, place: Cut, raw: Bytes, data: Bytes) -> None:
         """Raise NonFinite for a result that the output's dtype cannot hold.

@@ -32,6 +32,7 @@ from weightsmith.engine.tiles import ALIGNED_BYTES, TILE_BYTES, Cut
 from weightsmith.errors import NonFinite
 from weightsmith.formats.files import Extent
 from weightsmith.jobs.job import Bytes, Matrix, Tile
+from weightsmith.jobs.requires import named_device
 from weightsmith.kernels.codecs import decode
 from weightsmith.kernels.delta import distance
 from weightsmith.kernels.finite import first_nonfinite
@@ -137,7 +138,7 @@ class Resources:
     aligned_bytes   the same, of tiles with as many rows as an input prefers
     product_bytes   that a product that computes may hold besides its arrays; None: no limit
     resident_bytes  that methods of whole matrices may hold; a matrix that needs more is merged alone
-    device          for products that compute, as torch names it
+    device          for products that compute and for whole matrices, as torch names it, or auto
     spool_bytes     on disk, for bytes of files elsewhere
     """
 
@@ -640,7 +641,7 @@ def run(
     """
     steps, skip = plan.steps if steps is None else steps, skip or {}
     results = Results(plan) if results is None else results
-    reader = Reader(plan, inputs, results, resources.tile_bytes, resources.aligned_bytes)
+    reader = Reader(plan, inputs, results, resources.tile_bytes, resources.aligned_bytes, named_device(resources.device))
     left = [step for step in steps if step.out.name not in skip]
     skipped = [step for step in steps if step.out.name in skip]
     wanted = plan.products if products is None else products

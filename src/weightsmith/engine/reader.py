@@ -61,18 +61,22 @@ class Reader:
         results: Results,
         tile_bytes: int = TILE_BYTES,
         aligned_bytes: int = ALIGNED_BYTES,
+        device: str = "cpu",
     ) -> None:
         """
         tile_bytes     of each input in a tile
         aligned_bytes  the same, of tiles with as many rows as an input prefers
 
-        The result depends on neither.
+        device         where whole matrices are computed, as torch names it
+
+        The result depends on the device alone, by its rounding.
         """
         self.plan = plan
         self.inputs = inputs
         self.results = results
         self._tile_bytes = tile_bytes
         self._aligned_bytes = aligned_bytes
+        self._device = device
         self._checked: set[tuple[int | str, int]] = set()
 
     def source(self, read: Read) -> Source:
@@ -126,6 +130,7 @@ class Reader:
             shape=shape,
             role=step.role,
             layer=step.layer,
+            device=self._device,
         )
 
     def job(self, step: Step) -> Job:

@@ -17,7 +17,8 @@ from weightsmith.errors import NOTHING_WRITTEN, Finding, PlanError, WeightsmithE
 from weightsmith.execution.files import RECIPE_NAME, other_bytes, other_files, provenance
 from weightsmith.execution.output import check_options, check_output, name_of, open_output, repo_of
 from weightsmith.hub_outputs.address import HubAddress
-from weightsmith.identity import facts, work_identity
+from weightsmith.identity import facts, merges_on_device, work_identity
+from weightsmith.jobs.requires import named_device, usable_device
 from weightsmith.options import RunOptions
 from weightsmith.planner.build import Prepared
 from weightsmith.planner.loading import Check
@@ -237,10 +238,15 @@ def staged(
     from weightsmith.hub_outputs.staging import HubStaging
 
     plan, inputs = prepared.plan, prepared.inputs
+    if options.device != "cpu" and merges_on_device(plan):
+        usable_device(options.device, "float64")
     resources = resources_of(plan, options)
     for stage in prepared.stages:
         stage.source.set_run(
-            allow_nonfinite=options.allow_nonfinite, tile_bytes=resources.tile_bytes, aligned_bytes=resources.aligned_bytes
+            allow_nonfinite=options.allow_nonfinite,
+            tile_bytes=resources.tile_bytes,
+            aligned_bytes=resources.aligned_bytes,
+            device=named_device(options.device),
         )
     _download(prepared, out, options)
     with open_output(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice, takewhile
@@ -21,6 +21,8 @@ from urllib.parse import urlsplit
 from weightsmith.errors import NOTHING_WRITTEN, PushFailed, first_line
 from weightsmith.hub import bound_requests
 from weightsmith.hub_outputs.address import MAIN, HubAddress
+from weightsmith.remote.environment import check_hub
+from weightsmith.remote.failures import causes, lasting, no_panic, passes
 from weightsmith.store.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest
 
 if TYPE_CHECKING:
@@ -80,7 +82,8 @@ class HubRepository:
     """
 
     def __init__(self, address: HubAddress) -> None:
-        """Sends nothing. Raises PushFailed without a network or a token."""
+        """Sends nothing. Raises PushFailed without a network or a token, ParameterError for a broken environment."""
+        check_hub()
         import huggingface_hub
         from huggingface_hub import constants
 
@@ -235,13 +238,14 @@ class HubRepository:
         wait = FIRST_WAIT_SECONDS
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                done = self.api.create_commit(
-                    self.address.repo,
-                    operations,
-                    commit_message=message,
-                    revision=self.address.branch,
-                    parent_commit=parent,
-                )
+                with no_panic():
+                    done = self.api.create_commit(
+                        self.address.repo,
+                        operations,
+                        commit_message=message,
+                        revision=self.address.branch,
+                        parent_commit=parent,
+                    )
                 return str(done.oid)
             except Exception as error:
                 head = self.head()
@@ -268,14 +272,16 @@ class HubRepository:
         wait = FIRST_WAIT_SECONDS
         for _ in range(ATTEMPTS - 1):
             try:
-                return function()
+                with no_panic():
+                    return function()
             except Exception as error:
                 if not _is_transient(error):
                     raise _failed(error, str(self.address), what) from error
             time.sleep(wait)
             wait *= 2
         try:
-            return function()
+            with no_panic():
+                return function()
         except Exception as error:
             raise _failed(error, str(self.address), what) from error
 
@@ -328,26 +334,20 @@ def no_bars() -> Iterator[None]:
             enable_progress_bars()
 
 
-def _causes(error: BaseException | None) -> Iterable[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
-
-
 def _status(error: BaseException) -> int:
     """The status with which the hub, or the place of the bytes, refused; 0 without an answer."""
-    return next((answer.status_code for each in _causes(error) if (answer := getattr(each, "response", None)) is not None), 0)
+    return next((answer.status_code for each in causes(error) if (answer := getattr(each, "response", None)) is not None), 0)
 
 
 def _is_transient(error: BaseException) -> bool:
-    """The same request may succeed: there was no answer, or one of 408, 429 or 5xx; or a signed address has expired."""
+    """The same request may succeed: see `failures`; or a signed address has expired."""
     from huggingface_hub import constants
 
-    answer = next((found for each in _causes(error) if (found := getattr(each, "response", None)) is not None), None)
+    answer = next((found for each in causes(error) if (found := getattr(each, "response", None)) is not None), None)
     if answer is None:
-        return not isinstance(error, (ValueError, TypeError, LookupError))  # of an answer that is not as expected
+        return lasting(error) is None and not isinstance(error, LookupError)  # of an answer that is not as expected
     elsewhere = urlsplit(str(answer.url)).netloc != urlsplit(constants.ENDPOINT).netloc
-    return answer.status_code in (408, 429) or answer.status_code >= 500 or (elsewhere and answer.status_code == 403)
+    return passes(answer.status_code) or (elsewhere and answer.status_code == 403)
 
 
 def _failed(error: BaseException, where: str, doing: str) -> PushFailed:
@@ -357,6 +357,8 @@ def _failed(error: BaseException, where: str, doing: str) -> PushFailed:
     if not what and status:
         what, fix = f"the hub answered with {status}", _AGAIN
     elif not what:
-        what, fix = "the hub does not answer, or not as expected", f"check the network and HF_ENDPOINT, and {_AGAIN}"
-    details = tuple(dict.fromkeys(f"{type(each).__name__}: {first_line(each)}" for each in _causes(error)))[:3]
+        stays = lasting(error, "HF_ENDPOINT")
+        what = f"the hub cannot be reached: {stays.what}" if stays else "the hub does not answer, or not as expected"
+        fix = stays.fix if stays else f"check the network and HF_ENDPOINT, and {_AGAIN}"
+    details = tuple(dict.fromkeys(f"{type(each).__name__}: {first_line(each)}" for each in causes(error)))[:3]
     return PushFailed(f"{what} ({doing})", where=where, details=details, fix=fix)

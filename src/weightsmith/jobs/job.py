@@ -50,6 +50,7 @@ class Matrix:
     shape         of the matrix
     role          how methods treat it
     layer         prefix of its layer; "" outside the layers
+    device        where whole matrices are computed, as torch names it
     """
 
     name: str
@@ -68,6 +69,7 @@ class Matrix:
     shape: tuple[int, ...] = ()
     role: Role = "other"
     layer: str = ""
+    device: str = "cpu"
 
     @property
     def row(self) -> int:

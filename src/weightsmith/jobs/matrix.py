@@ -6,8 +6,8 @@ the apply pass adds it to a combination of the inputs. The scheduler limits the 
 
 The bytes do not depend on tiles and threads: a single thread does each computation, on arrays that torch aligns. Several
 matrices are computed in parallel, on as many threads as the merge has, memory permitting. torch's number of threads is global,
-so it is set to 1 while any update is being computed and restored afterwards. Other processors, other versions of torch, and
-GPUs round differently: the last bits of a float32 merge may differ between machines.
+so it is set to 1 while any update is being computed and restored afterwards. `--device` says where they are computed. Other
+processors, other versions of torch, and GPUs round differently: the last bits of a float32 merge may differ between machines.
 """
 
 from __future__ import annotations
@@ -70,27 +70,20 @@ class _OneThread:
 one_thread = _OneThread()
 
 
-def device() -> Any:
-    """The device for updates: a GPU if torch finds one."""
-    import torch
-
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 class Deltas(Sequence[Tensor]):
     """Deltas as float64 tensors on the device, computed one at a time on access."""
 
-    def __init__(self, rows: Tensor, weights: Vector, *, from_mean: bool = False) -> None:
+    def __init__(self, rows: Tensor, weights: Vector, device: str, *, from_mean: bool = False) -> None:
         """rows: [models, rows, cols]; weights: a factor on each; from_mean: rows are models, and their mean is the base."""
         import torch
 
-        self._rows, self._weights, self._kind = rows, weights, torch.float64
+        self._rows, self._weights, self._device, self._kind = rows, weights, device, torch.float64
         self._mean = None
         if from_mean:
             self._mean = sum(self._wide(i) for i in range(len(rows))) / len(rows)
 
     def _wide(self, i: int) -> Tensor:
-        return self._rows[i].to(device(), self._kind)
+        return self._rows[i].to(self._device, self._kind)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -168,7 +161,7 @@ class MatrixJob(Job):
         self._held = None
         update = self._empty(self.rows, self.matrix.cols)
         with one_thread():
-            deltas = Deltas(held, self.weights, from_mean=self.from_mean)
+            deltas = Deltas(held, self.weights, self.matrix.device, from_mean=self.from_mean)
             merge = self.merge if bool(held.isfinite().all()) else mean
             update[:] = (merge(deltas) * self.factor).to("cpu", update.dtype)
         self._update = update.view(-1).numpy()

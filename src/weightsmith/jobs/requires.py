@@ -31,13 +31,13 @@ def named_device(device: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def usable_device(device: str) -> str:
-    """`named_device`, after torch has used it. Raises ParameterError."""
+def usable_device(device: str, dtype: str = "float32") -> str:
+    """`named_device`, after torch has used it. dtype: of the numbers that will be there. Raises ParameterError."""
     import torch
 
     name = named_device(device)
     try:
-        torch.empty(1, device=name)
+        torch.empty(1, device=name, dtype=getattr(torch, dtype))
     except Exception as error:  # what torch raises for unknown names and missing devices differs by build
         what = f"the device '{name}' cannot be used: {first_line(error)}"
         raise ParameterError(what, where="--device", fix="write cpu, or a device that torch supports") from error

@@ -78,6 +78,7 @@ class Method:
     keeps_base  says whether tensors of this role stay as the base has them
     elementwise says whether, with these parameters (of the tensor), an element depends on its own position in the inputs and
                 perhaps on the whole model, but not on the matrix it is in: fused matrices then need not be taken apart
+    on_device   says whether, with these parameters (of the tensor), torch computes linear layers on the device of the run
     otherwise   of a method of linear layers' weights: what is done with all other tensors, `averaged`; "" for other methods
     """
 
@@ -101,4 +102,5 @@ class Method:
     ignored: Callable[[Parameters], bool] = lambda own: False
     keeps_base: Callable[[Parameters, Role], bool] = lambda shared, role: False
     elementwise: Callable[[Parameters], bool] = lambda shared: False
+    on_device: Callable[[Parameters], bool] = lambda shared: False
     otherwise: str = ""

@@ -19,6 +19,7 @@ from weightsmith.methods.signature import merge_method
 matrix_method = partial(
     merge_method,
     passes="Two: every matrix is read whole, decomposed, then written.",
+    on_device=True,
     otherwise="averaged",
     check=needs_torch,
 )

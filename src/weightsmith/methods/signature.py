@@ -208,6 +208,7 @@ def merge_method(
     product: Callable[[Sequence[tuple[Step, Settings]]], Product | None] = lambda merged: None,
     keeps_base: Callable[..., bool] = lambda role: False,
     elementwise: Callable[..., bool] = lambda: False,
+    on_device: bool = False,
     otherwise: str = "",
 ) -> Callable[[Callable[..., Job]], Method]:
     """Make a merge method of a function from one logical matrix, `matrix`, and its parameters to the job that merges it.
@@ -244,6 +245,7 @@ def merge_method(
             ignored=lambda own: own.get("weight") == 0,
             keeps_base=lambda shared, role: kept(role, shared=shared),
             elementwise=lambda shared: by_element(shared=shared),
+            on_device=lambda shared: on_device,
             otherwise=otherwise,
         )
 

@@ -70,6 +70,7 @@ def with_steps(method: Method) -> Method:
         return method
     job = bound(_job, PARAMETERS, skip=("matrix", "make"))
     check = bound(lambda spectrum: needs_torch() if spectrum != "none" else "", PARAMETERS)
+    decomposed = bound(lambda spectrum: spectrum != "none", PARAMETERS)
     unchanged = bound(lambda spectrum, norm_match: spectrum == norm_match == "none", PARAMETERS)
     return replace(
         method,
@@ -77,4 +78,5 @@ def with_steps(method: Method) -> Method:
         job=lambda matrix: job(matrix, method.job, shared=matrix.shared),
         check=lambda shared, models: method.check(shared, models) or check(shared=shared),
         elementwise=lambda shared: method.elementwise(shared) and unchanged(shared=shared),
+        on_device=lambda shared: method.on_device(shared) or decomposed(shared=shared),
     )

@@ -1,6 +1,8 @@
 """Files that are read where they are: on the Hub, behind https, in an object store.
 
 addresses.py  what an address names
+environment.py  variables of the environment that clients read, checked before they do
+failures.py   which failures pass, for every client
 retries.py    a run of bytes from a server that may fail, within a bound
 http.py       one request for a run of bytes, checked
 stores.py     the same of S3, GCS and Azure, by the package obstore

@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from weightsmith.remote.addresses import is_loopback
+from weightsmith.remote.environment import check_network, check_text, check_url
 
 GOOGLE_ENDPOINT = "https://storage.googleapis.com"
 _GOOGLE_SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
@@ -36,7 +37,11 @@ class Azure:
 
 
 def settings(scheme: str) -> tuple[str, dict[str, Any]]:
-    """The endpoint of a store, "" if it is the usual one, and what obstore is told beyond what it finds in the environment."""
+    """The endpoint of a store, "" if it is the usual one, and what obstore is told beyond what it finds in the environment.
+
+    Raises ParameterError for variables of the environment that no client can use.
+    """
+    check_network(scheme)
     return {"s3": _s3, "gs": _google, "az": _azure}[scheme]()
 
 
@@ -47,8 +52,13 @@ def allows_http(endpoint: str) -> bool:
 
 
 def _first(*names: str) -> str:
-    """The first of these variables of the environment that is set; "" if none is."""
-    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+    """The first of these variables of the environment that is set; "" if none is. Raises ParameterError for a broken one."""
+    return next((check_text(name, os.environ[name]) for name in names if os.environ.get(name)), "")
+
+
+def _endpoint(*names: str) -> str:
+    """`_first` of variables that hold an address."""
+    return next((check_url(name, os.environ[name]) for name in names if os.environ.get(name)), "")
 
 
 def _is_set(name: str) -> bool:
@@ -60,8 +70,12 @@ def _is_set(name: str) -> bool:
 
 def aws_endpoint(session: Any = None) -> str:
     """The endpoint that the environment, or the profile of a session of botocore, names; "" for Amazon's."""
-    found = _first("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    return found or ("" if session is None else str(session.get_scoped_config().get("endpoint_url", "")))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION"):
+        _first(name)  # botocore and obstore read them
+    found = _endpoint("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    if found or session is None:
+        return found
+    return check_url("endpoint_url in the AWS profile", str(session.get_scoped_config().get("endpoint_url", "")))
 
 
 def aws_region(session: Any) -> str:
@@ -70,6 +84,7 @@ def aws_region(session: Any) -> str:
 
 
 def _s3() -> tuple[str, dict[str, Any]]:
+    aws_endpoint()  # before botocore sees what it reads
     try:
         import botocore.session
         from botocore.exceptions import BotoCoreError
@@ -88,6 +103,8 @@ def _s3() -> tuple[str, dict[str, Any]]:
     def found() -> dict[str, Any]:
         now = keys.get_frozen_credentials()
         end = datetime.now(UTC) + timedelta(minutes=_AWS_MINUTES)
+        for name, value in (("access key", now.access_key), ("secret access key", now.secret_key), ("token", now.token or "")):
+            check_text(f"{name} of AWS", value)
         return {"access_key_id": now.access_key, "secret_access_key": now.secret_key, "token": now.token, "expires_at": end}
 
     return endpoint, {"config": config, "credential_provider": found}
@@ -98,8 +115,10 @@ def _s3() -> tuple[str, dict[str, Any]]:
 
 def google_endpoint() -> str:
     """The endpoint that the environment names; "" for Google's."""
-    found = _first("GOOGLE_BASE_URL", "STORAGE_EMULATOR_HOST").rstrip("/")
-    return found if not found or "://" in found else f"http://{found}"
+    for name in ("GOOGLE_BASE_URL", "STORAGE_EMULATOR_HOST"):
+        if found := _first(name).rstrip("/"):
+            return check_url(name, found if "://" in found else f"http://{found}")
+    return ""
 
 
 def _google_is_open() -> bool:
@@ -152,14 +171,15 @@ def azure() -> Azure | None:
     fields = dict(part.split("=", 1) for part in _first("AZURE_STORAGE_CONNECTION_STRING").split(";") if "=" in part)
     emulated = _is_set("AZURE_STORAGE_USE_EMULATOR") or bool(fields.get("UseDevelopmentStorage"))
     if emulated:
-        host = _first("AZURITE_BLOB_STORAGE_URL") or "http://127.0.0.1:10000"
+        host = _endpoint("AZURITE_BLOB_STORAGE_URL") or "http://127.0.0.1:10000"
         return Azure(_EMULATED_ACCOUNT, f"{host.rstrip('/')}/{_EMULATED_ACCOUNT}", _EMULATED_KEY)
     account = fields.get("AccountName") or _first("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
     protocol, suffix = fields.get("DefaultEndpointsProtocol", "https"), fields.get("EndpointSuffix", "core.windows.net")
-    endpoint = fields.get("BlobEndpoint") or _first("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+    endpoint = check_url("AZURE_STORAGE_CONNECTION_STRING", fields.get("BlobEndpoint", ""))
+    endpoint = endpoint or _endpoint("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
     if not account and not endpoint:
         return None
-    endpoint = (endpoint or f"{protocol}://{account}.blob.{suffix}").rstrip("/")
+    endpoint = (endpoint or check_url("AZURE_STORAGE_ACCOUNT_NAME", f"{protocol}://{account}.blob.{suffix}")).rstrip("/")
     account = account or endpoint.partition("://")[2].partition(".")[0]
     if fields:
         return Azure(account, endpoint, fields.get("AccountKey", ""), fields.get("SharedAccessSignature", "").lstrip("?"))

@@ -81,6 +81,8 @@ class RemoteFile:
                 return part[offset - start : end - start]
         first = offset if offset + RANGE_BYTES <= self.nbytes else max(0, self.nbytes - RANGE_BYTES)
         last = min(max(end, first + (RANGE_BYTES if offset else HEAD_BYTES)), self.nbytes)
+        if not offset and end < last == self.nbytes:
+            last -= 1  # a part, even of a small file: the answer shows that there are ranges
         data = bytearray(last - first)
         self._fetch(first, memoryview(data))
         self._parts.append((first, bytes(data)))

@@ -19,12 +19,16 @@ from urllib.parse import urljoin, urlsplit
 from weightsmith.errors import CheckpointError, WeightsmithError, without_queries
 from weightsmith.formats.files import show
 from weightsmith.remote.addresses import is_loopback
+from weightsmith.remote.environment import check_hub
+from weightsmith.remote.failures import lasting, no_panic, passes
 from weightsmith.remote.retries import Again
 
 CHANGED_FIX = "Run again: the model is then planned as it is now. To be safe from changes, name a revision."
 
+NO_RANGES = "the server sends the whole file where a part was asked for: it does not know byte ranges"
+DOWNLOAD_FIX = "Download the model, and name its folder."
+
 _REDIRECTS = (301, 302, 303, 307, 308)
-_PASSING = (408, 425, 429)
 _EXPIRED = (400, 401, 403, 404, 410)
 _MAX_REDIRECTS = 6
 _MAX_DRAINED = 64 << 10  # of a body that nobody wants: so the connection can be used again
@@ -58,6 +62,7 @@ class HttpFile:
         self._headers = headers
         self._pinned = pinned
         self._resolved = ""
+        self._knows_ranges = False
         self._linked = ""
         self._tag = tag
         self._tags: dict[str, str] = {}
@@ -119,8 +124,10 @@ class HttpFile:
         if status == 200:
             if length is not None and length != str(self.nbytes):
                 raise self._changed(f"{self.nbytes:,} bytes then, {show(length)} now")
-            if first:
-                raise Again("the server sends the whole file where a part was asked for: it does not know byte ranges")
+            if (first, end) != (0, self.nbytes):
+                if self._knows_ranges or headers.get("accept-ranges", "").lower() == "bytes":
+                    raise Again("the server sends the whole file where a part was asked for")
+                raise CheckpointError(NO_RANGES, where=self.where, fix=DOWNLOAD_FIX)
             return
         span = headers.get("content-range", "")
         total = re.fullmatch(r"bytes \d+-\d+/(\d+)", span)
@@ -128,6 +135,7 @@ class HttpFile:
             raise self._changed(f"{self.nbytes:,} bytes then, {int(total[1]):,} now")
         if span != f"bytes {first}-{end - 1}/{self.nbytes}":
             raise Again(f"bytes {first:,} to {end - 1:,} were asked for, and the answer has Content-Range {show(span)}")
+        self._knows_ranges = True
         if length is not None and length != str(end - first):
             raise Again(f"the answer has {show(length)} bytes of {end - first:,}")
 
@@ -163,11 +171,16 @@ def ask(
 
     Raises Again for what may pass, CheckpointError for what will not.
     """
+    check_hub()  # whose client it is
     import huggingface_hub
     from huggingface_hub import constants, errors
 
     _keep_signatures_out_of_logs()
-    client = huggingface_hub.get_session()
+    try:
+        with no_panic():
+            client = huggingface_hub.get_session()
+    except Exception as error:
+        raise _failure(error, url, where) from error
     seconds = float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
     hops: list[tuple[str, Mapping[str, str]]] = []
     try:
@@ -175,8 +188,9 @@ def ask(
             own = {"Accept-Encoding": "identity", **headers}
             if _origin(url) != _origin(home):
                 own = {name: value for name, value in own.items() if name.lower() not in ("authorization", "cookie")}
-            request = client.build_request(method, url, headers=own, timeout=seconds)
-            response = client.send(request, stream=True, follow_redirects=False)
+            with no_panic():
+                request = client.build_request(method, url, headers=own, timeout=seconds)
+                response = client.send(request, stream=True, follow_redirects=False)
             try:
                 hops.append((url, response.headers))
                 if response.status_code not in _REDIRECTS:
@@ -220,7 +234,7 @@ def check_status(response: Any, where: str) -> None:
     status = response.status_code
     if status in (200, 206):
         return
-    if status in _PASSING or status >= 500:
+    if passes(status):
         raise Again(f"the server answers with status {status}", _asked_seconds(response.headers))
     if status in (401, 403):
         fix = "Check that you may read it, and your token: `hf auth whoami`, or HF_TOKEN."
@@ -248,9 +262,8 @@ def _failure(error: Exception, url: str, where: str) -> Exception:
     while (inner := cause.__cause__ or cause.__context__) is not None:
         cause = inner  # type: ignore[assignment]
     kind = type(error).__name__
-    if "CERTIFICATE_VERIFY_FAILED" in f"{error} {cause}":
-        fix = "Name the certificate in SSL_CERT_FILE if a proxy of yours replaces certificates."
-        return CheckpointError(f"the certificate of {host} is not valid", where=where, fix=fix)
+    if stays := lasting(error):
+        return CheckpointError(f"cannot be read from {host}: {without_queries(stays.what)}", where=where, fix=stays.fix)
     reason = f": {cause.strerror}" if isinstance(cause, OSError) and cause.strerror else ""
     return Again(f"no answer from {host} ({kind}{reason})")
 

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from weightsmith.errors import NoSpace, StoreError
 from weightsmith.formats.files import FULL, read_all, write_all
+from weightsmith.remote.environment import check_hub
 
 
 def spool_folder() -> Path:
     """Where the spool's file is: huggingface_hub's cache, which is on a large disk, else where temporary files are."""
+    check_hub()
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE).expanduser()

@@ -13,7 +13,8 @@ from weightsmith.errors import CheckpointError, NotFound, Unsupported, first_lin
 from weightsmith.formats.files import show
 from weightsmith.remote.access import allows_http, settings
 from weightsmith.remote.addresses import Address
-from weightsmith.remote.http import CHANGED_FIX
+from weightsmith.remote.failures import lasting, no_panic, passes
+from weightsmith.remote.http import CHANGED_FIX, DOWNLOAD_FIX, NO_RANGES
 from weightsmith.remote.retries import Again
 
 if TYPE_CHECKING:
@@ -44,20 +45,24 @@ class Store:
         self.where = str(address)
         self._obstore = obstore(self.where)
         endpoint, options = settings(address.scheme)
+        self._endpoint = f"the endpoint {endpoint}" if endpoint else "the address"
         try:
-            self._store = self._obstore.store.from_url(
-                str(address),
-                client_options={**_TIMEOUTS, "allow_http": allows_http(endpoint)},
-                retry_config={"max_retries": 0},  # retried by `retries`
-                **options,
-            )
+            with no_panic():
+                self._store = self._obstore.store.from_url(
+                    str(address),
+                    client_options={**_TIMEOUTS, "allow_http": allows_http(endpoint)},
+                    retry_config={"max_retries": 0},  # retried by `retries`
+                    **options,
+                )
         except Exception as error:
-            raise CheckpointError(f"the store cannot be opened: {first_line(error)}", where=self.where) from error
+            fix = f"check {self._endpoint} and the keys that the environment gives: see docs/remote.md"
+            raise CheckpointError(f"the store cannot be opened: {first_line(error)}", where=self.where, fix=fix) from error
 
     def objects(self) -> list[dict[str, Any]]:
         """path, size and e_tag of every object of the folder itself. Raises Again."""
         try:
-            found = self._obstore.list_with_delimiter(self._store)
+            with no_panic():
+                found = self._obstore.list_with_delimiter(self._store)
         except Exception as error:
             raise self.failure(error, self.where) from error
         return [dict(meta) for meta in found["objects"]]
@@ -69,16 +74,18 @@ class Store:
     def get(self, name: str, first: int, end: int, tag: str) -> Any:
         """obstore's answer to a request for a run of bytes."""
         options = {"range": (first, end), **({"if_match": tag} if tag else {})}
-        return self._obstore.get(self._store, name, options=options)
+        with no_panic():
+            return self._obstore.get(self._store, name, options=options)
 
     def head(self, name: str) -> Any:
         """Size and ETag of an object now."""
-        return self._obstore.head(self._store, name)
+        with no_panic():
+            return self._obstore.head(self._store, name)
 
     def failure(self, error: Exception, where: str) -> Exception:
         """What an exception of obstore means."""
         known = self._obstore.exceptions
-        found = re.search(r"status code: ([0-9]{3})", str(error))  # of a list, whose errors are all of one type
+        found = re.search(r"status(?: code)?:? ([0-9]{3})\b", str(error))  # of a list, whose errors are all of one type
         status = int(found[1]) if found is not None else 0
         if isinstance(error, known.PreconditionError | known.NotModifiedError):
             return CheckpointError("the object has changed since it was first read", where=where, fix=CHANGED_FIX)
@@ -87,7 +94,15 @@ class Store:
         if isinstance(error, known.PermissionDeniedError | known.UnauthenticatedError) or status in (401, 403):
             fix = "Check the keys, or the role, that the environment gives: see docs/remote.md."
             return CheckpointError("the store refuses access", where=where, fix=fix)
-        return Again(f"the store does not answer as it should ({type(error).__name__}: {first_line(error)})")
+        why = f"{type(error).__name__}: {first_line(error)}"
+        if "non-partial response" in str(error):
+            return CheckpointError(NO_RANGES, where=where, fix=DOWNLOAD_FIX)
+        if stays := lasting(error, self._endpoint):
+            return CheckpointError(f"cannot be read: {stays.what}", where=where, fix=stays.fix)
+        if status and not passes(status) and status >= 400:
+            fix = f"Check {self._endpoint} and the keys that the environment gives: see docs/remote.md."
+            return CheckpointError(f"the store refuses the request ({why})", where=where, fix=fix)
+        return Again(f"the store does not answer as it should ({why})")
 
 
 class StoreFile:
@@ -107,7 +122,12 @@ class StoreFile:
             if tuple(found.range) != (first, end):
                 raise Again(f"bytes {first:,} to {end:,} were asked for, and bytes {found.range} came")
             left = end - first
-            for chunk in found.stream(min_chunk_size=_CHUNK_BYTES):
+            chunks = iter(found.stream(min_chunk_size=_CHUNK_BYTES))
+            while True:
+                with no_panic():
+                    chunk = next(chunks, None)
+                if chunk is None:
+                    return
                 piece = bytes(chunk)
                 left -= len(piece)
                 if left < 0:

@@ -28,7 +28,7 @@ SAME = 1e-6
 
 def missing_packages() -> list[WeightsmithError]:
     """An error if torch or transformers is not installed."""
-    return missing(("torch", "transformers"), "hidden states", "or use gate_mode: random, which requires neither")
+    return missing(("torch", "transformers"), "hidden states", "moe", "or use gate_mode: random, which requires neither")
 
 
 def route(gating: Gating, bench: Bench) -> tuple[Rows, Routing | None]:

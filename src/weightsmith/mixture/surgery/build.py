@@ -152,7 +152,7 @@ class _Surgeon:
             self.problems.append(Unsupported(what, where=block.scaled, fix="use prune_experts"))
         if self.matched:
             section = self.selection.section
-            packages = missing(("scipy",), "matched experts", "or write match: false, which does not require it")
+            packages = missing(("scipy",), "matched experts", "moe", "or write match: false, which does not require it")
             self.problems += [at(problem, section.at("match")) for problem in packages]
             try:
                 neuron_tensors(block, 0, self.checkpoint.config or {})

@@ -126,5 +126,5 @@ def check_finite(x: Tensor, what: str, row: int, base: Base) -> None:
             f"{what} is NaN, infinite or too large in row {row} of the calibration text",
             where=base.label,
             fix="check the model with another program; if its activations overflow there too, use --calibration none",
-            state="Nothing was published; finished layers are stored, and the same command resumes from them.",
+            state="Nothing was published. Finished layers are kept; with a changed model or calibration, add --no-resume.",
         )

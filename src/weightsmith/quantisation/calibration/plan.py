@@ -142,7 +142,7 @@ class Chain:
         Raises PlanError: packages that are missing, a text that cannot be read or is too short, a model without a tokenizer.
         """
         self._plan = plan
-        problems: list[WeightsmithError] = missing(PACKAGES, "calibrated formats", "or use --calibration none")
+        problems: list[WeightsmithError] = missing(PACKAGES, "calibrated formats", "calibration", "or use --calibration none")
         self._calibration, more = _calibration(settings, plan.seed)
         config = plan.config
         specs = [step.out for step in plan.steps]

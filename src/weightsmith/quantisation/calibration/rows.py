@@ -22,6 +22,7 @@ import numpy.typing as npt
 from weightsmith.errors import CheckpointError, FormatError, NotFound, ParameterError, Unsupported, WeightsmithError, first_line
 from weightsmith.formats.files import expand_user, open_regular, read_bounded, show
 from weightsmith.formats.strict_json import JsonError, parse
+from weightsmith.remote.failures import no_panic
 
 BUILT_IN = "built-in"
 """The text that comes with the package: `texts/`, one document per file."""
@@ -228,7 +229,8 @@ def _tokenizer(folder: Path) -> Any:
         fix = "put the model's tokenizer.json next to its weights, or use --calibration none"
         raise NotFound("calibration needs the model's tokenizer", where=show(str(path)), fix=fix)
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        with no_panic():
+            tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # bad files can raise anything
         what = f"the tokenizer cannot be loaded: {first_line(error)}"
         raise FormatError(what, where=str(path), fix="restore the file, or use --calibration none") from error
