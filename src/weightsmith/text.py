@@ -13,7 +13,9 @@ import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from weightsmith.errors import Finding, with_excerpt
@@ -93,17 +95,75 @@ _AT_SPACES: Mapping[str, Any] = {"break_long_words": False, "break_on_hyphens": 
 
 def result(text: str = "") -> None:
     """A line of the result, to stdout, as it is. The text is printable already, or is JSON."""
+    erase_status()
     print(text)
 
 
 def say(text: str) -> None:
     """A sentence of the result, to stdout, wrapped on a terminal."""
-    print(wrapped(text, columns(sys.stdout)))
+    result(wrapped(text, columns(sys.stdout)))
 
 
 def note(text: str) -> None:
     """A line about the work, to stderr, wrapped on a terminal."""
+    erase_status()
     print(wrapped(text, columns(sys.stderr)), file=sys.stderr, flush=True)
+
+
+@dataclass(slots=True)
+class _Status:
+    """on: a command on a terminal says what it does. drawn: its line is there."""
+
+    on: bool = False
+    drawn: bool = False
+
+
+_status = _Status()
+
+
+def begin_status(text: str) -> None:
+    """Show what the program does now, on a terminal; until `end_status`, `status` shows what it does next."""
+    _status.on = is_terminal(sys.stderr)
+    status(text)
+
+
+@contextmanager
+def status_line(text: str, *, quiet: bool) -> Iterator[None]:
+    """Say what a command does from its first moment until a progress bar or its output takes over.
+
+    On a terminal that is a line which `status` rewrites; in a log it is a line. quiet: nothing.
+    """
+    if quiet:
+        end_status()
+    elif is_terminal(sys.stderr):
+        begin_status(text)
+    else:
+        note(text)
+    try:
+        yield
+    finally:
+        end_status()
+
+
+def status(text: str) -> None:
+    """Say what the program does now, where a command on a terminal shows that. Any room may call it."""
+    if _status.on:
+        width = columns(sys.stderr) or 80
+        _status.drawn = True
+        print(f"\r\033[2K{printable(text).replace(chr(10), ' ')[: width - 1]}", end="", file=sys.stderr, flush=True)
+
+
+def erase_status() -> None:
+    """Take the line away, for output in its place."""
+    if _status.drawn:
+        _status.drawn = False
+        print("\r\033[2K", end="", file=sys.stderr, flush=True)
+
+
+def end_status() -> None:
+    """Take the line away; a progress bar takes over, and `status` says nothing from now on."""
+    erase_status()
+    _status.on = False
 
 
 def warn(finding: Finding, source: tuple[str, str] = ("", "")) -> None:
@@ -113,6 +173,7 @@ def warn(finding: Finding, source: tuple[str, str] = ("", "")) -> None:
 
 def diagnostic(text: str, code: str) -> None:
     """An error or a warning to stderr, wrapped to the terminal, its first word and the carets in a colour."""
+    erase_status()
     lines: list[str] = []
     for line in printable(text).split("\n"):  # a line of the recipe and its carets belong together, however narrow the terminal
         lines += [line] if re.match(r" +\d* \| ", line) else wrapped(line, columns(sys.stderr)).split("\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -16,8 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli_help import LINEAR, environment, make_models
-from weightsmith.text import table, wrapped
+from tests.cli_help import LINEAR, environment, make_models, run_process
+from weightsmith.cli import WORKING
+from weightsmith.cli.app import app
+from weightsmith.text import end_status, note, say, status, status_line, table, wrapped
 
 THREE_CAUSES = """merge_method: ties
 base_model: ./nowhere
@@ -47,13 +50,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def captured(folder: Path, columns: int, *args: str) -> str:
-    """What a command shows on a terminal so wide; what it draws over is left out."""
+def captured(folder: Path, columns: int, *args: str, code: str = "") -> str:
+    """What a command shows on a terminal so wide, with what it draws over. code: runs in place of `python -m weightsmith`."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     env = environment(TERM="xterm-256color", LC_ALL="C.UTF-8", HF_HUB_OFFLINE="1")
     env.pop("COLUMNS", None)
-    command = [sys.executable, "-m", "weightsmith", *args]
+    command = [sys.executable, *(["-c", code] if code else ["-m", "weightsmith"]), *args]
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, cwd=folder)
     os.close(theirs)
     data, end = b"", time.monotonic() + 120
@@ -126,3 +129,113 @@ def test_a_table_is_wrapped_at_spaces_and_its_names_stay_whole() -> None:
 def test_a_pipe_has_no_width() -> None:
     assert wrapped("a " * 100, None) == "a " * 100
     assert wrapped("  -> one two three", 12) == "  -> one two\n      three"
+
+
+# ---- the status line
+
+WATCHED = """
+import os, sys
+
+heavy = {"numpy", "numba", "torch", "transformers", "tokenizers", "gradio", "typer"}
+seen = set()
+
+def say(what):
+    if what not in seen:
+        seen.add(what)
+        os.write(2, f"[{what}]".encode())
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name in heavy:
+            say(name)
+
+def hook(event, args):
+    if event == "open" and str(args[0]).endswith((".safetensors", ".yml", "plan.json")):
+        say("file")
+
+sys.meta_path.insert(0, Finder())
+sys.addaudithook(hook)
+from weightsmith.cli import main
+main()
+"""
+"""Runs a command, and marks on the terminal when it imports a large package, and when it opens a recipe or weights."""
+
+STARTED: dict[str, list[str]] = {
+    "merge": ["linear.yml", "OUT"],
+    "moe": ["moe.yml", "OUT"],
+    "plan": ["linear.yml"],
+    "preview": ["linear.yml"],
+    "inspect": ["a", "--stats"],
+    "diff": ["a", "b"],
+    "studio": ["nowhere"],
+    "quantize": ["a", "OUT", "--format", "fp8-dynamic"],
+    "dequantize": ["a", "OUT"],
+    "extract-lora": ["a", "b", "OUT"],
+    "transplant-tokenizer": ["a", "b", "OUT"],
+    "run": ["plan.json", "OUT"],
+    "verify": ["a"],
+    "clean": [],
+    "doctor": [],
+}
+"""Some of them end with an error, which comes after the first words too."""
+
+SEEN = {"merge", "moe", "plan", "preview", "inspect", "diff", "quantize", "dequantize", "extract-lora", "run"}
+"""They open a file of those that are marked."""
+
+
+def test_every_command_says_what_it_does_or_is_done_at_once() -> None:
+    known = {each.name or getattr(each.callback, "__name__", "") for each in app.registered_commands}
+    assert {name.replace("_", "-") for name in known} - set(WORKING) == {"init", "methods", "schema"}
+    assert sorted(STARTED) == sorted(WORKING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WORKING)
+def test_something_is_said_before_anything_is_loaded_or_read(folder: Path, name: str) -> None:
+    """By the order of events, as times mean nothing on a busy machine."""
+    (folder / "plan.json").write_text("{}")
+    (folder / "moe.yml").write_text("base_model: a\nexperts: [{source_model: a}, {source_model: b}]\ngate_mode: random\n")
+    shown = captured(folder, 80, name, *(f"{name}-out" if arg == "OUT" else arg for arg in STARTED[name]), code=WATCHED)
+    assert shown.startswith("\r\x1b[2Kstarting"), shown[:200]
+    starting, own, *_ = shown.split("\r\x1b[2K")[1:]
+    assert set(re.findall(r"\[(\w+)\]", starting)) <= {"typer", "numpy"}  # what it takes to read a command line
+    assert own.startswith(("reading ", "loading ", "looking ")), own[:200]
+    assert ("[file]" in shown) or name not in SEEN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["--quiet", "--json"])
+def test_nothing_is_said_if_that_was_asked(folder: Path, flag: str) -> None:
+    for name in ("inspect", "plan", "verify"):
+        shown = captured(folder, 80, name, STARTED[name][0], flag, code=WATCHED)
+        assert "starting" not in shown
+        assert "reading" not in shown.partition("error[")[0]
+
+
+@pytest.mark.slow
+def test_a_log_has_one_line_of_it(folder: Path) -> None:
+    ran = run_process("merge", "linear.yml", "logged", cwd=folder)
+    assert ran.code == 0
+    first, *others = ran.err.splitlines()
+    assert first == "reading the recipe and the models' headers"
+    assert not [line for line in others if line.startswith(("starting", "reading", "planning", "preparing"))]
+    assert run_process("plan", "linear.yml", "--json", cwd=folder).err == ""
+
+
+def test_a_line_of_output_takes_the_place_of_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "20")
+    status("before a command: nothing")
+    with status_line("reading headers of a long name\x1b", quiet=False):
+        status("planning\nmore")
+        say("done")
+        note("a note")
+        status("storing")
+        end_status()
+        status("after the bar took over: nothing")
+    erase = "\r\x1b[2K"
+    assert screen.getvalue() == f"{erase}reading headers of {erase}planning more{erase}done\na note\n{erase}storing{erase}"

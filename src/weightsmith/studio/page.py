@@ -12,6 +12,7 @@ from weightsmith.studio import compare, draft, show
 from weightsmith.studio.places import Places
 from weightsmith.studio.policy import ContentPolicy, SameOrigin, own_names
 from weightsmith.studio.session import Session
+from weightsmith.text import end_status
 
 _PROMPT = "The three most important things about this program are"
 _QUIET: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
@@ -197,6 +198,7 @@ def launch(places: Places, *, host: str = "127.0.0.1", port: int | None = None, 
     to load nothing but what this server sends (`policy.py`).
     """
     page, gr = build(places), _gradio()
+    end_status()
     from starlette.middleware import Middleware
 
     middleware = [Middleware(ContentPolicy), Middleware(SameOrigin, names=own_names(host))]
