@@ -194,7 +194,9 @@ def table(
 ) -> list[str]:
     """Lines of aligned columns; columns in `right` are aligned right.
 
-    width  of the lines: the widest columns are wrapped at spaces to fit; None: however long they become
+    width  of the lines; None: however long they become. A table that is wider is wrapped at spaces in its widest columns (in
+           those aligned right, in the headers alone). If that is not enough, it is cut into tables one below the other, each
+           with the first column. Words stay whole.
 
     >>> for line in table(("op", "tensors"), [("ties", "199"), ("copy", "2")], right={1}):
     ...     print(line)
@@ -203,13 +205,41 @@ def table(
     copy        2
     """
     cells = [[printable(c).replace("\n", " ") for c in row] for row in (headers, *rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
-    if width is not None:
-        least = [max(len(word) for row in cells for word in (row[i].split() or [""])) for i in range(len(headers))]
-        for i in sorted(range(len(headers)), key=lambda i: -widths[i]):
-            excess = sum(widths) + 2 * (len(widths) - 1) - width
-            if excess > 0 and i not in right:
-                widths[i] = max(least[i], widths[i] - excess)
+    number = range(len(headers))
+    widths = [max(len(row[i]) for row in cells) for i in number]
+    if width is None or _width(widths) <= width:
+        return _lines(cells, widths, right)
+    least = [
+        _longest([*cells[0][i].split(), *(w for row in cells[1:] for w in ([row[i]] if i in right else row[i].split()))])
+        for i in number
+    ]
+    if _width(least) <= width:
+        for i in sorted(number, key=lambda i: -widths[i]):
+            widths[i] = max(least[i], widths[i] - max(0, _width(widths) - width))
+        return _lines(cells, widths, right)
+    if len(headers) < 3:  # a word is too long for any table
+        return _records(cells, width)
+    lines: list[str] = []
+    for part in _parts(least, width):
+        own = table(
+            [headers[i] for i in part],
+            [[row[i] for i in part] for row in rows],
+            right=[place for place, i in enumerate(part) if i in right],
+            width=width,
+        )
+        lines += ["", *own] if lines else own
+    return lines
+
+
+def _width(widths: Sequence[int]) -> int:
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def _longest(words: Sequence[str]) -> int:
+    return max(map(len, words), default=0)
+
+
+def _lines(cells: Sequence[Sequence[str]], widths: Sequence[int], right: Collection[int]) -> list[str]:
     lines: list[str] = []
     for number, row in enumerate(cells):
         parts = [textwrap.wrap(c, max(w, 1), **_AT_SPACES) if len(c) > w else [c] for c, w in zip(row, widths, strict=True)]
@@ -219,11 +249,36 @@ def table(
     return lines
 
 
+def _parts(least: Sequence[int], width: int) -> list[list[int]]:
+    """The columns of the tables that one is cut into. least: what each column takes."""
+    parts = [[0, 1]]
+    for i in range(2, len(least)):
+        if _width([least[k] for k in (*parts[-1], i)]) <= width:
+            parts[-1].append(i)
+        else:
+            parts.append([0, i])
+    return parts
+
+
+def _records(cells: Sequence[Sequence[str]], width: int) -> list[str]:
+    """The rows below each other, with a line for each cell."""
+    head, *rows = cells
+    lines = [wrapped(heading("  ".join(head)), width)]
+    for first, *others in rows:
+        lines += wrapped(first, width).split("\n")
+        lines += [line for other in others if other for line in wrapped(f"    {other}", width, "").split("\n")]
+    return lines
+
+
 def show_table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = (), indent: str = "") -> None:
-    """`table`, as a part of the result."""
-    width = columns(sys.stdout)
+    """`table`, as a part of the result: as wide as the terminal, or as COLUMNS says if a pipe has that."""
+    width = columns(sys.stdout) or _number(os.environ.get("COLUMNS", ""))
     for line in table(headers, rows, right=right, width=None if width is None else width - len(indent)):
         result(indent + line)
+
+
+def _number(text: str) -> int | None:
+    return int(text) or None if text.isascii() and text.isdigit() else None
 
 
 def fact(label: str, text: str) -> None:
