@@ -138,6 +138,31 @@ def test_methods_on_the_sphere_give_what_they_give_of_models(method: str, tmp_pa
     np.testing.assert_allclose(delta(merge(as_adapters, tmp_path / "out"), Q), want, atol=3e-6 * np.abs(want).max())
 
 
+def of_models(adapters: Sequence[Path], method: str, shared: dict[str, Any], tmp_path: Path) -> tuple[Array, Array]:
+    """What a merge of adapters adds to Q, and what the merge of the models does."""
+    name, zero = f"{Q}.weight", np.zeros((H, H), np.float32)
+    models = [write_checkpoint(tmp_path / f"model {i}", {name: delta(a, Q).astype(np.float32)}) for i, a in enumerate(adapters)]
+    what: dict[str, Any] = {"merge_method": method, "models": [{"model": str(m)} for m in models], "parameters": shared}
+    what["base_model"] = str(write_checkpoint(tmp_path / "zero", {name: zero}))
+    with weightsmith.open_checkpoint(merge(what, tmp_path / "merged models")) as checkpoint:
+        want = checkpoint.read(name).astype(np.float64)
+    what = {"merge_method": method, "models": [{"model": str(a)} for a in adapters], "parameters": shared}
+    return delta(merge(what, tmp_path / "merged adapters"), Q), want
+
+
+@pytest.mark.parametrize("method", ["svc", "star", "resmerge", "tsv_m"])
+def test_methods_on_whole_matrices_that_give_what_they_give_of_models(method: str, tmp_path: Path) -> None:
+    found, want = of_models(three(tmp_path), method, {"directions": 4} if method == "tsv_m" else {}, tmp_path)
+    np.testing.assert_allclose(found, want, atol=3e-6 * np.abs(want).max())
+
+
+def test_iso_c_has_the_mean_of_the_small_matrix_and_tsv_m_its_share_of_the_rank(tmp_path: Path) -> None:
+    found, want = of_models(three(tmp_path), "iso_c", {}, tmp_path / "iso")
+    np.testing.assert_allclose(found, want * H / sum(RANKS), atol=3e-6 * np.abs(found).max())
+    found, want = of_models(three(tmp_path), "tsv_m", {}, tmp_path / "tsv")
+    assert np.linalg.norm(found - want) > 0.1 * np.linalg.norm(want)
+
+
 def test_small_factors_are_not_lost_beside_large_ones(tmp_path: Path) -> None:
     """The size of B alone says nothing: A may make up for it."""
     own = {name: a * (1e-9 if "_B" in name else 1e9) for name, a in factors(Q, H, H, 2, seed=5).items()}
