@@ -44,7 +44,10 @@ from weightsmith.tensors import DTYPES, TensorSpec
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PROGRESS = re.compile(r"(merging|saving to disk|verifying|checking what is there): .*|compiling kernels \(.*\)")
+PROGRESS = re.compile(
+    r"(merging|saving to disk|verifying|checking what is there|decomposing): .*|compiling kernels \(.*\)|reading the .*"
+    r"|looking (for|at) .*"
+)
 
 
 # ---- blocks

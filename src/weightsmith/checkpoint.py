@@ -26,6 +26,7 @@ from weightsmith.remote.addresses import HUB, Address, is_address, parse_address
 from weightsmith.sources import Opened, Tensors
 from weightsmith.sources.base import read
 from weightsmith.tensors import DType, TensorSpec
+from weightsmith.text import status
 
 if TYPE_CHECKING:
     import numpy as np
@@ -255,6 +256,7 @@ def open_checkpoint(
       -> Write the path of a folder that exists, or a hub id: org/name.
     """
     name = os.fspath(ref)
+    status(f"reading headers of {name}")
     place = locate(ref, revision)
     if isinstance(place, Path):
         if place.is_dir():

@@ -14,7 +14,7 @@ from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from weightsmith.text import count, duration, is_terminal, note, size
+from weightsmith.text import count, duration, end_status, is_terminal, note, size
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -206,7 +206,6 @@ class Bar(Meter):
         self._bar = Progress(
             columns[0], BarColumn(bar_width=None), columns[1], console=Console(stderr=True), transient=True, auto_refresh=False
         )
-        self._bar.start()
 
     def show(self, reading: Reading) -> None:
         """Draw the bar, at most ten times a second."""
@@ -225,6 +224,8 @@ class Bar(Meter):
 
     def _draw(self, label: str, right: str, share: float | None) -> None:
         if self._task is None:
+            end_status()
+            self._bar.start()
             self._task = self._bar.add_task("", total=1.0, label="", facts="")
         self._bar.update(self._task, completed=share, label=label, facts=right, refresh=True)
 
@@ -302,8 +303,10 @@ def show_progress(shown: Meter, progress: Progress, doing: str) -> None:
         shown.say("checking that transformers can load the output")
         return
     if progress.waiting and computation is not None:
-        if computation.total:  # else it has not begun: torch and transformers are being imported
+        if computation.total:
             shown.show(Reading(computation.doing, computation.done, computation.total, None))
+        else:
+            shown.say(f"{computation.doing}: {'loading torch' if _loading('torch') else 'starting'}")
         return
     if not progress.total_tensors:  # a plan of products alone, between two of them
         return
@@ -311,6 +314,11 @@ def show_progress(shown: Meter, progress: Progress, doing: str) -> None:
     label = doing if progress.tensors < progress.total_tensors else "saving to disk"
     detail = f"{progress.tensors:,} of {count(progress.total_tensors, 'tensor')}"
     shown.show(Reading(label, done, total, progress.read_bytes + done, detail))
+
+
+def _loading(module: str) -> bool:
+    """A thread is importing it now."""
+    return bool(getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False))
 
 
 def no_bars_in_logs(*, quiet: bool) -> None:

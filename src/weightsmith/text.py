@@ -13,8 +13,9 @@ import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from weightsmith.errors import Finding, with_excerpt
@@ -96,24 +97,82 @@ _AT_SPACES: Mapping[str, Any] = {"break_long_words": False, "break_on_hyphens": 
 
 def result(text: str = "") -> None:
     """A line of the result, to stdout, as it is. The text is printable already, or is JSON."""
+    erase_status()
     print(text)
 
 
 def say(text: str) -> None:
     """A sentence of the result, to stdout, wrapped on a terminal."""
-    print(wrapped(text, columns(sys.stdout)))
+    result(wrapped(text, columns(sys.stdout)))
 
 
 def note(text: str) -> None:
     """A line about the work, to stderr, wrapped on a terminal."""
+    erase_status()
     _aside(wrapped(text, columns(sys.stderr)))
 
 
-def _aside(text: str) -> None:
+def _aside(text: str, end: str = "\n") -> None:
     """Write to stderr, if there is one that takes it: what is said about the work never stops it."""
     if sys.stderr is not None:
         with suppress(OSError, ValueError):  # ValueError: a program that calls us has closed it
-            print(text, file=sys.stderr, flush=True)
+            print(text, end=end, file=sys.stderr, flush=True)
+
+
+@dataclass(slots=True)
+class _Status:
+    """on: a command on a terminal says what it does. drawn: its line is there."""
+
+    on: bool = False
+    drawn: bool = False
+
+
+_status = _Status()
+
+
+def begin_status(text: str) -> None:
+    """Show what the program does now, on a terminal; until `end_status`, `status` shows what it does next."""
+    _status.on = is_terminal(sys.stderr)
+    status(text)
+
+
+@contextmanager
+def status_line(text: str, *, quiet: bool) -> Iterator[None]:
+    """Say what a command does from its first moment until a progress bar or its output takes over.
+
+    On a terminal that is a line which `status` rewrites; in a log it is a line. quiet: nothing.
+    """
+    if quiet:
+        end_status()
+    elif is_terminal(sys.stderr):
+        begin_status(text)
+    else:
+        note(text)
+    try:
+        yield
+    finally:
+        end_status()
+
+
+def status(text: str) -> None:
+    """Say what the program does now, where a command on a terminal shows that. Any room may call it."""
+    if _status.on:
+        width = columns(sys.stderr) or 80
+        _status.drawn = True
+        _aside(f"\r\033[2K{printable(text).replace(chr(10), ' ')[: width - 1]}", end="")
+
+
+def erase_status() -> None:
+    """Take the line away, for output in its place."""
+    if _status.drawn:
+        _status.drawn = False
+        _aside("\r\033[2K", end="")
+
+
+def end_status() -> None:
+    """Take the line away; a progress bar takes over, and `status` says nothing from now on."""
+    erase_status()
+    _status.on = False
 
 
 def warn(finding: Finding, source: tuple[str, str] = ("", "")) -> None:
@@ -123,6 +182,7 @@ def warn(finding: Finding, source: tuple[str, str] = ("", "")) -> None:
 
 def diagnostic(text: str, code: str) -> None:
     """An error or a warning to stderr, wrapped to the terminal, its first word and the carets in a colour."""
+    erase_status()
     lines: list[str] = []
     for line in printable(text).split("\n"):  # a line of the recipe and its carets belong together, however narrow the terminal
         lines += [line] if re.match(r" +\d* \| ", line) else wrapped(line, columns(sys.stderr)).split("\n")
@@ -143,7 +203,9 @@ def table(
 ) -> list[str]:
     """Lines of aligned columns; columns in `right` are aligned right.
 
-    width  of the lines: the widest columns are wrapped at spaces to fit; None: however long they become
+    width  of the lines; None: however long they become. A table that is wider is wrapped at spaces in its widest columns (in
+           those aligned right, in the headers alone). If that is not enough, it is cut into tables one below the other, each
+           with the first column. Words stay whole.
 
     >>> for line in table(("op", "tensors"), [("ties", "199"), ("copy", "2")], right={1}):
     ...     print(line)
@@ -152,13 +214,41 @@ def table(
     copy        2
     """
     cells = [[printable(c).replace("\n", " ") for c in row] for row in (headers, *rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
-    if width is not None:
-        least = [max(len(word) for row in cells for word in (row[i].split() or [""])) for i in range(len(headers))]
-        for i in sorted(range(len(headers)), key=lambda i: -widths[i]):
-            excess = sum(widths) + 2 * (len(widths) - 1) - width
-            if excess > 0 and i not in right:
-                widths[i] = max(least[i], widths[i] - excess)
+    number = range(len(headers))
+    widths = [max(len(row[i]) for row in cells) for i in number]
+    if width is None or _width(widths) <= width:
+        return _lines(cells, widths, right)
+    least = [
+        _longest([*cells[0][i].split(), *(w for row in cells[1:] for w in ([row[i]] if i in right else row[i].split()))])
+        for i in number
+    ]
+    if _width(least) <= width:
+        for i in sorted(number, key=lambda i: -widths[i]):
+            widths[i] = max(least[i], widths[i] - max(0, _width(widths) - width))
+        return _lines(cells, widths, right)
+    if len(headers) < 3:  # a word is too long for any table
+        return _records(cells, width)
+    lines: list[str] = []
+    for part in _parts(least, width):
+        own = table(
+            [headers[i] for i in part],
+            [[row[i] for i in part] for row in rows],
+            right=[place for place, i in enumerate(part) if i in right],
+            width=width,
+        )
+        lines += ["", *own] if lines else own
+    return lines
+
+
+def _width(widths: Sequence[int]) -> int:
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def _longest(words: Sequence[str]) -> int:
+    return max(map(len, words), default=0)
+
+
+def _lines(cells: Sequence[Sequence[str]], widths: Sequence[int], right: Collection[int]) -> list[str]:
     lines: list[str] = []
     for number, row in enumerate(cells):
         parts = [textwrap.wrap(c, max(w, 1), **_AT_SPACES) if len(c) > w else [c] for c, w in zip(row, widths, strict=True)]
@@ -168,11 +258,36 @@ def table(
     return lines
 
 
+def _parts(least: Sequence[int], width: int) -> list[list[int]]:
+    """The columns of the tables that one is cut into. least: what each column takes."""
+    parts = [[0, 1]]
+    for i in range(2, len(least)):
+        if _width([least[k] for k in (*parts[-1], i)]) <= width:
+            parts[-1].append(i)
+        else:
+            parts.append([0, i])
+    return parts
+
+
+def _records(cells: Sequence[Sequence[str]], width: int) -> list[str]:
+    """The rows below each other, with a line for each cell."""
+    head, *rows = cells
+    lines = [wrapped(heading("  ".join(head)), width)]
+    for first, *others in rows:
+        lines += wrapped(first, width).split("\n")
+        lines += [line for other in others if other for line in wrapped(f"    {other}", width, "").split("\n")]
+    return lines
+
+
 def show_table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = (), indent: str = "") -> None:
-    """`table`, as a part of the result."""
-    width = columns(sys.stdout)
+    """`table`, as a part of the result: as wide as the terminal, or as COLUMNS says if a pipe has that."""
+    width = columns(sys.stdout) or _number(os.environ.get("COLUMNS", ""))
     for line in table(headers, rows, right=right, width=None if width is None else width - len(indent)):
         result(indent + line)
+
+
+def _number(text: str) -> int | None:
+    return int(text) or None if text.isascii() and text.isdigit() else None
 
 
 def fact(label: str, text: str) -> None:

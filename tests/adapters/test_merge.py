@@ -83,51 +83,6 @@ def test_a_smaller_rank_keeps_the_best(adapters: tuple[Path, Path], tmp_path: Pa
     assert (config_of(out)["r"], config_of(out)["rank_pattern"]) == (3, {})
 
 
-@pytest.mark.parametrize(
-    ("method", "shared", "own"),
-    [
-        ("ties", {"normalize": True}, {"density": 0.5}),
-        ("dare_ties", {}, {"density": 0.5}),
-        ("slerp", {"t": 0.3}, {}),
-        ("tsv_m", {}, {}),
-        ("karcher", {}, {}),
-    ],
-)
-def test_any_method_merges_the_core_matrices(
-    method: str, shared: dict[str, Any], own: dict[str, Any], adapters: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """As merging models of core matrices would, made here from the same bases."""
-    parts = [[f"{P}{Q}.lora_{part}.weight" for part in "AB"], [0, 1]]
-    factors_of = [[tensors_of(folder)[name].astype(np.float64) for name in parts[0]] for folder in adapters]
-    u, right = (
-        torch.linalg.qr(torch.from_numpy(x))
-        for x in (np.hstack([b for _, b in factors_of]), np.hstack([a.T for a, _ in factors_of]))
-    )
-    cores = [u.Q.numpy().T @ delta(folder, Q) @ right.Q.numpy() for folder in adapters]
-    cores = [np.where(np.abs(core) > 1e-12 * np.abs(core).max(), core, 0) for core in cores]  # TIES counts what is not zero
-    name = f"{Q}.weight"
-    models = [write_checkpoint(tmp_path / f"m{i}", {name: core.astype(np.float32)}) for i, core in enumerate(cores)]
-    zero = write_checkpoint(tmp_path / "zero", {name: np.zeros_like(cores[0], np.float32)})
-    what = recipe(adapters, method, **shared)
-    for entry in what["models"]:
-        entry["parameters"] = {**({"weight": 1.0} if method not in ("slerp", "karcher") else {}), **own}
-    plain = {**what, "models": [{**m, "model": str(folder)} for m, folder in zip(what["models"], models, strict=True)]}
-    if method in ("ties", "dare_ties", "tsv_m"):
-        plain["base_model"] = str(zero)
-    if method == "slerp":
-        plain["base_model"] = str(models[0])
-        what["base_model"] = str(adapters[0])
-    names = {name: Q}
-    out = merge(what, tmp_path / "out")
-    with weightsmith.open_checkpoint(merge(plain, tmp_path / "plain")) as checkpoint:
-        core = checkpoint.read(name).astype(np.float64)
-    want = u.Q.numpy() @ core @ right.Q.numpy().T
-    if method == "dare_ties":  # random masks are keyed by the name of the tensor, which is the module's here
-        assert np.linalg.matrix_rank(delta(out, Q), tol=1e-5) <= 6
-    else:
-        np.testing.assert_allclose(delta(out, names[name]), want, atol=1e-5 * np.abs(want).max())
-
-
 def test_the_result_is_an_adapter_like_the_others(adapters: tuple[Path, Path], tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "r.yml").write_text(json.dumps(recipe(adapters, "ties", density=1.0)))
     ran = cli("merge", tmp_path / "r.yml", tmp_path / "out", "--adapter-rank", 5, "--out-dtype", "bfloat16")

@@ -69,7 +69,7 @@ def test_a_file_that_is_no_report_is_found_before_the_models_are_read(folder: Pa
     (folder / "thesis.html").write_text("mine")
     ran = cli("diff", "base", "nowhere", "--report", "thesis.html")
     assert ran.code == 3
-    assert ran.err.startswith("error[output-exists]: thesis.html: the file exists, and is no report of weightsmith")
+    assert "\nerror[output-exists]: thesis.html: the file exists, and is no report of weightsmith" in ran.err
     assert (folder / "thesis.html").read_text() == "mine"
 
 

@@ -31,6 +31,8 @@ def test_a_merge_prints_its_summary_to_stdout_and_its_progress_lines_to_stderr(c
     assert ran.out.startswith(f"{work / 'out'}: 6 tensors, 400 bytes in ")
     assert ran.out.count("\n") == 1
     lines = [line for line in ran.err.splitlines() if not line.startswith("compiling kernels")]  # unless they are cached
+    first, *lines = lines
+    assert first == "reading the recipe and the models' headers"
     assert list(dict.fromkeys(line.split(":")[0] for line in lines)) == ["merging", "saving to disk"]
     assert {p.name for p in (work / "out").iterdir()} >= {"model.safetensors", "config.json", "tokenizer.json", "README.md"}
 

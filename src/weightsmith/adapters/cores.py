@@ -1,9 +1,13 @@
 """Adapters as small matrices in bases that they share, and a merge of these as factors again.
 
-**core**: Core Space (Panariello et al. 2025, https://arxiv.org/abs/2509.17786). Of the adapters of one matrix, U is an
-orthonormal basis of all columns of their B, and V one of all rows of their A. Each difference is then U Mᵢ Vᵀ, without any
-loss, and Mᵢ has no more rows than the adapters have ranks together. What is merged are the Mᵢ. The result has factors of any
-rank up to that.
+**core**: Core Space (Panariello et al. 2025, https://arxiv.org/abs/2509.17786). U has the left singular vectors of
+[B₁ … Bₙ], and V those of [A₁ᵀ … Aₙᵀ]. Each difference is then U Mᵢ Vᵀ with Mᵢ = Uᵀ Bᵢ Aᵢ V, without any loss, and Mᵢ has as
+many rows as the adapters have ranks together. What is merged are the Mᵢ. The result has factors of any rank up to that. The
+paper has no scalings (lora_alpha / r); here they are part of Bᵢ, so that Bᵢ Aᵢ is what the adapter adds.
+
+Singular vectors do not depend on the order of the adapters. Their signs do not either (`decompose.signs`). Where singular
+values are equal, their vectors are any basis of a subspace, and so depend on rounding; directions that no factor has are
+columns of zeros.
 
 **knots**: KnOTS (Stoica et al. 2024, https://arxiv.org/abs/2410.19735). The differences side by side, [Δ₁ … Δₙ], are
 U Σ [V₁ … Vₙ]. What is merged are the Σ Vᵢ, which have as many columns as the matrix. They follow from the Mᵢ, without the full
@@ -32,7 +36,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.jobs.decompose import thin_svd
+from weightsmith.jobs.decompose import column_basis, thin_svd
 from weightsmith.jobs.matrix import one_thread
 from weightsmith.plans import COPY, PRODUCTS, Product, Read, Step
 from weightsmith.plans.reading import has_type
@@ -274,12 +278,9 @@ def _cores(module: Adapted, factors: Sequence[tuple[Tensor, Tensor]]) -> list[np
     """Bases and core matrices of the adapters of one matrix, and the core matrix of zeros."""
     import torch
 
-    bases, rests = [], []
-    for own in ([b for _, b in factors], [a.T for a, _ in factors]):
-        basis, rest = torch.linalg.qr(torch.cat(own, 1))
-        bases.append(basis)
-        rests.append(rest.split(module.ranks, 1))
-    cores = [s * b @ a.T for s, b, a in zip(module.scalings, *rests, strict=True)]
+    factors = [(a, s * b) for s, (a, b) in zip(module.scalings, factors, strict=True)]
+    bases = [column_basis(torch.cat([b for _, b in factors], 1)), column_basis(torch.cat([a.T for a, _ in factors], 1))]
+    cores = [(bases[0].T @ b) @ (a @ bases[1]) for a, b in factors]
     if module.space == "knots":
         left = thin_svd(torch.cat(cores, 1), module.core[0])[0]
         cores = [left.T @ core @ bases[1].T for core in cores]

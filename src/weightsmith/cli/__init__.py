@@ -21,16 +21,27 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from weightsmith.text import begin_status, end_status, prepare_streams
+
 if TYPE_CHECKING:
     from typer import Typer
+
+
+WORKING = (
+    "merge", "moe", "plan", "preview", "inspect", "diff", "studio", "quantize", "dequantize", "extract-lora",
+    "transplant-tokenizer", "run", "verify", "clean", "doctor",
+)  # fmt: skip
+"""Commands that work for a while. Each has a `status_line`; the others print what they know and are done."""
+
+_SILENT = {"--quiet", "--json", "--help", "-h"}
 
 
 def main() -> None:
     """The `weightsmith` command: reads `sys.argv`, ends the process with one of the codes in `exits.py`."""
     try:
-        from weightsmith.text import prepare_streams
-
-        prepare_streams()  # before a file is opened
+        prepare_streams()
+        if sys.argv[1:2] and sys.argv[1] in WORKING and not _SILENT & {*sys.argv}:
+            begin_status("starting")  # before anything is imported, which takes seconds on a busy machine
         from weightsmith.cli.app import app
         from weightsmith.heap import one_arena
 
@@ -38,6 +49,7 @@ def main() -> None:
         code = _run(app)
     except KeyboardInterrupt:  # between the commands' own handlers: while modules are imported
         code = 130
+    end_status()
     watch = sys.modules.get("weightsmith.kernels.watch")
     if watch is not None and watch.is_left():  # all is closed, and printed; Python would wait for the compiler
         os._exit(code)
@@ -59,6 +71,7 @@ def _run(app: Typer) -> int:
     except ResultLost as error:
         return tell_lost(error)
     except TyperException as error:
+        end_status()
         error.show()  # type: ignore[attr-defined]
         code = getattr(error, "exit_code", 2)
         if "--json" in sys.argv:

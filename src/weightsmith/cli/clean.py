@@ -11,7 +11,7 @@ import typer
 
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures, wrote
-from weightsmith.text import count, note, printable, result, say, show_table, size
+from weightsmith.text import count, note, printable, result, say, show_table, size, status_line
 
 
 def clean(
@@ -31,7 +31,7 @@ def clean(
     Looks in the current folder unless FOLDERs are named. Only folders that weightsmith made are removed, and none in which a
     process is working. In a bucket, the uploads of interrupted runs are aborted.
     """
-    with failures(checking=True, as_json=as_json):
+    with failures(checking=True, as_json=as_json), status_line("looking for unfinished work", quiet=as_json):
         from weightsmith.buckets.prefix import parse_prefix
         from weightsmith.buckets.unfinished import UnfinishedUpload, find_uploads, remove_upload
         from weightsmith.errors import NotFound

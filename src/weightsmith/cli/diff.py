@@ -15,7 +15,7 @@ from weightsmith.cli.failures import failures, wrote
 from weightsmith.pages.values import Mark
 from weightsmith.pages.words import finite_or_mark, written
 from weightsmith.progress import meter, no_bars_in_logs
-from weightsmith.text import fact, heading, printable, result, say, show_table
+from weightsmith.text import fact, heading, printable, result, say, show_table, status_line
 
 if TYPE_CHECKING:
     from weightsmith.look.comparison import Alignment, Comparison
@@ -58,7 +58,7 @@ def diff(
     """
     # Each thread decomposes small matrices of its own: BLAS's threads would only wait for each other.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    with failures(as_json=as_json):
+    with failures(as_json=as_json), status_line("reading the models' headers", quiet=quiet or as_json):
         no_bars_in_logs(quiet=quiet)
         from weightsmith.look.diff import diff as compare
         from weightsmith.look.pages import comparison_page, difference_page

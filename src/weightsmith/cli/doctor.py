@@ -18,7 +18,7 @@ from weightsmith._version import __version__
 from weightsmith.cli import options
 from weightsmith.cli.exits import Exit
 from weightsmith.cli.failures import failures
-from weightsmith.text import columns, heading, printable, result, size, wrapped
+from weightsmith.text import columns, heading, printable, result, size, status_line, wrapped
 
 REQUIRED = ("numpy", "numba", "ml_dtypes", "PyYAML", "typer", "rich", "huggingface_hub", "xxhash")
 OPTIONAL = {
@@ -47,7 +47,7 @@ def doctor(
 
     Ends with 1 if a package that weightsmith needs is missing.
     """
-    with failures(as_json=as_json):
+    with failures(as_json=as_json), status_line("looking at packages, memory, disk and the Hub", quiet=as_json):
         facts = _facts(Path(folder))
         if as_json:
             result(json.dumps(facts, ensure_ascii=False))

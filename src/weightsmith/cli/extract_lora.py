@@ -14,7 +14,7 @@ from weightsmith.cli.merge import interrupted, make, show_warnings
 from weightsmith.options import ExtractSettings, RunOptions
 from weightsmith.progress import no_bars_in_logs
 from weightsmith.tensors import DType
-from weightsmith.text import count, result, show_table
+from weightsmith.text import count, result, show_table, status_line
 
 if TYPE_CHECKING:
     from weightsmith.adapters.report import Extraction
@@ -50,7 +50,10 @@ def extract_lora(
     """
     began = time.monotonic()
     options.check_out(out, plan_only=plan_only)
-    with failures(as_json=as_json, interrupted=lambda: interrupted(out)):
+    with (
+        failures(as_json=as_json, interrupted=lambda: interrupted(out)),
+        status_line("reading the models' headers", quiet=quiet or as_json),
+    ):
         no_bars_in_logs(quiet=quiet)
         from weightsmith.adapters.extract import prepare_extraction
         from weightsmith.adapters.report import NAME

@@ -13,7 +13,7 @@ from weightsmith.cli import options
 from weightsmith.cli.diff import number
 from weightsmith.cli.failures import failures, wrote
 from weightsmith.progress import meter, no_bars_in_logs
-from weightsmith.text import count, fact, heading, printable, result, say, show_table, size
+from weightsmith.text import count, fact, heading, printable, result, say, show_table, size, status_line
 
 if TYPE_CHECKING:
     from weightsmith.look.inspect import Inspection, TensorStatistics
@@ -40,7 +40,7 @@ def inspect(
     Layers, parameters, dtypes, vocabulary, quantisation, licence. Reads headers only, but for --stats; those
     of hub models by byte range.
     """
-    with failures(as_json=as_json):
+    with failures(as_json=as_json), status_line("reading the model's headers", quiet=quiet or as_json):
         no_bars_in_logs(quiet=quiet)
         from weightsmith.look.inspect import inspect as look
         from weightsmith.look.pages import inspection_page

@@ -15,7 +15,7 @@ from weightsmith.cli.failures import failures, wrote
 from weightsmith.cli.mergekit_flags import answer
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.progress import callbacks, meter, no_bars_in_logs
-from weightsmith.text import count, duration, printable, result, say, size, warn
+from weightsmith.text import count, duration, printable, result, say, size, status, status_line, warn
 
 if TYPE_CHECKING:
     from weightsmith.execution import Merged
@@ -40,6 +40,7 @@ def merge(
     """
     began = time.monotonic()
     with failures(as_json=as_json, interrupted=lambda: interrupted(out)), ExitStack() as stack:
+        stack.enter_context(status_line("reading the recipe and the models' headers", quiet=quiet or as_json))
         no_bars_in_logs(quiet=quiet)
         answer(context, quiet=quiet)
         from weightsmith.adapters.recipes import prepare_merge
@@ -63,6 +64,7 @@ def make(prepared: Prepared, out: str, running: RunOptions, doing: str, *, quiet
     from weightsmith.execution import Callbacks
 
     with failures(merging=True, as_json=as_json, interrupted=lambda: interrupted(out)), meter(quiet=quiet) as shown:
+        status("preparing the output")
         merged = execute(prepared, out, running, Callbacks(*callbacks(shown, doing)), began=began)
         wrote(f"The output is complete: {printable(merged.url or str(merged.out))}")
         shown.close()

@@ -16,7 +16,7 @@ from weightsmith.cli.merge import interrupted, make, show_warnings
 from weightsmith.cli.mergekit_flags import answer
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.progress import callbacks, meter, no_bars_in_logs
-from weightsmith.text import result, show_table, warn
+from weightsmith.text import result, show_table, status_line, warn
 
 if TYPE_CHECKING:
     from weightsmith.mixture.routing.product import RoutingReport
@@ -59,6 +59,7 @@ def moe(
             "with --plan or --routing nothing is written." if out else "name the folder to create.", param_hint="OUT"
         )
     with failures(as_json=as_json, interrupted=lambda: interrupted(out)), ExitStack() as stack:
+        stack.enter_context(status_line("reading the recipe and the models' headers", quiet=quiet or as_json))
         no_bars_in_logs(quiet=quiet)
         answer(context, quiet=quiet)
         from weightsmith.mixture.build import prepare_moe

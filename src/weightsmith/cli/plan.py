@@ -16,7 +16,7 @@ from weightsmith.cli.merge import show_warnings
 from weightsmith.cli.mergekit_flags import answer
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.progress import no_bars_in_logs
-from weightsmith.text import count, fact, heading, printable, result, say, show_table, size
+from weightsmith.text import count, fact, heading, printable, result, say, show_table, size, status_line
 
 if TYPE_CHECKING:
     from weightsmith.cli.summary import Summary
@@ -62,7 +62,7 @@ def plan(
     Names the modules that `modules:` in a recipe takes. Takes the options of merge, and of moe for a recipe of a mixture. With
     --json: the whole plan, which `weightsmith run` takes, and where each tensor goes.
     """
-    with failures(as_json=as_json):
+    with failures(as_json=as_json), status_line("reading the recipe and the models' headers", quiet=quiet or as_json):
         no_bars_in_logs(quiet=quiet)
         answer(context, quiet=quiet)
         from weightsmith.api import prepare_any

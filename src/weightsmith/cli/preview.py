@@ -17,7 +17,7 @@ from weightsmith.cli.merge import show_warnings
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.pages.values import Mark
 from weightsmith.progress import meter, no_bars_in_logs
-from weightsmith.text import count, fact, printable, result, show_table, size, warn
+from weightsmith.text import count, fact, printable, result, show_table, size, status_line, warn
 
 if TYPE_CHECKING:
     from weightsmith.cli.summary import Summary
@@ -46,7 +46,7 @@ def preview(
     dropped; by part and by layer. Beside it how far the merge moves from the base, and what merging takes.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # see diff.py
-    with failures(as_json=as_json):
+    with failures(as_json=as_json), status_line("reading the recipe and the models' headers", quiet=quiet or as_json):
         no_bars_in_logs(quiet=quiet)
         from weightsmith.api import prepare_any
         from weightsmith.cli.summary import summarise

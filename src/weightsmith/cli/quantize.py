@@ -14,7 +14,7 @@ from weightsmith.cli.merge import interrupted, make, show_warnings
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.progress import no_bars_in_logs
 from weightsmith.tensors import DType
-from weightsmith.text import show_table
+from weightsmith.text import show_table, status_line
 
 _OF_RECIPES = (
     "lenient",
@@ -111,7 +111,10 @@ def _copy(
 ) -> None:
     began = time.monotonic()
     options.check_out(out, plan_only=plan_only)
-    with failures(as_json=as_json, interrupted=lambda: interrupted(out)):
+    with (
+        failures(as_json=as_json, interrupted=lambda: interrupted(out)),
+        status_line("reading the model's headers", quiet=quiet or as_json),
+    ):
         no_bars_in_logs(quiet=quiet)
         from weightsmith.quantisation.copies import prepare_copy
 

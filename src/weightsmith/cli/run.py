@@ -14,7 +14,7 @@ from weightsmith.cli.failures import failures, wrote
 from weightsmith.cli.merge import interrupted, make, show_warnings
 from weightsmith.options import RunOptions
 from weightsmith.progress import callbacks, meter, no_bars_in_logs
-from weightsmith.text import say
+from weightsmith.text import say, status_line
 
 
 def parse_part(text: str) -> tuple[int, int]:
@@ -61,6 +61,7 @@ def run(
     if chosen and running.ray is not None:
         raise typer.BadParameter("a cluster does all parts: leave out --part.", param_hint="--ray")
     with failures(as_json=as_json, interrupted=lambda: interrupted(out)), ExitStack() as stack:
+        stack.enter_context(status_line("reading the plan and the models' headers", quiet=quiet or as_json))
         no_bars_in_logs(quiet=quiet)
         from weightsmith.execution import Callbacks, execute_part
         from weightsmith.planner.reopen import load_plan, reopen

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from weightsmith.cli.failures import failures
+from weightsmith.text import status_line
 
 
 def studio(
@@ -37,7 +38,7 @@ def studio(
     Choose models, a goal and a method, move sliders, look at what the merge will do, run it, and compare the result. Serves
     until Ctrl-C. Takes Gradio: pip install 'weightsmith[studio]'.
     """
-    with failures(interrupted=lambda: "Stopped."):
+    with failures(interrupted=lambda: "Stopped."), status_line("loading Gradio", quiet=False):
         from weightsmith.studio.page import launch
         from weightsmith.studio.places import Places
 

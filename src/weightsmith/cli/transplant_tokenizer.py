@@ -13,7 +13,7 @@ from weightsmith.cli.failures import failures
 from weightsmith.cli.merge import interrupted, make, show_warnings
 from weightsmith.options import RunOptions, TransplantSettings
 from weightsmith.progress import no_bars_in_logs
-from weightsmith.text import result, say, show_table
+from weightsmith.text import result, say, show_table, status_line
 
 if TYPE_CHECKING:
     from weightsmith.plans import Plan
@@ -42,7 +42,10 @@ def transplant_tokenizer(
     """
     began = time.monotonic()
     options.check_out(out, plan_only=plan_only)
-    with failures(as_json=as_json, interrupted=lambda: interrupted(out)):
+    with (
+        failures(as_json=as_json, interrupted=lambda: interrupted(out)),
+        status_line("reading the models' headers and tokenizers", quiet=quiet or as_json),
+    ):
         no_bars_in_logs(quiet=quiet)
         from weightsmith.transplant import prepare_transplant
         from weightsmith.transplant.rows import NAME

@@ -10,7 +10,7 @@ import typer
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures
 from weightsmith.progress import Reading, meter
-from weightsmith.text import count, note, printable, result, say, size
+from weightsmith.text import count, note, printable, result, say, size, status_line
 
 
 def verify(
@@ -23,7 +23,7 @@ def verify(
 
     Names each damaged tensor and file. Needs nothing but OUT.
     """
-    with failures(checking=True, as_json=as_json):
+    with failures(checking=True, as_json=as_json), status_line("reading the manifest", quiet=quiet or as_json):
         from weightsmith.hub_outputs.verify import verify as check
 
         with meter(quiet=quiet) as shown:

@@ -3,6 +3,9 @@
 eigh of the smaller Gram matrix is faster than an SVD, especially on a GPU, and accurate enough in float64: it resolves
 singular values down to 1e-6 of the largest. The directions of smaller ones are rounding noise. Here they count as zero, with
 columns of zeros as singular vectors, where an SVD returns arbitrary ones.
+
+A singular vector is known but for its sign, which a library chooses as rounding has it. `signs` chooses it from the numbers
+alone.
 """
 
 from __future__ import annotations
@@ -15,10 +18,36 @@ TINY = 1e-6
 """Singular values below this share of the largest count as zero."""
 
 
+ALIKE = 1e-6
+"""Elements whose magnitudes differ by less than this share count as equally large."""
+
+
+def signs(vectors: Tensor) -> Tensor:
+    """1 or -1 for each column (float64 [m, k]): the sign of the first of its largest elements; 1 for zeros."""
+    import torch
+
+    sizes = vectors.abs()
+    first = (sizes >= (1 - ALIKE) * sizes.amax(0)).to(torch.uint8).argmax(0)
+    return torch.where(vectors.gather(0, first[None])[0] < 0, -1.0, 1.0).to(vectors.dtype)
+
+
+def column_basis(a: Tensor) -> Tensor:
+    """The left singular vectors of a (float64 [m, n]), [m, min(m, n)], by descending singular value, signs by `signs`.
+
+    An SVD of a itself: it finds the vectors of small singular values too, which `thin_svd` takes for zero. Columns beyond
+    the rank of a are zero.
+    """
+    import torch
+
+    u, s, _ = torch.linalg.svd(a, full_matrices=False)
+    real = s > max(a.shape) * torch.finfo(a.dtype).eps * s.max()
+    return u * (signs(u) * real)
+
+
 def thin_svd(a: Tensor, keep: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The `keep` largest singular values of a (float64 [m, n]) with their vectors: u [m, k], s [k], vt [k, n].
 
-    s is descending. Where s is zero, the columns of u and the rows of vt are zero.
+    s is descending. Where s is zero, the columns of u and the rows of vt are zero. The signs of u are those of `signs`.
     """
     import torch
 
@@ -31,7 +60,9 @@ def thin_svd(a: Tensor, keep: int | None = None) -> tuple[Tensor, Tensor, Tensor
     real = (s > TINY * s.max()).to(a.dtype)
     s = s * real
     near, far = near * real, far / torch.where(s > 0, s, torch.ones_like(s)) * real
-    return (far, s, near.T) if tall else (near, s, far.T)
+    u, v = (far, near) if tall else (near, far)
+    sign = signs(u)
+    return u * sign, s, (v * sign).T
 
 
 def polar(a: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ from weightsmith.recipe import ModelRef, Recipe
 from weightsmith.structure import Structure
 from weightsmith.structure.resize import UNSAID
 from weightsmith.tensors import TensorSpec
+from weightsmith.text import status
 
 if TYPE_CHECKING:
     from weightsmith.engine.computed import Computed
@@ -386,6 +387,7 @@ class _Planner:
         method = self.method
         regions, audit = self._regions(method, lenient=self.options.lenient) if method is not None else ([], None)
         opened, found = self.opening(self.refs, stack, self.results)
+        status("planning")
         self.problems += found
         structures = analyse_all(opened)
         donor, finding = choose_donor(structures, self.labels)

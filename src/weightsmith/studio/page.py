@@ -13,6 +13,7 @@ from weightsmith.studio import compare, draft, show
 from weightsmith.studio.places import Places, is_this_machine
 from weightsmith.studio.policy import ContentPolicy, EventsAlone, SameOrigin, own_names
 from weightsmith.studio.session import Session
+from weightsmith.text import end_status
 
 _PROMPT = "The three most important things about this program are"
 _QUIET: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
@@ -200,6 +201,7 @@ def launch(places: Places, *, host: str = "127.0.0.1", port: int | None = None, 
     to load nothing but what this server sends (`policy.py`).
     """
     page, gr = build(replace(places, alone=is_this_machine(host))), _gradio()
+    end_status()
     from starlette.middleware import Middleware
 
     middleware = [Middleware(ContentPolicy), Middleware(SameOrigin, names=own_names(host)), Middleware(EventsAlone)]

@@ -23,6 +23,7 @@ from weightsmith.errors import CheckpointError, FormatError, NotFound, Parameter
 from weightsmith.formats.files import expand_user, open_regular, read_bounded, show
 from weightsmith.formats.strict_json import JsonError, parse
 from weightsmith.remote.failures import no_panic
+from weightsmith.text import status
 
 BUILT_IN = "built-in"
 """The text that comes with the package: `texts/`, one document per file."""
@@ -86,6 +87,7 @@ def rows_of(calibration: Calibration, folder: Path, vocabulary: int, bos: int | 
     Raises ParameterError if the text is too short; CheckpointError if it has changed; NotFound without a tokenizer; FormatError
     for a text that cannot be read or encoded.
     """
+    status("tokenizing the calibration text")
     tokenizer = _tokenizer(folder)
     enough, ids = SPARE * (calibration.rows or MAX_ROWS) * calibration.tokens, []
     count = 0
