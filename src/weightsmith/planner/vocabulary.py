@@ -37,7 +37,8 @@ from weightsmith.tokenizers.files import (
 )
 from weightsmith.tokenizers.matching import roles_of
 from weightsmith.tokenizers.rows import Rows
-from weightsmith.tokenizers.union import left_out
+from weightsmith.tokenizers.templates import TEMPLATES
+from weightsmith.tokenizers.union import is_marker, left_out
 from weightsmith.tokenizers.vocabulary import MAX_FILE_BYTES, contents_of, digest_of
 
 Specs = Mapping[str, TensorSpec]
@@ -271,6 +272,13 @@ class VocabularyPlanner:
             "new": list(united.new),
             "left_out": {label: n for label, n in left_out(out, others).items() if n},
         }
+        if plain := [
+            token for token in united.new if token not in {rule.token for rule in asked.rules} and not is_marker(token)
+        ]:
+            what = "text is split at added tokens of other models that are ordinary text: " + ", ".join(map(show, plain[:6]))
+            what += f" and {len(plain) - 6} more" if len(plain) > 6 else ""
+            fix = f"use tokenizer_source: base to split text as {source.label} does; the output then lacks these tokens"
+            found.findings.append(Finding(what, asked.where, fix=fix))
         families = {vocab.family for vocab in vocabularies}
         if len(families) > 1:
             what = "the tokenizers are of different families: rows are matched by the bytes of their tokens"
@@ -421,6 +429,10 @@ class VocabularyPlanner:
         where = self.recipe.at("chat_template")
         template, path = choose_template(asked, templates, self.folder, where)
         found.named = () if path is None else (path,)
+        if asked == "auto" and not template:
+            fix = f"name one: {', '.join(TEMPLATES)}; or leave the line out"
+            found.findings.append(Finding("no model has a chat template, and neither does the output", where, fix=fix))
+            return
         mine = self.places[self.donor]
         settings = settings_of(mine.folder, mine.files, "tokenizer_config.json")
         if "tokenizer_config.json" in found.files:

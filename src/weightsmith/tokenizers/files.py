@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightsmith.errors import NotFound, UnknownName, WeightsmithError, nearest
+from weightsmith.errors import UnknownName, WeightsmithError, nearest
 from weightsmith.formats.files import expand_user, read_bounded
 from weightsmith.formats.strict_json import parse_object
 from weightsmith.structure.configs import section_at, sections, whole_number
@@ -70,13 +70,12 @@ def choose_template(asked: str, templates: Sequence[str], folder: Path, where: s
     templates  of the models, in the recipe's order
     folder     that relative paths start from
 
-    `auto` is the most frequent template, of equally frequent ones the first. Raises NotFound and UnknownName.
+    `auto` is the most frequent template, of equally frequent ones the first; "" if no model has one. Raises UnknownName.
     """
     if asked == "auto":
         counts = Counter(template for template in templates if template)
         if not counts:
-            fix = f"Name one: {', '.join(TEMPLATES)}; or leave the line out."
-            raise NotFound("chat_template: auto needs a model with a chat template, and none has one", where=where, fix=fix)
+            return "", None
         return max(counts, key=lambda template: (counts[template], -templates.index(template))), None
     if asked in TEMPLATES:
         return TEMPLATES[asked].strip(), None
