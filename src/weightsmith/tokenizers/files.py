@@ -46,21 +46,27 @@ def settings_in(data: bytes) -> dict[str, Any]:
 # ---- chat templates
 
 
-def template_of(folder: Path, files: Sequence[str]) -> str:
-    """The default chat template of a model; "" if it has none."""
+def templates_of(folder: Path, files: Sequence[str]) -> Any:
+    """The chat template of a model as text, or its named ones as tokenizer_config.json has them; "" if it has none."""
     if TEMPLATE_FILE in files:
         with contextlib.suppress(WeightsmithError, OSError):
             return read_bounded(folder / TEMPLATE_FILE, MAX_TEMPLATE_BYTES).decode("utf-8", "replace").strip()
     for name in ("tokenizer_config.json", "chat_template.json"):
         found = settings_of(folder, files, name).get("chat_template")
-        if isinstance(found, list):  # named templates
-            named = {e.get("name"): e.get("template") for e in found if isinstance(e, dict)}
-            found = named.get("default")
-        elif isinstance(found, dict):
-            found = found.get("default")
-        if isinstance(found, str) and found.strip():
-            return found.strip()
+        found = found.strip() if isinstance(found, str) else found
+        if found:
+            return found
     return ""
+
+
+def template_of(folder: Path, files: Sequence[str]) -> str:
+    """The default chat template of a model; "" if it has none."""
+    found = templates_of(folder, files)
+    if isinstance(found, list):  # named templates
+        found = {e.get("name"): e.get("template") for e in found if isinstance(e, dict)}
+    if isinstance(found, dict):
+        found = found.get("default")
+    return found.strip() if isinstance(found, str) else ""
 
 
 def choose_template(asked: str, templates: Sequence[str], folder: Path, where: str) -> tuple[str, Path | None]:
@@ -91,8 +97,15 @@ def choose_template(asked: str, templates: Sequence[str], folder: Path, where: s
     )
 
 
-def with_template(files: dict[str, bytes], settings: Mapping[str, Any], template: str) -> None:
-    """Write the template as a file of its own; tokenizer_config.json has it no more. settings: tokenizer_config.json."""
+def with_template(files: dict[str, bytes], settings: Mapping[str, Any], template: Any) -> None:
+    """Write the template as a file of its own; tokenizer_config.json has it no more. It has named ones.
+
+    settings  tokenizer_config.json
+    template  as `templates_of` returns it
+    """
+    if not isinstance(template, str):
+        files["tokenizer_config.json"] = json_bytes({**settings, "chat_template": template})
+        return
     files[TEMPLATE_FILE] = (template + "\n").encode()
     if "chat_template" in settings:
         files["tokenizer_config.json"] = json_bytes({k: v for k, v in settings.items() if k != "chat_template"})
