@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 import weightsmith
 from tests import plan_help
@@ -265,7 +265,7 @@ def test_different_vocabularies_without_a_key_are_refused_with_the_ways_out(make
     assert len(found) == 2
     for text in found:
         assert "'linear' needs equal shapes" in text
-        assert "write tokenizer_source: base (the base's tokenizer), union (with the special tokens of all) or the" in text
+        assert "write tokenizer_source: base (the base's tokenizer), union (with the added tokens of all) or the" in text
 
 
 def test_the_lists_of_added_tokens_follow(make: Callable[..., Tokenizer]) -> None:
@@ -295,6 +295,21 @@ def test_a_ghost_token_has_no_row(make: Callable[..., Tokenizer]) -> None:
     np.testing.assert_allclose(got[EMBED][n], tensors("c")[EMBED][n - 1], atol=1e-6)
     assert result.plan.vocabulary is not None
     assert result.plan.vocabulary["sources"]["in no model"] == 1
+
+
+def test_added_tokens_that_are_ordinary_text_are_pointed_out(make: Callable[..., Tokenizer]) -> None:
+    make("a")
+    other = trained()
+    other.add_tokens([*(AddedToken(text, normalized=False) for text in ("<dsml:", "Fuchs", "\n\n"))])
+    make("b", other, seed=1)
+    plan = weightsmith.plan(recipe("a", "b", tokenizer_source="union"))
+    (said,) = [str(warning) for warning in plan.warnings if "added tokens" in str(warning)]
+    assert said == (
+        "tokenizer_source: text is split at added tokens of other models that are ordinary text: 'Fuchs', '\\n\\n'\n"
+        "  -> Use tokenizer_source: base to split text as a does; the output then lacks these tokens."
+    )
+    rules = {"source": "union", "tokens": {"Fuchs": None, "\n\n": None}}
+    assert not any("added tokens" in str(warning) for warning in weightsmith.plan(recipe("a", "b", tokenizer=rules)).warnings)
 
 
 def test_ids_of_special_tokens_follow_the_tokenizer(make: Callable[..., Tokenizer]) -> None:
@@ -474,8 +489,12 @@ def test_a_template_from_a_file_or_as_text(make: Callable[..., Tokenizer], tmp_p
     assert Path("out/chat_template.jinja").read_text() == Path("two/chat_template.jinja").read_text() == TEMPLATE + "\n"
     (problem,) = problems(recipe("a", "b", chat_template="chatm"))
     assert "there is no chat template 'chatm' (did you mean 'chatml'?), and no such file" in str(problem)
-    (problem,) = problems(recipe("a", "b", chat_template="auto"))
-    assert "needs a model with a chat template" in str(problem)
+    plan = weightsmith.plan(recipe("a", "b", chat_template="auto"))
+    assert [str(warning) for warning in plan.warnings] == [
+        "chat_template: no model has a chat template, and neither does the output\n"
+        "  -> Name one: alpaca, chatml, exaone, llama3, mistral; or leave the line out."
+    ]
+    assert "chat_template.jinja" not in plan.files
     os.mkfifo(tmp_path / "pipe")
     assert problems(recipe("a", "b", chat_template="pipe"))
 

@@ -22,6 +22,7 @@ from weightsmith.containers.gguf import TYPE_IDS, TYPES
 from weightsmith.errors import CheckpointError, FormatError, Unsupported
 from weightsmith.formats.gguf.config import llama3_quotients
 from weightsmith.formats.gguf.families import FAMILIES, gguf_place, hub_name
+from weightsmith.formats.gguf.tokenizer import tokenizer_keys
 from weightsmith.formats.hf_folder import natural_key
 from weightsmith.sources.gguf import choose, open_files
 from weightsmith.tensors import DType
@@ -219,7 +220,9 @@ def test_tokens_are_those_that_transformers_makes(architecture: str, keys: dict[
         ours = Tokenizer.from_file(str(found.folder / "tokenizer.json"))
         config = json.loads((found.folder / "tokenizer_config.json").read_text())
         for text in TEXTS:
-            ids = theirs.encode(text, add_special_tokens=False).ids
+            # transformers leaves out the space before a text that begins with one; llama.cpp and SentencePiece do not.
+            lost = text.startswith(" ") and (architecture, keys) == ("llama", SENTENCEPIECE)
+            ids = theirs.encode(f" {text}" if lost else text, add_special_tokens=False).ids
             assert ours.encode(text, add_special_tokens=False).ids == ids, text
             assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids, skip_special_tokens=False)
         assert config.get("chat_template") == keys.get("tokenizer.chat_template")
@@ -227,6 +230,22 @@ def test_tokens_are_those_that_transformers_makes(architecture: str, keys: dict[
         assert (ours.encode("ab").ids[0] == 1) == adds_first == config["add_bos_token"]
         loaded = transformers.AutoTokenizer.from_pretrained(found.folder)
         assert loaded("ab a b").input_ids == ours.encode("ab a b").ids
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_spaces_at_the_start_of_a_text_are_kept(prefix: bool, tmp_path: Path) -> None:
+    keys = {**SIZES, **SENTENCEPIECE, "tokenizer.ggml.add_space_prefix": prefix}
+    tensors = {"token_embd.weight": (np.ones((len(SENTENCEPIECE["tokenizer.ggml.tokens"]), 64)), "F32")}
+    with open_checkpoint(write_gguf(tmp_path / "a.gguf", "llama", tensors, keys)) as found:
+        made = Tokenizer.from_file(str(found.folder / "tokenizer.json"))
+        for text in ("ab", " ab", "   ab", "ab a", ""):
+            assert made.decode(made.encode(text, add_special_tokens=False).ids) == text
+            first = made.encode(text, add_special_tokens=False).tokens[:1]
+            assert [token[:1] == "\u2581" for token in first] == [prefix or text.startswith(" ")][: len(first)]
+        written = tokenizer_keys(
+            {"tokenizer.json": (found.folder / "tokenizer.json").read_bytes()}, {}, LLAMA, len(made.get_vocab())
+        )
+        assert written["tokenizer.ggml.add_space_prefix"].value is prefix
 
 
 def test_digits_are_split_as_the_file_says(tmp_path: Path) -> None:

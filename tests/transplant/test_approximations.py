@@ -96,6 +96,21 @@ def test_pursuit_takes_the_same_atoms_as_a_plain_one() -> None:
         assert error == pytest.approx(np.linalg.norm(rest) / np.linalg.norm(target), abs=1e-5)
 
 
+@pytest.mark.parametrize("name", ["omp", "mp_rope"])
+def test_all_atoms_take_part_in_a_small_vocabulary(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary of 1,200 tokens, and k = 16: 128 candidates would do worse."""
+    from weightsmith.transplant import pursuit
+
+    width = np.linspace(1, 0.05, 48).astype(np.float32)
+    donor = normal(1200, 48) * width
+    asked = problem(normal(1200, 48), donor, list(range(40)), k=16, heads=(3, 3))
+    whole = find_approximation(name).make(asked).errors.mean()
+    monkeypatch.setattr(pursuit, "FEW", 1)
+    assert find_approximation(name).make(asked).errors.mean() == pytest.approx(whole)  # few operations: no screening either
+    monkeypatch.setattr(pursuit, "OPERATIONS", 0)
+    assert find_approximation(name).make(asked).errors.mean() > 1.15 * whole
+
+
 def test_equal_atoms_and_targets_of_zeros_are_no_problem() -> None:
     from weightsmith.transplant.pursuit import pursue
 

@@ -95,6 +95,8 @@ def _summary(merged: Merged) -> str:
         done += f"\n{size(merged.fetched_bytes)} streamed"
     if merged.url:
         done += f"\nuploaded to {printable(merged.url)}"
+    for model, files in merged.plan.lacking.items():
+        done += f"\nnot in the output, files of {printable(model)}: {printable(', '.join(files))}"
     if not merged.distance:
         return done
     whole = merged.distance[0]
@@ -125,6 +127,7 @@ def _to_json(merged: Merged) -> dict[str, Any]:
         "fetched_bytes": merged.fetched_bytes,
         "seconds": round(merged.seconds, 3),
         "dropped": len(plan.dropped),
+        "lacking": {model: list(files) for model, files in plan.lacking.items()},
         "distance_from_base": to_json(merged.distance),
         "warnings": [{"what": w.what, "where": w.where, "details": list(w.details), "fix": w.fix} for w in merged.warnings],
     }

@@ -178,6 +178,9 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
     if plan.files:
         _section("written")
         say(printable(", ".join(plan.files)))
+    if plan.lacking:
+        _section("files not in the output")
+        show_table(("of model", "files"), [(model, ", ".join(files)) for model, files in plan.lacking.items()])
     if plan.carried:
         _section(f"copied from {plan.models[plan.donor].ref}")
         say(printable(", ".join(plan.carried)))

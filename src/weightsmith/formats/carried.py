@@ -19,11 +19,15 @@ MAX_CARRIED_BYTES = 1 << 30  # of one file: a tokenizer of a million tokens take
 MAX_SETTINGS_BYTES = 64 << 20  # of a JSON file that may name code; a tokenizer_config.json of 100,000 tokens takes 20 MB
 _SHOWN = 6  # names that a warning lists
 
-_TOKENIZER = (
+_TOKENS = (
     # of transformers, sentencepiece, tiktoken, Mistral; vocabularies under the names that repositories give them
-    r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|normalizer\.json|tekken\.json",
+    r"tokenizer\.json|tekken\.json",
     r"tokenizer\.model(\.v\d+\w*)?|(spiece|spm|source|target|tiktoken|ice_text|sentencepiece[\w.-]*)\.(model|spm)",
     r"([\w-]+[._-])?vocab([._-][\w-]+)?\.(json|txt|bpe|model)|merges\.txt|bpe\.codes|[\w.-]+\.tiktoken",
+)
+_TOKENIZER = (
+    *_TOKENS,
+    r"tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|normalizer\.json",
     r"chat_template([._-][\w-]+)?\.(json|jinja)",
 )
 _ALTERNATIVES = (
@@ -38,6 +42,7 @@ _LICENCE = re.compile(
     r"(licen[cs]e|notice|use_policy|copying)([-_. ][\w-]+(\.\d+)*)?(\.(txt|md|rst))?", re.ASCII | re.IGNORECASE
 )
 _READ = re.compile("|".join(_ALTERNATIVES), re.ASCII)
+_OF_TOKENS = re.compile("|".join(_TOKENS), re.ASCII)
 _OF_TOKENIZER = re.compile("|".join(_TOKENIZER), re.ASCII)
 _CODE = re.compile(r"[A-Za-z_]\w*\.py", re.ASCII)
 _OURS = frozenset(
@@ -80,6 +85,15 @@ def is_read(name: str) -> bool:
 def is_tokenizer(name: str) -> bool:
     """True for a file of a tokenizer, and for a chat template."""
     return _OF_TOKENIZER.fullmatch(name) is not None
+
+
+def holds_tokens(name: str) -> bool:
+    """True for a file with a tokenizer's tokens or merges; not for its settings, and not for a chat template.
+
+    >>> list(map(holds_tokens, ("tokenizer.json", "spiece.model", "tokenizer_config.json", "chat_template.jinja")))
+    [True, True, False, False]
+    """
+    return _OF_TOKENS.fullmatch(name) is not None
 
 
 def is_weights(name: str) -> bool:

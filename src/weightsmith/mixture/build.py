@@ -32,8 +32,10 @@ from weightsmith.mixture.steps import Steps
 from weightsmith.mixture.surgery.build import prepare_surgery
 from weightsmith.mixture.transforms import Transforms, check_transforms, sharded, spread
 from weightsmith.options import RecipeOptions
-from weightsmith.planner.agreement import compared, tokenizer_disagreements
+from weightsmith.planner.agreement import Model as Compared
+from weightsmith.planner.agreement import tokenizer_disagreements
 from weightsmith.planner.build import Prepared, Stage, prepare_recipe, prepare_source
+from weightsmith.planner.companions import Companions, carried, lacking
 from weightsmith.planner.dtypes import main_dtype
 from weightsmith.planner.inputs import at, open_models
 from weightsmith.planner.loading import question_of
@@ -123,6 +125,7 @@ class _Builder:
             raise PlanError([*self.problems, chosen])
         layout, found = chosen
         self.warnings += found
+        companions = self._companions([base, *donors])
         if self.problems:
             raise PlanError(self.problems)
         if layout.shared_router and MODES[mode].needs != "nothing":
@@ -148,13 +151,17 @@ class _Builder:
         makes = Steps(self.recipe, base, layout, facts, self.assembly, transforms, self.asked)
         steps = makes.make(donors)
         gated = listed if layout.shared_router else listed[: len(self.recipe.experts)]
-        gating = self._gating(mode, base, layout, gated, texts)
-        self.assembly.products.append(self._router(gating, base, makes))
+        tokenizer = companions.opened[companions.tokenizer]
+        gating = self._gating(mode, base, layout, gated, texts, tokenizer)
+        self.assembly.products.append(self._router(gating, base, makes, tokenizer))
         if self.problems:
             raise PlanError(self.problems)
-        alike = {id(d): compared(d.donor.label, d.donor.checkpoint, d.donor.structure) for d in (base, *donors)}
-        self.warnings += tokenizer_disagreements(list(alike.values()), 0)
-        plan = self._plan(layout, facts, base, steps)
+        self.warnings += companions.findings
+        n_compared = max(len({id(d.donor) for d in (base, *donors)}), companions.tokenizer + 1, companions.template + 1)
+        members = list(zip(companions.labels, companions.opened, strict=True))[:n_compared]
+        alike = [Compared(label, {}, checkpoint.folder, checkpoint.files) for label, checkpoint in members]
+        self.warnings += tokenizer_disagreements(alike, companions.tokenizer, companions.template)
+        plan = self._plan(layout, facts, base, steps, companions)
         self.named += [self.folder / expand_user(n) for e in listed for n in (e.prompts_file, e.held_out_file) if n]
         inputs, stages = tuple(self.assembly.inputs), tuple(self.stages)
         own, loading = base.donor, None
@@ -163,8 +170,32 @@ class _Builder:
             loading = question_of(plan, own.config, specs, own.label, where=self.recipe.filename)
         return Prepared(plan, inputs, own.structure, named=tuple(self.named), stages=stages, loading=loading)
 
-    def _gating(self, mode: str, base: Dense, layout: ExpertLayout, gated: Sequence[Expert], texts: Sequence[Texts]) -> Gating:
-        """The settings of the router weights."""
+    def _companions(self, dense: Sequence[Dense]) -> Companions:
+        """What the base lacks of tokenizer, chat template and generation_config.json, from the other models in their order."""
+        donors = {id(each.donor): each.donor for each in dense}.values()
+        members = [(donor.label, donor.checkpoint) for donor in donors]
+        known = {id(checkpoint) for _, checkpoint in members}
+        members += [(checkpoint.ref, checkpoint) for checkpoint in self.assembly.inputs if id(checkpoint) not in known]
+        found = Companions([label for label, _ in members], [checkpoint for _, checkpoint in members], 0)
+        try:
+            fix = "put the tokenizer that the output is to have next to the weights of the base"
+            found.fill_tokenizer(self.recipe.section.at("base_model"), fix, {})
+            found.fill_template()
+            found.fill_generation()
+        except WeightsmithError as error:
+            self.problems.append(error)
+        return found
+
+    def _gating(
+        self,
+        mode: str,
+        base: Dense,
+        layout: ExpertLayout,
+        gated: Sequence[Expert],
+        texts: Sequence[Texts],
+        tokenizer: Checkpoint,
+    ) -> Gating:
+        """The settings of the router weights. tokenizer: the model whose tokenizer is used"""
         recipe, routed = self.recipe, len(self.recipe.experts)
         report = uses_states(mode, report=False) if self.options.routing_report is None else self.options.routing_report
         report = report and any(t.has_prompts or t.has_held_out for t in texts[:routed])
@@ -177,7 +208,7 @@ class _Builder:
             routed=routed,
             base=Base(
                 base.donor.label,
-                self.assembly.add(base.donor.checkpoint),
+                self.assembly.add(tokenizer),
                 dict(base.donor.config) if seen else {},
                 base.prefix,
                 len(base.layers),
@@ -195,7 +226,7 @@ class _Builder:
             lenient=self.options.lenient,
         )
 
-    def _router(self, gating: Gating, base: Dense, steps: Steps) -> Product:
+    def _router(self, gating: Gating, base: Dense, steps: Steps, tokenizer: Checkpoint) -> Product:
         """The router product. It reads the base's tensors if the gate mode needs hidden states or the embedding."""
         seen = gating.report or MODES[gating.mode].needs != "nothing"
         shown = tuple(base.donor.steps.values()) if seen else ()
@@ -206,7 +237,7 @@ class _Builder:
             settings=gating.to_json(),
             steps=shown,
             needs=tuple(dict.fromkeys(name for step in shown for leaf in step.leaves for name in leaf.needs)),
-            files=self._tokenizer_files(base.donor.checkpoint) if seen else (),
+            files=self._tokenizer_files(tokenizer) if seen else (),
         )
 
     def _tokenizer_files(self, checkpoint: Checkpoint) -> tuple[FileRead, ...]:
@@ -242,7 +273,7 @@ class _Builder:
         self.warnings += prepared.plan.warnings
         self.named += prepared.named
         self.stages += prepared.stages
-        if prepared.plan.tables or prepared.plan.files:
+        if prepared.plan.tables or (prepared.plan.files and (recipe.tokenizer is not None or recipe.chat_template)):
             what = "a merge inside a mixture cannot change the vocabulary or the chat template"
             fix = "run it with `weightsmith merge` first, and name the result here"
             self.problems.append(Unsupported(what, where=where, fix=fix))
@@ -287,12 +318,13 @@ class _Builder:
 
     # --- the rest of the plan ----------------------------------------------------------------------------------------
 
-    def _plan(self, layout: ExpertLayout, facts: Facts, base: Dense, steps: Sequence[Step]) -> Plan:
+    def _plan(self, layout: ExpertLayout, facts: Facts, base: Dense, steps: Sequence[Step], companions: Companions) -> Plan:
         config = layout.config(facts)
         dtype = main_dtype(step.out for step in steps)
         if dtype is not None:
             config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype.torch}
         checkpoint = base.donor.checkpoint
+        copied = carried(checkpoint.files, companions.files, companions.removed)
         return Plan(
             made=self._made(config),
             models=tuple(self.assembly.models),
@@ -302,7 +334,9 @@ class _Builder:
             dropped=self._dropped(base, steps),
             config=config,
             donor=self.assembly.add(checkpoint),
-            carried=tuple(f for f in checkpoint.files if f != "config.json"),
+            carried=copied,
+            files=companions.files,
+            lacking=lacking(((c.ref, c.files) for c in self.assembly.inputs), {*copied, *companions.files, "config.json"}),
             max_shard_bytes=self.options.shard_bytes,
             seed=self.options.seed,
             warnings=tuple(dict.fromkeys([*self.warnings, *left_out_findings(checkpoint.left_out, checkpoint.ref)])),

@@ -19,6 +19,7 @@ from weightsmith.errors import Finding, LayerError, MismatchError, WeightsmithEr
 from weightsmith.formats.files import read_bounded, show
 from weightsmith.formats.strict_json import parse_object
 from weightsmith.structure import Structure
+from weightsmith.tokenizers.files import templates_of
 
 MAX_TOKENIZER_BYTES = 64 << 20
 _SHOWN = 3  # problems, and models in one line
@@ -48,10 +49,13 @@ def compared(label: str, checkpoint: Checkpoint, structure: Structure) -> Model:
     return Model(label, text, checkpoint.folder, checkpoint.files)
 
 
-def disagreements(models: Sequence[Model], donor: int, *, tokenizers: bool = True, templates: bool = True) -> list[Finding]:
+def disagreements(
+    models: Sequence[Model], donor: int, *, tokenizer: int | None = None, template: int | None = None
+) -> list[Finding]:
     """One warning for each kind of setting in which a model differs from the donor, whose value the output has.
 
-    tokenizers, templates  whether to compare these too: not where the recipe chooses them
+    tokenizer, template  index of the model whose tokenizer or chat template the output has; None: these are not compared,
+                         because the recipe chooses them
 
     No tensor is read. Cost: nothing for the settings; tokenizers are parsed only where their files differ.
     """
@@ -64,13 +68,13 @@ def disagreements(models: Sequence[Model], donor: int, *, tokenizers: bool = Tru
         fix = kind.fix or "test the result: weights were trained for the value of their own model"
         what = f"the models differ in {kind.name}; the output has {_text(values[first])}"
         found.append(Finding(what, "config.json", _by_value(models, values), fix))
-    found += _tokenizers(models, donor) if tokenizers else []
-    return found + (_templates(models, donor) if templates else [])
+    return found + tokenizer_disagreements(models, tokenizer, template)
 
 
-def tokenizer_disagreements(models: Sequence[Model], donor: int) -> list[Finding]:
+def tokenizer_disagreements(models: Sequence[Model], tokenizer: int | None, template: int | None) -> list[Finding]:
     """The same for tokenizers and chat templates alone."""
-    return [*_tokenizers(models, donor), *_templates(models, donor)]
+    found = [] if tokenizer is None else _tokenizers(models, tokenizer)
+    return found + ([] if template is None else _templates(models, template))
 
 
 def _by_value(models: Sequence[Model], values: Sequence[Any]) -> tuple[str, ...]:
@@ -278,7 +282,7 @@ def _tokenizers(models: Sequence[Model], donor: int) -> list[Finding]:
 
 
 def _templates(models: Sequence[Model], donor: int) -> list[Finding]:
-    """A warning if chat templates differ. A model without one does not count, unless it is the donor."""
+    """A warning if chat templates differ. A model without one does not count. donor: whose template the output has."""
     templates = [_template(model) for model in models]
     stated = {template for template in templates if template}
     if not stated or stated == {templates[donor]}:
@@ -301,12 +305,8 @@ def _digest(text: str) -> str:
 
 def _template(model: Model) -> str:
     """The chat template as text, "" when there is none."""
-    if (plain := _read(model, "chat_template.jinja")) is not None:
-        return plain.decode("utf-8", "replace").strip()
-    found = _object(_read(model, "tokenizer_config.json")).get("chat_template")
-    if not found:
-        found = _object(_read(model, "chat_template.json")).get("chat_template")
-    return found.strip() if isinstance(found, str) else json.dumps(found, sort_keys=True) if found else ""
+    found = templates_of(model.folder, model.files)
+    return found if isinstance(found, str) else json.dumps(found, sort_keys=True)
 
 
 # ---- architectures

@@ -27,6 +27,7 @@ from weightsmith.options import RecipeOptions
 from weightsmith.planner.account import Account
 from weightsmith.planner.agreement import compared, disagreements, of_different_architectures
 from weightsmith.planner.audit import Audit
+from weightsmith.planner.companions import carried, joined, lacking
 from weightsmith.planner.config import output_config
 from weightsmith.planner.decide import decide
 from weightsmith.planner.donor import choose_donor
@@ -41,7 +42,7 @@ from weightsmith.planner.patterns import match_patterns
 from weightsmith.planner.placement import Placement, Placer
 from weightsmith.planner.segments import Region, SegmentMaker
 from weightsmith.planner.stages import adapted, count_reads, in_order, result_of, same_name, why_written
-from weightsmith.planner.vocabulary import Aligned, VocabularyPlanner, carried
+from weightsmith.planner.vocabulary import Aligned, VocabularyPlanner
 from weightsmith.plans import Made, ModelInput, Plan, Step
 from weightsmith.recipe import ModelRef, Recipe
 from weightsmith.structure import Structure
@@ -158,7 +159,7 @@ class Stage:
         """The stage of a plan. others: that it may read."""
         from weightsmith.engine.computed import Computed
 
-        source = Computed(replace(plan, warnings=(), recipe=""), inputs, label)
+        source = Computed(replace(plan, warnings=(), lacking={}, recipe=""), inputs, label)
         known = {id(stage.source): stage for stage in others}
         used = {i: known[id(c.source)] for i, c in enumerate(inputs) if c.plan is not None}
         depth = 1 + max((stage.depth for stage in used.values()), default=0)
@@ -290,7 +291,10 @@ class _Stages:
             return prepared
         warnings = [warning for stage in self._stages for warning in stage.plan.warnings]
         warnings += same_name([ref for ref in self._refs if ref.path == getattr(self._recipe.stages[ref.path], "name", "")])
-        plan = replace(prepared.plan, warnings=tuple(dict.fromkeys([*warnings, *prepared.plan.warnings])))
+        own = prepared.plan
+        held = {*own.carried, *own.files, *([] if own.config is None else ["config.json"])}
+        missed = joined([*(stage.plan.lacking for stage in self._stages), own.lacking], held)
+        plan = replace(own, warnings=tuple(dict.fromkeys([*warnings, *own.warnings])), lacking=missed)
         named = [path for stage in self._stages for path in code_files(stage.plan)]
         return replace(prepared, plan=plan, named=(*named, *prepared.named), stages=tuple(self._stages))
 
@@ -444,10 +448,11 @@ class _Planner:
             self.warnings += [Finding(f"{key} is null: the new tokenizer lacks its token", "config.json") for key in lost_ids]
         if self.problems:
             raise self._refusal()
-        tokenizers, templates = self.recipe.tokenizer is None, not self.recipe.chat_template
-        self.warnings += disagreements(alike, donor, tokenizers=tokenizers, templates=templates)
+        self.warnings += disagreements(alike, donor, tokenizer=aligned.tokenizer, template=aligned.template)
         self.warnings += [*self._untouched(placements, self.labels[donor]), *outputs.warnings]
         self.warnings += [*account.findings(), *dtypes.findings(), *idle]
+        copied = carried(inputs[donor].files, aligned.files, aligned.removed)
+        held = {*copied, *aligned.files, *([] if config is None else ["config.json"])}
         plan = Plan(
             made=made_by(method),
             models=tuple(
@@ -460,8 +465,9 @@ class _Planner:
             dropped=dropped,
             config=config,
             donor=donor,
-            carried=carried(inputs[donor].files, aligned),
+            carried=copied,
             files=aligned.files,
+            lacking=lacking(zip(self.labels, (c.files for c in inputs), strict=True), held),
             vocabulary=aligned.summary,
             max_shard_bytes=self.options.shard_bytes,
             seed=self.options.seed,

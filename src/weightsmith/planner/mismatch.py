@@ -11,7 +11,7 @@ from weightsmith.structure.vocabulary import is_vocabulary
 from weightsmith.tensors import TensorSpec
 
 OTHER_VOCABULARY = (
-    "The vocabularies differ: write tokenizer_source: base (the base's tokenizer), union (with the special tokens of all) "
+    "The vocabularies differ: write tokenizer_source: base (the base's tokenizer), union (with the added tokens of all) "
     "or the model whose tokenizer you want, and rows are matched by token."
 )
 

@@ -6,7 +6,7 @@ output's number of rows, whatever it has on disk. `Aligned.place` then turns the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from weightsmith.checkpoint import Checkpoint, check_links, open_checkpoint
 from weightsmith.errors import Finding, NotFound, ParameterError, UnknownName, WeightsmithError, nearest
 from weightsmith.formats.carried import is_tokenizer
 from weightsmith.formats.files import expand_user, file_names, is_folder, read_bounded, show
+from weightsmith.planner.companions import CHOOSE_TOKENIZER, GENERATION, Companions, own_code
 from weightsmith.planner.inputs import at, find_model
 from weightsmith.plans import Block, Dropped, Gather, Read, Step, Table
 from weightsmith.recipe import ModelRef, Recipe, Tokenizer, TokenRule
@@ -37,11 +38,11 @@ from weightsmith.tokenizers.files import (
 )
 from weightsmith.tokenizers.matching import roles_of
 from weightsmith.tokenizers.rows import Rows
-from weightsmith.tokenizers.union import left_out
+from weightsmith.tokenizers.templates import TEMPLATES
+from weightsmith.tokenizers.union import is_marker, left_out
 from weightsmith.tokenizers.vocabulary import MAX_FILE_BYTES, contents_of, digest_of
 
 Specs = Mapping[str, TensorSpec]
-_GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class Aligned:
     removed    files of the donor that the output does not have
     named      files that the recipe names
     summary    for `weightsmith plan`: `Plan.vocabulary`
+    tokenizer, template  index of the model whose tokenizer or chat template the output has; None if the recipe chooses it
     """
 
     models: Sequence[Specs]
@@ -72,6 +74,8 @@ class Aligned:
     removed: frozenset[str] = frozenset()
     named: tuple[Path, ...] = ()
     summary: dict[str, Any] | None = None
+    tokenizer: int | None = None
+    template: int | None = None
     move: Callable[[dict[str, Any]], tuple[dict[str, Any], list[str]]] | None = None
     findings: list[Finding] = field(default_factory=list)
 
@@ -186,6 +190,8 @@ class VocabularyPlanner:
         self.counts = [vocabulary.count_rows(c.specs.values(), c.config) for c in opened]
         self.places = [_Place(label, c.folder, c.files) for label, c in zip(labels, opened, strict=True)]
         self.outside = self.places[0]  # a model that is not in the merge, whose tokenizer the output has
+        self.source = donor  # index of the model whose tokenizer the output has; -1: that one
+        self.made: Vocabulary | None = None  # the output's, if the recipe asks for one
         self._seen: dict[str, Vocabulary] = {}
 
     def plan(self) -> tuple[Aligned, list[WeightsmithError]]:
@@ -200,15 +206,40 @@ class VocabularyPlanner:
                 self._padding(found)
             if recipe.chat_template:
                 self._template(recipe.chat_template, found)
+            self._fill(found)
         except WeightsmithError as error:
             self.problems.append(error)
         return found, self.problems
+
+    def _fill(self, found: Aligned) -> None:
+        """Take from another model what the donor lacks of tokenizer, chat template and generation_config.json."""
+        recipe, chosen = self.recipe, self.recipe.tokenizer is not None
+        more = Companions(self.labels, self.opened, self.donor, found.files, found.removed)
+        if not chosen:
+            where = recipe.at("models" if recipe.base_model is None else "base_model")
+            more.fill_tokenizer(where, CHOOSE_TOKENIZER, self._seen)
+        elif self.source >= 0:
+            more.tokenizer = more.template = self.source
+        if not recipe.chat_template and self.source == self.donor:
+            more.fill_template()
+        more.fill_generation(self._moved)
+        found.files, found.removed = more.files, more.removed
+        found.findings += more.findings
+        found.tokenizer = None if chosen else more.tokenizer
+        found.template = None if recipe.chat_template or self.source < 0 else more.template
+
+    def _moved(self, k: int, data: bytes) -> bytes:
+        """A model's generation_config.json with the ids of the output's tokenizer."""
+        own = self._read(self.places[k], self.opened[k])
+        if self.made is None or own is None or k == self.source:
+            return data
+        return json_bytes(move_ids(settings_in(data), (), own, self.made)[0])
 
     # ---- which tokenizer
 
     def _read(self, place: _Place, checkpoint: Checkpoint | None) -> Vocabulary | None:
         if checkpoint is not None:
-            checkpoint.fetch([name for name in place.files if is_tokenizer(name) or name == _GENERATION])
+            checkpoint.fetch([name for name in place.files if is_tokenizer(name) or name == GENERATION])
         return read_vocabulary(place.label, place.folder, place.files, self._seen)
 
     def _read_all(self) -> list[Vocabulary | None]:
@@ -252,12 +283,13 @@ class VocabularyPlanner:
             if rule.token not in source.ids:
                 new.setdefault(rule.token, {"content": rule.token, "special": False})
         place = self.places[k] if k >= 0 else self.outside
+        self.source = k
         united, converted = United(source, ()), None
         if new:
             files = contents_of(place.folder, place.files)
             converted = None if "tokenizer.json" in files else convert(source, files)
             united = extend(source, new, files["tokenizer.json"] if converted is None else converted.data)
-        out = united.vocabulary
+        out = self.made = united.vocabulary
         rows = self.counts[k] if k >= 0 else asked.rows or max(out.ids.values()) + 1
         rows = max([rows, *(out.ids[token] + 1 for token in united.new)])
         rows = -(-rows // asked.multiple) * asked.multiple
@@ -271,6 +303,13 @@ class VocabularyPlanner:
             "new": list(united.new),
             "left_out": {label: n for label, n in left_out(out, others).items() if n},
         }
+        if plain := [
+            token for token in united.new if token not in {rule.token for rule in asked.rules} and not is_marker(token)
+        ]:
+            what = "text is split at added tokens of other models that are ordinary text: " + ", ".join(map(show, plain[:6]))
+            what += f" and {len(plain) - 6} more" if len(plain) > 6 else ""
+            fix = f"use tokenizer_source: base to split text as {source.label} does; the output then lacks these tokens"
+            found.findings.append(Finding(what, asked.where, fix=fix))
         families = {vocab.family for vocab in vocabularies}
         if len(families) > 1:
             what = "the tokenizers are of different families: rows are matched by the bytes of their tokens"
@@ -378,9 +417,7 @@ class VocabularyPlanner:
             found.removed = frozenset(name for name in self.places[self.donor].files if is_tokenizer(name))
             wanted = [name for name in place.files if is_tokenizer(name)]
             found.files |= {name: read_bounded(place.folder / name, MAX_FILE_BYTES) for name in wanted}
-            if settings_of(place.folder, place.files, "tokenizer_config.json").get("auto_map"):
-                what = f"the tokenizer of {place.label} has code of its own, which is not copied"
-                found.findings.append(Finding(what, "tokenizer_config.json", fix="copy what auto_map names into the output"))
+            found.findings += own_code(place.label, place.folder, place.files)
             self._ids(found, k, place, source)
         new, out = united.new, united.vocabulary
         if new:
@@ -404,15 +441,15 @@ class VocabularyPlanner:
         mine = self.places[self.donor]
         old = self._read(mine, self.opened[self.donor])
         config = self.opened[k].config if k >= 0 else settings_of(place.folder, place.files, "config.json")
-        generation = settings_of(place.folder, place.files, _GENERATION)
+        generation = settings_of(place.folder, place.files, GENERATION)
         roles = {}
         if not config:  # a tokenizer alone: its own files name its special tokens
             named = roles_of(source, place.folder, place.files, None)
             roles = {f"{role}_token_id": source.ids[token] for role, token in named.items()}
         found.move = lambda donors: move_ids(donors, [config or {}, generation, roles], old, source)
-        if own := settings_of(mine.folder, mine.files, _GENERATION):
+        if own := settings_of(mine.folder, mine.files, GENERATION):
             moved, _ = move_ids(own, [generation, config or {}, roles], old, source)
-            found.files[_GENERATION] = json_bytes(moved)
+            found.files[GENERATION] = json_bytes(moved)
 
     def _template(self, asked: str, found: Aligned) -> None:
         for place, checkpoint in zip(self.places, self.opened, strict=True):
@@ -421,6 +458,10 @@ class VocabularyPlanner:
         where = self.recipe.at("chat_template")
         template, path = choose_template(asked, templates, self.folder, where)
         found.named = () if path is None else (path,)
+        if asked == "auto" and not template:
+            fix = f"name one: {', '.join(TEMPLATES)}; or leave the line out"
+            found.findings.append(Finding("no model has a chat template, and neither does the output", where, fix=fix))
+            return
         mine = self.places[self.donor]
         settings = settings_of(mine.folder, mine.files, "tokenizer_config.json")
         if "tokenizer_config.json" in found.files:
@@ -428,9 +469,3 @@ class VocabularyPlanner:
         with_template(found.files, settings, template)
         found.files.pop("chat_template.json", None)
         found.removed |= {"chat_template.json"}
-
-
-def carried(names: Iterable[str], aligned: Aligned) -> tuple[str, ...]:
-    """The donor's files to copy: those that are neither written nor removed."""
-    gone = {"config.json", *aligned.files, *aligned.removed}
-    return tuple(name for name in names if name not in gone)

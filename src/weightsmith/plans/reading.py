@@ -55,6 +55,7 @@ class _Decoder:
 
     def plan(self, data: Json) -> Plan:
         config = _get(data, "config", "plan")
+        lacking = _object(data, "lacking", "plan") if "lacking" in data else {}
         container = _text(data, "container", "plan")
         if container not in CONTAINERS:
             raise _wrong("plan.container", f"{container!r} is not one of {', '.join(CONTAINERS)}")
@@ -73,6 +74,7 @@ class _Decoder:
                 name: _binary(_of(text, str, "plan.other_files"), "plan.other_files")
                 for name, text in (_object(data, "other_files", "plan") if "other_files" in data else {}).items()
             },
+            lacking={name: _texts(lacking, name, "plan.lacking") for name in lacking},
             vocabulary=_object(data, "vocabulary", "plan") if "vocabulary" in data else None,
             container=container,
             header=_binary(_text(data, "header", "plan"), "plan.header") if "header" in data else b"",

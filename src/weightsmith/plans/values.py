@@ -353,6 +353,7 @@ class Plan:
     donor            index of the model that supplies config, tokenizer and other files
     carried          names of the donor's files to copy unchanged
     files            other files to write, by name; they replace the donor's
+    lacking          files beside the weights that a model has and the output lacks, by model; not used in decisions
     vocabulary       how the tokens of the output were found, for the summary; not used in decisions
     container        how tensors are laid out in files
     header           what these files contain besides tensors: the keys of a GGUF file
@@ -375,6 +376,7 @@ class Plan:
     donor: int = 0
     carried: tuple[str, ...] = ()
     files: Mapping[str, bytes] = field(default_factory=dict)
+    lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     vocabulary: Mapping[str, Any] | None = None
     container: str = SAFETENSORS
     header: bytes = b""
@@ -440,7 +442,8 @@ class Plan:
     def hash(self) -> str:
         """Identity of the plan (sha256, hex). With equal inputs, equal hashes mean equal weight files."""
         data = self.to_json()
-        data.pop("warnings")
+        for name in ("warnings", "lacking"):
+            data.pop(name, None)
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def __repr__(self) -> str:
@@ -482,6 +485,7 @@ class Plan:
             "donor": self.donor,
             "carried": list(self.carried),
             **({"other_files": {k: base64.b64encode(v).decode() for k, v in self.files.items()}} if self.files else {}),
+            **({"lacking": {model: list(files) for model, files in self.lacking.items()}} if self.lacking else {}),
             **({"vocabulary": dict(self.vocabulary)} if self.vocabulary else {}),
             "container": self.container,
             **({"header": base64.b64encode(self.header).decode()} if self.header else {}),

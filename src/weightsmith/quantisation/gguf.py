@@ -23,6 +23,7 @@ from weightsmith.formats.gguf.imatrix import imatrix_bytes, read_imatrix
 from weightsmith.formats.gguf.tokenizer import READ, tokenizer_keys
 from weightsmith.options import QuantizeSettings
 from weightsmith.planner import Plan, Prepared
+from weightsmith.planner.companions import joined, lacking
 from weightsmith.plans import FILL, JOIN, Dropped, Settings, Step, Table
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation.base import Format
@@ -131,14 +132,17 @@ def _planned(mixture: Mixture, prepared: Prepared, importances: Importances) -> 
     rows = named["token_embd.weight"].out.shape[0]
     keys |= tokenizer_keys(_tokenizer(prepared), config, family, rows)
     constants, numbers = _constants(extra, len(plan.settings))
+    copied = tuple(name for name in plan.carried if not is_read(name) and not name.endswith(".py"))
+    held = {*copied, "config.json", *(name for name in (*plan.carried, *plan.files) if name in READ)}  # the keys say the same
     return replace(
         plan,
         steps=(*made, *constants),
         settings=(*plan.settings, *numbers),
         tables=tuple(tables),
         dropped=(*plan.dropped, *dropped),
-        carried=tuple(name for name in plan.carried if not is_read(name) and not name.endswith(".py")),
+        carried=copied,
         files={},
+        lacking=joined([plan.lacking, lacking(((c.ref, c.files) for c in prepared.inputs), held)]),
         container=GGUF,
         header=encode_metadata(keys),
         warnings=(*plan.warnings, *_unused(importances, named), *_left_out(dropped)),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightsmith.errors import Unsupported
+from weightsmith.formats.gguf.tokenizer import first_prefix
 from weightsmith.tokenizers.sentencepiece import (
     NORMAL,
     SPACE,
@@ -74,7 +75,8 @@ def convert(vocabulary: Vocabulary, data: Mapping[str, bytes]) -> Converted:
 
     Merges of SentencePiece models and of ranks follow from the scores: each way to put a piece together is a merge, and pieces
     with higher scores come first. The results differ from SentencePiece's only for texts with equally probable unigram pieces,
-    for texts that begin with a space if `legacy` is false, and after tokens that the model itself defines, if it adds a space.
+    after tokens that the model itself defines, if it adds a space, and if `legacy` is false for texts that begin with a
+    character that normalisation removes: they get no space before them.
 
     Raises Unsupported.
 
@@ -222,13 +224,13 @@ def _sentencepiece(
     steps: list[Json] = []
     if model.charsmap:
         steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(model.charsmap).decode()})
-    if model.squeeze:
-        steps += [_replace({"Regex": r"\A +| +\z"}, ""), _replace({"Regex": " {2,}"}, " ")]  # Strip would take line breaks too
-    if first:
-        pre = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first", "split": False}
-    else:
-        pre = None
+    pre = first_prefix() if first else None
+    if model.squeeze:  # Strip would take line breaks too
+        # The space that `first_prefix` finds at the start of a text is its prefix.
+        steps += [_replace({"Regex": r" +\z" if first else r"\A +| +\z"}, ""), _replace({"Regex": " {2,}"}, " ")]
+    if not first:
         steps += [{"type": "Prepend", "prepend": SPACE}] if prefix else []
+    if not (first and model.squeeze):
         steps.append(_replace({"String": " "}, SPACE))
     decode = [_replace({"String": SPACE}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
     decode += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []

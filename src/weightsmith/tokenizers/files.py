@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightsmith.errors import NotFound, UnknownName, WeightsmithError, nearest
+from weightsmith.errors import UnknownName, WeightsmithError, nearest
 from weightsmith.formats.files import expand_user, read_bounded
 from weightsmith.formats.strict_json import parse_object
 from weightsmith.structure.configs import section_at, sections, whole_number
@@ -46,21 +46,27 @@ def settings_in(data: bytes) -> dict[str, Any]:
 # ---- chat templates
 
 
-def template_of(folder: Path, files: Sequence[str]) -> str:
-    """The default chat template of a model; "" if it has none."""
+def templates_of(folder: Path, files: Sequence[str]) -> Any:
+    """The chat template of a model as text, or its named ones as tokenizer_config.json has them; "" if it has none."""
     if TEMPLATE_FILE in files:
         with contextlib.suppress(WeightsmithError, OSError):
             return read_bounded(folder / TEMPLATE_FILE, MAX_TEMPLATE_BYTES).decode("utf-8", "replace").strip()
     for name in ("tokenizer_config.json", "chat_template.json"):
         found = settings_of(folder, files, name).get("chat_template")
-        if isinstance(found, list):  # named templates
-            named = {e.get("name"): e.get("template") for e in found if isinstance(e, dict)}
-            found = named.get("default")
-        elif isinstance(found, dict):
-            found = found.get("default")
-        if isinstance(found, str) and found.strip():
-            return found.strip()
+        found = found.strip() if isinstance(found, str) else found
+        if found:
+            return found
     return ""
+
+
+def template_of(folder: Path, files: Sequence[str]) -> str:
+    """The default chat template of a model; "" if it has none."""
+    found = templates_of(folder, files)
+    if isinstance(found, list):  # named templates
+        found = {e.get("name"): e.get("template") for e in found if isinstance(e, dict)}
+    if isinstance(found, dict):
+        found = found.get("default")
+    return found.strip() if isinstance(found, str) else ""
 
 
 def choose_template(asked: str, templates: Sequence[str], folder: Path, where: str) -> tuple[str, Path | None]:
@@ -70,13 +76,12 @@ def choose_template(asked: str, templates: Sequence[str], folder: Path, where: s
     templates  of the models, in the recipe's order
     folder     that relative paths start from
 
-    `auto` is the most frequent template, of equally frequent ones the first. Raises NotFound and UnknownName.
+    `auto` is the most frequent template, of equally frequent ones the first; "" if no model has one. Raises UnknownName.
     """
     if asked == "auto":
         counts = Counter(template for template in templates if template)
         if not counts:
-            fix = f"Name one: {', '.join(TEMPLATES)}; or leave the line out."
-            raise NotFound("chat_template: auto needs a model with a chat template, and none has one", where=where, fix=fix)
+            return "", None
         return max(counts, key=lambda template: (counts[template], -templates.index(template))), None
     if asked in TEMPLATES:
         return TEMPLATES[asked].strip(), None
@@ -92,8 +97,15 @@ def choose_template(asked: str, templates: Sequence[str], folder: Path, where: s
     )
 
 
-def with_template(files: dict[str, bytes], settings: Mapping[str, Any], template: str) -> None:
-    """Write the template as a file of its own; tokenizer_config.json has it no more. settings: tokenizer_config.json."""
+def with_template(files: dict[str, bytes], settings: Mapping[str, Any], template: Any) -> None:
+    """Write the template as a file of its own; tokenizer_config.json has it no more. It has named ones.
+
+    settings  tokenizer_config.json
+    template  as `templates_of` returns it
+    """
+    if not isinstance(template, str):
+        files["tokenizer_config.json"] = json_bytes({**settings, "chat_template": template})
+        return
     files[TEMPLATE_FILE] = (template + "\n").encode()
     if "chat_template" in settings:
         files["tokenizer_config.json"] = json_bytes({k: v for k, v in settings.items() if k != "chat_template"})

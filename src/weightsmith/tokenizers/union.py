@@ -1,7 +1,7 @@
 """A tokenizer with the tokens of others: the base's tokenizer.json with more added tokens.
 
-Plain text must encode as with the base. So only tokens that are found before text is split are added: special tokens, and added
-tokens in brackets such as `<think>`. Ordinary pieces that the base lacks are left out. As added tokens (which is what mergekit
+Every added token of every model is in it: special tokens, and others that are found before text is split (`<think>`). Ordinary
+pieces that the base lacks are left out, so that plain text encodes as with the base. As added tokens (which is what mergekit
 makes of them) they would be found in the middle of words, before any merge, and those with a marker for spaces (`Ġword`) could
 never be found at all.
 """
@@ -18,7 +18,6 @@ from weightsmith.errors import Unsupported
 from weightsmith.tokenizers.vocabulary import NO_MERGES, Added, Vocabulary, json_object, without_merges
 
 _FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-_BRACKETS = {"<": ">", "[": "]", "{": "}", "\u27e8": "\u27e9", "\uff1c": "\uff1e", "\u3010": "\u3011"}
 _WAYS = "use 'tokenizer_source: base', or the model whose tokenizer you want: rows are then found by the bytes of their tokens"
 
 CAN_UNITE = frozenset({"byte-level BPE", "SentencePiece BPE", "unigram", "WordPiece", "BPE"})
@@ -38,7 +37,9 @@ class United:
 
 
 def missing_tokens(base: Vocabulary, others: Sequence[Vocabulary], where: str) -> dict[str, Added]:
-    """The added tokens of others that the base lacks or does not find as one, in the order of the models and of their ids.
+    """The added tokens of others that the base lacks, in the order of the models and of their ids.
+
+    A marker that is an ordinary piece of the base is among them, because the base may split it; other text that is one is not.
 
     Raises Unsupported for tokenizers of different families. where: the key of the recipe
     """
@@ -52,19 +53,19 @@ def missing_tokens(base: Vocabulary, others: Sequence[Vocabulary], where: str) -
                 fix=_WAYS,
             )
         for token, entry in sorted(other.added.items(), key=lambda item: item[1]["id"]):
-            known = token in base.added or token in found or (token in base.ids and not _in_brackets(token))
-            if not known and (entry.get("special") is True or _in_brackets(token)):
+            if token not in base.added and token not in found and (token not in base.ids or is_marker(token)):
                 found[token] = entry
     return found
 
 
-def _in_brackets(token: str) -> bool:
+def is_marker(token: str) -> bool:
     """True for a token that looks like a marker, not like a piece of a text.
 
-    >>> [_in_brackets(token) for token in ("<think>", "\\n\\n", "word", "[x]", "<>")]
-    [True, False, False, True, False]
+    >>> [is_marker(token) for token in ("<think>", "</dsml:", "\uff5cDSML\uff5c", "[x]", "\n\n", "word", " word", "<>")]
+    [True, True, True, True, False, False, False, False]
     """
-    return len(token) > 2 and _BRACKETS.get(token[0]) == token[-1]
+    first = token[:1]
+    return len(token) > 2 and not (first.isalnum() or first.isspace()) and any(map(str.isalnum, token))
 
 
 def extend(base: Vocabulary, new: Mapping[str, Added], data: bytes) -> United:

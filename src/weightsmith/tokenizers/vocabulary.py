@@ -165,7 +165,8 @@ def _read(label: str, data: Mapping[str, bytes], digest: str) -> Vocabulary | No
     else:
         return None
     for content, entry in _listed(data, label).items():
-        if content not in added and (tokenizer is None or content not in ids):
+        # As transformers does: a piece of tokenizer.json that these files list under its id is an added token.
+        if content not in added and (tokenizer is None or ids.get(content, entry["id"]) == entry["id"]):
             added[content] = entry
     return Vocabulary(label, family, ids | {token: entry["id"] for token, entry in added.items()}, added, digest)
 

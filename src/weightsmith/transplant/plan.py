@@ -20,12 +20,13 @@ from weightsmith import recipe as recipes
 from weightsmith._version import __version__
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import NotFound, ParameterError, PlanError, Unsupported, WeightsmithError, first_line, nearest
-from weightsmith.formats.carried import is_tokenizer
+from weightsmith.formats.carried import carried_files, is_tokenizer
 from weightsmith.formats.files import expand_user, file_names, is_folder, read_bounded
 from weightsmith.jobs.requires import needs_torch
 from weightsmith.options import RecipeOptions, TransplantSettings
 from weightsmith.planner import Prepared
 from weightsmith.planner.build import prepare_recipe
+from weightsmith.planner.companions import joined, lacking
 from weightsmith.planner.inputs import open_models
 from weightsmith.plans import PRODUCTS, Block, Gather, Made, ModelInput, Product, Read, Step
 from weightsmith.plans import Table as Numbers
@@ -198,8 +199,11 @@ class _Planner:
             work = self._work([table for _, table in missing], matches["embedding"])
             dtypes = [steps[i].out.dtype for i, _ in missing]
             products = (work.product(dtypes, [s for _, table in missing for s in self._reading(table)]),)
+        held = {*plan.carried, *plan.files, *([] if plan.config is None else ["config.json"])}
+        theirs = [(self.donor.label, carried_files(self.donor.files))]
         result = replace(
             plan,
+            lacking=joined([plan.lacking, lacking(theirs, held)]),
             made=Made(COMMAND, self._title(), _SOURCE + self.approximation.source, relation="merge"),
             models=models,
             steps=tuple(steps),

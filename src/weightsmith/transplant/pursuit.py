@@ -1,9 +1,11 @@
 """Orthogonal matching pursuit (OMP) for many targets, and sums of few rows.
 
 Each target is approximated by `k` of many atoms, chosen greedily: the atom that has the largest inner product with what is
-still missing, then the best coefficients of all atoms chosen so far (Pati, Rezaiifar and Krishnaprasad 1993). Looking at all
-atoms in each of k steps would take nearly all of the time. So each target is first screened: one matrix product gives its inner
-products with all atoms, and only its `candidates` best ones take part.
+still missing, then the best coefficients of all atoms chosen so far (Pati, Rezaiifar and Krishnaprasad 1993).
+
+Where there are many atoms, looking at all of them in each of k steps would take nearly all of the time. So the targets are then
+screened: one matrix product gives the inner products of a target with all atoms, and only its best `CANDIDATES` · k take part.
+The errors are larger: an atom that is needed for what the first ones leave may have a small product with the target itself.
 
 **Determinism.** A batch of targets has a fixed size, and one thread computes it. So the result is the same for any number of
 threads, as long as processor, device and torch are the same.
@@ -25,10 +27,20 @@ from weightsmith.transplant.approximations.base import Floats, Problem
 Tensor = Any  # torch is optional, so mypy cannot use its type
 
 CANDIDATES = 8
-"""Candidates of a target for each atom that it gets."""
+"""Candidates of a target for each atom that it gets, if targets are screened."""
+
+FEW = 8
+"""With no more than so many times the candidates, all atoms take part: one product for all targets of a batch then takes about
+as long as one for each target with its own candidates."""
+
+OPERATIONS = 2e12
+"""With more atoms, all take part if their inner products need no more operations: about a minute of one core."""
 
 SCREENED = 128
 """Targets that are screened at once."""
+
+TOGETHER = 32
+"""Targets that are compared with all atoms at once: enough for one product to be as fast as it gets."""
 
 BATCH_BYTES = {"cpu": 2 << 20}
 """Of candidates in a batch, by type of device: on a CPU they should stay in the cache of one core."""
@@ -61,46 +73,82 @@ class Sparse:
         return out
 
 
-def pursue(targets: Floats, atoms: Floats, k: int, problem: Problem, *, exclude: npt.NDArray[np.int64] | None = None) -> Sparse:
+def pursue(targets: Floats, atoms: Floats, k: int, problem: Problem) -> Sparse:
     """The OMP of each target.
 
     targets  float32 [n, D]
     atoms    float32 [N, D]; of a length that matters: longer ones are chosen more easily
     k        atoms for each target, at most all
-    exclude  int64 [n]: an atom that each target must not use
 
-    Cost: 2·n·N·D operations for the screening, 16·n·k²·D for the rest; memory for the inner products of `SCREENED` targets
-    with all atoms, for each thread.
+    All atoms take part, or the best candidates of each target; see `candidates_of`.
+
+    Cost: 2·n·N·D·k operations without screening, 2·n·N·D for the screening and 16·n·k²·D for the rest with it; memory for the
+    inner products of `SCREENED` targets with all atoms, for each thread.
     """
     import torch
 
-    k = min(k, len(atoms) - (exclude is not None))
-    m = min(len(atoms), max(CANDIDATES * k, 64))
+    k = min(k, len(atoms))
+    m = candidates_of(len(targets), len(atoms), atoms.shape[1], k)
     device = torch.device(problem.device)
     points, wanted = torch.from_numpy(atoms).to(device), torch.from_numpy(targets)
     limit = BATCH_BYTES.get(device.type, OTHER_BATCH_BYTES)
-    batch = max(1, min(SCREENED, limit // (4 * m * atoms.shape[1]))) if len(atoms) else 1
+    batch = TOGETHER if m == len(atoms) else max(1, min(SCREENED, limit // (4 * m * atoms.shape[1])))
     indices = np.zeros((len(targets), k), np.int64)
     coefficients, errors = np.zeros((len(targets), k), np.float32), np.zeros(len(targets), np.float32)
 
     def work(start: int) -> None:
         own = slice(start, start + SCREENED)
         few = wanted[own].to(device)
-        scores = (few @ points.T).abs_()
-        if exclude is not None:
-            scores[torch.arange(len(few)), torch.from_numpy(exclude[own]).to(device)] = -1
-        best = scores.topk(m, 1).indices.sort(1).values  # sorted, so that equal products do not depend on topk
-        del scores
+        best = screened(few, points, m)
         for first in range(0, len(few), batch):
             some = slice(first, first + batch)
             problem.check()
-            found = _omp(few[some], points[best[some]], k)
+            if best is None:
+                found = _omp(few[some], points, k, problem.check)
+            else:
+                found = _omp(few[some], points[best[some]], k)
             place = slice(start + first, start + first + len(few[some]))
-            indices[place] = best[some].gather(1, found[0]).cpu().numpy()
+            indices[place] = (found[0] if best is None else best[some].gather(1, found[0])).cpu().numpy()
             coefficients[place], errors[place] = found[1].cpu().numpy(), found[2].cpu().numpy()
 
     in_parallel(work, range(0, len(targets), SCREENED), problem)
     return Sparse(indices, coefficients, errors)
+
+
+def candidates_of(n: int, atoms: int, width: int, k: int) -> int:
+    """How many atoms take part for each of n targets: all, or those with the largest inner products with it.
+
+    >>> candidates_of(3000, 4096, 576, 64), candidates_of(3000, 40000, 576, 64), candidates_of(300, 40000, 576, 64)
+    (4096, 512, 40000)
+    """
+    few = max(CANDIDATES * k, 64)
+    if atoms <= FEW * few or 2.0 * n * atoms * width * k <= OPERATIONS:
+        return atoms
+    return few
+
+
+def screened(targets: Tensor, atoms: Tensor, m: int) -> Tensor | None:
+    """The m atoms with the largest inner products with each target, ascending: [b, m]; None if all atoms take part."""
+    if m == len(atoms):
+        return None
+    scores = (targets @ atoms.T).abs_()
+    return scores.topk(m, 1).indices.sort(1).values  # sorted, so that equal products do not depend on topk
+
+
+def largest(candidates: Tensor, rest: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+    """For each target the candidate, not used yet, with the largest inner product with what is missing; and that atom.
+
+    candidates  [b, m, D], or [m, D] for all targets
+    used        bool [b, m]; the one that is found is used after that
+    """
+    import torch
+
+    each = torch.arange(len(rest), device=rest.device)
+    shared = candidates.dim() == 2
+    scores = rest @ candidates.T if shared else torch.bmm(candidates, rest[:, :, None])[:, :, 0]
+    best = scores.abs_().masked_fill_(used, -1).argmax(1)
+    used[each, best] = True
+    return best, candidates[best] if shared else candidates[each, best]
 
 
 def in_parallel(work: Callable[[int], None], starts: range, problem: Problem) -> None:
@@ -116,23 +164,23 @@ def in_parallel(work: Callable[[int], None], starts: range, problem: Problem) ->
             pass
 
 
-def _omp(targets: Tensor, candidates: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which candidates, their coefficients and the errors. targets [b, D], candidates [b, m, D].
+def _omp(
+    targets: Tensor, candidates: Tensor, k: int, check: Callable[[], None] = lambda: None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Which candidates, their coefficients and the errors. targets [b, D], candidates [b, m, D] or [m, D].
 
     The chosen atoms are kept as an orthonormal basis and its triangular factor, which the coefficients follow from at the end.
     """
     import torch
 
-    b, _, width = candidates.shape
-    each = torch.arange(b, device=targets.device)
+    b, width = targets.shape
     basis, factor = targets.new_zeros(b, k, width), targets.new_zeros(b, k, k)
     products, rest = targets.new_zeros(b, k), targets.clone()
-    used, chosen = torch.zeros(candidates.shape[:2], dtype=torch.bool, device=targets.device), each.new_zeros(b, k)
+    used = torch.zeros(b, candidates.shape[-2], dtype=torch.bool, device=targets.device)
+    chosen = torch.zeros(b, k, dtype=torch.int64, device=targets.device)
     for step in range(k):
-        scores = torch.bmm(candidates, rest[:, :, None])[:, :, 0].abs_().masked_fill_(used, -1)
-        best = scores.argmax(1)
-        chosen[:, step], used[each, best] = best, True
-        atom = candidates[each, best]
+        check()
+        chosen[:, step], atom = largest(candidates, rest, used)
         new = atom
         for _ in range(2 if step else 0):  # twice: once leaves rounding errors of the size of what is new
             along = torch.bmm(basis[:, :step], new[:, :, None])

@@ -222,6 +222,7 @@ def _sentencepiece(keys: Mapping[str, Any], tokens: Sequence[str], family: Famil
         what = f"tokenizer.ggml.scores has {len(listed):,} numbers for {len(tokens):,} tokens"
         raise FormatError(what, where=where, fix=DAMAGED)
     gemma = family.architecture.startswith("gemma")
+    prefixed = not gemma
     if gemma:  # the scores do not follow the order of the merges, but the tokens do
         listed = [float(-i) for i in range(len(tokens))]
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
@@ -235,9 +236,10 @@ def _sentencepiece(keys: Mapping[str, Any], tokens: Sequence[str], family: Famil
     elif family.architecture == "phi3":
         normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _SPACE}, replace]}
     else:
-        scheme = "first" if _setting(keys, "add_space_prefix", True, where) else "never"
-        splitter = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": scheme, "split": False}
-    if not gemma:
+        normalizer = replace
+        prefixed = _setting(keys, "add_space_prefix", True, where)
+        splitter = first_prefix() if prefixed else None
+    if prefixed:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     unknown = keys.get("tokenizer.ggml.unknown_token_id")
     model: dict[str, Any] = {"type": "BPE", "dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
@@ -249,6 +251,19 @@ def _sentencepiece(keys: Mapping[str, Any], tokens: Sequence[str], family: Famil
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": model,
     }
+
+
+def first_prefix() -> dict[str, Any]:
+    """The pre-tokenizer that puts a space before a text, but not after each special token in it.
+
+    It does so before spaces too, if they are marks by then: `Metaspace` by itself leaves out the prefix of a text that begins
+    with the mark, which SentencePiece and llama.cpp add. So the first one adds a plain space, and the second one marks it.
+    """
+
+    def metaspace(replacement: str, scheme: str) -> dict[str, Any]:
+        return {"type": "Metaspace", "replacement": replacement, "prepend_scheme": scheme, "split": False}
+
+    return {"type": "Sequence", "pretokenizers": [metaspace(" ", "first"), metaspace(_SPACE, "never")]}
 
 
 def _merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
@@ -420,8 +435,14 @@ def _pre_name(splitter: object) -> str:
 
 def _has_prefix(tokenizer: Mapping[str, Any]) -> bool:
     """Whether a space is put before a text."""
-    text = json.dumps([tokenizer.get("normalizer"), tokenizer.get("pre_tokenizer")])
-    return '"Prepend"' in text or ('"Metaspace"' in text and '"never"' not in text)
+    steps = [tokenizer.get("normalizer"), tokenizer.get("pre_tokenizer")]
+    for step in steps:  # a sequence's steps follow
+        if isinstance(step, dict):
+            steps += [*_list(step.get("normalizers")), *_list(step.get("pretokenizers"))]
+            first = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
+            if step.get("type") == "Prepend" or (step.get("type") == "Metaspace" and first != "never"):
+                return True
+    return False
 
 
 def _scores(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from weightsmith.transplant.approximations.base import Approximated, Approximation, Problem
-from weightsmith.transplant.pursuit import CANDIDATES, in_parallel
+from weightsmith.transplant.pursuit import candidates_of, in_parallel, largest, screened
 
 Tensor = Any  # torch is optional, so mypy cannot use its type
 
@@ -22,7 +22,7 @@ def _make(problem: Problem) -> Approximated:
 
     targets, atoms, values = (torch.from_numpy(r).to(problem.device) for r in _rows(problem))
     k = min(problem.choices.k, len(atoms))
-    m = min(len(atoms), CANDIDATES * k)
+    m = candidates_of(len(targets), len(atoms), atoms.shape[1], k)
     (own_heads, heads), (own_base, base) = problem.choices.heads, problem.choices.rope_bases
     turning = _frequencies(atoms.shape[1], heads, base), _frequencies(values.shape[1], own_heads, own_base)
     turning = turning[0].to(atoms), turning[1].to(values)
@@ -33,9 +33,9 @@ def _make(problem: Problem) -> Approximated:
         problem.check()
         own = slice(start, start + BATCH)
         few = targets[own]
-        best = (few @ atoms.T).abs().topk(m, 1).indices.sort(1).values
-        chosen, places = _pursue(few, atoms[best], k, heads, turning[0])
-        numbers = best.gather(1, chosen)
+        best = screened(few, atoms, m)
+        chosen, places = _pursue(few, atoms if best is None else atoms[best], k, heads, turning[0])
+        numbers = chosen if best is None else best.gather(1, chosen)
         turned = _turned(atoms[numbers], places, heads, turning[0]).double()
         inverse = torch.linalg.pinv(turned @ turned.transpose(1, 2), hermitian=True)
         wanted = few.double()
@@ -54,16 +54,14 @@ def _rows(problem: Problem) -> Any:
 
 
 def _pursue(targets: Tensor, candidates: Tensor, k: int, heads: int, turning: Tensor) -> tuple[Tensor, Tensor]:
-    """Which candidates, and their positions: [b, k]."""
+    """Which candidates, and their positions: [b, k]. candidates [b, m, D], or [m, D] for all targets"""
     import torch
 
-    each = torch.arange(len(targets), device=targets.device)
-    rest, used = targets.clone(), torch.zeros(candidates.shape[:2], dtype=torch.bool, device=targets.device)
-    chosen, places = each.new_zeros(len(each), k), targets.new_zeros(len(each), k)
+    b = len(targets)
+    rest, used = targets.clone(), torch.zeros(b, candidates.shape[-2], dtype=torch.bool, device=targets.device)
+    chosen, places = torch.zeros(b, k, dtype=torch.int64, device=targets.device), targets.new_zeros(b, k)
     for step in range(k):
-        best = (candidates @ rest[:, :, None])[:, :, 0].abs_().masked_fill_(used, -1).argmax(1)
-        chosen[:, step], used[each, best] = best, True
-        atom = candidates[each, best]
+        chosen[:, step], atom = largest(candidates, rest, used)
         there, back = (_position(atom, sign * rest, heads, turning) for sign in (1, -1))
         place = torch.where(there.abs() < back.abs(), there, back)
         atom, places[:, step] = _turned(atom, place, heads, turning), place
