@@ -521,12 +521,19 @@ def test_a_negative_seed_is_refused(llama: Path, tmp_path: Path) -> None:
         prepared_for(llama, settings(tmp_path), seed=-1)
 
 
+def _made(plan: dict[str, Any], op: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(product for product in plan["products"] if product["op"] == op)
+    return found
+
+
 def _embedding(plan: dict[str, Any]) -> dict[str, Any]:
-    return next(product["settings"] for product in plan["products"] if product["op"] == "embedding")
+    found: dict[str, Any] = _made(plan, "embedding")["settings"]
+    return found
 
 
 def _layer(plan: dict[str, Any]) -> dict[str, Any]:
-    return next(product["settings"] for product in plan["products"] if product["op"] == "quantised_layer")
+    found: dict[str, Any] = _made(plan, "quantised_layer")["settings"]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -537,6 +544,8 @@ def _layer(plan: dict[str, Any]) -> dict[str, Any]:
         (lambda plan: _embedding(plan)["base"].update(hidden=1), "its states are not those of its calibration text"),
         (lambda plan: _embedding(plan)["base"].update(model=7), "it does not name the tokenizer's file"),
         (lambda plan: _layer(plan).update(layer=99), "there is no layer 99"),
+        (lambda plan: _made(plan, "embedding").pop("transient"), "the arrays of 'embedding' are transient"),
+        (lambda plan: _made(plan, "states").update(transient=False), "the arrays of 'states' are transient"),
         (lambda plan: _layer(plan).update(weights={"x.weight": "exl2 4/g32"}), "it has no step for a weight"),
         (
             lambda plan: _layer(plan)["weights"].update(dict.fromkeys(_layer(plan)["weights"], "exl2 2/g32")),
@@ -550,6 +559,17 @@ def test_a_plan_from_elsewhere_is_checked(change: Any, words: str, llama: Path, 
         plan = json.loads(json.dumps(prepared.plan.to_json()))
     change(plan)
     with pytest.raises(PlanError, match=words):
+        weightsmith.run(plan_from_json(plan), tmp_path / "out", progress=False)
+
+
+@pytest.mark.parametrize("op", ["measured_layer", "plain_states"])
+def test_what_a_measurement_keeps_is_what_follows_from_it(op: str, llama: Path, tmp_path: Path) -> None:
+    """A plan that removes the errors of a layer, which the second plan reads, ended in a KeyError."""
+    with prepared_for(llama, settings(tmp_path, uniform=False)) as prepared:
+        plan = json.loads(json.dumps(prepared.plan.to_json()))
+    product = _made(plan, op)
+    product["transient"] = not product.get("transient", False)
+    with pytest.raises(PlanError, match=f"the arrays of '{op}' are (not )?transient"):
         weightsmith.run(plan_from_json(plan), tmp_path / "out", progress=False)
 
 

@@ -197,6 +197,9 @@ def _check_steps(plan: Plan, inputs: list[Checkpoint]) -> list[WeightsmithError]
         except WeightsmithError as error:
             problems.append(FormatError(f"not a plan that can be run: {error.finding.what}", where="header", fix=_MAKE))
     for product in plan.products:
+        if product.transient != find_kind(product.op).transient:
+            what = f"not a plan that can be run: the arrays of '{product.op}' are {'not ' * product.transient}transient"
+            problems.append(FormatError(what, where=f"product {product.name}", fix=_MAKE))
         if problem := find_kind(product.op).check(product):
             problems.append(FormatError(f"not a plan that can be run: {problem}", where=f"product {product.name}", fix=_MAKE))
         if not product.transient and sum(out.nbytes for out in product.outs) > _MAX_ARRAYS:

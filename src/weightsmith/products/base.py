@@ -138,6 +138,7 @@ class ProductKind:
 
     doing    text of the progress display, with a verb in -ing
     reads    files that it reads, other than `product.files`
+    transient  only products need its arrays: `Product.transient`
     device   the result depends on `Bench.device`: finished work is mixed only with that of the same type of device
     check    why a product's settings, steps and arrays are invalid, or ""; plans may come from untrusted sources
     survey   for streaming
@@ -152,3 +153,4 @@ class ProductKind:
     check: Callable[[Product], str] = _no_problem
     reads: Callable[[Product], Sequence[Path]] = _no_files
     device: bool = False
+    transient: bool = False
