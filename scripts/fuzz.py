@@ -1006,12 +1006,14 @@ def _make_products() -> None:
 
     def looks() -> Plan:
         """Products of looks, which have no plans with steps otherwise."""
-        plan = weightsmith.plan({"merge_method": "linear", **merge, "base_model": None, "models": LINEAR["models"]})
-        copies = [Step(step.out, COPY, (Read(0, step.out.name),)) for step in plan.steps]
+        shutil.copytree("a", "c")
+        more = [*LINEAR["models"], {"model": "c", "parameters": {"weight": 0.5}}]
+        two, three = (weightsmith.plan({**LINEAR, "models": models}) for models in (LINEAR["models"], more))
+        copies = [Step(step.out, COPY, (Read(0, step.out.name),)) for step in two.steps]
+        pairs = [dataclasses.replace(step, settings=step.settings + len(three.settings)) for step in two.steps]
+        plan = dataclasses.replace(three, settings=(*three.settings, *two.settings))
         made = {"d": differences, "s": statistics_product, "a": alignments, "v": survivals}
-        merges = weightsmith.plan({**ties, "parameters": {"density": 0.5}}).steps
-        steps = {"d": plan.steps, "s": copies, "a": plan.steps, "v": plan.steps}
-        assert len(merges) == len(plan.steps)
+        steps = {"d": pairs, "s": copies, "a": three.steps, "v": three.steps}
         products = tuple(make(name, with_needs(name, steps[name])) for name, make in made.items())
         return dataclasses.replace(plan, products=products)
 
