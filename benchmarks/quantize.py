@@ -59,12 +59,12 @@ from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import GPTQModifier
 from transformers import AutoModelForCausalLM, AutoTokenizer
 source, out, text, rows, tokens, group = *sys.argv[1:4], *map(int, sys.argv[4:7])
-tokenizer = AutoTokenizer.from_pretrained(source)
+tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 ids = tokenizer(Path(text).read_text())["input_ids"][: rows * tokens]
 data = Dataset.from_dict({"input_ids": [ids[i : i + tokens] for i in range(0, len(ids), tokens)]})
 args = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=group)
 scheme = {"all": QuantizationScheme(targets=["Linear"], weights=args)}
-model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", device_map="cpu")
+model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", device_map="cpu", trust_remote_code=False)
 recipe = [GPTQModifier(config_groups=scheme, ignore=["lm_head"])]
 oneshot(model=model, processor=tokenizer, dataset=data, recipe=recipe, max_seq_length=tokens, num_calibration_samples=rows)
 model.save_pretrained(out, save_compressed=True)

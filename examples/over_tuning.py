@@ -69,11 +69,11 @@ def _train(base: Path, out: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
     text = (HERE / "testbed" / "tune" / "de.txt").read_text(encoding="utf-8")
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     rows = torch.tensor(ids[: len(ids) // ROW_TOKENS * ROW_TOKENS]).view(-1, ROW_TOKENS)
-    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, trust_remote_code=False)
     model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
     optimiser = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=RATE, weight_decay=0.0)
     order = torch.cat([torch.randperm(len(rows)) for _ in range(math.ceil(STEPS / len(rows)))])

@@ -59,7 +59,7 @@ def _save_fine_tune(base: Path, adapter: Path, out: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, trust_remote_code=False)
     merged = PeftModel.from_pretrained(model, adapter).merge_and_unload()
     merged.to(torch.bfloat16).save_pretrained(out)
-    AutoTokenizer.from_pretrained(base).save_pretrained(out)
+    AutoTokenizer.from_pretrained(base, trust_remote_code=False).save_pretrained(out)

@@ -112,7 +112,9 @@ def bits_per_byte(folder: Path, domain: str, texts: str = "eval") -> float:
     key = folder / str((folder / "model.safetensors").stat().st_mtime_ns)
     if key not in _loaded:
         _loaded.clear()
-        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+        )
         if any(report.values()):
             sys.exit(f"{folder}: transformers did not load it whole: {report}")
         _loaded[key] = model.eval()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -384,6 +385,7 @@ class Kind:
     use     what weightsmith does with the folder (the current one), as calls; gets the name of the mutated file, and the rng.
             Each call ends in success or in a WeightsmithError, whatever the others do
     start   what is done once with the folder before the first case
+    ways    how many of the choices of `use` are tried with the good inputs
     """
 
     make: Callable[[], None]
@@ -391,6 +393,7 @@ class Kind:
     mutate: Callable[[Rng, bytes], bytes]
     use: Callable[[str, Rng], Iterator[Callable[[], Any]]]
     start: Callable[[], None] = lambda: None
+    ways: int = 9
 
 
 LINEAR = {"merge_method": "linear", "models": [{"model": name, "parameters": {"weight": 0.5}} for name in ("a", "b")]}
@@ -546,9 +549,15 @@ def _use_recipe(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
 def _use_manifest(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
     import weightsmith
     from weightsmith.store.target import check_vacant
+    from weightsmith.store.unfinished import find_unfinished
 
     yield lambda: weightsmith.verify("made")
+    yield lambda: weightsmith.inspect("made")
+    yield lambda: weightsmith.plan({"merge_method": "passthrough", "models": [{"model": "made"}]})
+    yield lambda: find_unfinished(Path())
     yield lambda: check_vacant(Path("made").absolute(), overwrite=True)
+    if rng.random() < 0.2:
+        yield lambda: weightsmith.merge(LINEAR, "made", threads=1, fsync=False, overwrite=True)
 
 
 def _use_plan(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
@@ -558,6 +567,9 @@ def _use_plan(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
 
 
 def _use_journal(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
+    from weightsmith.store.unfinished import find_unfinished
+
+    yield lambda: find_unfinished(Path())
     yield lambda: _merge(LINEAR)
 
 
@@ -652,9 +664,7 @@ def _use_quantised(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
 
 
 def _make_gguf() -> None:
-    """A model of one layer, whose header is most of the file; and an importance matrix in each form."""
-    import struct
-
+    """A model of one layer, whose header is most of the file."""
     import numpy as np
 
     from weightsmith.containers.gguf import Value, encode_metadata, make_layout
@@ -678,22 +688,54 @@ def _make_gguf() -> None:
     specs += [TensorSpec("blk.0.attn_q.weight", q8_0, (32, 32)), TensorSpec("rope_freqs.weight", f32, (8,))]
     ones = np.ones(1, "<f4").tobytes()
     Path("g").mkdir()
-    for name, values, listed in (
-        ("g/model.gguf", keys, specs),
-        ("imatrix.gguf", {}, [TensorSpec(f"w.{end}", f32, (1, n)) for end, n in (("in_sum2", 32), ("counts", 1))]),
-    ):
-        (shard,) = make_layout(listed, 10**9, encode_metadata(values)).shards
-        Path(name).write_bytes(shard.header + ones * ((shard.nbytes - len(shard.header)) // 4))
-    Path("imatrix.dat").write_bytes(struct.pack("<ii1sii32f", 1, 1, b"w", 1, 32, *[1.0] * 32))
+    (shard,) = make_layout(specs, 10**9, encode_metadata(keys)).shards
+    Path("g/model.gguf").write_bytes(shard.header + ones * ((shard.nbytes - len(shard.header)) // 4))
 
 
 def _use_gguf(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
-    from weightsmith.formats.gguf.imatrix import read_imatrix
+    yield next(_use_checkpoint(file, rng))
 
-    if file.startswith("imatrix"):
-        yield lambda: read_imatrix(file)
-    else:
-        yield next(_use_checkpoint(file, rng))
+
+def _make_imatrix() -> None:
+    """`m`, a model, and the importances of its columns in both forms of a file."""
+    import numpy as np
+
+    from tests.calibration_help import save_model
+    from weightsmith.containers.gguf import encode_metadata, make_layout
+    from weightsmith.formats.gguf.imatrix import imatrix_bytes
+    from weightsmith.tensors import DTYPES, TensorSpec
+
+    save_model(Path("m"))
+    widths = {f"blk.{i}.{name}.weight": 64 for i in range(2) for name in ("attn_q", "attn_output", "ffn_up")}
+    widths |= {"blk.0.ffn_down.weight": 96}
+    Path("imatrix.dat").write_bytes(imatrix_bytes({name: np.ones(n, np.float32) for name, n in widths.items()}))
+    listed = [(f"{name}.{end}", size) for name, n in widths.items() for end, size in (("in_sum2", n), ("counts", 1))]
+    layout = make_layout([TensorSpec(name, DTYPES["F32"], (1, n)) for name, n in listed], 10**9, encode_metadata({}))
+    (shard,) = layout.shards
+    body = shard.nbytes - len(shard.header)
+    Path("imatrix.gguf").write_bytes(shard.header + np.ones(1, "<f4").tobytes() * (body // 4))
+
+
+def _use_imatrix(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
+    import weightsmith
+
+    recipe = {"merge_method": "passthrough", "models": [{"model": "m"}]}
+    kind = rng.choice(("gguf-q4_0", "gguf-iq4_nl", "gguf-q5_1"))
+    yield lambda: weightsmith.plan(recipe, quantize=kind, imatrix=file)
+    if rng.random() < 0.2:
+        plan = {"quantize": kind, "imatrix": file}
+        yield lambda: weightsmith.merge(recipe, "out.gguf", threads=1, fsync=False, **plan)
+
+
+def mutate_imatrix(rng: Rng, data: bytes) -> bytes:
+    """Numbers of the header, names and lengths; or values that are no importances."""
+    if rng.random() < 0.7:
+        return mutate_gguf(rng, data)
+    changed = bytearray(data)
+    for _ in range(rng.choice((1, 3, 100))):
+        at = rng.randrange(len(changed) // 2, len(changed) - 3) & ~3
+        changed[at : at + 4] = struct.pack("<f", rng.choice((0.0, -0.0, -1.0, 1e-45, 3e38, math.inf, math.nan)))
+    return bytes(changed)
 
 
 def _make_measurement() -> None:
@@ -716,12 +758,13 @@ def _use_measurement(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
     yield lambda: weightsmith.plan(recipe, quantize="exl2", bits=4.5, measurement=file, calibration="none")
 
 
-def _make_adapters() -> None:
+def _make_adapters(*, fresh: bool = True) -> None:
     """`lora` and `lora2`, adapters of the same modules with different ranks."""
     import numpy as np
     from safetensors.numpy import load_file, save_file
 
-    _make_models()
+    if fresh:
+        _make_models()
     shutil.copytree("lora", "lora2")
     name = "lora2/adapter_model.safetensors"
     save_file({key: np.concatenate([x, x], 0 if "lora_A" in key else 1) for key, x in load_file(name).items()}, name)
@@ -911,6 +954,122 @@ def _make_plan() -> None:
         Path("plans/moe.json").write_text(json.dumps(made.plan.to_json()))
 
 
+PRODUCTS = {
+    "scope": ("thresholds",),
+    "active": ("activity",),
+    "largest": ("magnitudes",),
+    "routed": ("router",),
+    "matched": ("neuron_order",),
+    "extracted": ("factors", "changes"),
+    "adapters": ("cores", "merged_factors"),
+    "combined": ("combination",),
+    "transplanted": ("transplanted_rows",),
+    "looks": ("differences", "statistics", "alignments", "survival"),
+    "calibrated": ("embedding", "states", "quantised_layer"),
+    "losses": ("plain_states", "gradients", "measured_layer"),
+    "errors": ("measured_blocks",),
+    "importances": ("importances",),
+}
+"""The plans that are mutated, and the kinds of products that each of them is there for; together all of `products.KINDS`."""
+
+
+def _make_products() -> None:
+    """`products/NAME.json` for each of `PRODUCTS`; `m`, a model that transformers builds."""
+    import weightsmith
+    from tests.calibration_help import save_model, settings
+    from weightsmith.adapters.extract import prepare_extraction
+    from weightsmith.look.alignments import alignments
+    from weightsmith.look.differences import differences
+    from weightsmith.look.models import with_needs
+    from weightsmith.look.statistics import statistics_product
+    from weightsmith.look.survival import survivals
+    from weightsmith.mixture.build import prepare_moe
+    from weightsmith.options import ExtractSettings, RecipeOptions, TransplantSettings
+    from weightsmith.planner.build import Prepared
+    from weightsmith.plans import COPY, Plan, Read, Step
+    from weightsmith.transplant.plan import prepare_transplant
+
+    _make_tokenizers()
+    save_model(Path("m"))
+    _make_adapters(fresh=False)
+    merge = {"base_model": "a", "models": [{"model": "b", "parameters": {"weight": 1}}]}
+    ties = {"merge_method": "ties", **merge, "parameters": {"density": 0.5, "scope": "model"}}
+    copy = {"merge_method": "passthrough", "models": [{"model": "m"}]}
+    lora = [{"model": name, "parameters": {"weight": 0.5}} for name in ("lora", "lora2")]
+    experts = [{"source_model": "m", "positive_prompts": [text]} for text in ("a b", "c d")]
+    calibration = {"calibration": "text.txt", "calibration_rows": 2, "calibration_tokens": 8}
+    settings(Path())
+
+    def plan_of(prepared: Prepared) -> Plan:
+        with prepared:
+            return prepared.plan
+
+    def looks() -> Plan:
+        """Products of looks, which have no plans with steps otherwise."""
+        shutil.copytree("a", "c")
+        more = [*LINEAR["models"], {"model": "c", "parameters": {"weight": 0.5}}]
+        two, three = (weightsmith.plan({**LINEAR, "models": models}) for models in (LINEAR["models"], more))
+        copies = [Step(step.out, COPY, (Read(0, step.out.name),)) for step in two.steps]
+        pairs = [dataclasses.replace(step, settings=step.settings + len(three.settings)) for step in two.steps]
+        plan = dataclasses.replace(three, settings=(*three.settings, *two.settings))
+        made = {"d": differences, "s": statistics_product, "a": alignments, "v": survivals}
+        steps = {"d": pairs, "s": copies, "a": three.steps, "v": three.steps}
+        products = tuple(make(name, with_needs(name, steps[name])) for name, make in made.items())
+        return dataclasses.replace(plan, products=products)
+
+    makers: dict[str, Callable[[], Plan]] = {
+        "scope": lambda: weightsmith.plan(ties),
+        "active": lambda: weightsmith.plan({"merge_method": "ramplus", "base_model": "a", "models": [{"model": "b"}]}),
+        "largest": lambda: weightsmith.plan(copy, quantize="nvfp4a16"),
+        "routed": lambda: plan_of(prepare_moe({"base_model": "m", "gate_mode": "hidden", "experts": experts}, RecipeOptions())),
+        "matched": lambda: plan_of(
+            prepare_moe({"model": "x", "merge_experts": {"groups": [[0, 1], [2, 3]], "match": True}}, RecipeOptions())
+        ),
+        "extracted": lambda: plan_of(prepare_extraction("b", "a", ExtractSettings(max_rank=2))),
+        "adapters": lambda: weightsmith.plan({"merge_method": "linear", "models": lora}, adapter_rank=2),
+        "combined": lambda: weightsmith.plan({"merge_method": "peft_ties_svd", "models": lora, "parameters": {"density": 0.5}}),
+        "transplanted": lambda: plan_of(prepare_transplant("b", "a", TransplantSettings(k=2))),
+        "looks": looks,
+        "calibrated": lambda: weightsmith.plan(copy, quantize="exl2", bits=4.1, uniform=True, **calibration),
+        "losses": lambda: weightsmith.plan(copy, quantize="exl2", bits=4.1, **calibration),
+        "errors": lambda: weightsmith.plan(copy, quantize="exl2", bits=4.1, measure="full", **calibration),
+        "importances": lambda: weightsmith.plan(copy, quantize="gguf-q4_k_m", **calibration),
+    }
+    Path("products").mkdir()
+    for name, ops in PRODUCTS.items():
+        plan = makers[name]()
+        if missing := set(ops).difference(product.op for product in plan.products):
+            raise RuntimeError(f"the plan {name} has no product {missing}")
+        Path(f"products/{name}.json").write_text(json.dumps(plan.to_json()))
+
+
+def mutate_products(rng: Rng, data: bytes) -> bytes:
+    """A plan in which its products are mutated, what follows from them, or anything."""
+    plan = json.loads(data)
+    choice = rng.random()
+    if choice < 0.15:
+        return mutate_json(rng, data, _PRODUCT_WORDS)
+    part = {"then": plan.pop("then")} if "then" in plan and choice < 0.3 else {"products": plan.pop("products")}
+    if "products" in part and choice < 0.8:  # one of them, whose steps are most of it, and for all that is shorter
+        i = rng.randrange(len(part["products"]))
+        product = part["products"][i]
+        keys = rng.choice(
+            (["settings"], ["settings"], ["outs", "needs", "models", "files", "transient"], ["steps"], [*product])
+        )
+        own = {key: product.pop(key, False) for key in keys}
+        changed = mutate_json(rng, json.dumps(own).encode(), _PRODUCT_WORDS)
+        head, tail = json.dumps(part["products"][:i])[:-1], json.dumps(part["products"][i + 1 :])[1:]
+        between = json.dumps(product)[:-1].encode() + (b", " if product else b"") + changed[1:]
+        text = (
+            b'{"products": ' + head.encode() + (b", " if i else b"") + between + (b", " if tail != "]" else b"") + tail.encode()
+        )
+        return json.dumps(plan)[:-1].encode() + b", " + text[1:] + b"}"
+    return json.dumps(plan)[:-1].encode() + b", " + mutate_json(rng, json.dumps(part).encode(), _PRODUCT_WORDS)[1:]
+
+
+_PRODUCT_WORDS = ("transient", "needs", "files", "models", "format", "settings", "encoding", "layer", "candidates", "targets")
+
+
 def _interrupt() -> None:
     class Stop(Exception):
         pass
@@ -945,7 +1104,7 @@ KINDS: dict[str, Kind] = {
         _use_quantised,
     ),
     "pytorch": Kind(_make_pytorch, ("p/pytorch_model.bin",), mutate_pytorch, _use_checkpoint),
-    "gguf": Kind(_make_gguf, ("g/model.gguf", "imatrix.gguf", "imatrix.dat"), mutate_gguf, _use_gguf),
+    "gguf": Kind(_make_gguf, ("g/model.gguf",), mutate_gguf, _use_gguf),
     "adapter-config": Kind(
         _make_models,
         ("lora/adapter_config.json",),
@@ -956,6 +1115,7 @@ KINDS: dict[str, Kind] = {
     "adapters": Kind(
         _make_adapters, ("lora2/adapter_config.json", "lora2/adapter_model.safetensors"), mutate_adapter, _use_adapters
     ),
+    "imatrix": Kind(_make_imatrix, ("imatrix.dat", "imatrix.gguf"), mutate_imatrix, _use_imatrix),
     "measurement": Kind(
         _make_measurement,
         ("measurement.json",),
@@ -994,6 +1154,7 @@ KINDS: dict[str, Kind] = {
         lambda rng, data: mutate_json(rng, data, ("pieces", "needs", "stored", "encoding", "layer", "role", "op", "shape")),
         _use_plan,
     ),
+    "products": Kind(_make_products, tuple(f"products/{name}.json" for name in PRODUCTS), mutate_products, _use_plan, ways=1),
     "journal": Kind(_make_models, (_JOURNAL,), mutate_journal, _use_journal, _interrupt),
     "bucket-journal": Kind(_make_bucket_journal, ("bucket-journal",), mutate_journal, _use_bucket_journal),
 }
@@ -1067,7 +1228,7 @@ def work(kind: str, seed: int, cases: Sequence[int], good: Path) -> None:
     (KINDS | BROKEN)[kind].start()
     shutil.copytree(place, pristine)
     for file in (KINDS | BROKEN)[kind].files:  # what is good must be good; this also compiles and imports what the cases use
-        calls = [call for n in range(9) for call in (KINDS | BROKEN)[kind].use(file, _Always(n))]
+        calls = [call for n in range((KINDS | BROKEN)[kind].ways) for call in (KINDS | BROKEN)[kind].use(file, _Always(n))]
         taken = 0
         for call in calls:
             with contextlib.suppress(WeightsmithError):  # a layout or a method that is not for these models

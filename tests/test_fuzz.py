@@ -17,8 +17,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not fuzz.Path("/proc/self/cle
 
 @pytest.mark.parametrize("kind", fuzz.KINDS)
 def test_mutated_input_is_taken_or_refused(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if needed := {"pytorch": "torch", "gguf": "libgguf", "calibration": "tokenizers"}.get(kind):
-        pytest.importorskip(needed)
+    needed = {"pytorch": ["torch"], "gguf": ["libgguf"], "imatrix": ["libgguf", "transformers"], "calibration": ["tokenizers"]}
+    for package in (needed | {"products": ["transformers", "scipy", "libgguf"]}).get(kind, ()):
+        pytest.importorskip(package)
     status = fuzz.main(["--kinds", kind, "--cases", str(CASES), "--seed", "1"])
     said = capsys.readouterr().out
     assert status == 0, said
@@ -46,6 +47,12 @@ def test_a_line_of_a_recipe_may_have_tabs() -> None:
     with pytest.raises(PlanError, match="\t") as refused:
         weightsmith.plan("merge_method:\tties\nbase: [")
     assert not fuzz.problem_of(refused.value)
+
+
+def test_every_kind_of_product_is_in_a_plan_that_is_mutated() -> None:
+    from weightsmith.products import KINDS
+
+    assert sorted(op for ops in fuzz.PRODUCTS.values() for op in ops) == sorted(KINDS)
 
 
 def test_a_case_depends_on_its_numbers_alone() -> None:

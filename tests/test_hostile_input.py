@@ -248,6 +248,34 @@ def test_thresholds_of_a_plan_are_checked(here: Path, key: str, value: object) -
 
 
 @pytest.mark.parametrize(
+    ("method", "change"),
+    [
+        ("ramplus", lambda product, _: product.update(models=[0, 0])),
+        ("ramplus", lambda product, _: product.update(models=[0, 1])),
+        ("ramplus", lambda product, steps: [step.pop("needs") for step in steps]),
+        ("ties", lambda product, steps: [step.pop("needs") for step in steps]),
+        ("ties", lambda product, _: product["settings"]["wanted"][0].__setitem__(1, 0.25)),
+        ("ties", lambda product, _: product["outs"][0].__setitem__(1, "F32")),
+    ],
+)
+def test_a_merge_of_a_plan_has_the_product_that_it_reads(here: Path, method: str, change: Callable[..., object]) -> None:
+    """Each ended in a KeyError, IndexError or ValueError of a thread."""
+    plan_help.model(here / "c", seed=2)
+    parameters = {"weight": 1, "density": 0.5} if method == "ties" else {}
+    recipe = {
+        "merge_method": method,
+        "base_model": "a",
+        "models": [{"model": name, "parameters": parameters} for name in "bc"],
+        **({"parameters": {"scope": "model"}} if method == "ties" else {}),
+    }
+    data = json.loads(json.dumps(weightsmith.plan(recipe).to_json()))
+    change(data["products"][0], data["steps"])
+    message = refusal(lambda: weightsmith.run(plan_from_json(data), "out"))
+    assert re.search(r"needs a product '(thresholds|activity)' of its models|has a model twice|of int64", message)
+    assert not (here / "out").exists()
+
+
+@pytest.mark.parametrize(
     ("key", "value"),
     [
         ("mode", "none"),

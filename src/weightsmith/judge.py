@@ -33,7 +33,9 @@ class Judge:
         import torch
         from transformers import AutoModelForCausalLM
 
-        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+        )
         return cls(_whole(model, report, str(folder)), _tokenizer(folder))
 
     @classmethod
@@ -45,7 +47,12 @@ class Judge:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         kind = AutoModelForCausalLM._model_mapping[type(config)]
         model, report = kind.from_pretrained(
-            None, config=config, state_dict=dict(tensors), dtype=torch.float32, output_loading_info=True
+            None,
+            config=config,
+            state_dict=dict(tensors),
+            dtype=torch.float32,
+            output_loading_info=True,
+            trust_remote_code=False,
         )
         return cls(_whole(model, report, name), _tokenizer(folder))
 

@@ -438,6 +438,11 @@ def test_a_plan_runs_from_its_json_and_is_checked(tmp_path: Path, cli: Cli) -> N
         with pytest.raises(PlanError) as caught:
             weightsmith.run(plan_from_json(broken), tmp_path / "c", progress=False, fsync=False)
         assert isinstance(caught.value.problems[0], FormatError)
+    for scale in (-1.0, 1.5, 1e300):
+        broken = json.loads(ran.out)
+        broken["products"][0]["settings"]["intruders"] = scale
+        with pytest.raises(PlanError, match=r"its intruder dimensions are scaled by .*, not by 0 to 1"):
+            weightsmith.run(plan_from_json(broken), tmp_path / "c", progress=False, fsync=False)
 
 
 def test_the_command(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

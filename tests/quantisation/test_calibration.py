@@ -521,12 +521,19 @@ def test_a_negative_seed_is_refused(llama: Path, tmp_path: Path) -> None:
         prepared_for(llama, settings(tmp_path), seed=-1)
 
 
+def _made(plan: dict[str, Any], op: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(product for product in plan["products"] if product["op"] == op)
+    return found
+
+
 def _embedding(plan: dict[str, Any]) -> dict[str, Any]:
-    return next(product["settings"] for product in plan["products"] if product["op"] == "embedding")
+    found: dict[str, Any] = _made(plan, "embedding")["settings"]
+    return found
 
 
 def _layer(plan: dict[str, Any]) -> dict[str, Any]:
-    return next(product["settings"] for product in plan["products"] if product["op"] == "quantised_layer")
+    found: dict[str, Any] = _made(plan, "quantised_layer")["settings"]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -537,6 +544,8 @@ def _layer(plan: dict[str, Any]) -> dict[str, Any]:
         (lambda plan: _embedding(plan)["base"].update(hidden=1), "its states are not those of its calibration text"),
         (lambda plan: _embedding(plan)["base"].update(model=7), "it does not name the tokenizer's file"),
         (lambda plan: _layer(plan).update(layer=99), "there is no layer 99"),
+        (lambda plan: _made(plan, "embedding").pop("transient"), "the arrays of 'embedding' are transient"),
+        (lambda plan: _made(plan, "states").update(transient=False), "the arrays of 'states' are transient"),
         (lambda plan: _layer(plan).update(weights={"x.weight": "exl2 4/g32"}), "it has no step for a weight"),
         (
             lambda plan: _layer(plan)["weights"].update(dict.fromkeys(_layer(plan)["weights"], "exl2 2/g32")),
@@ -550,6 +559,17 @@ def test_a_plan_from_elsewhere_is_checked(change: Any, words: str, llama: Path, 
         plan = json.loads(json.dumps(prepared.plan.to_json()))
     change(plan)
     with pytest.raises(PlanError, match=words):
+        weightsmith.run(plan_from_json(plan), tmp_path / "out", progress=False)
+
+
+@pytest.mark.parametrize("op", ["measured_layer", "plain_states"])
+def test_what_a_measurement_keeps_is_what_follows_from_it(op: str, llama: Path, tmp_path: Path) -> None:
+    """A plan that removes the errors of a layer, which the second plan reads, ended in a KeyError."""
+    with prepared_for(llama, settings(tmp_path, uniform=False)) as prepared:
+        plan = json.loads(json.dumps(prepared.plan.to_json()))
+    product = _made(plan, op)
+    product["transient"] = not product.get("transient", False)
+    with pytest.raises(PlanError, match=f"the arrays of '{op}' are (not )?transient"):
         weightsmith.run(plan_from_json(plan), tmp_path / "out", progress=False)
 
 
@@ -710,7 +730,9 @@ def test_a_long_text_is_encoded_in_pieces_until_there_are_enough_tokens(
 )
 def test_pieces_end_where_paragraphs_lines_or_words_do(text: str, found: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "PIECE_CHARACTERS", 10)
-    assert list(rows.pieces(text)) == found
+    assert list(rows.pieces([text])) == found
+    assert list(rows.pieces(text)) == found, "in whatever parts it is read"
+    assert list(rows.pieces([text[:7], "", text[7:]])) == found
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
@@ -735,6 +757,114 @@ def test_a_parquet_file_is_read_and_a_damaged_one_is_one_error(llama: Path, tmp_
         with pytest.raises(FormatError, match="the calibration text cannot be read") as caught:
             rows_of(calibration_of(str(path), None, 5, 0), llama, 256, None)
         assert "Make the file again" in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1 << 20])
+def test_a_text_is_the_same_in_whatever_parts_it_is_read(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "_READ_BYTES", size)
+    path = tmp_path / "t.txt"
+    for text in ("", "a", "\ufeffab", "aé北😀" * 5, "ab\r\nc\x85"):
+        path.write_bytes(text.encode())
+        assert "".join(rows.read_pieces(calibration_of(str(path), None, 5, 0))) == text.removeprefix("\ufeff")
+    for data, offset in ((b"abcdef\xff", 6), (b"abcd\xc3", 4), (b"\xef\xbb\xbfabc\xc3\xc3", 6), (b"\xe5\x8c", 0)):
+        path.write_bytes(data)
+        with pytest.raises(FormatError, match=f"not UTF-8: byte 0x{data[offset]:02x} at offset {offset}"):
+            list(rows.read_pieces(calibration_of(str(path), None, 5, 0)))
+
+
+def test_a_file_is_read_no_further_than_its_tokens_are_needed(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "_READ_BYTES", 64)
+    monkeypatch.setattr(rows, "PIECE_CHARACTERS", 60)
+    (tmp_path / "t.txt").write_bytes(b"abcdefghi " * 60 + b"\xff")
+    assert rows_of(calibration_of(str(tmp_path / "t.txt"), 4, 5, 0), llama, 256, None).shape == (4, 5)  # 160 tokens are enough
+    (tmp_path / "t.jsonl").write_bytes(b'"abcdefghi"\n' * 60 + b"{")
+    assert rows_of(calibration_of(str(tmp_path / "t.jsonl"), 4, 5, 0), llama, 256, None).shape == (4, 5)
+
+
+def test_a_file_beyond_the_limit_is_not_even_hashed(tmp_path: Path) -> None:
+    with (tmp_path / "t.txt").open("wb") as file:
+        file.truncate(1 << 40)
+    began = time.process_time()
+    with pytest.raises(FormatError, match="at most 268,435,456 are read from a file of this kind"):
+        calibration_of(str(tmp_path / "t.txt"), None, 5, 0)
+    assert time.process_time() - began < 1
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_a_row_of_parquet_is_its_text_or_all_that_is_text(columns: int, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    from pyarrow import parquet
+
+    long = "é" * 2_100_000
+    texts = pyarrow.array(["a", None, long, "", "b"]).dictionary_encode()
+    table = {"n": [1, 2, 3, 4, 5], "other": ["v", "w", "x", "y", "z"], "l": [["q"]] * 5, "text": texts}
+    parquet.write_table(pyarrow.table(dict(list(table.items())[: 2 * columns])), tmp_path / "t.parquet", row_group_size=2)
+    found = list(rows.read_pieces(calibration_of(str(tmp_path / "t.parquet"), None, 5, 0)))
+    size = rows.PIECE_CHARACTERS
+    long_ones = [long[:size], long[size : 2 * size], long[2 * size :]]
+    assert found == (["v", "w", "x", "y", "z"] if columns == 1 else ["a", "w", *long_ones, "b"])
+
+
+def write_bomb(path: Path, rows_: int, characters: int) -> Path:
+    """A small file of many rows, each the same long text."""
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    from pyarrow import parquet
+
+    text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows_, pyarrow.int32()), ["a " * (characters // 2)])
+    parquet.write_table(pyarrow.table({"text": text}), path, compression="zstd")
+    assert path.stat().st_size < 1 << 20
+    return path
+
+
+def test_what_a_parquet_file_holds_is_bounded_when_it_is_decompressed(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "MAX_TEXT_BYTES", 50_000)
+    path = write_bomb(tmp_path / "t.parquet", 100, 1000)
+    assert rows_of(calibration_of(str(path), 4, 5, 0), llama, 256, None).shape == (4, 5)
+    with pytest.raises(FormatError, match="more than 50,000 bytes when it is decompressed"):
+        rows_of(calibration_of(str(path), 1000, 50, 0), llama, 256, None)
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "said"),
+    [
+        ("MAX_DECODING_BYTES", 64 << 20, r"reading it takes more than 64 MiB of memory|bad_alloc"),
+        ("DECODING_SECONDS", 1, "decoding it takes more than 1 seconds"),
+    ],
+)
+def test_decoding_a_parquet_file_is_bounded_in_memory_and_time(
+    limit: str, value: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_bomb(tmp_path / "t.parquet", *((2_000_000, 0) if limit == "DECODING_SECONDS" else (8, 100_000_000)))
+    monkeypatch.setattr(rows, limit, value)
+    with pytest.raises(FormatError, match=said):
+        list(rows.read_pieces(calibration_of(str(path), None, 5, 0)))
+
+
+@pytest.mark.slow
+def test_a_bomb_of_parquet_takes_neither_memory_nor_time(llama: Path, tmp_path: Path) -> None:
+    """256 rows of 20 MB in a few kB took 5.6 GB and 100 seconds; here enough of them is read, and no more."""
+    path = write_bomb(tmp_path / "t.parquet", 256, 20_000_000)
+    code = f"""
+import resource, time
+from pathlib import Path
+from weightsmith.quantisation.calibration.rows import calibration_of, rows_of
+print(rows_of(calibration_of({str(path)!r}, None, 64, 0), Path({str(llama)!r}), 256, 1).shape)
+[peak] = [line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+print(int(peak) >> 10, time.process_time())
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(used.ru_maxrss >> 10, used.ru_utime + used.ru_stime)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    shape, *used = ran.stdout.splitlines()
+    assert shape == "(128, 64)"
+    for line in used:
+        megabytes, seconds = map(float, line.split())
+        assert megabytes < 700
+        assert seconds < 20
 
 
 def test_a_parquet_file_needs_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

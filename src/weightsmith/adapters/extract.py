@@ -17,7 +17,6 @@ import numpy as np
 import yaml
 
 from weightsmith._version import __version__
-from weightsmith.adapters.changes import NAME as CHANGES
 from weightsmith.adapters.changes import changes
 from weightsmith.adapters.factors import FactorWork
 from weightsmith.adapters.peft import PREFIX, adapter_config, factor_names, stacked_names
@@ -235,7 +234,7 @@ def follow(prepared: Prepared, arrays: Mapping[str, Arrays]) -> tuple[Plan, Extr
     matrices = [replace(matrix, rank=rank) for matrix, rank in zip(matrices, ranks, strict=True)]
     compared = next((product for product in plan.products if product.op == "changes"), None)
     steps_compared = () if compared is None else compared.steps
-    largest = () if compared is None else arrays[CHANGES][0].tolist()
+    largest = () if compared is None else arrays[compared.name][0].tolist()
     differing = [step.out.name for step, change in zip(steps_compared, largest, strict=True) if change]
     _check_something_differs(prepared, matrices, differing)
     reads = {step.out.name: step.inputs[0] for step in steps_compared if step.out.name not in following.left_out}

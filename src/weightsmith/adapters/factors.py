@@ -381,6 +381,8 @@ def _check(product: Product) -> str:
     if not has_type(product.settings, FactorWork):
         return "its settings are not those of factors"
     work = FactorWork.of(product)
+    if not 0 <= work.intruders <= 1:
+        return f"its intruder dimensions are scaled by {work.intruders:g}, not by 0 to 1"
     specs = {step.out.name: step.out for step in product.steps}
     outs: list[TensorSpec] = []
     for target in work.targets:

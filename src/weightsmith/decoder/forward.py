@@ -222,7 +222,7 @@ def build(base: Base, specs: Mapping[str, TensorSpec], instead: str = "") -> Dec
     try:
         config = AutoConfig.for_model(model_type, **settings)
         with _Weightless():
-            whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
         owner, stack = _place(base)
         body = whole.get_submodule(owner)
         layers = body.get_submodule(stack)

@@ -341,24 +341,39 @@ def _check_regular(path: Path, about: os.stat_result) -> None:
         raise FormatError(f"not a regular file, but a {_kind(about.st_mode)}", where=str(path))
 
 
+def open_bounded(path: Path, max_bytes: int) -> io.FileIO:
+    """Open a regular file of at most `max_bytes`. Raises FormatError when it is larger, else as `open_regular`."""
+    file = open_regular(path)
+    try:
+        _check_size(path, os.fstat(file.fileno()).st_size, max_bytes)
+    except FormatError:
+        file.close()
+        raise
+    return file
+
+
 def read_bounded(path: Path, max_bytes: int) -> bytes:
-    """A whole file of at most `max_bytes`. Raises FormatError when it is larger, else as `open_regular`."""
-    with open_regular(path) as file:
+    """A whole file of at most `max_bytes`. Raises as `open_bounded`."""
+    with open_bounded(path, max_bytes) as file:
         try:
             nbytes = os.fstat(file.fileno()).st_size
             data, piece = b"", b"?"
-            while piece and len(data) <= max_bytes and nbytes <= max_bytes:  # once, unless the file grows meanwhile
+            while piece and len(data) <= max_bytes:  # once, unless the file grows meanwhile
                 piece = file.read(max(nbytes - len(data), 0) + 1)
                 data = data + piece if data else piece
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
-    if (nbytes := max(nbytes, len(data))) > max_bytes:
+    _check_size(path, len(data), max_bytes)
+    return data
+
+
+def _check_size(path: Path, nbytes: int, max_bytes: int) -> None:
+    if nbytes > max_bytes:
         raise FormatError(
             f"{nbytes:,} bytes, and at most {max_bytes:,} are read from a file of this kind",
             where=str(path),
             fix="Look at the file before using it: such a size is a mistake or an attack.",
         )
-    return data
 
 
 def _kind(mode: int) -> str:

@@ -175,8 +175,6 @@ def _check(product: Product) -> str:
         return "its steps do not have a base and the same number of models, two or more"
     if any(step.role == "linear" and len(step.out.shape) != 2 for step in product.steps):
         return "a matrix of it has not two dimensions"
-    if len({step.out.name for step in product.steps}) != len(product.steps):
-        return "two of its steps have one name"
     return "" if product.outs == alignments(product.name, product.steps).outs else "its arrays are not those of its steps"
 
 

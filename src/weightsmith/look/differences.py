@@ -255,8 +255,6 @@ def _check(product: Product) -> str:
         return "its steps do not have two inputs each"
     if any(step.role != "other" and len(step.out.shape) != 2 for step in product.steps):
         return "a matrix of it has not two dimensions"
-    if len({step.out.name for step in product.steps}) != len(product.steps):
-        return "two of its steps have one name"
     expected = differences(product.name, product.steps).outs
     return "" if product.outs == expected else "its arrays are not those of its steps"
 

@@ -102,8 +102,6 @@ def outliers(rows: npt.NDArray[np.float64], spread: npt.NDArray[np.float64], cou
 def _check(product: Product) -> str:
     if not product.steps or any(len(step.inputs) != 1 or not step.out.size for step in product.steps):
         return "its steps do not have one input each"
-    if len({step.out.name for step in product.steps}) != len(product.steps):
-        return "two of its steps have one name"
     return (
         "" if product.outs == statistics_product(product.name, product.steps).outs else "its arrays are not those of its steps"
     )

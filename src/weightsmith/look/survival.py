@@ -95,8 +95,6 @@ class Survivals(Survey):
 def _check(product: Product) -> str:
     if not product.steps or any(len(step.inputs) < 3 or not step.out.size for step in product.steps):
         return "its steps do not have a base, a merge and models"
-    if len({step.out.name for step in product.steps}) != len(product.steps):
-        return "two of its steps have one name"
     return "" if product.outs == survivals(product.name, product.steps).outs else "its arrays are not those of its steps"
 
 

@@ -73,6 +73,7 @@ def compare(config: Mapping[str, Any], tensors: Sequence[tuple[str, str, Sequenc
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             local_files_only=True,
+            trust_remote_code=False,
         )
     except ImportError as error:  # a package that this architecture needs
         return {"unknown": f"this model class without {error.name or str(error).splitlines()[0]}"}

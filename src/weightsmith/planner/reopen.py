@@ -197,8 +197,14 @@ def _check_steps(plan: Plan, inputs: list[Checkpoint]) -> list[WeightsmithError]
         except WeightsmithError as error:
             problems.append(FormatError(f"not a plan that can be run: {error.finding.what}", where="header", fix=_MAKE))
     for product in plan.products:
+        if product.transient != find_kind(product.op).transient:
+            what = f"not a plan that can be run: the arrays of '{product.op}' are {'not ' * product.transient}transient"
+            problems.append(FormatError(what, where=f"product {product.name}", fix=_MAKE))
         if problem := find_kind(product.op).check(product):
             problems.append(FormatError(f"not a plan that can be run: {problem}", where=f"product {product.name}", fix=_MAKE))
+        if len({step.out.name for step in product.steps}) < len(product.steps):
+            what = "not a plan that can be run: two of its steps have one name"
+            problems.append(FormatError(what, where=f"product {product.name}", fix=_MAKE))
         if not product.transient and sum(out.nbytes for out in product.outs) > _MAX_ARRAYS:
             problems.append(FormatError("its arrays do not fit into memory", where=f"product {product.name}", fix=_MAKE))
         known = {*product.needs, *([product.name] if find_kind(product.op).survey else [])}
@@ -206,6 +212,8 @@ def _check_steps(plan: Plan, inputs: list[Checkpoint]) -> list[WeightsmithError]
         for step in steps if product.steps or product.name in known else ():
             if unknown := plan.needs(step) - known:
                 problems.append(_wrong(step, f"product {product.name} does not say that it needs {min(unknown)}"))
+    if problems:
+        return problems
     for step in (*plan.steps, *(step for product in plan.products for step in product.steps)):
         try:
             if step.encoding != PLAIN:
@@ -308,6 +316,10 @@ def _check_settings(plan: Plan, leaf: Step) -> None:
                 raise _wrong(leaf, f"{parameter.name} is {value!r}")
     if problem := method.check(settings.shared, settings.models):
         raise _wrong(leaf, problem)
+    if leaf.out.size and method.needs(settings.shared) and (wanted := method.product([(leaf, settings)])) is not None:
+        found = next((product for product in plan.products if leaf.needs[:1] == (product.name,)), None)
+        if found is None or found.op != wanted.op or not find_kind(wanted.op).serves(found, wanted):
+            raise _wrong(leaf, f"{leaf.op} needs a product '{wanted.op}' of its models")
 
 
 def _fits(parameter: Parameter, value: Value | None) -> bool:

@@ -36,8 +36,10 @@ class Activity(Survey):
 
 
 def _check(product: Product) -> str:
-    fits = [out.shape for out in product.outs] == [(len(product.models), 2)]
-    return "" if fits else "its array is not [models, 2]"
+    if len(set(product.models)) < len(product.models):
+        return "it has a model twice"
+    fits = [(out.dtype.name, out.shape) for out in product.outs] == [("I64", (len(product.models), 2))]
+    return "" if fits else "its array is not [models, 2] of int64"
 
 
 KIND = ProductKind("counting where models are active", survey=Activity, check=_check)

@@ -124,6 +124,10 @@ def _no_problem(product: Product) -> str:
     return ""
 
 
+def _same_models(product: Product, other: Product) -> bool:
+    return set(other.models) <= set(product.models)
+
+
 def _no_files(product: Product) -> Sequence[Path]:
     return ()
 
@@ -138,7 +142,9 @@ class ProductKind:
 
     doing    text of the progress display, with a verb in -ing
     reads    files that it reads, other than `product.files`
+    transient  only products need its arrays: `Product.transient`
     device   the result depends on `Bench.device`: finished work is mixed only with that of the same type of device
+    serves   whether a finished product has all that another one of this kind, of one tensor alone, would have
     check    why a product's settings, steps and arrays are invalid, or ""; plans may come from untrusted sources
     survey   for streaming
     compute  for computing; raises WeightsmithError for invalid inputs
@@ -150,5 +156,7 @@ class ProductKind:
     compute: Callable[[Bench], Arrays] | None = None
     report: Callable[[Product, Arrays], Report | None] = _no_report
     check: Callable[[Product], str] = _no_problem
+    serves: Callable[[Product, Product], bool] = _same_models
     reads: Callable[[Product], Sequence[Path]] = _no_files
     device: bool = False
+    transient: bool = False

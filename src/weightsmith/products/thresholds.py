@@ -154,7 +154,15 @@ def _check(product: Product) -> str:
         return "it needs one size for each model"
     if any(not (0 <= k < len(sizes) and 0 <= density <= 1 and 0 <= gamma <= 1) for k, density, gamma in wanted):
         return "its wanted models, densities or gammas are out of range"
-    return "" if [out.shape for out in product.outs] == [(len(wanted), 2)] else "its array is not [wanted, 2]"
+    if len(set(product.models)) < len(sizes):
+        return "it has a model twice"
+    fits = [(out.dtype.name, out.shape) for out in product.outs] == [("I64", (len(wanted), 2))]
+    return "" if fits else "its array is not [wanted, 2] of int64"
 
 
-KIND = ProductKind("finding thresholds of the whole model", survey=Thresholds, check=_check)
+def _serves(product: Product, other: Product) -> bool:
+    own, wanted = ({(each.models[k], *limits) for k, *limits in each.settings["wanted"]} for each in (product, other))
+    return wanted <= own
+
+
+KIND = ProductKind("finding thresholds of the whole model", survey=Thresholds, check=_check, serves=_serves)

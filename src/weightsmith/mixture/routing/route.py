@@ -125,7 +125,7 @@ class _Route:
 
         base = self.gating.base
         try:
-            return AutoTokenizer.from_pretrained(self.bench.folder(base.model))
+            return AutoTokenizer.from_pretrained(self.bench.folder(base.model), trust_remote_code=False)
         except WeightsmithError:
             raise
         except Exception as error:  # bad files can raise anything in transformers

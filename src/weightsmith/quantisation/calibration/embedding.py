@@ -49,4 +49,4 @@ def _reads(product: Product) -> list[Path]:
     return [] if source == BUILT_IN else [Path(source)]
 
 
-KIND = ProductKind("quantising layer by layer", compute=_compute, check=_check, reads=_reads)
+KIND = ProductKind("quantising layer by layer", compute=_compute, check=_check, reads=_reads, transient=True)

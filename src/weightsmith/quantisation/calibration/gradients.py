@@ -208,4 +208,4 @@ def _check(product: Product) -> str:
     return "" if {work.states, work.gradients} <= set(product.needs) else "it does not need what its settings name"
 
 
-KIND = ProductKind(LAST_FIRST, compute=_compute, check=_check, device=True)
+KIND = ProductKind(LAST_FIRST, compute=_compute, check=_check, device=True, transient=True)

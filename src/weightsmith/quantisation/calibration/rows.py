@@ -1,27 +1,36 @@
 """Rows of calibration tokens: a text, tokenised with the model's own tokenizer, cut into rows of equal length.
 
 Half of the rows begin with the model's BOS token, as a prompt does; the others begin in the middle of a text. A text is read
-until it has `SPARE` times the tokens that the rows take; the rows are drawn from these with the seed.
+until it has `SPARE` times the tokens that the rows take; the rows are drawn from these with the seed. It is read in pieces, so
+that it takes little memory however large it is; a parquet file is decoded in a process of its own (`parquet_script.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from codecs import BOM_UTF8
-from collections.abc import Iterator
+import io
+import itertools
+import os
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+from codecs import BOM_UTF8, getincrementaldecoder
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
-from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.errors import CheckpointError, FormatError, NotFound, ParameterError, Unsupported, WeightsmithError, first_line
-from weightsmith.formats.files import expand_user, open_regular, read_bounded, show
-from weightsmith.formats.strict_json import JsonError, parse
+from weightsmith.errors import CheckpointError, FormatError, NotFound, ParameterError, Unsupported, first_line
+from weightsmith.formats.files import expand_user, open_bounded, show
+from weightsmith.formats.strict_json import MAX_MEMORY, JsonError, parse
 from weightsmith.remote.failures import no_panic
 from weightsmith.text import status
 
@@ -33,6 +42,11 @@ MAX_ROWS = 128
 TOKENS = 512
 """Tokens per row if not given."""
 MAX_TEXT_BYTES = 256 << 20
+"""Of a file, and of what a parquet file holds when it is decompressed."""
+MAX_DECODING_BYTES = 512 << 20
+"""Memory that decoding a parquet file takes, besides pyarrow's code."""
+DECODING_SECONDS = 10
+"""Processor time that it takes, and a second more for each 4 MiB of the file."""
 PIECE_CHARACTERS = 1 << 20
 """Of a document that are encoded at once, at most."""
 SPARE = 8
@@ -91,16 +105,17 @@ def rows_of(calibration: Calibration, folder: Path, vocabulary: int, bos: int | 
     tokenizer = _tokenizer(folder)
     enough, ids = SPARE * (calibration.rows or MAX_ROWS) * calibration.tokens, []
     count = 0
-    for text in (piece for document in documents(calibration) for piece in pieces(document)):
-        try:
-            found = np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
-        except Exception as error:  # tokenizers raises anything: no token for unknown text, half of a surrogate pair
-            what = f"the tokenizer cannot encode the calibration text: {first_line(error)}"
-            raise FormatError(what, where=str(folder / "tokenizer.json"), fix="use another text") from error
-        ids.append(found)
-        count += len(found)
-        if count >= enough:
-            break
+    with contextlib.closing(read_pieces(calibration)) as texts:
+        for text in texts:
+            try:
+                found = np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+            except Exception as error:  # tokenizers raises anything: no token for unknown text, half of a surrogate pair
+                what = f"the tokenizer cannot encode the calibration text: {first_line(error)}"
+                raise FormatError(what, where=str(folder / "tokenizer.json"), fix="use another text") from error
+            ids.append(found)
+            count += len(found)
+            if count >= enough:
+                break
     stream = np.concatenate(ids) if ids else np.empty(0, np.int32)
     available = len(stream) // calibration.tokens
     rows = calibration.rows or min(available, MAX_ROWS)
@@ -121,36 +136,43 @@ def rows_of(calibration: Calibration, folder: Path, vocabulary: int, bos: int | 
     return cut
 
 
-def documents(calibration: Calibration) -> Iterator[str]:
-    """The documents of a text. Raises CheckpointError if it has changed since the plan was made."""
+def read_pieces(calibration: Calibration) -> Generator[str, None, None]:
+    """The documents of a text, in pieces. Raises CheckpointError if it has changed since the plan was made.
+
+    Reads no more of the file than the pieces that are asked for take.
+    """
     if calibration.source == BUILT_IN:
         texts = _built_in()
         found = hashlib.sha256(b"\0".join(text.encode() for text in texts)).hexdigest()
         _check(found, calibration)
-        yield from texts
+        for text in texts:
+            yield from pieces([text])
         return
     path = Path(calibration.source)
+    if path.suffix not in _READERS:
+        raise FormatError("a calibration text of an unknown kind", where=str(path), fix="plan again")
     _check(_sha256(path), calibration)
-    try:
-        yield from _READERS[path.suffix](path)
-    except WeightsmithError:
-        raise
-    except Exception as error:  # pyarrow raises anything for a damaged file
-        what = f"the calibration text cannot be read: {first_line(error)}"
-        fix = "make the file again, or use another text"
-        raise FormatError(what, where=str(path), fix=fix) from error
+    with open_bounded(path, MAX_TEXT_BYTES) as file:
+        yield from _READERS[path.suffix](file, path)
 
 
-def pieces(text: str) -> Iterator[str]:
-    """A document in pieces of at most `PIECE_CHARACTERS`, which end where a paragraph does; else a line, else a word."""
-    start = 0
-    while start < len(text):
-        end = start + PIECE_CHARACTERS
-        if end < len(text):
+def pieces(document: Iterable[str]) -> Iterator[str]:
+    """A document in pieces of at most `PIECE_CHARACTERS`, which end where a paragraph does; else a line, else a word.
+
+    document  as it is read, in parts of any length
+    """
+    rest = ""
+    for part in document:
+        text, start = rest + part, 0
+        while len(text) - start > PIECE_CHARACTERS:
+            end = start + PIECE_CHARACTERS
             places = ((text.rfind(mark, start, end), len(mark)) for mark in ("\n\n", "\n", " "))
             end = next((place + length for place, length in places if place >= 0), end)
-        yield text[start:end]
-        start = end
+            yield text[start:end]
+            start = end
+        rest = text[start:]
+    if rest:
+        yield rest
 
 
 def _check(found: str, calibration: Calibration) -> None:
@@ -164,40 +186,44 @@ def _built_in() -> list[str]:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open_regular(path) as file:
-        while data := file.read(1 << 20):
-            digest.update(data)
-    return digest.hexdigest()
+    with open_bounded(path, MAX_TEXT_BYTES) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _plain(path: Path) -> Iterator[str]:
-    yield _decoded(read_bounded(path, MAX_TEXT_BYTES), path)
+def _plain(file: io.FileIO, path: Path) -> Iterator[str]:
+    return pieces(_decoded(file, path))
 
 
-def _json_lines(path: Path) -> Iterator[str]:
-    """The `text` of each line, or all of its strings."""
-    data = read_bounded(path, MAX_TEXT_BYTES).removeprefix(BOM_UTF8)
-    for number, line in enumerate(BytesIO(data), 1):
-        if not line.strip():
-            continue
+def _decoded(file: io.FileIO, path: Path) -> Iterator[str]:
+    decoder = getincrementaldecoder("utf-8")()
+    at = file.seek(len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0)
+    data = b"?"
+    while data:
+        data, kept = file.read(_READ_BYTES), len(decoder.getstate()[0])
         try:
-            value = parse(line, unique=False)
-        except JsonError as error:
-            raise FormatError(f"line {number} {error}", where=str(path), fix="correct the line, or delete it") from error
-        if text := _text_of(value):
-            yield text
+            text = decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            what = f"the calibration text is not UTF-8: byte 0x{error.object[error.start]:02x} at offset"
+            raise FormatError(f"{what} {at - kept + error.start:,}", where=str(path), fix="save it as UTF-8") from error
+        yield text
+        at += len(data)
 
 
-def _parquet(path: Path) -> Iterator[str]:
-    data = read_bounded(path, MAX_TEXT_BYTES)
-    from pyarrow import BufferReader, parquet
-
-    table = parquet.ParquetFile(BufferReader(data))
-    for batch in table.iter_batches(256):
-        for value in batch.to_pylist():
-            if text := _text_of(value):
-                yield text
+def _json_lines(file: io.FileIO, path: Path) -> Iterator[str]:
+    """The `text` of each line, or all of its strings."""
+    with io.BufferedReader(file) as lines:
+        for number in itertools.count(1):
+            line = lines.readline(MAX_MEMORY)  # a longer one is more than `parse` takes
+            if not line:
+                return
+            line = line.removeprefix(BOM_UTF8) if number == 1 else line
+            if not line.strip():
+                continue
+            try:
+                value = parse(line, unique=False)
+            except JsonError as error:
+                raise FormatError(f"line {number} {error}", where=str(path), fix="correct the line, or delete it") from error
+            yield from pieces([_text_of(value)])
 
 
 def _text_of(value: object) -> str:
@@ -209,14 +235,61 @@ def _text_of(value: object) -> str:
     return own if isinstance(own, str) else " ".join(each for each in value.values() if isinstance(each, str))
 
 
-def _decoded(data: bytes, path: Path) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        what = f"the calibration text is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start:,}"
-        raise FormatError(what, where=str(path), fix="save it as UTF-8") from error
+def _parquet(file: io.FileIO, path: Path) -> Iterator[str]:
+    """The same of each row. Decoding is bounded in memory, and in time by the size of the file."""
+    seconds = DECODING_SECONDS + (os.fstat(file.fileno()).st_size >> 22)
+    command = [sys.executable, "-P", str(_SCRIPT), str(MAX_DECODING_BYTES), str(seconds)]
+    env = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"}  # others reserve memory that they never use
+    with tempfile.TemporaryFile() as complaint:
+        with subprocess.Popen(command, stdin=file, stdout=subprocess.PIPE, stderr=complaint, env=env) as process:
+            assert process.stdout is not None
+            try:
+                yield from _documents(process.stdout, path)
+                return
+            except EOFError:
+                status = process.wait()
+            finally:
+                process.kill()
+        complaint.seek(0, os.SEEK_SET)
+        lines = complaint.read(_READ_BYTES).decode(errors="replace").strip().splitlines()
+    if status == -signal.SIGXCPU:
+        why = f"decoding it takes more than {seconds} seconds"
+    else:
+        why = lines[-1][:500] if lines else f"the process that decodes it ended with status {status}"
+    fix = "make the file again, with smaller rows, or use another text"
+    raise FormatError(f"the calibration text cannot be read: {why}", where=str(path), fix=fix)
 
 
+def _documents(stream: IO[bytes], path: Path) -> Iterator[str]:
+    """The texts of `parquet_script.py`, in pieces. Raises EOFError if it ends without its last word."""
+    nbytes = 0
+    ended = False
+
+    def parts() -> Iterator[str]:
+        nonlocal nbytes, ended
+        while length := struct.unpack("<i", _exactly(stream, 4))[0]:
+            if length < 0:
+                ended = True
+                return
+            nbytes += length
+            if nbytes > MAX_TEXT_BYTES:
+                what = f"the calibration text has more than {MAX_TEXT_BYTES:,} bytes when it is decompressed"
+                raise FormatError(what, where=str(path), fix="use a part of it")
+            yield _exactly(stream, length).decode()
+
+    while not ended:
+        yield from pieces(parts())
+
+
+def _exactly(stream: IO[bytes], nbytes: int) -> bytes:
+    data = stream.read(nbytes)
+    if len(data) < nbytes:
+        raise EOFError
+    return data
+
+
+_READ_BYTES = 1 << 20
+_SCRIPT = Path(__file__).with_name("parquet_script.py")
 _READERS = {".txt": _plain, ".jsonl": _json_lines, ".parquet": _parquet}
 
 

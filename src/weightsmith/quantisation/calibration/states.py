@@ -65,4 +65,4 @@ def check(product: Product) -> str:
     return "" if {work.states, *filter(None, [work.made])} <= set(product.needs) else "it does not need what its settings name"
 
 
-KIND = ProductKind("quantising layer by layer", compute=compute, check=check, device=True)
+KIND = ProductKind("quantising layer by layer", compute=compute, check=check, device=True, transient=True)
