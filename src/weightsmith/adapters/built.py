@@ -31,7 +31,7 @@ TIED_HEAD = "lm_head.weight"
 WEIGHT = ".weight"
 
 _PACKAGES = "torch", "transformers", "accelerate", "peft"
-_KEYS = frozenset({"modules", "tensors", "names", "tied", "refused", "rows"})
+_KEYS = frozenset({"modules", "tensors", "names", "tied", "redirected", "refused", "rows"})
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 FUSES = ["MergeModulelist"], ["MergeModulelist", "Concatenate"]
 """What transformers does with matrices of experts: the experts' are stacked, of each expert gate above up."""
@@ -51,6 +51,7 @@ class Built:
     names: Mapping[str, str]
     made: Mapping[str, list[str]]
     tied: tuple[tuple[str, ...], ...]
+    redirected: frozenset[str]
     refused: frozenset[str]
     rows: frozenset[str]
     unknown: str = ""
@@ -141,6 +142,7 @@ def built_of(base: Checkpoint, began: Began = lambda _process: None) -> Built:
         {name: key for name, (key, _) in answer["names"].items()},
         {key: operations for key, operations in answer["names"].values() if operations},
         tuple(map(tuple, answer["tied"])),
+        frozenset(answer["redirected"]),
         frozenset(answer["refused"]),
         frozenset(answer["rows"]),
     )
@@ -170,7 +172,7 @@ def guessed(base: Checkpoint, why: str) -> Built:
         else:
             tied.append((embedding, "", ""))  # which modules share it is not known
     swapped = frozenset(stack.parameter.rpartition(".")[0] for stack in stacks.values() if stack.swapped)
-    return Built(modules, tensors, names, {}, tuple(tied), frozenset(), swapped, why)
+    return Built(modules, tensors, names, {}, tuple(tied), frozenset(), frozenset(), swapped, why)
 
 
 def _parents(name: str) -> Iterator[str]:

@@ -49,7 +49,8 @@ def describe(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     tensors  name → shape, of all that is in the state: parameters and buffers
     names    tensor of the checkpoint → [tensor of the model, operations that make it of this and of others]
     tied     groups of tensors that are one
-    refused  last components of names of modules that PEFT does not take as `target_modules`
+    redirected  last components of names of modules that PEFT takes for those of experts: they can be `target_parameters` alone
+    refused  last components of names of modules that PEFT gives no factors in this model
     rows     modules of experts whose rows are inputs
     """
     import torch
@@ -85,7 +86,8 @@ def describe(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
             "tensors": state,
             "names": _names(model, names),
             "tied": _tied(model),
-            "refused": sorted(_refused(model, build, modules)),
+            "redirected": (redirected := sorted(_redirected(model, lasts := _lasts(modules)))),
+            "refused": sorted(_refused(build, [name for last, name in lasts.items() if last not in redirected])),
             "rows": [key for key, module in model.named_modules() if getattr(module, "is_transposed", False)],
         }
     except ImportError as error:  # a package that this architecture needs
@@ -147,47 +149,51 @@ def _tied(model: Any) -> list[list[str]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _refused(model: Any, build: Any, modules: Mapping[str, str]) -> Iterator[str]:
-    """Last components of names that PEFT redirects to other targets, or refuses, in this model."""
+def _lasts(modules: Mapping[str, str]) -> dict[str, str]:
+    """Last component of a name → the first module that has it, for modules that may have factors."""
+    found: dict[str, str] = {}
+    for name, kind in modules.items():
+        if kind in ("linear", "transposed") and name:
+            found.setdefault(name.rpartition(".")[2], name)
+    return found
+
+
+def _redirected(model: Any, lasts: Mapping[str, str]) -> Iterator[str]:
+    """Names that PEFT takes for those of experts' matrices, as transformers 4 had them."""
+    try:
+        from peft import LoraConfig
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # transformers 4, or PEFT before it
+        return
+    for last, name in lasts.items():
+        config = LoraConfig(target_modules=[name])
+        try:
+            convert_peft_config_for_transformers(config, model, [])
+        except ValueError:  # one of several that are fused now
+            yield last
+        else:
+            if name not in config.target_modules:
+                yield last
+
+
+def _refused(build: Any, names: Sequence[str]) -> Iterator[str]:
+    """Last components of the names of modules that PEFT does not wrap."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
         from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError:
         return
-    lasts: dict[str, str] = {}
-    for name, kind in modules.items():
-        if kind in ("linear", "transposed") and name:
-            lasts.setdefault(name.rpartition(".")[2], name)
-    redirected = {last for last, name in lasts.items() if _redirected(model, name)}
-    yield from redirected
-    rest = [name for last, name in lasts.items() if last not in redirected]
 
-    def taken(names: Sequence[str]) -> bool:
-        built = build()
+    def taken(some: Sequence[str]) -> bool:
+        model = build()
         try:
-            inject_adapter_in_model(LoraConfig(r=1, target_modules=list(names)), built)
-            return all(isinstance(built.get_submodule(name), BaseTunerLayer) for name in names)
+            inject_adapter_in_model(LoraConfig(r=1, target_modules=list(some)), model)
+            return all(isinstance(model.get_submodule(name), BaseTunerLayer) for name in some)
         except Exception:
             return False
 
-    if rest and not taken(rest):
-        yield from (name.rpartition(".")[2] for name in rest if not taken([name]))
-
-
-def _redirected(model: Any, name: str) -> bool:
-    """Whether PEFT takes the name for that of an expert's matrix, as transformers 4 had them."""
-    from peft import LoraConfig
-
-    try:
-        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:  # transformers 4, or PEFT before it
-        return False
-    config = LoraConfig(target_modules=[name])
-    try:
-        convert_peft_config_for_transformers(config, model, [])
-    except ValueError:  # one of several that are fused now
-        return True
-    return name not in config.target_modules
+    if names and not taken(names):
+        yield from (name.rpartition(".")[2] for name in names if not taken([name]))
 
 
 if __name__ == "__main__":

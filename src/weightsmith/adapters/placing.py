@@ -53,12 +53,13 @@ class Places:
             return False
         if kind != target.form and (built.unknown == "" or kind == "other"):
             return False
-        if module.rpartition(".")[2] not in built.refused:
-            self.modules[module] = target
-        elif kind == "linear":
+        last = module.rpartition(".")[2]
+        if last in built.refused or (last in built.redirected and kind != "linear"):
+            return False
+        if last in built.redirected:
             self._add_parameter(key, target)
         else:
-            return False
+            self.modules[module] = target
         return True
 
     def _add_parameter(self, key: str, target: Target) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from weightsmith.adapters.built import TIED_HEAD, WEIGHT, Built
-from weightsmith.adapters.experts import GROUP, Stack, find_stacks, is_expert, parts_of
+from weightsmith.adapters.experts import GROUP, Stack, find_stacks, group_of, is_expert, parts_of
 from weightsmith.adapters.factors import Form, Target, prefers_exact
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import ParameterError, ShapeError, UnknownName, WeightsmithError, nearest
@@ -165,7 +165,7 @@ def select(pairs: Sequence[Pair], settings: ExtractSettings, base: Checkpoint, b
             found.factors.append(Weight(target(module, form, pair.spec.shape, group=group), pair))
         elif stack is not None and module not in saved and settings.layout == "peft":
             form = "transposed" if stack.swapped else "linear"
-            own = target(stack.parameter, form, stack.shape[1:], stack.shape[0], GROUP)
+            own = target(stack.parameter, form, stack.shape[1:], stack.shape[0], group_of(stack.parameter))
             found.factors.append(Weight(own, pair, stack.blocks))
         elif stack is not None and module not in saved and not stack.transposed and ".experts." in pair.spec.name:
             for name, block, shape in parts_of(pair.spec, base.specs, structure, base.config):
@@ -203,7 +203,7 @@ def _joined(
         experts, rows, cols = built.tensors[key]
         each = len(own) // experts
         parts = [[(pair, module_of(pair) in listed) for pair in own[e * each : (e + 1) * each]] for e in range(experts)]
-        weight = Weight(target(key, "linear", (rows, cols), experts, GROUP), own[0], parts=tuple(map(tuple, parts)))
+        weight = Weight(target(key, "linear", (rows, cols), experts, group_of(key)), own[0], parts=tuple(map(tuple, parts)))
         found |= dict.fromkeys(sources, weight)
     return found
 
