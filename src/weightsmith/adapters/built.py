@@ -21,6 +21,7 @@ from weightsmith.checkpoint import Checkpoint
 from weightsmith.planner import answers, loading
 from weightsmith.planner.loading import Began
 from weightsmith.structure import analyse
+from weightsmith.structure.roles import role_of
 from weightsmith.structure.vocabulary import is_embedding, is_head, ties
 
 SCRIPT = Path(__file__).with_name("built_script.py")
@@ -90,14 +91,12 @@ class Built:
         """The tensors that are one with a tensor; itself without others."""
         return next((own for own in self.tied if key in own), (key,))
 
-    def key(self, name: str, stored: str = "") -> str:
-        """The model's tensor for one of the checkpoint; "" if it has none. stored: what the checkpoint has in its place."""
-        if name in self.names:
-            return self.names[name]
-        if name in self.tensors:
-            return name
-        group = self.group(self.names.get(stored, ""))  # a head that is the embedding, and has another name here
-        return next(key for key in group if key != self.names[stored]) if len(group) == 2 else ""
+    def key(self, name: str) -> str:
+        """The model's tensor for one of the checkpoint; "" if it has none. `TIED_HEAD` stands for a head of any name."""
+        if name in self.names or name in self.tensors:
+            return self.names.get(name, name)
+        group = self.group(self.names.get(self.embedding, "")) if name == TIED_HEAD else ()
+        return next(key for key in group if key != self.names[self.embedding]) if len(group) == 2 else ""
 
     def fused(self, key: str) -> bool:
         """Whether a tensor is made of the matrices of experts."""
@@ -115,8 +114,10 @@ def _expert_order(name: str) -> tuple[int, str]:
 
 
 def needs_asking(base: Checkpoint) -> bool:
-    """Whether names and shapes do not tell which tensors become factors: experts, convolutions."""
-    return any(len(spec.shape) > 2 or _EXPERT.search(spec.name) for spec in base.specs.values())
+    """Whether names and shapes do not tell which tensors become factors: experts, convolutions, unusual names."""
+    specs = base.specs.values()
+    unusual = any(len(spec.shape) > 2 or ".experts." in spec.name for spec in specs)
+    return unusual or not any(role_of(spec) == "linear" for spec in specs)
 
 
 def built_of(base: Checkpoint, began: Began = lambda _process: None) -> Built:
@@ -156,12 +157,14 @@ def guessed(base: Checkpoint, why: str) -> Built:
     """The model whose modules are named as its tensors on disk are."""
     specs, config = base.specs, base.config
     stacks = find_stacks(specs, analyse(specs.values(), config), config)
-    names = {name: stacks[name].parameter if name in stacks else name for name in specs}
+    # PEFT wraps parameters in the model's order, in which `gate_up_proj` comes first.
+    names = {name: stack.parameter for name, stack in stacks.items()}
+    names |= {name: name for name in specs if name not in stacks}
     modules = dict.fromkeys((parent for name in names.values() for parent in _parents(name)), "other")
     for name, spec in specs.items():
         if name.endswith(WEIGHT) and len(spec.shape) == 2:
             modules[name.removesuffix(WEIGHT)] = "embedding" if is_embedding(spec) else "linear"
-    tensors = {names[name]: spec.shape for name, spec in specs.items()}
+    tensors = {key: specs[name].shape for name, key in names.items()}
     tied: list[tuple[str, ...]] = []
     embedding = next((name for name, spec in specs.items() if is_embedding(spec)), "")
     if embedding and not any(map(is_head, specs.values())) and ties(config, stores_head=False):

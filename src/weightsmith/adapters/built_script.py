@@ -98,7 +98,7 @@ def describe(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _modules(model: Any) -> Iterator[tuple[str, str]]:
-    """Each module, and as what PEFT takes it. A class derived from Linear may do more than multiply."""
+    """Each module, and as what PEFT takes it."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
@@ -107,7 +107,21 @@ def _modules(model: Any) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, torch.nn.MultiheadAttention):
             attention.append(f"{name}.")
-        yield name, "other" if name.startswith(tuple(attention)) else kinds.get(type(module), "other")
+        kind = "linear" if _multiplies(module) else kinds.get(type(module), "other")
+        yield name, "other" if name.startswith(tuple(attention)) else kind
+
+
+def _multiplies(module: Any) -> bool:
+    """Whether a module of a class derived from Linear does no more than that: a router returns more."""
+    import torch
+
+    if not isinstance(module, torch.nn.Linear) or type(module) is torch.nn.Linear:
+        return False
+    try:
+        found = module(torch.empty(1, module.in_features, device="meta", dtype=module.weight.dtype))
+    except Exception:
+        return False
+    return isinstance(found, torch.Tensor) and tuple(found.shape) == (1, module.out_features)
 
 
 def _names(model: Any, names: Sequence[str]) -> dict[str, list[Any]]:

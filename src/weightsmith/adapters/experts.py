@@ -52,9 +52,9 @@ def group_of(parameter: str) -> str:
     """The group of a parameter of experts: one rank for those of all layers.
 
     >>> group_of("model.layers.3.mlp.experts.down_proj")
-    'experts.down_proj'
+    'model.layers.N.mlp.experts.down_proj'
     """
-    return f"{GROUP}.{parameter.removesuffix('.weight').rpartition('.')[2]}"
+    return re.sub(r"\.\d+\.", ".N.", parameter)
 
 
 def is_expert(name: str) -> bool:

@@ -314,7 +314,6 @@ class _Adapter:
         self.places = Places(built)
         self.ranked: dict[str, Matrix] = {}
         self._reads: dict[str, tuple[Read, ...]] = {}  # tensor of the model → what the fine-tune has there
-        self._unplaced: list[str] = []
         self._factors = {
             step.out.name: step for product in prepared.plan.products if product.op == "factors" for step in product.steps
         }
@@ -327,12 +326,14 @@ class _Adapter:
                 self.places.modules[target.module] = target
             elif not self.places.add_factors(target):
                 lost.add(target.module)
-                self._unplaced.append(target.module)
         kept = [matrix for matrix in matrices if matrix.target.module not in lost]
         first = {matrix.target.module: matrix for matrix in reversed(kept) if matrix.rank}
         for name, target in (*self.places.modules.items(), *self.places.parameters.items()):
             self.ranked[name] = first[target.module]
         self._lost = [matrix.target for matrix in matrices if matrix.target.module in lost]
+        if not self.ranked:
+            what = f"PEFT gives factors to none of the {len(lost):,} modules that differ, such as {min(lost)}"
+            raise PlanError([Unsupported(what, where=self.inputs[_TUNED].ref, fix="name a language model")])
         return kept
 
     def add_whole(self, compared: Sequence[Step], differing: Sequence[str]) -> None:
@@ -351,7 +352,7 @@ class _Adapter:
         wanted: dict[str, Read] = {}
         lost = {step.tensor for target in self._lost for name in target.matrices for step in self._bases(name)}
         for name in [*differing, *lost]:
-            key = self.built.key(name) or self.built.key(name, self.built.embedding)
+            key = self.built.key(name)
             same = name == TIED_HEAD and any(read == stored[name] for each, read in stored.items() if each != name)
             if not key and not same:  # a head that is the embedding is not one of every model
                 problems.append(f"{name}: the model that transformers builds has no such tensor")

@@ -47,7 +47,7 @@ class Places:
                 return False
             self._add_parameter(key, target)
             return True
-        key = built.key(f"{target.module}{WEIGHT}") or built.key(f"{target.module}{WEIGHT}", built.embedding)
+        key = built.key(f"{target.module}{WEIGHT}")
         module, kind = key.removesuffix(WEIGHT), built.modules.get(key.removesuffix(WEIGHT))
         if not key.endswith(WEIGHT) or len(built.group(key)) > 2:
             return False

@@ -82,6 +82,7 @@ class Extraction:
             ],
             "modules_to_save": list(self.whole),
             "in_place": list(self.in_place),
+            "checked": not self.unknown,
             "left_out": dict(self.left_out),
         }
 

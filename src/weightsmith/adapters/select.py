@@ -179,12 +179,12 @@ def select(pairs: Sequence[Pair], settings: ExtractSettings, base: Checkpoint, b
 
 def _stacks(base: Checkpoint, structure: Structure, built: Built) -> dict[str, Stack]:
     """The parameters of all experts in the model that transformers builds, which the base stores as they are."""
-    found = {}
+    found: dict[str, Stack] = {}
     for spec in base.specs.values():
         key = built.names.get(spec.name, "")
-        several = structure.experts(spec) > 1 or "expert" in key
-        experts = len(spec.shape) == 3 and several and 1 < spec.shape[0] <= MAX_STACKED
-        if experts and built.tensors[key] == spec.shape and min(spec.shape) > 1:
+        if not key or built.tensors[key] != spec.shape or len(spec.shape) != 3 or min(spec.shape) < 2:
+            continue
+        if (structure.experts(spec) > 1 or "expert" in key) and spec.shape[0] <= MAX_STACKED:
             swapped = key.rpartition(".")[0] in built.rows
             found[spec.name] = Stack(key, swapped, swapped, (spec.shape[0], spec.shape[1], spec.shape[2]))
     return found
@@ -230,7 +230,7 @@ def _is_linear(pair: Pair, built: Built | None) -> bool:
     spec = pair.spec
     if built is None:
         return role_of(spec) == "linear"
-    module = built.key(spec.name, pair.base).rpartition(".")[0]
+    module = built.key(spec.name).rpartition(".")[0]
     known = built.modules.get(module) in ("linear", "transposed") and COMPONENTS.isdisjoint(spec.name.split("."))
     return known and min(spec.shape) > 1 and not is_vocabulary(spec)
 
