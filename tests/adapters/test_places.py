@@ -6,18 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import weightsmith
 from tests.adapters.places_zoo import FAMILIES, FAST, inputs_of, outputs_of
-from tests.adapters.test_extract import config_of, extract, tensors_of
-from tests.lora.test_lora import Q, base, normal
+from tests.adapters.test_extract import applied, config_of, extract, tensors_of, tuned
 from tests.lora.test_lora import P as PREFIX
-from tests.adapters.test_extract import tuned
-from weightsmith.adapters import built_script
+from tests.lora.test_lora import Q, base, normal
 from weightsmith.adapters.built import Built, matched
 from weightsmith.adapters.factors import Target
 from weightsmith.adapters.placing import Places
-from weightsmith.planner import loading
+from weightsmith.planner import describing_script, loading
 
 pytest.importorskip("torch")
 
@@ -26,7 +26,9 @@ pytest.importorskip("torch")
 def asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers is asked in this process: another one takes seconds to import it."""
     monkeypatch.setattr(loading, "installed", lambda: True)
-    monkeypatch.setattr(loading, "ask_script", lambda _script, question, _began: built_script.describe(*json.loads(question)))
+    monkeypatch.setattr(
+        loading, "ask_script", lambda _script, question, _began: describing_script.describe(*json.loads(question))
+    )
 
 
 def models(name: str, folder: Path) -> tuple[Path, Path]:
@@ -73,6 +75,10 @@ def test_base_and_adapter_are_the_fine_tune(name: str, tmp_path: Path, asked: No
         assert float((found - wanted).norm()) <= 1e-5 * float(wanted.norm())
         moved = max(moved, float((old - wanted).norm() / wanted.norm()))
     assert moved > 0.1
+    back = applied(model, made.out, tmp_path / "back", dtype="float32")
+    with weightsmith.open_checkpoint(fine) as checkpoint:
+        for own in checkpoint.specs:
+            np.testing.assert_allclose(back[own], checkpoint.read(own), atol=2e-5, err_msg=own)
     report: Any = made.reports["extraction"]
     assert report.left_out == {}
     assert report.to_json()["checked"]
@@ -167,6 +173,6 @@ def test_what_is_not_checked_is_said(tmp_path: Path) -> None:
 
 def test_a_model_that_transformers_does_not_know_is_not_checked() -> None:
     pytest.importorskip("transformers")
-    assert built_script.describe({"model_type": "no such"}, []) == {"unknown": "transformers has no model_type 'no such'"}
-    found = built_script.describe({"model_type": "llama", "architectures": ["X"]}, [])
+    assert describing_script.describe({"model_type": "no such"}, []) == {"unknown": "transformers has no model_type 'no such'"}
+    found = describing_script.describe({"model_type": "llama", "architectures": ["X"]}, [])
     assert found == {"unknown": "transformers has no model class 'X'"}

@@ -1,38 +1,31 @@
-"""The model that transformers builds of a checkpoint, as PEFT sees it: adapters name its modules, and not the tensors on disk.
+"""The model that transformers builds of a checkpoint, as PEFT sees it: adapters name its modules, not the tensors on disk.
 
-transformers renames tensors while it loads them (Mixtral's `block_sparse_moe.gate` becomes `mlp.gate`) and makes one parameter of
-all experts. PEFT wraps modules of the result, and ignores what has another name. So transformers is asked (`built_script.py`), in
-a process of its own, as for stacks. Where it is not installed, or does not know the model, names on disk are taken for the
-model's (`guessed`), and nothing is checked.
+transformers renames tensors while it loads them (Mixtral's `block_sparse_moe.gate` becomes `mlp.gate`) and makes one parameter
+of all experts. PEFT wraps modules of the result, and ignores what has another name. So transformers is asked, in a process of
+its own, as for stacks (`planner/describing.py`). Where it is not installed, or does not know the model, names on disk are taken
+for the model's (`guessed`), and nothing is checked.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 from weightsmith.adapters.experts import find_stacks
 from weightsmith.checkpoint import Checkpoint
-from weightsmith.planner import answers, loading
+from weightsmith.planner.describing import describe
 from weightsmith.planner.loading import Began
 from weightsmith.structure import analyse
 from weightsmith.structure.roles import role_of
 from weightsmith.structure.vocabulary import is_embedding, is_head, ties
-
-SCRIPT = Path(__file__).with_name("built_script.py")
 
 TIED_HEAD = "lm_head.weight"
 """The name of a head that no file holds: what transformers' causal language models call it."""
 
 WEIGHT = ".weight"
 
-_PACKAGES = "torch", "transformers", "accelerate", "peft"
-_KEYS = frozenset({"modules", "tensors", "names", "tied", "redirected", "refused", "rows"})
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 FUSES = ["MergeModulelist"], ["MergeModulelist", "Concatenate"]
 """What transformers does with matrices of experts: the experts' are stacked, of each expert gate above up."""
@@ -40,7 +33,7 @@ FUSES = ["MergeModulelist"], ["MergeModulelist", "Concatenate"]
 
 @dataclass(frozen=True)
 class Built:
-    """A model's modules and tensors. See `built_script.describe` for the fields.
+    """A model's modules and tensors. See `planner/describing_script.py` for the fields.
 
     names     tensor of the checkpoint → tensor of the model
     made      tensor of the model that is made of several → what transformers does with them
@@ -125,18 +118,9 @@ def built_of(base: Checkpoint, began: Began = lambda _process: None) -> Built:
 
     Cost: 2 to 10 seconds, unless the same was asked before.
     """
-    if base.config is None:
-        return guessed(base, "it has no config.json")
-    if not loading.installed():
-        return guessed(base, "transformers is not installed")
-    question = json.dumps([base.config, list(base.specs)])
-    key = answers.key_of(question, SCRIPT, _PACKAGES)
-    answer = answers.find(key, _sound)
-    if answer is None:
-        answer = loading.ask_script(SCRIPT, question, began)
-        answers.keep(key, answer, _sound)
-    if not _sound(answer):
-        return guessed(base, str(answer.get("unknown") or answer.get("failed") or "no answer"))
+    answer = describe(base, began)
+    if "unknown" in answer:
+        return guessed(base, answer["unknown"])
     return Built(
         answer["modules"],
         {key: tuple(shape) for key, shape in answer["tensors"].items()},
@@ -147,10 +131,6 @@ def built_of(base: Checkpoint, began: Began = lambda _process: None) -> Built:
         frozenset(answer["refused"]),
         frozenset(answer["rows"]),
     )
-
-
-def _sound(answer: Mapping[str, Any]) -> bool:
-    return set(answer) == _KEYS and all(isinstance(answer[key], dict) for key in ("modules", "tensors", "names"))
 
 
 def guessed(base: Checkpoint, why: str) -> Built:

@@ -200,7 +200,9 @@ def _matrix_steps(weight: Weight) -> Iterator[Step]:
     for name, own in zip(weight.target.matrices, weight.parts, strict=False):
         yield _joined(name, [_part(pair, wanted=wanted) for pair, wanted in own])
         yield _joined(weight.target.tuned(name), [_tuned_part(pair, wanted=wanted) for pair, wanted in own])
-    for name, block in zip(weight.target.matrices if not weight.parts else (), weight.blocks or (None,), strict=not weight.parts):
+    for name, block in zip(
+        weight.target.matrices if not weight.parts else (), weight.blocks or (None,), strict=not weight.parts
+    ):
         yield _difference(pair, name, block)
         spec = replace(pair.tuned, name=weight.target.tuned(name), shape=_shape(pair, block))
         yield Step(spec, COPY, (Read(_TUNED, pair.tuned.name, block),))
@@ -314,6 +316,8 @@ class _Adapter:
         self.places = Places(built)
         self.ranked: dict[str, Matrix] = {}
         self._reads: dict[str, tuple[Read, ...]] = {}  # tensor of the model → what the fine-tune has there
+        listed = (prepared.inputs[_BASE].config or {}).get("architectures")
+        self._causal = isinstance(listed, list) and any("CausalLM" in str(name) for name in listed)
         self._factors = {
             step.out.name: step for product in prepared.plan.products if product.op == "factors" for step in product.steps
         }
@@ -358,14 +362,24 @@ class _Adapter:
                 problems.append(f"{name}: the model that transformers builds has no such tensor")
             elif key:
                 wanted[key] = stored[name]
+        shared = {key for group in self.built.tied if len(group) > 2 or not self._causal for key in group}
         for key, read in list(wanted.items()):
             group = self.built.group(key)
-            own = {wanted[each] for each in group if each in wanted}
-            if len(group) > 2 and len(own) > 1:
-                problems.append(f"{key}: the base has it as {', '.join(filter(None, group[:4]))} too, and the fine-tune does not")
-            elif len(group) == 2:
+            known = [each for each in group if each in wanted]
+            if len(group) == 1 or not known:
+                continue
+            alike = len({wanted[each] for each in known}) == 1
+            if alike and (len(group) > 2 or not self._causal):  # PEFT changes all that share it, and so do our readers
+                for each in known:
+                    del wanted[each]
+                kept = next((each for each in group if each in self.built.sources), key)
+                wanted[kept] = read
+            elif len(group) > 2:
+                problems.append(f"{key}: the base shares it with {', '.join(group[:3])}, and the fine-tune does not")
+            else:
                 (other,) = set(group) - {key}
                 wanted.setdefault(other, read)
+                shared.difference_update(group)
         for name, read in stored.items():
             if key := self.built.key(name):
                 self._reads.setdefault(key, (read,))
@@ -373,15 +387,16 @@ class _Adapter:
             if key in self.built.made:
                 self._reads[key] = tuple(stored[name] for name in sources)
         self._reads |= {key: (read,) for key, read in wanted.items() if key not in self.built.made}
-        self.places.add_whole(wanted, self._reads)
+        self.places.add_whole(wanted, self._reads, shared)
         for key in (*(key for keys in self.places.whole.values() for key in keys), *self.places.in_place):
             shape, made = self._spec(key).shape, self.built.made.get(key)
-            known = self.built.tensors.get(key)
-            grown = known is not None and is_vocabulary(self._spec(key)) and known[1:] == shape[1:]
+            expected = self.built.tensors.get(key)
+            grown = expected is not None and is_vocabulary(self._spec(key)) and expected[1:] == shape[1:]
             if made and not self.built.fused(key):
                 problems.append(f"{key}: transformers makes it of {', '.join(self.built.sources[key][:3])} ({', '.join(made)})")
-            elif known != shape and not grown:
-                there = "which the model does not have" if known is None else f"{list(known)} in the model that transformers builds"
+            elif expected != shape and not grown:
+                there = "in the model that transformers builds"
+                there = f"which is not {there}" if expected is None else f"{list(expected)} {there}"
                 problems.append(f"{key}: {list(shape)} in the fine-tune, {there}")
         if problems:
             more = [f"and {len(problems) - _SHOWN:,} more"] if len(problems) > _SHOWN else []
@@ -433,7 +448,6 @@ class _Adapter:
     def config(self, matrices: Sequence[Matrix]) -> dict[str, Any]:
         """adapter_config.json."""
         base, places = self.inputs[_BASE], self.places
-        listed = (base.config or {}).get("architectures")
         return adapter_config(
             base.ref.partition("@")[0],
             base.revision,
@@ -443,7 +457,7 @@ class _Adapter:
             transposed=any(target.form == "transposed" for target in places.modules.values()),
             parameters=list(places.parameters),
             rank=next((matrix.rank for matrix in matrices if matrix.rank and matrix.target.group), None),
-            causal=isinstance(listed, list) and any("CausalLM" in str(name) for name in listed),
+            causal=self._causal,
         )
 
 

@@ -3,13 +3,13 @@
 PEFT has three places. Factors of modules (`target_modules`), or of parameters (`target_parameters`): experts, and modules whose
 names PEFT takes for those of experts. Copies of modules (`modules_to_save`). And the model's own tensors, which a tensor in the
 file replaces if it has their names in the wrapped model, as PEFT does for biases and for embeddings that grew. What the first
-two cannot hold goes there: biases of modules with factors, parameters of modules with other modules inside, tensors that several
+two cannot hold goes there: biases of modules with factors, parameters of modules with others inside, tensors that several
 modules share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
 from weightsmith.adapters.built import WEIGHT, Built, matched
@@ -66,11 +66,12 @@ class Places:
         self.parameters[key] = target
         self._of_module.setdefault(key.rpartition(".")[0], []).append(key)
 
-    def add_whole(self, wanted: Iterable[str], known: Iterable[str]) -> None:
+    def add_whole(self, wanted: Iterable[str], known: Iterable[str], shared: Set[str] = frozenset()) -> None:
         """Find the places of tensors. Call it when all factors are placed.
 
         wanted  tensors of the model that differ
         known   all that the fine-tune has
+        shared  those of `wanted` that other modules have too
         """
         built, has = self.built, set(known)
         taken = set[str]()
@@ -80,8 +81,7 @@ class Places:
                 continue
             own = built.inside.get(module, ())
             alone = module and module not in built.parents and self._wrapped(module) == module and has.issuperset(own)
-            shared = any(len(built.group(each)) > 2 for each in own)
-            if alone and not shared and self._only(module):
+            if alone and shared.isdisjoint(own) and self._only(module):
                 self.whole[module] = own
                 taken.update(own)
             else:

@@ -120,7 +120,9 @@ class Extraction:
             for why, names in reasons.items()
         ]
         if self.in_place:
-            what = f"PEFT loads {len(self.in_place):,} tensors into the base's own, and disabling the adapter does not undo them"
+            what = (
+                f"PEFT loads {len(self.in_place):,} tensors into the base's own, and disabling the adapter does not undo them"
+            )
             found.append(Finding(what, self.in_place[0]))
         if self.unknown:
             what = f"whether PEFT finds all that the adapter has was not checked: {self.unknown}"

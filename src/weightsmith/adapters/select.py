@@ -49,7 +49,7 @@ class Weight:
     """A tensor, or part of one, that becomes factors.
 
     blocks  of the target's matrices in it; () if it is the one
-    parts   of each matrix the tensors that it is made of, one above the other, and whether each is wanted; () if it is one tensor
+    parts   of each matrix the tensors that it is made of, one above the other, and whether it is wanted; () if it is one tensor
     """
 
     target: Target
@@ -190,9 +190,7 @@ def _stacks(base: Checkpoint, structure: Structure, built: Built) -> dict[str, S
     return found
 
 
-def _joined(
-    pairs: Sequence[Pair], wanted: Iterable[str], built: Built, target: Callable[..., Target]
-) -> dict[str, Weight]:
+def _joined(pairs: Sequence[Pair], wanted: Iterable[str], built: Built, target: Callable[..., Target]) -> dict[str, Weight]:
     """Tensor → the parameter of all experts that transformers makes of it and of others."""
     of, listed = {pair.spec.name: pair for pair in pairs}, set(wanted)
     found: dict[str, Weight] = {}

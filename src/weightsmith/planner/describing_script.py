@@ -1,4 +1,6 @@
-"""The model that transformers builds from a config.json, as PEFT sees it. Run by `built.py` in a process of its own: JSON in, JSON out.
+"""The model that transformers builds from a config.json, as PEFT sees it. Run by `describing.py` in a process of its own.
+
+JSON in, JSON out.
 
 No module of weightsmith is imported. The model is built on the meta device, where a tensor is a shape; nothing is downloaded,
 and no code of a model is executed but transformers' own.
@@ -49,7 +51,7 @@ def describe(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     tensors  name → shape, of all that is in the state: parameters and buffers
     names    tensor of the checkpoint → [tensor of the model, operations that make it of this and of others]
     tied     groups of tensors that are one
-    redirected  last components of names of modules that PEFT takes for those of experts: they can be `target_parameters` alone
+    redirected  last components of names of modules that PEFT takes for those of experts: they can only be `target_parameters`
     refused  last components of names of modules that PEFT gives no factors in this model
     rows     modules of experts whose rows are inputs
     """
@@ -134,7 +136,7 @@ def _names(model: Any, names: Sequence[str]) -> dict[str, list[Any]]:
         if pattern is None and key not in state and name in state:
             key = name
         if key in state:
-            operations = next((each.operations for each in converters if pattern in each.source_patterns), [])
+            operations: list[Any] = next((each.operations for each in converters if pattern in each.source_patterns), [])
             found[name] = [key, [type(each).__name__ for each in operations]]
     return found
 
