@@ -11,9 +11,9 @@ import pytest
 
 import weightsmith
 from tests.adapters.places_zoo import FAMILIES, FAST, inputs_of, outputs_of
-from tests.adapters.test_extract import applied, config_of, extract, tensors_of, tuned
+from tests.adapters.test_extract import applied, config_of, extract, refusal, tensors_of, tuned
 from tests.lora.test_lora import P as PREFIX
-from tests.lora.test_lora import Q, base, normal
+from tests.lora.test_lora import Q, base, base_tensors, normal
 from weightsmith.adapters.built import Built, matched
 from weightsmith.adapters.factors import Target
 from weightsmith.adapters.placing import Places
@@ -176,3 +176,23 @@ def test_a_model_that_transformers_does_not_know_is_not_checked() -> None:
     assert describing_script.describe({"model_type": "no such"}, []) == {"unknown": "transformers has no model_type 'no such'"}
     found = describing_script.describe({"model_type": "llama", "architectures": ["X"]}, [])
     assert found == {"unknown": "transformers has no model class 'X'"}
+
+
+def test_what_differs_and_has_no_place_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(_script: Path, question: str, _began: object) -> dict[str, Any]:
+        config, names = json.loads(question)
+        assert config["model_type"] == "llama"
+        shapes = {name: list(array.shape) for name, array in base_tensors().items() if name != "model.norm.weight"}
+        modules = {name.rpartition(".")[0]: "linear" for name in shapes}
+        known = {name: [name, []] for name in names if name in shapes}
+        return {"modules": modules, "tensors": shapes, "names": known, "tied": [], "redirected": [], "refused": [], "rows": []}
+
+    monkeypatch.setattr(loading, "installed", lambda: True)
+    monkeypatch.setattr(loading, "ask_script", answer)
+    changes = {f"{Q}.weight": normal(24, 24), "model.norm.weight": normal(24)}
+    model, fine = base(tmp_path / "base"), tuned(tmp_path / "fine", changes)
+    text = str(refusal(fine, model, tmp_path / "out"))
+    assert "PEFT's adapters have no place for 1 tensors that differ from" in text
+    assert "model.norm.weight: the model that transformers builds has no such tensor" in text
+    assert not (tmp_path / "out").exists()
+    assert extract(fine, model, tmp_path / "out", exclude=("model.norm",)).warnings == ()
