@@ -67,6 +67,8 @@ def describe(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     if not hasattr(model_class, "from_pretrained"):
         return {"unknown": f"transformers has no model class {name!r}"}
     try:
+        import peft  # noqa: F401  what it redirects and refuses is part of the answer
+
         with tempfile.TemporaryDirectory() as folder:
             plain = {key: value for key, value in config.items() if key not in ("auto_map", "quantization_config")}
             (Path(folder) / "config.json").write_text(json.dumps(plain))
@@ -93,7 +95,7 @@ def describe(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
             "rows": [key for key, module in model.named_modules() if getattr(module, "is_transposed", False)],
         }
     except ImportError as error:  # a package that this architecture needs
-        return {"unknown": f"transformers cannot build it without {error.name or str(error).splitlines()[0]}"}
+        return {"unknown": f"it cannot be asked without {error.name or str(error).splitlines()[0]}"}
     except Exception as error:
         return {"unknown": f"transformers cannot build it: {type(error).__name__}: {' '.join(str(error).split())}"[:500]}
     return answer
