@@ -52,7 +52,7 @@ def test_a_question_is_another_with_another_script_or_version(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    "answer", [{"failed": "no memory"}, {"unknown": "x"}, {"differences": [["missing", "x" * 99, ""]] * 999}]
+    "answer", [{"failed": "no memory"}, {"unknown": "x"}, {"differences": [["missing", "x" * 99, ""]] * 9999}]
 )
 def test_what_may_change_or_is_long_is_not_kept(answer: dict[str, Any], folder: Path) -> None:
     keep("a", answer)

@@ -19,7 +19,7 @@ from weightsmith.tensors import MAX_STACKED, TensorSpec
 Specs = Mapping[str, TensorSpec]
 
 GROUP = "experts"
-"""Group of all experts of a model: they get one rank, as PEFT and vLLM need it."""
+"""Group of all experts of a model that are modules: they get one rank, as PEFT and vLLM need it."""
 
 _UNMARKED = "llama4"
 """Models whose modules do not say that their experts are transposed: PEFT takes the rows for outputs."""
@@ -46,6 +46,15 @@ class Stack:
         """Of each expert's matrix."""
         experts, rows, cols = self.shape
         return tuple(Block(e * rows * cols, rows, cols, cols) for e in range(experts))
+
+
+def group_of(parameter: str) -> str:
+    """The group of a parameter of experts: one rank for those of all layers.
+
+    >>> group_of("model.layers.3.mlp.experts.down_proj")
+    'model.layers.N.mlp.experts.down_proj'
+    """
+    return re.sub(r"\.\d+\.", ".N.", parameter)
 
 
 def is_expert(name: str) -> bool:

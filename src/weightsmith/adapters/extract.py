@@ -8,7 +8,7 @@ second follows from their arrays: the same products, and steps that store the fi
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -17,9 +17,11 @@ import numpy as np
 import yaml
 
 from weightsmith._version import __version__
+from weightsmith.adapters.built import TIED_HEAD, Built, built_of, guessed, needs_asking
 from weightsmith.adapters.changes import changes
 from weightsmith.adapters.factors import FactorWork
-from weightsmith.adapters.peft import PREFIX, adapter_config, factor_names, stacked_names
+from weightsmith.adapters.peft import adapter_config
+from weightsmith.adapters.placing import Places
 from weightsmith.adapters.ranks import Spectrum, choose_ranks
 from weightsmith.adapters.report import Extraction, Matrix
 from weightsmith.adapters.select import Chosen, Pair, Weight, pair_tensors, select, settings_problems
@@ -40,12 +42,14 @@ from weightsmith.jobs.requires import needs_torch
 from weightsmith.options import ExtractSettings
 from weightsmith.planner import Plan, Prepared
 from weightsmith.planner.inputs import open_models
-from weightsmith.plans import CAST, COPY, PRODUCTS, Block, Made, ModelInput, Product, Read, Settings, Step
+from weightsmith.planner.match import is_buffer
+from weightsmith.plans import CAST, COPY, JOIN, PRODUCTS, Block, Made, ModelInput, Product, Read, Settings, Step
 from weightsmith.plans.reading import has_type
 from weightsmith.products.base import Arrays
 from weightsmith.recipe import ModelRef
 from weightsmith.recipe.references import parse_reference
 from weightsmith.structure import Structure, analyse
+from weightsmith.structure.vocabulary import is_vocabulary
 from weightsmith.tensors import BY_TORCH_NAME, DTYPE_NAMES, DTYPES, DType, TensorSpec
 
 FORMAT = "peft"
@@ -54,6 +58,7 @@ FORMAT = "peft"
 COMMAND = "extract-lora"
 
 _BASE, _TUNED = 0, 1  # models of the plan
+_SHOWN = 8  # problems that a message lists
 _DIFFERENCE = Settings({"normalize": False}, ({"weight": 1.0}, {"weight": -1.0}))
 _SOURCE = """LoRA: Hu et al. 2021, https://arxiv.org/abs/2106.09685. Randomised singular value decompositions:
 Musco and Musco 2015, https://arxiv.org/abs/1504.05477."""
@@ -124,7 +129,8 @@ def _reference(name: str | os.PathLike[str], where: str, problems: list[Weightsm
 
 def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettings, dtype: DType | None) -> Plan:
     pairs, strange = pair_tensors(base, tuned)
-    selection = select(pairs, settings, base)
+    ask = settings.layout == "peft" and needs_asking(base)
+    selection = select(pairs, settings, base, _known(built_of(base)) if ask else None)
     if not selection.factors:
         what = "no weight of a linear layer is left to decompose"
         fix = "change include, exclude or save_modules" if settings.include or settings.exclude else "name a language model"
@@ -151,6 +157,10 @@ def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettin
         warnings=tuple(_warnings(models, strange)),
         then={"format": FORMAT, "settings": asdict(following)},
     )
+
+
+def _known(built: Built) -> Built | None:
+    return None if built.unknown else built
 
 
 def _dtype(tuned: Checkpoint, selection: Chosen) -> DType:
@@ -186,10 +196,33 @@ def _shape(pair: Pair, block: Block | None) -> tuple[int, ...]:
 def _matrix_steps(weight: Weight) -> Iterator[Step]:
     """Of each matrix of a target the difference, and what it is in the fine-tune."""
     pair = weight.pair
-    for name, block in zip(weight.target.matrices, weight.blocks or (None,), strict=True):
+    for name, own in zip(weight.target.matrices, weight.parts, strict=False):
+        yield _joined(name, [_part(pair, wanted=wanted) for pair, wanted in own])
+        yield _joined(weight.target.tuned(name), [_tuned_part(pair, wanted=wanted) for pair, wanted in own])
+    for name, block in zip(
+        weight.target.matrices if not weight.parts else (), weight.blocks or (None,), strict=not weight.parts
+    ):
         yield _difference(pair, name, block)
         spec = replace(pair.tuned, name=weight.target.tuned(name), shape=_shape(pair, block))
         yield Step(spec, COPY, (Read(_TUNED, pair.tuned.name, block),))
+
+
+def _part(pair: Pair, *, wanted: bool) -> Step:
+    """The difference of a tensor that is part of a matrix: none, if it is not wanted."""
+    step = _difference(pair)
+    return step if wanted else replace(step, inputs=(step.inputs[1], step.inputs[1]))
+
+
+def _tuned_part(pair: Pair, *, wanted: bool) -> Step:
+    read = Read(_TUNED, pair.tuned.name) if wanted else Read(_BASE, pair.base)
+    return Step(replace(pair.tuned, name=f"{pair.spec.name}: fine-tuned"), COPY, (read,))
+
+
+def _joined(name: str, pieces: Sequence[Step]) -> Step:
+    """A matrix of several, one above the other; of experts, one below the other too."""
+    first = pieces[0].out
+    shape = (sum(piece.out.shape[0] for piece in pieces), *first.shape[1:])
+    return Step(replace(first, name=name, shape=shape), JOIN, (), pieces=tuple(pieces))
 
 
 def _factor_products(selection: Chosen, structure: Structure, settings: ExtractSettings) -> Iterator[Product]:
@@ -210,10 +243,14 @@ def _factor_products(selection: Chosen, structure: Structure, settings: ExtractS
 # ---- the second plan
 
 
-def follow(prepared: Prepared, arrays: Mapping[str, Arrays]) -> tuple[Plan, Extraction]:
-    """The plan of the adapter, and the report. arrays: of the products of the first plan, by name.
+def follow(prepared: Prepared, arrays: Mapping[str, Arrays], built: Built | None = None) -> tuple[Plan, Extraction]:
+    """The plan of the adapter, and the report.
 
-    Raises PlanError if nothing differs, FormatError for a plan that we did not make.
+    arrays  of the products of the first plan, by name
+    built   the model that transformers builds of the base; None: ask
+
+    Raises PlanError if nothing differs, or if the adapter has no place for something that does; FormatError for a plan that we
+    did not make.
     """
     plan = prepared.plan
     settings: Any = (plan.then or {}).get("settings")
@@ -237,22 +274,28 @@ def follow(prepared: Prepared, arrays: Mapping[str, Arrays]) -> tuple[Plan, Extr
     largest = () if compared is None else arrays[compared.name][0].tolist()
     differing = [step.out.name for step, change in zip(steps_compared, largest, strict=True) if change]
     _check_something_differs(prepared, matrices, differing)
-    reads = {step.out.name: step.inputs[0] for step in steps_compared if step.out.name not in following.left_out}
-    whole = _modules_to_save(reads, differing)
-    ranked = {matrix.target.module: matrix for matrix in matrices if matrix.rank}
-    steps = [step for matrix in ranked.values() for step in _factor_steps(matrix, ranked, BY_TORCH_NAME[following.dtype])]
-    for module, names in whole.items():
-        steps += [_whole_step(prepared.inputs, f"{module}.{name}", read) for name, read in names.items()]
     left_out = {name: why for name, why in following.left_out.items() if name in differing}
-    report = Extraction(tuple(matrices), tuple(whole), left_out)
-    grown = any(step.op == COPY and step.out.name in reads for step in steps_compared)
+    if following.layout != "peft":
+        built = guessed(prepared.inputs[_BASE], "")
+    elif built is None:
+        built = built_of(prepared.inputs[_BASE])
+    adapter = _Adapter(prepared, built, following)
+    matrices = adapter.add_factors(matrices)
+    adapter.add_whole(steps_compared, [name for name in differing if name not in left_out])
+    places = adapter.places
+    steps = [step for matrix in adapter.ranked.values() for step in adapter.factor_steps(matrix)]
+    whole = [key for keys in places.whole.values() for key in keys]
+    steps += [adapter.whole_step(key) for key in (*whole, *places.in_place)]
+    unknown = built.unknown if following.layout == "peft" else ""
+    report = Extraction(tuple(matrices), tuple(places.whole), left_out, tuple(places.in_place), unknown)
+    grown = any(step.op == COPY and step.out.name not in left_out for step in steps_compared)
     made = replace(plan.made, title=f"{plan.made.title[:-1]}: the adapter that makes `{plan.models[_TUNED].ref}` of the base.")
     tuned = prepared.inputs[_TUNED]
     result = replace(
         plan,
         made=made,
         steps=tuple(steps),
-        config=_config_of(prepared, matrices, whole),
+        config=adapter.config(matrices),
         products=tuple(product for product in plan.products if product.op == "factors"),
         donor=_TUNED if grown else _BASE,
         carried=tuple(name for name in tuned.files if is_read(name) and name != "config.json") if grown else (),
@@ -262,6 +305,159 @@ def follow(prepared: Prepared, arrays: Mapping[str, Arrays]) -> tuple[Plan, Extr
     )
     result.layout  # noqa: B018  names that cannot be stored show here
     return result, report
+
+
+class _Adapter:
+    """The adapter that follows: places in the model for what was decomposed and for what differs."""
+
+    def __init__(self, prepared: Prepared, built: Built, following: Following) -> None:
+        self.inputs, self.built, self.following = prepared.inputs, built, following
+        self.places = Places(built)
+        self.ranked: dict[str, Matrix] = {}
+        self._reads: dict[str, tuple[Read, ...]] = {}  # tensor of the model → what the fine-tune has there
+        listed = (prepared.inputs[_BASE].config or {}).get("architectures")
+        self._causal = isinstance(listed, list) and any("CausalLM" in str(name) for name in listed)
+        self._factors = {
+            step.out.name: step for product in prepared.plan.products if product.op == "factors" for step in product.steps
+        }
+
+    def add_factors(self, matrices: Sequence[Matrix]) -> list[Matrix]:
+        """Place the factors; returns the matrices that have a place. The others are saved whole."""
+        lost = set[str]()
+        for target in {matrix.target.module: matrix.target for matrix in matrices if matrix.rank}.values():
+            if self.following.layout != "peft":
+                self.places.modules[target.module] = target
+            elif not self.places.add_factors(target):
+                lost.add(target.module)
+        kept = [matrix for matrix in matrices if matrix.target.module not in lost]
+        first = {matrix.target.module: matrix for matrix in reversed(kept) if matrix.rank}
+        for name, target in (*self.places.modules.items(), *self.places.parameters.items()):
+            self.ranked[name] = first[target.module]
+        self._lost = [matrix.target for matrix in matrices if matrix.target.module in lost]
+        if not self.ranked:
+            what = f"PEFT gives factors to none of the {len(lost):,} modules that differ, such as {min(lost)}"
+            raise PlanError([Unsupported(what, where=self.inputs[_TUNED].ref, fix="name a language model")])
+        return kept
+
+    def add_whole(self, compared: Sequence[Step], differing: Sequence[str]) -> None:
+        """Place the tensors that differ and have no factors. Raises PlanError with those that have no place."""
+        base, tuned = self.inputs[_BASE], self.inputs[_TUNED]
+        stored = {step.out.name: step.inputs[0] for step in compared}
+        for step in self._factors.values():
+            for leaf in step.leaves:
+                if len(leaf.inputs) == 2:
+                    stored[leaf.inputs[1].tensor] = replace(leaf.inputs[0], view=None)
+        for name, spec in base.specs.items():
+            if name not in stored:  # excluded, or what is not compared: a count of steps
+                new = name in tuned.specs and (is_buffer(spec) or not spec.dtype.floating)
+                stored[name] = Read(_TUNED if new else _BASE, name)
+        problems: list[str] = []
+        wanted: dict[str, Read] = {}
+        lost = {step.tensor for target in self._lost for name in target.matrices for step in self._bases(name)}
+        for name in [*differing, *lost]:
+            key = self.built.key(name)
+            same = name == TIED_HEAD and any(read == stored[name] for each, read in stored.items() if each != name)
+            if not key and not same:  # a head that is the embedding is not one of every model
+                problems.append(f"{name}: the model that transformers builds has no such tensor")
+            elif key:
+                wanted[key] = stored[name]
+        shared = {key for group in self.built.tied if len(group) > 2 or not self._causal for key in group}
+        for key, read in list(wanted.items()):
+            group = self.built.group(key)
+            known = [each for each in group if each in wanted]
+            if len(group) == 1 or not known:
+                continue
+            alike = len({wanted[each] for each in known}) == 1
+            if alike and (len(group) > 2 or not self._causal):  # PEFT changes all that share it, and so do our readers
+                for each in known:
+                    del wanted[each]
+                kept = next((each for each in group if each in self.built.sources), key)
+                wanted[kept] = read
+            elif len(group) > 2:
+                problems.append(f"{key}: the base shares it with {', '.join(group[:3])}, and the fine-tune does not")
+            else:
+                (other,) = set(group) - {key}
+                wanted.setdefault(other, read)
+                shared.difference_update(group)
+        for name, read in stored.items():
+            if key := self.built.key(name):
+                self._reads.setdefault(key, (read,))
+        for key, sources in self.built.sources.items():
+            if key in self.built.made:
+                self._reads[key] = tuple(stored[name] for name in sources)
+        self._reads |= {key: (read,) for key, read in wanted.items() if key not in self.built.made}
+        self.places.add_whole(wanted, self._reads, shared)
+        for key in (*(key for keys in self.places.whole.values() for key in keys), *self.places.in_place):
+            shape, made = self._spec(key).shape, self.built.made.get(key)
+            expected = self.built.tensors.get(key)
+            grown = expected is not None and is_vocabulary(self._spec(key)) and expected[1:] == shape[1:]
+            if made and not self.built.fused(key):
+                problems.append(f"{key}: transformers makes it of {', '.join(self.built.sources[key][:3])} ({', '.join(made)})")
+            elif expected != shape and not grown:
+                there = "in the model that transformers builds"
+                there = f"which is not {there}" if expected is None else f"{list(expected)} {there}"
+                problems.append(f"{key}: {list(shape)} in the fine-tune, {there}")
+        if problems:
+            more = [f"and {len(problems) - _SHOWN:,} more"] if len(problems) > _SHOWN else []
+            what = f"PEFT's adapters have no place for {len(problems):,} tensors that differ from {base.ref}"
+            fix = "leave them out: --exclude (exclude=...) with their names"
+            raise PlanError([Unsupported(what, where=tuned.ref, details=[*problems[:_SHOWN], *more], fix=fix)])
+
+    def _bases(self, matrix: str) -> Iterator[Read]:
+        for leaf in self._factors[matrix].leaves:
+            yield leaf.inputs[1]
+
+    def _spec(self, key: str) -> TensorSpec:
+        """A tensor of the fine-tune, under the model's name, in the dtype that it has on disk."""
+        reads = self._reads[key]
+        model = self.inputs[reads[0].model]
+        first, dtype = model.specs[reads[0].tensor], model.kept_as(reads[0].tensor)
+        return TensorSpec(key, dtype, self.built.tensors[key] if len(reads) > 1 else first.shape)
+
+    def factor_steps(self, matrix: Matrix) -> Iterator[Step]:
+        """A and B with the first `rank` of their rows and columns."""
+        dtype = BY_TORCH_NAME[self.following.dtype]
+        target, rank, experts = matrix.target, matrix.rank, matrix.target.experts
+        place = next(name for name, own in self.ranked.items() if own is matrix)
+        a, b, *_ = target.outs((matrix.spectrum.rows, matrix.spectrum.cols))
+        outputs, known = b.shape
+        names = self.places.factors(place)
+        if experts:
+            inputs = a.shape[1] // target.rank
+            blocks = Block(0, experts, rank * inputs, a.shape[1]), Block(0, outputs, rank * experts, known)
+            shapes = (experts * rank, inputs), (outputs, rank * experts)
+        else:
+            inputs = a.shape[1]
+            blocks = Block(0, rank, inputs, inputs), Block(0, outputs, rank, known)
+            shapes = (rank, inputs), (outputs, rank)
+        reads = Read(PRODUCTS, a.name, blocks[0]), Read(PRODUCTS, b.name, blocks[1])
+        for name, shape, read in zip(names, shapes, reads, strict=True):
+            yield Step(TensorSpec(name, dtype, shape), COPY if dtype.name == "F32" else CAST, (read,))
+
+    def whole_step(self, key: str) -> Step:
+        """A tensor of the fine-tune, as PEFT names it."""
+        reads, out = self._reads[key], replace(self._spec(key), name=self.places.saved(key))
+        pieces = []
+        for read in reads:
+            spec = self.inputs[read.model].specs[read.tensor]
+            op = COPY if out.dtype == spec.dtype else CAST
+            pieces.append(Step(TensorSpec(read.tensor, out.dtype, spec.shape), op, (replace(read, view=None),)))
+        return replace(pieces[0], out=out) if len(pieces) == 1 else Step(out, JOIN, (), pieces=tuple(pieces))
+
+    def config(self, matrices: Sequence[Matrix]) -> dict[str, Any]:
+        """adapter_config.json."""
+        base, places = self.inputs[_BASE], self.places
+        return adapter_config(
+            base.ref.partition("@")[0],
+            base.revision,
+            {name: matrix.rank for name, matrix in self.ranked.items()},
+            list(places.whole),
+            places.target_modules(),
+            transposed=any(target.form == "transposed" for target in places.modules.values()),
+            parameters=list(places.parameters),
+            rank=next((matrix.rank for matrix in matrices if matrix.rank and matrix.target.group), None),
+            causal=self._causal,
+        )
 
 
 def _matrices(plan: Plan, arrays: Mapping[str, Arrays]) -> Iterator[Matrix]:
@@ -295,59 +491,6 @@ def _check_something_differs(prepared: Prepared, matrices: Sequence[Matrix], dif
         error = MismatchError(f"nothing differs from {base}", where=tuned, fix="name another fine-tune, or another base")
     error.state = NOTHING_WRITTEN
     raise PlanError([error])
-
-
-def _modules_to_save(reads: Mapping[str, Read], differing: Sequence[str]) -> dict[str, dict[str, Read]]:
-    """module → all of its tensors → what the fine-tune has there, for each module of which one tensor differs."""
-    changed = {name.rpartition(".")[0] for name in differing}
-    found: dict[str, dict[str, Read]] = {}
-    for name, read in reads.items():
-        module, _, own = name.rpartition(".")
-        if module in changed:
-            found.setdefault(module, {})[own] = read
-    return found
-
-
-def _factor_steps(matrix: Matrix, chosen: Collection[str], dtype: DType) -> Iterator[Step]:
-    """A and B with the first `rank` of their rows and columns. chosen: modules with factors."""
-    target, rank, experts = matrix.target, matrix.rank, matrix.target.experts
-    a, b, *_ = target.outs((matrix.spectrum.rows, matrix.spectrum.cols))
-    outputs, known = b.shape
-    if experts:
-        names, inputs = stacked_names(target.module, chosen), a.shape[1] // target.rank
-        blocks = Block(0, experts, rank * inputs, a.shape[1]), Block(0, outputs, rank * experts, known)
-        shapes = (experts * rank, inputs), (outputs, rank * experts)
-    else:
-        names, inputs = factor_names(target.module, target.form), a.shape[1]
-        blocks = Block(0, rank, inputs, inputs), Block(0, outputs, rank, known)
-        shapes = (rank, inputs), (outputs, rank)
-    reads = Read(PRODUCTS, a.name, blocks[0]), Read(PRODUCTS, b.name, blocks[1])
-    for name, shape, read in zip(names, shapes, reads, strict=True):
-        yield Step(TensorSpec(name, dtype, shape), COPY if dtype.name == "F32" else CAST, (read,))
-
-
-def _whole_step(inputs: Sequence[Checkpoint], name: str, read: Read) -> Step:
-    """A tensor of the fine-tune, in the dtype that it has on disk."""
-    model = inputs[read.model]
-    spec, dtype = model.specs[read.tensor], model.kept_as(read.tensor)
-    out = TensorSpec(f"{PREFIX}{name}", dtype, spec.shape)
-    return Step(out, COPY if dtype == spec.dtype else CAST, (replace(read, view=None),))
-
-
-def _config_of(prepared: Prepared, matrices: Sequence[Matrix], whole: Mapping[str, object]) -> dict[str, Any]:
-    base = prepared.inputs[_BASE]
-    listed = (base.config or {}).get("architectures")
-    return adapter_config(
-        base.ref.partition("@")[0],
-        base.revision,
-        {matrix.target.module: matrix.rank for matrix in matrices if matrix.rank},
-        list(whole),
-        list(dict.fromkeys(name.rpartition(".")[0] for name in base.specs)),
-        transposed=any(matrix.target.form == "transposed" and not matrix.target.experts for matrix in matrices),
-        parameters=list(dict.fromkeys(matrix.target.module for matrix in matrices if matrix.rank and matrix.target.experts)),
-        rank=next((matrix.rank for matrix in matrices if matrix.target.group), None),
-        causal=isinstance(listed, list) and any("CausalLM" in str(name) for name in listed),
-    )
 
 
 def _command(plan: Plan, following: Following) -> str:

@@ -344,8 +344,7 @@ def _config(opened: Opened, ranks: Mapping[str, int]) -> dict[str, Any]:
         str(named.get("revision") or ""),
         ranks,
         list(dict.fromkeys(name.rpartition(".")[0] for name in opened.whole)),
-        # The names of the base's other modules are not known: one for each last component, so that targets are named in full.
-        [*ranks, *(f"?.{name.rpartition('.')[2]}" for name in ranks)],
+        sorted(name for name in ranks if name not in parameters),  # in full: the base's other modules are not known
         transposed=opened.adapters[0].transposed,
         causal=any(config.get("task_type") == "CAUSAL_LM" for config in configs),
         parameters=parameters,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from weightsmith.adapters.cores import ZERO, Adapted, Space
@@ -14,6 +15,7 @@ from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import Unsupported, WeightsmithError
 from weightsmith.lora import Adapter, find_places, is_adapter, open_adapter
 from weightsmith.methods.base import BaseRole
+from weightsmith.planner.describing import built_names
 from weightsmith.planner.inputs import at, open_models
 from weightsmith.plans import Read, Step
 from weightsmith.recipe import ModelRef
@@ -91,7 +93,7 @@ class Opened:
     def _match(self) -> None:
         if self.base is not None:
             for adapter in self.adapters:
-                self.places |= find_places(self.base, adapter)
+                self.places |= find_places(self.base, adapter, partial(built_names, self.base))
         elif error := different_bases(self.adapters):
             raise error
         modules = find_modules(self.adapters)

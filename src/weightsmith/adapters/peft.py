@@ -45,7 +45,7 @@ def adapter_config(
     revision: str,
     ranks: Mapping[str, int],
     whole: Sequence[str],
-    modules: Collection[str],
+    modules: Sequence[str],
     *,
     transposed: bool,
     causal: bool,
@@ -58,7 +58,7 @@ def adapter_config(
     base        name of the base model, `revision` of it on the Hub
     ranks       of each module with factors, and of each of `parameters`
     whole       modules that are saved whole
-    modules     of the base: targets are named so that no other of them is one
+    modules     names for the modules with factors (`targets`)
     transposed  weights are [inputs, outputs]
     causal      the base is a causal language model
     parameters  those of `ranks` that hold all experts: `target_parameters`
@@ -67,6 +67,8 @@ def adapter_config(
     """
     largest = rank or max(ranks.values(), default=1)
     others = {module: rank for module, rank in ranks.items() if rank != largest}
+    # PEFT looks for the rank of a parameter, readers of the factors of a matrix for that of its module.
+    others |= {name.removesuffix(".weight"): rank for name, rank in others.items() if name in parameters}
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if causal else None,
@@ -77,7 +79,7 @@ def adapter_config(
         "lora_alpha": largest,
         "rank_pattern": others,
         "alpha_pattern": others,
-        "target_modules": targets([module for module in ranks if module not in parameters], modules),
+        "target_modules": list(modules),
         **({"target_parameters": list(parameters)} if parameters else {}),
         "modules_to_save": list(whole) or None,
         "lora_dropout": 0.0,

@@ -46,11 +46,15 @@ class Extraction:
     matrices  in the order of the products
     whole     modules that are saved whole
     left_out  tensors that differ and are not in the adapter, and why
+    in_place  tensors that PEFT puts into the base's own
+    unknown   why the names were not checked with transformers; ""
     """
 
     matrices: tuple[Matrix, ...]
     whole: tuple[str, ...]
     left_out: Mapping[str, str]
+    in_place: tuple[str, ...] = ()
+    unknown: str = ""
 
     @property
     def parameters(self) -> int:
@@ -77,6 +81,8 @@ class Extraction:
                 for matrix in sorted(self.matrices, key=lambda m: _place(m.name))
             ],
             "modules_to_save": list(self.whole),
+            "in_place": list(self.in_place),
+            "checked": not self.unknown,
             "left_out": dict(self.left_out),
         }
 
@@ -105,14 +111,23 @@ class Extraction:
         return text + "\n".join(lines) + "\n"
 
     def warnings(self, where: str) -> list[Finding]:
-        """What the adapter leaves out."""
-        found: dict[str, list[str]] = {}
+        """What the adapter leaves out, and what PEFT does not undo."""
+        reasons: dict[str, list[str]] = {}
         for name, why in self.left_out.items():
-            found.setdefault(why, []).append(name)
-        return [
+            reasons.setdefault(why, []).append(name)
+        found = [
             Finding(f"{len(names):,} tensors differ and are not in the adapter: {why}", names[0])
-            for why, names in found.items()
+            for why, names in reasons.items()
         ]
+        if self.in_place:
+            what = (
+                f"PEFT loads {len(self.in_place):,} tensors into the base's own, and disabling the adapter does not undo them"
+            )
+            found.append(Finding(what, self.in_place[0]))
+        if self.unknown:
+            what = f"whether PEFT finds all that the adapter has was not checked: {self.unknown}"
+            found.append(Finding(what, fix="load it with PEFT, and look for warnings, before you publish it"))
+        return found
 
     def blocks(self) -> list[Block]:
         """Heat maps of the signal kept, and the table."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from weightsmith.adapters.experts import GROUP, find_stacks, is_expert, parts_of
+from weightsmith.adapters.built import TIED_HEAD, WEIGHT, Built
+from weightsmith.adapters.experts import GROUP, Stack, find_stacks, group_of, is_expert, parts_of
 from weightsmith.adapters.factors import Form, Target, prefers_exact
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import ParameterError, ShapeError, UnknownName, WeightsmithError, nearest
@@ -16,14 +17,10 @@ from weightsmith.options import ExtractSettings
 from weightsmith.planner.inputs import analyse_all
 from weightsmith.planner.match import ModelNames, is_buffer
 from weightsmith.plans import Block
-from weightsmith.structure import analyse
-from weightsmith.structure.roles import role_of
+from weightsmith.structure import Structure, analyse
+from weightsmith.structure.roles import COMPONENTS, role_of
 from weightsmith.structure.vocabulary import is_embedding, is_head, is_vocabulary, ties
-from weightsmith.tensors import TensorSpec
-
-WEIGHT = ".weight"
-TIED_HEAD = "lm_head.weight"
-"""The name of a head that no file holds: what transformers' causal language models call it."""
+from weightsmith.tensors import MAX_STACKED, TensorSpec
 
 _SHOWN = 8  # problems that a message lists
 
@@ -49,16 +46,22 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor, or part of one, that becomes factors. blocks: of the target's matrices in it; () if it is the one."""
+    """A tensor, or part of one, that becomes factors.
+
+    blocks  of the target's matrices in it; () if it is the one
+    parts   of each matrix the tensors that it is made of, one above the other, and whether it is wanted; () if it is one tensor
+    """
 
     target: Target
     pair: Pair
     blocks: tuple[Block, ...] = ()
+    parts: tuple[tuple[tuple[Pair, bool], ...], ...] = ()
 
     @property
     def size(self) -> int:
         """Elements of the matrices."""
-        return sum(block.rows * block.cols for block in self.blocks) or self.pair.spec.size
+        joined = sum(pair.spec.size for own in self.parts for pair, _ in own)
+        return joined or sum(block.rows * block.cols for block in self.blocks) or self.pair.spec.size
 
 
 @dataclass
@@ -127,45 +130,79 @@ def _unequal(base: Checkpoint, tuned: Checkpoint, problems: Sequence[str]) -> Sh
     return ShapeError(what, where=tuned.ref, details=details, fix=fix)
 
 
-def select(pairs: Sequence[Pair], settings: ExtractSettings, base: Checkpoint) -> Chosen:
-    """Sort the tensors by what becomes of them. Raises ParameterError and UnknownName for settings that match no module."""
+def select(pairs: Sequence[Pair], settings: ExtractSettings, base: Checkpoint, built: Built | None = None) -> Chosen:
+    """Sort the tensors by what becomes of them.
+
+    built  the model that transformers builds, where names do not tell (`built.needs_asking`)
+
+    Raises ParameterError and UnknownName for settings that match no module.
+    """
     modules = list(dict.fromkeys(module_of(pair) for pair in pairs))
     wanted = set(_matching(modules, settings))
     saved = set(_saved(modules, settings.save_modules))
     transposed = _is_transposed(pairs)
-    leaves = _leaves(modules, pairs)
     structure = analyse(base.specs.values(), base.config)
-    stacks = find_stacks(base.specs, structure, base.config)
+    stacks = find_stacks(base.specs, structure, base.config) if built is None else _stacks(base, structure, built)
     found = Chosen()
 
     def target(module: str, form: Form, shape: tuple[int, ...], experts: int = 0, group: str = "") -> Target:
         rank = min(settings.max_rank, *shape)
         return Target(module, form, rank, settings.exact or prefers_exact(rank, *shape), experts, group)
 
+    joined = _joined(pairs, wanted - saved, built, target) if built is not None and settings.layout == "peft" else {}
     for pair in pairs:
         module, stack = module_of(pair), stacks.get(pair.spec.name)
+        if pair.spec.name in joined:
+            weight = joined[pair.spec.name]
+            if pair is weight.pair:
+                found.factors.append(weight)
+            continue
         if module not in wanted:
             continue
-        form = None if module in saved else _form(pair, settings, transposed=transposed)
+        form = None if module in saved else _form(pair, settings, built, transposed=transposed)
         if form is not None:
             group = GROUP if is_expert(pair.spec.name) else ""
             found.factors.append(Weight(target(module, form, pair.spec.shape, group=group), pair))
         elif stack is not None and module not in saved and settings.layout == "peft":
             form = "transposed" if stack.swapped else "linear"
-            own = target(stack.parameter, form, stack.shape[1:], stack.shape[0], GROUP)
+            own = target(stack.parameter, form, stack.shape[1:], stack.shape[0], group_of(stack.parameter))
             found.factors.append(Weight(own, pair, stack.blocks))
         elif stack is not None and module not in saved and not stack.transposed and ".experts." in pair.spec.name:
             for name, block, shape in parts_of(pair.spec, base.specs, structure, base.config):
                 found.factors.append(Weight(target(name, "linear", shape, group=GROUP), pair, (block,)))
-        elif why := _refusal(pair, module, settings, leaves, saved):
+        elif why := _refusal(module, settings, saved):
             found.left_out.append((pair, why))
         else:
             found.whole.append(pair)
-    # A module is saved with all of its parameters, and one whose weight becomes factors has no place for its bias.
-    with_factors = {module_of(weight.pair) for weight in found.factors}
-    of_factors = [pair for pair in found.whole if module_of(pair) in with_factors]
-    found.whole = [pair for pair in found.whole if module_of(pair) not in with_factors]
-    found.left_out += [(pair, "a bias of a module whose weight becomes factors") for pair in of_factors]
+    return found
+
+
+def _stacks(base: Checkpoint, structure: Structure, built: Built) -> dict[str, Stack]:
+    """The parameters of all experts in the model that transformers builds, which the base stores as they are."""
+    found: dict[str, Stack] = {}
+    for spec in base.specs.values():
+        key = built.names.get(spec.name, "")
+        if not key or built.tensors[key] != spec.shape or len(spec.shape) != 3 or min(spec.shape) < 2:
+            continue
+        if (structure.experts(spec) > 1 or "expert" in key) and spec.shape[0] <= MAX_STACKED:
+            swapped = key.rpartition(".")[0] in built.rows
+            found[spec.name] = Stack(key, swapped, swapped, (spec.shape[0], spec.shape[1], spec.shape[2]))
+    return found
+
+
+def _joined(pairs: Sequence[Pair], wanted: Iterable[str], built: Built, target: Callable[..., Target]) -> dict[str, Weight]:
+    """Tensor → the parameter of all experts that transformers makes of it and of others."""
+    of, listed = {pair.spec.name: pair for pair in pairs}, set(wanted)
+    found: dict[str, Weight] = {}
+    for key, sources in built.sources.items():
+        own = [of[name] for name in sources if name in of]
+        if not built.fused(key) or len(own) < len(sources) or not any(module_of(pair) in listed for pair in own):
+            continue
+        experts, rows, cols = built.tensors[key]
+        each = len(own) // experts
+        parts = [[(pair, module_of(pair) in listed) for pair in own[e * each : (e + 1) * each]] for e in range(experts)]
+        weight = Weight(target(key, "linear", (rows, cols), experts, group_of(key)), own[0], parts=tuple(map(tuple, parts)))
+        found |= dict.fromkeys(sources, weight)
     return found
 
 
@@ -175,46 +212,32 @@ def module_of(pair: Pair) -> str:
     return name if len(pair.spec.shape) == 3 and not name.endswith(WEIGHT) else name.rpartition(".")[0]
 
 
-def _form(pair: Pair, settings: ExtractSettings, *, transposed: bool) -> Form | None:
+def _form(pair: Pair, settings: ExtractSettings, built: Built | None, *, transposed: bool) -> Form | None:
     """How the weight becomes factors; None if it does not."""
     spec = pair.spec
     if not spec.name.endswith(WEIGHT) or pair.grown:
         return None
-    if role_of(spec) == "linear":
+    if _is_linear(pair, built):
         return "transposed" if transposed else "linear"
     if not settings.embed_lora or settings.layout != "peft" or not is_vocabulary(spec) or min(spec.shape) < 1:
         return None
     return "embedding" if is_embedding(spec) else "linear"
 
 
-def _refusal(pair: Pair, module: str, settings: ExtractSettings, leaves: Mapping[str, bool], saved: Iterable[str]) -> str:
+def _is_linear(pair: Pair, built: Built | None) -> bool:
+    spec = pair.spec
+    if built is None:
+        return role_of(spec) == "linear"
+    module = built.key(spec.name).rpartition(".")[0]
+    known = built.modules.get(module) in ("linear", "transposed") and COMPONENTS.isdisjoint(spec.name.split("."))
+    return known and min(spec.shape) > 1 and not is_vocabulary(spec)
+
+
+def _refusal(module: str, settings: ExtractSettings, saved: Iterable[str]) -> str:
     """Why a tensor cannot be saved whole; ""."""
     if settings.layout != "peft":
         return "vLLM reads factors only"
-    if settings.skip_undecomposable and module not in saved:
-        return "--skip-undecomposable"
-    if len(pair.spec.shape) == 3 and module not in saved:
-        return "its matrices are one tensor, and which of their dimensions are inputs is not known"
-    if not module or not leaves[module]:
-        return "a parameter of a module that has other modules inside"
-    return ""
-
-
-def _leaves(modules: Sequence[str], pairs: Sequence[Pair]) -> dict[str, bool]:
-    """For each module, whether nothing else is inside, and PEFT takes no other module for it (by the end of the name)."""
-    inner = {module.rpartition(".")[0] for module in modules}
-    parents = {parent for module in inner for parent in _parents(module)}
-    found = {module: module not in parents for module in modules}
-    for module in modules:
-        if "." not in module:
-            found[module] = found[module] and sum(other.endswith(module) for other in modules) == 1
-    return found
-
-
-def _parents(module: str) -> Iterator[str]:
-    while module:
-        yield module
-        module = module.rpartition(".")[0]
+    return "--skip-undecomposable" if settings.skip_undecomposable and module not in saved else ""
 
 
 def _is_transposed(pairs: Sequence[Pair]) -> bool:

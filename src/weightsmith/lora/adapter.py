@@ -156,7 +156,7 @@ def _sorted(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
         elif match is None and any(part.startswith("lora_") for part in inner.split(".")):
             problems.append(f"{show(name)} is no A or B of a LoRA")
         elif match is None:
-            replacements[_SAVED.sub("", inner).replace(f"{_LAYER}.", ".")] = name
+            replacements[_SAVED.sub("", inner).replace(_LAYER, "")] = name
         elif not spec.dtype.floating or len(spec.shape) != 2 or 0 in spec.shape:
             problems.append(f"{spec} is no matrix of floating numbers: only linear and embedding layers are applied")
         elif found.setdefault(match[1], {}).setdefault(match[2] or match[3], name) != name:

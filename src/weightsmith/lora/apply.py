@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 from weightsmith.checkpoint import Checkpoint
@@ -35,15 +36,21 @@ _PARTS = {
 Shape = tuple[int, ...]
 
 
-def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str) -> Checkpoint:
+Names = Callable[[], Mapping[str, str]]
+"""Asks transformers: tensor of the base → tensor of the model that it builds; {} if that is not known."""
+
+
+def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str, names: Names = dict) -> Checkpoint:
     """A base model with an adapter; config, files and folder are the base's. Closing it closes base and adapter.
 
     Where embedding and head are one tensor and the adapter changes one of them, the head becomes a tensor of its own, as it was
     while the adapter was trained.
 
+    names  is called if the base has no place for something: PEFT has names of the model that transformers builds
+
     Raises ShapeError with everything in the adapter that the base has no place for.
     """
-    match, own = _Match(base, adapter, ref), adapter.checkpoint
+    match, own = _matched(base, adapter, ref, names), adapter.checkpoint
     notes = [*base.notes, *own.notes, *match.notes]
     base.fetch([name for name in own.files if name in base.files])
     if other := [name for name in own.files if not same_bytes(own.folder / name, base.folder / name)]:
@@ -66,12 +73,25 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str) -> Checkpoint:
     )
 
 
-def find_places(base: Checkpoint, adapter: Adapter) -> dict[str, str]:
+def find_places(base: Checkpoint, adapter: Adapter, names: Names = dict) -> dict[str, str]:
     """Modules with factors, and tensors that are saved whole → the tensors of the base, but for those that are parts of others.
 
     Raises ShapeError as `apply_adapter` does.
     """
-    return _Match(base, adapter, adapter.checkpoint.ref).places
+    return _matched(base, adapter, adapter.checkpoint.ref, names).places
+
+
+def _matched(base: Checkpoint, adapter: Adapter, ref: str, names: Names) -> _Match:
+    """The places in the base, by its own names; if these do not fit, by those of the model that transformers builds."""
+    try:
+        return _Match(base, adapter, ref)
+    except ShapeError:
+        sources: dict[str, list[str]] = {}
+        for name, key in names().items():
+            sources.setdefault(key, []).append(name)
+        if all(own == [key] for key, own in sources.items()):
+            raise  # they are the same
+        return _Match(base, adapter, ref, sources)
 
 
 class _Match:
@@ -80,9 +100,14 @@ class _Match:
     config  the base's, with the vocabulary and the tying that the result has
     notes   what the user should know
     places  see `find_places`
+
+    sources  tensor of the model that transformers builds → tensors of the base; {}: names are the base's
     """
 
-    def __init__(self, base: Checkpoint, adapter: Adapter, ref: str) -> None:
+    def __init__(
+        self, base: Checkpoint, adapter: Adapter, ref: str, sources: Mapping[str, Sequence[str]] = MappingProxyType({})
+    ) -> None:
+        self._sources = sources
         self.base, self.adapter, self.ref = base, adapter, ref
         self.config: dict[str, Any] = copy.deepcopy(base.config or {})
         self.notes: list[Finding] = []
@@ -104,7 +129,7 @@ class _Match:
         adapter, problems = self.adapter, list[str]()
         stacked = [name for module, own in adapter.parameters.items() for each in own for name in names_of(module, each.name)]
         targets = [*(f"{m}.weight" for m in adapter.updates), *adapter.replacements, *stacked]
-        rename = self._flat_names() if adapter.flat else self._renaming(targets)
+        rename = self._flat_names() if adapter.flat else self._stored if self._sources else self._renaming(targets)
         tied = self._tied_embedding()
         for stored_name, source in adapter.replacements.items():
             name = rename(stored_name)
@@ -131,7 +156,8 @@ class _Match:
                 problem = self._no_place(name) if len(problems) < _SHOWN else name
             if problem:
                 problems.append(problem)
-        found, strange = match_stacked(adapter, self.base.specs, {m: rename(f"{m}.x")[:-2] for m in adapter.stacked})
+        modules = {m: rename(f"{m}.x")[:-2] for m in adapter.stacked}
+        found, strange = match_stacked(adapter, self.base.specs, modules, self._sources)
         problems += strange
         for name, updates in found.items():
             self._parts.setdefault(name, []).extend(updates)
@@ -146,6 +172,11 @@ class _Match:
             raise ShapeError(what, where=adapter.checkpoint.ref, details=shown, fix=fix)
         if tied:
             self._untie(tied)
+
+    def _stored(self, name: str) -> str:
+        """The base's name of a tensor of the model that transformers builds, unless it is made of several."""
+        sources = self._sources.get(name, ())
+        return sources[0] if len(sources) == 1 else name
 
     def _renaming(self, targets: Iterable[str]) -> Callable[[str], str]:
         """From the adapter's names to the base's, which may begin with other modules (`model.`, `language_model.model.`).

@@ -15,6 +15,7 @@ share the factors of `gate_up_proj`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -93,6 +94,28 @@ def find_place(specs: Specs, module: str, parameter: str) -> ExpertPlace | None:
     return ExpertPlace(f"{module}.{parameter}", len(tensors), sum(rows for rows, _ in parts), parts[0][1], tuple(tensors))
 
 
+def _made_of(specs: Specs, name: str, sources: Sequence[str]) -> ExpertPlace | None:
+    """Where the base has a parameter that transformers makes of others: of each expert gate above up."""
+    if len(sources) == 1 and len(specs[sources[0]].shape) == 3:
+        count, rows, cols = specs[sources[0]].shape
+        return ExpertPlace(sources[0], count, rows, cols)
+    experts: dict[int, list[str]] = {}
+    for source in sorted(sources):
+        if found := re.search(r"\.experts\.(\d+)\.", source):
+            experts.setdefault(int(found[1]), []).append(source)
+    shapes = {tuple(specs[each].shape for each in own) for own in experts.values()}
+    if (
+        len(shapes) != 1
+        or any(len(shape) != 2 for own in shapes for shape in own)
+        or sorted(experts) != list(range(len(experts)))
+    ):
+        return None
+    (parts,) = shapes
+    firsts = [sum(rows for rows, _ in parts[:i]) for i in range(len(parts))]
+    tensors = tuple(tuple(zip(experts[e], firsts, strict=True)) for e in range(len(experts)))
+    return ExpertPlace(name, len(tensors), sum(rows for rows, _ in parts), parts[0][1], tensors)
+
+
 def _stored(module: str, parameter: str) -> Iterator[str]:
     """Names of the parameter in models that fuse their experts."""
     yield f"{module}.{parameter}"
@@ -112,15 +135,23 @@ def _apart(module: str, parameter: str, expert: int) -> Iterator[tuple[str, ...]
 Found = list[tuple[ExpertPlace, Parameter, Stacked]]
 
 
-def match_stacked(adapter: Adapter, base: Specs, modules: Mapping[str, str]) -> tuple[dict[str, list[Update]], list[str]]:
+def match_stacked(
+    adapter: Adapter, base: Specs, modules: Mapping[str, str], sources: Mapping[str, Sequence[str]]
+) -> tuple[dict[str, list[Update]], list[str]]:
     """tensor of the base → the updates of the matrices in it, and what has no place there.
 
     modules  name of a module in the adapter → in the base
+    sources  parameter of the adapter's model → tensors of the base that it is made of, where known
     """
     specs, problems = adapter.checkpoint.specs, list[str]()
+
+    def find(module: str, parameter: str) -> ExpertPlace | None:
+        own = sources.get(name := f"{module}.{parameter}", ())
+        return (_made_of(base, name, own) if own else None) or find_place(base, modules[module], parameter)
+
     ways: dict[str, dict[bool, list[Found]]] = {}
     for module, levels in adapter.stacked.items():
-        places = [(find_place(base, modules[module], parameter.name), parameter) for parameter in adapter.parameters[module]]
+        places = [(find(module, parameter.name), parameter) for parameter in adapter.parameters[module]]
         known = [(place, parameter) for place, parameter in places if place is not None]
         ways[module] = {transposed: list(_ways(specs, levels, known, transposed=transposed)) for transposed in (False, True)}
         if any(ways[module].values()):

@@ -11,14 +11,17 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 _OURS = re.compile(r"[0-9a-f]{1,64}\.(json|\d+)")
 MAX_FILES = 200
-MAX_BYTES = 1 << 16
-"""Of an answer: one that lists thousands of differences is not kept."""
+MAX_BYTES = 1 << 20
+"""Of an answer: a longer one is not kept."""
+
+Sound = Callable[[dict[str, Any]], bool]
 
 
 def folder() -> Path:
@@ -41,8 +44,17 @@ def key_of(question: str, script: Path, packages: tuple[str, ...]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def find(key: str) -> dict[str, Any] | None:
-    """The differences that were found before; None if they are not known."""
+def differences(answer: dict[str, Any]) -> bool:
+    """Whether an answer is a list of differences."""
+    found = answer.get("differences") if set(answer) == {"differences"} else None
+    return isinstance(found, list) and all(isinstance(each, list) and [*map(type, each)] == [str] * 3 for each in found)
+
+
+def find(key: str, sound: Sound = differences) -> dict[str, Any] | None:
+    """The answer that was kept; None if there is none.
+
+    sound  whether it is an answer at all: files may be damaged
+    """
     if not key:
         return None
     try:
@@ -50,15 +62,13 @@ def find(key: str) -> dict[str, Any] | None:
             answer = json.loads(file.read(MAX_BYTES))
     except (OSError, RuntimeError, ValueError, RecursionError):
         return None
-    found = answer.get("differences") if isinstance(answer, dict) and set(answer) == {"differences"} else None
-    sound = isinstance(found, list) and all(isinstance(each, list) and [*map(type, each)] == [str] * 3 for each in found)
-    return answer if sound else None
+    return answer if isinstance(answer, dict) and sound(answer) else None
 
 
-def keep(key: str, answer: dict[str, Any]) -> None:
-    """Keep differences; what may change with memory or other packages, a failure, is not kept. The oldest files make room."""
+def keep(key: str, answer: dict[str, Any], sound: Sound = differences) -> None:
+    """Keep an answer; what may change with memory or other packages, a failure, is not kept. The oldest files make room."""
     data = json.dumps(answer)
-    if not key or set(answer) != {"differences"} or len(data) > MAX_BYTES:
+    if not key or not sound(answer) or len(data) > MAX_BYTES:
         return
     try:
         place = folder()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -11,6 +12,7 @@ from weightsmith.checkpoint import Checkpoint, locate, open_checkpoint
 from weightsmith.errors import NotFound, Unsupported, WeightsmithError, nearest
 from weightsmith.formats.files import exists, expand_user, real_path
 from weightsmith.lora import apply_adapter, open_adapter
+from weightsmith.planner.describing import built_names
 from weightsmith.planner.patterns import is_pattern
 from weightsmith.recipe import ModelRef, Recipe
 from weightsmith.structure import Structure, analyse
@@ -102,7 +104,7 @@ def _open(ref: ModelRef, stack: ExitStack, results: Mapping[str, Checkpoint | No
         return checkpoint
     adapter = open_adapter(ref.lora.path, revision=ref.lora.revision or None)
     stack.callback(adapter.checkpoint.close)
-    return apply_adapter(checkpoint, adapter, str(ref))
+    return apply_adapter(checkpoint, adapter, str(ref), partial(built_names, checkpoint))
 
 
 def analyse_all(opened: Sequence[Checkpoint | None]) -> list[Structure | None]:

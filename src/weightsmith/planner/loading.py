@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 from weightsmith.errors import Finding, LayerError, PlanError
 from weightsmith.planner import answers
@@ -38,6 +39,9 @@ _PACKAGES = "torch", "transformers", "accelerate"
 _SHOWN = 3
 _KINDS = {"missing": "not in the output", "unexpected": "the model class has no such tensor", "shape": ""}
 _FIX = "load the output with its own software before you publish it"
+
+Answer = TypeVar("Answer")
+Began = Callable[["subprocess.Popen[str]"], None]
 
 Checked = tuple[Mapping[str, Any] | None, tuple[TensorSpec, ...]]
 """config.json and the tensors of a checkpoint."""
@@ -70,8 +74,59 @@ def question_of(
     return Question((plan.config, tuple(step.out for step in plan.steps)), (config, tuple(specs)), label, where)
 
 
+class Beside(Generic[Answer]):
+    """Has another process asked something beside other work, from a thread of its own.
+
+    ask  is called with a function that is to be given each process when it has begun
+
+    `close` it, or use it as a context manager: the process is ended then, if it still runs.
+    """
+
+    def __init__(self, ask: Callable[[Began], Answer]) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._closed = False
+        self._answer: Future[Answer] = Future()
+        self._thread = threading.Thread(target=self._run, args=(ask,), name="weightsmith-check", daemon=True)
+        self._thread.start()
+
+    def done(self, seconds: float = 0) -> bool:
+        """Whether the answer is there, or comes within so long."""
+        return bool(wait_for([self._answer], seconds).done)
+
+    def wait(self) -> Answer:
+        """The answer."""
+        return self._answer.result()
+
+    def close(self) -> None:
+        """End the process. May be called twice."""
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                self._process.kill()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+    def _run(self, ask: Callable[[Began], Answer]) -> None:
+        try:
+            self._answer.set_result(ask(self._began))
+        except BaseException as error:
+            self._answer.set_exception(error)
+
+    def _began(self, process: subprocess.Popen[str]) -> None:
+        with self._lock:
+            if self._closed:
+                process.kill()
+            self._process = process
+
+
 class Check:
-    """Asks a question beside other work, from a thread of its own. None: there is nothing to ask.
+    """Asks a question beside other work. None: there is nothing to ask.
 
     source  of the recipe, for the error
 
@@ -81,28 +136,20 @@ class Check:
     def __init__(self, question: Question | None, source: tuple[str, str] = ("", "")) -> None:
         self.error: PlanError | None = None
         self._source = source
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
-        self._closed = False
-        self._verdict: Future[LayerError | Finding | None] = Future()
-        self._thread = threading.Thread(target=self._answer, args=(question,), name="weightsmith-check", daemon=True)
-        if question is None:
-            self._verdict.set_result(None)
-        else:
-            self._thread.start()
+        self._beside = None if question is None else Beside(partial(check_loading, question))
 
     def poll(self) -> None:
         """Raise PlanError if the answer is there and transformers could not load the output."""
-        if self._verdict.done():
+        if self.done(0):
             self.wait()
 
     def done(self, seconds: float) -> bool:
         """Whether the answer is there, or comes within so long."""
-        return bool(wait_for([self._verdict], seconds).done)
+        return self._beside is None or self._beside.done(seconds)
 
     def wait(self) -> tuple[Finding, ...]:
         """The warnings; at most two minutes for each of two models. Raises as `poll`."""
-        found = self._verdict.result()
+        found = None if self._beside is None else self._beside.wait()
         if isinstance(found, LayerError):
             self.error = self.error or PlanError([found], self._source)
             raise self.error
@@ -110,12 +157,8 @@ class Check:
 
     def close(self) -> None:
         """End the process. May be called twice."""
-        with self._lock:
-            self._closed = True
-            if self._process is not None:
-                self._process.kill()
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self._beside is not None:
+            self._beside.close()
 
     def __enter__(self) -> Self:
         return self
@@ -123,22 +166,8 @@ class Check:
     def __exit__(self, *args: object) -> None:
         self.close()
 
-    def _answer(self, question: Question) -> None:
-        try:
-            self._verdict.set_result(check_loading(question, self._began))
-        except BaseException as error:
-            self._verdict.set_exception(error)
 
-    def _began(self, process: subprocess.Popen[str]) -> None:
-        with self._lock:
-            if self._closed:
-                process.kill()
-            self._process = process
-
-
-def check_loading(
-    question: Question, began: Callable[[subprocess.Popen[str]], None] = lambda _process: None
-) -> LayerError | Finding | None:
+def check_loading(question: Question, began: Began = lambda _process: None) -> LayerError | Finding | None:
     """What transformers would say of the output: an error if it could not load it, a warning where that is not known.
 
     began  is given each process when it has begun
@@ -186,22 +215,23 @@ def _pattern(name: str) -> str:
     return re.sub(r"\d+", "N", name)
 
 
-def _ask(checkpoint: Checked, began: Callable[[subprocess.Popen[str]], None]) -> dict[str, Any]:
+def _ask(checkpoint: Checked, began: Began) -> dict[str, Any]:
     """The script's answer, or the one it gave before."""
     config, specs = checkpoint
     question = json.dumps([config, [[s.name, s.dtype.torch, s.shape] for s in specs]])
     key = answers.key_of(question, SCRIPT, _PACKAGES)
     answer = answers.find(key)
     if answer is None:
-        answer = _ask_script(question, began)
+        answer = ask_script(SCRIPT, question, began)
         answers.keep(key, answer)
     return answer
 
 
-def _ask_script(question: str, began: Callable[[subprocess.Popen[str]], None]) -> dict[str, Any]:
+def ask_script(script: Path, question: str, began: Began) -> dict[str, Any]:
+    """The answer of a script of ours, as JSON; {"unknown": why} or {"failed": why} without one."""
     quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "critical", "TQDM_DISABLE": "1"}
     # -P: the folder of the script holds modules whose names are common.
-    command = [sys.executable, "-P", str(SCRIPT), str(int(TIMEOUT_SECONDS) + 10)]  # it ends itself if nobody does
+    command = [sys.executable, "-P", str(script), str(int(TIMEOUT_SECONDS) + 10)]  # it ends itself if nobody does
     pipe = subprocess.PIPE
     try:
         with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **quiet}) as process:

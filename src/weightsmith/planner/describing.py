@@ -1,0 +1,41 @@
+"""What transformers calls the modules and tensors of a checkpoint: asked in another process (`describing_script.py`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from weightsmith.checkpoint import Checkpoint
+from weightsmith.planner import answers, loading
+from weightsmith.planner.loading import Began
+
+SCRIPT = Path(__file__).with_name("describing_script.py")
+
+_PACKAGES = "torch", "transformers", "accelerate", "peft"
+_KEYS = frozenset({"modules", "tensors", "names", "tied", "redirected", "refused", "rows"})
+
+
+def describe(model: Checkpoint, began: Began = lambda _process: None) -> dict[str, Any]:
+    """The script's answer about a checkpoint, or {"unknown": why}. Cost: 2 to 10 seconds, unless it was asked before."""
+    if model.config is None:
+        return {"unknown": "it has no config.json"}
+    if not loading.installed():
+        return {"unknown": "transformers is not installed"}
+    question = json.dumps([model.config, list(model.specs)])
+    key = answers.key_of(question, SCRIPT, _PACKAGES)
+    answer = answers.find(key, _sound)
+    if answer is None:
+        answer = loading.ask_script(SCRIPT, question, began)
+        answers.keep(key, answer, _sound)
+    return answer if _sound(answer) else {"unknown": str(answer.get("unknown") or answer.get("failed") or "no answer")}
+
+
+def built_names(model: Checkpoint) -> dict[str, str]:
+    """Tensor of a checkpoint → tensor of the model that transformers builds; {} if that is not known."""
+    return {name: key for name, (key, _) in describe(model).get("names", {}).items()}
+
+
+def _sound(answer: Mapping[str, Any]) -> bool:
+    return set(answer) == _KEYS and all(isinstance(answer[key], dict) for key in ("modules", "tensors", "names"))

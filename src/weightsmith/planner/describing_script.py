@@ -1,0 +1,218 @@
+"""The model that transformers builds from a config.json, as PEFT sees it. Run by `describing.py` in a process of its own.
+
+JSON in, JSON out.
+
+No module of weightsmith is imported. The model is built on the meta device, where a tensor is a shape; nothing is downloaded,
+and no code of a model is executed but transformers' own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+MAX_DATA_BYTES = 16 << 30
+"""Of this process: a config.json may ask for a model of any size."""
+
+
+def main() -> None:
+    """Read `[config, names]`, write the answer of `describe`. Argument: seconds after which the process ends itself."""
+    if hasattr(signal, "alarm"):  # not on Windows
+        signal.alarm(int(sys.argv[1]))  # if the process that waits for the answer is killed
+    gc.disable()  # what imports take, a fifth; they leave nothing to collect
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (MAX_DATA_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    warnings.simplefilter("ignore")
+    answer = os.dup(1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    with os.fdopen(answer, "w") as out:
+        json.dump(describe(*json.load(sys.stdin)), out)
+
+
+def describe(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The modules and tensors of the model, and which of them the tensors of a checkpoint become.
+
+    names  of the checkpoint's tensors
+
+    Returns {"unknown": why} where transformers has no such model or cannot build it, otherwise
+
+    modules  name → linear, transposed (transformers' Conv1D), embedding, other
+    tensors  name → shape, of all that is in the state: parameters and buffers
+    names    tensor of the checkpoint → [tensor of the model, operations that make it of this and of others]
+    tied     groups of tensors that are one
+    redirected  last components of names of modules that PEFT takes for those of experts: they can only be `target_parameters`
+    refused  last components of names of modules that PEFT gives no factors in this model
+    rows     modules of experts whose rows are inputs
+    """
+    import torch
+    import transformers
+
+    transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
+    model_type, listed = config.get("model_type"), config.get("architectures")
+    if model_type not in transformers.CONFIG_MAPPING:
+        return {"unknown": f"transformers has no model_type {model_type!r}"}
+    name = listed[0] if isinstance(listed, list) and listed else None
+    model_class: Any = getattr(transformers, name, None) if isinstance(name, str) else transformers.AutoModel
+    if not hasattr(model_class, "from_pretrained"):
+        return {"unknown": f"transformers has no model class {name!r}"}
+    try:
+        import peft  # noqa: F401  what it redirects and refuses is part of the answer
+
+        with tempfile.TemporaryDirectory() as folder:
+            plain = {key: value for key, value in config.items() if key not in ("auto_map", "quantization_config")}
+            (Path(folder) / "config.json").write_text(json.dumps(plain))
+            loaded = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        if model_class is transformers.AutoModel:
+            model_class = transformers.MODEL_MAPPING[type(loaded)]
+
+        def build() -> Any:
+            with torch.device("meta"):
+                model = model_class._from_config(loaded)
+            model.tie_weights()
+            return model
+
+        model = build()
+        modules = dict(_modules(model))
+        state = {key: list(tensor.shape) for key, tensor in model.state_dict().items()}
+        answer = {
+            "modules": modules,
+            "tensors": state,
+            "names": _names(model, names),
+            "tied": _tied(model),
+            "redirected": (redirected := sorted(_redirected(model, lasts := _lasts(modules)))),
+            "refused": sorted(_refused(build, [name for last, name in lasts.items() if last not in redirected])),
+            "rows": [key for key, module in model.named_modules() if getattr(module, "is_transposed", False)],
+        }
+    except ImportError as error:  # a package that this architecture needs
+        return {"unknown": f"it cannot be asked without {error.name or str(error).splitlines()[0]}"}
+    except Exception as error:
+        return {"unknown": f"transformers cannot build it: {type(error).__name__}: {' '.join(str(error).split())}"[:500]}
+    return answer
+
+
+def _modules(model: Any) -> Iterator[tuple[str, str]]:
+    """Each module, and as what PEFT takes it."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    kinds = {torch.nn.Linear: "linear", Conv1D: "transposed", torch.nn.Embedding: "embedding"}
+    attention: list[str] = []  # torch's own reads the weights of the modules inside and does not call them
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, torch.nn.MultiheadAttention):
+            attention.append(f"{name}.")
+        kind = "linear" if _multiplies(module) else kinds.get(type(module), "other")
+        yield name, "other" if name.startswith(tuple(attention)) else kind
+
+
+def _multiplies(module: Any) -> bool:
+    """Whether a module of a class derived from Linear does no more than that: a router returns more."""
+    import torch
+
+    if not isinstance(module, torch.nn.Linear) or type(module) is torch.nn.Linear:
+        return False
+    try:
+        found = module(torch.empty(1, module.in_features, device="meta", dtype=module.weight.dtype))
+    except Exception:
+        return False
+    return isinstance(found, torch.Tensor) and tuple(found.shape) == (1, module.out_features)
+
+
+def _names(model: Any, names: Sequence[str]) -> dict[str, list[Any]]:
+    """What each tensor of a checkpoint becomes: as transformers renames it while it loads."""
+    state, prefix = model.state_dict(), model.base_model_prefix
+    rename, renamings, converters = _renaming(model)
+    found: dict[str, list[Any]] = {}
+    for name in names:
+        key, pattern = rename(name, renamings, converters, prefix, state)
+        if pattern is None and key not in state and name in state:
+            key = name
+        if key in state:
+            operations: list[Any] = next((each.operations for each in converters if pattern in each.source_patterns), [])
+            found[name] = [key, [type(each).__name__ for each in operations]]
+    return found
+
+
+def _renaming(model: Any) -> tuple[Any, list[Any], list[Any]]:
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:  # transformers 4: names change by the prefix alone
+
+        def rename(name: str, _renamings: Any, _converters: Any, prefix: str, state: Any) -> tuple[str, None]:
+            ways = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
+            return next((way for way in ways if way in state), name), None
+
+        return rename, [], []
+    mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if not isinstance(each, WeightConverter)]
+    assert all(hasattr(each, "rename_source_key") or isinstance(each, WeightRenaming) for each in renamings)
+    return rename_source_key, renamings, [each for each in mapping if isinstance(each, WeightConverter)]
+
+
+def _tied(model: Any) -> list[list[str]]:
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _lasts(modules: Mapping[str, str]) -> dict[str, str]:
+    """Last component of a name → the first module that has it, for modules that may have factors."""
+    found: dict[str, str] = {}
+    for name, kind in modules.items():
+        if kind in ("linear", "transposed") and name:
+            found.setdefault(name.rpartition(".")[2], name)
+    return found
+
+
+def _redirected(model: Any, lasts: Mapping[str, str]) -> Iterator[str]:
+    """Names that PEFT takes for those of experts' matrices, as transformers 4 had them."""
+    try:
+        from peft import LoraConfig
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # transformers 4, or PEFT before it
+        return
+    for last, name in lasts.items():
+        config = LoraConfig(target_modules=[name])
+        try:
+            convert_peft_config_for_transformers(config, model, [])
+        except ValueError:  # one of several that are fused now
+            yield last
+        else:
+            if name not in config.target_modules:
+                yield last
+
+
+def _refused(build: Any, names: Sequence[str]) -> Iterator[str]:
+    """Last components of the names of modules that PEFT does not wrap."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.tuners_utils import BaseTunerLayer
+    except ImportError:
+        return
+
+    def taken(some: Sequence[str]) -> bool:
+        model = build()
+        try:
+            inject_adapter_in_model(LoraConfig(r=1, target_modules=list(some)), model)
+            return all(isinstance(model.get_submodule(name), BaseTunerLayer) for name in some)
+        except Exception:
+            return False
+
+    if names and not taken(names):
+        yield from (name.rpartition(".")[2] for name in names if not taken([name]))
+
+
+if __name__ == "__main__":
+    main()
