@@ -13,6 +13,7 @@ from typing import Any
 
 from weightsmith.plans import Plan
 from weightsmith.structure import analyse
+from weightsmith.text import markdown_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,5 +66,5 @@ def _finite(norm: float) -> float | None:
 
 def to_markdown(moved: tuple[Moved, ...]) -> str:
     """A table for the card."""
-    lines = ["| | delta | share of the base |", "| --- | ---: | ---: |"]
-    return "\n".join([*lines, *(f"| {m.name} | {m.delta:.4g} | {m.share:.3%} |" for m in moved)])
+    rows = [(m.name, f"{m.delta:.4g}", f"{m.share:.3%}") for m in moved]
+    return markdown_table(("", "delta", "share of the base"), rows, right={1, 2})

@@ -18,6 +18,7 @@ from typing import Any
 
 from weightsmith.errors import CheckpointError, Finding, NotFound, without_queries
 from weightsmith.formats.files import RandomAccess, show
+from weightsmith.redaction import know
 from weightsmith.remote.files import RemoteFile, opened, read_starts
 from weightsmith.remote.http import HttpFile
 
@@ -176,6 +177,7 @@ def open_repository(
     from huggingface_hub import constants, errors
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it marks no exports
 
+    know(token)
     where = f"{name}@{revision}" if revision else name
     try:
         validate_repo_id(name)

@@ -17,6 +17,7 @@ numpy, numba, yaml and the rest are imported inside the commands, so that `--hel
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -48,10 +49,14 @@ def _run(app: Typer) -> int:
     """The exit code of a command line; one that cannot be read is reported as JSON too, if `--json` is in it."""
     from typer import TyperException
 
+    from weightsmith.text import note
+
     try:
         return int(app(prog_name="weightsmith", standalone_mode=False) or 0)
     except TyperException as error:
-        error.show()  # type: ignore[attr-defined]
+        shown = io.StringIO()
+        error.show(shown)  # type: ignore[attr-defined]
+        note(shown.getvalue().rstrip())
         code: int = getattr(error, "exit_code", 2)
         if "--json" in sys.argv:
             from weightsmith.cli.exits import Exit

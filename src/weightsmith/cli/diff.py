@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -12,8 +11,9 @@ import typer
 
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures
+from weightsmith.errors import printable
 from weightsmith.progress import meter, no_bars_in_logs
-from weightsmith.text import fact, heading, printable, result, say, show_table
+from weightsmith.text import fact, heading, result, say, show_json, show_table
 
 if TYPE_CHECKING:
     from weightsmith.look.comparison import Alignment, Comparison
@@ -76,7 +76,7 @@ def diff(
         if report is not None:
             write_page(report, difference_page(found) if isinstance(found, Two) else comparison_page(found))
         if as_json:
-            result(json.dumps(found.to_json(), ensure_ascii=False))
+            show_json(found.to_json())
         elif not quiet:
             if isinstance(found, Two):
                 _show(found, each=bool(tensors))

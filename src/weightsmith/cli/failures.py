@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
@@ -13,8 +12,20 @@ from dataclasses import asdict
 import typer
 
 from weightsmith.cli.exits import Exit
-from weightsmith.errors import CheckpointError, Corrupt, Finding, PlanError, StoreError, WeightsmithError, WorkerLost, report
-from weightsmith.text import RED, diagnostic, note, printable, result
+from weightsmith.errors import (
+    MAX_MESSAGE,
+    CheckpointError,
+    Corrupt,
+    Finding,
+    PlanError,
+    StoreError,
+    WeightsmithError,
+    WorkerLost,
+    legible,
+    printable,
+    report,
+)
+from weightsmith.text import RED, diagnostic, note, show_json
 
 DEBUG = "WEIGHTSMITH_DEBUG"
 
@@ -43,10 +54,10 @@ def failures(
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise typer.Exit(Exit.NO_READER) from None
     except KeyboardInterrupt:
-        what = printable(interrupted())
-        note(f"\n{what}")
+        what, *more = interrupted().split("\n")
+        note("\n".join(["", *map(printable, (what, *more))]))
         if as_json:
-            print_json([Finding(what.split("\n")[0])], ["interrupted"], Exit.INTERRUPTED)
+            print_json([Finding(what)], ["interrupted"], Exit.INTERRUPTED)
         raise typer.Exit(Exit.INTERRUPTED) from None
     except WeightsmithError as error:
         _debug()
@@ -59,7 +70,7 @@ def failures(
     except Exception as error:
         _debug()
         what = f"{type(error).__name__}: {error}".rstrip(": ")
-        diagnostic(f"error[internal]: {what}", RED)
+        diagnostic(f"error[internal]: {legible(what, MAX_MESSAGE)}", RED)
         if not os.environ.get(DEBUG):
             note(
                 f"  -> Report it to weightsmith with the recipe and what the same command prints with {DEBUG}=1, "
@@ -88,9 +99,10 @@ def exit_code(error: WeightsmithError, *, merging: bool = False, checking: bool 
 def print_json(findings: Sequence[Finding], codes: Sequence[str], exit: Exit, state: str = "") -> None:
     """What `--json` prints in place of a result: {"errors": [{code, what, where, details, fix}], "state", "exit_code"}."""
     errors = [{"code": code, **asdict(found)} for code, found in zip(codes, findings, strict=True)]
-    result(json.dumps({"errors": errors, "state": state, "exit_code": int(exit)}, ensure_ascii=False))
+    show_json({"errors": errors, "state": state, "exit_code": int(exit)})
 
 
 def _debug() -> None:
     if os.environ.get(DEBUG):
-        note(traceback.format_exc().rstrip())
+        lines = traceback.format_exc().rstrip().split("\n")
+        note("\n".join(f"| {printable(line)}" for line in lines))  # what an error says may have lines that look like ours

@@ -13,9 +13,10 @@ from typing import Annotated
 import typer
 
 from weightsmith.cli.failures import failures
-from weightsmith.errors import nearest
+from weightsmith.errors import nearest, printable
 from weightsmith.goals import GOALS, Goal
-from weightsmith.text import note, printable, result, say, show_table
+from weightsmith.redaction import has_secret
+from weightsmith.text import note, result, say, show_table
 
 _PRESETS = Path(__file__).parent / "presets"
 
@@ -73,8 +74,11 @@ def init(
                 f"{printable(file)} already exists: name another file, or write --force.", param_hint="FILE"
             )
         text = _preset(preset) if preset else _recipe(goal, [*(models or ())], base)
+        if has_secret(text):
+            hint = "the name of a model holds a password, a token or a key: give it by the environment, see docs/remote.md."
+            raise typer.BadParameter(hint, param_hint="--model")
         if target is None:
-            sys.stdout.write(text)
+            result(text.rstrip("\n"))
             return
         try:
             target.write_text(text, encoding="utf-8")

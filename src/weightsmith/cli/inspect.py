@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,8 +9,9 @@ import typer
 
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures
+from weightsmith.errors import printable
 from weightsmith.progress import meter, no_bars_in_logs
-from weightsmith.text import count, fact, heading, printable, result, show_table, size
+from weightsmith.text import count, fact, heading, result, show_json, show_table, size
 
 if TYPE_CHECKING:
     from weightsmith.look.inspect import Inspection, TensorStatistics
@@ -52,7 +52,7 @@ def inspect(
         if report is not None:
             write_page(report, inspection_page(found))
         if as_json:
-            result(json.dumps(found.to_json(), ensure_ascii=False))
+            show_json(found.to_json())
         elif not quiet:
             _show(found, each=bool(tensors))
 

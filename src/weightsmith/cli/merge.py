@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from contextlib import ExitStack
@@ -13,9 +12,10 @@ import typer
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures
 from weightsmith.cli.mergekit_flags import answer
+from weightsmith.errors import printable
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.progress import callbacks, meter, no_bars_in_logs
-from weightsmith.text import count, duration, printable, result, say, size, warn
+from weightsmith.text import count, duration, say, show_json, size, warn
 
 if TYPE_CHECKING:
     from weightsmith.execution import Merged
@@ -74,7 +74,7 @@ def report(merged: Merged, *, quiet: bool, as_json: bool) -> None:
     for finding in merged.warnings[len(merged.plan.warnings) :]:
         warn(finding)
     if as_json:
-        result(json.dumps(_to_json(merged), ensure_ascii=False))
+        show_json(_to_json(merged))
     elif not quiet:
         say(_summary(merged))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from weightsmith.cli.failures import failures
 from weightsmith.cli.merge import show_warnings
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.progress import meter, no_bars_in_logs
-from weightsmith.text import count, fact, result, show_table, size, warn
+from weightsmith.text import count, fact, result, show_json, show_table, size, warn
 
 if TYPE_CHECKING:
     from weightsmith.cli.summary import Summary
@@ -69,7 +68,7 @@ def preview(
             for finding in found.warnings:
                 warn(finding)
             if as_json:
-                result(json.dumps(found.to_json() | {"merge": _costs(summary)}, ensure_ascii=False))
+                show_json(found.to_json() | {"merge": _costs(summary)})
             elif not quiet:
                 _show(found, summary)
 
