@@ -14,6 +14,7 @@ from weightsmith.formats.carried import is_weights
 from weightsmith.formats.files import expand_user
 from weightsmith.planner.patterns import is_pattern
 from weightsmith.recipe import ModelRef
+from weightsmith.remote.addresses import is_address
 
 MAX_FOUND = 500
 """Models that are listed."""
@@ -53,8 +54,10 @@ class Places:
     ) -> Places:
         """Some folders. out: created if it does not exist; None: the first folder.
 
-        Raises NotFound for one that does not exist.
+        Raises NotFound for one that does not exist, ParameterError for an address.
         """
+        if out is not None and is_address(os.fspath(out)):
+            raise ParameterError("results of the studio are written to a local folder", where="--out", fix="name a folder")
         found = [_existing(folder) for folder in folders]
         if out is not None:
             expand_user(os.fspath(out)).mkdir(parents=True, exist_ok=True)
