@@ -171,7 +171,8 @@ def _join(ray: Any, address: str, stack: ExitStack) -> None:
     undo.callback(setattr, constants, "ENABLE_RAY_CLUSTER", enabled)
     own = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
-        own |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _token()}
+        own["RAY_AUTH_TOKEN"] = _token()
+        undo.callback(_set, "RAY_AUTH_MODE", None)  # Ray sets it
     for name, value in own.items():
         undo.callback(_set, name, os.environ.get(name))
         os.environ[name] = value
