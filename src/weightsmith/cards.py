@@ -18,15 +18,17 @@ from weightsmith.citations import cite
 from weightsmith.containers import GGUF, PEFT, SAFETENSORS
 from weightsmith.distance import Moved, to_markdown
 from weightsmith.engine.computed import Computed
-from weightsmith.errors import WeightsmithError
+from weightsmith.errors import WeightsmithError, printable
 from weightsmith.formats.files import exists, expand_user, read_bounded
 from weightsmith.plans import PLAIN, ModelInput, Plan
-from weightsmith.remote.addresses import is_address
+from weightsmith.redaction import redacted
+from weightsmith.text import code, markdown
 
 MAX_CARD_BYTES = 4 << 20
 MAX_FRONT_CHARACTERS = 64 << 10
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+_HUB_REF = re.compile(rf"{_HUB_ID.pattern}(@[\w./-]+)?", re.ASCII)
 _IN_HUB_CACHE = re.compile(r".*/models--([\w.-]+?)--([\w.-]+)/snapshots/[0-9a-f]+", re.ASCII)
 _FRONT = re.compile(r"---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|\Z)", re.DOTALL)
 _VALUE = re.compile(r"[\w.:/+@ -]{1,200}", re.ASCII)
@@ -65,7 +67,7 @@ class _Part:
     @property
     def linked(self) -> str:
         """Its name in Markdown."""
-        return f"[{self.ref}](https://huggingface.co/{self.ref.split('@')[0]})" if self.on_hub else f"`{self.ref}`"
+        return f"[{self.ref}](https://huggingface.co/{self.ref.split('@')[0]})" if self.on_hub else code(self.ref)
 
 
 def model_card(
@@ -87,17 +89,19 @@ def model_card(
     """
     parts = list(_parts(plan, inputs))
     named = {m.ref: m.revision for m, _ in _models(plan, inputs)}
-    models = "\n".join(f"* {_linked(ref, commit)}{f' at {commit}' if commit else ''}" for ref, commit in named.items())
+    models = "\n".join(
+        f"* {_linked(ref, commit)}{f' at {markdown(commit)}' if commit else ''}" for ref, commit in named.items()
+    )
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", plan.recipe)), default=0))
     return f"""---
 {yaml.safe_dump(_front(plan, parts), sort_keys=False, allow_unicode=True).strip()}
 ---
 
-# {name}
+# {markdown(name)}
 
-{plan.made.title}
+{_sentences(plan.made.title)}
 
-{plan.made.source}
+{_sentences(plan.made.source)}
 {_quantised(plan)}{_usage(plan, *(repo.split("@") if repo else [name]))}
 ## Models
 
@@ -145,7 +149,7 @@ def _parts(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[_Part]:
         for ref, commit, folder in zip_longest(model.ref.split("+"), model.revision.split("+"), folders):
             if ref:
                 name = ref.removeprefix("hf://")
-                yield _Part(name, bool(commit) and not is_address(name), {} if folder is None else read_card(folder))
+                yield _Part(name, _is_on_hub(name, commit), {} if folder is None else read_card(folder))
 
 
 def _front(plan: Plan, parts: Sequence[_Part]) -> dict[str, Any]:
@@ -239,18 +243,19 @@ def _quantised(plan: Plan) -> str:
     if plan.container == GGUF:
         counts = Counter(out.dtype.name for step in plan.steps for out in step.outs)
         types = ", ".join(f"{number:,} {name}" for name, number in counts.most_common())
-        return f"\nStored as {plan.made.format}. Types of the tensors: {types}.\n"
+        return f"\nStored as {markdown(plan.made.format)}. Types of the tensors: {types}.\n"
     from weightsmith.quantisation.calibration.weights import by_weight
 
     steps = by_weight(plan).steps
     number = sum(step.family != PLAIN for step in steps)
-    return f"\nQuantised: {plan.made.format}{f' ({number:,} of {len(steps):,} tensors)' if number else ''}.\n"
+    return f"\nQuantised: {markdown(plan.made.format)}{f' ({number:,} of {len(steps):,} tensors)' if number else ''}.\n"
 
 
 def _moved(plan: Plan, distance: tuple[Moved, ...]) -> str:
     if not distance:
         return ""
-    return f"\n## Distance from the base\n\nFrobenius norms of merged - base{plan.made.distance}.\n\n{to_markdown(distance)}\n"
+    what = f"Frobenius norms of merged - base{_sentences(plan.made.distance)}."
+    return f"\n## Distance from the base\n\n{what}\n\n{to_markdown(distance)}\n"
 
 
 def _is_plain(value: object) -> bool:
@@ -261,5 +266,14 @@ def _is_plain(value: object) -> bool:
 def _linked(ref: str, commit: str) -> str:
     """A model in Markdown; with a link if it has a commit, as models of the hub have."""
     ref = ref.removeprefix("hf://")
-    on_hub = bool(commit) and "+" not in ref and not is_address(ref)
-    return _Part(ref, on_hub, {}).linked
+    return _Part(ref, _is_on_hub(ref, commit), {}).linked
+
+
+def _is_on_hub(ref: str, commit: str) -> bool:
+    """A model with a commit, as those of the hub have; and a name that is no markup, whoever wrote the plan."""
+    return bool(commit) and _HUB_REF.fullmatch(ref) is not None
+
+
+def _sentences(text: str) -> str:
+    """Text of a method, or of a plan that somebody else made: one paragraph without HTML."""
+    return printable(redacted(" ".join(text.split()))).replace("<", "&lt;")

@@ -13,6 +13,7 @@ from typing import Any
 
 from weightsmith.plans import Plan
 from weightsmith.structure import analyse
+from weightsmith.text import markdown_table
 
 
 def share_of(delta: float, base: float) -> float:
@@ -86,5 +87,5 @@ def _finite(norm: float) -> float | None:
 
 def to_markdown(moved: tuple[Moved, ...]) -> str:
     """A table for the card."""
-    lines = ["| | delta | share of the base |", "| --- | ---: | ---: |"]
-    return "\n".join([*lines, *(f"| {m.name} | {m.delta:.4g} | {m.percent(3)} |" for m in moved)])
+    rows = [(m.name, f"{m.delta:.4g}", m.percent(3)) for m in moved]
+    return markdown_table(("", "delta", "share of the base"), rows, right={1, 2})

@@ -42,9 +42,11 @@ from __future__ import annotations
 import difflib
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+from weightsmith.redaction import redacted, redactor
 
 NOTHING_WRITTEN = "Nothing was written."
 
@@ -59,14 +61,24 @@ MAX_MESSAGE = 16_000
 _MANY = 2000  # names, of which all are compared with one that is unknown
 
 
-def legible(text: str, most: int = MAX_TEXT) -> str:
-    r"""Untrusted text, made safe for a message: control characters escaped, long text shortened.
+def printable(text: str) -> str:
+    r"""The text on one line. What does not print is escaped: newlines, control characters, marks of direction, zero-width
+    characters, unpaired surrogates. The escape of everything that comes from a file, a server or a plug-in.
+
+    >>> print(printable("model\x1b[2J\u202elayers\nerror: forged"))
+    model\x1b[2J\u202elayers\nerror: forged
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def legible(text: str, most: int = MAX_TEXT, hide: Callable[[str], str] = redacted) -> str:
+    r"""Untrusted text, made safe for a message: secrets hidden, long text shortened, and `printable`.
 
     >>> legible("layers.\x1b[2J\n0"), len(legible("x" * 10**6))
     ('layers.\\x1b[2J\\n0', 1000)
     """
-    text = _cut(text, most)
-    return text if text.isprintable() else _cut("".join(c if c.isprintable() else repr(c)[1:-1] for c in text), most)
+    text = _cut(hide(text), most)  # a secret that is cut may not look like one
+    return text if text.isprintable() else _cut(printable(text), most)
 
 
 def _cut(text: str, most: int) -> str:
@@ -90,10 +102,11 @@ class Finding:
     fix: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "what", legible(self.what))
-        object.__setattr__(self, "fix", _sentence(legible(self.fix)))
-        object.__setattr__(self, "where", legible(self.where, 4 * MAX_TEXT))
-        object.__setattr__(self, "details", tuple(map(legible, self.details)))
+        hide = redactor()
+        object.__setattr__(self, "what", legible(self.what, hide=hide))
+        object.__setattr__(self, "fix", _sentence(legible(self.fix, hide=hide)))
+        object.__setattr__(self, "where", legible(self.where, 4 * MAX_TEXT, hide))
+        object.__setattr__(self, "details", tuple(legible(text, hide=hide) for text in self.details))
 
     def __str__(self) -> str:
         lines = [f"{self.where}: {self.what}" if self.where else self.what]
@@ -251,12 +264,12 @@ class Corrupt(StoreError):
 
 
 def without_queries(text: str) -> str:
-    """Text of another library without the queries of addresses: one may be a signature, with which anybody may read the file.
+    """Text of another library without secrets and the queries of addresses: with a signed one, anybody may read the file.
 
     >>> without_queries("GET 'https://host/a?X-Amz-Signature=1' failed. Again?")
     "GET 'https://host/a?...' failed. Again?"
     """
-    return re.sub(r"\?[\w%&=][^\s'\"<>]*", "?...", text)
+    return re.sub(r"\?[\w%&=][^\s'\"<>]*", "?...", redacted(text))
 
 
 def first_line(error: BaseException) -> str:
@@ -352,7 +365,7 @@ def excerpt(where: str, filename: str, text: str) -> Iterator[str]:
     if match is None or not 0 < int(match[1]) <= len(lines):
         return
     number, column = int(match[1]), int(match[2])
-    line = "".join(c if c.isprintable() or c == "\t" else "\ufffd" for c in lines[number - 1])
+    line = "".join(c if c.isprintable() or c == "\t" else "\ufffd" for c in redactor(of_equal_length=True)(lines[number - 1]))
     start = 0
     if len(line) > _EXCERPT:  # the part around the place
         start = max(0, min(column - 1 - _EXCERPT // 2, len(line) - _EXCERPT))

@@ -18,6 +18,7 @@ from typing import Any
 
 from weightsmith.errors import CheckpointError, Finding, NotFound, without_queries
 from weightsmith.formats.files import RandomAccess, show
+from weightsmith.redaction import know
 from weightsmith.remote.environment import check_hub
 from weightsmith.remote.failures import lasting, no_panic, passes
 from weightsmith.remote.files import RemoteFile, opened, read_starts
@@ -181,6 +182,7 @@ def open_repository(
     from huggingface_hub import constants, errors
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it marks no exports
 
+    know(token)
     where = f"{name}@{revision}" if revision else name
     try:
         validate_repo_id(name)

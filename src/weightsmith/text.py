@@ -1,39 +1,63 @@
 """Words on the two streams: results to stdout, everything said about the work to stderr.
 
-Text from recipes, paths and tensor names goes out as it is: no markup is interpreted, no name is cut, and control characters
-are shown as escapes, so that a file from the internet cannot paint over the terminal. On a terminal, sentences and tables are
-wrapped at spaces to its width; in a pipe a line stays a line.
+Text from recipes, paths and tensor names goes out as it is: no markup is interpreted, and no name is cut. What does not print
+is shown as escapes (`errors.printable`), so that a file from the internet can neither paint over the terminal nor forge a
+line. Secrets are hidden (`redaction`). On a terminal, sentences and tables are wrapped at spaces to its width; in a pipe a
+line stays a line.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from weightsmith.errors import Finding, with_excerpt
+from weightsmith.errors import Finding, printable, with_excerpt
+from weightsmith.redaction import redacted, redacted_values
 from weightsmith.streams import replace_streams
-
-_ESCAPES = {c: f"\\x{c:02x}" for c in (*range(32), 127, *range(128, 160)) if c not in (9, 10)}
 
 BOLD, RED, YELLOW = "1", "1;31", "33"
 
 
 def prepare_streams() -> None:
-    """Replace streams that cannot be written, show what an encoding lacks as escapes, and Python's own warnings like ours."""
+    """Make both streams ready for every text: ours, Python's warnings, and those of other libraries.
+
+    Streams that cannot be written are replaced, what an encoding lacks is shown as escapes, and secrets are hidden.
+    """
     replace_streams()
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="backslashreplace")
-    warnings.showwarning = lambda message, *_args, **_kwargs: note(f"{colour('warning:', YELLOW, sys.stderr)} {message}")
+    if sys.stderr is not None and not isinstance(sys.stderr, _WithoutSecrets):
+        sys.stderr = _WithoutSecrets(sys.stderr)
+    warnings.showwarning = lambda message, *_args, **_kwargs: diagnostic(f"warning: {printable(str(message))}", YELLOW)
+
+
+class _WithoutSecrets:
+    """A stream for the texts of other libraries: their logs, bars and tracebacks."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(redacted(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -46,15 +70,6 @@ def colour(text: str, code: str, stream: TextIO) -> str:
     if not is_terminal(stream) or os.environ.get("NO_COLOR"):
         return text
     return f"\033[{code}m{text}\033[0m"
-
-
-def printable(text: str) -> str:
-    r"""The text with control characters as escapes; newlines and tabs stay.
-
-    >>> print(printable("model\x1b[2Jlayers"))
-    model\x1b[2Jlayers
-    """
-    return text.translate(_ESCAPES)
 
 
 def columns(stream: TextIO) -> int | None:
@@ -95,21 +110,52 @@ def wrapped(text: str, width: int | None, indent: str = "    ") -> str:
 _AT_SPACES: Mapping[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 
 
-def result(text: str = "") -> None:
-    """A line of the result, to stdout, as it is. The text is printable already, or is JSON."""
+def _print(text: str, stream: TextIO) -> None:
+    """The exit of every text but JSON. Names in it are `printable` already; only lines and colours of ours are left alone."""
     erase_status()
-    print(text)
+    parts = re.split(r"(\n|\t|\033\[[0-9;]*m)" if is_terminal(stream) else r"(\n|\t)", redacted(text))
+    shown = "".join(part if i % 2 else printable(part) for i, part in enumerate(parts))
+    if stream is sys.stderr:
+        _aside(shown)
+    else:
+        print(shown, file=stream)
+
+
+def result(text: str = "") -> None:
+    """Lines of the result, to stdout."""
+    _print(text, sys.stdout)
+
+
+def show_json(value: Any, *, indent: int | None = None, exact: bool = False) -> None:
+    """The result as JSON, to stdout. exact: it is read by a command again, so nothing in it is hidden."""
+    erase_status()
+    print(json_text(value if exact else redacted_values(value), indent=indent))
+
+
+def json_text(value: Any, *, indent: int | None = None, allow_nan: bool = True) -> str:
+    r"""JSON in which what does not print is escaped, as JSON escapes it.
+
+    >>> print(json_text({"é": "a\u202e\x7f"}))
+    {"é": "a\u202e\u007f"}
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=allow_nan, indent=indent)
+    return text if text.isprintable() else re.sub(r"[^\n -~]", _json_escape, text)
+
+
+def _json_escape(match: re.Match[str]) -> str:
+    if match[0].isprintable():
+        return match[0]
+    return f"\\u{ord(match[0]):04x}" if ord(match[0]) < 0x10000 else json.dumps(match[0])[1:-1]
 
 
 def say(text: str) -> None:
     """A sentence of the result, to stdout, wrapped on a terminal."""
-    result(wrapped(text, columns(sys.stdout)))
+    _print(wrapped(text, columns(sys.stdout)), sys.stdout)
 
 
 def note(text: str) -> None:
     """A line about the work, to stderr, wrapped on a terminal."""
-    erase_status()
-    _aside(wrapped(text, columns(sys.stderr)))
+    _print(wrapped(text, columns(sys.stderr)), sys.stderr)
 
 
 def _aside(text: str, end: str = "\n") -> None:
@@ -159,7 +205,7 @@ def status(text: str) -> None:
     if _status.on:
         width = columns(sys.stderr) or 80
         _status.drawn = True
-        _aside(f"\r\033[2K{printable(text).replace(chr(10), ' ')[: width - 1]}", end="")
+        _aside(f"\r\033[2K{printable(redacted(text))[: width - 1]}", end="")
 
 
 def erase_status() -> None:
@@ -182,15 +228,14 @@ def warn(finding: Finding, source: tuple[str, str] = ("", "")) -> None:
 
 def diagnostic(text: str, code: str) -> None:
     """An error or a warning to stderr, wrapped to the terminal, its first word and the carets in a colour."""
-    erase_status()
     lines: list[str] = []
-    for line in printable(text).split("\n"):  # a line of the recipe and its carets belong together, however narrow the terminal
+    for line in redacted(text).split("\n"):  # a line of the recipe and its carets belong together, however narrow the terminal
         lines += [line] if re.match(r" +\d* \| ", line) else wrapped(line, columns(sys.stderr)).split("\n")
     for i, line in enumerate(lines):
         head = re.match(r"error\[[a-z-]+\]:|warning:|     +\| *\^+$", line)
         if head:
             lines[i] = colour(head[0], code, sys.stderr) + line[head.end() :]
-    _aside("\n".join(lines))
+    _print("\n".join(lines), sys.stderr)
 
 
 def heading(text: str) -> str:
@@ -213,7 +258,7 @@ def table(
     ties      199
     copy        2
     """
-    cells = [[printable(c).replace("\n", " ") for c in row] for row in (headers, *rows)]
+    cells = [[printable(redacted(c)) for c in row] for row in (headers, *rows)]
     number = range(len(headers))
     widths = [max(len(row[i]) for row in cells) for i in number]
     if width is None or _width(widths) <= width:
@@ -290,10 +335,42 @@ def _number(text: str) -> int | None:
     return int(text) or None if text.isascii() and text.isdigit() else None
 
 
+def markdown(text: str) -> str:
+    r"""A name from a file as Markdown: one that could be markup becomes code, in which nothing is.
+
+    >>> print(markdown("mlp.up_proj"), markdown("[a](http://b)"), markdown("<b>\n# c`"))
+    mlp.up_proj `[a](http://b)` `` <b>\n# c` ``
+    """
+    text = printable(redacted(text))
+    if re.fullmatch(r"[\w .,:;%()'/+=-]*", text) and "://" not in text and "www." not in text.lower():
+        return text
+    return code(text)
+
+
+def code(text: str) -> str:
+    """A text as code in Markdown."""
+    text = printable(redacted(text))
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    space = " " if "`" in text else ""
+    return f"{fence}{space}{text}{space}{fence}"
+
+
+def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
+    """A table in Markdown, whose cells are texts; columns in `right` are aligned right."""
+    rule = ["---:" if i in right else "---" for i in range(len(headers))]
+    cells = [[markdown(cell).replace("|", "\\|") for cell in row] for row in (headers, *rows)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (cells[0], rule, *cells[1:]))
+
+
 def fact(label: str, text: str) -> None:
     """A labelled line of the result: `method   ties`."""
-    lines = wrapped(f"{label:<8} {printable(text)}", columns(sys.stdout), " " * 9)
-    result(heading(lines[:8]) + lines[8:])
+    show_fact(label, printable(text), 8)
+
+
+def show_fact(label: str, text: str, width: int) -> None:
+    """`fact` with a text that may have lines, and labels of another width."""
+    lines = wrapped(f"{label:<{width}} {text}", columns(sys.stdout), " " * (width + 1))
+    result(heading(lines[:width]) + lines[width:])
 
 
 def size(nbytes: float) -> str:

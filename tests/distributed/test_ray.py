@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -193,6 +194,43 @@ def test_the_command_starts_a_cluster_and_leaves_no_process(here: Path) -> None:
     assert files(here / "out") == files(here / "whole")
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert "ray::" not in listed
+
+
+LISTENING = """
+import json, os
+from pathlib import Path
+from weightsmith.distributed.on_ray import RayWorkers
+from weightsmith.options import RunOptions
+with RayWorkers.connect(RunOptions(ray="local")) as workers:
+    import psutil
+    import ray
+    folder = Path(ray._private.worker._global_node.get_temp_dir_path())
+    me = psutil.Process()
+    processes = [me, *me.children(recursive=True)]
+    hosts = [c.laddr.ip for p in processes for c in p.net_connections("inet") if c.status == "LISTEN"]
+    around = folder.parent.stat()
+    names = sorted({name for p in processes for name in [p.name()]})
+print(json.dumps([hosts, oct(around.st_mode & 0o777), around.st_uid == os.getuid(), folder.parent.exists(), names]))
+"""
+
+
+@pytest.mark.slow
+def test_nobody_else_reaches_a_cluster_of_ours(here: Path) -> None:
+    """Its processes listen on this machine alone, its files are in a folder of mode 0700, and nothing stays."""
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'weightsmith[ray]'")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"PYTHONPATH": str(Path(weightsmith.__file__).parents[1]), "HOME": str(here / "home")}
+    (here / "home").mkdir()
+    ran = subprocess.run(
+        [sys.executable, "-c", LISTENING], env=environment, check=False, timeout=100, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    hosts, mode, ours, left, names = json.loads(ran.stdout.splitlines()[-1])
+    assert {"gcs_server", "raylet"} <= set(names)
+    assert len(hosts) >= 3
+    assert {host.removeprefix("::ffff:") for host in hosts} == {"127.0.0.1"}
+    assert (mode, ours, left) == ("0o700", True, False)
+    assert not list((here / "home").rglob("*token*"))
 
 
 def test_without_ray_the_option_says_what_to_install(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

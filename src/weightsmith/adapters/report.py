@@ -14,6 +14,7 @@ from weightsmith.pages import Column, HeatMap, Table, heat_maps
 from weightsmith.pages.svg import heat_map, picture
 from weightsmith.pages.values import Block, Mark
 from weightsmith.structure.places import Place
+from weightsmith.text import markdown_table
 
 NAME = "extraction"
 """Key of the report in `Merged.reports`."""
@@ -103,12 +104,11 @@ class Extraction:
     def section(self) -> str:
         """A section for the model card."""
         head, rows = self.table()
-        lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
         text = f"\n## What the adapter keeps\n\n{self.parameters:,} parameters in factors. "
         text += (
             "Shares of the squared Frobenius norm of the difference; noise is what rounding the fine-tune to 16 bits added.\n\n"
         )
-        return text + "\n".join(lines) + "\n"
+        return f"{text}{markdown_table(head, rows)}\n"
 
     def warnings(self, where: str) -> list[Finding]:
         """What the adapter leaves out, and what PEFT does not undo."""

@@ -17,6 +17,7 @@ numpy, numba, yaml and the rest are imported inside the commands, so that `--hel
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -62,6 +63,7 @@ def _run(app: Typer) -> int:
 
     from weightsmith.cli.failures import forget_written, tell_lost
     from weightsmith.streams import ResultLost
+    from weightsmith.text import note
 
     forget_written()
     try:
@@ -71,8 +73,9 @@ def _run(app: Typer) -> int:
     except ResultLost as error:
         return tell_lost(error)
     except TyperException as error:
-        end_status()
-        error.show()  # type: ignore[attr-defined]
+        shown = io.StringIO()
+        error.show(shown)  # type: ignore[attr-defined]
+        note(shown.getvalue().rstrip())
         code = getattr(error, "exit_code", 2)
         if "--json" in sys.argv:
             from weightsmith.cli.exits import Exit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,7 @@ import typer
 
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures, wrote
-from weightsmith.text import count, note, printable, result, say, show_table, size, status_line
+from weightsmith.text import count, note, say, show_json, show_table, size, status_line
 
 
 def clean(
@@ -34,7 +33,7 @@ def clean(
     with failures(checking=True, as_json=as_json), status_line("looking for unfinished work", quiet=as_json):
         from weightsmith.buckets.prefix import parse_prefix
         from weightsmith.buckets.unfinished import UnfinishedUpload, find_uploads, remove_upload
-        from weightsmith.errors import NotFound
+        from weightsmith.errors import NotFound, printable
         from weightsmith.formats.files import is_folder
         from weightsmith.hub_outputs.address import is_hub_address, parse_hub_address
         from weightsmith.store.target import is_address
@@ -72,7 +71,7 @@ def clean(
                 }
                 for each in found
             ]
-            result(json.dumps(facts, ensure_ascii=False))
+            show_json(facts)
             return
         for each in found:
             if each.reason:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -12,10 +11,11 @@ import typer
 
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures, wrote
+from weightsmith.errors import printable
 from weightsmith.pages.values import Mark
 from weightsmith.pages.words import finite_or_mark, written
 from weightsmith.progress import meter, no_bars_in_logs
-from weightsmith.text import fact, heading, printable, result, say, show_table, status_line
+from weightsmith.text import fact, heading, result, say, show_json, show_table, status_line
 
 if TYPE_CHECKING:
     from weightsmith.look.comparison import Alignment, Comparison
@@ -79,7 +79,7 @@ def diff(
             write_page(report, difference_page(found) if isinstance(found, Two) else comparison_page(found))
             wrote(f"The page is written: {printable(str(report))}")
         if as_json:
-            result(json.dumps(found.to_json(), ensure_ascii=False, allow_nan=False))
+            show_json(found.to_json())
         elif not quiet:
             if isinstance(found, Two):
                 _show(found, each=bool(tensors))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -18,7 +17,8 @@ from weightsmith._version import __version__
 from weightsmith.cli import options
 from weightsmith.cli.exits import Exit
 from weightsmith.cli.failures import failures
-from weightsmith.text import columns, heading, printable, result, size, status_line, wrapped
+from weightsmith.errors import printable
+from weightsmith.text import show_fact, show_json, size, status_line
 
 REQUIRED = ("numpy", "numba", "ml_dtypes", "PyYAML", "typer", "rich", "huggingface_hub", "xxhash")
 OPTIONAL = {
@@ -50,7 +50,7 @@ def doctor(
     with failures(as_json=as_json), status_line("looking at packages, memory, disk and the Hub", quiet=as_json):
         facts = _facts(Path(folder))
         if as_json:
-            result(json.dumps(facts, ensure_ascii=False))
+            show_json(facts)
         else:
             _show(facts)
         if None in facts["packages"].values():
@@ -140,8 +140,7 @@ def _ask(endpoint: str) -> str:
 
 def _show(facts: dict[str, Any]) -> None:
     def fact(label: str, text: str) -> None:
-        lines = wrapped(f"{label:<12} {printable(text)}", columns(sys.stdout), " " * 13)
-        result(heading(lines[:12]) + lines[12:])
+        show_fact(label, printable(text), 12)
 
     fact("weightsmith", f"{facts['weightsmith']}, Python {facts['python']} ({sys.executable})")
     fact("system", facts["platform"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -14,7 +13,7 @@ from weightsmith.cli.merge import interrupted, make, show_warnings
 from weightsmith.options import ExtractSettings, RunOptions
 from weightsmith.progress import no_bars_in_logs
 from weightsmith.tensors import DType
-from weightsmith.text import count, result, show_table, status_line
+from weightsmith.text import count, result, show_json, show_table, status_line
 
 if TYPE_CHECKING:
     from weightsmith.adapters.report import Extraction
@@ -72,7 +71,7 @@ def extract_lora(
 
 def _show_plan(plan: Plan, *, as_json: bool) -> None:
     if as_json:
-        result(json.dumps(plan.to_json(), ensure_ascii=False))
+        show_json(plan.to_json(), exact=True)
         return
     from weightsmith.adapters.factors import FactorWork
 

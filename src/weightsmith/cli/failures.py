@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
@@ -14,6 +13,7 @@ import typer
 
 from weightsmith.cli.exits import Exit
 from weightsmith.errors import (
+    MAX_MESSAGE,
     CheckpointError,
     Corrupt,
     Finding,
@@ -22,12 +22,14 @@ from weightsmith.errors import (
     StoreError,
     WeightsmithError,
     WorkerLost,
+    legible,
+    printable,
     report,
 )
 from weightsmith.remote.environment import check_hub
 from weightsmith.remote.failures import no_panic
 from weightsmith.streams import ResultLost
-from weightsmith.text import RED, diagnostic, note, printable, result
+from weightsmith.text import RED, diagnostic, note, show_json
 
 DEBUG = "WEIGHTSMITH_DEBUG"
 
@@ -56,10 +58,10 @@ def failures(
     except ResultLost as error:
         raise typer.Exit(tell_lost(error)) from None
     except KeyboardInterrupt:
-        what = printable(interrupted())
-        note(f"\n{what}")
+        what, *more = interrupted().split("\n")
+        note("\n".join(["", *map(printable, (what, *more))]))
         if as_json:
-            print_json([Finding(what.split("\n")[0])], ["interrupted"], Exit.INTERRUPTED)
+            print_json([Finding(what)], ["interrupted"], Exit.INTERRUPTED)
         raise typer.Exit(Exit.INTERRUPTED) from None
     except WeightsmithError as error:
         _debug()
@@ -77,7 +79,7 @@ def failures(
                 print_json([broken.finding], [broken.code], Exit.PROBLEMS, broken.state)
             raise typer.Exit(Exit.PROBLEMS) from None
         what = f"{type(error).__name__}: {error}".rstrip(": ")
-        diagnostic(f"error[internal]: {what}", RED)
+        diagnostic(f"error[internal]: {legible(what, MAX_MESSAGE)}", RED)
         if not os.environ.get(DEBUG):
             note(
                 f"  -> Report it to weightsmith with the recipe and what the same command prints with {DEBUG}=1, "
@@ -127,7 +129,7 @@ def print_json(findings: Sequence[Finding], codes: Sequence[str], exit: Exit, st
     """What `--json` prints in place of a result: {"errors": [{code, what, where, details, fix}], "state", "exit_code"}."""
     errors = [{"code": code, **asdict(found)} for code, found in zip(codes, findings, strict=True)]
     with suppress(ResultLost):  # the error was said on stderr
-        result(json.dumps({"errors": errors, "state": state, "exit_code": int(exit)}, ensure_ascii=False))
+        show_json({"errors": errors, "state": state, "exit_code": int(exit)})
         sys.stdout.flush()
 
 
@@ -143,4 +145,5 @@ def _environment() -> ParameterError | None:
 
 def _debug() -> None:
     if os.environ.get(DEBUG):
-        note(traceback.format_exc().rstrip())
+        lines = traceback.format_exc().rstrip().split("\n")
+        note("\n".join(f"| {printable(line)}" for line in lines))  # what an error says may have lines that look like ours

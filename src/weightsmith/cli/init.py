@@ -14,9 +14,10 @@ from typing import Annotated
 import typer
 
 from weightsmith.cli.failures import failures, wrote
-from weightsmith.errors import nearest
+from weightsmith.errors import nearest, printable
 from weightsmith.goals import GOALS, Goal
-from weightsmith.text import note, printable, result, say, show_table
+from weightsmith.redaction import has_secret
+from weightsmith.text import note, result, say, show_table
 
 _PRESETS = Path(__file__).parent / "presets"
 
@@ -72,8 +73,11 @@ def init(
         if target is not None and not force and os.path.lexists(target):
             raise _exists(file)
         text = _preset(preset) if preset else _recipe(goal, [*(models or ())], base)
+        if has_secret(text):
+            hint = "the name of a model holds a password, a token or a key: give it by the environment, see docs/remote.md."
+            raise typer.BadParameter(hint, param_hint="--model")
         if target is None:
-            sys.stdout.write(text)
+            result(text.rstrip("\n"))
             return
         try:
             with target.open("w" if force else "x", encoding="utf-8") as written:

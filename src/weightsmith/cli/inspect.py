@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -12,8 +11,9 @@ import typer
 from weightsmith.cli import options
 from weightsmith.cli.diff import number
 from weightsmith.cli.failures import failures, wrote
+from weightsmith.errors import printable
 from weightsmith.progress import meter, no_bars_in_logs
-from weightsmith.text import count, fact, heading, printable, result, say, show_table, size, status_line
+from weightsmith.text import count, fact, heading, result, say, show_json, show_table, size, status_line
 
 if TYPE_CHECKING:
     from weightsmith.look.inspect import Inspection, TensorStatistics
@@ -55,7 +55,7 @@ def inspect(
             write_page(report, inspection_page(found))
             wrote(f"The page is written: {printable(str(report))}")
         if as_json:
-            result(json.dumps(found.to_json(), ensure_ascii=False, allow_nan=False))
+            show_json(found.to_json())
         elif not quiet:
             _show(found, each=bool(tensors))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from contextlib import ExitStack
@@ -13,9 +12,10 @@ import typer
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures, wrote
 from weightsmith.cli.mergekit_flags import answer
+from weightsmith.errors import printable
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.progress import callbacks, meter, no_bars_in_logs
-from weightsmith.text import count, duration, printable, result, say, size, status, status_line, warn
+from weightsmith.text import count, duration, say, show_json, size, status, status_line, warn
 
 if TYPE_CHECKING:
     from weightsmith.execution import Merged
@@ -77,7 +77,7 @@ def report(merged: Merged, *, quiet: bool, as_json: bool) -> None:
     for finding in merged.warnings[len(merged.plan.warnings) :]:
         warn(finding)
     if as_json:
-        result(json.dumps(_to_json(merged), ensure_ascii=False))
+        show_json(_to_json(merged))
     elif not quiet:
         say(_summary(merged))
 

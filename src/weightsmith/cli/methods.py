@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,8 @@ import typer
 
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures
-from weightsmith.text import columns, heading, result, say, show_table, warn, wrapped
+from weightsmith.errors import printable
+from weightsmith.text import columns, heading, result, say, show_fact, show_json, show_table, warn, wrapped
 
 if TYPE_CHECKING:
     from weightsmith.methods.base import Method
@@ -42,7 +42,7 @@ def methods(
         if as_json:
             shown = (replace(get(name), name=name),) if name else (*all_methods(), *installed_methods()[0])
             data = [_to_json(method) for method in shown]
-            result(json.dumps(data[0] if name else data, ensure_ascii=False))
+            show_json(data[0] if name else data)
             return
 
         if name:
@@ -86,9 +86,10 @@ def _to_json(method: Method) -> dict[str, Any]:
 def _show(method: Method) -> None:
     from weightsmith.methods.describe import BASES, SCOPES, default, doc, models, values
 
-    result(f"{heading(method.name)}: {method.title}")
+    # A plug-in may have written it.
+    result(f"{heading(printable(method.name))}: {printable(method.title)}")
     result()
-    say(method.summary.strip() if columns(sys.stdout) is None else " ".join(method.summary.split()))
+    say(_lines(method.summary.strip()) if columns(sys.stdout) is None else printable(" ".join(method.summary.split())))
     result()
     inputs = f"{models(method)}{'' if method.base == 'input' else ' besides the base'}"
     for label, text in (
@@ -99,17 +100,22 @@ def _show(method: Method) -> None:
         ("models", f"{inputs}; {BASES[method.base]}"),
     ):
         if text:
-            lines = wrapped(f"{label:<8} {text}", columns(sys.stdout), " " * 9)
-            result(heading(lines[:8]) + lines[8:])
+            show_fact(label, _lines(text), 8)
     if method.parameters:
         result()
         result(heading("parameters"))
         for p in method.parameters:
             facts = f"{values(p)}; {'' if p.required else 'default '}{default(p)}; for {SCOPES[p.scope]}"
-            lines = wrapped(f"{p.name}: {facts}", columns(sys.stdout))
-            result(heading(p.name) + lines[len(p.name) :])
-            result(wrapped(f"    {doc(p)}", columns(sys.stdout), ""))
+            name = printable(p.name)
+            lines = wrapped(f"{name}: {printable(facts)}", columns(sys.stdout))
+            result(heading(name) + lines[len(name) :])
+            result(wrapped(f"    {printable(doc(p))}", columns(sys.stdout), ""))
     if method.example:
         result()
         result(heading("example"))
-        result(method.example.rstrip())
+        result(_lines(method.example.rstrip()))
+
+
+def _lines(text: str) -> str:
+    """Text that has lines, each of them printable."""
+    return "\n".join(map(printable, text.split("\n")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,7 +15,7 @@ from weightsmith.cli.merge import interrupted, make, show_warnings
 from weightsmith.cli.mergekit_flags import answer
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.progress import callbacks, meter, no_bars_in_logs
-from weightsmith.text import result, show_table, status_line, warn
+from weightsmith.text import result, show_json, show_table, status_line, warn
 
 if TYPE_CHECKING:
     from weightsmith.mixture.routing.product import RoutingReport
@@ -96,7 +95,7 @@ def moe(
 def _show_routing(report: RoutingReport | None, *, as_json: bool) -> None:
     if as_json:
         routing = None if report is None or report.routing is None else report.routing.to_json()
-        result(json.dumps(routing, ensure_ascii=False))
+        show_json(routing)
     elif report is None or report.routing is None:
         result("the recipe has no prompts, so there is nothing to route")
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,9 +13,10 @@ from weightsmith.cli import options
 from weightsmith.cli.failures import failures
 from weightsmith.cli.merge import show_warnings
 from weightsmith.cli.mergekit_flags import answer
+from weightsmith.errors import printable
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.progress import no_bars_in_logs
-from weightsmith.text import count, fact, heading, printable, result, say, show_table, size, status_line
+from weightsmith.text import count, fact, heading, result, say, show_json, show_table, size, status_line
 
 if TYPE_CHECKING:
     from weightsmith.cli.summary import Summary
@@ -91,7 +91,7 @@ def show_plan(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None
         prepared.stream()
     summary = summarise(prepared, running)
     if as_json:
-        result(json.dumps(_to_json(prepared.plan, summary), ensure_ascii=False))
+        show_json(_to_json(prepared.plan, summary), exact=True)
     else:
         _show(prepared.plan, summary, running.max_memory_bytes)
 
@@ -102,7 +102,7 @@ def _distance(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None
 
     moved = measure_distance(prepared, running)
     if as_json:
-        result(json.dumps(to_json(moved)))
+        show_json(to_json(moved))
     elif not moved:
         result("nothing is merged with a base, so there is no distance from one")
     else:
@@ -282,7 +282,7 @@ def _explain(prepared: Prepared, pattern: str, *, as_json: bool) -> None:
         prepared.explain(pattern)  # raises
     if as_json:
         data = [_explanation(prepared, name) for name in found]
-        result(json.dumps(data[0] if pattern in (*names, *arrays) else data, ensure_ascii=False))
+        show_json(data[0] if pattern in (*names, *arrays) else data)
         return
     for number, name in enumerate(found):
         if number:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -14,10 +13,11 @@ from weightsmith.cli import options
 from weightsmith.cli.diff import share
 from weightsmith.cli.failures import failures, wrote
 from weightsmith.cli.merge import show_warnings
+from weightsmith.errors import printable
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.pages.values import Mark
 from weightsmith.progress import meter, no_bars_in_logs
-from weightsmith.text import count, fact, printable, result, show_table, size, status_line, warn
+from weightsmith.text import count, fact, result, show_json, show_table, size, status_line, warn
 
 if TYPE_CHECKING:
     from weightsmith.cli.summary import Summary
@@ -71,7 +71,7 @@ def preview(
             for finding in found.warnings:
                 warn(finding)
             if as_json:
-                result(json.dumps(found.to_json() | {"merge": _costs(summary)}, ensure_ascii=False, allow_nan=False))
+                show_json(found.to_json() | {"merge": _costs(summary)})
             elif not quiet:
                 _show(found, summary)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Literal
 
 import typer
 
 from weightsmith.cli.failures import failures
-from weightsmith.text import result, warn
+from weightsmith.text import show_json, warn
 
 
 def schema(
@@ -33,4 +32,4 @@ def schema(
         for error in broken:
             warn(error.finding)
         make = moe_schema if moe or command == "moe" else merge_schema
-        result(json.dumps(make((*all_methods(), *installed)), indent=2, ensure_ascii=False))
+        show_json(make((*all_methods(), *installed)), indent=2)

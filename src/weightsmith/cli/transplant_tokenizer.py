@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -13,7 +12,7 @@ from weightsmith.cli.failures import failures
 from weightsmith.cli.merge import interrupted, make, show_warnings
 from weightsmith.options import RunOptions, TransplantSettings
 from weightsmith.progress import no_bars_in_logs
-from weightsmith.text import result, say, show_table, status_line
+from weightsmith.text import result, say, show_json, show_table, status_line
 
 if TYPE_CHECKING:
     from weightsmith.plans import Plan
@@ -66,7 +65,7 @@ def transplant_tokenizer(
 
 def _show_plan(plan: Plan, *, as_json: bool) -> None:
     if as_json:
-        result(json.dumps(plan.to_json(), ensure_ascii=False))
+        show_json(plan.to_json(), exact=True)
         return
     found = plan.vocabulary or {}
     show_table(("tokens", ""), [(how, f"{n:,}") for how, n in found.get("sources", {}).items()], right={1})

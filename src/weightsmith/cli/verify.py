@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures
+from weightsmith.errors import printable
 from weightsmith.progress import Reading, meter
-from weightsmith.text import count, note, printable, result, say, size, status_line
+from weightsmith.text import count, note, say, show_json, size, status_line
 
 
 def verify(
@@ -43,7 +43,7 @@ def verify(
                 "bytes": report.nbytes,
                 "extra": list(report.extra),
             }
-            result(json.dumps(facts, ensure_ascii=False))
+            show_json(facts)
         elif not quiet:
             say(
                 f"{printable(str(report.folder))}: OK, {count(report.tensors, 'tensor')} and "

@@ -9,10 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import secrets
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -20,9 +24,12 @@ from weightsmith.distributed.work import Answer, Lost, Order, Share, do
 from weightsmith.errors import ParameterError, first_line
 from weightsmith.jobs.requires import named_device
 from weightsmith.options import RunOptions
+from weightsmith.redaction import know
 
 AUTO = "auto"
-"""The cluster of this machine, or a new one. Ray itself knows `local`."""
+"""The cluster of this machine, or a new one."""
+LOCAL = "local"
+"""A new cluster on this machine, for this command alone."""
 NODES_SECONDS = 2.0
 """How long the list of machines is used before Ray is asked again."""
 
@@ -58,19 +65,20 @@ class RayWorkers:
         if ours:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or a warning in each worker
-            try:
-                ray.init(None if address == AUTO else address, log_to_driver=False, logging_level=logging.ERROR)
-            except Exception as error:  # what Ray raises depends on where it fails
-                fix = "start a cluster with: ray start --head; or let this command start one with --ray local"
-                raise ParameterError(f"no cluster at {address}: {first_line(error)}", where="--ray", fix=fix) from error
-        workers = cls(ray, options)
-        try:
-            yield workers
-        finally:
-            for share in list(workers._running):
-                workers.stop(share)
+        with ExitStack() as stack:
             if ours:
-                ray.shutdown()
+                stack.callback(ray.shutdown)
+                try:
+                    _join(ray, address, stack)
+                except Exception as error:  # what Ray raises depends on where it fails
+                    fix = "start a cluster with: ray start --head; or let this command start one with --ray local"
+                    raise ParameterError(f"no cluster at {address}: {first_line(error)}", where="--ray", fix=fix) from error
+            workers = cls(ray, options)
+            try:
+                yield workers
+            finally:
+                for share in list(workers._running):
+                    workers.stop(share)
 
     @property
     def here(self) -> str:
@@ -140,6 +148,54 @@ class RayWorkers:
         """See `Workers`."""
         if (ref := self._running.pop(share, None)) is not None:
             self._ray.cancel(ref, force=True)
+
+
+def _join(ray: Any, address: str, stack: ExitStack) -> None:
+    """Join a cluster, or start one that nobody else can reach. stack: what is undone after the cluster has ended."""
+    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address == AUTO:
+        try:
+            ray.init(AUTO, **settings)
+            return
+        except ConnectionError:  # there is none
+            pass
+    elif address != LOCAL:
+        ray.init(address, **settings)
+        return
+    # Ray listens on all interfaces and lets everybody read its files, unless it is told that its clusters have one machine;
+    # and it leaves its token in the home folder. The folder around its own is ours: it makes its own readable.
+    constants: Any = import_module("ray._private.ray_constants")
+    enabled = constants.ENABLE_RAY_CLUSTER
+    constants.ENABLE_RAY_CLUSTER = False
+    undo = stack.enter_context(ExitStack())
+    undo.callback(setattr, constants, "ENABLE_RAY_CLUSTER", enabled)
+    own = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        own["RAY_AUTH_TOKEN"] = _token()
+        undo.callback(_set, "RAY_AUTH_MODE", None)  # Ray sets it
+    for name, value in own.items():
+        undo.callback(_set, name, os.environ.get(name))
+        os.environ[name] = value
+    # Its sockets are in it, and their paths are 107 bytes long at most.
+    folder = tempfile.mkdtemp(prefix="ws-", dir=os.environ.get("RAY_TMPDIR") or ("/tmp" if os.name == "posix" else None))
+    undo.callback(shutil.rmtree, folder, ignore_errors=True)
+    undo.callback(ray.shutdown)  # before its folder goes
+    ray.init(LOCAL, include_dashboard=False, _temp_dir=os.path.join(folder, "ray"), **settings)  # noqa: PTH118
+
+
+@cache
+def _token() -> str:
+    """What the processes of a cluster of ours know each other by. Ray reads it once in a process."""
+    token = secrets.token_hex(32)
+    know(token)
+    return token
+
+
+def _set(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 def _do(order: Order, share: Share) -> bytes:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from weightsmith.errors import ParameterError
+from weightsmith.errors import ParameterError, legible
 from weightsmith.execution import PRODUCTS_LABEL, PartDone, execute_part, execute_products
 from weightsmith.formats.collector import collector_paused
 from weightsmith.identity import facts, work_identity
@@ -169,5 +169,5 @@ def _portable(error: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        return RuntimeError(legible(f"{type(error).__name__}: {error}"))
     return error

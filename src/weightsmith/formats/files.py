@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from weightsmith.errors import CheckpointError, FormatError, NotFound
+from weightsmith.redaction import redacted
 from weightsmith.tensors import TensorSpec
 
 DAMAGED = "The file is damaged, or was written by a faulty tool: download or export it again."
@@ -273,7 +274,7 @@ def show(value: object) -> str:
     ("'a\\x1b[2J'", 160)
     """
     try:
-        return _repr.repr(value)
+        return _repr.repr(redacted(value) if isinstance(value, str) else value)  # part of a secret would not look like one
     except ValueError:  # an int of more digits than Python agrees to print
         return f"<{type(value).__name__} too long to show>"
 

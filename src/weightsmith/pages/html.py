@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,8 @@ from weightsmith._version import __version__
 from weightsmith.pages.svg import curves, heat_map
 from weightsmith.pages.values import Block, Code, Curves, Facts, HeatMap, Mark, Page, Table, Value
 from weightsmith.pages.words import safe, written
+from weightsmith.redaction import redacted_values
+from weightsmith.text import json_text
 
 GENERATOR = '<meta name="generator" content="weightsmith '
 """In the first lines of every page."""
@@ -47,7 +48,7 @@ def to_html(page: Page) -> str:
     maps = [block for block in page.blocks if isinstance(block, HeatMap)]
     cells = dict.fromkeys((row, column) for found in maps for row in found.rows for column in found.columns)
     places = {place: number for number, place in enumerate(cells)}
-    data = json.dumps(page.data, ensure_ascii=False, allow_nan=False) if page.data else ""
+    data = json_text(redacted_values(page.data), allow_nan=False) if page.data else ""
     held = bool(data) and len(data) <= MAX_DATA_CHARACTERS
     note = "" if held or not data else "<p class=about>The data are too large for this page; --json prints them.</p>"
     return "\n".join(

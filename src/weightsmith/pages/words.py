@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from html import escape
 
+from weightsmith.errors import printable
 from weightsmith.pages.values import Mark, Unit, Value
-from weightsmith.text import printable, size
+from weightsmith.redaction import redacted
+from weightsmith.text import size
 
 
 def written(value: Value, unit: Unit = "text") -> str:
@@ -48,9 +50,9 @@ def finite_or_mark(share: float) -> float | Mark:
 
 
 def safe(text: str) -> str:
-    r"""A text as HTML: names of tensors, tokens and files may hold markup and control characters.
+    r"""A text as HTML: names of tensors, tokens and files may hold markup, control characters and secrets.
 
     >>> print(safe("<b>\x1b"))
     &lt;b&gt;\x1b
     """
-    return escape(printable(text))
+    return escape(printable(redacted(text)))

@@ -34,6 +34,7 @@ from weightsmith.plans.values import (
     Value,
     View,
 )
+from weightsmith.redaction import has_secret
 from weightsmith.tensors import BLOCKS, DTYPES, TensorSpec
 
 MAX_DIMENSIONS = 16
@@ -48,6 +49,13 @@ def plan_from_json(data: Any) -> Plan:
     plan = _Decoder().plan(_of(data, dict, "the plan"))
     _check(plan)
     return plan
+
+
+def _recipe(data: Json) -> str:
+    text = _text(data, "recipe", "plan")
+    if has_secret(text):
+        raise _wrong("plan.recipe", "it holds a password, a token or a key, and would be stored with the model")
+    return text
 
 
 class _Decoder:
@@ -84,7 +92,7 @@ class _Decoder:
                 Finding(_text(w, "what", at), _text(w, "where", at), _texts(w, "details", at), _text(w, "fix", at))
                 for at, w in _objects(data, "warnings", "plan")
             ),
-            recipe=_text(data, "recipe", "plan"),
+            recipe=_recipe(data),
             follows_recipe="follows_recipe" not in data or _of(data["follows_recipe"], bool, "plan.follows_recipe"),
             then=_object(data, "then", "plan") if "then" in data else None,
         )

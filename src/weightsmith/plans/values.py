@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from weightsmith._version import __version__
 from weightsmith.containers import CONTAINERS, SAFETENSORS, Layout
-from weightsmith.errors import Finding
+from weightsmith.errors import Finding, legible
 from weightsmith.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -460,7 +460,7 @@ class Plan:
         rows += [(f"by {op}", f"{tensors:,} tensors, {nbytes:,} bytes") for op, (tensors, nbytes) in ops.items()]
         rows += [("not in the output", f"{len(self.dropped):,} tensors")] if self.dropped else []
         rows += [("warning", str(finding)) for finding in self.warnings]
-        cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows)
+        cells = "".join(f"<tr><th>{escape(legible(name))}</th><td>{escape(legible(text))}</td></tr>" for name, text in rows)
         return f"<table>{cells}</table>"
 
     def __getstate__(self) -> dict[str, Any]:

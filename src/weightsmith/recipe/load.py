@@ -13,7 +13,16 @@ from typing import Any, Literal, cast
 
 import yaml
 
-from weightsmith.errors import Finding, NotFound, SyntaxProblem, UnknownName, Unsupported, WeightsmithError, nearest
+from weightsmith.errors import (
+    Finding,
+    NotFound,
+    ParameterError,
+    SyntaxProblem,
+    UnknownName,
+    Unsupported,
+    WeightsmithError,
+    nearest,
+)
 from weightsmith.formats.files import is_folder
 from weightsmith.recipe.grammar import read_recipe
 from weightsmith.recipe.moe_grammar import SURGERY, read_moe
@@ -21,6 +30,7 @@ from weightsmith.recipe.nodes import Document, Node, Pair, describe, from_python
 from weightsmith.recipe.records import ModelRef, Recipe, Surgery, Upcycling
 from weightsmith.recipe.walk import Walker
 from weightsmith.recipe.yaml import MAX_BYTES, read_yaml
+from weightsmith.redaction import redactor
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 Command = Literal["merge", "moe"]
@@ -199,6 +209,7 @@ def _build(written: _Written, command: Command, lenient: bool, parameter_names: 
     models = [ref for ref in models if ref.path not in stages] if all(d.root is not None for d in documents) else []
     if stages:
         found += _stage_problems(recipe, stages)
+    found += _secrets(written)
     if recipe is not None and several:
         findings = [*recipe.findings, *_unused(written, recipe, stages)]
         recipe = replace(recipe, text=written.text, findings=tuple(findings))
@@ -210,6 +221,19 @@ def _build(written: _Written, command: Command, lenient: bool, parameter_names: 
     # Those of the text itself were found in a pass of their own.
     ordered = sorted(problems.values(), key=_position) if written.shown[0] else problems.values()
     return Loaded(recipe, tuple(ordered), tuple(dict.fromkeys(models)), written.shown)
+
+
+def _secrets(written: _Written) -> list[WeightsmithError]:
+    """A problem for each line with a secret, in a comment too: the recipe is stored with the model."""
+    hide, found = redactor(of_equal_length=True), list[WeightsmithError]()
+    for number, line in enumerate(written.text.splitlines(), 1):
+        if (hidden := hide(line)) != line:
+            column = next(i for i, (a, b) in enumerate(zip(line, hidden, strict=True), 1) if a != b)
+            where = f"{written.filename}:{number}:{column}" if written.shown[0] else written.filename
+            what = "this looks like a password, a token or a key, and the recipe is stored with the model"
+            fix = "Take it out. Keys are given by the environment: see docs/remote.md."
+            found.append(ParameterError(what, where=where, fix=fix))
+    return found
 
 
 # ---- several recipes

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weightsmith.errors import Finding, SyntaxProblem, WeightsmithError
+from weightsmith.redaction import redacted
 from weightsmith.tensors import dtype_name
 
 MAX_NODES = 200_000  # values in a recipe, aliases expanded: 100 times the largest ones published
@@ -92,7 +93,8 @@ def float_of(value: object) -> float:
 
 
 def short(text: str) -> str:
-    """Text cut to 60 characters."""
+    """Text cut to 60 characters, without secrets: part of one would not look like one."""
+    text = redacted(text)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -15,6 +15,7 @@ from weightsmith.formats.carried import is_weights
 from weightsmith.formats.files import expand_user, real_path
 from weightsmith.planner.patterns import is_pattern
 from weightsmith.recipe import ModelRef
+from weightsmith.remote.addresses import is_address
 from weightsmith.store.target import absolute, check_out
 
 RESULTS = "results"
@@ -59,8 +60,11 @@ class Places:
     ) -> Places:
         """Some folders. out: `RESULTS` in the current folder if it is None. It need not exist.
 
-        Raises NotFound for a folder that does not exist, StoreError for an `out` that cannot be created.
+        Raises NotFound for a folder that does not exist, ParameterError for an `out` that is an address, StoreError for one
+        that cannot be created.
         """
+        if out is not None and is_address(os.fspath(out)):
+            raise ParameterError("results of the studio are written to a local folder", where="--out", fix="name a folder")
         found = [_existing(folder) for folder in folders]
         written = check_out(real_path(absolute(RESULTS if out is None else out)) / "name").parent
         if not any(written.is_relative_to(folder) for folder in found):

@@ -12,6 +12,7 @@ from typing import Any
 from weightsmith.errors import Finding
 from weightsmith.pages import Column, Table
 from weightsmith.pages.values import Block
+from weightsmith.text import markdown_table
 
 FILE_NAME = "transplant.json"
 
@@ -119,10 +120,7 @@ class Transplant:
         head, rows = self.table()
         text = f"\n## Missing tokens\n\n{self.summary()}. `{FILE_NAME}` has each of them.\n"
         if rows:
-            lines = [
-                "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in (head, ["---"] * 4, *rows)
-            ]
-            text += "\n" + "\n".join(lines) + "\n"
+            text += f"\n{markdown_table(head, rows)}\n"
         return text
 
     def blocks(self) -> list[Block]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from html import escape
 
 from weightsmith.mixture.routing.report import Routing
+from weightsmith.pages.words import safe
 
 CELL = 18  # pixels per layer and expert
 LEFT, TOP, GAP = 230, 46, 34
@@ -39,13 +39,13 @@ def heat_map(routing: Routing) -> str:
 
 def _panel(routing: Routing, g: int, top: int) -> Iterator[str]:
     group = routing.groups[g]
-    yield f'<text x="10" y="{top + 4}" font-weight="bold">{escape(routing.title(group))}, {group.tokens:,} tokens</text>'
+    yield f'<text x="10" y="{top + 4}" font-weight="bold">{safe(routing.title(group))}, {group.tokens:,} tokens</text>'
     for e in range(len(routing.experts)):
         y = top + 10 + e * CELL
         mark = "→ " if e == group.expert else ""
         label = routing.label(e)
         label = label if len(label) <= 32 else f"{label[:8]}…{label[-23:]}"
-        yield f'<text x="{LEFT - 6}" y="{y + 13}" text-anchor="end">{mark}{escape(label)}</text>'
+        yield f'<text x="{LEFT - 6}" y="{y + 13}" text-anchor="end">{mark}{safe(label)}</text>'
         for i, share in enumerate(routing.first[:, g, e]):
             yield (
                 f'<rect x="{LEFT + i * CELL}" y="{y}" width="{CELL - 1}" height="{CELL - 1}" fill="{_colour(share)}">'

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith.errors import Finding
+from weightsmith.text import markdown_table
 
 ALONE = 0.9
 """An expert that gets at least this share of all tokens gets "nearly all"."""
@@ -112,9 +113,7 @@ class Routing:
 
     def markdown(self) -> str:
         """The table for the model card."""
-        head, rows = self.table()
-        lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
-        return "\n".join(lines)
+        return markdown_table(*self.table())
 
     def warnings(self, where: str) -> list[Finding]:
         """Warnings if one expert gets nearly all tokens, or one gets nothing of its own texts."""

@@ -1,0 +1,170 @@
+r"""Secrets in texts: `redacted` hides them in everything that weightsmith says.
+
+Every text that leaves the program goes through it: errors and warnings (`errors.Finding`), both streams and JSON (`text`),
+pages (`pages`), and what other libraries write to stderr (`text.prepare_streams`). It hides
+
+* what looks like a secret: the user and password of an address, query parameters such as `token`, `sig` or
+  `X-Amz-Signature`, authorization headers, tokens of the Hub, account keys;
+* the values of the secrets of this process: environment variables whose name says so (HF_TOKEN, AWS_SECRET_ACCESS_KEY, ...),
+  passwords in addresses that the environment holds (endpoints, proxies), the Hub token that is stored, tokens given to calls.
+
+Texts that are data, such as a plan's JSON or a recipe in a model card, are not altered. A recipe with a secret is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+HIDDEN = "***"
+
+_LEAST = 6
+"""Characters of a value that is hidden wherever it occurs: shorter ones are parts of ordinary words."""
+
+_WORDS = (
+    "token|secret|passw(?:or)?d|passphrase|signature|credential|(?:api|access|account|private|shared)[_-]?(?:access)?[_-]?key"
+)
+_PARAMETER = rf"(?:[\w.-]{{0,40}}(?:{_WORDS})[\w.-]{{0,40}}|sig|key|pwd|pass|auth|code|jwt|sas)"
+_SECRET = re.compile(
+    rf"(?:[?&;#]|%3F|%26)(?:amp;)?{_PARAMETER}(?:=|%3D)(?P<parameter>[^\s&;#\"'<>]+)"
+    r"|\bAccountKey=(?P<account>[^\s;\"']+)"
+    r"|\b(?:Authorization[\"']?\s{0,9}[:=]\s{0,9}[\"']?(?:(?:Basic|Bearer|Token)\s)?|Bearer\s)(?P<header>[\w.~+/=-]{8,})"
+    r"|\b(?P<hub>hf_[A-Za-z0-9]{20,})",
+    re.IGNORECASE,
+)
+_WORD = re.compile(r"\S+")
+_PASSWORD = re.compile(r"(?!\[)[^/?#@:]*:(?!\d{1,5}(?:[/?#\"'<>),\]]|$))")
+_PLACE = re.compile(r"[^/?#\"'<>]*")
+
+_NAMES = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|KEY|SAS|SIGNATURE|CONNECTION_STRING)$", re.IGNORECASE)
+_PARTS = re.compile(r"(?:AccountKey|SharedAccessSignature|SharedAccessKey|\"private_key\")\s*[=:]\s*\"?([^;\"]+)")
+
+_given: set[str] = set()
+
+
+def know(secret: object) -> None:
+    """Hide this value from now on: a token that a call was given. Anything but text is no secret."""
+    if isinstance(secret, str):
+        _given.add(secret)
+
+
+def redacted(text: str) -> str:
+    """The text without secrets.
+
+    >>> redacted("GET https://me:hunter2@host/a?x=1&token=abc failed; see https://host:8080/org/name@main")
+    'GET https://***@host/a?x=1&token=*** failed; see https://host:8080/org/name@main'
+    """
+    return redactor()(text)
+
+
+def redactor(*, of_equal_length: bool = False) -> Callable[[str], str]:
+    """`redacted`, for several texts: the secrets of the process are looked up once.
+
+    of_equal_length  hide each character by one `*`, so that columns stay where they are
+
+    >>> redactor(of_equal_length=True)("https://me:pw@host/a")
+    'https://*****@host/a'
+    """
+    known = _known(tuple(os.environ.items()), frozenset(_given))
+
+    def hidden(secret: str) -> str:
+        return "*" * len(secret) if of_equal_length else HIDDEN
+
+    def word(match: re.Match[str]) -> str:
+        parts, at = list[str](), 0
+        for start, end in _users(match[0]):
+            parts += [match[0][at:start], hidden(match[0][start:end])]
+            at = end
+        return "".join([*parts, match[0][at:]])
+
+    def parameter(match: re.Match[str]) -> str:
+        start, end = match.span(match.lastgroup or 0)
+        return match.string[match.start() : start] + hidden(match.string[start:end]) + match.string[end : match.end()]
+
+    def hide(text: str) -> str:
+        text = _WORD.sub(word, text) if "://" in text and "@" in text else text
+        text = _SECRET.sub(parameter, text)
+        return text if known is None else known.sub(lambda match: hidden(match[0]), text)
+
+    return hide
+
+
+def _users(word: str) -> Iterator[tuple[int, int]]:
+    """Where users and passwords are in text without spaces: after `://`, before an `@`."""
+    end = 0
+    while (mark := word.find("://", end)) >= 0:
+        start = end = mark + 3
+        # A password may hold a slash: one ends at the last @, unless what follows the colon is a port.
+        place = _PLACE.match(word, start)
+        at = word.rfind("@", start) if _PASSWORD.match(word, start) else word.rfind("@", start, place.end() if place else start)
+        if at > start:
+            yield start, at
+            end = at
+
+
+def redacted_values(value: Any) -> Any:
+    """The texts of a tree of lists and dicts, keys too, without secrets.
+
+    >>> redacted_values({"at": ["s3://KEY:SECRET@bucket"], "n": 1})
+    {'at': ['s3://***@bucket'], 'n': 1}
+    """
+    hide = redactor()
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, str):
+            return hide(value)
+        if isinstance(value, dict):
+            return {walk(key): walk(each) for key, each in value.items()}
+        return [walk(each) for each in value] if isinstance(value, list | tuple) else value
+
+    return walk(value)
+
+
+def has_secret(text: str) -> bool:
+    """Whether `redacted` changes the text."""
+    return redacted(text) != text
+
+
+@lru_cache(maxsize=4)
+def _known(environment: tuple[tuple[str, str], ...], given: frozenset[str]) -> re.Pattern[str] | None:
+    """The values of this process's secrets; None if there is none."""
+    found = {form for value in (*given, *_values(dict(environment))) for form in _forms(value) if len(form) >= _LEAST}
+    longest_first = sorted(found, key=lambda value: (-len(value), value))
+    return re.compile("|".join(map(re.escape, longest_first))) if found else None
+
+
+def _values(environment: dict[str, str]) -> Iterator[str]:
+    for name, value in environment.items():
+        if _NAMES.search(name) and not Path(value[:1000]).is_absolute():
+            yield value
+        yield from _PARTS.findall(value)
+        for start, end in _users(value):
+            user, colon, password = value[start:end].partition(":")
+            yield from (password if colon else user, base64.b64encode(unquote(value[start:end]).encode()).decode())
+    stored = _stored_token(environment)
+    if stored:
+        yield stored
+
+
+def _forms(value: str) -> Iterator[str]:
+    """A secret as addresses and JSON write it."""
+    value = value.strip()
+    yield from (value, quote(value, safe=""), unquote(value), json.dumps(value)[1:-1])
+
+
+def _stored_token(environment: dict[str, str]) -> str:
+    """The token that `hf auth login` stored, where huggingface_hub looks for it."""
+    cache = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    home = environment.get("HF_HOME") or f"{cache}/huggingface"
+    try:
+        path = Path(environment.get("HF_TOKEN_PATH") or f"{home}/token").expanduser()
+        return path.read_text(encoding="utf-8")[:1000].strip() if path.is_file() else ""
+    except (OSError, ValueError, RuntimeError):
+        return ""
