@@ -182,7 +182,7 @@ def test_a_plan_runs_from_its_json_and_a_wrong_one_does_not(tmp_path: Path) -> N
     assert again is not None
     assert (again.out / "model.safetensors").read_bytes() == (made.out / "model.safetensors").read_bytes()
     assert not (again.out / "recipe.yml").exists()  # the command's settings are no recipe
-    for change in ({"missing": [10**6]}, {"own": [10**6]}, {"kind": "other"}, {"cols": [7, 24]}):
+    for change in ({"missing": [10**6]}, {"own": [10**6]}, {"kind": "other"}, {"cols": [7, 24]}, {"cols": [WIDTH, 0]}):
         data = json.loads(json.dumps(made.plan.to_json()))
         data["products"][0]["settings"]["tables"][0].update(change)
         with pytest.raises((PlanError, FormatError)):

@@ -264,6 +264,10 @@ def _check(product: Product) -> str:
 
 def _table_problem(table: Table, work: RowWork, steps: Mapping[str, tuple[int, ...]]) -> str:
     """Why the numbers of a table cannot be right; ""."""
+    if table.cols[0] < 1 or min(table.cols[1], *table.sizes) < 0:
+        return f"{table.name}: it has no rows of that size"
+    if table.kind != "bias" and not table.cols[1] and find_approximation(work.approximation).donor:
+        return f"{table.name}: {work.approximation} needs the donor's rows"
     for side in SIDES:
         for name, _, rows in table.chunks(side):
             if steps.get(name) != (rows, table.cols[SIDES.index(side)]):
