@@ -8,6 +8,7 @@
 #   make test-python   the kernels as plain Python, not compiled
 #   make mutants   how many of 200 one-token mutations the tests catch (hours; MUTANTS_OPTIONS='--count 20 --rooms store --near' is a first look)
 #   make fuzz      every kind of input mutated in 1,000 ways: accepted or rejected, in bounded time and memory (FUZZ_OPTIONS='--cases 10000')
+#   make attacks   every command killed at random moments and resumed, and outputs in stores that fail: an hour (ATTACKS_OPTIONS='--cases 40')
 #   make check     lint and types
 #   make bench     weightsmith, mergekit and the copy floor, side by side (about 15 GB of disk, an hour)
 #   make bench-methods   every method compared with mergekit's: errors, times and memory (over an hour; resumes if interrupted)
@@ -36,7 +37,7 @@ MERGEKIT_VENV := benchmarks/.venv-mergekit
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test test-fast test-architectures test-python mutants fuzz check lint types format docs site gallery dist bench bench-toy bench-methods bench-moe mergekit clean help
+.PHONY: demo test test-fast test-architectures test-python mutants fuzz attacks check lint types format docs site gallery dist bench bench-toy bench-methods bench-moe mergekit clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -59,6 +60,10 @@ test-python: $(VENV)/.test
 
 mutants: $(VENV)/.test
 	$(BIN)/python scripts/mutants.py $(MUTANTS_OPTIONS)
+
+attacks: $(VENV)/.test
+	$(BIN)/python scripts/attacks.py kills $(ATTACKS_OPTIONS)
+	$(BIN)/python scripts/attacks.py stores $(ATTACKS_OPTIONS)
 
 fuzz: $(VENV)/.test
 	$(BIN)/python scripts/fuzz.py $(FUZZ_OPTIONS)

@@ -185,20 +185,19 @@ def run(
     kill_seconds  the time after which the kernel ends the process
     prepare       called in the fork, first
     """
-    out, err, counted = (tempfile.TemporaryFile() for _ in range(3))
     clock = time.monotonic()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads of libraries
-        pid = os.fork()
-    if pid == 0:
-        _child(arguments, folder, (out.fileno(), err.fileno(), counted.fileno()), kill_call, kill_seconds, prepare)
-    status = _wait(pid, clock + SECONDS)
-    if status is None:
-        raise Failure(f"{' '.join(arguments)}: not done after {SECONDS:.0f} s")
-    for file in (out, err, counted):
-        file.seek(0)
-    number = int.from_bytes(counted.read(8), "little")
-    return Ended(status, out.read().decode(), err.read().decode(), number, time.monotonic() - clock)
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads of libraries
+            pid = os.fork()
+        if pid == 0:
+            _child(arguments, folder, [file.fileno() for file in files], kill_call, kill_seconds, prepare)
+        status = _wait(pid, clock + SECONDS)
+        if status is None:
+            raise Failure(f"{' '.join(arguments)}: not done after {SECONDS:.0f} s")
+        out, err, calls = (os.pread(file.fileno(), 1 << 24, 0) for file in files)
+    return Ended(status, out.decode(), err.decode(), int.from_bytes(calls, "little"), time.monotonic() - clock)
 
 
 def _wait(pid: int, until: float) -> int | None:
@@ -227,11 +226,13 @@ def _child(
         os.chdir(folder)
         os.dup2(files[0], 1)
         os.dup2(files[1], 2)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
         sys.argv = ["weightsmith", *arguments]
         prepare()
         _count_calls(files[2], kill_call)
         if kill_seconds:
-            signal.setitimer(signal.ITIMER_REAL, kill_seconds)  # SIGALRM ends a process that has no handler of it
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process
+            signal.setitimer(signal.ITIMER_REAL, kill_seconds)
         from weightsmith.cli import main
 
         try:

@@ -64,6 +64,15 @@ def test_links_lead_to_files(name: str) -> None:
         assert target.startswith("https://") or (ROOT / target).exists(), target
 
 
+def test_every_promise_of_security_names_tests_that_exist() -> None:
+    table = [line for line in (ROOT / "SECURITY.md").read_text().splitlines() if line.startswith("| **")]
+    assert len(table) > 10
+    for line in table:
+        files = re.findall(r"`((?:tests|scripts)/[\w/]+\.py)`", line.rsplit("|", 2)[1])
+        assert files, line
+        assert all((ROOT / file).exists() for file in files), line
+
+
 def test_the_metadata_of_a_wheel_are_checked(dist: ModuleType, tmp_path: Path) -> None:
     dist.check_metadata(wheel(tmp_path))
     for changed, words in (

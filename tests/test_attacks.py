@@ -1,0 +1,63 @@
+"""`scripts/attacks.py`, on one small merge: kills happen, resumed work is compared, and wrong bytes are noticed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.buckets.test_runs import RECIPES, make_llamas
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "attacks.py"
+
+
+@pytest.fixture(scope="module")
+def attacks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("attacks", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["attacks"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    folder = tmp_path / "inputs"
+    folder.mkdir()
+    make_llamas(folder)
+    for name, (_, recipe, _) in RECIPES.items():
+        (folder / f"{name}.yml").write_text(json.dumps(recipe))
+    return folder
+
+
+@pytest.mark.slow
+def test_killed_merges_have_the_bytes_of_undisturbed_ones(attacks: ModuleType, inputs: Path, tmp_path: Path) -> None:
+    replacing = attacks.Command("replacing", [("merge", "ties.yml", "OUT", "--overwrite")], ("merge", "linear.yml", "OUT"))
+    kills = 0
+    for command in (attacks.Command("new", [("merge", "ties.yml", "OUT")]), replacing):
+        wanted = attacks.undisturbed(command, inputs, tmp_path / command.name)
+        assert "model.safetensors" in wanted.after
+        kills += sum(
+            attacks.kill_case(command, inputs, tmp_path / f"{command.name}-{seed}", wanted, random.Random(seed))
+            for seed in (1, 2)
+        )
+    assert kills > 0
+
+
+@pytest.mark.slow
+def test_other_bytes_and_files_left_beside_the_output_are_noticed(attacks: ModuleType, inputs: Path, tmp_path: Path) -> None:
+    command = attacks.Command("new", [("merge", "linear.yml", "OUT")])
+    wanted = attacks.undisturbed(command, inputs, tmp_path / "first")
+    (tmp_path / "first" / "left").touch()
+    with pytest.raises(attacks.Failure, match="left beside OUT: left"):
+        attacks._check_alone(tmp_path / "first")
+    wanted.after["model.safetensors"] = "0"
+    with pytest.raises(attacks.Failure, match=r"model\.safetensors \(other bytes\)"):
+        attacks.kill_case(command, inputs, tmp_path / "second", wanted, random.Random(1))
