@@ -210,7 +210,7 @@ class Server(ABC):
 
     @abstractmethod
     def parts(self) -> list[int]:
-        """Sizes of the parts of the only upload."""
+        """Sizes of the parts of these uploads."""
 
 
 class S3Server(Server):
@@ -244,8 +244,8 @@ class S3Server(Server):
         return [each["Key"] for each in self._uploads()]
 
     def parts(self) -> list[int]:
-        ((key, upload),) = ((each["Key"], each["UploadId"]) for each in self._uploads())
-        return [each["Size"] for each in self.client.list_parts(Bucket=self.bucket, Key=key, UploadId=upload)["Parts"]]
+        named = [{"Bucket": self.bucket, "Key": each["Key"], "UploadId": each["UploadId"]} for each in self._uploads()]
+        return [part["Size"] for names in named for part in self.client.list_parts(**names).get("Parts", [])]
 
 
 class GoogleServer(Server):
@@ -312,8 +312,8 @@ class AzureServer(Server):
         return [each.name for each in self.client.list_blobs(include=["uncommittedblobs"]) if each.name not in complete]
 
     def parts(self) -> list[int]:
-        (name,) = self.uploads()
-        return [each.size for each in self.client.get_blob_client(name).get_block_list("uncommitted")[1]]
+        blobs = [self.client.get_blob_client(name) for name in self.uploads()]
+        return [block.size for blob in blobs for block in blob.get_block_list("uncommitted")[1]]
 
 
 def ask(port: int, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:

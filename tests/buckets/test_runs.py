@@ -261,9 +261,6 @@ def test_damaged_bodies_are_sent_again(
 
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hardly any waits between attempts."""
-    from botocore.retries import standard
-
-    monkeypatch.setattr(standard.ExponentialBackoff, "delay_amount", lambda self, context: 0.005)
     monkeypatch.setattr(client, "MOST_WAIT_SECONDS", 0.005)
 
 
@@ -286,7 +283,7 @@ def _run_through_faults(here: Path, server: Server, faults: Any, wanted: int, mo
             if sum(proxy.counts.values()) >= wanted and all(proxy.counts.values()):
                 break
         assert sum(proxy.counts.values()) >= wanted, proxy.counts
-        assert server.uploads() == []
+        assert server.parts() == []  # an upload whose first answer was lost stays, without parts: nobody knows its id
     finally:
         proxy.close()
 

@@ -168,7 +168,7 @@ slices:
 def test_a_stack_is_no_warning_and_its_modules_have_its_layers(cli: Cli, work: Path) -> None:
     (work / "r.yml").write_text(STACK)
     ran = cli("plan", "r.yml")
-    assert (ran.code, ran.err) == (0, "")
+    assert (ran.code, ran.err) == (0, "reading the recipe and the models' headers\n")
     assert "model.layers.0 to 3" in ran.out
     modules = json.loads(cli("plan", "r.yml", "--json").out)["summary"]["modules"]
     assert [(m["tensors"], m["stacks"]) for m in modules] == [(10, [{"prefix": "model.layers.", "layers": 4}])]

@@ -176,10 +176,10 @@ def test_products_are_made_by_one_worker_and_read_by_all_others(
     made: list[str] = []
     wanted = alone(MODEL_WIDE)
 
-    def put(self: MemoryBucket, key: str, data: bytes) -> str:
+    def put(self: MemoryBucket, key: str, data: bytes, token: str = "") -> str:
         if "/products/" in key:
             made.append(key)
-        return plain(self, key, data)
+        return plain(self, key, data, token)
 
     plain = MemoryBucket.put
     monkeypatch.setattr(MemoryBucket, "put", put)
