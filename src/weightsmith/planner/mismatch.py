@@ -1,4 +1,7 @@
-"""Tensors that do not go together, or not with config.json. Alike ones (the same tensor of every layer, of every expert) are reported once, counted."""
+"""Tensors that do not go together, or do not fit config.json.
+
+Alike ones (the same tensor of every layer, of every expert) are reported once, counted.
+"""
 
 from __future__ import annotations
 
