@@ -286,6 +286,15 @@ def test_each_side_of_an_encoder_decoder_changes_its_own_keys() -> None:
     assert new == {**config, "decoder_layers": 1, "decoder_attention_windows": [8]}
 
 
+@pytest.mark.parametrize(("side", "key"), [("decoder", "num_decoder_layers"), ("encoder", "num_layers")])
+def test_a_plain_number_mirrors_the_plain_one_of_an_encoder_decoder(side: str, key: str) -> None:
+    """T5: num_hidden_layers is another name of num_layers, the encoder's."""
+    config = {"num_layers": 3, "num_decoder_layers": 3, "num_hidden_layers": 3}
+    s = analyse([*stack("encoder.block.", "aaa"), *stack("decoder.block.", "aaa")], config)
+    new, _ = resize_config(config, s, {f"{side}.block.": [0, 1]})
+    assert new == {**config, key: 2, **({"num_hidden_layers": 2} if side == "encoder" else {})}
+
+
 def test_number_about_the_decoder_does_not_bind_the_encoder() -> None:
     config = {"num_layers": 2, "num_decoder_layers": 2, "num_experts": 4, "decoder_sparse_step": 2}
     s = analyse([*stack("encoder.block.", "aa"), *stack("decoder.block.", "ab")], config)
