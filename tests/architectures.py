@@ -92,6 +92,29 @@ def _small(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def with_derived_counts(config: Any, said: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with the number of layers that the class derives from others: older versions of transformers wrote it."""
+    more = {name: with_derived_counts(getattr(config, name), said[name]) for name in config.sub_configs if said.get(name)}
+    try:
+        count = config.num_hidden_layers
+    except Exception:
+        count = None
+    return {**said, **more, **({"num_hidden_layers": count} if isinstance(count, int) else {})}
+
+
+def with_more_positions(config: Any) -> Any:
+    """The same config with twice as many positions; None when the class does not take it."""
+
+    def doubled(part: Mapping[str, Any]) -> dict[str, Any]:
+        numbers = {k: 2 * v for k, v in part.items() if "position" in str(k) and type(v) is int and v > LAYERS}
+        return {**part, **numbers, **{key: doubled(value) for key, value in part.items() if isinstance(value, dict)}}
+
+    try:
+        return type(config).from_dict(doubled(config.to_dict()))
+    except Exception:
+        return None
+
+
 def build(config: Any, model_class: Any) -> tuple[dict[str, Any], Specs] | None:
     """config.json and the tensors that `save_pretrained` would write; None when the class does not build from this config."""
     import torch

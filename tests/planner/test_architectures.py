@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests import architectures
-from weightsmith.errors import LayerError, PlanError
+from weightsmith.errors import LayerError, PlanError, ShapeError
 from weightsmith.options import RecipeOptions
 from weightsmith.planner import prepare
 from weightsmith.structure import Stack
@@ -30,7 +30,7 @@ ONLY_ASKED = {
 
 
 SAMPLE = frozenset(
-    "bert blenderbot dinov2 esm gpt2 gpt_oss jamba llama mamba mbart mixtral qwen2 "
+    "bert blenderbot dinov2 esm gpt2 gpt_oss jamba llama longcat_flash mamba mbart mixtral plbart qwen2 "
     "qwen2_vl qwen3 qwen3_moe qwen3_next swin t5 vit vits whisper yolos".split()
 )
 """Model types that every run looks at: one or two of each kind of structure. VITS counts other things too."""
@@ -63,49 +63,76 @@ def recipe_for(folder: str, stack: Stack, cuts: list[tuple[int, int]], *, module
     }
 
 
-def stacks_of(folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Recipes that stack every list of layers of a model in several ways, each with a name."""
+def stacks_of(folder: str, layers: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Recipes that stack every list of layers of a model in several ways, each with a name.
+
+    layers  another model that the layers are taken from, with what surrounds them; the rest is this model's
+    """
     with prepare({"merge_method": "passthrough", "models": [{"model": folder}]}) as whole:
         structure = whole.structure
     for stack in structure.stacks:
         if stack.kind != "other":
             for name, cuts in choices(stack.n_layers).items():
-                yield f"{stack.prefix} {name}", recipe_for(folder, stack, cuts, modules=len(structure.modules) > 1)
+                recipe = recipe_for(layers or folder, stack, cuts, modules=len(structure.modules) > 1)
+                yield f"{stack.prefix} {name}", {**recipe, **({"base_model": folder} if layers else {})}
 
 
 def tensors(specs: architectures.Specs) -> list[tuple[str, str, list[int]]]:
     return [(name, dtype, list(shape)) for name, (dtype, shape) in specs.items()]
 
 
-def buildable(model_type: str) -> Iterator[tuple[str, dict[str, Any], architectures.Specs]]:
-    """The model classes of a type that build small, and load what they would save: class, config.json, tensors."""
+Made = tuple[dict[str, Any], architectures.Specs]
+
+
+def buildable(model_type: str) -> Iterator[tuple[type, Any, Made]]:
+    """The model classes of a type that build small, and load what they would save: class, config, config.json and tensors."""
     for model_class in architectures.classes_of(model_type):
         for config in architectures.small_configs(model_type):
             made = architectures.build(config, model_class)
-            if made is not None and compare(made[0], tensors(made[1])) == {"differences": []}:
-                yield model_class.__name__, *made
+            if made is not None and loads(*made):
+                yield model_class, config, made
                 break
+
+
+def loads(config: dict[str, Any], specs: architectures.Specs) -> bool:
+    return compare(config, tensors(specs)) == {"differences": []}
+
+
+def recipes(folder: Path, model_class: type, config: Any, made: Made) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Stacks of one model, also as older versions saved it, and of its layers with those of a model of another size."""
+    path = architectures.write(folder / "a", *made)
+    yield from stacks_of(path)
+    said = architectures.with_derived_counts(config, made[0])
+    if said != made[0] and loads(said, made[1]):
+        older = architectures.write(folder / "older", said, made[1])
+        yield from (
+            (f"older {name}", recipe) for name, recipe in stacks_of(older) if name.endswith(("without the first", "twice"))
+        )
+    longer = architectures.with_more_positions(config)
+    other = None if longer is None else architectures.build(longer, model_class)
+    if other is not None and other[1] != made[1] and loads(*other):
+        layers = architectures.write(folder / "longer", *other)
+        yield from ((f"longer {name}", r) for name, r in stacks_of(path, layers) if name.endswith("all twice"))
 
 
 def sweep(model_type: str, folder: Path) -> tuple[list[str], int, int]:
     """Stacks that are wrong; how many are right, and how many are refused."""
     wrong, right, refused = [], 0, 0
-    for model_class, config, specs in buildable(model_type):
-        path = architectures.write(folder / model_class, config, specs)
-        for name, recipe in stacks_of(path):
+    for model_class, config, made in buildable(model_type):
+        for name, recipe in recipes(folder / model_class.__name__, model_class, config, made):
             try:
                 with prepare(recipe, UNASKED) as prepared:
                     plan = prepared.plan
             except PlanError as error:
                 refused += 1
-                wrong += [f"{name}: {p}" for p in error.problems if not isinstance(p, LayerError)]
+                wrong += [f"{name}: {p}" for p in error.problems if not isinstance(p, LayerError | ShapeError)]
                 continue
             assert plan.config is not None
             found = compare(plan.config, [(s.out.name, s.out.dtype.torch, list(s.out.shape)) for s in plan.steps])
             if found == {"differences": []}:
                 right += 1
             else:
-                wrong.append(f"{model_class} {name}: {str(found)[:300]}")
+                wrong.append(f"{model_class.__name__} {name}: {str(found)[:300]}")
     return wrong, right, refused
 
 
@@ -137,8 +164,8 @@ def test_the_sample_is_of_model_types() -> None:
 def test_what_only_transformers_knows_is_refused_where_it_is_installed(model_type: str, tmp_path: Path) -> None:
     wrong, _, _ = sweep(model_type, tmp_path)
     assert wrong, "no longer an exception"
-    _, config, specs = next(iter(buildable(model_type)))
-    path = architectures.write(tmp_path / "m", config, specs)
+    _, _, made = next(iter(buildable(model_type)))
+    path = architectures.write(tmp_path / "m", *made)
     name = wrong[0].partition(" ")[2].partition(":")[0]
     recipe = dict(stacks_of(path))[name]
     with pytest.raises(PlanError, match="transformers could not load the output"), prepare(recipe) as prepared:

@@ -6,13 +6,14 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import weightsmith
-from tests import plan_help, zoo
+from tests import architectures, plan_help, zoo
 from tests.plan_help import only, plan, warnings
 from weightsmith.engine.local import Progress, Run
 from weightsmith.errors import Finding, LayerError, PlanError
@@ -65,6 +66,33 @@ def test_what_the_donor_misses_too_is_not_the_outputs_fault(monkeypatch: pytest.
     assert check_loading(STACK) is None
     asked(monkeypatch, {"differences": [["unexpected", "mtp.5.w", ""], ["missing", "mtp.5.w", ""]]}, donor)
     assert isinstance(check_loading(STACK), LayerError)
+
+
+def test_layers_that_the_donors_model_leaves_out_are_no_excuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LongCat with num_hidden_layers = num_layers: transformers builds half of the layers, of the donor and of the output."""
+    donor = {"differences": [["unexpected", "l.2.w", ""], ["unexpected", "l.3.w", ""]], "loaded": ["l.N.w"]}
+    asked(monkeypatch, {"differences": [["unexpected", "l.4.w", ""]], "loaded": ["l.N.w"]}, donor)
+    error = check_loading(STACK)
+    assert isinstance(error, LayerError)
+    assert error.finding.details == ("l.4.w: the model class has no such tensor",)
+
+
+def test_prediction_layers_that_transformers_never_builds_are_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    donor = {"differences": [["unexpected", "l.3.w", ""]], "loaded": ["l.N.w"]}
+    output = {"differences": [["unexpected", "l.5.w", ""]], "loaded": ["l.N.w"]}
+    asked(monkeypatch, output, donor)
+    assert check_loading(replace(STACK, extra=("l.5.",))) is None
+    assert isinstance(check_loading(replace(STACK, extra=("l.6.",))), LayerError)
+
+
+def test_prediction_layers_are_those_after_the_outputs_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    questions: list[Question] = []
+    monkeypatch.setattr(loading, "installed", lambda: True)
+    monkeypatch.setattr(loading, "check_loading", lambda question, *_: questions.append(question))
+    mtp = {"model.layers.2.eh_proj.weight": (4, 8)}
+    a = plan_help.model(tmp_path / "a", 2, more=mtp, settings={"num_nextn_predict_layers": 1})
+    plan({"merge_method": "passthrough", "slices": [{"sources": [{"model": a, "layer_range": [0, 2]}]}] * 2})
+    assert [question.extra for question in questions] == [("model.layers.4.",)]
 
 
 def test_a_config_that_cannot_be_built_is_an_error_unless_the_donors_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,6 +319,25 @@ def test_a_stack_that_transformers_loads_and_one_of_an_unknown_model(tmp_path: P
         (model / name).write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
     assert any("was not checked: transformers has no model_type 'mine'" in text for text in warnings(plan(stack)))
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.loading
+def test_a_stack_of_a_model_of_which_transformers_builds_half_is_refused(tmp_path: Path) -> None:
+    """num_hidden_layers should be twice num_layers: the donor loads with two of four layers, and no stack of it is right."""
+    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+    sizes = dict.fromkeys(("hidden_size", "ffn_hidden_size", "expert_ffn_hidden_size", "q_lora_rank", "kv_lora_rank"), 16)
+    heads = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "head_dim", "v_head_dim"), 8)
+    experts = {"n_routed_experts": 2, "zero_expert_num": 1, "moe_topk": 1}
+    made = transformers.LongcatFlashConfig(num_layers=4, vocab_size=16, num_attention_heads=2, **sizes, **heads, **experts)
+    built = architectures.build(made, transformers.LongcatFlashForCausalLM)
+    assert built is not None
+    model = architectures.write(tmp_path / "a", {**built[0], "num_hidden_layers": 4}, built[1])
+    stack = {"merge_method": "passthrough", "slices": [{"sources": [{"model": model, "layer_range": [0, 3]}]}]}
+    problem = str(only(stack))
+    assert "transformers could not load the output" in problem
+    assert "the model class has no such tensor" in problem
 
 
 @pytest.mark.slow

@@ -141,6 +141,22 @@ def test_embedding_and_head_with_unequal_rows_are_refused(tmp_path: Path) -> Non
     assert "lm_head.weight: embedding and head would have different numbers of rows" in str(problem)
 
 
+def test_a_bias_of_the_head_has_the_rows_of_the_embedding(tmp_path: Path) -> None:
+    def with_bias(name: str, rows: int) -> str:
+        settings = {"vocab_size": rows, "tie_word_embeddings": True}
+        more = {"cls.predictions.bias": (rows,)}
+        return plan_help.model(tmp_path / name, 2, vocab=rows, head=False, more=more, settings=settings)
+
+    a, b = with_bias("a", 8), with_bias("b", 10)
+    problem = only(stack(cut(b, 0, 1), cut(a, 0, 1)))
+    assert isinstance(problem, ShapeError)
+    assert "embedding and head would have different numbers of rows" in str(problem)
+    assert "cls.predictions.bias: 8 rows" in str(problem)
+    p = plan(stack(cut(b, 0, 1), cut(b, 0, 1), base_model=a))
+    assert p.config is not None
+    assert p.config["vocab_size"] == 10
+
+
 def test_vocab_size_follows_the_embedding(tmp_path: Path) -> None:
     a = plan_help.model(tmp_path / "a", 2)
     b = plan_help.model(tmp_path / "b", 2, vocab=10, settings={"vocab_size": 10})
@@ -251,6 +267,34 @@ def encoder_decoder(folder: Path, seed: int = 0) -> str:
     settings = {"model_type": "t5", "num_layers": 2, "num_decoder_layers": 2, "vocab_size": 8}
     write_checkpoint(folder, tensors, settings)
     return str(folder)
+
+
+def with_positions(folder: Path, rows: int) -> str:
+    sides = ("encoder", "decoder")
+    parts = {
+        s: decoder(2, head=False, prefix=f"model.{s}.", more={f"model.{s}.embed_positions.weight": (rows, 4)}) for s in sides
+    }
+    tensors = {n: t for part in parts.values() for n, t in part.items() if "embed_tokens" not in n}
+    tensors["model.shared.weight"] = decoder()["lm_head.weight"]
+    counts = {f"{side}_layers": 2 for side in sides}
+    settings = {"model_type": "plbart", **counts, "max_position_embeddings": rows, "vocab_size": 8}
+    return str(write_checkpoint(folder, tensors, settings))
+
+
+def test_positions_of_another_size_than_config_json_says_are_refused(tmp_path: Path) -> None:
+    a, b = with_positions(tmp_path / "a", 6), with_positions(tmp_path / "b", 12)
+    sides = {side: {"slices": [{"sources": [cut(m, 0, 1)]}]} for side, m in (("model.encoder", a), ("model.decoder", b))}
+    problem = only({"merge_method": "passthrough", "modules": sides})
+    assert isinstance(problem, ShapeError)
+    assert str(problem) == (
+        f"model.decoder.embed_positions.weight: the config.json of {a} builds this tensor with another shape\n"
+        f"  {b}: [12, 4] BF16\n"
+        f"  {a}: [6, 4] BF16\n"
+        f"  -> Stack models of one size, or take what surrounds the layers from {a}: embeddings and positions come from the "
+        "first slice, norms and heads from the last."
+    )
+    sides["model.decoder"]["slices"] = [{"sources": [cut(a, 0, 2)]}, {"sources": [cut(b, 0, 2)]}]  # layers alone may be b's
+    assert plan({"merge_method": "passthrough", "modules": sides}).config is not None
 
 
 def test_slices_of_an_encoder_decoder_say_how_to_write_modules(tmp_path: Path) -> None:

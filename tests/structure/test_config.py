@@ -223,6 +223,41 @@ def test_all_keys_of_the_count_change_in_their_sub_config_only() -> None:
     )
 
 
+def longcat(layers: int, parts: int = 2) -> list[TensorSpec]:
+    """Layers with several attentions each."""
+    names = [f"model.layers.{i}.self_attn.{part}.o_proj.weight" for i in range(layers) for part in range(parts)]
+    return [TensorSpec(name, F32, (2, 2)) for name in names]
+
+
+def test_a_number_of_parts_of_layers_follows_the_number_of_layers() -> None:
+    """LongCat: the class reads num_hidden_layers after num_layers, and halves it."""
+    config = {"num_layers": 3, "num_hidden_layers": 6, "num_blocks": 2}
+    new, notes = resize_config(config, analyse(longcat(3), config), {"model.layers.": [0, 1, 2, 2]})
+    assert new == {"num_layers": 4, "num_hidden_layers": 8, "num_blocks": 2}
+    assert notes == ("num_layers: 3 -> 4", "num_hidden_layers: 6 -> 8")
+    assert resize_config(config, analyse(longcat(3), config), {"model.layers.": [2, 1, 0]})[0] == config
+
+
+def test_two_numbers_that_may_both_count_the_layers_are_refused() -> None:
+    config = {"num_layers": 3, "num_hidden_layers": 9}
+    with pytest.raises(LayerError) as error:
+        resize_config(config, analyse(longcat(3), config), {"model.layers.": [0, 1, 2, 2]})
+    assert str(error.value) == (
+        "num_layers and num_hidden_layers of config.json may both count the layers of model.layers., so their number cannot be "
+        "changed\n"
+        "  num_layers: 3\n"
+        "  num_hidden_layers: 9\n"
+        "  -> Remove num_hidden_layers from config.json if the model class does not read it, or use as many layers as before."
+    )
+    assert resize_config(config, analyse(longcat(3), config), {"model.layers.": [2, 1, 0]})[0] == config
+
+
+def test_a_multiple_that_counts_another_stack_is_left_alone() -> None:
+    config = {"num_layers": 2, "depth": 4}
+    specs = [*stack("model.layers.", "aa"), *stack("model.blocks.", "aaaa")]
+    assert resize_config(config, analyse(specs, config), {"model.layers.": [0]})[0] == {"num_layers": 1, "depth": 4}
+
+
 def test_two_flags_are_not_two_layer_numbers() -> None:
     config = {"num_hidden_layers": 2, "no_rope_layers": [0, 1]}
     assert resized(config, [1, 1]) == {"num_hidden_layers": 2, "no_rope_layers": [1, 1]}
@@ -249,6 +284,15 @@ def test_each_side_of_an_encoder_decoder_changes_its_own_keys() -> None:
     assert new == {**config, "encoder_layers": 3, "num_hidden_layers": 3}
     new, _ = resize_config(config, s, {"model.decoder.layers.": [1]})
     assert new == {**config, "decoder_layers": 1, "decoder_attention_windows": [8]}
+
+
+@pytest.mark.parametrize(("side", "key"), [("decoder", "num_decoder_layers"), ("encoder", "num_layers")])
+def test_a_plain_number_mirrors_the_plain_one_of_an_encoder_decoder(side: str, key: str) -> None:
+    """T5: num_hidden_layers is another name of num_layers, the encoder's."""
+    config = {"num_layers": 3, "num_decoder_layers": 3, "num_hidden_layers": 3}
+    s = analyse([*stack("encoder.block.", "aaa"), *stack("decoder.block.", "aaa")], config)
+    new, _ = resize_config(config, s, {f"{side}.block.": [0, 1]})
+    assert new == {**config, key: 2, **({"num_hidden_layers": 2} if side == "encoder" else {})}
 
 
 def test_number_about_the_decoder_does_not_bind_the_encoder() -> None:

@@ -167,7 +167,7 @@ class _Builder:
         own, loading = base.donor, None
         if self.options.check_loading:
             specs = [step.out for step in own.steps.values()]
-            loading = question_of(plan, own.config, specs, own.label, where=self.recipe.filename)
+            loading = question_of(plan, own.config, specs, own.structure, own.label, where=self.recipe.filename)
         return Prepared(plan, inputs, own.structure, named=tuple(self.named), stages=stages, loading=loading)
 
     def _companions(self, dense: Sequence[Dense]) -> Companions:

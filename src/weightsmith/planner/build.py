@@ -479,7 +479,9 @@ class _Planner:
         loading = None
         if outputs.layers and self.options.check_loading:
             model, where = inputs[donor], self.recipe.at(self._layers_key)
-            loading = question_of(plan, model.config, model.specs.values(), model.ref, where=where)
+            loading = question_of(
+                plan, model.config, model.specs.values(), shape, model.ref, where=where, layers=outputs.layers
+            )
         return Prepared(plan, tuple(inputs), shape, outputs.origins, resolver, named, loading=loading)
 
     def _method(self, find: Callable[[str], Method]) -> Method | None:

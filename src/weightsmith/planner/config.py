@@ -66,19 +66,29 @@ def _set_dtype(config: dict[str, Any], dtype: DType, *, everywhere: bool) -> Non
 
 def _set_vocabulary(config: dict[str, Any], outputs: Sequence[TensorSpec], stored: Mapping[str, TensorSpec]) -> None:
     """vocab_size follows an embedding that has more or fewer rows than the donor's own (it came from another model)."""
-    differing = [s for s in outputs if s.name in stored and stored[s.name].shape != s.shape]
-    changes = {s.name: (stored[s.name].shape[0], s.shape[0]) for s in differing if vocabulary.is_vocabulary(s)}
+    rows = vocabulary.count_rows(stored.values(), config)
+    tokens = [(stored[s.name], s) for s in outputs if s.name in stored and _has_tokens(stored[s.name], rows)]
+    changes = {s.name: (_rows(own), _rows(s)) for own, s in tokens if own.shape != s.shape}
     if not changes:
         return
-    kept = {s.name: s.shape[0] for s in outputs if s.name in stored and s.name not in changes and vocabulary.is_vocabulary(s)}
+    kept = {s.name: _rows(s) for own, s in tokens if own.shape == s.shape}
     old, new = next(iter(changes.values()))
     if len(set(changes.values())) > 1 or old in kept.values():
-        rows = {**{name: n for name, (_, n) in changes.items()}, **kept}
+        counts = {**{name: n for name, (_, n) in changes.items()}, **kept}
         raise ShapeError(
             "embedding and head would have different numbers of rows, which config.json cannot express",
             where=next(iter(changes)),
-            details=[f"{name}: {n} rows" for name, n in rows.items()],
+            details=[f"{name}: {n} rows" for name, n in counts.items()],
             fix="give all models the same tokenizer and number of rows first",
         )
     for key in vocabulary.SIZE_KEYS:
         replace_value(config, key, old, new)
+
+
+def _has_tokens(spec: TensorSpec, rows: int) -> bool:
+    return vocabulary.is_vocabulary(spec) or vocabulary.has_tokens(spec, rows)
+
+
+def _rows(spec: TensorSpec) -> int:
+    """Tokens of a tensor that has some; the final_logits_bias of an encoder-decoder is [1, tokens]."""
+    return spec.shape[-1] if spec.name.endswith("final_logits_bias") else spec.shape[0]

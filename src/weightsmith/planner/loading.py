@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
@@ -27,7 +26,9 @@ from typing import Any, Generic, Self, TypeVar
 
 from weightsmith.errors import Finding, LayerError, PlanError
 from weightsmith.planner import answers
+from weightsmith.planner.loading_script import pattern_of
 from weightsmith.plans import Plan
+from weightsmith.structure import Structure
 from weightsmith.tensors import TensorSpec
 
 TIMEOUT_SECONDS = 120
@@ -54,24 +55,36 @@ class Question:
     donor  the model that gave config.json: what transformers already misses in it is no fault of the output
     label  the donor's
     where  of an error
+    extra  prefixes of the output's prediction layers, which transformers builds for no model
     """
 
     output: Checked
     donor: Checked
     label: str
     where: str
+    extra: tuple[str, ...] = ()
 
 
 def question_of(
-    plan: Plan, config: Mapping[str, Any] | None, specs: Iterable[TensorSpec], label: str, *, where: str
+    plan: Plan,
+    config: Mapping[str, Any] | None,
+    specs: Iterable[TensorSpec],
+    structure: Structure,
+    label: str,
+    *,
+    where: str,
+    layers: Mapping[str, Sequence[int]] | None = None,
 ) -> Question | None:
     """The question about the output of a plan; None without a config.json, or without transformers to ask.
 
-    config, specs  of the donor; the rest as in `Question`
+    config, specs, structure  of the donor
+    layers                    the donor's layers that each changed stack consists of; the rest as in `Question`
     """
     if plan.config is None or not installed():
         return None
-    return Question((plan.config, tuple(step.out for step in plan.steps)), (config, tuple(specs)), label, where)
+    ends = {stack: len((layers or {}).get(stack.prefix, range(stack.n_layers))) for stack in structure.stacks}
+    extra = tuple(f"{stack.prefix}{end + rank}." for stack, end in ends.items() for rank in range(stack.n_extra))
+    return Question((plan.config, tuple(step.out for step in plan.steps)), (config, tuple(specs)), label, where, extra)
 
 
 class Beside(Generic[Answer]):
@@ -185,8 +198,15 @@ def check_loading(question: Question, began: Began = lambda _process: None) -> L
         if "failed" in own:
             return _unchecked(f"transformers cannot load {label} itself: {own['failed']}")
         return _refused([answer["failed"]], where)
-    before = {(kind, _pattern(name)) for kind, name, _ in own.get("differences", ())}
-    found = [(kind, name, text) for kind, name, text in answer["differences"] if (kind, _pattern(name)) not in before]
+    # What no layer of the donor's model loads is no loss of the output's. What some of them load may be whole layers.
+    before = {(kind, pattern_of(name)) for kind, name, _ in own.get("differences", ())}
+    partly = frozenset(own.get("loaded", ()))
+
+    def known(kind: str, name: str) -> bool:
+        pattern = pattern_of(name)
+        return (kind, pattern) in before and (pattern not in partly or name.startswith(question.extra))
+
+    found = [(kind, name, text) for kind, name, text in answer["differences"] if not known(kind, name)]
     if not found:
         return None
     return _refused([f"{name}: {text or _KINDS[kind]}" for kind, name, text in found], where)
@@ -211,11 +231,15 @@ def _unchecked(why: str) -> Finding:
     return Finding(f"the output's config.json was not checked: {why}", fix=_FIX)
 
 
+<<<<<<< HEAD
 def _pattern(name: str) -> str:
     return re.sub(r"\d+", "N", name)
 
 
 def _ask(checkpoint: Checked, began: Began) -> dict[str, Any]:
+=======
+def _ask(checkpoint: Checked, began: Callable[[subprocess.Popen[str]], None]) -> dict[str, Any]:
+>>>>>>> wt-stacks
     """The script's answer, or the one it gave before."""
     config, specs = checkpoint
     question = json.dumps([config, [[s.name, s.dtype.torch, s.shape] for s in specs]])

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -42,7 +43,8 @@ def compare(config: Mapping[str, Any], tensors: Sequence[tuple[str, str, Sequenc
     tensors  name, torch's name of the dtype, shape
 
     Returns {"unknown": why} where transformers has no such model, {"failed": message} where it cannot build or load one,
-    {"differences": [[kind, name in transformers, details], ...]} otherwise; kind is missing, unexpected or shape.
+    {"differences": [[kind, name in transformers, details], ...]} otherwise; kind is missing, unexpected or shape. Where there
+    are any, "loaded" has the patterns (`pattern_of`) of differing names of which others are loaded: a layer that is left out.
     """
     import torch
     import transformers
@@ -65,7 +67,7 @@ def compare(config: Mapping[str, Any], tensors: Sequence[tuple[str, str, Sequenc
         if model_class is transformers.AutoModel:
             model_class = transformers.MODEL_MAPPING[type(loaded)]
         empty = {n: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for n, dtype, shape in tensors}
-        _, info = model_class.from_pretrained(
+        model, info = model_class.from_pretrained(
             None,
             config=loaded,
             state_dict=empty,
@@ -83,7 +85,16 @@ def compare(config: Mapping[str, Any], tensors: Sequence[tuple[str, str, Sequenc
     differences += [["unexpected", key, ""] for key in sorted(info["unexpected_keys"])]
     for key, shape, expected in sorted(info["mismatched_keys"], key=str):
         differences.append(["shape", key, f"{list(shape)}, and the model class builds {list(expected)}"])
-    return {"differences": differences}
+    if not differences:
+        return {"differences": []}
+    names = {key for _, key, _ in differences}
+    loaded = {pattern_of(key) for key in model.state_dict() if key not in names}
+    return {"differences": differences, "loaded": sorted(loaded & set(map(pattern_of, names)))}
+
+
+def pattern_of(name: str) -> str:
+    """A tensor's name, the same for all layers and experts."""
+    return re.sub(r"\d+", "N", name)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Tensors that do not go together. Alike ones (the same tensor of every layer, of every expert) are reported once, counted."""
+"""Tensors that do not go together, or do not fit config.json.
+
+Alike ones (the same tensor of every layer, of every expert) are reported once, counted.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +62,23 @@ class Mismatches:
                 where=name,
                 details=[f"{self.labels[f.model]}: {_shown(s)}" for f, s in zip(segment.feeds, specs, strict=True)],
                 fix=fix or "merge models of one size; 'passthrough' takes tensors of one model each",
+            ),
+        )
+
+    def unlike_donor(self, name: str, segment: Segment, spec: TensorSpec, model: int, own: TensorSpec, donor: int) -> None:
+        """A tensor outside the layers has another shape than in the donor, whose config.json the output takes.
+
+        spec, model  the tensor and the model that it comes from
+        own, donor   the donor's
+        """
+        self._add(
+            ("unlike", id(segment), _pattern(name), spec.shape, own.shape),
+            ShapeError(
+                f"the config.json of {self.labels[donor]} builds this tensor with another shape",
+                where=name,
+                details=[f"{self.labels[model]}: {_shown(spec)}", f"{self.labels[donor]}: {_shown(own)}"],
+                fix=f"stack models of one size, or take what surrounds the layers from {self.labels[donor]}: embeddings and "
+                "positions come from the first slice, norms and heads from the last",
             ),
         )
 

@@ -68,6 +68,8 @@ class Outputs:
         self.layers: dict[str, list[int]] = {}
         self.untie = False
         self.warnings: list[Finding] = []
+        donor = models.donor
+        self._rows = vocabulary.count_rows(models.specs[donor].values(), models.configs[donor])
         self._problems: list[WeightsmithError] = []
         self._whole: dict[int, Segment] = {}
         self._rests: dict[int, dict[str, TensorSpec]] = {}
@@ -201,7 +203,16 @@ class Outputs:
             self._incomplete(name, segment, sources)
             return
         self._note_head(name, segment, sources, sources)
+        self._compare(name, segment, segment.feeds[0].model, sources[0] or "")
         self._merge(self._numbered(name), segment, sources, 0.0)  # type: ignore[arg-type]
+
+    def _compare(self, name: str, segment: Segment, model: int, source: str) -> None:
+        """Report a tensor outside the layers that the donor's config.json cannot express. `vocab_size` follows the tensors."""
+        donor = self.models.donor
+        own, spec = self._rest_specs(donor).get(name), self.models.specs[model][source]
+        if own is None or own.shape == spec.shape or vocabulary.has_tokens(own, self._rows):
+            return
+        self.mismatches.unlike_donor(name, segment, spec, model, own, donor)
 
     def _numbered(self, name: str) -> str:
         """The output name: extra layers follow the others, however many there are now."""
@@ -223,6 +234,7 @@ class Outputs:
                 self._warn_redundant(name, segment, sources)
                 return
             self._note_head(name, segment, sources, filled)
+            self._compare(name, segment, segment.feeds[0].model, filled[0] or "")
             self._merge(self._numbered(name), segment, filled, 0.0)  # type: ignore[arg-type]
             return
         owners = [(f, s) for f, s in zip(segment.feeds, sources, strict=True) if s is not None]
@@ -233,6 +245,7 @@ class Outputs:
         if not owners:
             return  # only models of other slices have it: the account says so
         if len(owners) == 1 and not any(self._has_module(f, name, owners[0]) for f in others):
+            self._compare(name, segment, owners[0][0].model, owners[0][1])
             self._own(self._numbered(name), owners[0][0].model, owners[0][1])
         else:
             self.mismatches.missing(name, segment, sources)

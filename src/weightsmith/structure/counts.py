@@ -118,3 +118,20 @@ def match_counts(prefix: str, found: int, counts: Iterable[Count], extras: bool)
         and (count.path[:-1] == home or (len(count.path) == 1 and "text" in first.where))
     ]
     return (first.path, *(count.path for count in mirrors))
+
+
+def multiples(prefix: str, own: Path, counts: Iterable[Count]) -> tuple[Count, ...]:
+    """Keys next to the count key `own` that may count parts of the same layers: no other words, and a multiple of its value.
+
+    LongCat's layers have two attentions each: `num_hidden_layers` is twice `num_layers`.
+
+    >>> config = {"num_layers": 4, "num_hidden_layers": 8, "num_blocks": 2}
+    >>> [count.path for count in multiples("model.layers.", ("num_layers",), find_counts(config))]
+    [('num_hidden_layers',)]
+    """
+    stack, counts = side_words(prefix), tuple(counts)
+    mine = next((count for count in counts if count.path == own), None)
+    if mine is None:
+        return ()
+    near = [c for c in counts if c.path[:-1] == own[:-1] and _affinity(stack, c) == _affinity(stack, mine)]
+    return tuple(c for c in near if c.value > mine.value and c.value % mine.value == 0)

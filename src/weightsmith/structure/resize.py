@@ -13,9 +13,9 @@ from typing import Any
 
 from weightsmith.errors import LayerError, UnknownName, nearest
 from weightsmith.structure.configs import MAX_DEPTH, Path, section_at, sections, whole_number, whole_numbers
-from weightsmith.structure.counts import find_counts, is_count_key
+from weightsmith.structure.counts import find_counts, is_count_key, multiples
 from weightsmith.structure.model import Structure
-from weightsmith.structure.names import words
+from weightsmith.structure.names import INDEX, words
 from weightsmith.structure.perlayer import (
     Remap,
     first_number,
@@ -179,8 +179,35 @@ class _Resize:
             home[path[-1]] = self.remap.n_new
             if self.remap.n_new != self.remap.n_old:
                 self.notes.append(f"{'.'.join(path)}: {self.remap.n_old} -> {self.remap.n_new}")
+        self._move_multiples()
         self._check_tensors()
         return self.notes
+
+    def _move_multiples(self) -> None:
+        """Set the keys that count the parts of layers. A stale one would decide the depth, if the model class reads it last."""
+        own, remap, owned = self.stack.config_paths[0], self.remap, {p for s in self.structure.stacks for p in s.config_paths}
+        for count in multiples(self.stack.prefix, own, find_counts(self.old)) if remap.n_new != remap.n_old else ():
+            if count.path in owned:
+                continue
+            key, parts = ".".join(count.path), count.value // remap.n_old
+            if parts not in self._parts():
+                raise LayerError(
+                    f"{'.'.join(own)} and {key} of config.json may both count the layers of {self.stack.prefix}, so their "
+                    "number cannot be changed",
+                    details=[f"{'.'.join(own)}: {remap.n_old}", f"{key}: {count.value}"],
+                    fix=f"remove {key} from config.json if the model class does not read it, or use as many layers as before",
+                )
+            section_at(self.new, count.path[:-1])[count.path[-1]] = parts * remap.n_new
+            self.notes.append(f"{key}: {count.value} -> {parts * remap.n_new}")
+
+    def _parts(self) -> set[int]:
+        """How many numbered parts of one kind a layer has: 2 of `layers.0.self_attn.0.` and `layers.0.self_attn.1.`."""
+        found: dict[str, set[str]] = {}
+        for name in self.structure.modules[self.stack.module]:
+            inside = f".{self.structure.suffix(name) or ''}" if self.structure.locate(name) == (self.stack, 0) else ""
+            if match := INDEX.search(inside):
+                found.setdefault(inside[: match.start()], set()).add(match[1])
+        return {len(numbers) for numbers in found.values()}
 
     def _walk(self, old: Mapping[str, Any], new: dict[str, Any], path: Path) -> None:
         """Move every per-layer value of a dict and of the plain dicts in it."""

@@ -164,7 +164,8 @@ def _settle_mirrors(stacks: tuple[Stack, ...], config: Mapping[str, Any]) -> tup
     """Remove from each stack the count keys that belong to another one.
 
     If a dict has both `encoder_layers` and `decoder_layers`, a plain `num_hidden_layers` mirrors the encoder's.
-    A plain key that fits both sides of an encoder-decoder (Pix2Struct's `text_config.num_layers`) is the decoder's.
+    A plain key that fits both sides of an encoder-decoder (Pix2Struct's `text_config.num_layers`) is the decoder's. Next to
+    T5's `num_layers` and `num_decoder_layers`, it mirrors the plain one, the encoder's.
     """
     owner = {stack.config_paths[0]: stack.kind for stack in stacks if stack.config_paths}
 
@@ -173,6 +174,7 @@ def _settle_mirrors(stacks: tuple[Stack, ...], config: Mapping[str, Any]) -> tup
         keys = [key for key in section_at(config, section) if is_count_key(key)]
         return {word for key in keys for word in words(key) & {"encoder", "decoder"}}
 
+    plain_homes = {(path[:-1], kind) for path, kind in owner.items() if not words(path[-1]) & {"encoder", "decoder"}}
     settled = []
     for stack in stacks:
         kept = []
@@ -182,6 +184,8 @@ def _settle_mirrors(stacks: tuple[Stack, ...], config: Mapping[str, Any]) -> tup
             plain = not words(path[-1]) & sides
             if i == 0 and theirs and stack.kind == "encoder":
                 continue
+            if plain and words(stack.config_paths[0][-1]) & sides:
+                theirs = theirs or any(home == path[:-1] and kind != stack.kind for home, kind in plain_homes)
             if i == 0 or not (theirs or (plain and "encoder" in sides and stack.kind != "encoder")):
                 kept.append(path)
         settled.append(replace(stack, config_paths=tuple(kept)))

@@ -76,7 +76,8 @@ def prepare_surgery(
         # What the tensors of a quantised model are is up to its own loader.
         if options.check_loading and checkpoint.quantised is None:
             where = recipe.model.where
-            loading = question_of(prepared.plan, checkpoint.config, specs.values(), checkpoint.ref, where=where)
+            shape = prepared.structure
+            loading = question_of(prepared.plan, checkpoint.config, specs.values(), shape, checkpoint.ref, where=where)
             prepared = replace(prepared, loading=loading)
         stack.pop_all()
         return prepared
