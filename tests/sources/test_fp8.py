@@ -6,6 +6,7 @@ import copy
 import itertools
 import tracemalloc
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -582,11 +583,11 @@ def test_a_memory_bound_leaves_the_tiles_as_they_are(tmp_path: Path, monkeypatch
         tmp_path / "m", {"q.weight": codes_of(4, 4), "q.weight_scale_inv": scales_of(1, 1)}, config_of(DEEPSEEK)
     )
     given: list[int] = []
-    original = Reader.__init__
+    original, names = Reader.__init__, signature(Reader.__init__)
 
-    def init(self: Reader, *args: Any) -> None:
-        given.append(args[-1])
-        original(self, *args)
+    def init(self: Reader, *args: Any, **kwargs: Any) -> None:
+        given.append(names.bind(self, *args, **kwargs).arguments["aligned_bytes"])
+        original(self, *args, **kwargs)
 
     monkeypatch.setattr(Reader, "__init__", init)
     recipe = {"merge_method": "passthrough", "models": [{"model": str(model)}]}

@@ -188,7 +188,7 @@ def make_file(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("make", "words"),
-    [(make_project, "does not look like a checkpoint"), (make_clone, ".git"), (make_file, "a file has this name")],
+    [(make_project, "it has no weightsmith.json"), (make_clone, ".git"), (make_file, "a file has this name")],
 )
 def test_only_a_checkpoint_is_overwritten(out: Path, make: Callable[[Path], None], words: str) -> None:
     make(out)

@@ -231,15 +231,7 @@ def _unchecked(why: str) -> Finding:
     return Finding(f"the output's config.json was not checked: {why}", fix=_FIX)
 
 
-<<<<<<< HEAD
-def _pattern(name: str) -> str:
-    return re.sub(r"\d+", "N", name)
-
-
 def _ask(checkpoint: Checked, began: Began) -> dict[str, Any]:
-=======
-def _ask(checkpoint: Checked, began: Callable[[subprocess.Popen[str]], None]) -> dict[str, Any]:
->>>>>>> wt-stacks
     """The script's answer, or the one it gave before."""
     config, specs = checkpoint
     question = json.dumps([config, [[s.name, s.dtype.torch, s.shape] for s in specs]])
