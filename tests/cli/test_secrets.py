@@ -257,7 +257,7 @@ def test_errors_of_calls_hold_no_secret(marked: Path) -> None:
 def test_it_is_the_redaction_that_hides(marked: Path, cli: Cli) -> None:
     cli.monkeypatch.setattr(redaction, "_users", lambda word: iter(()))
     cli.monkeypatch.setattr(redaction, "_SECRET", re.compile("(?!)"))
-    cli.monkeypatch.setattr(redaction, "_known", lambda *given: None)
+    cli.monkeypatch.setattr(redaction, "_secrets_now", lambda: None)
     looking = Looking(cli, marked)
     (marked / "recipe.yml").write_text(RECIPES["comment"].replace("@@", ADDRESSES[0]))
     looking.given.add(marked / "recipe.yml")
