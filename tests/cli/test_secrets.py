@@ -23,7 +23,8 @@ from weightsmith.cli.app import app
 __all__ = ["cli", "work"]
 
 MARK = "S3CRETmark"
-COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+GROUP: Any = typer.main.get_command(app)
+COMMANDS: dict[str, Any] = GROUP.commands
 _ENCODED = [base64.b64encode(f"{pad}{MARK}".encode()).decode().rstrip("=")[4:-2] for pad in ("", "a", "ab")]
 _FOUND = re.compile("|".join([MARK, *map(re.escape, _ENCODED)]))
 
@@ -115,6 +116,7 @@ def marked(work: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(hub, "_silent", {})
     monkeypatch.setattr(retries, "PATIENCE", retries.Patience(first_seconds=0.0, most_seconds=0.0, failures=0))
     monkeypatch.setattr("weightsmith.studio.page.launch", _launch)
+    monkeypatch.setattr("typer.main.get_command", lambda app: GROUP)  # making it anew takes longer than most runs here
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # before other libraries try again
     yield work
     redaction._given.clear()
