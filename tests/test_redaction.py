@@ -92,3 +92,9 @@ def test_what_only_looks_like_a_secret_stays(text: str) -> None:
 
 def test_a_user_alone_is_hidden_if_it_may_be_a_token() -> None:
     assert redacted("https://ghp_16C7e42F292c6912E7710c838347Ae178B4a@host/a") == "https://***@host/a"
+
+
+@pytest.mark.parametrize("start", ["", "http://"])
+def test_the_password_of_a_proxy_is_known_with_and_without_a_scheme(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", f"{start}me:p4ssw0rdS@host:8080")
+    assert redacted("cannot connect to URL('me:p4ssw0rdS@host:8080')") == "cannot connect to URL('me:***@host:8080')"

@@ -168,6 +168,8 @@ def _values(environment: dict[str, str]) -> Iterator[str]:
         if _NAMES.search(name) and not os.path.exists(value):  # noqa: PTH110  it takes any text
             yield value
         yield from _PARTS.findall(value)
+        if name.upper().endswith("_PROXY") and "://" not in value:  # clients add it
+            value = f"http://{value}"
         for start, end in _users(value):
             user, colon, password = value[start:end].partition(":")
             yield from (password if colon else user, base64.b64encode(unquote(value[start:end]).encode()).decode())
