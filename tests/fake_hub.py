@@ -114,6 +114,7 @@ class FakeHub:
     fault      called with each request before it is answered: a status to refuse it with, `CUT` to close the connection, `LOST`
                to do what is asked and close the connection without an answer, a function to call in place of that answer, or
                None
+    refusal    what such an answer says, in its body and, on one line, in a header
     part_bytes files that are larger are uploaded in parts of this size
     page       files in one page of a listing
     xet        folder in which hf_xet stores what it uploads, in place of Xet's servers; "": uploads go through LFS
@@ -132,6 +133,7 @@ class FakeHub:
     objects: Files = field(default_factory=dict)
     parts: dict[tuple[str, int], bytes] = field(default_factory=dict)
     fault: Callable[[Seen], Fault] = no_fault
+    refusal: str = "refused by the test"
     part_bytes: int = 1 << 40
     page: int = 1000
     xet: str = ""
@@ -213,7 +215,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         if isinstance(fault, int):
-            self._json({"error": "refused by the test"}, fault)
+            line = re.sub(r"[\r\n]|[^\x00-\xff]", "", self.hub.refusal)
+            self._send(fault, json.dumps({"error": self.hub.refusal}).encode(), {"X-Error-Message": line})
             return
         if fault == LOST:
             self.instead = lambda: None

@@ -151,7 +151,8 @@ class Repository:
     def stream(self) -> None:
         """Read weights that are not in the cache where they are, and leave them there. Call it after `read_starts`."""
         for name, file in self._files.items():
-            file.streams = not (self.folder / name).is_file()
+            if not (self.folder / name).is_file():
+                file.stream()
 
     def open(self, path: Path) -> AbstractContextManager[RandomAccess]:
         """Open a file of `folder` to read parts of it: the cached one, else the one on the hub."""

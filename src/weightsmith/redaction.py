@@ -8,7 +8,9 @@ pages (`pages`), and what other libraries write to stderr (`text.prepare_streams
 * the values of the secrets of this process: environment variables whose name says so (HF_TOKEN, AWS_SECRET_ACCESS_KEY, ...),
   passwords in addresses that the environment holds (endpoints, proxies), the Hub token that is stored, tokens given to calls.
 
-Texts that are data, such as a plan's JSON or a recipe in a model card, are not altered. A recipe with a secret is refused.
+A value that reads like a name, a number or a path is not hidden where it stands alone: a variable SORT_KEY=weight must not
+change what is said of weights. Texts that are data, such as a plan's JSON or a recipe in a model card, are not altered. A
+recipe with a secret is refused.
 """
 
 from __future__ import annotations
@@ -18,24 +20,25 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 HIDDEN = "***"
 
-_LEAST = 6
+_LEAST = 8
 """Characters of a value that is hidden wherever it occurs: shorter ones are parts of ordinary words."""
+_ORDINARY = re.compile(r"[A-Z]?[a-z]{0,15}(?:[A-Z][a-z]{2,15})*|[A-Z]{1,15}|[0-9]{1,15}|[A-Za-z0-9]{1,7}")
+"""A part, between punctuation, of names, numbers and paths: `Qwen2.5-7B-Instruct` has four. Keys have longer ones."""
 
 _WORDS = (
     "token|secret|passw(?:or)?d|passphrase|signature|credential|(?:api|access|account|private|shared)[_-]?(?:access)?[_-]?key"
 )
 _PARAMETER = rf"(?:[\w.-]{{0,40}}(?:{_WORDS})[\w.-]{{0,40}}|sig|key|pwd|pass|auth|code|jwt|sas)"
 _SECRET = re.compile(
-    rf"(?:[?&;#]|%3F|%26)(?:amp;)?{_PARAMETER}(?:=|%3D)(?P<parameter>[^\s&;#\"'<>]+)"
+    rf"(?:[?&;#]|%3F|%26)(?:amp;)?{_PARAMETER}(?:=|%3D)(?![{{$*\[])(?P<parameter>[^\s&;#\"'<>]+)"
     r"|\bAccountKey=(?P<account>[^\s;\"']+)"
-    r"|\b(?:Authorization[\"']?\s{0,9}[:=]\s{0,9}[\"']?(?:(?:Basic|Bearer|Token)\s)?|Bearer\s)(?P<header>[\w.~+/=-]{8,})"
+    r"|\b(?:Authorization[\"']?\s{0,9}[:=]\s{0,9}[\"']?(?:(?:Basic|Bearer|Token)\s|(?=\S*[0-9]))|Bearer\s(?=\S*[0-9]))(?P<header>[\w.~+/=-]{8,})"
     r"|\b(?P<hub>hf_[A-Za-z0-9]{20,})",
     re.IGNORECASE,
 )
@@ -72,7 +75,7 @@ def redactor(*, of_equal_length: bool = False) -> Callable[[str], str]:
     >>> redactor(of_equal_length=True)("https://me:pw@host/a")
     'https://*****@host/a'
     """
-    known = _known(tuple(os.environ.items()), frozenset(_given))
+    known = _secrets_now()
 
     def hidden(secret: str) -> str:
         return "*" * len(secret) if of_equal_length else HIDDEN
@@ -97,7 +100,7 @@ def redactor(*, of_equal_length: bool = False) -> Callable[[str], str]:
 
 
 def _users(word: str) -> Iterator[tuple[int, int]]:
-    """Where users and passwords are in text without spaces: after `://`, before an `@`."""
+    """Where passwords are in text without spaces: after `://`, before an `@`, with the user. A user alone may be a token."""
     end = 0
     while (mark := word.find("://", end)) >= 0:
         start = end = mark + 3
@@ -105,7 +108,8 @@ def _users(word: str) -> Iterator[tuple[int, int]]:
         place = _PLACE.match(word, start)
         at = word.rfind("@", start) if _PASSWORD.match(word, start) else word.rfind("@", start, place.end() if place else start)
         if at > start:
-            yield start, at
+            if ":" in word[start:at] or not _is_ordinary(word[start:at]):
+                yield start, at
             end = at
 
 
@@ -132,19 +136,40 @@ def has_secret(text: str) -> bool:
     return redacted(text) != text
 
 
-@lru_cache(maxsize=4)
-def _known(environment: tuple[tuple[str, str], ...], given: frozenset[str]) -> re.Pattern[str] | None:
+def _is_ordinary(value: str) -> bool:
+    """Whether a value reads like a name, a number or a path.
+
+    >>> [_is_ordinary(value) for value in ("model.layers", "Qwen2.5-7B-Instruct", "hf_oZNsVjIxJgkYmLXYzT", "wJalrXUtnFEMI/K7")]
+    [True, True, False, False]
+    """
+    return len(value) < _LEAST or all(_ORDINARY.fullmatch(part) for part in re.split(r"[\W_]", value))
+
+
+def _secrets_now() -> re.Pattern[str] | None:
     """The values of this process's secrets; None if there is none."""
-    found = {form for value in (*given, *_values(dict(environment))) for form in _forms(value) if len(form) >= _LEAST}
-    longest_first = sorted(found, key=lambda value: (-len(value), value))
-    return re.compile("|".join(map(re.escape, longest_first))) if found else None
+    # As the system has it: to decode a hundred variables for every text takes longer than to hide secrets in it.
+    stored = dict(vars(os.environ).get("_data", os.environ))
+    global _last
+    environment, given, pattern = _last
+    if environment != stored or given != _given:
+        given = {*_given}
+        found = {form for value in (*given, *_values({**os.environ})) if not _is_ordinary(value) for form in _forms(value)}
+        longest_first = sorted(found, key=lambda value: (-len(value), value))
+        pattern = re.compile("|".join(map(re.escape, longest_first))) if found else None
+        _last = stored, given, pattern
+    return pattern
+
+
+_last: tuple[dict[Any, Any] | None, set[str], re.Pattern[str] | None] = None, set(), None
 
 
 def _values(environment: dict[str, str]) -> Iterator[str]:
     for name, value in environment.items():
-        if _NAMES.search(name) and not Path(value[:1000]).is_absolute():
+        if _NAMES.search(name) and not os.path.exists(value):  # noqa: PTH110  it takes any text
             yield value
         yield from _PARTS.findall(value)
+        if name.upper().endswith("_PROXY") and "://" not in value:  # clients add it
+            value = f"http://{value}"
         for start, end in _users(value):
             user, colon, password = value[start:end].partition(":")
             yield from (password if colon else user, base64.b64encode(unquote(value[start:end]).encode()).decode())

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from weightsmith.errors import Finding, printable, with_excerpt
-from weightsmith.redaction import redacted, redacted_values
+from weightsmith.redaction import redacted, redacted_values, redactor
 from weightsmith.streams import replace_streams
 
 BOLD, RED, YELLOW = "1", "1;31", "33"
@@ -258,7 +258,8 @@ def table(
     ties      199
     copy        2
     """
-    cells = [[printable(redacted(c)) for c in row] for row in (headers, *rows)]
+    hide = redactor()
+    cells = [[printable(hide(c)) for c in row] for row in (headers, *rows)]
     number = range(len(headers))
     widths = [max(len(row[i]) for row in cells) for i in number]
     if width is None or _width(widths) <= width:
@@ -327,8 +328,8 @@ def _records(cells: Sequence[Sequence[str]], width: int) -> list[str]:
 def show_table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = (), indent: str = "") -> None:
     """`table`, as a part of the result: as wide as the terminal, or as COLUMNS says if a pipe has that."""
     width = columns(sys.stdout) or _number(os.environ.get("COLUMNS", ""))
-    for line in table(headers, rows, right=right, width=None if width is None else width - len(indent)):
-        result(indent + line)
+    lines = table(headers, rows, right=right, width=None if width is None else width - len(indent))
+    result("\n".join(indent + line for line in lines))
 
 
 def _number(text: str) -> int | None:

@@ -23,7 +23,8 @@ from weightsmith.cli.app import app
 __all__ = ["cli", "work"]
 
 MARK = "S3CRETmark"
-COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+GROUP: Any = typer.main.get_command(app)
+COMMANDS: dict[str, Any] = GROUP.commands
 _ENCODED = [base64.b64encode(f"{pad}{MARK}".encode()).decode().rstrip("=")[4:-2] for pad in ("", "a", "ab")]
 _FOUND = re.compile("|".join([MARK, *map(re.escape, _ENCODED)]))
 
@@ -115,6 +116,7 @@ def marked(work: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(hub, "_silent", {})
     monkeypatch.setattr(retries, "PATIENCE", retries.Patience(first_seconds=0.0, most_seconds=0.0, failures=0))
     monkeypatch.setattr("weightsmith.studio.page.launch", _launch)
+    monkeypatch.setattr("typer.main.get_command", lambda app: GROUP)  # making it anew takes longer than most runs here
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # before other libraries try again
     yield work
     redaction._given.clear()
@@ -257,7 +259,7 @@ def test_errors_of_calls_hold_no_secret(marked: Path) -> None:
 def test_it_is_the_redaction_that_hides(marked: Path, cli: Cli) -> None:
     cli.monkeypatch.setattr(redaction, "_users", lambda word: iter(()))
     cli.monkeypatch.setattr(redaction, "_SECRET", re.compile("(?!)"))
-    cli.monkeypatch.setattr(redaction, "_known", lambda *given: None)
+    cli.monkeypatch.setattr(redaction, "_secrets_now", lambda: None)
     looking = Looking(cli, marked)
     (marked / "recipe.yml").write_text(RECIPES["comment"].replace("@@", ADDRESSES[0]))
     looking.given.add(marked / "recipe.yml")

@@ -326,4 +326,5 @@ def test_a_line_of_output_takes_the_place_of_the_status(monkeypatch: pytest.Monk
         end_status()
         status("after the bar took over: nothing")
     erase = "\r\x1b[2K"
-    assert screen.getvalue() == f"{erase}reading headers of {erase}planning\\nmore{erase}done\na note\n{erase}storing{erase}"
+    planning = r"planning\nmore"  # on one line
+    assert screen.getvalue() == f"{erase}reading headers of {erase}{planning}{erase}done\na note\n{erase}storing{erase}"

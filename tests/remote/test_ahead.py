@@ -40,6 +40,8 @@ class Memory:
         for start in range(first, end, 3 * KIB):
             yield self.data[start : min(start + 3 * KIB, end)]
 
+    def check_parts(self) -> None: ...
+
     def check_unchanged(self) -> None:
         pass
 
@@ -55,7 +57,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def file_of(nbytes: int, seed: int = 0) -> tuple[Memory, RemoteFile]:
     memory = Memory(nbytes, seed)
-    return memory, RemoteFile(memory, streams=True)
+    file = RemoteFile(memory)
+    file.stream()
+    return memory, file
 
 
 def read(file: RemoteFile, offset: int, nbytes: int) -> bytes:

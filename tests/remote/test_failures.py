@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from weightsmith.buckets import client
+from weightsmith.buckets.s3 import S3Bucket
 from weightsmith.errors import CheckpointError, StoreError
 from weightsmith.remote import retries
 from weightsmith.remote.failures import Panicked, causes, lasting, no_panic, passes
@@ -67,6 +69,30 @@ def test_what_stays_is_told_wherever_it_is_in_the_chain(error: Exception, words:
 def test_what_passes(error: Exception) -> None:
     assert lasting(error) is None
     assert lasting(wrapped(error)) is None
+
+
+def test_an_answer_in_parts_that_is_cut_off_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients see a ValueError then, in the size of the next part; stores send lists in parts."""
+    slept = _no_sleep(monkeypatch)
+    requests = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            for _ in range(2 * client.ATTEMPTS):
+                connection, _ = server.accept()
+                with connection:
+                    requests.append(connection.recv(9999))
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        more = {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "REGION": "us-east-1"}
+        for name, value in (more | {"ENDPOINT_URL": f"http://127.0.0.1:{server.getsockname()[1]}"}).items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        bucket = S3Bucket("bucket")
+        for look in (lambda: bucket.read("key", 100), lambda: list(bucket.names("key"))):
+            with pytest.raises(client.Passing, match="does not answer"):
+                look()
+    assert len(requests) == 2 * client.ATTEMPTS == len(slept) + 2
 
 
 def test_causes_that_go_in_circles_end() -> None:

@@ -81,14 +81,23 @@ def test_a_fault_that_stays_is_one_error(fault: str, words: str, site: Server) -
     assert len(site.ranges) == 9
 
 
-@pytest.mark.parametrize(("first", "end"), [(1000, 5000), (0, 5000)])
-def test_a_server_without_byte_ranges_is_one_error_at_once(first: int, end: int, site: Server) -> None:
+def test_a_server_without_byte_ranges_is_one_error_at_once(site: Server) -> None:
     site.parts = False
     with pytest.raises(CheckpointError, match="it does not know byte ranges") as caught:
-        read(file_of(site), first, end)
+        read(file_of(site), 1000, 5000)
     assert "Download the model" in str(caught.value)
     assert len(site.headers) == 1
-    assert read(file_of(site), 0, len(DATA)) == DATA, "all of it was asked for"
+
+
+def test_of_a_server_without_byte_ranges_the_start_of_a_file_is_read_and_no_parts(site: Server) -> None:
+    site.parts = False
+    file = file_of(site)
+    file.check_parts()  # nothing is known yet
+    assert read(file, 0, len(DATA)) == DATA
+    file.check_parts()
+    assert read(file, 0, 5000) == DATA[:5000]
+    with pytest.raises(CheckpointError, match="it does not know byte ranges"):
+        file.check_parts()
 
 
 def test_a_body_that_breaks_off_is_continued_where_it_stopped(site: Server) -> None:

@@ -148,6 +148,14 @@ def test_weights_that_were_trained_in_place_are_kept(here: Path) -> None:
     refused(here, "out", a, words=("changed after weightsmith wrote them", "tensor ", "model.safetensors"))
 
 
+def test_older_weights_that_were_moved_into_an_output_are_kept(here: Path) -> None:
+    a, b = model(here / "a"), model(here / "b", seed=1)
+    merge("first", b)
+    merge("out", a)
+    (here / "first" / "model.safetensors").replace(here / "out" / "model.safetensors")  # the same header, the same size
+    refused(here, "out", a, words=("changed after weightsmith wrote them", "tensor ", "model.safetensors"))
+
+
 @pytest.mark.parametrize("name", ["README.md", "config.json"])
 def test_a_file_that_the_user_has_edited_is_kept(here: Path, name: str) -> None:
     a = model(here / "a")
@@ -169,6 +177,8 @@ def test_a_copy_of_an_output_is_replaced_whatever_the_times_of_its_files(here: P
         return reread(tensors, **more)
 
     monkeypatch.setattr(sys.modules["weightsmith.store.verify"], "reread", counted)
+    merge("out", a)
+    assert read[0] == 0, "nothing has touched it"
     merge("copy", a)
     assert read[0] == len(weightsmith.open_checkpoint(a).specs), "all of it was read, once"
     verify("copy")

@@ -11,8 +11,6 @@ are no `Exception`; what counts is found along the chain of causes.
 from __future__ import annotations
 
 import re
-import socket
-import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -85,6 +83,7 @@ def lasting(error: BaseException, endpoint: str = "the address") -> Lasting | No
 
     endpoint  what to check, such as a variable of the environment
 
+    >>> import socket
     >>> lasting(socket.gaierror(socket.EAI_NONAME, "Name or service not known")).what
     'the host does not exist (Name or service not known)'
     >>> lasting(socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")) is None
@@ -92,6 +91,9 @@ def lasting(error: BaseException, endpoint: str = "the address") -> Lasting | No
     >>> lasting(ConnectionResetError()) is None
     True
     """
+    import socket  # here: `--help` needs no network
+    import ssl
+
     chain = [*causes(error)]
     text = " ".join(str(each) for each in chain)
     if _CERTIFICATE.search(text) or any(isinstance(each, ssl.SSLCertVerificationError) for each in chain):
@@ -109,10 +111,15 @@ def lasting(error: BaseException, endpoint: str = "the address") -> Lasting | No
         if isinstance(each, FileNotFoundError | IsADirectoryError | PermissionError):
             return Lasting(f"a file of its settings cannot be read: {first_line(each)}", "correct the variable that names it")
     unsent = [each for each in chain if isinstance(each, Panicked) or type(each).__name__ in _CLASSES]
-    mistaken = [] if any(isinstance(each, OSError) for each in chain) else [e for e in chain if isinstance(e, _OWN_MISTAKES)]
+    mistaken = [] if any(map(_was_sent, chain)) else [each for each in chain if isinstance(each, _OWN_MISTAKES)]
     if unsent or mistaken or _ADDRESS.search(text):
         why = (unsent or mistaken or chain)[-1]
         return Lasting(
             f"the request cannot be sent ({type(why).__name__}: {first_line(why)})", f"check {endpoint} and the keys"
         )
     return None
+
+
+def _was_sent(error: BaseException) -> bool:
+    """The connection failed, or the answer ended early: clients read the size of a part that never came, a ValueError."""
+    return isinstance(error, OSError) or type(error).__name__ in ("ProtocolError", "RemoteProtocolError", "IncompleteRead")

@@ -48,9 +48,9 @@ class RemoteFile:
     ahead    fetches what the present run will read; None outside of a run
     """
 
-    def __init__(self, ranges: Ranges, *, streams: bool = False) -> None:
+    def __init__(self, ranges: Ranges) -> None:
         self.ranges = ranges
-        self.streams = streams
+        self.streams = False
         self.ahead: Ahead | None = None
         self._parts: list[tuple[int, bytes]] = []
 
@@ -87,6 +87,11 @@ class RemoteFile:
         self._fetch(first, memoryview(data))
         self._parts.append((first, bytes(data)))
         return self._parts[-1][1][offset - first : end - first]
+
+    def stream(self) -> None:
+        """Let tensors be read from here. Raises CheckpointError if the server has no byte ranges."""
+        self.ranges.check_parts()
+        self.streams = True
 
     def forget(self) -> None:
         """Drop what `read_at` remembers: the header was read."""

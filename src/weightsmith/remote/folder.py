@@ -103,8 +103,10 @@ class RemoteFolder:
 
     def read_starts(self, names: Iterable[str]) -> None:
         """Read the start of each weight file."""
-        self._files = {name: RemoteFile(self._ranges[name], streams=True) for name in names if name in self.sizes}
+        self._files = {name: RemoteFile(self._ranges[name]) for name in names if name in self.sizes}
         read_starts(self._files.values())
+        for file in self._files.values():
+            file.stream()
         versions = sorted((name, file.nbytes, file.version) for name, file in self._files.items())
         self.commit = hashlib.sha256(json.dumps(versions).encode()).hexdigest()[:40]
         unknown = [name for name, _, version in versions if not version]

@@ -62,7 +62,7 @@ class HttpFile:
         self._headers = headers
         self._pinned = pinned
         self._resolved = ""
-        self._knows_ranges = False
+        self._knows_ranges = self._sent_whole = False
         self._linked = ""
         self._tag = tag
         self._tags: dict[str, str] = {}
@@ -92,6 +92,11 @@ class HttpFile:
                 yield piece
                 if not left and status == 200:
                     return
+
+    def check_parts(self) -> None:
+        """See `Ranges`."""
+        if self._sent_whole:
+            raise CheckpointError(NO_RANGES, where=self.where, fix=DOWNLOAD_FIX)
 
     def check_unchanged(self) -> None:
         """See `Ranges`. A commit does not change; other files are asked about."""
@@ -127,7 +132,9 @@ class HttpFile:
             if (first, end) != (0, self.nbytes):
                 if self._knows_ranges or headers.get("accept-ranges", "").lower() == "bytes":
                     raise Again("the server sends the whole file where a part was asked for")
-                raise CheckpointError(NO_RANGES, where=self.where, fix=DOWNLOAD_FIX)
+                self._sent_whole = True
+                if first:  # of the start of a file, the rest is not read
+                    self.check_parts()
             return
         span = headers.get("content-range", "")
         total = re.fullmatch(r"bytes \d+-\d+/(\d+)", span)

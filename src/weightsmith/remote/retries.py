@@ -46,6 +46,9 @@ class Ranges(Protocol):
         Raises Again for what may pass, CheckpointError for what will not: the file has changed, or may not be read.
         """
 
+    def check_parts(self) -> None:
+        """Raise CheckpointError if the requests so far have shown that parts of the file cannot be had."""
+
     def check_unchanged(self) -> None:
         """Raise CheckpointError if the file has changed since it was first read, Again for what may pass."""
 

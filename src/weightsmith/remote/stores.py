@@ -138,6 +138,9 @@ class StoreFile:
         except Exception as error:
             raise self._store.failure(error, self.where) from error
 
+    def check_parts(self) -> None:
+        """See `Ranges`. Every store has them."""
+
     def check_unchanged(self) -> None:
         """See `Ranges`."""
         try:

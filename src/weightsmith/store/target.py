@@ -149,8 +149,8 @@ def foreign(path: Path) -> tuple[str, Sequence[str]]:
     """Why a folder is not, or not only, what weightsmith has written: the reason, and the first few names; "" if it is.
 
     Every file must be in its manifest, and be what was written: its size, the checksums of headers and of all files that are
-    not weights. A weight file is read as a whole only if it was modified after the manifest, which is written last. A listed
-    file may be missing, or be a link, of which nothing but the link would be lost.
+    not weights. A weight file is read as a whole only if it, or what the file system knows of it, was changed after the
+    manifest, which is written last. A listed file may be missing, or be a link, of which nothing but the link would be lost.
     """
     if not os.path.lexists(path / MANIFEST_NAME):
         return f"weightsmith did not make it: it has no {MANIFEST_NAME}", ()
@@ -166,10 +166,10 @@ def foreign(path: Path) -> tuple[str, Sequence[str]]:
 
 
 def _changed(path: Path, manifest: Manifest) -> list[str]:
-    written = (path / MANIFEST_NAME).lstat().st_mtime_ns
+    written = (path / MANIFEST_NAME).lstat()
     there = {name: about for name in (*manifest.weights, *manifest.files) if (about := _file(path / name)) is not None}
     made = str(manifest.data["checksum"])
-    states = {name: (made, FileState.of(about)) for name, about in there.items() if about.st_mtime_ns > written}
+    states = {name: (made, FileState.of(about)) for name, about in there.items() if _is_later(about, written)}
     later = {name for name, state in states.items() if state not in _compared}
     found = differences(
         path,
@@ -183,6 +183,11 @@ def _changed(path: Path, manifest: Manifest) -> list[str]:
     if not found:
         _compared.update(states.values())
     return found
+
+
+def _is_later(about: os.stat_result, written: os.stat_result) -> bool:
+    """Whether a file was changed after another was. Times of contents are kept by `mv` and `cp -p`; the others are not."""
+    return about.st_mtime_ns > written.st_mtime_ns or about.st_ctime_ns > written.st_ctime_ns
 
 
 def _file(path: Path) -> os.stat_result | None:
