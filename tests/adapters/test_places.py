@@ -85,6 +85,36 @@ def test_base_and_adapter_are_the_fine_tune(name: str, tmp_path: Path, asked: No
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(n, marks=pytest.mark.sweep) for n in FAMILIES if n not in FAST)])
+def test_a_merge_of_adapters_is_an_adapter_that_peft_finds_as_it_finds_them(name: str, tmp_path: Path, asked: None) -> None:
+    """The mean of two adapters of all that differs is the mean of the fine-tunes."""
+    import torch
+
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    first, model = models(name, tmp_path)
+    model_class = getattr(transformers, FAMILIES[name][0])
+    want, other, fresh = (model_class.from_pretrained(folder, dtype=torch.float32).eval() for folder in (first, first, model))
+    with torch.no_grad():
+        for own, theirs in zip(want.parameters(), other.parameters(), strict=True):
+            change = 0.03 * torch.randn_like(own) * own.requires_grad  # positions that are computed are in no file
+            own += change / 2
+            theirs += change
+    other.save_pretrained(tmp_path / "second")
+    folders = (first, tmp_path / "second")
+    made = [extract(each, model, tmp_path / f"of {each.name}", max_rank=10000, dtype="float32").out for each in folders]
+    recipe = {"merge_method": "linear", "models": [{"model": str(out), "parameters": {"weight": 0.5}} for out in made]}
+    merged = weightsmith.merge(recipe, tmp_path / "merged", progress=False, fsync=False)
+    given = inputs_of(want)
+    loaded = peft.PeftModel.from_pretrained(fresh, merged.out).eval()
+    info = loaded.load_adapter(merged.out, adapter_name="again")
+    assert info.unexpected_keys == []
+    assert [key for key in info.missing_keys if ".again." in key] == []
+    for found, wanted in zip(outputs_of(loaded, given), outputs_of(want, given), strict=True):
+        assert float((found - wanted).norm()) <= 1e-5 * float(wanted.norm())
+
+
+@pytest.mark.slow
 @pytest.mark.loading
 def test_transformers_is_asked_beside_the_run(tmp_path: Path) -> None:
     """In a process of its own. Tensors that it does not have are an error that names them."""
