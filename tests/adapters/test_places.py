@@ -94,15 +94,17 @@ def test_a_merge_of_adapters_is_an_adapter_that_peft_finds_as_it_finds_them(name
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     first, model = models(name, tmp_path)
     model_class = getattr(transformers, FAMILIES[name][0])
-    want, other, fresh = (model_class.from_pretrained(folder, dtype=torch.float32).eval() for folder in (first, first, model))
+    second = tmp_path / "second"
+    other = model_class.from_pretrained(first, dtype=torch.float32)
+    with torch.no_grad():
+        for own in other.parameters():
+            own += 0.03 * torch.randn_like(own)
+    other.save_pretrained(second)
+    want, other, fresh = (model_class.from_pretrained(f, dtype=torch.float32).eval() for f in (first, second, model))
     with torch.no_grad():
         for own, theirs in zip(want.parameters(), other.parameters(), strict=True):
-            change = 0.03 * torch.randn_like(own) * own.requires_grad  # positions that are computed are in no file
-            own += change / 2
-            theirs += change
-    other.save_pretrained(tmp_path / "second")
-    folders = (first, tmp_path / "second")
-    made = [extract(each, model, tmp_path / f"of {each.name}", max_rank=10000, dtype="float32").out for each in folders]
+            own += (theirs - own) / 2
+    made = [extract(each, model, tmp_path / f"of {each.name}", max_rank=10000, dtype="float32").out for each in (first, second)]
     recipe = {"merge_method": "linear", "models": [{"model": str(out), "parameters": {"weight": 0.5}} for out in made]}
     merged = weightsmith.merge(recipe, tmp_path / "merged", progress=False, fsync=False)
     given = inputs_of(want)
