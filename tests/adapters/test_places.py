@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,39 @@ def test_a_merge_of_adapters_is_an_adapter_that_peft_finds_as_it_finds_them(name
         assert float((found - wanted).norm()) <= 1e-5 * float(wanted.norm())
 
 
+def headers(name: str) -> tuple[dict[str, Any], list[str]]:
+    """config.json of a family's model, and the names of its tensors."""
+    import torch
+
+    transformers = pytest.importorskip("transformers")
+    model_class, config_class, arguments = FAMILIES[name]
+    config = getattr(transformers, config_class)(**arguments)
+    with torch.device("meta"):
+        model = getattr(transformers, model_class)(config)
+    return json.loads(config.to_json_string(use_diff=False)), [*model.state_dict()]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "bert", "t5", "bert-bare"])
+def test_a_config_without_architectures_is_that_of_the_class_that_fits(name: str) -> None:
+    config, names = headers(name)
+    stated = describing_script.describe({**config, "architectures": [FAMILIES[name][0]]}, names)
+    assert describing_script.describe({**config, "architectures": None}, names) == stated
+    assert {own: key for own, (key, _) in stated["names"].items()} == {own: own for own in names}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_names_are_known_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, names = headers("llama")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "peft", None)
+        patch.setattr(describing_script, "find_spec", lambda _name: None)
+        found = describing_script.describe({**config, "architectures": ["LlamaForCausalLM"]}, names)
+    assert (found["peft"], set(found["names"])) == (False, set(names))
+
+
 @pytest.mark.slow
 @pytest.mark.loading
 def test_transformers_is_asked_beside_the_run(tmp_path: Path) -> None:
@@ -217,7 +251,16 @@ def test_what_differs_and_has_no_place_is_an_error(tmp_path: Path, monkeypatch: 
         shapes = {name: list(array.shape) for name, array in base_tensors().items() if name != "model.norm.weight"}
         modules = {name.rpartition(".")[0]: "linear" for name in shapes}
         known = {name: [name, []] for name in names if name in shapes}
-        return {"modules": modules, "tensors": shapes, "names": known, "tied": [], "redirected": [], "refused": [], "rows": []}
+        return {
+            "modules": modules,
+            "tensors": shapes,
+            "names": known,
+            "tied": [],
+            "redirected": [],
+            "refused": [],
+            "rows": [],
+            "peft": True,
+        }
 
     monkeypatch.setattr(loading, "installed", lambda: True)
     monkeypatch.setattr(loading, "ask_script", answer)

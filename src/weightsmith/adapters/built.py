@@ -128,6 +128,8 @@ def built_of(base: Checkpoint, began: Began = lambda _process: None) -> Built:
     answer = describe(base, began)
     if "unknown" in answer:
         return guessed(base, answer["unknown"])
+    if not answer["peft"]:
+        return guessed(base, "PEFT is not installed")
     return Built(
         answer["modules"],
         {key: tuple(shape) for key, shape in answer["tensors"].items()},
