@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,71 @@ def test_base_and_adapter_are_the_fine_tune(name: str, tmp_path: Path, asked: No
     report: Any = made.reports["extraction"]
     assert report.left_out == {}
     assert report.to_json()["checked"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(n, marks=pytest.mark.sweep) for n in FAMILIES if n not in FAST)])
+def test_a_merge_of_adapters_is_an_adapter_that_peft_finds_as_it_finds_them(name: str, tmp_path: Path, asked: None) -> None:
+    """The mean of two adapters of all that differs is the mean of the fine-tunes."""
+    import torch
+
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    first, model = models(name, tmp_path)
+    model_class = getattr(transformers, FAMILIES[name][0])
+    second = tmp_path / "second"
+    other = model_class.from_pretrained(first, dtype=torch.float32)
+    with torch.no_grad():
+        for own in other.parameters():
+            own += 0.03 * torch.randn_like(own)
+    other.save_pretrained(second)
+    want, other, fresh = (model_class.from_pretrained(f, dtype=torch.float32).eval() for f in (first, second, model))
+    with torch.no_grad():
+        for own, theirs in zip(want.parameters(), other.parameters(), strict=True):
+            own += (theirs - own) / 2
+    made = [extract(each, model, tmp_path / f"of {each.name}", max_rank=10000, dtype="float32").out for each in (first, second)]
+    recipe = {"merge_method": "linear", "models": [{"model": str(out), "parameters": {"weight": 0.5}} for out in made]}
+    merged = weightsmith.merge(recipe, tmp_path / "merged", progress=False, fsync=False)
+    given = inputs_of(want)
+    loaded = peft.PeftModel.from_pretrained(fresh, merged.out).eval()
+    info = loaded.load_adapter(merged.out, adapter_name="again")
+    assert info.unexpected_keys == []
+    assert [key for key in info.missing_keys if ".again." in key] == []
+    for found, wanted in zip(outputs_of(loaded, given), outputs_of(want, given), strict=True):
+        assert float((found - wanted).norm()) <= 1e-5 * float(wanted.norm())
+
+
+def headers(name: str) -> tuple[dict[str, Any], list[str]]:
+    """config.json of a family's model, and the names of its tensors."""
+    import torch
+
+    transformers = pytest.importorskip("transformers")
+    model_class, config_class, arguments = FAMILIES[name]
+    config = getattr(transformers, config_class)(**arguments)
+    with torch.device("meta"):
+        model = getattr(transformers, model_class)(config)
+    return json.loads(config.to_json_string(use_diff=False)), [*model.state_dict()]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "bert", "t5", "bert-bare"])
+def test_a_config_without_architectures_is_that_of_the_class_that_fits(name: str) -> None:
+    config, names = headers(name)
+    stated = describing_script.describe({**config, "architectures": [FAMILIES[name][0]]}, names)
+    assert describing_script.describe({**config, "architectures": None}, names) == stated
+    assert {own: key for own, (key, _) in stated["names"].items()} == {own: own for own in names}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_names_are_known_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, names = headers("llama")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "peft", None)
+        patch.setattr(describing_script, "find_spec", lambda _name: None)
+        found = describing_script.describe({**config, "architectures": ["LlamaForCausalLM"]}, names)
+    assert (found["peft"], set(found["names"])) == (False, set(names))
 
 
 @pytest.mark.slow
@@ -185,7 +251,16 @@ def test_what_differs_and_has_no_place_is_an_error(tmp_path: Path, monkeypatch: 
         shapes = {name: list(array.shape) for name, array in base_tensors().items() if name != "model.norm.weight"}
         modules = {name.rpartition(".")[0]: "linear" for name in shapes}
         known = {name: [name, []] for name in names if name in shapes}
-        return {"modules": modules, "tensors": shapes, "names": known, "tied": [], "redirected": [], "refused": [], "rows": []}
+        return {
+            "modules": modules,
+            "tensors": shapes,
+            "names": known,
+            "tied": [],
+            "redirected": [],
+            "refused": [],
+            "rows": [],
+            "peft": True,
+        }
 
     monkeypatch.setattr(loading, "installed", lambda: True)
     monkeypatch.setattr(loading, "ask_script", answer)

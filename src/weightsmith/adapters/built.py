@@ -50,6 +50,13 @@ class Built:
     rows: frozenset[str]
     unknown: str = ""
 
+    @classmethod
+    def of_names(cls, kinds: Mapping[str, str], tensors: Mapping[str, tuple[int, ...]]) -> Built:
+        """The part of a model that adapters name. kinds: of modules, see `modules`; the others hold these, or tensors"""
+        modules = dict.fromkeys((parent for name in (*kinds, *tensors) for parent in _parents(name)), "other")
+        nothing = frozenset[str]()
+        return cls({**modules, **kinds}, tensors, {name: name for name in tensors}, {}, (), nothing, nothing, nothing)
+
     @cached_property
     def parents(self) -> frozenset[str]:
         """Modules that have others inside."""
@@ -121,6 +128,8 @@ def built_of(base: Checkpoint, began: Began = lambda _process: None) -> Built:
     answer = describe(base, began)
     if "unknown" in answer:
         return guessed(base, answer["unknown"])
+    if not answer["peft"]:
+        return guessed(base, "PEFT is not installed")
     return Built(
         answer["modules"],
         {key: tuple(shape) for key, shape in answer["tensors"].items()},

@@ -15,12 +15,13 @@ from dataclasses import replace
 from typing import Any
 
 from weightsmith import methods
+from weightsmith.adapters.built import WEIGHT
 from weightsmith.adapters.combinations import MAJORITIES, NAMES, ON_FACTORS, PREFIX, Combination, CombinationWork
 from weightsmith.adapters.cores import SPACES, Adapted, CoreWork, Space, basis_steps, core_step, scales_step
 from weightsmith.adapters.merged_factors import MergedWork
-from weightsmith.adapters.opening import NAME_BASE, WEIGHT, ZERO_ADAPTER, Opened
-from weightsmith.adapters.peft import PREFIX as PEFT_PREFIX
-from weightsmith.adapters.peft import adapter_config, factor_names, norms_name, stacked_names
+from weightsmith.adapters.opening import NAME_BASE, ZERO_ADAPTER, Opened
+from weightsmith.adapters.peft import adapter_config, norms_name
+from weightsmith.adapters.placing import Places
 from weightsmith.adapters.shared import different_bases, parameters_of
 from weightsmith.containers import PEFT
 from weightsmith.errors import (
@@ -158,6 +159,7 @@ def _planned(plan: Plan, opened: Opened, rank: int | None, combination: Combinat
     products: list[Product] = []
     steps: list[Step] = []
     ranks = _ranks(opened, rank, combination)
+    places = opened.find_places(ranks)
     whole = [step for step in plan.steps if step.out.name in opened.whole]
     _check_sums(plan, whole)
     layers: dict[str, list[Step]] = {}
@@ -191,8 +193,8 @@ def _planned(plan: Plan, opened: Opened, rank: int | None, combination: Combinat
             combined = CombinationWork(combination, tuple(modules), weights, limits, plan.seed)
             products.append(combined.product(f"combined factors of {layer}", factors))
         for step, module in zip(firsts, modules, strict=True):
-            steps += _stored(opened, module, ranks, step.out.dtype)
-    steps += [_whole_step(opened, step, plan.made.name) for step in whole]
+            steps += _stored(places, module, ranks[module.name], step.out.dtype)
+    steps += [_whole_step(opened, places, step, plan.made.name) for step in whole]
     opened.leave_base([*steps, *(step for product in products for step in product.steps)])
     title, source = plan.made.title.replace("Merged with", "LoRA adapters merged with"), _SOURCES[opened.space]
     name, cited = plan.made.name, plan.made.source
@@ -205,7 +207,7 @@ def _planned(plan: Plan, opened: Opened, rank: int | None, combination: Combinat
         models=tuple(ModelInput(each.ref, each.revision, each.identity, each.plan) for each in opened.inputs),
         steps=tuple(steps),
         products=tuple(products),
-        config=_config(opened, ranks),
+        config=_config(opened, places, ranks),
         donor=0,
         carried=_tokenizer(opened),
         dropped=(),
@@ -308,25 +310,21 @@ def _core_step(step: Step, opened: Opened, matrix: str) -> Step:
     return core_step(_unfused(step), opened.matrices[matrix], matrix, opened.owner_of)
 
 
-def _whole_step(opened: Opened, step: Step, method: str) -> Step:
+def _whole_step(opened: Opened, places: Places, step: Step, method: str) -> Step:
     """The step of a tensor that is saved whole, which reads the adapters, and the base."""
 
     def moved(own: Step) -> Step:
         reads = tuple(opened.whole_read(read, method) for read in own.inputs)
         return replace(own, inputs=reads, pieces=tuple(map(moved, own.pieces)))
 
-    return replace(moved(step), out=replace(step.out, name=f"{PEFT_PREFIX}{step.out.name}"))
+    return replace(moved(step), out=replace(step.out, name=places.saved(step.out.name)))
 
 
-def _stored(opened: Opened, module: Adapted, ranks: Mapping[str, int], dtype: DType) -> Iterator[Step]:
+def _stored(places: Places, module: Adapted, rank: int, dtype: DType) -> Iterator[Step]:
     """Steps of the factors, and of DoRA's norms, as PEFT names them."""
-    if module.experts:
-        names = stacked_names(module.name, ranks)
-    else:
-        embedding = opened.adapters[module.owners[0]].updates[module.name].embedding
-        names = factor_names(module.name, "embedding" if embedding else "linear")
+    names = places.factors(places.name_of(module.name))
     found: list[tuple[str, str, tuple[int, ...]]] = []
-    for name, (part, size) in zip(names, module.factor_shapes(ranks[module.name]).items(), strict=True):
+    for name, (part, size) in zip(names, module.factor_shapes(rank).items(), strict=True):
         found.append((part, name, size))
     if module.scaled:
         found.append(("norms", norms_name(module.name), module.shape[:1]))
@@ -335,28 +333,24 @@ def _stored(opened: Opened, module: Adapted, ranks: Mapping[str, int], dtype: DT
         yield Step(TensorSpec(name, dtype, shape), COPY if dtype.name == "F32" else CAST, (read,))
 
 
-def _config(opened: Opened, ranks: Mapping[str, int]) -> dict[str, Any]:
+def _config(opened: Opened, places: Places, ranks: Mapping[str, int]) -> dict[str, Any]:
     configs = [adapter.checkpoint.config or {} for adapter in opened.adapters]
     named = next((config for config in configs if config.get("base_model_name_or_path")), configs[0])
-    parameters = [name for name in ranks if opened.modules[name].experts]
     made = adapter_config(
         str(named.get("base_model_name_or_path") or opened.base_name),
         str(named.get("revision") or ""),
-        ranks,
-        list(dict.fromkeys(name.rpartition(".")[0] for name in opened.whole)),
-        sorted(name for name in ranks if name not in parameters),  # in full: the base's other modules are not known
+        {places.name_of(name): rank for name, rank in ranks.items()},
+        list(places.whole),
+        sorted(places.modules),  # in full: the base's other modules are not known
         transposed=opened.adapters[0].transposed,
         causal=any(config.get("task_type") == "CAUSAL_LM" for config in configs),
-        parameters=parameters,
+        parameters=list(places.parameters),
         rank=next((ranks[name] for name in opened.experts), None),
         dora=any(module.scaled for module in opened.modules.values()),
     )
     # Short names only where every adapter has these targets.
     every = all(len(module.owners) == len(configs) for module in opened.modules.values())
-    for key, names in (
-        ("target_modules", [name for name in ranks if name not in parameters]),
-        ("target_parameters", parameters),
-    ):
+    for key, names in ("target_modules", places.modules), ("target_parameters", places.parameters):
         listed = [sorted(map(str, c[key])) for c in configs if isinstance(c.get(key), list)]
         alike = len(listed) == len(configs) and all(each == listed[0] for each in listed)
         if every and names and alike and all(f".{name}".endswith(tuple(f".{end}" for end in listed[0])) for name in names):

@@ -8,8 +8,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from weightsmith.adapters.built import WEIGHT, Built
 from weightsmith.adapters.cores import ZERO, Adapted, Space
 from weightsmith.adapters.experts import is_expert
+from weightsmith.adapters.factors import Form, Target
+from weightsmith.adapters.placing import Places
 from weightsmith.adapters.shared import MERGE_MODELS, different_bases, find_modules, whole_tensors
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import Unsupported, WeightsmithError
@@ -25,7 +28,6 @@ from weightsmith.tensors import DTYPES, TensorSpec
 ZERO_ADAPTER = ModelRef("the zero adapter", text="the zero adapter")
 """The base of methods that need one, unless the recipe names one."""
 
-WEIGHT = ".weight"
 NAME_BASE = "base_model: the model that the adapters were trained on"
 
 
@@ -147,6 +149,26 @@ class Opened:
         """The models of the plan: the adapters, and the base if the recipe names it."""
         return (*(adapter.checkpoint for adapter in self.adapters), *([] if self.base is None else [self.base]))
 
+    def find_places(self, ranks: Mapping[str, int]) -> Places:
+        """Where the result has everything: where the adapters have it. ranks: of the modules"""
+        weights = frozenset[str]().union(*(adapter.weights for adapter in self.adapters))
+        forms: dict[str, Form] = {}
+        for name, module in self.modules.items():
+            embedding = not module.experts and self.adapters[module.owners[0]].updates[name].embedding
+            forms[name] = "embedding" if embedding else "linear"
+        # PEFT wraps parameters in the model's order, in which `gate_up_proj` comes first.
+        tensors = {name if self.modules[name].experts else f"{name}{WEIGHT}": name for name in sorted(forms, key=_wrapped_last)}
+        places = Places(Built.of_names(forms, {**dict.fromkeys(tensors, ()), **dict.fromkeys(self.whole, ())}))
+        for key, name in tensors.items():
+            target = Target(name, forms[name], ranks[name], exact=True, experts=self.modules[name].experts)
+            if target.experts or name in weights:
+                places.put_parameter(key, target)
+            else:
+                places.modules[name] = target
+        saved = frozenset[str]().union(*(adapter.saved for adapter in self.adapters))
+        places.put_whole(self.whole, saved)
+        return places
+
     def leave_base(self, steps: Iterable[Step]) -> None:
         """Close the base if no step of the plan reads it: one on the Hub is not downloaded then."""
         number = len(self.adapters)
@@ -172,6 +194,10 @@ class Opened:
             what = f"it saves {read.tensor} whole, {missing}"
             raise Unsupported(what, where=owner.checkpoint.ref, fix=self.name_base)
         return replace(read, model=len(self.adapters), tensor=self.places[read.tensor])
+
+
+def _wrapped_last(name: str) -> bool:
+    return not name.endswith(".gate_up_proj")
 
 
 class _Specs(StateDict):

@@ -26,20 +26,6 @@ def norms_name(module: str) -> str:
     return f"{PREFIX}{module}.lora_magnitude_vector"
 
 
-def stacked_names(parameter: str, chosen: Collection[str]) -> tuple[str, str]:
-    """The names of A and B of a parameter that holds all experts. chosen: parameters with factors.
-
-    PEFT wraps a module once for each parameter, and `gate_up_proj` first, so the wrapper of `down_proj` is the outer one.
-
-    >>> both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    >>> stacked_names(both[0], both)[0], stacked_names(both[1], both)[0]
-    ('base_model.model.mlp.experts.base_layer.lora_A.weight', 'base_model.model.mlp.experts.lora_A.weight')
-    """
-    module, _, name = parameter.rpartition(".")
-    inner = name == "gate_up_proj" and f"{module}.down_proj" in chosen
-    return factor_names(f"{module}.base_layer" if inner else module, "linear")
-
-
 def adapter_config(
     base: str,
     revision: str,

@@ -45,7 +45,7 @@ class Places:
             swapped = "transposed" if module in built.rows else "linear"
             if built.unknown == "" and (key not in built.tensors or target.form != swapped):
                 return False
-            self._add_parameter(key, target)
+            self.put_parameter(key, target)
             return True
         key = built.key(f"{target.module}{WEIGHT}")
         module, kind = key.removesuffix(WEIGHT), built.modules.get(key.removesuffix(WEIGHT))
@@ -57,12 +57,13 @@ class Places:
         if last in built.refused or (last in built.redirected and kind != "linear"):
             return False
         if last in built.redirected:
-            self._add_parameter(key, target)
+            self.put_parameter(key, target)
         else:
             self.modules[module] = target
         return True
 
-    def _add_parameter(self, key: str, target: Target) -> None:
+    def put_parameter(self, key: str, target: Target) -> None:
+        """Give a parameter factors."""
         self.parameters[key] = target
         self._of_module.setdefault(key.rpartition(".")[0], []).append(key)
 
@@ -88,11 +89,26 @@ class Places:
                 self.in_place.append(key)
                 taken.add(key)
 
+    def put_whole(self, keys: Iterable[str], saved: Set[str]) -> None:
+        """Save the tensors in modules of `saved` with these, and put the others in place."""
+        for key in keys:
+            parts = key.split(".")
+            parents = (".".join(parts[:n]) for n in range(1, len(parts)))
+            module = next((parent for parent in parents if parent in saved), "")
+            if module:
+                self.whole[module] = (*self.whole.get(module, ()), key)
+            else:
+                self.in_place.append(key)
+
     def _only(self, module: str) -> bool:
         """PEFT takes no other module for one to save: it compares the ends of names."""
         return sum(name.endswith(module) for name in self.built.modules) == 1
 
     # ---- names in the file
+
+    def name_of(self, module: str) -> str:
+        """What factors of a module are of: the module, or its parameter `weight`."""
+        return f"{module}{WEIGHT}" if f"{module}{WEIGHT}" in self.parameters else module
 
     def factors(self, name: str) -> tuple[str, str]:
         """The names of A and B of a module, or of a parameter.

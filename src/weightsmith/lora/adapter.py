@@ -165,6 +165,7 @@ def _sorted(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
             embeddings.add(match[1])
     scalings = _Scalings(config, checkpoint.ref)
     targets = _targets(config, checkpoint.ref)
+    of_weights = set[str]()
     updates: dict[str, Factors] = {}
     stacked: dict[str, dict[int, Stacked]] = {}
     for module, pair in found.items():
@@ -189,6 +190,8 @@ def _sorted(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
             problems.append(problem)
             continue
         updates[module] = Factors(pair["A"], pair["B"], module in embeddings, scalings.of(module), magnitude)
+        if any(name == "weight" and f".{module}".endswith(f".{end}") for end, name in targets):
+            of_weights.add(module)
     problems += [f"{show(name)} is of a module without A and B" for name in magnitudes.values()]
     if problems:
         where, n = str(checkpoint.paths[0]), len(problems)
@@ -202,7 +205,20 @@ def _sorted(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
         transposed=config.get("fan_in_fan_out") is True,
         stacked={module: tuple(levels[depth] for depth in sorted(levels, reverse=True)) for module, levels in stacked.items()},
         parameters={module: tuple(_parameters(module, targets, scalings)) for module in stacked},
+        weights=frozenset(of_weights),
+        saved=frozenset(_saved_modules(config, replacements)),
     )
+
+
+def _saved_modules(config: Mapping[str, Any], replacements: Iterable[str]) -> Iterator[str]:
+    """The modules of `modules_to_save`. PEFT compares the ends of names."""
+    listed = config.get("modules_to_save")
+    ends = tuple(filter(None, map(str, listed))) if isinstance(listed, list) else ()
+    for name in replacements:
+        module = name
+        while module := module.rpartition(".")[0]:
+            if module.endswith(ends):
+                yield module
 
 
 def _targets(config: Mapping[str, Any], where: str) -> list[tuple[str, str]]:

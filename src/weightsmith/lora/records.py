@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from weightsmith.checkpoint import Checkpoint
@@ -56,6 +56,8 @@ class Adapter:
     transposed    `fan_in_fan_out`: weights are stored [inputs, outputs], as GPT-2's are
     stacked       module → factors of its parameters: PEFT wraps the module once for each, and the innermost comes first
     parameters    module of `stacked` → the parameters that these may belong to
+    weights       those of `updates` that are factors of the parameter `weight` (`target_parameters`), not of the module
+    saved         modules that are saved whole, with all inside (`modules_to_save`): other replacements are put in place
     flat          names of modules have `_` for each dot (kohya's files)
     """
 
@@ -68,6 +70,8 @@ class Adapter:
         transposed: bool = False,
         stacked: Mapping[str, tuple[Stacked, ...]] | None = None,
         parameters: Mapping[str, tuple[Parameter, ...]] | None = None,
+        weights: Set[str] = frozenset(),
+        saved: Set[str] = frozenset(),
         flat: bool = False,
     ) -> None:
         self.checkpoint = checkpoint
@@ -76,4 +80,6 @@ class Adapter:
         self.transposed = transposed
         self.stacked = stacked or {}
         self.parameters = parameters or {}
+        self.weights = weights
+        self.saved = saved
         self.flat = flat

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from weightsmith.planner.loading import Began
 
 SCRIPT = Path(__file__).with_name("describing_script.py")
 
-_PACKAGES = "torch", "transformers", "accelerate", "peft"
-_KEYS = frozenset({"modules", "tensors", "names", "tied", "redirected", "refused", "rows"})
+_PACKAGES = "torch", "transformers", "accelerate"
+_KEYS = frozenset({"modules", "tensors", "names", "tied", "redirected", "refused", "rows", "peft"})
 
 
 def describe(model: Checkpoint, began: Began = lambda _process: None) -> dict[str, Any]:
@@ -24,7 +25,7 @@ def describe(model: Checkpoint, began: Began = lambda _process: None) -> dict[st
     if not loading.installed():
         return {"unknown": "transformers is not installed"}
     question = json.dumps([model.config, list(model.specs)])
-    key = answers.key_of(question, SCRIPT, _PACKAGES)
+    key = answers.key_of(question, SCRIPT, (*_PACKAGES, *(["peft"] if find_spec("peft") else [])))
     answer = answers.find(key, _sound)
     if answer is None:
         answer = loading.ask_script(SCRIPT, question, began)

@@ -17,11 +17,15 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 MAX_DATA_BYTES = 16 << 30
 """Of this process: a config.json may ask for a model of any size."""
+
+_MAPPINGS = tuple(f"MODEL_{kind}MAPPING" for kind in ("", "FOR_CAUSAL_LM_", "FOR_SEQ_TO_SEQ_CAUSAL_LM_", "FOR_MASKED_LM_"))
 
 
 def main() -> None:
@@ -54,6 +58,9 @@ def describe(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     redirected  last components of names of modules that PEFT takes for those of experts: they can only be `target_parameters`
     refused  last components of names of modules that PEFT gives no factors in this model
     rows     modules of experts whose rows are inputs
+    peft     whether PEFT is installed: `redirected` and `refused` are not known without it
+
+    Where config.json names no class, it is the one of `_MAPPINGS` that has most of the checkpoint's tensors, under their names.
     """
     import torch
     import transformers
@@ -63,26 +70,26 @@ def describe(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     if model_type not in transformers.CONFIG_MAPPING:
         return {"unknown": f"transformers has no model_type {model_type!r}"}
     name = listed[0] if isinstance(listed, list) and listed else None
-    model_class: Any = getattr(transformers, name, None) if isinstance(name, str) else transformers.AutoModel
-    if not hasattr(model_class, "from_pretrained"):
+    model_class: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+    if isinstance(name, str) and not hasattr(model_class, "from_pretrained"):
         return {"unknown": f"transformers has no model class {name!r}"}
     try:
-        import peft  # noqa: F401  what it redirects and refuses is part of the answer
-
         with tempfile.TemporaryDirectory() as folder:
             plain = {key: value for key, value in config.items() if key not in ("auto_map", "quantization_config")}
             (Path(folder) / "config.json").write_text(json.dumps(plain))
             loaded = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        if model_class is transformers.AutoModel:
-            model_class = transformers.MODEL_MAPPING[type(loaded)]
+        mappings = [getattr(transformers, each, {}) for each in _MAPPINGS]
+        classes = [mapping[type(loaded)] for mapping in mappings if type(loaded) in mapping]
 
-        def build() -> Any:
+        def build(model_class: Any) -> Any:
             with torch.device("meta"):
                 model = model_class._from_config(loaded)
             model.tie_weights()
             return model
 
-        model = build()
+        if model_class is None:
+            model_class = max(classes, key=lambda each: _fit(_names(build(each), names)))
+        model = build(model_class)
         modules = dict(_modules(model))
         state = {key: list(tensor.shape) for key, tensor in model.state_dict().items()}
         answer = {
@@ -91,7 +98,10 @@ def describe(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
             "names": _names(model, names),
             "tied": _tied(model),
             "redirected": (redirected := sorted(_redirected(model, lasts := _lasts(modules)))),
-            "refused": sorted(_refused(build, [name for last, name in lasts.items() if last not in redirected])),
+            "refused": sorted(
+                _refused(partial(build, model_class), [name for last, name in lasts.items() if last not in redirected])
+            ),
+            "peft": find_spec("peft") is not None,
             "rows": [key for key, module in model.named_modules() if getattr(module, "is_transposed", False)],
         }
     except ImportError as error:  # a package that this architecture needs
@@ -99,6 +109,11 @@ def describe(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     except Exception as error:
         return {"unknown": f"transformers cannot build it: {type(error).__name__}: {' '.join(str(error).split())}"[:500]}
     return answer
+
+
+def _fit(found: Mapping[str, Sequence[Any]]) -> tuple[int, int]:
+    """How many tensors of a checkpoint a model has, and how many of them under their names."""
+    return len(found), sum(name == key for name, (key, _) in found.items())
 
 
 def _modules(model: Any) -> Iterator[tuple[str, str]]:
