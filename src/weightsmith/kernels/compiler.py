@@ -55,8 +55,8 @@ def internals() -> ModuleType | None:
             why = f"its inside is another than this version takes: {first_line(error)}"
         else:
             return internals
-    fix = f"pip install 'numba<{TESTED[0]}.{TESTED[1] + 1}'"
-    warn(Finding(f"kernels compile more slowly with numba {numba.__version__}: {why}", fix=f"to change that: {fix}"))
+    fix = f"run pip install 'numba<{TESTED[0]}.{TESTED[1] + 1}' to change that"
+    warn(Finding(f"kernels compile more slowly with numba {numba.__version__}: {why}", fix=fix))
     return None
 
 

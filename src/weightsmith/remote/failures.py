@@ -97,7 +97,7 @@ def lasting(error: BaseException, endpoint: str = "the address") -> Lasting | No
     chain = [*causes(error)]
     text = " ".join(str(each) for each in chain)
     if _CERTIFICATE.search(text) or any(isinstance(each, ssl.SSLCertVerificationError) for each in chain):
-        fix = "if a proxy replaces it, name the proxy's in SSL_CERT_FILE (S3: AWS_CA_BUNDLE; GCS, Azure: REQUESTS_CA_BUNDLE)"
+        fix = "name that of a proxy which replaces it in SSL_CERT_FILE (S3: AWS_CA_BUNDLE; GCS, Azure: REQUESTS_CA_BUNDLE)"
         return Lasting("the certificate is not trusted (TLS)", fix)
     if _NO_TLS.search(text):
         return Lasting("the server does not speak TLS there", f"check {endpoint}: its port and https or http")
