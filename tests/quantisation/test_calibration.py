@@ -595,7 +595,7 @@ def test_an_activation_that_is_not_finite_is_one_error(tmp_path: Path) -> None:
     assert "the input of model.layers.1.mlp.down_proj is NaN, infinite or too large in row 0 of the calibration text" in str(
         caught.value
     )
-    assert "finished layers are stored" in str(caught.value)
+    assert "Finished layers are kept" in str(caught.value)
     assert staging_folder(tmp_path / "out").exists()
 
 

@@ -150,8 +150,3 @@ class Places:
             what = f"PEFT would take {min(others)} for a module with factors: its name ends like that of another"
             raise Unsupported(what, fix="leave one of them out with --exclude")
         return found
-
-    def without_place(self) -> list[str]:
-        """What the model has no place for."""
-        missing = [key for key in self.parameters if key not in self.built.tensors]
-        return [*missing, *(key for key in self.in_place if key not in self.built.tensors)]
