@@ -12,6 +12,8 @@ from collections.abc import Iterator
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 
+os.environ.pop("COLUMNS", None)  # xdist gives its workers 80; the tables of a pipe are as wide as they need to be
+
 import numba.core.config  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402

@@ -290,7 +290,7 @@ def test_positions_of_another_size_than_config_json_says_are_refused(tmp_path: P
         f"model.decoder.embed_positions.weight: the config.json of {a} builds this tensor with another shape\n"
         f"  {b}: [12, 4] BF16\n"
         f"  {a}: [6, 4] BF16\n"
-        f"  -> Stack models of one size, or take what surrounds the layers from {a}: embeddings and positions come from the "
+        f"  -> Choose models of one size, or take what surrounds the layers from {a}: embeddings and positions come from the "
         "first slice, norms and heads from the last."
     )
     sides["model.decoder"]["slices"] = [{"sources": [cut(a, 0, 2)]}, {"sources": [cut(b, 0, 2)]}]  # layers alone may be b's

@@ -77,7 +77,7 @@ class Mismatches:
                 f"the config.json of {self.labels[donor]} builds this tensor with another shape",
                 where=name,
                 details=[f"{self.labels[model]}: {_shown(spec)}", f"{self.labels[donor]}: {_shown(own)}"],
-                fix=f"stack models of one size, or take what surrounds the layers from {self.labels[donor]}: embeddings and "
+                fix=f"choose models of one size, or take what surrounds the layers from {self.labels[donor]}: embeddings and "
                 "positions come from the first slice, norms and heads from the last",
             ),
         )

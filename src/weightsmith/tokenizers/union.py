@@ -61,7 +61,7 @@ def missing_tokens(base: Vocabulary, others: Sequence[Vocabulary], where: str) -
 def is_marker(token: str) -> bool:
     """True for a token that looks like a marker, not like a piece of a text.
 
-    >>> [is_marker(token) for token in ("<think>", "</dsml:", "\uff5cDSML\uff5c", "[x]", "\n\n", "word", " word", "<>")]
+    >>> [is_marker(token) for token in ("<think>", "</dsml:", "\uff5cDSML\uff5c", "[x]", "\\n\\n", "word", " word", "<>")]
     [True, True, True, True, False, False, False, False]
     """
     first = token[:1]
