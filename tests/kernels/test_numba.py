@@ -44,7 +44,7 @@ def test_another_numba_makes_the_same_bytes_with_one_warning(how: str, tmp_path:
     (tmp_path / "linear.yml").write_text(LINEAR)
     assert run_process("merge", "linear.yml", "ours", "--no-fsync", cwd=tmp_path).code == 0
     cache = tmp_path / "cache"
-    env = {"NUMBA_CACHE_DIR": str(cache)}
+    env = {"NUMBA_CACHE_DIR": str(cache), "NUMBA_DISABLE_JIT": "0"}  # also where the tests run as plain Python
     for out in ("first", "second"):  # compiled, then from numba's own cache
         ran = run_process(out, code=PLAIN.format(change=CHANGES[how]), cwd=tmp_path, env=env)
         assert ran.code == 0, ran.err
