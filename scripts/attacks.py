@@ -348,29 +348,25 @@ def kill_case(command: Command, inputs: Path, folder: Path, wanted: Undisturbed,
         check(run(_with_out(command.before, out), inputs), command.before)
     kills = 0
     for number, arguments in enumerate(command.runs):
-        for _ in range(rng.choice((1, 1, 2, 4))):
-            with_threads = [*_with_out(arguments, out), "--threads", str(rng.choice((1, 2, 3)))]
-            calls, seconds = wanted.calls[number], wanted.seconds[number]
+        last = number == len(command.runs) - 1
+        for left in range(rng.choice((1, 1, 2, 4)), -1, -1):  # the last one runs to its end
             by_call = rng.random() < 0.7
+            with_threads = [*_with_out(arguments, out), "--threads", str(rng.choice((1, 2, 3)))]
+            published = last and out.exists() and tree(out) == wanted.after
             ended = run(
                 with_threads,
                 inputs,
-                kill_call=rng.randint(1, calls + 1) if by_call else 0,
-                kill_seconds=0 if by_call else rng.uniform(0.001, seconds),
+                kill_call=rng.randint(1, wanted.calls[number] + 1) if left and by_call else 0,
+                kill_seconds=rng.uniform(0.001, wanted.seconds[number]) if left and not by_call else 0,
             )
-            kills += ended.code < 0
-            _check_out(out, wanted, number == len(command.runs) - 1)
+            _check_out(out, wanted, last)
             if ended.code in (-signal.SIGKILL, -signal.SIGALRM):
+                kills += 1
                 continue
-            check(ended, with_threads)
-            break
-        else:
-            published = number == len(command.runs) - 1 and out.exists() and tree(out) == wanted.after
-            last = [*_with_out(arguments, out), "--threads", str(rng.choice((1, 2, 3)))]
-            ended = run(last, inputs)
             # Killed after it was published: the next run clears up, and says that OUT exists.
             if not (published and ended.code == 3 and "output-exists" in ended.err):
-                check(ended, last)
+                check(ended, with_threads)
+            break
     found = tree(out)
     if text := difference(found, wanted.after):
         raise Failure(f"other bytes than those of an undisturbed run: {text}")
@@ -424,7 +420,7 @@ def kills(args: argparse.Namespace, folder: Path) -> int:
             counts[command.name][2] += 1
             print(f"FAILED: case {number} (seed {args.seed}), {command.name}: {error}", flush=True)
             if args.keep:
-                shutil.copytree(case, args.keep / f"{command.name}-{number}", symlinks=True)
+                shutil.copytree(case, args.keep / f"{command.name}-{number}", symlinks=True, dirs_exist_ok=True)
             shutil.rmtree(case, ignore_errors=True)
     if text := difference(tree(inputs), original):
         failures += 1
