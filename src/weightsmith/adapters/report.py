@@ -149,7 +149,7 @@ def _signal_kept(matrices: Sequence[Matrix]) -> float | Mark:
 
 
 def _shares(matrices: Sequence[Matrix]) -> dict[str, float | None]:
-    """Of the differences of some matrices together; None for a share of nothing."""
+    """The shares for several matrices together; None where nothing differs."""
     energy = sum(m.spectrum.energy for m in matrices)
     signal = sum(m.spectrum.signal for m in matrices)
     kept = sum(m.spectrum.energy * m.spectrum.kept(m.rank) for m in matrices)

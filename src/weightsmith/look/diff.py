@@ -172,7 +172,7 @@ def _root(square: float) -> float:
 
 
 def _cosine(aa: float, ad: float, dd: float, bb: float, ab: float) -> float:
-    """Of a and b = a + d; nan if one is zero.
+    """The cosine of a and b = a + d; nan if either is zero.
 
     >>> _cosine(1, 0, 0, 1, 1), _cosine(1, -1, 1, 0, 0), _cosine(1e-200, 0, 1e-200, 2e-200, 1e-200) == math.sqrt(0.5)
     (1.0, nan, True)

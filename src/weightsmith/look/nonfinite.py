@@ -32,7 +32,7 @@ class NonFinite:
 
     @classmethod
     def of(cls, nans: int, infinities: int) -> NonFinite:
-        """Of one tensor."""
+        """The counts of one tensor."""
         return cls(nans, int(nans > 0), infinities, int(infinities > 0))
 
     def __add__(self, other: NonFinite) -> NonFinite:
