@@ -31,6 +31,7 @@ NAMES = [
     "PerModel",
     "Plan",
     "PlanError",
+    "PluginError",
     "Preview",
     "Progress",
     "PushFailed",

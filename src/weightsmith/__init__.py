@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from weightsmith.errors import OutputExists as OutputExists
     from weightsmith.errors import ParameterError as ParameterError
     from weightsmith.errors import PlanError as PlanError
+    from weightsmith.errors import PluginError as PluginError
     from weightsmith.errors import PushFailed as PushFailed
     from weightsmith.errors import RecipeError as RecipeError
     from weightsmith.errors import ShapeError as ShapeError
@@ -91,6 +92,7 @@ _HOMES = {
     "PerModel": "methods.user",
     "Plan": "plans",
     "PlanError": "errors",
+    "PluginError": "errors",
     "Preview": "look.preview",
     "PushFailed": "errors",
     "Progress": "engine.local",
@@ -148,6 +150,7 @@ __all__ = [
     "PerModel",
     "Plan",
     "PlanError",
+    "PluginError",
     "Preview",
     "Progress",
     "PushFailed",

@@ -14,6 +14,7 @@
     │   ├── NotFound         no such folder, file, hub id or tensor
     │   ├── FormatError      bytes that break the file format (never trusted, never executed)
     │   └── Unsupported      a format, dtype or quantisation that this version does not read
+    ├── PluginError          a plug-in of an installed package that cannot be loaded or used
     ├── NonFinite            a NaN or an infinity among the inputs, or in the result
     ├── WorkerLost           the processes that do a part of a plan end without an answer, again and again
     ├── MismatchError        inputs that do not go together
@@ -193,6 +194,10 @@ class ParameterError(RecipeError):
 
 class MethodError(RecipeError):
     """A merge method of the user's own that may not be run, cannot be used, or failed."""
+
+
+class PluginError(WeightsmithError):
+    """A plug-in of an installed package that cannot be loaded or used."""
 
 
 class CheckpointError(WeightsmithError):
