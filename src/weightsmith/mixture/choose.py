@@ -50,7 +50,7 @@ def choose_layout(recipe: Upcycling, base: Dense) -> tuple[ExpertLayout, list[Fi
 def _called(name: str) -> tuple[ExpertLayout, ...]:
     """Layouts with this name. If there are none, those whose names start with it, as in mergekit."""
     wanted = _plain(name)
-    names = {o.name: {_plain(n) for n in (o.name, o.title, o.architecture, o.model_type, *o.aliases)} for o in all_layouts()}
+    names = {o.name: {_plain(n) for n in (o.name, o.title, o.architecture, *o.aliases)} for o in all_layouts()}
     exact = tuple(o for o in all_layouts() if wanted in names[o.name])
     return exact or tuple(o for o in all_layouts() if any(n.startswith(wanted) for n in names[o.name]))
 
