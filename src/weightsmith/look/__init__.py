@@ -13,5 +13,5 @@ tensors, and a survey takes their tiles. The results are frozen values with `to_
     sketch.py       singular values from sketches
     pages.py        what was found as pages, for --report
 
-The products: statistics.py, differences.py, alignments.py, survival.py.
+The products: differences.py; `statistics` in inspect.py, `alignments` in comparison.py, `survival` in sampling.py.
 """

@@ -28,8 +28,7 @@ from weightsmith.jobs.job import Bytes
 from weightsmith.look.models import Place, Watching, finite, groups, place_of, survey, with_needs
 from weightsmith.look.nonfinite import NonFinite, of_rows, sentences, together
 from weightsmith.look.reading import ranges
-from weightsmith.look.sampling import merging_leaves, sample
-from weightsmith.look.survival import survivals
+from weightsmith.look.sampling import merging_leaves, sample, survivals
 from weightsmith.options import PlanKeywords, split
 from weightsmith.plans import COPY, PLAIN, PRODUCTS, Block, Plan, Read, Step, Table
 from weightsmith.sources.memory import StateDict

@@ -28,9 +28,8 @@ from weightsmith.mixture.packages import package_version
 from weightsmith.mixture.routing.gates import MODES
 from weightsmith.mixture.routing.gating import GatedExpert, Gating, outs_of, uses_states
 from weightsmith.mixture.routing.prompts import Texts
-from weightsmith.mixture.steps import Steps
+from weightsmith.mixture.steps import Steps, Transforms, check_transforms, sharded, spread
 from weightsmith.mixture.surgery.build import prepare_surgery
-from weightsmith.mixture.transforms import Transforms, check_transforms, sharded, spread
 from weightsmith.options import RecipeOptions
 from weightsmith.planner.agreement import Model as Compared
 from weightsmith.planner.agreement import tokenizer_disagreements

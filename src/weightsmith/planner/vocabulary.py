@@ -27,6 +27,7 @@ from weightsmith.tensors import TensorSpec
 from weightsmith.tokenizers import Alignment, RowRule, United, Vocabulary, align, extend, missing_tokens, read_vocabulary
 from weightsmith.tokenizers.convert import REPLACED, Converted, convert
 from weightsmith.tokenizers.files import (
+    TEMPLATES,
     choose_template,
     json_bytes,
     move_ids,
@@ -37,9 +38,7 @@ from weightsmith.tokenizers.files import (
     with_template,
 )
 from weightsmith.tokenizers.matching import roles_of
-from weightsmith.tokenizers.rows import Rows
-from weightsmith.tokenizers.templates import TEMPLATES
-from weightsmith.tokenizers.union import is_marker, left_out
+from weightsmith.tokenizers.union import Rows, is_marker, left_out
 from weightsmith.tokenizers.vocabulary import MAX_FILE_BYTES, contents_of, digest_of
 
 Specs = Mapping[str, TensorSpec]

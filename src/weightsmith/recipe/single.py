@@ -9,8 +9,7 @@ from functools import partial
 from weightsmith.errors import ParameterError, UnknownName, Unsupported, WeightsmithError, nearest
 from weightsmith.recipe.kinds import Key, Kind, Schema, Walk
 from weightsmith.recipe.nodes import Pair, describe, short
-from weightsmith.recipe.schedules import DECAYS
-from weightsmith.recipe.values import numeric
+from weightsmith.recipe.values import DECAYS, numeric
 from weightsmith.tensors import BY_TORCH_NAME, DTYPE_NAMES, DType
 
 _DTYPE_SYNONYMS = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "f16": "float16"} | {
