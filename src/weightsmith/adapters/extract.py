@@ -36,7 +36,7 @@ from weightsmith.errors import (
     Unsupported,
     WeightsmithError,
 )
-from weightsmith.formats.carried import is_read
+from weightsmith.formats.copied import is_read
 from weightsmith.jobs.requires import needs_torch
 from weightsmith.options import ExtractSettings
 from weightsmith.planner import Plan, Prepared

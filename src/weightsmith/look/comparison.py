@@ -19,10 +19,9 @@ from weightsmith.kernels.agreement import agreement, sketch_deltas
 from weightsmith.kernels.codecs import BLOCK
 from weightsmith.kernels.combine import LANES, gram
 from weightsmith.kernels.select import HIGH_BINS, count_high, find_bin
-from weightsmith.look.differences import batches
-from weightsmith.look.models import Place, Watching, finite, groups, is_floating, match, opened, survey, with_needs
+from weightsmith.look.differences import WIDTH, Floats, analyse_sketch, batches, sparse_signs
+from weightsmith.look.models import Place, Watching, groups, is_floating, json_values, match, opened, survey, with_needs
 from weightsmith.look.nonfinite import NonFinite, counted, decoded, of_rows, sentences, together
-from weightsmith.look.sketch import WIDTH, Floats, analyse_sketch, sparse_signs
 from weightsmith.plans import Product, Step
 from weightsmith.products.base import Arrays, ProductKind, Survey
 from weightsmith.tensors import DTYPES, TensorSpec
@@ -294,20 +293,17 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined."""
-        found: dict[str, Any] = finite(
-            {
-                "base": self.base,
-                "models": list(self.names),
-                "reading": list(self.reading),
-                "pairs": [list(pair) for pair in self.pairs],
-                "total": self.total.to_json(),
-                "layers": [group.to_json() for group in self.layers],
-                "parts": [group.to_json() for group in self.parts],
-                "tensors": [tensor.to_json() for tensor in self.tensors],
-                "missing": list(self.missing),
-            }
+        return json_values(
+            base=self.base,
+            models=self.names,
+            reading=self.reading,
+            pairs=[list(pair) for pair in self.pairs],
+            total=self.total.to_json(),
+            layers=[group.to_json() for group in self.layers],
+            parts=[group.to_json() for group in self.parts],
+            tensors=[tensor.to_json() for tensor in self.tensors],
+            missing=self.missing,
         )
-        return found
 
 
 def compare(

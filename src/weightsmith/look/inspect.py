@@ -21,7 +21,7 @@ from weightsmith.kernels.codecs import BLOCK
 from weightsmith.kernels.combine import LANES
 from weightsmith.kernels.differences import STATISTICS, statistics
 from weightsmith.look.files import fetch_small, licence, lineage, vocabulary_of
-from weightsmith.look.models import Place, Watching, check_patterns, finite, matches, opened, place_of, survey, with_needs
+from weightsmith.look.models import Place, Watching, check_patterns, json_values, matches, opened, place_of, survey, with_needs
 from weightsmith.look.nonfinite import NonFinite
 from weightsmith.lora import open_adapter
 from weightsmith.lora.records import Adapter
@@ -256,8 +256,7 @@ class Inspection:
         found["experts"] = {"routed": self.experts[0], "active": self.experts[1]}
         if self.adapter is not None:
             found["adapter"]["ranks"] = {str(rank): modules for rank, modules in self.adapter.ranks.items()}
-        converted: dict[str, Any] = finite(found)
-        return converted
+        return json_values(**found)
 
 
 def inspect(

@@ -238,6 +238,11 @@ def groups(places: Sequence[Place], key: Callable[[Place], str]) -> dict[str, li
     return found
 
 
+def json_values(**values: Any) -> dict[str, Any]:
+    """JSON values by name; null for each float that is not finite."""
+    return {name: finite(value) for name, value in values.items()}
+
+
 def finite(value: Any) -> Any:
     """JSON values with null for each float that is not finite."""
     if isinstance(value, float):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightsmith.checkpoint import CARD_NAME, Checkpoint, HubModel, locate, open_place
 from weightsmith.errors import FormatError, NotFound, Unsupported, WeightsmithError
-from weightsmith.formats.carried import is_tokenizer
+from weightsmith.formats.copied import is_tokenizer
 from weightsmith.formats.files import exists, file_names, is_folder, show
 from weightsmith.formats.strict_json import read_object
 from weightsmith.lora.patterns import PatternError, Patterns

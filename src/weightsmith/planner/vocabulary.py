@@ -16,7 +16,7 @@ import numpy as np
 
 from weightsmith.checkpoint import Checkpoint, check_links, open_checkpoint
 from weightsmith.errors import Finding, NotFound, ParameterError, UnknownName, WeightsmithError, nearest
-from weightsmith.formats.carried import is_tokenizer
+from weightsmith.formats.copied import is_tokenizer
 from weightsmith.formats.files import expand_user, file_names, is_folder, read_bounded, show
 from weightsmith.planner.companions import CHOOSE_TOKENIZER, GENERATION, Companions, own_code
 from weightsmith.planner.inputs import at, find_model

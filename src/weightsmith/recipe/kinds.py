@@ -54,6 +54,10 @@ class Walk:
         """Add an error."""
         self.problems.append(error(what, where=where, details=details, fix=fix))
 
+    def wrong(self, node: Node, key: Key, wanted: str, fix: str = "", error: type[WeightsmithError] = SyntaxProblem) -> None:
+        """Add the error that a key takes another kind of value."""
+        self.problem(f"{key.name!r} takes {wanted}, not {describe(node)}", node.where, fix, error)
+
     def warn(self, what: str, where: str, fix: str = "") -> None:
         """Add a warning."""
         self.findings[Finding(what, where, fix=fix)] = None
@@ -155,7 +159,7 @@ def list_of(level: Level) -> Kind:
         entries = pair.value.value
         if not isinstance(entries, tuple):
             fix = f"Write each entry after a dash: - {level.names[0]}: ..."
-            walk.problem(f"{key.name!r} takes a list, not {describe(pair.value)}", pair.value.where, fix)
+            walk.wrong(pair.value, key, "a list", fix)
         elif not entries:
             walk.problem(f"{key.name!r} is empty", pair.value.where, f"Write at least one entry: - {level.names[0]}: ...")
         else:

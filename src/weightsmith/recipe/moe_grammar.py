@@ -8,7 +8,7 @@ from typing import Any
 from weightsmith.errors import ParameterError
 from weightsmith.recipe.grammar import MODEL_OR_RECIPE
 from weightsmith.recipe.kinds import Key, Kind, Level, Schema, Walk, list_of, list_schema, section
-from weightsmith.recipe.nodes import Node, Pair, describe, float_of
+from weightsmith.recipe.nodes import Node, Pair, float_of
 from weightsmith.recipe.records import Expert, ModelRef, Recipe, Section, Surgery, Upcycling
 from weightsmith.recipe.references import MODEL
 from weightsmith.recipe.single import DTYPE, FLAG, TEXT, TEXTS, choice, count, number
@@ -32,7 +32,7 @@ def _lists(depth: int, *, whole: bool) -> tuple[Kind, Kind]:
                 return int(value) if whole else float(value)
         what = "whole numbers from 0 on" if whole else "finite numbers"
         fix = "Write numbers from 0 on." if whole else ""
-        walk.problem(f"{key.name!r} takes {what}, not {describe(node)}", node.where, fix, ParameterError)
+        walk.wrong(node, key, what, fix, ParameterError)
         return None
 
     def listed(node: Node, key: Key, walk: Walk, left: int = depth) -> Any:
@@ -40,7 +40,7 @@ def _lists(depth: int, *, whole: bool) -> tuple[Kind, Kind]:
             return number(node, key, walk)
         if not isinstance(node.value, tuple):
             what = "a list of numbers" if left == 1 else "a list of lists of numbers"
-            walk.problem(f"{key.name!r} takes {what}, not {describe(node)}", node.where, example)
+            walk.wrong(node, key, what, example)
             return None
         if not node.value:
             what = f"a group in {key.name!r} is empty" if left < depth else f"{key.name!r} is empty"
@@ -53,7 +53,7 @@ def _lists(depth: int, *, whole: bool) -> tuple[Kind, Kind]:
         value = pair.value.value
         if not isinstance(value, dict) or not value:
             fix = f"Write each layer under its number: {{0: {_EXAMPLES[depth]}}}."
-            walk.problem(f"{key.name!r} takes a mapping of layers, not {describe(pair.value)}", pair.value.where, fix)
+            walk.wrong(pair.value, key, "a mapping of layers", fix)
             return None
         found = {layer: listed(inner.value, key, walk) for layer, inner in value.items()}
         return None if None in found.values() else found

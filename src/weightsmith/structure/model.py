@@ -17,7 +17,7 @@ from typing import Any
 
 from weightsmith.errors import LayerError, UnknownName, nearest
 from weightsmith.structure.configs import sections, whole_numbers
-from weightsmith.structure.names import INDEX
+from weightsmith.structure.counts import INDEX
 from weightsmith.structure.stacks import TOWERS, Stack, StackKind, find_stacks, main_stack
 from weightsmith.structure.vocabulary import in_head
 from weightsmith.tensors import TensorSpec

@@ -90,7 +90,7 @@ class RowWork:
     """The settings of the product.
 
     approximation  its name
-    match_norms    rows get the length that the shared tokens let expect
+    match_norms    rows get the norm predicted from the shared tokens
     noise, scale   added to and multiplied with new rows; 0 and 1 for neither
     magikarp       leave out poorly trained tokens
     shared         ids of tokens that both have, which approximations use

@@ -13,7 +13,7 @@ from typing import Any
 from weightsmith._version import __version__
 from weightsmith.checkpoint import Checkpoint, open_checkpoint
 from weightsmith.errors import Finding, LayerError, PlanError, Unsupported, WeightsmithError
-from weightsmith.formats.carried import left_out_findings
+from weightsmith.formats.copied import left_out_findings
 from weightsmith.formats.hf_folder import natural_key
 from weightsmith.formats.strict_json import texts
 from weightsmith.mixture.assembly import Assembly
