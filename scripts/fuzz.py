@@ -978,11 +978,11 @@ def _make_products() -> None:
     import weightsmith
     from tests.calibration_help import save_model, settings
     from weightsmith.adapters.extract import prepare_extraction
-    from weightsmith.look.alignments import alignments
+    from weightsmith.look.comparison import alignments
     from weightsmith.look.differences import differences
+    from weightsmith.look.inspect import statistics_product
     from weightsmith.look.models import with_needs
-    from weightsmith.look.statistics import statistics_product
-    from weightsmith.look.survival import survivals
+    from weightsmith.look.sampling import survivals
     from weightsmith.mixture.build import prepare_moe
     from weightsmith.options import ExtractSettings, RecipeOptions, TransplantSettings
     from weightsmith.planner.build import Prepared

@@ -234,7 +234,7 @@ def _citation(plan: Plan) -> str:
     entries = cite("\n".join(_sources(plan)))
     if not entries:
         return ""
-    return "\n## Citation\n\n```bibtex\n" + "\n\n".join(entry.bibtex() for entry in entries) + "\n```\n"
+    return "\n## Citation\n\n```bibtex\n" + "\n\n".join(entries) + "\n```\n"
 
 
 def _quantised(plan: Plan) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from weightsmith import sources
 from weightsmith.errors import CheckpointError, Finding, NotFound, ParameterError, nearest
-from weightsmith.formats.carried import carried_files, check_carried, choose_carried, is_weights, read_to_choose
+from weightsmith.formats.copied import check_copied, choose_copied, copied_files, is_weights, read_to_choose
 from weightsmith.formats.files import exists, expand_user, real_path, show
 from weightsmith.formats.quantised import describe_quantisation
 from weightsmith.formats.strict_json import read_object
@@ -278,7 +278,7 @@ def open_checkpoint(
         return _checkpoint(name, repository.folder, opened, repository, raw=raw, alone=True)
     repository.download(["config.json", *(pattern for kind in sources.KINDS for pattern in kind.indexes)], quiet=True)
     weights = [path.name for path in sources.find_weights(repository.folder, repository.sizes, name).paths]
-    repository.want([*weights, *carried_files(repository.sizes), CARD_NAME])
+    repository.want([*weights, *copied_files(repository.sizes), CARD_NAME])
     stream |= isinstance(place, Address) or place.streams
     if download and not stream:
         repository.download()
@@ -346,12 +346,12 @@ def _open_folder(
     """A folder with the files `names`; `repository` if it is in the hub's cache (whose links need no check)."""
     found = sources.find_weights(folder, names, str(folder) if repository is None else ref)
     config = _read_config(folder / "config.json") if "config.json" in names else None
-    files, left_out = choose_carried(folder, names, config)
+    files, left_out = choose_copied(folder, names, config)
     if repository is None:
         check_links(folder, files)
-        check_carried(folder, files)
+        check_copied(folder, files)
         return _checkpoint(ref, folder, found.open(ref), None, config, files, left_out, found.ignored, raw=raw)
-    check_carried(folder, [name for name in files if name not in repository.missing])
+    check_copied(folder, [name for name in files if name not in repository.missing])
     opened = found.open(ref, repository.open)
     return _checkpoint(ref, folder, opened, repository, config, files, left_out, found.ignored, raw=raw)
 

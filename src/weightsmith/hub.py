@@ -11,8 +11,9 @@ import fnmatch
 import glob
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,39 +39,29 @@ class _Silent(Exception):
     """The hub did not answer a moment ago."""
 
 
+@dataclass(eq=False)
 class Repository:
     """One revision of a hub model: its files, in the cache or still on the hub. Made by `open_repository`.
 
-    name    org/name
-    commit  the commit hash that the revision stands for
-    folder  of the files in the cache; those that are not cached yet will be there
-    sizes   of all files by name; of the cached ones when the hub could not be asked
-    notes   what the user should know
+    name      org/name
+    commit    the commit hash that the revision stands for
+    folder    of the files in the cache; those that are not cached yet will be there
+    sizes     of all files by name; of the cached ones when the hub could not be asked
+    notes     what the user should know
+    revision  branch, tag or commit, if the hub has said what it stands for
     """
 
-    def __init__(
-        self,
-        name: str,
-        commit: str,
-        folder: Path,
-        sizes: Mapping[str, int],
-        notes: tuple[Finding, ...],
-        *,
-        cache_dir: str | Path | None,
-        token: str | bool | None,
-        revision: str = "",
-    ) -> None:
-        """revision: branch, tag or commit, if the hub has said what it stands for."""
-        self.name = name
-        self.commit = commit
-        self.folder = folder
-        self.sizes = dict(sizes)
-        self.notes = notes
-        self._cache_dir = cache_dir
-        self._token = token
-        self._revision = revision
-        self._wanted: dict[str, None] = {}
-        self._files: dict[str, RemoteFile] = {}
+    name: str
+    commit: str
+    folder: Path
+    sizes: dict[str, int]
+    notes: tuple[Finding, ...]
+    _: KW_ONLY
+    cache_dir: str | Path | None
+    token: str | bool | None = field(repr=False)
+    revision: str = ""
+    _wanted: dict[str, None] = field(default_factory=dict, init=False)
+    _files: dict[str, RemoteFile] = field(default_factory=dict, init=False)
 
     def want(self, names: Iterable[str]) -> None:
         """Name files that are needed: `download` brings them. Raises CheckpointError."""
@@ -86,7 +77,7 @@ class Repository:
         url = huggingface_hub.hf_hub_url(self.name, name, revision=self.commit)
         try:
             with no_panic():
-                size = huggingface_hub.get_hf_file_metadata(url, token=self._token, timeout=_timeouts()[0]).size
+                size = huggingface_hub.get_hf_file_metadata(url, token=self.token, timeout=_timeouts()[0]).size
         except Exception as error:
             raise _explain(error, f"{self.name}, {name}") from error
         if size is None:
@@ -113,8 +104,8 @@ class Repository:
         wanted = list(self.missing) if patterns is None else self._absent(patterns)
         if wanted:
             self._bring(wanted, quiet=quiet)
-        if patterns is None and self._revision:  # not for a dry run: the cache may have an older commit, whole
-            _write_ref(self.folder.parents[1], self._revision, self.commit)
+        if patterns is None and self.revision:  # not for a dry run: the cache may have an older commit, whole
+            _write_ref(self.folder.parents[1], self.revision, self.commit)
 
     def _bring(self, wanted: Sequence[str], *, quiet: bool) -> None:
         import huggingface_hub
@@ -125,8 +116,8 @@ class Repository:
                 huggingface_hub.snapshot_download(
                     self.name,
                     revision=self.commit,
-                    cache_dir=self._cache_dir,
-                    token=self._token,
+                    cache_dir=self.cache_dir,
+                    token=self.token,
                     allow_patterns=[glob.escape(name) for name in wanted],
                     etag_timeout=_timeouts()[0],
                     **({"tqdm_class": _no_bar()} if quiet else {}),
@@ -164,7 +155,7 @@ class Repository:
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # it marks no exports
 
         url = huggingface_hub.hf_hub_url(self.name, name, revision=self.commit)
-        headers = build_hf_headers(token=self._token)
+        headers = build_hf_headers(token=self.token)
         pinned = "x-repo-commit", self.commit
         return HttpFile(url, f"{self.name}, {name}", self.sizes[name], self.commit, headers, pinned=pinned)
 

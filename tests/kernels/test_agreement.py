@@ -9,7 +9,7 @@ import pytest
 from weightsmith.kernels import reference
 from weightsmith.kernels.agreement import SURVIVAL, agreement, sketch_deltas, survival
 from weightsmith.kernels.codecs import BLOCK
-from weightsmith.look.sketch import WIDTH, sparse_signs
+from weightsmith.look.differences import WIDTH, sparse_signs
 from weightsmith.tensors import DTYPES
 
 

@@ -9,7 +9,7 @@ import pytest
 from weightsmith.kernels import reference
 from weightsmith.kernels.combine import LANES
 from weightsmith.kernels.differences import DIFFERENCE_SUMS, STATISTICS, difference, project, statistics
-from weightsmith.look.sketch import WIDTH, sparse_signs
+from weightsmith.look.differences import WIDTH, sparse_signs
 from weightsmith.tensors import DTYPES
 
 CODES = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}

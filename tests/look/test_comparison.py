@@ -12,7 +12,7 @@ import pytest
 import weightsmith
 from tests.look.models import LAYERS, changed, is_linear, low_rank, save, trained, weights
 from weightsmith.errors import ParameterError
-from weightsmith.look.alignments import KIND, alignments
+from weightsmith.look.comparison import KIND, alignments
 from weightsmith.plans import COPY, Read, Step
 from weightsmith.tensors import DTYPES, TensorSpec
 

@@ -13,8 +13,7 @@ import weightsmith
 from tests.look.models import LAYERS, TOKENS, changed, is_linear, low_rank, save, trained, weights
 from tests.mini import write_checkpoint
 from weightsmith.errors import PlanError, UnknownName
-from weightsmith.look.differences import KIND, differences
-from weightsmith.look.sketch import VALUES
+from weightsmith.look.differences import KIND, VALUES, differences
 from weightsmith.pages import Mark
 from weightsmith.plans import COPY, Product, Read, Step
 from weightsmith.tensors import DTYPES, TensorSpec

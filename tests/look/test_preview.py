@@ -15,9 +15,8 @@ import weightsmith
 from tests.look.models import changed, low_rank, save, trained, weights
 from weightsmith.errors import PlanError, Unsupported
 from weightsmith.kernels import reference
-from weightsmith.look import sampling, survival
-from weightsmith.look.sampling import sample
-from weightsmith.look.survival import KIND, survivals
+from weightsmith.look import sampling
+from weightsmith.look.sampling import KIND, sample, survivals
 from weightsmith.plans import COPY, Block, Gather, Made, ModelInput, Plan, Read, Settings, Step, Table
 from weightsmith.tensors import DTYPES, TensorSpec
 
@@ -49,8 +48,7 @@ def preview(of: Recipe, **options: Any) -> weightsmith.Preview:
 def small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples of a fifth of the matrices of the small models."""
     monkeypatch.setattr(sampling, "SAMPLE_ELEMENTS", 8192)
-    for module in (sampling, survival):
-        monkeypatch.setattr(module, "GROUP_ELEMENTS", 320)
+    monkeypatch.setattr(sampling, "GROUP_ELEMENTS", 320)
 
 
 @pytest.mark.parametrize("method", ["ties", "task_arithmetic"])

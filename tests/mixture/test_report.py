@@ -16,8 +16,7 @@ from tests.cli_help import Cli, cli
 from tests.mixture.test_gates import models, recipe_of, told
 from weightsmith.api import moe
 from weightsmith.cli.mergekit_flags import MOE_FLAGS
-from weightsmith.mixture.routing.heat_map import heat_map
-from weightsmith.mixture.routing.report import Counter, Group, Routing, runs
+from weightsmith.mixture.routing.report import Counter, Group, Routing, heat_map, runs
 
 __all__ = ["cli", "models"]
 

@@ -21,11 +21,10 @@ from weightsmith.engine.reader import Reader
 from weightsmith.engine.results import Results
 from weightsmith.errors import PlanError, WeightsmithError
 from weightsmith.mixture.build import prepare_moe
-from weightsmith.mixture.surgery import matching
-from weightsmith.mixture.surgery.counts import with_experts
+from weightsmith.mixture.surgery import neurons
+from weightsmith.mixture.surgery.build import with_experts
 from weightsmith.mixture.surgery.experts import find_blocks
-from weightsmith.mixture.surgery.matching import read_matched
-from weightsmith.mixture.surgery.neurons import NeuronTensor, places_of
+from weightsmith.mixture.surgery.neurons import NeuronTensor, places_of, read_matched
 from weightsmith.plans import Made, Plan, Product
 from weightsmith.tensors import DTYPES, TensorSpec
 
@@ -533,8 +532,8 @@ def test_work_is_resumed_with_the_order_that_it_began_with(lost: bool, tmp_path:
 
     with pytest.raises(KeyboardInterrupt):
         weightsmith.moe(recipe, tmp_path / "out", progress=interrupt)
-    plain = matching.best_order
-    monkeypatch.setattr(matching, "best_order", lambda *args: plain(*args)[::-1].copy())
+    plain = neurons.best_order
+    monkeypatch.setattr(neurons, "best_order", lambda *args: plain(*args)[::-1].copy())
     weightsmith.moe(recipe, tmp_path / "other")
     staging = next(tmp_path.glob(".out.*"))
     if lost:

@@ -16,10 +16,9 @@ import pytest
 
 from weightsmith.errors import OutputExists, StoreError
 from weightsmith.pages import Code, Column, Curves, Facts, HeatMap, Mark, Page, Table, to_html, write_page
-from weightsmith.pages.by_layer import heat_maps
 from weightsmith.pages.html import MAX_ROWS
-from weightsmith.pages.svg import colour, heat_map, scaled
-from weightsmith.structure.places import Place
+from weightsmith.pages.svg import colour, heat_map, heat_maps, scaled
+from weightsmith.structure.model import Place
 
 HOSTILE = "</script><img src=http://evil/x onerror=alert(1)>\x1b[2J\"'"
 LAYERS = tuple(f"layer {i}" for i in range(30))

@@ -210,11 +210,11 @@ def test_parameters_that_require_gradients(tmp_path: Path) -> None:
     check({"a": weight, "b": weight * 2, "c": torch.nn.Buffer(random(3))}, tmp_path)
 
 
-class Elsewhere(torch.Tensor):
+class RemoteBytes(torch.Tensor):
     """A tensor whose elements are not where its address says, like DTensor and FakeTensor."""
 
     @staticmethod
-    def __new__(cls) -> Elsewhere:
+    def __new__(cls) -> RemoteBytes:
         return torch.Tensor._make_wrapper_subclass(cls, (3,))
 
     @classmethod
@@ -243,7 +243,7 @@ class Elsewhere(torch.Tensor):
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
         (lambda: torch.zeros(2, device="meta"), "meta tensor"),
         (lambda: torch.nn.parameter.UninitializedParameter(), "uninitialised"),
-        (Elsewhere, "Elsewhere"),
+        (RemoteBytes, "RemoteBytes"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")

@@ -13,7 +13,7 @@ from weightsmith.errors import FormatError, WeightsmithError
 from weightsmith.formats.files import expand_user
 from weightsmith.formats.strict_json import texts
 from weightsmith.mixture.layouts.dense_config import semantics
-from weightsmith.mixture.surgery.counts import groups, with_experts
+from weightsmith.mixture.surgery.build import router_groups, with_experts
 from weightsmith.planner.config import output_config
 from weightsmith.structure import Structure, analyse, resize_config
 from weightsmith.structure.configs import MAX_DEPTH, replace_value, sections
@@ -133,7 +133,7 @@ JOBS: dict[str, Callable[[dict[str, Any], Structure], object]] = {
     "fused": lambda c, s: [fused_parts(tensor, NAMED, s, c) for tensor in SPECS],
     "resized": lambda c, s: resize_config(c, s, {stack.prefix: [0, 1, 1, 3] for stack in s.stacks}),
     "output": lambda c, s: output_config(c, s, {}, GROWN, stored=NAMED, asked=None, untie=True),
-    "experts": lambda c, s: (with_experts(c, 4, 2, "r.yml"), groups(c, 4), tie_flag(c)),
+    "experts": lambda c, s: (with_experts(c, 4, 2, "r.yml"), router_groups(c, 4), tie_flag(c)),
     "dense": lambda c, s: semantics(c),
 }
 

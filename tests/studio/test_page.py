@@ -137,7 +137,7 @@ def test_others_may_reach_it_and_their_sites_may_not(root: Path) -> None:
 @needs_gradio
 def test_nothing_is_uploaded(address: str, root: Path) -> None:
     """Every route of Gradio that takes something is closed, but for the events of the page."""
-    from weightsmith.studio.policy import _POSTED
+    from weightsmith.studio.page import _POSTED
 
     body = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\nmine\r\n--x--\r\n'
     multipart = {"Content-Type": "multipart/form-data; boundary=x"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weightsmith.studio.policy import App, EventsAlone, Message, SameOrigin, own_names
+from weightsmith.studio.page import App, EventsAlone, Message, SameOrigin, own_names
 
 LAN = "192.168.1.5:7860"
 

@@ -1,11 +1,11 @@
 """LoRA adapters as outputs. `weightsmith.lora` reads them as inputs.
 
 select.py   which modules become factors, which are saved whole
-experts.py  which of them are matrices of experts
+built.py    the model as PEFT sees it, and which of its matrices are matrices of experts
 factors.py  the product with the factors of a layer's matrices
 changes.py  the product that compares all other tensors
 ranks.py    ranks, by what of a difference is signal
-peft.py     names, and adapter_config.json
+placing.py  names in PEFT's model, and adapter_config.json
 report.py   what an adapter keeps
 extract.py  `weightsmith extract-lora`: the plans
 cores.py    the product with the core matrices of a layer's adapters

@@ -20,8 +20,7 @@ from weightsmith._version import __version__
 from weightsmith.adapters.built import TIED_HEAD, Built, built_of, guessed, needs_asking
 from weightsmith.adapters.changes import changes
 from weightsmith.adapters.factors import FactorWork
-from weightsmith.adapters.peft import adapter_config
-from weightsmith.adapters.placing import Places
+from weightsmith.adapters.placing import Places, adapter_config
 from weightsmith.adapters.ranks import Spectrum, choose_ranks
 from weightsmith.adapters.report import Extraction, Matrix
 from weightsmith.adapters.select import Chosen, Pair, Weight, pair_tensors, select, settings_problems
@@ -37,7 +36,7 @@ from weightsmith.errors import (
     Unsupported,
     WeightsmithError,
 )
-from weightsmith.formats.carried import is_read
+from weightsmith.formats.copied import is_read
 from weightsmith.jobs.requires import needs_torch
 from weightsmith.options import ExtractSettings
 from weightsmith.planner import Plan, Prepared

@@ -20,8 +20,7 @@ from weightsmith.adapters.combinations import MAJORITIES, NAMES, ON_FACTORS, PRE
 from weightsmith.adapters.cores import SPACES, Adapted, CoreWork, Space, basis_steps, core_step, scales_step
 from weightsmith.adapters.merged_factors import MergedWork
 from weightsmith.adapters.opening import NAME_BASE, ZERO_ADAPTER, Opened
-from weightsmith.adapters.peft import adapter_config, norms_name
-from weightsmith.adapters.placing import Places
+from weightsmith.adapters.placing import Places, adapter_config, norms_name
 from weightsmith.adapters.shared import different_bases, parameters_of
 from weightsmith.containers import PEFT
 from weightsmith.errors import (

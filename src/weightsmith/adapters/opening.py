@@ -8,9 +8,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from weightsmith.adapters.built import WEIGHT, Built
+from weightsmith.adapters.built import WEIGHT, Built, is_expert
 from weightsmith.adapters.cores import ZERO, Adapted, Space
-from weightsmith.adapters.experts import is_expert
 from weightsmith.adapters.factors import Form, Target
 from weightsmith.adapters.placing import Places
 from weightsmith.adapters.shared import MERGE_MODELS, different_bases, find_modules, whole_tensors

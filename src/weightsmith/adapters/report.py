@@ -13,7 +13,7 @@ from weightsmith.errors import Finding
 from weightsmith.pages import Column, HeatMap, Table, heat_maps
 from weightsmith.pages.svg import heat_map, picture
 from weightsmith.pages.values import Block, Mark
-from weightsmith.structure.places import Place
+from weightsmith.structure.model import Place
 from weightsmith.text import markdown_table
 
 NAME = "extraction"

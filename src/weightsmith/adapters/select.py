@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from weightsmith.adapters.built import TIED_HEAD, WEIGHT, Built
-from weightsmith.adapters.experts import GROUP, Stack, find_stacks, group_of, is_expert, parts_of
+from weightsmith.adapters.built import GROUP, TIED_HEAD, WEIGHT, Built, Stack, find_stacks, group_of, is_expert, parts_of
 from weightsmith.adapters.factors import Form, Target, prefers_exact
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import ParameterError, ShapeError, UnknownName, WeightsmithError, nearest

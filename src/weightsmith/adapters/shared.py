@@ -145,7 +145,7 @@ def parameters_of(adapter: Adapter) -> dict[str, tuple[Parameter, Stacked]]:
         known = {parameter.name: parameter for parameter in adapter.parameters[module]}
         names = [_FIRST, _SECOND] if known.keys() == {_FIRST, _SECOND} else list(known)
         if len(levels) != len(names) or (len(names) > 1 and names[0] != _FIRST):
-            what = f"{module}: which of its factors are of which of {', '.join(known)} is not known without the base"
+            what = f"cannot assign the factors of {module} to {', '.join(known)} without the base"
             raise Unsupported(what, where=adapter.checkpoint.ref, fix=MERGE_MODELS)
         found |= {f"{module}.{name}": (known[name], level) for name, level in zip(names, levels, strict=True)}
     return found

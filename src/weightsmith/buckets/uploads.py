@@ -33,7 +33,7 @@ from weightsmith.buckets.parts import Group, GroupKey, Part, cut
 from weightsmith.buckets.prefix import Prefix
 from weightsmith.containers import Layout
 from weightsmith.errors import StoreError
-from weightsmith.formats.files import Elsewhere, Extent
+from weightsmith.formats.files import Extent, RemoteBytes
 from weightsmith.remote.files import RemoteFile
 from weightsmith.remote.spool import Spool, spool_folder
 from weightsmith.store.journal import Built, Finished
@@ -393,7 +393,7 @@ class Uploads:
                 self.save()
 
 
-def object_of(file: Elsewhere, scheme: str) -> tuple[str, str, str] | None:
+def object_of(file: RemoteBytes, scheme: str) -> tuple[str, str, str] | None:
     """Bucket, key and ETag of a file in a store of this kind; None for any other."""
     if not isinstance(file, RemoteFile):
         return None

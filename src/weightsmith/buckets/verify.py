@@ -12,7 +12,7 @@ from weightsmith.buckets.contents import differences, manifest_of, names_in
 from weightsmith.buckets.prefix import parse_prefix
 from weightsmith.buckets.stores import open_bucket
 from weightsmith.errors import Corrupt
-from weightsmith.formats.carried import is_loaded
+from weightsmith.formats.copied import is_loaded
 from weightsmith.store.checksum import combine, hash_grains
 from weightsmith.store.manifest import MANIFEST_NAME, Manifest
 from weightsmith.store.reread import Progress

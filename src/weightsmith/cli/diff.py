@@ -12,8 +12,7 @@ import typer
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures, wrote
 from weightsmith.errors import printable
-from weightsmith.pages.values import Mark
-from weightsmith.pages.words import finite_or_mark, written
+from weightsmith.pages.values import Mark, finite_or_mark, written
 from weightsmith.progress import meter, no_bars_in_logs
 from weightsmith.text import fact, heading, result, say, show_json, show_table, status_line
 

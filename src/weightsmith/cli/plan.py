@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from weightsmith.cli.summary import Summary
     from weightsmith.planner import Prepared
     from weightsmith.plans import Plan, Step
-    from weightsmith.remote.ahead import Travel
+    from weightsmith.remote.ahead import TransferEstimate
 
 _PIECES_SHOWN = 12
 AS_IT_IS = "as it is"
@@ -186,7 +186,7 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
         say(printable(", ".join(plan.carried)))
 
 
-def _travel(travel: Travel) -> str:
+def _travel(travel: TransferEstimate) -> str:
     """What is read where it is."""
     text = f"{size(travel.network_bytes)} in {count(travel.requests, 'request')}, while the merge runs"
     if travel.passes < 2:

@@ -20,7 +20,7 @@ from weightsmith.planner import Prepared
 from weightsmith.planner.encode import stored_plain
 from weightsmith.plans import PLAIN, Plan, Read, Step
 from weightsmith.quantisation.calibration.weights import CALIBRATED, by_weight, calibrated_weights, of_calibration, steps_read
-from weightsmith.remote.ahead import Travel, estimate
+from weightsmith.remote.ahead import TransferEstimate, estimate
 from weightsmith.structure import analyse
 
 TORCH_BYTES = 250 << 20
@@ -148,7 +148,7 @@ class Summary:
     dropped: tuple[DroppedFacts, ...]
     changes: tuple[Change, ...]
     memory: Memory
-    travel: Travel
+    travel: TransferEstimate
     downloads: tuple[Download, ...] = ()
     stages: tuple[StageFacts, ...] = ()
 

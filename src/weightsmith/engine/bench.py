@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from weightsmith.engine.results import Results
 from weightsmith.errors import CheckpointError, WeightsmithError
-from weightsmith.formats.carried import MAX_CARRIED_BYTES
+from weightsmith.formats.copied import MAX_COPIED_BYTES
 from weightsmith.formats.files import Extent, read_bounded
 from weightsmith.heap import return_freed
 from weightsmith.jobs.job import Bytes
@@ -110,7 +110,7 @@ class EngineBench:
 
 
 def _check_file(path: Path, sha256: str) -> None:
-    found = hashlib.sha256(read_bounded(path, MAX_CARRIED_BYTES)).hexdigest()
+    found = hashlib.sha256(read_bounded(path, MAX_COPIED_BYTES)).hexdigest()
     if found != sha256:
         raise CheckpointError("the file has changed since the plan was made", where=str(path), fix="plan again")
 

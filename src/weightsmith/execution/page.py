@@ -10,12 +10,11 @@ from weightsmith.distance import Moved, share_of
 from weightsmith.errors import Finding
 from weightsmith.pages import Code, Column, Curves, Facts, HeatMap, Page, Table, heat_maps, to_html
 from weightsmith.pages.svg import curves, heat_map, picture
-from weightsmith.pages.values import Block, Mark, Value
-from weightsmith.pages.words import finite_or_mark
+from weightsmith.pages.values import Block, Mark, Value, finite_or_mark
 from weightsmith.plans import PLAIN, Plan
 from weightsmith.products import Report
 from weightsmith.structure import analyse
-from weightsmith.structure.places import OUTSIDE, Place, place_of
+from weightsmith.structure.model import OUTSIDE, Place, place_of
 
 _TENSORS = "tensors"
 

@@ -107,7 +107,7 @@ class FileState:
     nbytes: int
     mtime_ns: int
     ctime_ns: int
-    elsewhere: Elsewhere | None = field(default=None, compare=False)
+    elsewhere: RemoteBytes | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, found: os.stat_result) -> FileState:
@@ -115,7 +115,7 @@ class FileState:
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     @classmethod
-    def of_remote(cls, file: Elsewhere) -> FileState:
+    def of_remote(cls, file: RemoteBytes) -> FileState:
         """The state of a file that is not on this disk: nothing but its size."""
         return cls(0, 0, file.nbytes, 0, 0, file)
 
@@ -136,7 +136,7 @@ class FileState:
         return f"change time (ctime) {self.ctime_ns:,} ns then, {now.ctime_ns:,} ns now"
 
 
-class Elsewhere(Protocol):
+class RemoteBytes(Protocol):
     """A file that is not on this disk.
 
     nbytes   size
@@ -164,7 +164,7 @@ class Elsewhere(Protocol):
 class Extent:
     """A run of bytes of a file that is read where it is."""
 
-    file: Elsewhere
+    file: RemoteBytes
     offset: int
     nbytes: int
 

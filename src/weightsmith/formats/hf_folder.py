@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightsmith.errors import FormatError, NotFound, Unsupported
-from weightsmith.formats.carried import WEIGHTS, is_weights
+from weightsmith.formats.copied import WEIGHTS, is_weights
 from weightsmith.formats.files import show
 from weightsmith.formats.strict_json import read_object
 

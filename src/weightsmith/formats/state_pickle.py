@@ -11,9 +11,9 @@ because shared parts make small pickles of values that are exponentially large (
 
 from __future__ import annotations
 
+import io
 import pickletools
 import re
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -176,8 +176,9 @@ def describe(value: Any) -> str:
 class _Machine:
     def __init__(self, data: bytes, where: str) -> None:
         self.data = data
+        self.file = io.BytesIO(data)
         self.where = where
-        self.position = 0
+        self.position = 0  # of the instruction
         self.stack: list[Any] = []
         self.marks: list[int] = []  # heights of the stack
         self.memo: list[Any] = []
@@ -194,78 +195,79 @@ class _Machine:
         if not self.data.startswith(b"\x80"):
             self.reject(f"starts with {show(self.data[:4])}, not with its protocol")
         for _ in range(MAX_STEPS):
-            code = self.take(1)[0]
-            if code == _STOP:
+            if not self.step():
                 break
-            operation = _OPERATIONS.get(code)
-            if operation is None:
-                self.refuse_opcode(code)
-            operation(self)
         else:
-            raise Unsupported(
-                f"the pickle has more than {MAX_STEPS:,} instructions", where=self.where, fix=f"{CONVERT} It may be an attack."
-            )
+            self.too_much(f"has more than {MAX_STEPS:,} instructions")
         if len(self.stack) != 1 or self.marks:
             self.reject(f"ends with {len(self.stack)} values on its stack and {len(self.marks)} open marks, not with one value")
-        if self.position != len(self.data):
-            self.reject(f"ends there, and {len(self.data) - self.position:,} bytes follow")
+        if left := self.remaining():
+            self.reject(f"ends there, and {left:,} bytes follow")
         return self.stack[0]
 
-    # What instructions are made of
+    def step(self) -> bool:
+        """Do the next instruction. False: it was the last."""
+        self.position = self.file.tell()
+        code = self.file.read(1)
+        opcode = _OPCODES.get(code)
+        if opcode is None:
+            self.reject(f"0x{code.hex()} is no instruction of a pickle" if code else "ends early, without its last instruction")
+        if opcode.name == "STOP":
+            return False
+        operation = _OPERATIONS.get(opcode.name)
+        if operation is None:
+            raise Unsupported(
+                f"the pickle, byte {self.position:,}: a state dict needs no instruction {opcode.name}; it was not run",
+                where=self.where,
+                fix=CONVERT,
+            )
+        try:
+            argument = opcode.arg.reader(self.file) if opcode.arg and opcode.name != "GLOBAL" else None
+            if type(argument) is str:
+                argument.encode()  # pickletools lets lone surrogates pass
+        except UnicodeError:
+            self.reject("a string is not UTF-8")
+        except ValueError as error:
+            self.reject(f"ends early: {error}")
+        operation(self, argument)
+        return True
+
+    # Errors and bounds
 
     def reject(self, problem: str) -> NoReturn:
         raise FormatError(f"the pickle, byte {self.position:,}: {problem}", where=self.where, fix=DAMAGED)
 
-    def refuse_opcode(self, code: int) -> NoReturn:
-        known = next((op.name for op in pickletools.opcodes if op.code == chr(code)), None)
-        if known is None:
-            self.reject(f"{code:#04x} is no instruction of a pickle")
-        raise Unsupported(
-            f"the pickle, byte {self.position:,}: the instruction {known} is not needed for a state dict, and not read",
-            where=self.where,
-            fix=CONVERT,
-        )
+    def too_much(self, problem: str) -> NoReturn:
+        raise Unsupported(f"the pickle {problem}", where=self.where, fix=f"{CONVERT} It may be an attack.")
 
-    def take(self, nbytes: int) -> bytes:
-        start = self.position
-        self.position = start + nbytes
-        if self.position > len(self.data):
-            self.position = start
-            self.reject(f"ends early: {nbytes:,} bytes are expected, {len(self.data) - start:,} follow")
-        return self.data[start : self.position]
-
-    def number(self, nbytes: int) -> int:
-        return int.from_bytes(self.take(nbytes), "little")
+    def remaining(self) -> int:
+        return len(self.data) - self.file.tell()
 
     def spend(self) -> None:
         self.made += 1
         if self.made > MAX_VALUES:
-            raise Unsupported(
-                f"the pickle makes more than {MAX_VALUES:,} values", where=self.where, fix=f"{CONVERT} It may be an attack."
-            )
+            self.too_much(f"makes more than {MAX_VALUES:,} values")
+
+    # The stack
 
     def push(self, value: Any) -> None:
         if len(self.stack) >= MAX_STACK:
-            raise Unsupported(
-                f"the pickle has more than {MAX_STACK:,} values on its stack",
-                where=self.where,
-                fix=f"{CONVERT} It may be an attack.",
-            )
+            self.too_much(f"has more than {MAX_STACK:,} values on its stack")
         self.stack.append(value)
 
     def make(self, value: Any) -> None:
         self.spend()
         self.push(value)
 
-    def pop(self) -> Any:
-        if len(self.stack) <= (self.marks[-1] if self.marks else 0):
-            self.reject("takes a value from an empty stack")
-        return self.stack.pop()
-
     def top(self) -> Any:
         if len(self.stack) <= (self.marks[-1] if self.marks else 0):
             self.reject("takes a value from an empty stack")
         return self.stack[-1]
+
+    def pop(self) -> Any:
+        value = self.top()
+        del self.stack[-1]
+        return value
 
     def pop_mark(self) -> list[Any]:
         if not self.marks:
@@ -277,34 +279,18 @@ class _Machine:
 
     # Instructions
 
-    def protocol(self) -> None:
-        version = self.number(1)
+    def protocol(self, version: int) -> None:
         if not 2 <= version <= 5:
             self.reject(f"has protocol {version}; 2 to 5 are read")
 
-    def frame(self) -> None:
-        nbytes = self.number(8)
-        if nbytes > len(self.data) - self.position:
-            self.reject(f"has a frame of {nbytes:,} bytes, {len(self.data) - self.position:,} follow")
+    def frame(self, nbytes: int) -> None:
+        if nbytes > self.remaining():
+            self.reject(f"has a frame of {nbytes:,} bytes, {self.remaining():,} follow")
 
     def mark(self) -> None:
         if len(self.marks) >= MAX_STACK:
             self.reject(f"sets more than {MAX_STACK:,} marks")
         self.marks.append(len(self.stack))
-
-    def text(self, size_bytes: int) -> None:
-        raw = self.take(self.number(size_bytes))
-        try:
-            self.make(raw.decode())
-        except UnicodeDecodeError:
-            self.reject(f"a string is not UTF-8: {show(raw[:40])}")
-
-    def skipped(self, size_bytes: int) -> None:
-        self.take(self.number(size_bytes))
-        self.make(Opaque("bytes"))
-
-    def integer(self, nbytes: int, *, signed: bool = False) -> None:
-        self.make(int.from_bytes(self.take(nbytes), "little", signed=signed))
 
     def tuple_of(self, n: int) -> None:
         values = [self.pop() for _ in range(n)]
@@ -350,14 +336,11 @@ class _Machine:
         self.push(self.memo[index])
 
     def read_global(self) -> None:
-        lines = []
-        for _ in range(2):
-            end = self.data.find(b"\n", self.position, self.position + 512)
-            if end < 0:
-                self.reject("the name of a function or class does not end within 512 bytes")
-            lines.append(self.data[self.position : end])
-            self.position = end + 1
-        self.find_global(*(line.decode("utf-8", "replace") for line in lines))
+        """Two lines. pickletools would undo escapes in them, and read lines of any length."""
+        module, name = (self.file.readline(513).decode("utf-8", "replace") for _ in range(2))
+        if not (module.endswith("\n") and name.endswith("\n")):
+            self.reject("the name of a function or class does not end within 512 bytes")
+        self.find_global(module[:-1], name[:-1])
 
     def stack_global(self) -> None:
         name, module = self.pop(), self.pop()
@@ -479,55 +462,41 @@ _CALLS: dict[str, Callable[[_Machine, tuple[Any, ...]], Any]] = {
     "torch.Size": _size,
 }
 
-_STOP = ord(".")
-_OPERATIONS: dict[int, Callable[[_Machine], None]] = {
-    ord(code): operation
-    for code, operation in {
-        "\x80": _Machine.protocol,
-        "\x95": _Machine.frame,
-        "(": _Machine.mark,
-        "0": lambda m: (m.pop(), None)[1],
-        "1": lambda m: (m.pop_mark(), None)[1],
-        "N": lambda m: m.push(None),
-        "\x88": lambda m: m.push(True),
-        "\x89": lambda m: m.push(False),
-        "K": lambda m: m.push(m.number(1)),  # small, so not made: Python holds them once
-        "M": lambda m: m.integer(2),
-        "J": lambda m: m.integer(4, signed=True),
-        "\x8a": lambda m: m.integer(m.number(1), signed=True),
-        "G": lambda m: m.make(struct.unpack(">d", m.take(8))[0]),
-        "\x8c": lambda m: m.text(1),
-        "X": lambda m: m.text(4),
-        "\x8d": lambda m: m.text(8),
-        "C": lambda m: m.skipped(1),
-        "B": lambda m: m.skipped(4),
-        "\x8e": lambda m: m.skipped(8),
-        "\x96": lambda m: m.skipped(8),
-        "U": lambda m: m.skipped(1),
-        "T": lambda m: m.skipped(4),
-        "}": lambda m: m.make(Mapping()),
-        "]": lambda m: m.make([]),
-        ")": lambda m: m.push(()),
-        "\x8f": lambda m: m.make(Opaque("set")),
-        "\x90": _Machine.add_to_set,
-        "\x91": _Machine.frozen_set,
-        "\x85": lambda m: m.tuple_of(1),
-        "\x86": lambda m: m.tuple_of(2),
-        "\x87": lambda m: m.tuple_of(3),
-        "t": lambda m: m.make(tuple(m.pop_mark())),
-        "s": lambda m: m.set_items([m.pop(), m.pop()][::-1]),
-        "u": lambda m: m.set_items(m.pop_mark()),
-        "a": lambda m: m.append([m.pop()]),
-        "e": lambda m: m.append(m.pop_mark()),
-        "q": lambda m: m.put(m.number(1)),
-        "r": lambda m: m.put(m.number(4)),
-        "\x94": lambda m: m.put(len(m.memo)),
-        "h": lambda m: m.get(m.number(1)),
-        "j": lambda m: m.get(m.number(4)),
-        "c": _Machine.read_global,
-        "\x93": _Machine.stack_global,
-        "Q": _Machine.persistent,
-        "R": _Machine.reduce,
-        "b": _Machine.build,
-    }.items()
+_OPCODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes}
+_OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
+    "PROTO": _Machine.protocol,
+    "FRAME": _Machine.frame,
+    "MARK": lambda m, _: m.mark(),
+    "POP": lambda m, _: (m.pop(), None)[1],
+    "POP_MARK": lambda m, _: (m.pop_mark(), None)[1],
+    "NONE": _Machine.push,
+    "NEWTRUE": lambda m, _: m.push(True),
+    "NEWFALSE": lambda m, _: m.push(False),
+    "BININT1": _Machine.push,  # not made: Python holds each of them once
+    **dict.fromkeys(("BININT", "BININT2", "LONG1", "BINFLOAT"), _Machine.make),
+    **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _Machine.make),
+    **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8"), lambda m, _: m.make(Opaque("bytes"))),
+    **dict.fromkeys(("SHORT_BINSTRING", "BINSTRING"), lambda m, _: m.make(Opaque("bytes"))),
+    "EMPTY_DICT": lambda m, _: m.make(Mapping()),
+    "EMPTY_LIST": lambda m, _: m.make([]),
+    "EMPTY_TUPLE": lambda m, _: m.push(()),
+    "EMPTY_SET": lambda m, _: m.make(Opaque("set")),
+    "ADDITEMS": lambda m, _: m.add_to_set(),
+    "FROZENSET": lambda m, _: m.frozen_set(),
+    "TUPLE1": lambda m, _: m.tuple_of(1),
+    "TUPLE2": lambda m, _: m.tuple_of(2),
+    "TUPLE3": lambda m, _: m.tuple_of(3),
+    "TUPLE": lambda m, _: m.make(tuple(m.pop_mark())),
+    "SETITEM": lambda m, _: m.set_items([m.pop(), m.pop()][::-1]),
+    "SETITEMS": lambda m, _: m.set_items(m.pop_mark()),
+    "APPEND": lambda m, _: m.append([m.pop()]),
+    "APPENDS": lambda m, _: m.append(m.pop_mark()),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.put),
+    "MEMOIZE": lambda m, _: m.put(len(m.memo)),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.get),
+    "GLOBAL": lambda m, _: m.read_global(),
+    "STACK_GLOBAL": lambda m, _: m.stack_global(),
+    "BINPERSID": lambda m, _: m.persistent(),
+    "REDUCE": lambda m, _: m.reduce(),
+    "BUILD": lambda m, _: m.build(),
 }

@@ -5,13 +5,16 @@
     end          the directory's place and size; before it, for large archives, the zip64 end and its locator
 
 Stricter than a general reader: no comment, no bytes before or behind the archive, no encryption, no second disk.
-Anything that two readers could interpret differently is an error. No member's data is read.
+Anything that two readers could interpret differently is an error. No member's data is read. Python's zipfile is no help
+here: it takes comments, bytes before the archive, a wrong number of members and two equal names, guesses the encoding of
+names, cuts them at NUL, and reads a directory of any size.
 """
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import partial
 
 from weightsmith.errors import FormatError
 from weightsmith.formats.files import DAMAGED, RandomAccess, show
@@ -44,6 +47,10 @@ class Record:
     compressed: bool
 
 
+def _invalid(where: str, problem: str, fix: str = DAMAGED) -> FormatError:
+    return FormatError(f"the zip archive {problem}", where=where, fix=fix)
+
+
 def read_at(file: RandomAccess, offset: int, nbytes: int, where: str) -> bytes:
     """Exactly `nbytes` bytes at `offset`. Raises FormatError when the file ends before, CheckpointError on an I/O error."""
     data = file.read_at(offset, nbytes)
@@ -63,9 +70,7 @@ def read_records(file: RandomAccess, nbytes: int, where: str) -> tuple[dict[str,
     are not UTF-8 or appear twice, local headers that contradict the directory. Cost: one small read a member.
     """
 
-    def reject(problem: str, fix: str = DAMAGED) -> FormatError:
-        return FormatError(f"the zip archive {problem}", where=where, fix=fix)
-
+    reject = partial(_invalid, where)
     start, size, count = _find_directory(file, nbytes, where)
     if size > MAX_DIRECTORY_BYTES or count > MAX_RECORDS:
         raise reject(
@@ -121,9 +126,7 @@ def read_records(file: RandomAccess, nbytes: int, where: str) -> tuple[dict[str,
 def _find_directory(file: RandomAccess, nbytes: int, where: str) -> tuple[int, int, int]:
     """Offset and size of the directory in bytes, number of its entries."""
 
-    def reject(problem: str, fix: str = DAMAGED) -> FormatError:
-        return FormatError(f"the zip archive {problem}", where=where, fix=fix)
-
+    reject = partial(_invalid, where)
     tail_start = max(0, nbytes - _END.size - _LOCATOR.size)
     tail = read_at(file, tail_start, nbytes - tail_start, where)
     if len(tail) < _END.size or tail[-_END.size :][:4] != b"PK\x05\x06":
@@ -167,15 +170,13 @@ def _check_name(raw: bytes, where: str) -> str:
     try:
         name = raw.decode()
     except UnicodeDecodeError as error:
-        raise FormatError(
-            f"the zip archive has a member whose name is not UTF-8: {show(raw)}", where=where, fix=DAMAGED
-        ) from error
+        raise _invalid(where, f"has a member whose name is not UTF-8: {show(raw)}") from error
     parts = name.removesuffix("/").split("/")
     if "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
-        raise FormatError(
-            f"the zip archive has a member whose name is no plain relative path: {show(name)}",
-            where=where,
-            fix="Get the file from a source you trust, and do not unpack this one: no PyTorch file has such a name.",
+        raise _invalid(
+            where,
+            f"has a member whose name is no plain relative path: {show(name)}",
+            "Get the file from a source you trust, and do not unpack this one: no PyTorch file has such a name.",
         )
     return name
 
@@ -213,11 +214,9 @@ def _data_offset(file: RandomAccess, header: int, name: bytes, method: int, size
         or own_method != method
         or any(own not in (size, *unknown) for own, size in zip(own_sizes, sizes, strict=True))
     ):
-        raise FormatError(
-            f"the zip archive has the member {show(name.decode())} at byte {header:,} according to its directory, "
-            "and something else is there",
-            where=where,
-            fix=DAMAGED,
+        raise _invalid(
+            where,
+            f"has the member {show(name.decode())} at byte {header:,} according to its directory, and something else is there",
         )
     end: int = header + _LOCAL.size + name_len + extra_len
     return end
@@ -227,10 +226,7 @@ def _check_overlaps(spans: list[tuple[int, int, str]], where: str) -> None:
     covered, before = 0, ""
     for header, end, name in sorted(spans):
         if header < covered:
-            raise FormatError(
-                f"the zip archive has overlapping members: {show(name)} starts at byte {header:,}, "
-                f"{show(before)} ends at {covered:,}",
-                where=where,
-                fix=DAMAGED,
+            raise _invalid(
+                where, f"has overlapping members: {show(name)} starts at byte {header:,}, {show(before)} ends at {covered:,}"
             )
         covered, before = end, name

@@ -10,8 +10,8 @@ tensors, and a survey takes their tiles. The results are frozen values with `to_
     comparison.py   the task vectors of several models side by side: `Comparison`
     preview.py      what a merge will do to its models: `Preview`, from a sample of its plan (sampling.py)
     nonfinite.py    NaN and infinities: counted, and left out of totals
-    sketch.py       singular values from sketches
     pages.py        what was found as pages, for --report
 
-The products: statistics.py, differences.py, alignments.py, survival.py.
+The products: `differences` in differences.py, with singular values from sketches; `statistics` in inspect.py, `alignments` in
+comparison.py, `survival` in sampling.py.
 """

@@ -11,12 +11,11 @@ from typing import overload
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import ParameterError
 from weightsmith.look.comparison import Comparison, compare
-from weightsmith.look.differences import batches, differences
+from weightsmith.look.differences import VALUES, batches, differences
 from weightsmith.look.files import compare_files, fetch_small, is_merge, lineage, vocabulary_of
 from weightsmith.look.models import Matched, Matching, Watching, match, opened, survey, with_needs
 from weightsmith.look.nonfinite import of_rows
 from weightsmith.look.reading import read_difference
-from weightsmith.look.sketch import VALUES
 from weightsmith.look.values import Difference, Leading, MovedRow, TensorDifference
 from weightsmith.plans import Product
 from weightsmith.products.base import Arrays

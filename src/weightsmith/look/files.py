@@ -8,7 +8,7 @@ from typing import Any
 
 from weightsmith.cards import read_card
 from weightsmith.checkpoint import CARD_NAME, Checkpoint
-from weightsmith.formats.carried import is_tokenizer
+from weightsmith.formats.copied import is_tokenizer
 from weightsmith.tokenizers.files import settings_of, template_of
 from weightsmith.tokenizers.vocabulary import Vocabulary, read_vocabulary
 

@@ -22,9 +22,9 @@ from weightsmith.recipe import ModelRef
 from weightsmith.recipe.references import parse_reference
 from weightsmith.structure import Structure
 from weightsmith.structure.fused import fused_parts
-from weightsmith.structure.places import OUTSIDE as OUTSIDE
-from weightsmith.structure.places import Place as Place
-from weightsmith.structure.places import place_of as place_of
+from weightsmith.structure.model import OUTSIDE as OUTSIDE
+from weightsmith.structure.model import Place as Place
+from weightsmith.structure.model import place_of as place_of
 from weightsmith.structure.roles import role_of
 from weightsmith.structure.vocabulary import is_vocabulary
 from weightsmith.tensors import DTYPES, TensorSpec
@@ -236,6 +236,11 @@ def groups(places: Sequence[Place], key: Callable[[Place], str]) -> dict[str, li
     for i, place in enumerate(places):
         found.setdefault(key(place), []).append(i)
     return found
+
+
+def json_values(**values: Any) -> dict[str, Any]:
+    """JSON values by name; null for each float that is not finite."""
+    return {name: finite(value) for name, value in values.items()}
 
 
 def finite(value: Any) -> Any:

@@ -19,8 +19,7 @@ from weightsmith.look.preview import GroupPreview, Preview
 from weightsmith.look.values import Difference, GroupDifference, TensorDifference
 from weightsmith.pages import Code, Column, Curves, Facts, Mark, Page, Table, heat_maps
 from weightsmith.pages.svg import span_of
-from weightsmith.pages.values import Block, Value
-from weightsmith.pages.words import finite_or_mark, written
+from weightsmith.pages.values import Block, Value, finite_or_mark, written
 
 SPECTRA = 8
 """Parts whose spectra are drawn."""

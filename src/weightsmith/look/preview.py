@@ -25,11 +25,10 @@ from weightsmith.engine.local import Resources, run
 from weightsmith.errors import Finding, Unsupported
 from weightsmith.execution import check_computable
 from weightsmith.jobs.job import Bytes
-from weightsmith.look.models import Place, Watching, finite, groups, place_of, survey, with_needs
+from weightsmith.look.models import Place, Watching, groups, json_values, place_of, survey, with_needs
 from weightsmith.look.nonfinite import NonFinite, of_rows, sentences, together
 from weightsmith.look.reading import ranges
-from weightsmith.look.sampling import merging_leaves, sample
-from weightsmith.look.survival import survivals
+from weightsmith.look.sampling import merging_leaves, sample, survivals
 from weightsmith.options import PlanKeywords, split
 from weightsmith.plans import COPY, PLAIN, PRODUCTS, Block, Plan, Read, Step, Table
 from weightsmith.sources.memory import StateDict
@@ -132,23 +131,20 @@ class Preview:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined or infinite."""
-        found: dict[str, Any] = finite(
-            {
-                "method": self.method,
-                "base": self.base,
-                "models": list(self.names),
-                "looked_at": self.looked_at,
-                "elements": self.elements,
-                "warnings": [finding.what for finding in self.warnings],
-                "total": _group_json(self.total),
-                "layers": [_group_json(group) for group in self.layers],
-                "parts": [_group_json(group) for group in self.parts],
-                "cells": [asdict(place) | _group_json(group) for place, group in self.cells],
-                "left_out": list(self.left_out),
-                "stops": list(self.stops),
-            }
+        return json_values(
+            method=self.method,
+            base=self.base,
+            models=self.names,
+            looked_at=self.looked_at,
+            elements=self.elements,
+            warnings=[finding.what for finding in self.warnings],
+            total=_group_json(self.total),
+            layers=[_group_json(group) for group in self.layers],
+            parts=[_group_json(group) for group in self.parts],
+            cells=[asdict(place) | _group_json(group) for place, group in self.cells],
+            left_out=self.left_out,
+            stops=self.stops,
         )
-        return found
 
 
 def _group_json(group: GroupPreview) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
+from weightsmith.look.differences import WIDTH
 from weightsmith.look.files import NAMES_ONLY
 from weightsmith.look.nonfinite import sentences
-from weightsmith.look.sketch import WIDTH
 from weightsmith.pages import Mark
 from weightsmith.structure.vocabulary import EMBEDDINGS, HEADS
 from weightsmith.text import count

@@ -11,7 +11,7 @@ from typing import Any
 
 from weightsmith.distance import share_of
 from weightsmith.look.files import FileDifference
-from weightsmith.look.models import Place, finite, groups
+from weightsmith.look.models import Place, groups, json_values
 from weightsmith.look.nonfinite import NonFinite, mark_of, together
 from weightsmith.pages import Mark
 
@@ -203,23 +203,20 @@ class Difference:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined or infinite."""
-        found: dict[str, Any] = finite(
-            {
-                "a": self.names[0],
-                "b": self.names[1],
-                "reading": list(self.reading),
-                "files": asdict(self.files),
-                "total": _group_json(self.total),
-                "layers": [_group_json(group) for group in self.layers],
-                "parts": [_group_json(group) for group in self.parts],
-                "tensors": [_tensor_json(tensor) for tensor in self.tensors],
-                "moved_rows": [asdict(row) for row in self.moved],
-                "only_a": list(self.only_a),
-                "only_b": list(self.only_b),
-                "different_shapes": {name: list(specs) for name, specs in self.different},
-            }
+        return json_values(
+            a=self.names[0],
+            b=self.names[1],
+            reading=self.reading,
+            files=asdict(self.files),
+            total=_group_json(self.total),
+            layers=[_group_json(group) for group in self.layers],
+            parts=[_group_json(group) for group in self.parts],
+            tensors=[_tensor_json(tensor) for tensor in self.tensors],
+            moved_rows=[asdict(row) for row in self.moved],
+            only_a=self.only_a,
+            only_b=self.only_b,
+            different_shapes={name: list(specs) for name, specs in self.different},
         )
-        return found
 
 
 def _tensor_json(tensor: TensorDifference) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 LoRA (Hu et al. 2021, arXiv 2106.09685) adds scaling · B @ A to a matrix, with scaling = alpha / r; rsLoRA (Kalajdzievski 2023,
 arXiv 2312.03732) has alpha / √r. DoRA (Liu et al. 2024, arXiv 2402.09353) then gives each row a norm of its own.
 
-Single files in the format of kohya's scripts (`lora_down`, `lora_up`, `alpha`) are read too (`kohya.py`).
+Single files in the format of kohya's scripts (`lora_down`, `lora_up`, `alpha`) are read too.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from weightsmith.checkpoint import CARD_NAME, Checkpoint, HubModel, locate, open_place
 from weightsmith.errors import FormatError, NotFound, Unsupported, WeightsmithError
-from weightsmith.formats.carried import is_tokenizer
+from weightsmith.formats.copied import is_tokenizer
 from weightsmith.formats.files import exists, file_names, is_folder, show
 from weightsmith.formats.strict_json import read_object
-from weightsmith.lora.kohya import open_kohya
 from weightsmith.lora.patterns import PatternError, Patterns
 from weightsmith.lora.records import CONFIG_NAME, Adapter, Factors, Parameter, Stacked
 from weightsmith.sources import open_file
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from weightsmith.recipe import ModelRef
     from weightsmith.remote.addresses import Address
     from weightsmith.remote.folder import RemoteFolder
+
 
 WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")  # the first that exists is read
 MAX_CONFIG_BYTES = 16 << 20
@@ -319,3 +319,64 @@ def is_adapter(ref: ModelRef) -> bool:
     except WeightsmithError:
         return False
     return isinstance(place, Path) and exists(place / CONFIG_NAME) and not exists(place / "config.json")
+
+
+# ---- LoRA adapters in single files, as kohya's scripts write them: `lora_down`, `lora_up` and `alpha` of each module.
+#
+# A file has no config. Names of modules have `_` in place of dots, after a beginning that names the network, such as
+# `lora_te_` for a text encoder: a module is the base's one whose name is the same with `_` for each dot. Without an
+# `alpha`, the scaling is 1.
+
+_BEGINNING = re.compile(r"lora_(?:te\d*|unet|transformer|llm|prior)_|lora_|lycoris_")
+_PART = re.compile(r"([^.]+)\.(lora_down\.weight|lora_up\.weight|alpha)")
+
+
+def open_kohya(ref: str, path: Path) -> Adapter:
+    """Open a single file. Raises Unsupported for one that is not kohya's, and for layers that are not linear."""
+    opened = open_file(path, ref)
+    checkpoint = Checkpoint(ref, path.parent, opened.source, config={}, metadata=opened.metadata, notes=opened.notes)
+    try:
+        return Adapter(checkpoint, _updates(checkpoint, path), flat=True)
+    except Exception:
+        checkpoint.close()
+        raise
+
+
+def _updates(checkpoint: Checkpoint, path: Path) -> dict[str, Factors]:
+    parts: dict[str, dict[str, str]] = {}
+    strange: list[str] = []
+    for name in checkpoint.specs:
+        match, beginning = _PART.fullmatch(name), _BEGINNING.match(name)
+        if match is None or beginning is None:
+            strange.append(name)
+        else:
+            parts.setdefault(match[1][beginning.end() :], {})[match[2]] = name
+    if not parts:
+        fix = f"name the folder that holds {CONFIG_NAME}, or a single file with lora_down and lora_up"
+        raise Unsupported("a single file that is not a LoRA of kohya's scripts", where=str(path), details=strange[:3], fix=fix)
+    if strange:
+        what = f"{len(strange):,} tensors are neither lora_down, lora_up nor alpha of a module"
+        fix = "merge it with the program that has made it, or convert it to PEFT's format"
+        raise Unsupported(what, where=str(path), details=[show(name) for name in strange[:8]], fix=fix)
+    problems, updates = [], {}
+    for module, own in parts.items():
+        shapes = [checkpoint.specs[own[part]].shape if part in own else () for part in ("lora_down.weight", "lora_up.weight")]
+        down, up = shapes
+        if len(down) != 2 or len(up) != 2 or down[0] != up[1] or 0 in (*down, *up):
+            problems.append(f"{module}: lora_down {list(down)} and lora_up {list(up)} are no factors of a linear layer")
+            continue
+        scaling = 1.0
+        if "alpha" in own:
+            spec = checkpoint.specs[own["alpha"]]
+            if spec.size != 1 or not spec.dtype.floating:
+                problems.append(f"{spec} is not one number")
+                continue
+            scaling = float(checkpoint.read(spec.name).astype(float).reshape(())) / down[0]
+            if not math.isfinite(scaling):
+                problems.append(f"{spec.name} is {scaling}")
+                continue
+        updates[module] = Factors(own["lora_down.weight"], own["lora_up.weight"], embedding=False, scaling=scaling)
+    if problems:
+        what = f"the adapter's tensors have {count(len(problems), 'problem')}"
+        raise FormatError(what, where=str(path), details=problems[:8], fix="convert it to PEFT's format, or repair it")
+    return updates

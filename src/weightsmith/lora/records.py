@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from weightsmith.checkpoint import Checkpoint
 
@@ -47,6 +47,7 @@ class Parameter:
     scaling: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
     """An adapter's tensors, and what each is for. Made by `open_adapter`.
 
@@ -61,25 +62,12 @@ class Adapter:
     flat          names of modules have `_` for each dot (kohya's files)
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        updates: Mapping[str, Factors],
-        replacements: Mapping[str, str] | None = None,
-        *,
-        transposed: bool = False,
-        stacked: Mapping[str, tuple[Stacked, ...]] | None = None,
-        parameters: Mapping[str, tuple[Parameter, ...]] | None = None,
-        weights: Set[str] = frozenset(),
-        saved: Set[str] = frozenset(),
-        flat: bool = False,
-    ) -> None:
-        self.checkpoint = checkpoint
-        self.updates = updates
-        self.replacements = replacements or {}
-        self.transposed = transposed
-        self.stacked = stacked or {}
-        self.parameters = parameters or {}
-        self.weights = weights
-        self.saved = saved
-        self.flat = flat
+    checkpoint: Checkpoint
+    updates: Mapping[str, Factors]
+    replacements: Mapping[str, str] = field(default_factory=dict)
+    transposed: bool = False
+    stacked: Mapping[str, tuple[Stacked, ...]] = field(default_factory=dict)
+    parameters: Mapping[str, tuple[Parameter, ...]] = field(default_factory=dict)
+    weights: Set[str] = frozenset()
+    saved: Set[str] = frozenset()
+    flat: bool = False

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsmith.errors import CheckpointError, MethodError, nearest
-from weightsmith.formats.carried import MAX_CODE_BYTES
+from weightsmith.formats.copied import MAX_CODE_BYTES
 from weightsmith.formats.files import expand_user, read_bounded, real_path
 from weightsmith.methods.base import Method
 from weightsmith.methods.steps import with_steps

@@ -3,10 +3,9 @@
 assembly.py   one Plan from the tensors of several models and merges
 dense.py      the parts of a dense model: gate, up and down projections of each layer, and the rest
 layouts/      how each architecture stores experts: one file each
-choose.py, limits.py   which layout is used, and why others do not fit
-transforms.py experts that are noised, partly reinitialised, split or scaled
+choose.py     which layout is used, and why others do not fit
 checks.py     validates the recipe and the models
-steps.py      the steps of every output tensor
+steps.py      the steps of every output tensor; experts that are noised, partly reinitialised, split or scaled
 build.py      recipe + headers → Plan; reports every problem before tensor data is read
 packages.py   optional dependencies
 routing/      router weights, and where they send the prompts

@@ -16,7 +16,7 @@ from weightsmith._version import __version__
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.decoder import Base
 from weightsmith.errors import CheckpointError, Finding, PlanError, Unsupported, WeightsmithError
-from weightsmith.formats.carried import MAX_CARRIED_BYTES, left_out_findings
+from weightsmith.formats.copied import MAX_COPIED_BYTES, left_out_findings
 from weightsmith.formats.files import expand_user, read_bounded
 from weightsmith.mixture.assembly import Assembly, Donor
 from weightsmith.mixture.checks import Checks
@@ -28,9 +28,8 @@ from weightsmith.mixture.packages import package_version
 from weightsmith.mixture.routing.gates import MODES
 from weightsmith.mixture.routing.gating import GatedExpert, Gating, outs_of, uses_states
 from weightsmith.mixture.routing.prompts import Texts
-from weightsmith.mixture.steps import Steps
+from weightsmith.mixture.steps import Steps, Transforms, check_transforms, sharded, spread
 from weightsmith.mixture.surgery.build import prepare_surgery
-from weightsmith.mixture.transforms import Transforms, check_transforms, sharded, spread
 from weightsmith.options import RecipeOptions
 from weightsmith.planner.agreement import Model as Compared
 from weightsmith.planner.agreement import tokenizer_disagreements
@@ -246,7 +245,7 @@ class _Builder:
         checkpoint.fetch(checkpoint.files)
         for name in checkpoint.files:
             try:
-                content = read_bounded(checkpoint.folder / name, MAX_CARRIED_BYTES)
+                content = read_bounded(checkpoint.folder / name, MAX_COPIED_BYTES)
             except CheckpointError as error:
                 self.problems.append(error)
                 continue

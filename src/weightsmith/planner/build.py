@@ -18,7 +18,7 @@ from weightsmith import recipe as recipes
 from weightsmith._version import __version__
 from weightsmith.checkpoint import Checkpoint, open_checkpoint
 from weightsmith.errors import Finding, PlanError, RecipeError, UnknownName, WeightsmithError, nearest
-from weightsmith.formats.carried import left_out_findings
+from weightsmith.formats.copied import left_out_findings
 from weightsmith.formats.files import expand_user
 from weightsmith.formats.hf_folder import natural_key
 from weightsmith.methods.base import Method
@@ -46,7 +46,7 @@ from weightsmith.planner.vocabulary import Aligned, VocabularyPlanner
 from weightsmith.plans import Made, ModelInput, Plan, Step
 from weightsmith.recipe import ModelRef, Recipe
 from weightsmith.structure import Structure
-from weightsmith.structure.resize import UNSAID
+from weightsmith.structure.resize import LAYERS_UNSPECIFIED
 from weightsmith.tensors import TensorSpec
 from weightsmith.text import status
 
@@ -528,7 +528,9 @@ class _Planner:
         except WeightsmithError as error:
             self.problems.append(at(error, self.recipe.at(self._layers_key)))
             return None
-        self.warnings += [Finding(note, "config.json") for note in notes if UNSAID in note]  # the others are seen in the plan
+        self.warnings += [
+            Finding(note, "config.json") for note in notes if LAYERS_UNSPECIFIED in note
+        ]  # the others are seen in the plan
         return config
 
     @property

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import Finding, MismatchError
-from weightsmith.formats.carried import holds_tokens, is_tokenizer
+from weightsmith.formats.copied import holds_tokens, is_tokenizer
 from weightsmith.formats.files import read_bounded, show
 from weightsmith.tokenizers import Vocabulary, read_vocabulary
 from weightsmith.tokenizers.files import TEMPLATE_FILE, settings_in, settings_of, templates_of, with_template

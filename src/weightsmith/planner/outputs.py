@@ -263,7 +263,7 @@ class Outputs:
 
     def _stand_in(self, spec: TensorSpec, feed: Feed) -> str | None:
         model = feed.model
-        name = vocabulary.stand_in(spec, self._rest_specs(model), self.models.configs[model])
+        name = vocabulary.tied_substitute(spec, self._rest_specs(model), self.models.configs[model])
         return self.models.names[model].rest[name] if name is not None else None
 
     def counterpart(self, name: str, model: int) -> str | None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from weightsmith.errors import Finding, NotFound, SyntaxProblem, WeightsmithError
-from weightsmith.formats.carried import is_weights
+from weightsmith.formats.copied import is_weights
 from weightsmith.formats.files import expand_user, is_folder, real_path
 from weightsmith.formats.hf_folder import natural_key
 from weightsmith.recipe import SCHEDULED, Input, ModelRef, Recipe, Schedule, Slice

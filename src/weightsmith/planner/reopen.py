@@ -14,8 +14,8 @@ from weightsmith.encodings import find_encoding
 from weightsmith.encodings.base import array_name
 from weightsmith.encodings.gguf import NEEDS_IMPORTANCES
 from weightsmith.errors import CheckpointError, FormatError, PlanError, WeightsmithError
-from weightsmith.formats.carried import is_read
 from weightsmith.formats.collector import collector_paused
+from weightsmith.formats.copied import is_read
 from weightsmith.formats.files import show
 from weightsmith.formats.gguf.header import check_keys
 from weightsmith.formats.gguf.imatrix import are_importances

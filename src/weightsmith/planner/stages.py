@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import Finding
-from weightsmith.formats.carried import MAX_CARRIED_BYTES
+from weightsmith.formats.copied import MAX_COPIED_BYTES
 from weightsmith.formats.files import exists, expand_user, is_folder, read_bounded
 from weightsmith.plans import Plan
 from weightsmith.recipe import ModelRef, Recipe
@@ -82,7 +82,7 @@ def _files_of(plan: Plan, donor: Checkpoint) -> tempfile.TemporaryDirectory[str]
     for name, data in {**files, **plan.files}.items():
         path = Path(temporary.name) / check_file_name(name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(read_bounded(data, MAX_CARRIED_BYTES) if isinstance(data, Path) else data)
+        path.write_bytes(read_bounded(data, MAX_COPIED_BYTES) if isinstance(data, Path) else data)
     return temporary
 
 

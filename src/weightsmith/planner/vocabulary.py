@@ -16,7 +16,7 @@ import numpy as np
 
 from weightsmith.checkpoint import Checkpoint, check_links, open_checkpoint
 from weightsmith.errors import Finding, NotFound, ParameterError, UnknownName, WeightsmithError, nearest
-from weightsmith.formats.carried import is_tokenizer
+from weightsmith.formats.copied import is_tokenizer
 from weightsmith.formats.files import expand_user, file_names, is_folder, read_bounded, show
 from weightsmith.planner.companions import CHOOSE_TOKENIZER, GENERATION, Companions, own_code
 from weightsmith.planner.inputs import at, find_model
@@ -27,6 +27,7 @@ from weightsmith.tensors import TensorSpec
 from weightsmith.tokenizers import Alignment, RowRule, United, Vocabulary, align, extend, missing_tokens, read_vocabulary
 from weightsmith.tokenizers.convert import REPLACED, Converted, convert
 from weightsmith.tokenizers.files import (
+    TEMPLATES,
     choose_template,
     json_bytes,
     move_ids,
@@ -37,9 +38,7 @@ from weightsmith.tokenizers.files import (
     with_template,
 )
 from weightsmith.tokenizers.matching import roles_of
-from weightsmith.tokenizers.rows import Rows
-from weightsmith.tokenizers.templates import TEMPLATES
-from weightsmith.tokenizers.union import is_marker, left_out
+from weightsmith.tokenizers.union import Rows, is_marker, left_out
 from weightsmith.tokenizers.vocabulary import MAX_FILE_BYTES, contents_of, digest_of
 
 Specs = Mapping[str, TensorSpec]

@@ -21,7 +21,7 @@ KINDS = {
     "activity": "weightsmith.products.activity",
     "magnitudes": "weightsmith.products.magnitudes",
     "router": "weightsmith.mixture.routing.product",
-    "neuron_order": "weightsmith.mixture.surgery.matching",
+    "neuron_order": "weightsmith.mixture.surgery.neurons",
     "embedding": "weightsmith.quantisation.calibration.embedding",
     "states": "weightsmith.quantisation.calibration.states",
     "quantised_layer": "weightsmith.quantisation.calibration.layer",
@@ -36,9 +36,9 @@ KINDS = {
     "cores": "weightsmith.adapters.cores",
     "merged_factors": "weightsmith.adapters.merged_factors",
     "differences": "weightsmith.look.differences",
-    "statistics": "weightsmith.look.statistics",
-    "alignments": "weightsmith.look.alignments",
-    "survival": "weightsmith.look.survival",
+    "statistics": "weightsmith.look.inspect",
+    "alignments": "weightsmith.look.comparison",
+    "survival": "weightsmith.look.sampling",
     "combination": "weightsmith.adapters.combinations",
 }
 """`Product.op` → the module that defines `KIND`, imported when a plan first uses it."""

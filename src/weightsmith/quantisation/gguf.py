@@ -15,7 +15,7 @@ from weightsmith.containers import GGUF
 from weightsmith.containers.gguf import encode_metadata
 from weightsmith.encodings.gguf import NEEDS_IMPORTANCES, TYPES, GgufEncoding
 from weightsmith.errors import Finding, FormatError, ParameterError, PlanError, Unsupported, WeightsmithError
-from weightsmith.formats.carried import MAX_CARRIED_BYTES, is_read
+from weightsmith.formats.copied import MAX_COPIED_BYTES, is_read
 from weightsmith.formats.files import read_bounded, show
 from weightsmith.formats.gguf.config import Config, family_of_config, keys_of_config
 from weightsmith.formats.gguf.families import Family, gguf_place, is_norm, rotated_heads
@@ -267,7 +267,7 @@ def _tokenizer(prepared: Prepared) -> dict[str, bytes]:
     names = [name for name in READ if name in prepared.plan.carried]
     donor.fetch(names)
     written = {name: data for name, data in prepared.plan.files.items() if name in READ}
-    return {name: read_bounded(donor.folder / name, MAX_CARRIED_BYTES) for name in names} | written
+    return {name: read_bounded(donor.folder / name, MAX_COPIED_BYTES) for name in names} | written
 
 
 def _format_name(mixture: Mixture) -> str:

@@ -33,11 +33,11 @@ from weightsmith.recipe.records import Surgery as Surgery
 from weightsmith.recipe.records import Tokenizer as Tokenizer
 from weightsmith.recipe.records import TokenRule as TokenRule
 from weightsmith.recipe.records import Upcycling as Upcycling
-from weightsmith.recipe.schedules import SCHEDULED as SCHEDULED
-from weightsmith.recipe.schedules import Schedule as Schedule
 from weightsmith.recipe.schema import moe_schema as moe_schema
 from weightsmith.recipe.schema import schema as schema
+from weightsmith.recipe.values import SCHEDULED as SCHEDULED
 from weightsmith.recipe.values import Entry as Entry
+from weightsmith.recipe.values import Schedule as Schedule
 from weightsmith.recipe.values import Setting as Setting
 from weightsmith.recipe.values import gradient as gradient
 from weightsmith.recipe.values import numeric as numeric

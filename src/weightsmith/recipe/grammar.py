@@ -10,7 +10,7 @@ import hashlib
 import json
 
 from weightsmith.recipe.kinds import UNUSED, Key, Kind, Level, Walk, list_of, section
-from weightsmith.recipe.nodes import Node, Pair, describe, plain
+from weightsmith.recipe.nodes import Node, Pair, plain
 from weightsmith.recipe.parameters import CONDITION, MODEL_PARAMETERS, PARAMETERS, SCHEDULE
 from weightsmith.recipe.records import Input, ModelRef, Module, Recipe, Section, Slice, Tokenizer
 from weightsmith.recipe.references import MODEL, PATH, REFERENCE
@@ -124,7 +124,7 @@ def _modules(pair: Pair, key: Key, walk: Walk) -> tuple[Module, ...] | None:
     value = pair.value.value
     if not isinstance(value, dict):
         fix = "Write each module under its name: text_decoder: {models: [...]}."
-        walk.problem(f"{key.name!r} takes a mapping of names, not {describe(pair.value)}", pair.value.where, fix)
+        walk.wrong(pair.value, key, "a mapping of names", fix)
         return None
     if not value:
         walk.problem(f"{key.name!r} is empty", pair.value.where, "Write at least one module, under its name.")

@@ -9,9 +9,9 @@ A `Kind` is everything there is to know of a kind of value, so adding one is one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from weightsmith.errors import Finding, SyntaxProblem, WeightsmithError
 from weightsmith.recipe.nodes import Node, Pair, describe
@@ -20,23 +20,28 @@ from weightsmith.recipe.records import Recipe, Section
 Schema = Mapping[str, Any]
 
 
-class Walk(Protocol):
-    """What a kind's reader needs of one reading of a document (`walk.Walker`).
+class Walk:
+    """One reading of a document. What a kind's reader needs of it; `walk.Walker` reads the mappings.
 
     filename  for positions
+    lenient   settings that mergekit silently ignores are warnings instead of errors
     problems  errors, in the order found
-    findings  warnings; the keys alone count
+    findings  warnings, in the order found: an ordered set, because an aliased value is read at each of its uses
     whole     False once the skeleton of the recipe has a hole
     stages    the recipes that are models of others, see `Recipe.stages`
     depth     of the recipes inside recipes that are being read
     """
 
-    filename: str
-    problems: list[WeightsmithError]
-    findings: dict[Finding, None]
-    whole: bool
-    stages: dict[str, Recipe | None]
-    depth: int
+    def __init__(
+        self, filename: str, findings: Iterable[Finding], stages: dict[str, Recipe | None] | None, *, lenient: bool
+    ) -> None:
+        self.filename = filename
+        self.lenient = lenient
+        self.problems: list[WeightsmithError] = []
+        self.findings = dict.fromkeys(findings)
+        self.whole = True
+        self.stages: dict[str, Recipe | None] = {} if stages is None else stages
+        self.depth = 0
 
     def problem(
         self,
@@ -47,18 +52,31 @@ class Walk(Protocol):
         details: tuple[str, ...] = (),
     ) -> None:
         """Add an error."""
+        self.problems.append(error(what, where=where, details=details, fix=fix))
+
+    def wrong(self, node: Node, key: Key, wanted: str, fix: str = "", error: type[WeightsmithError] = SyntaxProblem) -> None:
+        """Add the error that a key takes another kind of value."""
+        self.problem(f"{key.name!r} takes {wanted}, not {describe(node)}", node.where, fix, error)
 
     def warn(self, what: str, where: str, fix: str = "") -> None:
         """Add a warning."""
+        self.findings[Finding(what, where, fix=fix)] = None
 
     def misused(self, what: str, where: str, fix: str, error: type[WeightsmithError], *, harmless: bool = False) -> bool:
         """Report a setting that mergekit ignores; True if it is an error, False if it is a warning."""
+        if harmless or self.lenient:
+            self.warn(what, where, fix)
+            return False
+        self.problem(what, where, fix, error)
+        return True
 
     def mapping(self, node: Node, level: Level) -> Any:
         """Read a mapping of a level; None if it is not a mapping, or a required key is missing or wrong."""
+        raise NotImplementedError
 
     def is_parameter(self, name: str, where: str) -> bool:
-        """Report a parameter of a method that is not under `parameters:`."""
+        """True if any method has a parameter of this name; reported if not. The planner checks it against the method."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,7 +159,7 @@ def list_of(level: Level) -> Kind:
         entries = pair.value.value
         if not isinstance(entries, tuple):
             fix = f"Write each entry after a dash: - {level.names[0]}: ..."
-            walk.problem(f"{key.name!r} takes a list, not {describe(pair.value)}", pair.value.where, fix)
+            walk.wrong(pair.value, key, "a list", fix)
         elif not entries:
             walk.problem(f"{key.name!r} is empty", pair.value.where, f"Write at least one entry: - {level.names[0]}: ...")
         else:

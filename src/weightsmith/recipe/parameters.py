@@ -9,9 +9,8 @@ from weightsmith.errors import ParameterError
 from weightsmith.recipe.kinds import Key, Kind, Level, Walk, list_schema
 from weightsmith.recipe.nodes import Node, Pair, Scalar, describe, float_of
 from weightsmith.recipe.records import Section
-from weightsmith.recipe.schedules import Rule, Schedule
 from weightsmith.recipe.single import DECAY, FILTER, SHARE, count
-from weightsmith.recipe.values import Entry, Setting
+from weightsmith.recipe.values import Entry, Rule, Schedule, Setting
 
 # ---- schedules
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from weightsmith.errors import SyntaxProblem, WeightsmithError
 from weightsmith.recipe.kinds import UNUSED, Key, Kind, Level, Walk
-from weightsmith.recipe.nodes import Pair, describe, short
+from weightsmith.recipe.nodes import Pair, short
 from weightsmith.recipe.records import ModelRef, Section
 from weightsmith.recipe.single import TEXT
 
@@ -61,7 +61,7 @@ def _kind(parse: Callable[[str, str], ModelRef | WeightsmithError], pattern: str
             walk.problems.append(outcome)
             return None
         fix = "Write path_or_hub_id[@revision]" + ("; put digits in quotes." if isinstance(value, int | float) else ".")
-        walk.problem(f"{key.name!r} takes a model, not {describe(pair.value)}", where, fix)
+        walk.wrong(pair.value, key, "a model", fix)
         return None
 
     return Kind(read, {"anyOf": [{"type": "string", "pattern": pattern}, level.schema]}, words, level)

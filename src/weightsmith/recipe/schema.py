@@ -13,8 +13,8 @@ from weightsmith.recipe.grammar import LEVELS, RECIPE
 from weightsmith.recipe.kinds import Level, Schema
 from weightsmith.recipe.moe_grammar import MOE_LEVELS, SURGERY, UPCYCLING
 from weightsmith.recipe.parameters import ANY_SCALAR, CONDITION, MODEL_PARAMETERS, PARAMETERS, SCHEDULE
-from weightsmith.recipe.schedules import SCHEDULED
 from weightsmith.recipe.single import NUMERAL
+from weightsmith.recipe.values import SCHEDULED
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _OWN_METHOD = {"type": "string", "pattern": r"\.py:[A-Za-z_]\w*$"}

@@ -9,8 +9,7 @@ from functools import partial
 from weightsmith.errors import ParameterError, UnknownName, Unsupported, WeightsmithError, nearest
 from weightsmith.recipe.kinds import Key, Kind, Schema, Walk
 from weightsmith.recipe.nodes import Pair, describe, short
-from weightsmith.recipe.schedules import DECAYS
-from weightsmith.recipe.values import numeric
+from weightsmith.recipe.values import DECAYS, numeric
 from weightsmith.tensors import BY_TORCH_NAME, DTYPE_NAMES, DType
 
 _DTYPE_SYNONYMS = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "f16": "float16"} | {
@@ -40,7 +39,7 @@ def _texts(pair: Pair, key: Key, walk: Walk) -> tuple[str, ...] | None:
     items = value if isinstance(value, tuple) else (pair.value,)
     for item in items:
         if not isinstance(item.value, str):
-            walk.problem(f"{key.name!r} takes a list of texts, not {describe(item)}", item.where, 'Write - "text", in quotes.')
+            walk.wrong(item, key, "a list of texts", 'Write - "text", in quotes.')
             return None
     return tuple(str(item.value) for item in items)
 
@@ -74,7 +73,7 @@ def _dtype(pair: Pair, key: Key, walk: Walk) -> DType | None:
     where = pair.value.where
     choices = f"Write one of {', '.join(DTYPE_NAMES)}."
     if not isinstance(value, str):
-        walk.problem(f"{key.name!r} takes the name of a dtype, not {describe(pair.value)}", where, choices)
+        walk.wrong(pair.value, key, "the name of a dtype", choices)
         return None
     name = value.removeprefix("torch.")
     if name in DTYPE_NAMES:
@@ -117,8 +116,7 @@ def number(minimum: float = -math.inf, maximum: float = math.inf) -> Kind:
         value = _number(pair)
         if value is not None and minimum <= value <= maximum:
             return float(value)
-        what = f"{key.name!r} takes a number{bounds}, not {describe(pair.value)}"
-        walk.problem(what, pair.value.where, f"Write a number{bounds}.", ParameterError)
+        walk.wrong(pair.value, key, f"a number{bounds}", f"Write a number{bounds}.", ParameterError)
         return None
 
     finite = {name: bound for name, bound in (("minimum", minimum), ("maximum", maximum)) if math.isfinite(bound)}
@@ -133,8 +131,7 @@ def count(maximum: float = math.inf) -> Kind:
         value = _number(pair)
         if value is not None and 1 <= value <= maximum and value == int(value):
             return int(value)
-        what = f"{key.name!r} takes a whole number {bounds}, not {describe(pair.value)}"
-        walk.problem(what, pair.value.where, key.doc, ParameterError)
+        walk.wrong(pair.value, key, f"a whole number {bounds}", key.doc, ParameterError)
         return None
 
     schema = {"type": "integer", "minimum": 1} | ({"maximum": maximum} if maximum < math.inf else {})
@@ -145,8 +142,9 @@ def _share(pair: Pair, key: Key, walk: Walk) -> float | None:
     value = _number(pair)
     if value is not None and 0 <= value < 1:
         return float(value)
-    what = f"{key.name!r} takes a number from 0 to below 1, not {describe(pair.value)}"
-    walk.problem(what, pair.value.where, "0.9 keeps nine tenths of the average at each step.", ParameterError)
+    walk.wrong(
+        pair.value, key, "a number from 0 to below 1", "0.9 keeps nine tenths of the average at each step.", ParameterError
+    )
     return None
 
 
@@ -157,7 +155,7 @@ SHARE = Kind(_share, {"anyOf": [_BELOW_1, NUMERAL]}, "a number from 0 to below 1
 def _flag(pair: Pair, key: Key, walk: Walk) -> bool | None:
     if isinstance(pair.value.value, bool):
         return pair.value.value
-    walk.problem(f"{key.name!r} takes true or false, not {describe(pair.value)}", pair.value.where, "Write true or false.")
+    walk.wrong(pair.value, key, "true or false", "Write true or false.")
     return None
 
 

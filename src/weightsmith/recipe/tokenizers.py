@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weightsmith.recipe.kinds import Key, Kind, Level, Walk
-from weightsmith.recipe.nodes import Pair, describe
+from weightsmith.recipe.nodes import Pair
 from weightsmith.recipe.records import ModelRef, Section, Tokenizer, TokenRule
 from weightsmith.recipe.references import MODEL
 from weightsmith.recipe.single import FLAG, TEXT, choice, count
@@ -30,8 +30,7 @@ def _id(pair: Pair, key: Key, walk: Walk) -> int | None:
     value = pair.value.value
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_ID:
         return value
-    what = f"{key.name!r} takes the id of a token, not {describe(pair.value)}"
-    walk.problem(what, pair.value.where, "Write a number from 0 on.")
+    walk.wrong(pair.value, key, "the id of a token", "Write a number from 0 on.")
     return None
 
 
@@ -100,7 +99,7 @@ def _tokens(pair: Pair, key: Key, walk: Walk) -> tuple[TokenRule, ...] | None:
     value = pair.value.value
     if not isinstance(value, dict):
         fix = "Write each token with its source: tokens: {'<|im_start|>': {source: ...}}."
-        walk.problem(f"{key.name!r} takes a mapping of tokens, not {describe(pair.value)}", pair.value.where, fix)
+        walk.wrong(pair.value, key, "a mapping of tokens", fix)
         return None
     rules = []
     for token, inner in value.items():

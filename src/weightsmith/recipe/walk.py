@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from weightsmith.errors import Finding, ParameterError, SyntaxProblem, WeightsmithError
-from weightsmith.recipe.kinds import Level
+from weightsmith.errors import ParameterError
+from weightsmith.recipe.kinds import Level, Walk
 from weightsmith.recipe.misuse import HARMLESS, RETIRED, Misuse, elsewhere, explain
 from weightsmith.recipe.nodes import Document, Node, Pair, describe, short
 from weightsmith.recipe.records import ModelRef, Recipe, Section
@@ -22,15 +22,11 @@ _SKELETON |= {"experts", "source_model", "copies", "lora"}
 _SKELETON |= {"prune_experts", "merge_experts", "keep", "keep_by_layer", "saliency", "groups", "groups_by_layer"}
 
 
-class Walker:
-    """One reading of a document. Problems and warnings are in the order found.
+class Walker(Walk):
+    """One reading of a document.
 
-    lenient          settings that mergekit silently ignores are warnings instead of errors
     parameter_names  of all methods: to recognise a parameter outside `parameters:`
-    whole            False once the skeleton of the recipe is broken
     models           every reference that was read
-    stages           the recipes that are models of others, see `Recipe.stages`
-    depth            of the recipes inside recipes that are being read
     """
 
     def __init__(
@@ -43,41 +39,10 @@ class Walker:
         stages: dict[str, Recipe | None] | None = None,
     ) -> None:
         """stages: of the file, to be filled; all its documents share it."""
-        self.filename = filename
+        super().__init__(filename, document.findings, stages, lenient=lenient)
         self.aliased = document.aliased
-        self.lenient = lenient
         self.parameter_names = parameter_names
-        self.problems: list[WeightsmithError] = []
-        self.findings = dict.fromkeys(document.findings)  # an ordered set: an aliased value is read at each of its uses
-        self.whole = True
         self.models: list[ModelRef] = []
-        self.stages: dict[str, Recipe | None] = {} if stages is None else stages
-        self.depth = 0
-
-    # ---- findings
-
-    def problem(
-        self,
-        what: str,
-        where: str,
-        fix: str = "",
-        error: type[WeightsmithError] = SyntaxProblem,
-        details: tuple[str, ...] = (),
-    ) -> None:
-        """Add an error."""
-        self.problems.append(error(what, where=where, details=details, fix=fix))
-
-    def warn(self, what: str, where: str, fix: str = "") -> None:
-        """Add a warning."""
-        self.findings[Finding(what, where, fix=fix)] = None
-
-    def misused(self, what: str, where: str, fix: str, error: type[WeightsmithError], *, harmless: bool = False) -> bool:
-        """Report a setting that mergekit ignores; True if it is an error, False if it is a warning."""
-        if harmless or self.lenient:
-            self.warn(what, where, fix)
-            return False
-        self.problem(what, where, fix, error)
-        return True
 
     def _misuse(self, misuse: Misuse, where: str) -> bool:
         return self.misused(misuse.what, where, misuse.fix, misuse.error, harmless=misuse.harmless)
@@ -85,7 +50,6 @@ class Walker:
     # ---- mappings
 
     def mapping(self, node: Node, level: Level) -> Any:
-        """Read a mapping of a level; None if it is not a mapping, or a required key is missing or wrong."""
         if not isinstance(node.value, dict):
             self.whole = False
             keys = ", ".join(key.name for key in level.keys if key.required) or " or ".join(level.one_of)
@@ -163,7 +127,6 @@ class Walker:
         return misuse.meant
 
     def is_parameter(self, name: str, where: str) -> bool:
-        """True if any method has a parameter of this name; reported if not. The planner checks it against the method."""
         if name in self.parameter_names:
             return True
         if name in RETIRED:

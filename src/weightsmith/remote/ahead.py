@@ -1,9 +1,9 @@
-"""What a plan will read of files elsewhere, fetched before it is read.
+"""Remote bytes that a plan will read, fetched before they are read.
 
 The bytes that a plan reads are known before it runs. They are cut into blocks of several MB, each one run of bytes of one file,
 whatever tensors it holds. Some connections fetch the blocks in the order in which the engine will need them, into a spool on
 disk; the engine's threads read from there. A block that is needed again much later stays in the spool while there is room, and
-travels again if there was none. Nothing is fetched that the plan does not read.
+is fetched again if there was none. Nothing is fetched that the plan does not read.
 """
 
 from __future__ import annotations
@@ -128,11 +128,11 @@ def _ahead(slots: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Travel:
-    """What travels over the network for a plan, without headers.
+class TransferEstimate:
+    """Data transferred for a plan, without headers.
 
     needed_bytes   of all files, each once
-    network_bytes  that travel: more than needed if some are read again and are no longer in the spool
+    network_bytes  transferred: more than needed if some are read again and are no longer in the spool
     requests       for runs of bytes
     passes         the most often that any byte is read
     """
@@ -143,8 +143,8 @@ class Travel:
     passes: int
 
 
-def estimate(visits: Sequence[Visit], spool_bytes: int = SPOOL_BYTES) -> Travel:
-    """What travels for some visits. Cost: a few microseconds for each visit of a block."""
+def estimate(visits: Sequence[Visit], spool_bytes: int = SPOOL_BYTES) -> TransferEstimate:
+    """Data transferred for some visits. Cost: a few microseconds for each visit of a block."""
     blocks, ahead = Blocks(visits), _ahead(_slots(spool_bytes))
     room, kept = _slots(spool_bytes) - ahead, set[Block]()
     needed = network = requests = passes = 0
@@ -164,7 +164,7 @@ def estimate(visits: Sequence[Visit], spool_bytes: int = SPOOL_BYTES) -> Travel:
         block.state = "here" if block.places and (not far or block in kept) else ""
         if not block.state:
             kept.discard(block)
-    return Travel(needed, network, requests, passes)
+    return TransferEstimate(needed, network, requests, passes)
 
 
 class ReadAhead:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from weightsmith.formats.files import FileState, RandomAccess, open_local
-from weightsmith.remote.retries import Ranges, fetch, insist
+from weightsmith.remote.retries import Ranges, fetch, retry
 
 HEAD_BYTES = 128 << 10  # read at once from the start of a file: the header of most shards
 RANGE_BYTES = 4 << 10  # read at least, elsewhere
@@ -42,7 +42,7 @@ class Ahead(Protocol):
 
 
 class RemoteFile:
-    """A file that is read by byte ranges: `formats.files.RandomAccess` while its header is read, then `Elsewhere`.
+    """A file that is read by byte ranges: `formats.files.RandomAccess` while its header is read, then `RemoteBytes`.
 
     streams  tensors may be read from here; else only headers
     ahead    fetches what the present run will read; None outside of a run
@@ -98,7 +98,7 @@ class RemoteFile:
         self._parts.clear()
 
     def read_into(self, offset: int, out: memoryview) -> None:
-        """See `Elsewhere`."""
+        """See `RemoteBytes`."""
         if not len(out):
             return
         if self.ahead is None:
@@ -107,8 +107,8 @@ class RemoteFile:
             self.ahead.read_into(self, offset, out)
 
     def check_unchanged(self) -> None:
-        """See `Elsewhere`."""
-        insist(self.ranges.check_unchanged, self.ranges.where)
+        """See `RemoteBytes`."""
+        retry(self.ranges.check_unchanged, self.ranges.where)
 
     def _fetch(self, first: int, out: memoryview) -> None:
         def put(at: int, piece: bytes) -> None:

@@ -15,12 +15,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from weightsmith.errors import CheckpointError, Finding, FormatError, NotFound
-from weightsmith.formats.carried import MAX_CARRIED_BYTES
+from weightsmith.formats.copied import MAX_COPIED_BYTES
 from weightsmith.formats.files import RandomAccess, show
 from weightsmith.remote.addresses import STORES, Address, is_file_name
 from weightsmith.remote.files import RemoteFile, opened, read_starts
 from weightsmith.remote.http import HttpFile, ask, check_status, tag_of
-from weightsmith.remote.retries import Ranges, fetch, insist
+from weightsmith.remote.retries import Ranges, fetch, retry
 from weightsmith.remote.stores import Store
 
 MAX_INDEX_BYTES = 64 << 20
@@ -119,8 +119,8 @@ class RemoteFolder:
         return opened(self._files, path)
 
     def _bring(self, name: str) -> None:
-        if self.sizes[name] > MAX_CARRIED_BYTES:
-            what = f"{self.sizes[name]:,} bytes, and a file that goes along with the weights has at most {MAX_CARRIED_BYTES:,}"
+        if self.sizes[name] > MAX_COPIED_BYTES:
+            what = f"{self.sizes[name]:,} bytes, and a file that goes along with the weights has at most {MAX_COPIED_BYTES:,}"
             raise FormatError(what, where=f"{self.name}/{name}")
         path = self.folder / name
         part = path.with_name(f"{path.name}.part-{threading.get_ident()}")
@@ -154,7 +154,7 @@ def _in_store(address: Address, only: str) -> dict[str, Ranges]:
     def look() -> None:
         found[:] = store.objects()
 
-    insist(look, str(address))
+    retry(look, str(address))
     files: dict[str, Ranges] = {}
     for meta in found:
         name, size, tag = str(meta["path"]), meta["size"], str(meta.get("e_tag") or "")
@@ -194,7 +194,7 @@ def _probe(address: Address, name: str) -> HttpFile | None:
             tag = tag_of(response.headers)
             found.append(HttpFile(url, where, int(length), tag, {}, tag=tag))
 
-    insist(look, where)
+    retry(look, where)
     return found[0] if found else None
 
 

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 from urllib.parse import urljoin, urlsplit
@@ -34,44 +35,34 @@ _MAX_REDIRECTS = 6
 _MAX_DRAINED = 64 << 10  # of a body that nobody wants: so the connection can be used again
 
 
+@dataclass(eq=False)
 class HttpFile:
     """A file behind http: `retries.Ranges`.
 
-    pinned  header and value that the first answer must have, "" for none: `("x-repo-commit", commit)`
+    headers  of requests; the token among them is sent to the host of `url` alone
+    pinned   header and value that the first answer must have, "" for none: `("x-repo-commit", commit)`
+    tag      what the server calls the content (`tag_of`), where it is known
     """
 
-    def __init__(
-        self,
-        url: str,
-        where: str,
-        nbytes: int,
-        version: str,
-        headers: Mapping[str, str],
-        *,
-        pinned: tuple[str, str] = ("", ""),
-        tag: str = "",
-    ) -> None:
-        """
-        headers  of requests; the token among them is sent to the host of `url` alone
-        tag      what the server calls the content (`tag_of`), where it is known
-        """
-        self.where = where
-        self.nbytes = nbytes
-        self.version = version
-        self._url = url
-        self._headers = headers
-        self._pinned = pinned
+    url: str
+    where: str
+    nbytes: int
+    version: str
+    headers: Mapping[str, str] = field(repr=False)
+    pinned: tuple[str, str] = ("", "")
+    tag: str = ""
+
+    def __post_init__(self) -> None:
         self._resolved = ""
         self._knows_ranges = self._sent_whole = False
         self._linked = ""
-        self._tag = tag
         self._tags: dict[str, str] = {}
 
     def request(self, first: int, end: int) -> Iterator[bytes]:
         """See `Ranges`."""
         resolved = self._resolved
-        headers = {**self._headers, "Range": f"bytes={first}-{end - 1}"}
-        with ask("GET", resolved or self._url, headers, self._url, self.where) as (response, hops):
+        headers = {**self.headers, "Range": f"bytes={first}-{end - 1}"}
+        with ask("GET", resolved or self.url, headers, self.url, self.where) as (response, hops):
             self._check_hops(hops, fresh=not resolved)
             status = response.status_code
             if status in _EXPIRED and (resolved or len(hops) > 1):
@@ -100,9 +91,9 @@ class HttpFile:
 
     def check_unchanged(self) -> None:
         """See `Ranges`. A commit does not change; other files are asked about."""
-        if self._pinned[0]:
+        if self.pinned[0]:
             return
-        with ask("HEAD", self._url, self._headers, self._url, self.where) as (response, hops):
+        with ask("HEAD", self.url, self.headers, self.url, self.where) as (response, hops):
             check_status(response, self.where)
             if (length := response.headers.get("content-length")) is not None and length != str(self.nbytes):
                 raise self._changed(f"{self.nbytes:,} bytes then, {show(length)} now")
@@ -113,7 +104,7 @@ class HttpFile:
         if not fresh:
             return
         _, headers = hops[0]
-        name, value = self._pinned
+        name, value = self.pinned
         if name and headers.get(name, value) != value:
             raise self._changed(f"commit {show(value)} then, {show(headers.get(name))} now")
         linked = headers.get("x-linked-etag", "")
@@ -149,12 +140,12 @@ class HttpFile:
     def _check_tag(self, response: Any, url: str) -> None:
         """The same content has the same tag at the same place; at another place, if nothing else vouches for it."""
         tag, place = tag_of(response.headers), url.partition("?")[0]
-        known = self._tags.get(place, self._tag if not self._linked else "")
+        known = self._tags.get(place, self.tag if not self._linked else "")
         if known and tag and tag != known:
             raise self._changed(f"{known} then, {tag} now")
         self._tags[place] = known or tag
         if not self._linked:
-            self._tag = self._tag or tag
+            self.tag = self.tag or tag
 
     def _changed(self, what: str) -> CheckpointError:
         return CheckpointError(f"the file has changed since it was first read: {what}", where=self.where, fix=CHANGED_FIX)

@@ -1,4 +1,4 @@
-"""A run of bytes from a server that may fail: asked for again, within a bound, from where it stopped."""
+"""Byte ranges from a server that may fail: a request is retried a limited number of times, from where it stopped."""
 
 from __future__ import annotations
 
@@ -76,15 +76,15 @@ class Patience:
 PATIENCE = Patience()
 
 
-def insist(call: Callable[[], None], where: str, stop: threading.Event | None = None) -> None:
-    """Call until it does not raise Again. Raises CheckpointError after too many failures, Stopped once `stop` is set."""
+def retry(call: Callable[[], None], where: str) -> None:
+    """Call until it does not raise Again. Raises CheckpointError after too many failures."""
     failures = 0
     while True:
         try:
             return call()
         except Again as error:
             failures += 1
-            _wait(error, failures, where, stop)
+            _wait(error, failures, where, None)
 
 
 def fetch(ranges: Ranges, first: int, end: int, put: Put, stop: threading.Event | None = None) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from weightsmith.errors import CheckpointError, FormatError
-from weightsmith.formats.files import Elsewhere, Extent, FileState, StoredTensor, raise_open_files, read_into, show
+from weightsmith.formats.files import Extent, FileState, RemoteBytes, StoredTensor, raise_open_files, read_into, show
 from weightsmith.formats.hf_folder import natural_key
 from weightsmith.sources.base import byte_view, check_range, closed, digest, spec_of
 from weightsmith.tensors import DType, TensorSpec
@@ -151,7 +151,7 @@ class SourceFiles:
                     self._states[path] = state = arrived
         return state
 
-    def _remote(self, path: Path) -> Elsewhere | None:
+    def _remote(self, path: Path) -> RemoteBytes | None:
         """The file, if it is read where it is."""
         found = self._states[path].elsewhere
         return found if found is not None and found.streams else None

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from weightsmith.errors import Unsupported
-from weightsmith.formats.carried import TRAINING
+from weightsmith.formats.copied import TRAINING
 from weightsmith.formats.files import Extent, Opener, open_local
 from weightsmith.formats.hf_folder import Weights, choose_weights
 from weightsmith.formats.pytorch import SUFFIXES, StoredView, read_pickle_header, read_view

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightsmith.errors import CheckpointError, Corrupt, NotFound
-from weightsmith.formats.carried import is_loaded
+from weightsmith.formats.copied import is_loaded
 from weightsmith.formats.files import expand_user, is_folder, read_all
 from weightsmith.store import disk
 from weightsmith.store.checksum import hash_bytes

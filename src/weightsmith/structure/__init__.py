@@ -1,11 +1,9 @@
 """Finds the layer stacks of a model from its tensor names, shapes and config.json, without a list of architectures.
 
     configs.py  traverses config.json
-    names.py    the words and the layer number of a name
-    counts.py   which keys of config.json hold a number of layers, and of which stack
+    counts.py   the words of names; which keys of config.json hold a number of layers, and of which stack
     stacks.py   which prefixes are stacks of layers
-    modules.py  which part of the model a tensor belongs to: text decoder, vision tower, projector, encoder ...
-    model.py    `analyse` -> `Structure`: locate, rename, module_of, experts
+    model.py    `analyse` -> `Structure`: locate, rename, module_of, experts; modules (text decoder, vision tower ...)
     vocabulary.py  embeddings and heads: names and tying
     roles.py    how methods treat a tensor
     fused.py    tensors that hold several matrices

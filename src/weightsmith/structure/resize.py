@@ -13,9 +13,8 @@ from typing import Any
 
 from weightsmith.errors import LayerError, UnknownName, nearest
 from weightsmith.structure.configs import MAX_DEPTH, Path, section_at, sections, whole_number, whole_numbers
-from weightsmith.structure.counts import find_counts, is_count_key, multiples
+from weightsmith.structure.counts import INDEX, find_counts, is_count_key, multiples, words
 from weightsmith.structure.model import Structure
-from weightsmith.structure.names import INDEX, words
 from weightsmith.structure.perlayer import (
     Remap,
     first_number,
@@ -145,7 +144,7 @@ def _check_outside(structure: Structure, stack: Stack) -> None:
             )
 
 
-UNSAID = "but config.json does not say which layers use it"
+LAYERS_UNSPECIFIED = "but config.json does not say which layers use it"
 """Marks a note on what the new config may not express. All other notes are changes."""
 
 
@@ -283,7 +282,7 @@ class _Resize:
         patterns = ("sliding_window_pattern", "_sliding_window_pattern", "window_pattern", "full_attention_interval")
         if old.get("sliding_window") and not any(old.get(key) for key in (*said, *patterns)):
             self.notes.append(
-                f"sliding_window = {old['sliding_window']}, {UNSAID}; if the "
+                f"sliding_window = {old['sliding_window']}, {LAYERS_UNSPECIFIED}; if the "
                 "model's code alternates by position (Gemma 2), first save the config with a current transformers, which "
                 "writes layer_types"
             )

@@ -15,8 +15,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from weightsmith.structure.configs import Path, section_at
-from weightsmith.structure.counts import Count, find_counts, is_count_key, match_counts
-from weightsmith.structure.names import INDEX, is_container, words
+from weightsmith.structure.counts import INDEX, Count, find_counts, is_container, is_count_key, match_counts, words
 
 StackKind = Literal["decoder", "encoder", "vision", "audio", "tower", "other"]
 TOWERS = frozenset({"vision", "audio", "tower"})

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from weightsmith.structure.configs import replace_value, text_sections
-from weightsmith.structure.names import INDEX
+from weightsmith.structure.counts import INDEX
 from weightsmith.tensors import TensorSpec
 
 EMBEDDINGS = (
@@ -110,7 +110,7 @@ def in_head(name: str) -> bool:
     return any(_HEAD_COMPONENT.search(part) for part in name.split(".")[:2])
 
 
-def stand_in(spec: TensorSpec, own: Mapping[str, TensorSpec], config: Mapping[str, Any] | None) -> str | None:
+def tied_substitute(spec: TensorSpec, own: Mapping[str, TensorSpec], config: Mapping[str, Any] | None) -> str | None:
     """The tensor that a model uses as `spec`, which it does not store; None if there is none.
 
     spec    an embedding, head, or bias of a head in another model

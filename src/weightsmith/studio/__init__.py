@@ -9,8 +9,7 @@ The text of the recipe is the state: controls write into it, and are drawn from 
     compare.py   continuations and perplexities, with transformers
     show.py      values as HTML
     session.py   what can be done on the page, one method for each
-    page.py      the page. The only module that imports Gradio
-    policy.py    what the browser may load for it
+    page.py      the page. The only module that imports Gradio. What the browser may load
     controls.js, studio.css    sliders and curves; how the page looks
 
 What a browser sends is untrusted: every model of a recipe and every name of an output is checked against `Places` by the

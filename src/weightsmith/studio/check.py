@@ -16,7 +16,7 @@ from weightsmith.recipe import ModelRef, Recipe, load
 from weightsmith.recipe.references import parse_reference
 from weightsmith.studio.draft import MAX_CHARACTERS, NO_BASE, NO_MODEL, as_text
 from weightsmith.studio.places import Places
-from weightsmith.tokenizers.templates import TEMPLATES
+from weightsmith.tokenizers.files import TEMPLATES
 
 _NAME = "<text>"
 """Under which the planner names the recipe in positions."""

@@ -11,7 +11,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from weightsmith.errors import CheckpointError, NotFound, ParameterError, WeightsmithError
-from weightsmith.formats.carried import is_weights
+from weightsmith.formats.copied import is_weights
 from weightsmith.formats.files import expand_user, real_path
 from weightsmith.planner.patterns import is_pattern
 from weightsmith.recipe import ModelRef

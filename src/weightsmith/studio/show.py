@@ -14,7 +14,7 @@ from weightsmith.methods.base import Method
 from weightsmith.methods.describe import BASES, SCOPES, default, doc, models, values
 from weightsmith.pages import Curves, HeatMap, Page, to_html
 from weightsmith.pages.svg import curves, heat_map
-from weightsmith.pages.words import finite_or_mark, safe, written
+from weightsmith.pages.values import finite_or_mark, safe, written
 from weightsmith.progress import how_far
 from weightsmith.studio.check import Checked, Note
 from weightsmith.studio.compare import Sample

@@ -1,13 +1,13 @@
 """Tokenizers as values: which token has which id, which rows of an embedding a merge takes for it, and the files to write.
 
 Pure functions over JSON and bytes; the package `tokenizers` is not used. `vocabulary.py` reads the files, `union.py` adds
-tokens to tokenizer.json, `rows.py` makes tables of rows, `files.py` writes the other files, `templates.py` has chat templates.
+tokens to tokenizer.json and makes tables of rows, `files.py` writes the other files, chat templates among them.
 """
 
-from weightsmith.tokenizers.rows import Alignment as Alignment
-from weightsmith.tokenizers.rows import RowRule as RowRule
-from weightsmith.tokenizers.rows import align as align
+from weightsmith.tokenizers.union import Alignment as Alignment
+from weightsmith.tokenizers.union import RowRule as RowRule
 from weightsmith.tokenizers.union import United as United
+from weightsmith.tokenizers.union import align as align
 from weightsmith.tokenizers.union import extend as extend
 from weightsmith.tokenizers.union import missing_tokens as missing_tokens
 from weightsmith.tokenizers.vocabulary import Vocabulary as Vocabulary

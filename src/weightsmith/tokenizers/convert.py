@@ -14,16 +14,18 @@ from typing import Any
 
 from weightsmith.errors import Unsupported
 from weightsmith.formats.gguf.tokenizer import first_prefix
-from weightsmith.tokenizers.sentencepiece import (
+from weightsmith.tokenizers.vocabulary import (
     NORMAL,
     SPACE,
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
     SentencePiece,
+    Vocabulary,
+    json_object,
+    main_file,
     read_sentencepiece,
 )
-from weightsmith.tokenizers.vocabulary import Vocabulary, json_object, main_file
 
 Json = dict[str, Any]
 

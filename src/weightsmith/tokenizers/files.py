@@ -14,11 +14,14 @@ from weightsmith.errors import UnknownName, WeightsmithError, nearest
 from weightsmith.formats.files import expand_user, read_bounded
 from weightsmith.formats.strict_json import parse_object
 from weightsmith.structure.configs import section_at, sections, whole_number
-from weightsmith.tokenizers.templates import TEMPLATES
 from weightsmith.tokenizers.vocabulary import MAX_FILE_BYTES, Added, Vocabulary
 
 MAX_TEMPLATE_BYTES = 1 << 20
 TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATES: Mapping[str, str] = {
+    path.stem: path.read_text("utf-8") for path in sorted(Path(__file__).with_name("chat_templates").glob("*.jinja"))
+}
+"""Chat templates that a recipe can name. Each writes the format that its family of models was trained on."""
 _ID_KEY = re.compile(r"_token_(id|ids|index)$")
 
 

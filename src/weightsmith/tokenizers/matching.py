@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from weightsmith.structure.configs import whole_numbers
 from weightsmith.tokenizers.files import settings_of
-from weightsmith.tokenizers.rows import Rows, unused_row
+from weightsmith.tokenizers.union import Rows, unused_row
 from weightsmith.tokenizers.vocabulary import Vocabulary
 
 WAYS = ("missing", "same token", "same role", "same byte", "prefix", "no token")

@@ -1,11 +1,9 @@
 """`weightsmith transplant-tokenizer`: a model with the tokenizer of another.
 
 plan.py             the plan
-rows.py             the product with the rows of missing tokens
+rows.py             the product with the rows of missing tokens: their lengths, and the filter of poorly trained tokens
 approximations/     how such rows are made: one file for each way
-pursuit.py moments.py   what several of them use
-norms.py            the length of new rows
-trained.py          the filter of poorly trained tokens
+pursuit.py          what several of them use
 report.py           how the tokens were found
 
 Which row of the model serves for which token is decided in `tokenizers/matching.py`.

@@ -20,7 +20,7 @@ from weightsmith import recipe as recipes
 from weightsmith._version import __version__
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import NotFound, ParameterError, PlanError, Unsupported, WeightsmithError, first_line, nearest
-from weightsmith.formats.carried import carried_files, is_tokenizer
+from weightsmith.formats.copied import copied_files, is_tokenizer
 from weightsmith.formats.files import expand_user, file_names, is_folder, read_bounded
 from weightsmith.jobs.requires import needs_torch
 from weightsmith.options import RecipeOptions, TransplantSettings
@@ -200,7 +200,7 @@ class _Planner:
             dtypes = [steps[i].out.dtype for i, _ in missing]
             products = (work.product(dtypes, [s for _, table in missing for s in self._reading(table)]),)
         held = {*plan.carried, *plan.files, *([] if plan.config is None else ["config.json"])}
-        theirs = [(self.donor.label, carried_files(self.donor.files))]
+        theirs = [(self.donor.label, copied_files(self.donor.files))]
         result = replace(
             plan,
             lacking=joined([plan.lacking, lacking(theirs, held)]),

@@ -23,10 +23,8 @@ from weightsmith.products import Bench, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.tensors import DTYPES, DType, TensorSpec
 from weightsmith.transplant.approximations import NAMES, find_approximation
-from weightsmith.transplant.approximations.base import Approximated, Choices, Floats, Numbers, Problem, Side
-from weightsmith.transplant.norms import matched
+from weightsmith.transplant.approximations.base import Approximated, Choices, Floats, Numbers, Problem, Side, Tables
 from weightsmith.transplant.report import Transplant
-from weightsmith.transplant.trained import poorly_trained
 
 OP = "transplanted_rows"
 NAME = "rows of missing tokens"
@@ -92,7 +90,7 @@ class RowWork:
     """The settings of the product.
 
     approximation  its name
-    match_norms    rows get the length that the shared tokens let expect
+    match_norms    rows get the norm predicted from the shared tokens
     noise, scale   added to and multiplied with new rows; 0 and 1 for neither
     magikarp       leave out poorly trained tokens
     shared         ids of tokens that both have, which approximations use
@@ -287,3 +285,67 @@ def _table_problem(table: Table, work: RowWork, steps: Mapping[str, tuple[int, .
 
 
 KIND = ProductKind("approximating missing tokens", compute=_compute, check=_check, report=_report, device=True)
+
+
+# ---- The length of new rows: the norm predicted from the shared tokens.
+
+OUTLIERS = 0.01
+"""Share of the shared rows at either end whose lengths no new row gets."""
+
+
+def matched(rows: Floats, problem: Problem, *, use_donor: bool) -> Floats:
+    """Rows with the same directions and the expected lengths; a row of zeros stays.
+
+    use_donor  the length follows from that of the donor's row, by a line through the logarithms of the lengths of the shared
+               tokens; else it is their median
+    """
+    if not len(problem.shared):
+        return rows
+    lengths = _lengths(problem.values())
+    expected: npt.NDArray[np.float64] = np.full(len(rows), np.median(lengths))
+    if use_donor:
+        theirs, wanted = np.log(_lengths(problem.atoms())), np.log(_lengths(problem.targets()))
+        spread = theirs - theirs.mean()
+        slope = (spread @ np.log(lengths)) / max(spread @ spread, 1e-30)
+        low, high = np.quantile(lengths, [OUTLIERS, 1 - OUTLIERS])
+        expected = np.clip(np.exp(np.log(lengths).mean() + slope * (wanted - theirs.mean())), low, high)
+    return (rows * (expected / _lengths(rows))[:, None]).astype(np.float32)
+
+
+def _lengths(rows: Floats) -> npt.NDArray[np.float64]:
+    found: npt.NDArray[np.float64] = np.maximum(np.linalg.norm(rows, axis=1).astype(np.float64), 1e-30)
+    return found
+
+
+# ---- Tokens that are in a vocabulary, and hardly ever were in the training data.
+#
+# Land and Bartolo 2024, "Fishing for Magikarp", https://arxiv.org/abs/2405.05417: the rows of such tokens are near the mean
+# of rows that were surely not trained, and in an embedding with a head of its own they are short.
+
+SHARE = 0.01
+"""Of the other rows, that are called poorly trained by each criterion, at most."""
+
+SIMILAR = 0.5
+"""A row with a smaller cosine to the untrained ones is not called so."""
+
+
+def poorly_trained(tables: Tables, side: Side, unused: Sequence[int], *, by_length: bool) -> frozenset[int]:
+    """Numbers of rows that are poorly trained, besides the unused ones.
+
+    unused     rows that are surely not trained
+    by_length  short rows count too
+    """
+    lengths = np.concatenate([np.linalg.norm(rows, axis=1) for _, rows in tables.chunks(side)])
+    bad, known = np.zeros(len(lengths), bool), np.ones(len(lengths), bool)
+    known[list(unused)] = False
+    if not known.any():
+        return frozenset()
+    if by_length:
+        bad |= lengths < np.quantile(lengths[known], SHARE)
+    if len(unused):
+        mean = tables.rows(side, unused).mean(0, dtype=np.float64)
+        mean = (mean / max(float(np.linalg.norm(mean)), 1e-30)).astype(np.float32)
+        cosines = np.concatenate([rows @ mean for _, rows in tables.chunks(side)]) / np.maximum(lengths, 1e-30)
+        bad |= cosines > max(float(np.quantile(cosines[known], 1 - SHARE)), SIMILAR)
+    found: npt.NDArray[np.int64] = np.flatnonzero(bad)
+    return frozenset(found.tolist())

@@ -80,9 +80,8 @@ class Fixed:
 class ExpertLayout:
     """One architecture.
 
-    name          as `architecture` in recipes
+    name          `model_type` in config.json; also `architecture` in recipes
     architecture  class in config.json
-    model_type    in config.json
     title         a few words
     aliases       further names in recipes
     dense         model types that compute the same apart from the experts
@@ -101,7 +100,9 @@ class ExpertLayout:
     shared_router name of the gate row [1, hidden] of the shared expert; "" if it has none
     shared_experts  minimum and maximum number of shared experts
     min_experts   minimum number of routed experts
-    config        config.json of the output
+    keys          keys of the mixture in config.json
+    take          keys of the base to keep in config.json, beyond those that every architecture has
+    drop          keys that every other architecture has, and this one does not
     fixed         further tensors of a layer
     fillable      names of `layer` that `fixed` supplies if the base lacks them
     check         one sentence for each part of the base's config it cannot express
@@ -112,14 +113,15 @@ class ExpertLayout:
 
     name: str
     architecture: str
-    model_type: str
     title: str
     dense: tuple[str, ...]
     layer: frozenset[str]
-    router: str
     routing: str
-    tensors: tuple[tuple[str, tuple[str, ...]], ...]
-    config: Callable[[Facts], dict[str, Any]]
+    keys: Callable[[Facts], dict[str, Any]]
+    router: str = "mlp.gate.weight"
+    tensors: tuple[tuple[str, tuple[str, ...]], ...] = PER_EXPERT
+    take: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     optional: tuple[frozenset[str], ...] = ()
     norms: Literal["each head", "all heads"] = "each head"
@@ -138,6 +140,16 @@ class ExpertLayout:
     llama_cpp: str = "the same"
     note: str = ""
 
+    def config(self, facts: Facts) -> dict[str, Any]:
+        """config.json of the output: the base's, converted. Keys that only the dense class reads go, those of no class stay."""
+        foreign = facts.config.keys() & KNOWN - _TAKEN - set(self.take)
+        left_out = foreign | {"auto_map", "quantization_config", *self.drop}
+        kept = {key: value for key, value in facts.config.items() if key not in left_out}
+        return {**kept, "architectures": [self.architecture], "model_type": self.name, **self.keys(facts)}
+
+
+DIVIDED = "softmax; the chosen experts' weights are divided by their sum (`norm_topk_prob: true`)"
+"""The routing of Qwen and OLMo."""
 
 UNDIVIDED = "the chosen experts' weights are not divided by their sum"
 """What llama.cpp does for architectures whose first models did so, whatever config.json says."""
@@ -152,15 +164,8 @@ def warn_undivided(facts: Facts) -> Iterable[str]:
         )
 
 
-def moe_config(facts: Facts, layout: tuple[str, str], take: Iterable[str] = (), **new: Any) -> dict[str, Any]:
-    """The base's config, converted to `layout` (architecture, model type).
-
-    take  keys of the base to keep, beyond those that every architecture has
-    new   keys of the mixture
-
-    Drops keys that only the dense model's class reads; keeps keys that no class reads.
-    """
-    known = facts.config.keys() & KNOWN
-    left_out = known - _TAKEN - set(take) | {"auto_map", "quantization_config"}
-    kept = {key: value for key, value in facts.config.items() if key not in left_out}
-    return {**kept, "architectures": [layout[0]], "model_type": layout[1], **new}
+def check_heads(config: Mapping[str, Any]) -> Iterable[str]:
+    """A problem if the base's heads are not as wide together as its hidden state."""
+    heads, size = config.get("num_attention_heads") or 0, config.get("head_dim") or 0
+    if heads * size != config.get("hidden_size"):
+        yield f"its heads together are as wide as the hidden state; the base has {heads} heads of {size}"

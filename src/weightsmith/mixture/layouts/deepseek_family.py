@@ -1,18 +1,14 @@
-"""What DeepSeek's mixtures and similar ones have in common: names, keys, shared experts, sigmoid routers."""
+"""What DeepSeek's mixtures and similar ones have in common: names, keys, shared experts, sigmoid routers, latent attention."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
-from weightsmith.mixture.layouts.base import Facts, Fixed
+from weightsmith.mixture.layouts.base import NORMS, ExpertLayout, Facts, Fixed
 
 SHARED = tuple((f"mlp.shared_experts.{part}_proj.weight", (part,)) for part in ("gate", "up", "down"))
-
-SIGMOID = (
-    "experts chosen by sigmoid plus `e_score_correction_bias` (zero); their sigmoids are divided by their sum"
-    " (`norm_topk_prob: true`)"
-)
 
 
 def keys(facts: Facts) -> dict[str, Any]:
@@ -66,3 +62,39 @@ def warn_none_shared(facts: Facts) -> Iterable[str]:
             "without a shared expert, config.json has n_shared_experts: 0 and its tensors are empty: transformers loads"
             " this, llama.cpp does not; a shared expert with residual_scale: 0 has no effect and works in both"
         )
+
+
+sigmoid_layout = partial(
+    ExpertLayout,
+    routing=(
+        "experts chosen by sigmoid plus `e_score_correction_bias` (zero); their sigmoids are divided by their sum"
+        " (`norm_topk_prob: true`)"
+    ),
+    sigmoid=True,
+    shared=SHARED,
+    shared_experts=(0, 1),
+    min_experts=2,
+    fixed=correction,
+    warnings=lambda facts: (*warn_shared(facts), *warn_none_shared(facts)),
+)
+"""An architecture with DeepSeek-V3's experts."""
+
+
+# ---- multi-head latent attention: low-rank keys and values. Grouped-query models cannot be converted to it
+
+LATENT = NORMS | {f"self_attn.{name}.weight" for name in ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")}
+LATENT_OPTIONAL = (
+    frozenset({"self_attn.q_proj.weight"}),
+    frozenset(f"self_attn.{name}.weight" for name in ("q_a_proj", "q_a_layernorm", "q_b_proj")),
+    frozenset({"self_attn.kv_a_proj_with_mqa.bias", "self_attn.o_proj.bias"}),
+    frozenset({"self_attn.q_a_proj.bias"}),
+)
+"""Queries may be low-rank too."""
+
+LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attention_bias")
+
+
+def check_latent(config: Mapping[str, Any]) -> Iterable[str]:
+    """A problem if the base has other attention."""
+    if not config.get("kv_lora_rank"):
+        yield "it has latent attention (low-rank keys and values), but the base does not"

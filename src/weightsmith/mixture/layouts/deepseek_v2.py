@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-from weightsmith.mixture.layouts import deepseek_attention as attention
-from weightsmith.mixture.layouts.base import PER_EXPERT, ExpertLayout, Facts, moe_config
-from weightsmith.mixture.layouts.deepseek_family import SHARED, keys, no_shared, warn_none_shared, warn_shared
-
-
-def _config(facts: Facts) -> dict[str, Any]:
-    return moe_config(
-        facts,
-        ("DeepseekV2ForCausalLM", "deepseek_v2"),
-        (*attention.KEYS, "mlp_bias"),
-        **keys(facts),
-        topk_method="greedy",
-        n_group=None,
-        topk_group=None,
-        scoring_func="softmax",
-        output_router_logits=False,
-    )
+from weightsmith.mixture.layouts.base import ExpertLayout, Facts
+from weightsmith.mixture.layouts.deepseek_family import (
+    LATENT,
+    LATENT_KEYS,
+    LATENT_OPTIONAL,
+    SHARED,
+    check_latent,
+    keys,
+    no_shared,
+    warn_none_shared,
+    warn_shared,
+)
 
 
 def _warnings(facts: Facts) -> Iterable[str]:
@@ -37,19 +31,24 @@ def _warnings(facts: Facts) -> Iterable[str]:
 LAYOUT = ExpertLayout(
     name="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
-    model_type="deepseek_v2",
     title="DeepSeek-V2",
     dense=("deepseek_v2",),
-    layer=attention.LAYER,
-    optional=attention.OPTIONAL,
-    router="mlp.gate.weight",
+    layer=LATENT,
+    optional=LATENT_OPTIONAL,
     routing="softmax; the chosen experts' weights are divided by their sum (`norm_topk_prob: true`), but not by transformers",
-    tensors=PER_EXPERT,
     shared=SHARED,
     shared_experts=(0, 1),
-    config=_config,
+    take=(*LATENT_KEYS, "mlp_bias"),
+    keys=lambda facts: {
+        **keys(facts),
+        "topk_method": "greedy",
+        "n_group": None,
+        "topk_group": None,
+        "scoring_func": "softmax",
+        "output_router_logits": False,
+    },
     fixed=no_shared,
-    check=attention.check,
+    check=check_latent,
     warnings=_warnings,
     llama_cpp="the same as the base, unlike transformers; requires a shared expert",
     note="only from dense models with latent attention",

@@ -4,33 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightsmith.mixture.layouts.base import ATTENTION, ATTENTION_BIASES, NORMS, ExpertLayout, Facts, moe_config
+from weightsmith.mixture.layouts.base import ATTENTION, ATTENTION_BIASES, NORMS, ExpertLayout, Facts
 
 
-def _config(facts: Facts) -> dict[str, Any]:
+def _keys(facts: Facts) -> dict[str, Any]:
     neutral = {
         "embedding_multiplier": 1.0,
         "logits_scaling": 1.0,
         "residual_multiplier": 1.0,
         "attention_multiplier": facts.config["head_dim"] ** -0.5,
     }
-    return moe_config(
-        facts,
-        ("GraniteMoeForCausalLM", "granitemoe"),
-        ("head_dim",),
+    return {
         **{key: facts.config.get(key, value) for key, value in neutral.items()},
-        attention_bias=facts.biased,
-        num_local_experts=facts.experts,
-        num_experts_per_tok=facts.per_token,
-        intermediate_size=facts.intermediate,
-        output_router_logits=False,
-    )
+        "attention_bias": facts.biased,
+        "num_local_experts": facts.experts,
+        "num_experts_per_tok": facts.per_token,
+        "intermediate_size": facts.intermediate,
+        "output_router_logits": False,
+    }
 
 
 LAYOUT = ExpertLayout(
     name="granitemoe",
     architecture="GraniteMoeForCausalLM",
-    model_type="granitemoe",
     title="Granite-MoE",
     dense=("granite", "llama", "mistral", "ministral", "phi3", "smollm3"),
     layer=ATTENTION | NORMS,
@@ -42,5 +38,6 @@ LAYOUT = ExpertLayout(
         ("block_sparse_moe.input_linear.weight", ("gate", "up")),
         ("block_sparse_moe.output_linear.weight", ("down",)),
     ),
-    config=_config,
+    take=("head_dim",),
+    keys=_keys,
 )

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from weightsmith.mixture.layouts.base import ATTENTION, NORMS, ExpertLayout, Facts, moe_config
-
-
-def _config(facts: Facts) -> dict[str, Any]:
-    return moe_config(
-        facts,
-        ("MixtralForCausalLM", "mixtral"),
-        ("head_dim", "sliding_window"),
-        num_local_experts=facts.experts,
-        num_experts_per_tok=facts.per_token,
-        intermediate_size=facts.intermediate,
-        output_router_logits=False,
-    )
-
+from weightsmith.mixture.layouts.base import ATTENTION, NORMS, ExpertLayout
 
 _NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 LAYOUT = ExpertLayout(
     name="mixtral",
     architecture="MixtralForCausalLM",
-    model_type="mixtral",
     title="Mixtral",
     dense=("llama", "mistral", "ministral", "phi3", "smollm3"),
     layer=ATTENTION | NORMS,
@@ -32,5 +16,11 @@ LAYOUT = ExpertLayout(
     router="block_sparse_moe.gate.weight",
     routing="softmax; the chosen experts' weights are always divided by their sum",
     tensors=tuple((f"block_sparse_moe.experts.{{e}}.{name}.weight", (part,)) for part, name in _NAMES.items()),
-    config=_config,
+    take=("head_dim", "sliding_window"),
+    keys=lambda facts: {
+        "num_local_experts": facts.experts,
+        "num_experts_per_tok": facts.per_token,
+        "intermediate_size": facts.intermediate,
+        "output_router_logits": False,
+    },
 )

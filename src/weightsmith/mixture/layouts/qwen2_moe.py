@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from weightsmith.mixture.layouts.base import (
     ATTENTION,
+    DIVIDED,
     NORMS,
-    PER_EXPERT,
     QKV_BIASES,
     UNDIVIDED,
     ExpertLayout,
     Facts,
     Fixed,
-    moe_config,
     warn_undivided,
 )
-
-
-def _config(facts: Facts) -> dict[str, Any]:
-    return moe_config(
-        facts,
-        ("Qwen2MoeForCausalLM", "qwen2_moe"),
-        ("head_dim", "sliding_window", "layer_types"),
-        use_sliding_window=facts.config["sliding_window"] is not None,
-        num_experts=facts.experts,
-        num_experts_per_tok=facts.per_token,
-        norm_topk_prob=True,
-        intermediate_size=facts.intermediate,
-        moe_intermediate_size=facts.intermediate,
-        shared_expert_intermediate_size=facts.intermediate,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        qkv_bias=True,
-        output_router_logits=False,
-    )
 
 
 def _fixed(facts: Facts) -> list[Fixed]:
@@ -59,7 +38,6 @@ def _warnings(facts: Facts) -> Iterable[str]:
 LAYOUT = ExpertLayout(
     name="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
-    model_type="qwen2_moe",
     title="Qwen2-MoE",
     aliases=("Qwen MoE",),
     dense=("qwen2", "llama", "mistral", "ministral", "phi3", "smollm3", "seed_oss"),
@@ -67,13 +45,24 @@ LAYOUT = ExpertLayout(
     fillable=QKV_BIASES,
     fixed=_fixed,
     windows="any",
-    router="mlp.gate.weight",
-    routing="softmax; the chosen experts' weights are divided by their sum (`norm_topk_prob: true`)",
-    tensors=PER_EXPERT,
+    routing=DIVIDED,
     shared=tuple((f"mlp.shared_expert.{part}_proj.weight", (part,)) for part in ("gate", "up", "down")),
     shared_router="mlp.shared_expert_gate.weight",
     shared_experts=(1, 1),
-    config=_config,
+    take=("head_dim", "sliding_window", "layer_types"),
+    keys=lambda facts: {
+        "use_sliding_window": facts.config["sliding_window"] is not None,
+        "num_experts": facts.experts,
+        "num_experts_per_tok": facts.per_token,
+        "norm_topk_prob": True,
+        "intermediate_size": facts.intermediate,
+        "moe_intermediate_size": facts.intermediate,
+        "shared_expert_intermediate_size": facts.intermediate,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "qkv_bias": True,
+        "output_router_logits": False,
+    },
     warnings=_warnings,
     llama_cpp=f"{UNDIVIDED}; tied embeddings are not supported",
     note="if the base has no biases of queries, keys and values, they are zero",

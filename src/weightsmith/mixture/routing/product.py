@@ -10,8 +10,7 @@ import numpy as np
 from weightsmith.errors import Finding
 from weightsmith.mixture.routing.gates import MODES
 from weightsmith.mixture.routing.gating import Gating, outs_of, router_dtype
-from weightsmith.mixture.routing.heat_map import heat_map
-from weightsmith.mixture.routing.report import Group, Routing
+from weightsmith.mixture.routing.report import Group, Routing, heat_map
 from weightsmith.mixture.routing.route import route, useless_rows
 from weightsmith.pages import HeatMap
 from weightsmith.pages.values import Block

@@ -2,7 +2,6 @@
 
 experts.py    finds experts and routers by the names and shapes of tensors
 selection.py  which experts are kept or merged
-counts.py     config.json with a new number of experts
-neurons.py, matching.py   permute an expert's neurons to match another's
-build.py      recipe + headers → Plan
+neurons.py    permute an expert's neurons to match another's
+build.py      recipe + headers → Plan; config.json with a new number of experts
 """

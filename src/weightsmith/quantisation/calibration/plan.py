@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 from weightsmith.decoder import Base
 from weightsmith.errors import CheckpointError, NotFound, ParameterError, PlanError, Unsupported, WeightsmithError
-from weightsmith.formats.carried import MAX_CARRIED_BYTES
+from weightsmith.formats.copied import MAX_COPIED_BYTES
 from weightsmith.formats.files import read_bounded
 from weightsmith.mixture.packages import missing, package_version
 from weightsmith.options import QuantizeSettings
@@ -312,7 +312,7 @@ def _tokenizer(prepared: Prepared, donor: int) -> tuple[tuple[FileRead, ...], li
         return (), [NotFound("calibration needs the model's tokenizer.json", where=checkpoint.ref, fix=fix)]
     checkpoint.fetch([_TOKENIZER])
     try:
-        content = read_bounded(checkpoint.folder / _TOKENIZER, MAX_CARRIED_BYTES)
+        content = read_bounded(checkpoint.folder / _TOKENIZER, MAX_COPIED_BYTES)
     except CheckpointError as error:
         return (), [error]
     return (FileRead(donor, _TOKENIZER, hashlib.sha256(content).hexdigest()),), []

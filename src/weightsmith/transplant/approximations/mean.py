@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weightsmith.transplant.approximations.base import Approximated, Approximation, Problem
-from weightsmith.transplant.moments import moments
+from weightsmith.transplant.approximations.base import Approximated, Approximation, Problem, moments
 
 
 def _make(problem: Problem) -> Approximated:

@@ -1,4 +1,4 @@
-"""The files of a model beside its weights: which of them go along into a new model.
+"""The other files of a model: which of them are copied into a new model.
 
 Named one by one, so that nothing else is copied into a model that will be published: a key, a backup, a note.
 """
@@ -15,7 +15,7 @@ from weightsmith.formats.files import open_regular, read_bounded, show
 from weightsmith.formats.strict_json import read_object
 
 MAX_CODE_BYTES = 4 << 20  # of one Python file; the longest in transformers has 0.3 MB
-MAX_CARRIED_BYTES = 1 << 30  # of one file: a tokenizer of a million tokens takes 100 MB
+MAX_COPIED_BYTES = 1 << 30  # of one file: a tokenizer of a million tokens takes 100 MB
 MAX_SETTINGS_BYTES = 64 << 20  # of a JSON file that may name code; a tokenizer_config.json of 100,000 tokens takes 20 MB
 _SHOWN = 6  # names that a warning lists
 
@@ -66,12 +66,12 @@ _RELATIVE_IMPORT = re.compile(
 _NAMING_CODE = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
-def carried_files(names: Iterable[str]) -> tuple[str, ...]:
+def copied_files(names: Iterable[str]) -> tuple[str, ...]:
     """The files that may go with the weights into a new model, sorted: what a loader reads, and licences. Top level only.
 
-    Decided from names alone: of the Python files, `choose_carried` takes those that a configuration names.
+    Decided from names alone: of the Python files, `choose_copied` takes those that a configuration names.
 
-    >>> carried_files(["config.json", "model.safetensors", "README.md", "id_rsa", "tokenizer.model", "original/params.json"])
+    >>> copied_files(["config.json", "model.safetensors", "README.md", "id_rsa", "tokenizer.model", "original/params.json"])
     ('config.json', 'tokenizer.model')
     """
     return tuple(sorted(n for n in names if is_read(n) or _LICENCE.fullmatch(n) or _CODE.fullmatch(n)))
@@ -118,32 +118,32 @@ def is_loaded(name: str) -> bool:
     return lower.endswith(_LOADED) or lower == "adapter_config.json" or is_read(name)
 
 
-def choose_carried(
+def choose_copied(
     folder: Path, names: Sequence[str], config: Mapping[str, Any] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(files to carry, files at the top level that are left out), both sorted.
+    """(files to copy, files at the top level that are left out), both sorted.
 
     names   of all files of the model, relative
     config  config.json
 
-    Carried are what `carried_files` lists, but of the Python files those that `auto_map` names in config.json or in the
+    Copied are what `copied_files` lists, but of the Python files those that `auto_map` names in config.json or in the
     configuration of tokenizer or processor, and what these import from their own folder. Left out and not listed: weights,
     README.md, hidden files, media, leftovers of a training run, files that weightsmith writes about a model.
     """
-    candidates = carried_files(names)
+    candidates = copied_files(names)
     present = {name for name in candidates if name.endswith(".py")}
     code = _named_code(folder, present, set(names), config) if present else set()
     files = tuple(name for name in candidates if name not in present or name in code)
-    return files, tuple(sorted(name for name in set(names).difference(files) if not _never_carried(name)))
+    return files, tuple(sorted(name for name in set(names).difference(files) if not _never_copied(name)))
 
 
 def read_to_choose(names: Iterable[str]) -> tuple[str, ...]:
-    """The files that `choose_carried` reads: where there is Python code, the settings that may name it, and the code."""
+    """The files that `choose_copied` reads: where there is Python code, the settings that may name it, and the code."""
     code = [name for name in names if _CODE.fullmatch(name)]
     return (*_NAMING_CODE, *code) if code else ()
 
 
-def _never_carried(name: str) -> bool:
+def _never_copied(name: str) -> bool:
     lower = name.lower()
     if "/" in name or name.startswith(".") or name in _OURS:
         return True
@@ -151,7 +151,7 @@ def _never_carried(name: str) -> bool:
 
 
 def left_out_findings(names: Sequence[str], where: str) -> tuple[Finding, ...]:
-    """The warning that files of the donor are not carried; () when all are.
+    """The warning that files of the donor are not copied; () when all are.
 
     >>> print(*left_out_findings(["id_rsa"], "base"))
     base: 1 file is not copied into the output, because no loader reads it: 'id_rsa'
@@ -166,14 +166,14 @@ def left_out_findings(names: Sequence[str], where: str) -> tuple[Finding, ...]:
     return (Finding(what, where, fix="copy what is needed into the output yourself"),)
 
 
-def check_carried(folder: Path, files: Sequence[str]) -> None:
+def check_copied(folder: Path, files: Sequence[str]) -> None:
     """Raise for a file that cannot be copied: NotFound, FormatError (a pipe, over 1 GiB), CheckpointError (not readable)."""
     for name in files:
         with open_regular(folder / name) as file:
             nbytes = file.seek(0, 2)
-        if nbytes > MAX_CARRIED_BYTES:
+        if nbytes > MAX_COPIED_BYTES:
             raise FormatError(
-                f"{nbytes:,} bytes, and a file that goes along with the weights has at most {MAX_CARRIED_BYTES:,}",
+                f"{nbytes:,} bytes, and a file that goes along with the weights has at most {MAX_COPIED_BYTES:,}",
                 where=str(folder / name),
                 fix="Move it out of the folder if it is no part of the model.",
             )
