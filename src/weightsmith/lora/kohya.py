@@ -15,7 +15,7 @@ from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import FormatError, Unsupported
 from weightsmith.formats.files import show
 from weightsmith.lora.records import CONFIG_NAME, Adapter, Factors
-from weightsmith.sources import open_file
+from weightsmith.stored.opening import open_file
 from weightsmith.text import count
 
 _BEGINNING = re.compile(r"lora_(?:te\d*|unet|transformer|llm|prior)_|lora_|lycoris_")

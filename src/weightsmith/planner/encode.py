@@ -16,11 +16,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from weightsmith.encodings import Encoding, find_encoding
-from weightsmith.encodings.base import array_name
 from weightsmith.errors import Finding, PlanError, Unsupported
 from weightsmith.plans import PLAIN, Plan, Product, Step
 from weightsmith.products.magnitudes import magnitudes
+from weightsmith.stored import Encoding, find_encoding
+from weightsmith.stored.base import array_name
 from weightsmith.structure import Structure, analyse
 from weightsmith.structure.roles import role_of
 from weightsmith.structure.vocabulary import HEADS, is_embedding, is_head

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from weightsmith.encodings import Encoding
 from weightsmith.errors import NonFinite, Unsupported
+from weightsmith.stored import Encoding
 from weightsmith.tensors import DTYPES, TensorSpec
 
 _BANDS = 5

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from weightsmith.errors import Unsupported, WeightsmithError
-from weightsmith.formats.exl2 import ROWS, Params, bits_of, groups_of, why_illegal
 from weightsmith.quantisation.exl2.options import ATTENTION, MLP, Option
+from weightsmith.stored.exl2.layout import ROWS, Params, bits_of, groups_of, why_illegal
 from weightsmith.structure import Structure
 from weightsmith.tensors import TensorSpec
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from weightsmith.encodings import find_encoding
-from weightsmith.encodings.exl2 import encoding_name
 from weightsmith.errors import Finding, PlanError, Unsupported, WeightsmithError
-from weightsmith.formats.exl2 import Params
 from weightsmith.formats.files import show
 from weightsmith.plans import JOIN, PLAIN, Block, Plan, Read, Step
 from weightsmith.quantisation.exl2.blocks import OTHER_FORMATS, Sublayer, find_blocks, shape_problems
 from weightsmith.quantisation.exl2.options import HEAD, PLAIN_HEAD
+from weightsmith.stored import find_encoding
+from weightsmith.stored.exl2.layout import Params
+from weightsmith.stored.exl2.writing import encoding_name
 from weightsmith.structure import analyse
 from weightsmith.structure.fused import SubMatrix, fused_parts
 from weightsmith.structure.vocabulary import is_embedding, is_head, ties

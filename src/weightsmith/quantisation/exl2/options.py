@@ -1,6 +1,7 @@
 """The settings that a block's linear layers may get.
 
-The tables are those of ExLlamaV2 0.3.2, so that measurements can be exchanged with it. `formats.exl2.params` reads the texts.
+The tables are those of ExLlamaV2 0.3.2, so that measurements can be exchanged with it. `stored.exl2.layout.params`
+reads the texts.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from weightsmith.errors import FormatError
-from weightsmith.formats.exl2 import BITS, SCALE_BITS, Params, params
-from weightsmith.formats.exl2 import bits_of as bits_of
-from weightsmith.formats.exl2 import groups_of as groups_of
 from weightsmith.formats.files import show
 from weightsmith.plans.reading import has_type
+from weightsmith.stored.exl2.layout import BITS, SCALE_BITS, Params, params
+from weightsmith.stored.exl2.layout import bits_of as bits_of
+from weightsmith.stored.exl2.layout import groups_of as groups_of
 
 GROUP_SIZES = (32, 64, 128)
 
