@@ -40,8 +40,12 @@ def formats() -> tuple[StoredFormat, ...]:
     >>> [each.name for each in formats()][:3]
     ['plain', 'compressed_tensors', 'fp8']
     """
-    ours = [import_module(f"weightsmith.stored.{name}").FORMAT for name in NAMES]
-    return (*ours, *(each for each, _ in _installed() if isinstance(each, StoredFormat)))
+    return (*_ours(), *(each for each, _ in _installed() if isinstance(each, StoredFormat)))
+
+
+@cache
+def _ours() -> tuple[StoredFormat, ...]:
+    return tuple(import_module(f"weightsmith.stored.{name}").FORMAT for name in NAMES)
 
 
 def broken() -> tuple[Finding, ...]:
@@ -58,6 +62,7 @@ def installed_code() -> tuple[str, ...]:
 def _installed() -> tuple[tuple[StoredFormat | Finding, str], ...]:
     """The formats that installed packages bring, or why they cannot be used, each with a digest of its package and module."""
     found: list[tuple[StoredFormat | Finding, str]] = []
+    taken = {encoding.name for each in _ours() for encoding in each.encodings}
     for point in entry_points(group=GROUP):
         package = f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
         label, fix = f"the stored format {point.name} of the package {package}", "reinstall or update the package"
@@ -67,6 +72,11 @@ def _installed() -> tuple[tuple[StoredFormat | Finding, str], ...]:
             each = Finding(f"{label} cannot be loaded: {type(error).__name__}: {error}", fix=fix)
         if not isinstance(each, StoredFormat | Finding):
             each = Finding(f"{label} is a {type(each).__name__}, not a StoredFormat", fix=fix)
+        elif isinstance(each, StoredFormat):
+            names = [encoding.name for encoding in each.encodings]
+            if other := next((name for name in names if name in taken), ""):
+                each = Finding(f"{label} has an encoding of another format: {other}", fix="remove the package")
+            taken.update(names)
         file = getattr(sys.modules.get(point.module), "__file__", None)
         source = Path(file).read_bytes() if file else b""
         found.append((each, hashlib.sha256(package.encode() + b"\0" + source).hexdigest()))
@@ -79,11 +89,7 @@ def encodings() -> dict[str, Encoding]:
     >>> list(encodings())[:4]
     ['plain', 'fp8-dynamic', 'fp8-block', 'int8']
     """
-    found: dict[str, Encoding] = {}
-    for each in formats():
-        for encoding in each.encodings:
-            found.setdefault(encoding.name, encoding)
-    return found
+    return {encoding.name: encoding for each in formats() for encoding in each.encodings}
 
 
 def find_encoding(name: str) -> Encoding:

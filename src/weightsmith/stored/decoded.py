@@ -6,7 +6,7 @@ is decoded from them. `decoded` makes a source of those.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -216,6 +216,26 @@ def read_columns(stored: Tensors, name: str, width: int, rows: slice, cols: slic
         out = byte_view(block.reshape(-1).view(np.uint8))
         gather(lambda at, into: stored.read_into(name, at, into), offset, dtype.itemsize, block.shape, (width, 1), 0, out)
     return block
+
+
+CHUNK_ELEMENTS = 1 << 18
+"""Elements of whole rows to decode at a time, of one row at least."""
+
+
+def bands(first: int, values: npt.NDArray[np.float32], cols: int) -> Iterator[tuple[int, int, int, npt.NDArray[np.float32]]]:
+    """Runs of rows for `Weight.decode` of a weight whose rows are stored one after another.
+
+    Yields the first row, the end of the rows, the elements of them before the wanted ones, and where these go.
+
+    >>> [(row, end, skip, part.size) for row, end, skip, part in bands(5, np.empty(7, np.float32), 4)]
+    [(1, 3, 1, 7)]
+    """
+    rows, row, end = max(1, CHUNK_ELEMENTS // cols), first // cols, first + values.size
+    while row * cols < end:
+        bottom = min(row + rows, -(-end // cols))
+        start = max(first, row * cols)
+        yield row, bottom, start - row * cols, values[start - first : bottom * cols - first]
+        row = bottom
 
 
 BAND_CODES = 1 << 20

@@ -23,20 +23,14 @@ from weightsmith.stored.config import (
     quantisation_entry,
     setting,
 )
-from weightsmith.stored.decoded import F32, Weight, decoded, read_all
+from weightsmith.stored.decoded import F32, Weight, bands, decoded, read_all
+from weightsmith.stored.numbers import MXFP4_GROUP, NVFP4_GROUP, powers_of_two
 from weightsmith.tensors import DTYPES, DType, TensorSpec
 
-CHUNK_ELEMENTS = 1 << 18
-"""Elements decoded at a time, of one row at least."""
-
 _BITS = (2, 3, 4, 5, 6, 8)
-_FIXED = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
+_FIXED = {"mxfp4": (4, MXFP4_GROUP), "mxfp8": (8, MXFP4_GROUP), "nvfp4": (4, NVFP4_GROUP)}
 """Bits and group size of the modes that have only one."""
 _MODES = ("affine", *_FIXED)
-FLOAT4 = np.array([*(0, 0.5, 1, 1.5, 2, 3, 4, 6), *(-0.0, -0.5, -1, -1.5, -2, -3, -4, -6)], np.float32)
-"""The values of float4's codes."""
-FLOAT8 = np.arange(256, dtype=np.uint8).view(DTYPES["F8_E4M3"].numpy).astype(np.float32)
-"""The values of the codes of float8 (E4M3)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,30 +58,23 @@ class MlxWeight:
 
         inputs, table = self.spec.shape[1], self._table()
         width, groups = inputs * self.bits // 32, inputs // self.group_size
-        rows = max(1, CHUNK_ELEMENTS // inputs)
-        row, end = first // inputs, first + values.size
-        while row * inputs < end:
-            bottom = min(row + rows, -(-end // inputs))
-            start = max(first, row * inputs)
+        for row, bottom, skip, part in bands(first, values, inputs):
             words = read_all(stored, self.stored[0], row * width, bottom * width)
             scales = self._scales(read_all(stored, self.stored[1], row * groups, bottom * groups))
             biases = np.zeros_like(scales)
             if self.mode == "affine":
                 biases = read_all(stored, self.stored[2], row * groups, bottom * groups).astype(np.float32)
-            part = values[start - first : bottom * inputs - first]
-            dequantise_rows(words, width, self.bits, table, self.group_size, scales, biases, start - row * inputs, part)
-            row = bottom
+            dequantise_rows(words, width, self.bits, table, self.group_size, scales, biases, skip, part)
 
     def _table(self) -> npt.NDArray[np.float32]:
         """float32 [2 ** bits]: the number that each code is."""
-        if self.mode == "affine":
-            return np.arange(1 << self.bits, dtype=np.float32)
-        return FLOAT4 if self.bits == 4 else FLOAT8
+        from weightsmith.kernels.blocks import TABLES
+
+        return np.arange(1 << self.bits, dtype=np.float32) if self.mode == "affine" else TABLES[f"float{self.bits}"]
 
     def _scales(self, found: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         if self.mode.startswith("mx"):
-            powers: npt.NDArray[np.float32] = np.ldexp(np.float32(1), found.astype(np.int32) - 127)
-            return np.where(found == 255, np.float32(np.nan), powers)
+            return powers_of_two(found)
         return (found.view(DTYPES["F8_E4M3"].numpy) if self.mode == "nvfp4" else found).astype(np.float32)
 
 

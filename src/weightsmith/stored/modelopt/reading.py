@@ -21,12 +21,9 @@ from weightsmith.stored.config import (
     quantisation_entry,
     setting,
 )
-from weightsmith.stored.decoded import F32, Weight, decoded, read_all
-from weightsmith.stored.mlx.reading import FLOAT4, FLOAT8
+from weightsmith.stored.decoded import F32, Weight, bands, decoded, read_all
+from weightsmith.stored.numbers import NVFP4_GROUP
 from weightsmith.tensors import DType, TensorSpec
-
-CHUNK_ELEMENTS = 1 << 18
-"""Elements decoded at a time, of one row at least."""
 
 _ACTIVATIONS = ("input_scale", "output_scale", "k_scale", "v_scale", "k_bias", "v_bias")
 
@@ -41,25 +38,22 @@ class ModelOptWeight:
     preferred_rows: int = 1
 
     def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
+        from weightsmith.kernels.blocks import TABLES
         from weightsmith.kernels.packed import dequantise_rows
 
         inputs, packed = self.spec.shape[1], len(self.stored) == 3
-        bits, table, group = (4, FLOAT4, 16) if packed else (8, FLOAT8, inputs)
-        row, end = first // inputs, first + values.size
-        while row * inputs < end:
-            bottom = min(row + max(1, CHUNK_ELEMENTS // inputs), -(-end // inputs))
-            start, width = max(first, row * inputs), inputs * bits // 8
+        bits, table, group = (4, TABLES["float4"], NVFP4_GROUP) if packed else (8, TABLES["float8"], inputs)
+        width = inputs * bits // 8
+        for row, bottom, skip, part in bands(first, values, inputs):
             words = np.empty((bottom - row) * width, np.uint8)
             stored.read_into(self.stored[0], row * width, words)
             if packed:
-                scales = read_all(stored, self.stored[1], row * inputs // 16, bottom * inputs // 16).astype(np.float32)
+                scales = read_all(stored, self.stored[1], row * inputs // group, bottom * inputs // group).astype(np.float32)
                 with np.errstate(all="ignore"):  # NaN and infinities are the caller's to refuse
                     scales *= read_all(stored, self.stored[2])[0]
             else:
                 scales = np.repeat(read_all(stored, self.stored[1]), bottom - row)
-            part, biases = values[start - first : bottom * inputs - first], np.zeros_like(scales)
-            dequantise_rows(words.view(np.uint32), width // 4, bits, table, group, scales, biases, start - row * inputs, part)
-            row = bottom
+            dequantise_rows(words.view(np.uint32), width // 4, bits, table, group, scales, np.zeros_like(scales), skip, part)
 
 
 def recognises(config: Config, specs: Specs) -> bool:
@@ -92,12 +86,12 @@ def _weight(specs: Mapping[str, TensorSpec], codes: TensorSpec, dtype: DType, wh
     outputs, width = part_of(specs, codes.name, ("F8_E4M3", "U8"), (None, None), where).shape
     packed = codes.dtype.name == "U8"
     inputs = 2 * width if packed else width
-    if inputs % (16 if packed else 4):
+    if inputs % (NVFP4_GROUP if packed else 4):
         what = f"tensor {show(codes.name)} is {list(codes.shape)}: rows of {inputs:,} elements are not read"
         raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
     names = [codes.name, f"{codes.name}_scale"]
     if packed:
-        part_of(specs, names[1], ("F8_E4M3",), (outputs, inputs // 16), where)
+        part_of(specs, names[1], ("F8_E4M3",), (outputs, inputs // NVFP4_GROUP), where)
         names.append(f"{codes.name}_scale_2")
     last = specs.get(names[-1])
     part_of(specs, names[-1], ("F32",), (1,) if last is not None and last.shape == (1,) else (), where)
