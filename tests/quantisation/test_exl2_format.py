@@ -18,8 +18,9 @@ from tests.mini import write_checkpoint
 from weightsmith.errors import FormatError, NonFinite, PlanError, UnknownName
 from weightsmith.quantisation.exl2.matrix import dequantise_matrix
 from weightsmith.quantisation.exl2.measurement import Measured, measurement_json
-from weightsmith.quantisation.exl2.model import loader_config, prepare_model
+from weightsmith.quantisation.exl2.model import prepare_model
 from weightsmith.stored.exl2.layout import SUFFIXES, groups_of
+from weightsmith.stored.exl2.loader import loader_config
 from weightsmith.stored.exl2.writing import by_norm, parse, round_plainly, store
 
 __all__ = ["cli"]

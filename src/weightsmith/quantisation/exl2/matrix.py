@@ -27,7 +27,8 @@ from weightsmith.jobs.matrix import Tensor, one_thread
 from weightsmith.jobs.requires import needs_torch
 from weightsmith.stored.exl2.layout import Group, Groups, padded
 from weightsmith.stored.exl2.reading import decode_columns, read_parameters
-from weightsmith.stored.exl2.writing import Codes, Exl2Matrix, Floats, Halves, Places, ScalesOf, round_plainly, rows_of, store
+from weightsmith.stored.exl2.scales import Floats, Halves
+from weightsmith.stored.exl2.writing import Codes, Exl2Matrix, Places, ScalesOf, round_plainly, rows_of, store
 from weightsmith.tensors import DType
 
 TILE = 128

@@ -11,8 +11,7 @@ from weightsmith.errors import FormatError
 from weightsmith.formats.files import show
 from weightsmith.formats.strict_json import read_object
 from weightsmith.quantisation.exl2.blocks import Sublayer
-from weightsmith.quantisation.exl2.options import params_from_json
-from weightsmith.stored.exl2.layout import Params
+from weightsmith.stored.exl2.layout import Params, params_from_json
 from weightsmith.structure.configs import finite_number
 
 MAX_BYTES = 256 << 20

@@ -20,10 +20,13 @@ Decoding, each line rounded once to float16 (subnormals included):
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from weightsmith.errors import FormatError
+from weightsmith.formats.files import show
+from weightsmith.plans.reading import has_type
 from weightsmith.tensors import DTYPES, TensorSpec
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -36,6 +39,9 @@ MAX_ROWS = (1 << 16) - 1
 """The loader narrows q_invperm to 16 bits."""
 
 SCALE_BITS = 4
+
+GROUP_SIZES = (32, 64, 128)
+"""Rows of a group that writers choose."""
 
 SUFFIXES = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
 
@@ -140,6 +146,30 @@ class Params:
             "bits_prop": list(self.proportions),
             "scale_bits": SCALE_BITS,
         }
+
+
+def params_from_json(value: object, where: str) -> Params:
+    """A setting of an untrusted measurement.json. Raises FormatError for anything that no writer of EXL2 uses."""
+
+    def refuse(what: str) -> FormatError:
+        return FormatError(f"not a setting of EXL2: {what}", where=where)
+
+    if not isinstance(value, Mapping):
+        raise refuse(f"it is {show(value)}, not an object")
+    bits, shares, sizes = (value.get(key, ()) for key in ("bits", "bits_prop", "group_size"))
+    if not has_type(bits, tuple[int, ...]) or not bits or not set(bits) <= set(BITS):
+        raise refuse(f"bits are {show(bits)}, not a list of {', '.join(map(str, BITS))}")
+    if list(bits) != sorted(set(bits), reverse=True):
+        raise refuse(f"bits are {show(bits)}, not from the most to the fewest")
+    if not has_type(shares, tuple[float, ...]) or len(shares) != len(bits):
+        raise refuse(f"bits_prop is {show(shares)}, not a number for each of bits")
+    if any(not 0 < share <= 1 for share in shares) or not math.isclose(sum(shares), 1, abs_tol=1e-6):
+        raise refuse(f"bits_prop is {show(shares)}, not shares that add up to 1")
+    if not isinstance(sizes, Mapping) or any(sizes.get(str(b)) not in GROUP_SIZES for b in bits):
+        raise refuse(f"group_size is {show(sizes)}, not one of {', '.join(map(str, GROUP_SIZES))} for each of bits")
+    if value.get("scale_bits", SCALE_BITS) != SCALE_BITS:
+        raise refuse(f"scale_bits is {show(value['scale_bits'])}, not {SCALE_BITS}")
+    return Params(tuple(bits), tuple(map(float, shares)), tuple(sizes[str(b)] for b in bits))
 
 
 def params(text: str) -> Params:

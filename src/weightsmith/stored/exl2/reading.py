@@ -21,6 +21,9 @@ from weightsmith.stored.base import Config, Specs, Wrapped
 from weightsmith.stored.config import DAMAGED_CHECKPOINT, part_of
 from weightsmith.stored.decoded import F32, decoded, read_all, read_columns, transposed_rows
 from weightsmith.stored.exl2.layout import ROWS, SUFFIXES, Group, Groups, padded, why_illegal
+from weightsmith.stored.exl2.loader import GEMMA3_PREFIX, text_config
+from weightsmith.stored.exl2.scales import scale_values, unpack_codes
+from weightsmith.structure.fused import PHI3
 from weightsmith.tensors import DTYPES, DType, TensorSpec
 
 if TYPE_CHECKING:
@@ -28,11 +31,6 @@ if TYPE_CHECKING:
 
 _HEAD, _EMBEDDING = "lm_head", "embed_tokens.weight"
 """ExLlamaV2's names, which may have a prefix."""
-
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Of Phi-3."""
-
-_GEMMA3_PREFIX = "language_model."
 
 _DERIVED = ("q_perm", "q_group_map")
 """Tensors that the loader computes from others, in case a file has them."""
@@ -106,14 +104,11 @@ def decode_columns(q_weight: npt.NDArray[Any], q_scale: npt.NDArray[Any], parame
     n = q_weight.shape[1]
     assert n % 8 == 0
     assert q_scale.shape == (len(parameters.groups), n // 8)
-    nibbles = q_scale.view(np.uint32)[:, :, None] >> np.arange(0, 32, 4, dtype=np.uint32) & np.uint32(15)
-    squares = (nibbles.reshape(-1, n).astype(np.float32) + 1) ** 2
-    steps = (parameters.tops.astype(np.float32) / 256).astype(np.float16)
-    scales = (squares * steps.astype(np.float32)[:, None]).astype(np.float16)
+    scales = scale_values(parameters.tops, unpack_codes(q_scale))
     out = np.empty((n, 2 * len(parameters.order)), np.uint8)
     bits, rows = (np.array([group[i] for group in parameters.groups], np.int64) for i in (0, 1))
     words = np.ascontiguousarray(q_weight).view(np.uint32)
-    dequantise(words, bits, rows, scales.astype(np.float32), parameters.order, out)
+    dequantise(words, bits, rows, scales, parameters.order, out)
     return out.view(np.float16)
 
 
@@ -214,22 +209,9 @@ class Unprefixed:
         self._stored.close()
 
 
-def _text_model(stored: Tensors, config: Mapping[str, Any]) -> tuple[Tensors, Mapping[str, Any]]:
-    """Gemma 3 as the text model that it was, before `quantisation/exl2/model.py` renamed it."""
-    text = config.get("text_config")
-    if (
-        config.get("architectures") != ["Gemma3ForConditionalGeneration"]
-        or "vision_config" in config
-        or not isinstance(text, Mapping)
-    ):
-        return stored, config
-    if not all(name.startswith(_GEMMA3_PREFIX) for name in stored.specs):
-        return stored, config
-    return Unprefixed(stored, _GEMMA3_PREFIX), {"architectures": ["Gemma3ForCausalLM"], **text}
-
-
 def read(stored: Tensors, config: Config, where: str) -> Wrapped:
-    stored, config = _text_model(stored, config)
+    if (text := text_config(config, stored.specs)) is not None:
+        stored, config = Unprefixed(stored, GEMMA3_PREFIX), text
     modules = {}
     for name in stored.specs:
         if name.endswith(".q_weight"):
@@ -289,7 +271,7 @@ def _joined(modules: Mapping[str, tuple[Module, int]]) -> dict[str, tuple[str, .
     found = {}
     for name in modules:
         head, _, leaf = name.rpartition(".")
-        for whole, leaves in _FUSED.items():
+        for whole, leaves in PHI3.items():
             names = tuple(f"{head}.{each}" for each in leaves)
             if leaf == leaves[0] and all(each in modules for each in names) and len({modules[each][1] for each in names}) == 1:
                 found[f"{head}.{whole}"] = names

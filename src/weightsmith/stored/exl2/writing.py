@@ -30,16 +30,16 @@ from weightsmith.stored.exl2.layout import (
     stored_specs,
     why_illegal,
 )
+from weightsmith.stored.exl2.scales import Floats, Halves, pack_codes, scale_values
+from weightsmith.stored.matrices import SUFFIX, matrix_refusal
 from weightsmith.tensors import TensorSpec
 
-Floats = npt.NDArray[np.float32]
-Halves = npt.NDArray[np.float16]
 Places = npt.NDArray[np.int64]
 Codes = npt.NDArray[np.uint8]
 ScalesOf = Callable[[int, Floats], tuple[Floats, Places]]
 """(number of a group, its rows [r, N']) → scales [s, N'], and which of them each row has."""
 
-_SUFFIX, _UNSORTED = ".weight", " unsorted"
+_UNSORTED = " unsorted"
 _BAND = 1024
 
 GRID = np.linspace(0.70, 1.20, 97)
@@ -103,10 +103,7 @@ def store(shape: tuple[int, int], groups: Groups, order: Places, rounded: Callab
         packed = end
     inverse = np.empty(k, np.int32)
     inverse[order] = np.arange(k, dtype=np.int32)
-    q_scale = np.zeros((len(groups), cols // 8), np.uint32)
-    for place in range(8):
-        q_scale |= nibbles[:, place::8].astype(np.uint32) << np.uint32(4 * place)
-    return Exl2Matrix(words.view(np.int32), q_scale.view(np.int32), tops, np.array(starts, np.int16).ravel(), inverse, n)
+    return Exl2Matrix(words.view(np.int32), pack_codes(nibbles), tops, np.array(starts, np.int16).ravel(), inverse, n)
 
 
 def rows_of(weight: Floats, features: Places, *, half: bool) -> Floats:
@@ -165,12 +162,6 @@ def find_scales(rows: Floats, bits: int, guess: int) -> tuple[npt.NDArray[np.uin
     return which, tops[found], table[found][which], found
 
 
-def scale_values(tops: Halves, codes: npt.NDArray[np.integer]) -> Floats:
-    """float32 [len(tops), …]: the scales of 4-bit codes for each largest scale, in the loader's float16 arithmetic."""
-    steps = (tops.astype(np.float32) / 256).astype(np.float16).astype(np.float32)
-    return (steps[:, None] * (codes.astype(np.float32) + 1) ** 2).astype(np.float16).astype(np.float32)
-
-
 @dataclass(frozen=True, slots=True)
 class Exl2:
     """Matrices `X.weight` → `X.q_weight`, `X.q_scale`, …, all with one setting.
@@ -188,13 +179,7 @@ class Exl2:
 
     def refusal(self, spec: TensorSpec) -> str:
         """Accepts matrices named `….weight` with a multiple of 32 columns."""
-        if not spec.name.endswith(_SUFFIX):
-            return f"its name does not end in {_SUFFIX}"
-        if len(spec.shape) != 2 or not spec.size:
-            return f"its shape is {list(spec.shape)}, not a matrix"
-        if not spec.dtype.floating or spec.dtype.itemsize not in (2, 4):
-            return f"it is {spec.dtype}, not 16-bit or 32-bit floating point"
-        return why_illegal(groups_of(self.params, spec.shape[1]), spec.shape[1])
+        return matrix_refusal(spec) or why_illegal(groups_of(self.params, spec.shape[1]), spec.shape[1])
 
     def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """The five tensors.
@@ -208,7 +193,7 @@ class Exl2:
         if why := self.refusal(spec):
             raise Unsupported(f"tensor {show(spec.name)} cannot be stored as EXL2: {why}")
         n, k = spec.shape
-        return stored_specs(spec.name.removesuffix(_SUFFIX), groups_of(self.params, k), k, n)
+        return stored_specs(spec.name.removesuffix(SUFFIX), groups_of(self.params, k), k, n)
 
     def encode(self, spec: TensorSpec, rows: Rows, first_row: int, outs: Sequence[Bytes], numbers: Rows) -> None:
         """As `Encoding.encode`, for all rows at once. Raises NonFinite."""

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from weightsmith.structure.fused import MIXTRAL
+
 LAYERS = "model.layers."
 
 _ENDS = MappingProxyType({"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"})
@@ -54,8 +56,7 @@ class Family:
     also: tuple[str, ...] = ()
 
 
-_MIXTRAL = {"ffn_gate_exps": "w1", "ffn_down_exps": "w2", "ffn_up_exps": "w3"}
-_MIXTRAL = {there: f"block_sparse_moe.experts.{{}}.{here}" for there, here in _MIXTRAL.items()}
+_MIXTRAL = {f"ffn_{part}_exps": f"block_sparse_moe.experts.{{}}.{MIXTRAL[f'{part}_proj']}" for part in ("gate", "down", "up")}
 _QWEN_EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
 
 FAMILIES = (
