@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,12 @@ from tests.mini import write_checkpoint
 from tests.stored_help import installed
 from weightsmith.errors import UnknownName
 from weightsmith.identity import work_identity
-from weightsmith.stored import NAMES, StoredFormat, broken, find_encoding, formats, installed_code
-from weightsmith.testing import StoredFormatTests
+from weightsmith.stored import NAMES, Encoding, StoredFormat, broken, find_encoding, formats, installed_code
+from weightsmith.testing import EncodingTests, StoredFormatTests
 
 WRITTEN = {each.name: each for each in formats() if each.writes}
+EXL2 = ("exl2 4/g128", "exl2 8@0.05/g32+4@0.95/g64", "exl2 5@0.3/g32+4@0.7/g32 unsorted")
+"""EXL2's encodings have settings, so that there is no list of them."""
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -24,6 +27,20 @@ class TestWrittenFormats(StoredFormatTests):
     @pytest.fixture
     def stored_format(self, name: str) -> StoredFormat:
         return WRITTEN[name]
+
+
+class TestExl2(StoredFormatTests):
+    @pytest.fixture
+    def stored_format(self) -> StoredFormat:
+        (exl2,) = (each for each in formats() if each.name == "exl2")
+        return replace(exl2, unlisted=tuple(map(find_encoding, EXL2)))
+
+
+@pytest.mark.parametrize("name", EXL2)
+class TestExl2Encodings(EncodingTests):
+    @pytest.fixture
+    def encoding(self, name: str) -> Encoding:
+        return find_encoding(name)
 
 
 def test_each_folder_is_a_format() -> None:
