@@ -24,11 +24,11 @@ from weightsmith.quantisation.base import Format
 from weightsmith.quantisation.calibration.plan import CALIBRATION_SETTINGS, NONE, Chain, before_measuring, measuring, unused
 from weightsmith.quantisation.calibration.work import ImportanceWork
 from weightsmith.quantisation.gguf_types import MIXTURES, Mixture, Shape, type_of
+from weightsmith.stored.gguf.blocks import libgguf
 from weightsmith.stored.gguf.config import Config, family_of_config, keys_of_config
 from weightsmith.stored.gguf.families import Family, gguf_place, is_norm, rotated_heads
 from weightsmith.stored.gguf.imatrix import imatrix_bytes, read_imatrix
 from weightsmith.stored.gguf.layout import encode_metadata
-from weightsmith.stored.gguf.reading import libgguf
 from weightsmith.stored.gguf.tokenizer import READ, tokenizer_keys
 from weightsmith.stored.gguf.writing import NEEDS_IMPORTANCES, TYPES, GgufEncoding
 from weightsmith.tensors import DTYPES, TensorSpec

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,15 +24,12 @@ from weightsmith.formats.files import DAMAGED, Extent, Opener, open_local, show
 from weightsmith.formats.hf_folder import Weights, natural_key
 from weightsmith.sources.files import FileTensors, SourceFile, unite
 from weightsmith.sources.kind import FileKind, Index, Opened
+from weightsmith.stored.gguf.blocks import dequantise, from_llama_order, libgguf
 from weightsmith.stored.gguf.config import config_of_keys, family_of_keys
 from weightsmith.stored.gguf.families import Family, hub_name, is_norm, rotated_heads
 from weightsmith.stored.gguf.header import SMALL, GgufHeader, GgufTensor, read_gguf_header
-from weightsmith.stored.gguf.layout import TYPE_IDS
 from weightsmith.stored.gguf.tokenizer import tokenizer_files
 from weightsmith.tensors import DTYPES, DType, TensorSpec
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 SUFFIX = ".gguf"
 CHUNK_ELEMENTS = 1 << 18
@@ -126,28 +123,15 @@ class GgufTensors(FileTensors[StoredBlocks]):
         offset = tensor.offset + first // stored.block * stored.itemsize
         self._files.read(tensor.file, tensor.spec.name, offset, raw.data)
         if stored.block > 1:
-            values: npt.NDArray[Any] = np.empty(count, np.float32)
-            libgguf().dequantize_rows_into_raw(TYPE_IDS[stored.name], raw, values, 1, count)
+            values: npt.NDArray[Any] = dequantise(stored, raw, count)
         elif tensor.shift:
             values = raw.view(stored.numpy).astype(np.float32)
         else:
             values = raw.view(f"u{stored.itemsize}")
-        if tensor.head_rows:
-            values = np.ascontiguousarray(values.reshape(-1, tensor.head_rows // 2, 2, cols).swapaxes(1, 2)).reshape(-1)
+        values = from_llama_order(values, tensor.head_rows, cols)
         if tensor.shift:
             values -= np.float32(tensor.shift)
         return values
-
-
-def libgguf(where: str = "") -> ModuleType:
-    """The package that knows ggml's blocks. Raises Unsupported where it is not installed."""
-    try:
-        import libgguf as found
-    except ImportError:
-        what = "the package libgguf, which encodes and decodes ggml's types of blocks, is not installed"
-        raise Unsupported(what, where=where, fix="install it: pip install 'weightsmith[gguf]'") from None
-    module: ModuleType = found
-    return module
 
 
 def choose(names: Sequence[str], where: str) -> Weights | None:

@@ -15,19 +15,16 @@ minimise the (weighted) square error of a block; they have no such bound.
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from weightsmith.errors import NonFinite, Unsupported
 from weightsmith.formats.files import show
 from weightsmith.stored.base import Bytes, Rows
-from weightsmith.stored.gguf.layout import TYPE_IDS
-from weightsmith.stored.gguf.reading import libgguf
+from weightsmith.stored.gguf.blocks import dequantise, quantise, to_llama_order
 from weightsmith.stored.numbers import maxima_of
 from weightsmith.tensors import BLOCKS, DTYPES, DType, TensorSpec
 
@@ -42,8 +39,6 @@ NEEDS_IMPORTANCES = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS"})
 _LARGEST_SCALE = 65504
 """The largest float16."""
 _NAME = re.compile(r"gguf-([a-z0-9_]+)(?:/([1-9][0-9]{0,5}))?(\+1)?")
-_ready: set[str] = set()
-_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +97,7 @@ class GgufEncoding:
                  of three dimensions, or [cols]; empty: all are equal
         """
         n, cols = rows.shape
-        if self.head_rows:
-            heads = rows.reshape(n // self.head_rows, 2, self.head_rows // 2, cols)
-            rows = np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(n, cols)
+        rows = to_llama_order(rows, self.head_rows)
         if self.shift:
             rows = rows + np.float32(self.shift)
         if self.dtype.block == 1:
@@ -120,7 +113,7 @@ class GgufEncoding:
             weights = numbers.reshape(-1, cols)[matrix % (numbers.size // cols)] if numbers.size else None
             nbytes = cols // self.dtype.block * self.dtype.itemsize
             part, out = rows[done : done + count], outs[0][done * nbytes : (done + count) * nbytes]
-            _quantise(self.dtype, part, out, weights)
+            quantise(self.dtype, part, out, weights)
             _check_finite(self.dtype, spec, part, out)
             done += count
 
@@ -129,24 +122,11 @@ class GgufEncoding:
         return {}
 
 
-def _quantise(dtype: DType, rows: Rows, out: Bytes, importances: npt.NDArray[np.float32] | None) -> None:
-    """Blocks of some rows. The package's tables are made once, by one thread."""
-    found, number = libgguf(), TYPE_IDS[dtype.name]
-    if dtype.name not in _ready:
-        with _lock:
-            ones = np.ones(dtype.block, np.float32)
-            found.quantize_rows_into_raw(number, ones, bytearray(dtype.itemsize), 1, dtype.block, ones)
-            _ready.add(dtype.name)
-    found.quantize_rows_into_raw(number, rows, out, len(rows), rows.shape[1], importances)
-
-
 def _check_finite(dtype: DType, spec: TensorSpec, rows: Rows, out: Bytes) -> None:
     """Raise NonFinite if finite rows have become blocks that are not: scales are float16."""
     if (maxima_of(rows, 1, rows.shape[1]) <= _LARGEST_SCALE).all():
         return
-    values = np.empty(rows.size, np.float32)
-    libgguf().dequantize_rows_into_raw(TYPE_IDS[dtype.name], out, values, 1, rows.size)
-    if np.isfinite(rows).all() and not np.isfinite(values).all():
+    if np.isfinite(rows).all() and not np.isfinite(dequantise(dtype, out, rows.size)).all():
         raise NonFinite(
             f"{float(np.abs(rows).max()):g} is not a number that blocks of {dtype} can hold",
             where=f"output tensor {show(spec.name)}",
