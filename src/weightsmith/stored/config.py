@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from weightsmith.errors import FormatError, Unsupported
+from weightsmith.errors import Finding, FormatError, Unsupported
 from weightsmith.formats.files import show
+from weightsmith.stored.base import Config, Specs
 from weightsmith.tensors import BY_TORCH_NAME, DTYPES, DType, TensorSpec
 
 PLAIN_FIX = "name an unquantised checkpoint of the same model"
@@ -48,6 +49,22 @@ def method_of(config: Mapping[str, Any]) -> str:
     """
     found = [entry.get("quant_method") for _, entry in config_entries(config)]
     return next((method for method in found if isinstance(method, str)), "")
+
+
+def recogniser(codes: Callable[[TensorSpec], bool], *methods: str) -> Callable[[Config, Specs], bool]:
+    """`StoredFormat.recognises`: config.json names one of these methods, and some tensors are its codes, or may be."""
+    return lambda config, specs: method_of(config) in methods and any(map(codes, specs.values()))
+
+
+def ending(suffix: str) -> Callable[[TensorSpec], bool]:
+    """Whether the name of a tensor ends so."""
+    return lambda spec: spec.name.endswith(suffix)
+
+
+def dropped_scales(dropped: Sequence[str], where: str) -> list[Finding]:
+    """A note on stored tensors that are no part of the plain model, if there are any."""
+    what = f"{len(dropped)} scale(s) of activations or of the KV cache are dropped: plain weights have none"
+    return [Finding(what, where, (f"the first is {show(dropped[0])}",))] if dropped else []
 
 
 def quantisation_entry(config: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, Any]]:

@@ -21,7 +21,7 @@ from weightsmith.stored.base import Config, Specs, Wrapped
 from weightsmith.stored.config import (
     DAMAGED_CHECKPOINT,
     PLAIN_FIX,
-    config_entries,
+    dropped_scales,
     plain_dtype,
     quantisation_entry,
     without_entries,
@@ -110,26 +110,26 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class ScaledWeight:
-    """A matrix of codes and its scales.
+    """A matrix of codes and its scales; see `decoded.Weight`.
 
-    name    of the plain tensor: X.weight
-    codes   name of the tensor of codes
-    kind    of the codes, as `kernels.blocks.TABLES` names them
-    shape   of the matrix: rows, cols
-    scale   name of the scales, one for each block: ceil(rows / block[0]) · ceil(cols / block[1]) in row-major order
-    block   (rows, cols) of a block; the last of a row or column may be smaller
-    extent  name of the tensor that holds the shape once more, I64 [2]; "" for none
-    divisor name of the tensor, F32 of one element, by which scales are divided; "" for none
-    zeros   name of the tensor of the code of zero of each block, I32 [ceil(rows · bits / 32), blocks of a row]: the lowest bits
-            of a word are the first row's; "" where the code of zero is 2^(bits - 1). Blocks then have one row
+    spec     of the plain tensor: X.weight
+    codes    name of the tensor of codes
+    kind     of the codes, as `kernels.blocks.TABLES` names them
+    scale    name of the scales, one for each block: ceil(rows / block[0]) · ceil(cols / block[1]) in row-major order
+    block    (rows, cols) of a block; the last of a row or column may be smaller
+    kept_as  config.json's dtype
+    extent   name of the tensor that holds the shape once more, I64 [2]; "" for none
+    divisor  name of the tensor, F32 of one element, by which scales are divided; "" for none
+    zeros    name of the tensor of the code of zero of each block, I32 [ceil(rows · bits / 32), blocks of a row]: the lowest
+             bits of a word are the first row's; "" where the code of zero is 2^(bits - 1). Blocks then have one row
     """
 
-    name: str
+    spec: TensorSpec
     codes: str
     kind: str
-    shape: tuple[int, int]
     scale: str
     block: tuple[int, int]
+    kept_as: DType
     extent: str = ""
     divisor: str = ""
     zeros: str = ""
@@ -140,76 +140,114 @@ class ScaledWeight:
         return int(self.kind[-1])
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        """The names of all stored tensors."""
+    def grid(self) -> tuple[int, int]:
+        """Blocks of a column and of a row."""
+        (rows, cols), (high, wide) = self.spec.shape, self.block
+        return -(-rows // high), -(-cols // wide)
+
+    @property
+    def stored(self) -> tuple[str, ...]:
         return tuple(filter(None, (self.codes, self.scale, self.extent, self.divisor, self.zeros)))
 
+    @property
+    def preferred_rows(self) -> int:
+        """The height of a block, so that no scale is read twice; 1 if one block is the whole matrix."""
+        return self.block[0] if self.block[0] < self.spec.shape[0] else 1
 
-@dataclass(frozen=True, slots=True)
-class ScaledLayout:
-    """How to read a checkpoint with codes and scales as one with plain weights.
+    def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
+        from weightsmith.kernels.blocks import TABLES, dequantise
 
-    weights  every quantised weight, in the order of the specs
-    dropped  tensors that are no part of the plain model: scales of activations and of the KV cache
-    dtype    what a dequantised weight is written as where no dtype is asked for
-    config   config.json of the plain model
-    notes    what the user should know
-    """
+        self._check_extent(stored)
+        cols, (block_rows, block_cols), across = self.spec.shape[1], self.block, self.grid[1]
+        for start in range(0, values.size, CHUNK_ELEMENTS):
+            part, at = values[start : start + CHUNK_ELEMENTS], first + start
+            band, last = at // cols // block_rows, (at + part.size - 1) // cols // block_rows
+            scales = self._scales(stored, band * across, (last + 1) * across)
+            begin, end = at * self.bits // 8, -(-(at + part.size) * self.bits // 8)
+            codes = np.empty(end - begin, np.uint8)
+            stored.read_into(self.codes, begin, codes)
+            if not self.zeros:
+                dequantise(codes, TABLES[self.kind], at, cols, scales, across, block_rows, block_cols, part)
+                continue
+            dequantise(codes, TABLES[self.kind], at, cols, np.ones_like(scales), across, block_rows, block_cols, part)
+            row, col = np.divmod(np.arange(at, at + part.size), cols)
+            block = (row - band) * across + col // block_cols
+            part -= self._zeros(stored, band, last + 1)[block]
+            with np.errstate(all="ignore"):  # NaN and infinities are the caller's to refuse
+                part *= scales[block]
 
-    weights: tuple[ScaledWeight, ...]
-    dropped: tuple[str, ...]
-    dtype: DType
-    config: dict[str, Any]
-    notes: tuple[Finding, ...]
+    def _zeros(self, stored: Tensors, first: int, end: int) -> npt.NDArray[np.float32]:
+        """The values of the codes of zero in rows first … end: float32 [blocks], in row-major order."""
+        from weightsmith.kernels.blocks import TABLES
+
+        bits, across = self.bits, self.grid[1]
+        per_word = 32 // bits
+        words = np.empty((-(-end // per_word) - first // per_word, across), "<u4")
+        stored.read_into(self.zeros, first // per_word * across * 4, words.view(np.uint8).reshape(-1))
+        rows = np.arange(first, end)
+        shifts = (rows % per_word * bits).astype(np.uint32)[:, None]
+        codes = words[rows // per_word - first // per_word] >> shifts & np.uint32((1 << bits) - 1)
+        return np.asarray(TABLES[self.kind][codes.reshape(-1)])
+
+    def _scales(self, stored: Tensors, first: int, end: int) -> npt.NDArray[np.float32]:
+        """Scales first … end, by which the values of the codes are multiplied."""
+        from weightsmith.kernels.codecs import decode
+
+        dtype = stored.specs[self.scale].dtype
+        raw = np.empty((end - first) * dtype.itemsize, np.uint8)
+        stored.read_into(self.scale, first * dtype.itemsize, raw)
+        if dtype.name == "U8":
+            return powers_of_two(raw)
+        scales = np.empty(end - first, np.float32)
+        decode(raw, dtype.code, 0, scales.size, scales)
+        if self.divisor:
+            with np.errstate(all="ignore"):
+                scales /= read(stored, self.divisor).reshape(-1)[0]
+        return scales
+
+    def _check_extent(self, stored: Tensors) -> None:
+        """Raise FormatError if the stored shape is not that of the codes."""
+        if self.extent:
+            shape = read(stored, self.extent).tolist()
+            if shape != list(self.spec.shape):
+                what = f"{self.extent} is {shape}, and the codes are for {list(self.spec.shape)}"
+                raise FormatError(what, fix=DAMAGED)
 
 
 ReadEntry = Callable[[Mapping[str, Any], str, str], tuple[Sequence[Scheme], Sequence[Finding]]]
 
 
-def names_codes(method: str) -> Callable[[Config, Specs], bool]:
-    """`StoredFormat.recognises`: config.json names the method, and some tensors may be codes, or something else."""
-
-    def recognises(config: Config, specs: Specs) -> bool:
-        named = any(entry.get("quant_method") == method for _, entry in config_entries(config))
-        return named and any(is_codes(spec) for spec in specs.values())
-
-    return recognises
-
-
 def read_scaled(read_entry: ReadEntry) -> Callable[[Tensors, Config, str], Wrapped]:
-    """`StoredFormat.read`, as `scaled_layout`."""
+    """`StoredFormat.read`.
 
-    def read_all(stored: Tensors, config: Config, where: str) -> Wrapped:
-        layout = scaled_layout(config, stored.specs, where, read_entry)
-        return Wrapped(dequantised(stored, layout, where), layout.config, layout.notes)
+    read_entry  (the entry in config.json, its place, the model) → how weights are stored, and what the user should know
 
-    return read_all
-
-
-def scaled_layout(config: Config, specs: Specs, where: str, read_entry: ReadEntry) -> ScaledLayout:
-    """The quantised weights of a checkpoint.
-
-    config      config.json, with an entry on quantisation
-    specs       all tensors by name
-    where       the model or its config.json, for messages
-    read_entry  (the entry, its place, where) → how weights are stored, and what the user should know. Raises as this
-
-    Raises Unsupported for any other quantisation, with what is not read; FormatError when tensors and config.json contradict
-    each other: no scale, a scale of another shape, a scale without its weight.
+    Raises what `read_entry` raises; Unsupported for tensors that are not read; FormatError when tensors and config.json
+    contradict each other: no scale, a scale of another shape, a scale without its weight.
     """
-    place, entry = quantisation_entry(config, where)
-    schemes, notes = read_entry(entry, f"{place} in config.json", where)
-    weights = tuple(_weight(spec, specs, schemes, where) for spec in specs.values() if is_codes(spec))
+
+    def read_model(stored: Tensors, config: Config, where: str) -> Wrapped:
+        place, entry = quantisation_entry(config, where)
+        schemes, notes = read_entry(entry, f"{place} in config.json", where)
+        return _read(stored, schemes, notes, config, f"{place} in config.json", where)
+
+    return read_model
+
+
+def _read(
+    stored: Tensors, schemes: Sequence[Scheme], notes: Sequence[Finding], config: Config, place: str, where: str
+) -> Wrapped:
+    specs, dtype = stored.specs, plain_dtype(config)
+    weights = [_weight(spec, specs, schemes, dtype, where) for spec in specs.values() if is_codes(spec)]
     if not weights:
         wanted = " or ".join(dict.fromkeys(scheme.codes for scheme in schemes))
-        what = f"{place} in config.json says that the weights are quantised, and no tensor is {wanted}"
-        raise FormatError(what, where=where, fix=f"Remove {place} from config.json, if the weights are plain numbers.")
+        what = f"{place} says that the weights are quantised, and no tensor is {wanted}"
+        raise FormatError(what, where=where, fix=f"Remove {place.replace(' in ', ' from ')}, if the weights are plain numbers.")
     _check_others(specs, weights, where)
-    dropped = tuple(name for name in specs if name.rpartition(".")[2] in _UNUSED)
-    if dropped:
-        what = f"{len(dropped)} scale(s) of activations or of the KV cache are dropped: plain weights have none"
-        notes = [*notes, Finding(what, where, (f"the first is {show(dropped[0])}",))]
-    return ScaledLayout(weights, dropped, plain_dtype(config), without_entries(config), tuple(notes))
+    dropped = [name for name in specs if name.rpartition(".")[2] in _UNUSED]
+    return Wrapped(
+        DecodedTensors(stored, weights, dropped, where), without_entries(config), (*notes, *dropped_scales(dropped, where))
+    )
 
 
 def is_codes(spec: TensorSpec) -> bool:
@@ -225,7 +263,7 @@ def read_block(value: object, key: str, where: str) -> Structure:
     raise FormatError(f"{show(key)} is {show(value)}, not two positive integers", where=where, fix=DAMAGED_CHECKPOINT)
 
 
-def _weight(spec: TensorSpec, specs: Mapping[str, TensorSpec], schemes: Sequence[Scheme], where: str) -> ScaledWeight:
+def _weight(spec: TensorSpec, specs: Specs, schemes: Sequence[Scheme], dtype: DType, where: str) -> ScaledWeight:
     packed = spec.name.endswith(_PACKED)
     name = spec.name.removesuffix(PACKED) if packed else spec.name
     fitting = [scheme for scheme in schemes if (scheme.packed, scheme.codes) == (packed, spec.dtype.name)]
@@ -243,13 +281,10 @@ def _weight(spec: TensorSpec, specs: Mapping[str, TensorSpec], schemes: Sequence
     dtypes = tuple(dict.fromkeys(dtype for scheme in fitting for dtype in scheme.scales))
     if scale.dtype.name not in dtypes:
         raise unsupported(f"scale {show(scale.name)} is {scale.dtype}, and only {', '.join(dtypes)} are read", where)
-    candidates: dict[ScaledWeight, tuple[int, int]] = {}
-    for scheme in fitting:
-        made = _described(name, spec, scale, scheme)
-        candidates[made] = -(-made.shape[0] // made.block[0]), -(-made.shape[1] // made.block[1])
-    found = [made for made, grid in candidates.items() if scale.shape in _spellings(grid)]
+    candidates = dict.fromkeys(_described(name, spec, scale.name, scheme, dtype) for scheme in fitting)
+    found = [made for made in candidates if scale.shape in _spellings(made.grid)]
     if len(found) != 1:
-        grids = " or ".join(str(list(grid)) for grid in dict.fromkeys(candidates.values()))
+        grids = " or ".join(str(list(grid)) for grid in dict.fromkeys(made.grid for made in candidates))
         problem = f"and its blocks need {grids or 'none'}"
         if found:
             problem = f"which fits blocks of {[made.block for made in found]}"
@@ -257,14 +292,12 @@ def _weight(spec: TensorSpec, specs: Mapping[str, TensorSpec], schemes: Sequence
         raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
     _check_part(found[0].extent, "I64", [(2,)], specs, spec, where)
     _check_part(found[0].divisor, "F32", [(1,), ()], specs, spec, where)
-    words, across = -(-found[0].shape[0] * found[0].bits // 32), -(-found[0].shape[1] // found[0].block[1])
-    _check_part(found[0].zeros, "I32", [(words, across)], specs, spec, where)
+    words = -(-found[0].spec.shape[0] * found[0].bits // 32)
+    _check_part(found[0].zeros, "I32", [(words, found[0].grid[1])], specs, spec, where)
     return found[0]
 
 
-def _check_part(
-    name: str, dtype: str, shapes: Sequence[tuple[int, ...]], specs: Mapping[str, TensorSpec], codes: TensorSpec, where: str
-) -> None:
+def _check_part(name: str, dtype: str, shapes: Sequence[tuple[int, ...]], specs: Specs, codes: TensorSpec, where: str) -> None:
     """Raise FormatError if a tensor that belongs to codes is missing, or is another kind of tensor. name: "" for none."""
     part = specs.get(name)
     if not name or (part is not None and part.dtype.name == dtype and part.shape in shapes):
@@ -274,18 +307,18 @@ def _check_part(
     raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
 
 
-def _described(name: str, spec: TensorSpec, scale: TensorSpec, scheme: Scheme) -> ScaledWeight:
+def _described(name: str, spec: TensorSpec, scale: str, scheme: Scheme, dtype: DType) -> ScaledWeight:
     """A weight as a scheme describes it; whether the scales fit is for the caller to check."""
     rows, cols = spec.shape
     if scheme.packed:
         cols = cols * spec.dtype.itemsize * 8 // scheme.bits
     return ScaledWeight(
-        name,
+        TensorSpec(name, F32, (rows, cols)),
         spec.name,
         scheme.kind,
-        (rows, cols),
-        scale.name,
+        scale,
         scheme.block_of(rows, cols),  # which makes different names of the same block equal
+        dtype,
         name + SHAPE if scheme.shaped else "",
         name + DIVISOR if scheme.divided else "",
         name + ZEROS if scheme.zeroed else "",
@@ -297,9 +330,9 @@ def _spellings(grid: tuple[int, int]) -> list[tuple[int, ...]]:
     return [grid, *([grid[:1]] if grid[1] == 1 else []), *([()] if grid == (1, 1) else [])]
 
 
-def _check_others(specs: Mapping[str, TensorSpec], weights: Sequence[ScaledWeight], where: str) -> None:
+def _check_others(specs: Specs, weights: Sequence[ScaledWeight], where: str) -> None:
     """Nothing else in the checkpoint may be part of a quantised weight."""
-    used = {name for weight in weights for name in weight.parts}
+    used = {name for weight in weights for name in weight.stored}
     for name in specs:
         if name in used:
             continue
@@ -314,95 +347,3 @@ def _check_others(specs: Mapping[str, TensorSpec], weights: Sequence[ScaledWeigh
 
 def unsupported(what: str, where: str) -> Unsupported:
     return Unsupported(what, where=where, fix=PLAIN_FIX)
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledMatrix:
-    """One weight.
-
-    layout   which tensors it is stored in, and what each scale is for
-    kept_as  config.json's dtype
-    """
-
-    layout: ScaledWeight
-    kept_as: DType
-
-    @property
-    def spec(self) -> TensorSpec:
-        return TensorSpec(self.layout.name, F32, self.layout.shape)
-
-    @property
-    def stored(self) -> tuple[str, ...]:
-        return self.layout.parts
-
-    @property
-    def preferred_rows(self) -> int:
-        """The height of a block, so that no scale is read twice; 1 if one block is the whole matrix."""
-        height = self.layout.block[0]
-        return height if height < self.layout.shape[0] else 1
-
-    def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
-        from weightsmith.kernels.blocks import TABLES, dequantise
-
-        weight = self.layout
-        self._check_extent(stored)
-        cols, (block_rows, block_cols) = weight.shape[1], weight.block
-        across = -(-cols // block_cols)
-        for start in range(0, values.size, CHUNK_ELEMENTS):
-            part, at = values[start : start + CHUNK_ELEMENTS], first + start
-            band, last = at // cols // block_rows, (at + part.size - 1) // cols // block_rows
-            scales = self._scales(stored, band * across, (last + 1) * across)
-            begin, end = at * weight.bits // 8, -(-(at + part.size) * weight.bits // 8)
-            codes = np.empty(end - begin, np.uint8)
-            stored.read_into(weight.codes, begin, codes)
-            if not weight.zeros:
-                dequantise(codes, TABLES[weight.kind], at, cols, scales, across, block_rows, block_cols, part)
-                continue
-            dequantise(codes, TABLES[weight.kind], at, cols, np.ones_like(scales), across, block_rows, block_cols, part)
-            row, col = np.divmod(np.arange(at, at + part.size), cols)
-            block = (row - band) * across + col // block_cols
-            part -= self._zeros(stored, band, last + 1)[block]
-            with np.errstate(all="ignore"):  # NaN and infinities are the caller's to refuse
-                part *= scales[block]
-
-    def _zeros(self, stored: Tensors, first: int, end: int) -> npt.NDArray[np.float32]:
-        """The values of the codes of zero in rows first … end: float32 [blocks], in row-major order."""
-        from weightsmith.kernels.blocks import TABLES
-
-        weight, bits = self.layout, self.layout.bits
-        per_word, across = 32 // bits, stored.specs[weight.zeros].shape[1]
-        words = np.empty((-(-end // per_word) - first // per_word, across), "<u4")
-        stored.read_into(weight.zeros, first // per_word * across * 4, words.view(np.uint8).reshape(-1))
-        rows = np.arange(first, end)
-        shifts = (rows % per_word * bits).astype(np.uint32)[:, None]
-        codes = words[rows // per_word - first // per_word] >> shifts & np.uint32((1 << bits) - 1)
-        return np.asarray(TABLES[weight.kind][codes.reshape(-1)])
-
-    def _scales(self, stored: Tensors, first: int, end: int) -> npt.NDArray[np.float32]:
-        """Scales first … end, by which the values of the codes are multiplied."""
-        from weightsmith.kernels.codecs import decode
-
-        dtype = stored.specs[self.layout.scale].dtype
-        raw = np.empty((end - first) * dtype.itemsize, np.uint8)
-        stored.read_into(self.layout.scale, first * dtype.itemsize, raw)
-        if dtype.name == "U8":
-            return powers_of_two(raw)
-        scales = np.empty(end - first, np.float32)
-        decode(raw, dtype.code, 0, scales.size, scales)
-        if self.layout.divisor:
-            with np.errstate(all="ignore"):
-                scales /= read(stored, self.layout.divisor).reshape(-1)[0]
-        return scales
-
-    def _check_extent(self, stored: Tensors) -> None:
-        """Raise FormatError if the stored shape is not that of the codes."""
-        if self.layout.extent:
-            shape = read(stored, self.layout.extent).tolist()
-            if shape != list(self.layout.shape):
-                what = f"{self.layout.extent} is {shape}, and the codes are for {list(self.layout.shape)}"
-                raise FormatError(what, fix=DAMAGED)
-
-
-def dequantised(stored: Tensors, layout: ScaledLayout, where: str) -> DecodedTensors:
-    """The plain model that `scaled_layout` has found in the specs of `stored`."""
-    return DecodedTensors(stored, [ScaledMatrix(weight, layout.dtype) for weight in layout.weights], layout.dropped, where)

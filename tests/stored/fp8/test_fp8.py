@@ -28,7 +28,9 @@ from weightsmith.planner import prepare
 from weightsmith.planner.reopen import reopen
 from weightsmith.sources import Tensors
 from weightsmith.stored import compressed_tensors, fp8
-from weightsmith.stored.scaled import CHUNK_ELEMENTS, ScaledLayout, dequantised, scaled_layout
+from weightsmith.stored.base import Wrapped
+from weightsmith.stored.decoded import DecodedTensors
+from weightsmith.stored.scaled import CHUNK_ELEMENTS, ScaledWeight
 from weightsmith.tensors import DType, TensorSpec
 from weightsmith.testing import SourceCase, SourceTests
 
@@ -97,15 +99,23 @@ def scales_of(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return np.asarray(np.random.default_rng(7).standard_normal(shape) * 0.01).astype(dtype)
 
 
-READERS = {"fp8": fp8.read_entry, "compressed-tensors": compressed_tensors.read_entry}
+FORMATS = {"fp8": fp8.FORMAT, "compressed-tensors": compressed_tensors.FORMAT}
 
 
-def layout_of(entry: Mapping[str, Any], arrays: Mapping[str, np.ndarray], **more: Any) -> ScaledLayout:
-    return scaled_layout(config_of(entry, **more), Stored(arrays).specs, "m", READERS[entry["quant_method"]])
+def wrapped(entry: Mapping[str, Any], stored: Any, **more: Any) -> Wrapped:
+    """stored: a source, or arrays by name."""
+    source = Stored(stored) if isinstance(stored, dict) else stored
+    return FORMATS[entry["quant_method"]].read(source, config_of(entry, **more), "m")
+
+
+def weights_of(entry: Mapping[str, Any], arrays: Mapping[str, np.ndarray], **more: Any) -> list[ScaledWeight]:
+    source = wrapped(entry, arrays, **more).source
+    assert isinstance(source, DecodedTensors)
+    return [weight for weight in source._weights.values() if isinstance(weight, ScaledWeight)]
 
 
 def source_of(entry: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Tensors:
-    return dequantised(Stored(arrays), layout_of(entry, arrays), "m")
+    return wrapped(entry, arrays).source
 
 
 def read(source: Tensors, name: str, start: int = 0, n: int | None = None) -> np.ndarray:
@@ -152,7 +162,7 @@ def test_a_dequantised_weight_is_its_codes_times_the_scales(case: str, dtype: An
     codes, scales = codes_of(*shape), scales_of(*grid, dtype=dtype)
     arrays = {"q.weight": codes, f"q.{suffix}": scales}
     source: Tensors = source_of(entry, arrays)
-    assert layout_of(entry, arrays).weights[0].block == block
+    assert weights_of(entry, arrays)[0].block == block
     assert {name: str(spec) for name, spec in source.specs.items()} == {"q.weight": f"q.weight {list(shape)} F32"}
     full = scales.reshape(-(-shape[0] // block[0]), -(-shape[1] // block[1]))
     found = read(source, "q.weight").view(np.float32).reshape(shape)
@@ -193,7 +203,7 @@ def test_memory_of_a_read_does_not_grow_with_the_tensor() -> None:
 
 def test_what_is_not_fp8_is_the_other_sources() -> None:
     stored = Stored(BLOCK_ARRAYS)
-    source: Tensors = dequantised(stored, layout_of(DEEPSEEK, BLOCK_ARRAYS), "m")
+    source: Tensors = wrapped(DEEPSEEK, stored).source
     assert list(source.specs) == ["norm.weight", "q.weight"]
     assert read(source, "norm.weight", 2, 6).tobytes() == BLOCK_ARRAYS["norm.weight"].tobytes()[2:8]
     assert (source.location("norm.weight"), source.location("q.weight")) == ((3, 0), None)
@@ -214,18 +224,17 @@ def test_rows_are_read_singly_where_blocks_are_not_tall(case: str) -> None:
 
 def test_identity_and_state_follow_the_other_source_and_the_blocks() -> None:
     arrays = {"q.weight": codes_of(64, 64), "q.weight_scale": scales_of(2, 2)}
-    by_32 = layout_of(compressed("block", block_structure=[32, 32]), arrays)
-    by_40 = layout_of(compressed("block", block_structure=[40, 40]), arrays)
+    by_32, by_40 = (compressed("block", block_structure=[side, side]) for side in (32, 40))
     stored, changed = Stored(arrays), Stored(arrays)
     changed.identity, changed.state = "other", "later"
     sources = [
-        dequantised(stored, by_32, "m"),
-        dequantised(stored, by_40, "m"),
-        dequantised(changed, by_32, "m"),
+        wrapped(by_32, stored).source,
+        wrapped(by_40, stored).source,
+        wrapped(by_32, changed).source,
     ]
     assert len({source.identity for source in sources} | {"who"}) == 4
     assert len({source.state for source in sources} | {"when"}) == 4
-    assert dequantised(Stored(arrays), by_32, "m").identity == sources[0].identity
+    assert wrapped(by_32, Stored(arrays)).source.identity == sources[0].identity
 
 
 def test_reads_out_of_bounds_and_of_unknown_tensors() -> None:
@@ -253,7 +262,7 @@ def test_nan_codes_and_scales_come_out_as_nan() -> None:
 
 
 def test_the_config_of_the_plain_model_and_the_dtype_it_is_written_as() -> None:
-    found = layout_of(DEEPSEEK, BLOCK_ARRAYS, text_config={"quantization_config": DEEPSEEK, "dtype": "float16", "layers": 2})
+    found = wrapped(DEEPSEEK, BLOCK_ARRAYS, text_config={"quantization_config": DEEPSEEK, "dtype": "float16", "layers": 2})
     assert found.config == {"hidden_size": 8, "dtype": "bfloat16", "text_config": {"dtype": "float16", "layers": 2}}
     assert found.notes == ()
     for config, dtype in (
@@ -264,7 +273,7 @@ def test_the_config_of_the_plain_model_and_the_dtype_it_is_written_as() -> None:
         ({"dtype": ["float16"]}, "BF16"),
         ({"dtype": None}, "BF16"),
     ):
-        assert layout_of(DEEPSEEK, BLOCK_ARRAYS, **config).dtype.name == dtype
+        assert weights_of(DEEPSEEK, BLOCK_ARRAYS, **config)[0].kept_as.name == dtype
 
 
 def test_scales_of_activations_and_of_the_kv_cache_are_dropped_with_a_note() -> None:
@@ -277,9 +286,8 @@ def test_scales_of_activations_and_of_the_kv_cache_are_dropped_with_a_note() -> 
         "attn.k_scale": one,
         "norm.weight": one,
     }
-    found = layout_of(entry, arrays)
-    assert found.dropped == ("attn.k_proj.input_scale", "attn.k_scale")
-    assert list(dequantised(Stored(arrays), found, "m").specs) == ["attn.k_proj.weight", "norm.weight"]
+    found = wrapped(entry, arrays)
+    assert list(found.source.specs) == ["attn.k_proj.weight", "norm.weight"]
     text = "\n".join(map(str, found.notes))
     assert "KV cache's quantisation is dropped" in text
     assert "2 scale(s) of activations or of the KV cache are dropped" in text
@@ -299,7 +307,7 @@ def test_groups_may_have_different_structures() -> None:
         "b.weight": codes_of(9, 8),
         "b.weight_scale": scales_of(3, 2),
     }
-    assert [weight.block for weight in layout_of(entry, arrays).weights] == [(1, 8), (4, 4)]
+    assert [weight.block for weight in weights_of(entry, arrays)] == [(1, 8), (4, 4)]
 
 
 def changed(entry: Mapping[str, Any], path: str, value: object) -> dict[str, Any]:
@@ -339,14 +347,14 @@ _W = "config_groups/FP8/weights"
 )
 def test_other_quantisations_are_refused_by_name(entry: dict[str, Any], message: str) -> None:
     with pytest.raises(Unsupported) as caught:
-        layout_of(entry, BLOCK_ARRAYS)
+        wrapped(entry, BLOCK_ARRAYS)
     assert message in str(caught.value)
     assert "unquantised checkpoint" in str(caught.value)
 
 
 def test_two_entries_that_differ_are_refused() -> None:
     with pytest.raises(Unsupported, match=r"quantization_config and text_config\.quantization_config .* different"):
-        layout_of(DEEPSEEK, BLOCK_ARRAYS, text_config={"quantization_config": CHANNEL})
+        wrapped(DEEPSEEK, BLOCK_ARRAYS, text_config={"quantization_config": CHANNEL})
 
 
 @pytest.mark.parametrize(
@@ -354,13 +362,13 @@ def test_two_entries_that_differ_are_refused() -> None:
 )
 def test_block_sizes_are_two_positive_integers(block: object) -> None:
     with pytest.raises(FormatError, match="not two positive integers"):
-        layout_of(DEEPSEEK | {"weight_block_size": block}, BLOCK_ARRAYS)
+        wrapped(DEEPSEEK | {"weight_block_size": block}, BLOCK_ARRAYS)
 
 
 def test_huge_blocks_are_the_matrix() -> None:
     arrays = {"q.weight": codes_of(6, 5), "q.weight_scale_inv": scales_of(1, 1)}
     entry = DEEPSEEK | {"weight_block_size": [10**30, 2**63]}
-    assert layout_of(entry, arrays).weights[0].block == (6, 5)
+    assert weights_of(entry, arrays)[0].block == (6, 5)
     found = read(source_of(entry, arrays), "q.weight").view(np.float32).reshape(6, 5)
     np.testing.assert_array_equal(found, exact(arrays["q.weight"], arrays["q.weight_scale_inv"], 6, 5))
 
@@ -397,17 +405,17 @@ def test_an_empty_matrix_has_no_scales() -> None:
 )
 def test_tensors_that_do_not_fit_are_errors(arrays: dict[str, np.ndarray], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
-        layout_of(DEEPSEEK, arrays)
+        wrapped(DEEPSEEK, arrays)
 
 
 def test_a_scale_that_fits_two_structures_is_an_error() -> None:
     entry = compressed("block", block_structure=[4, 4])
     entry["config_groups"]["other"] = compressed("block", block_structure=[5, 4])["config_groups"]["FP8"]
     arrays = {"a.weight": codes_of(9, 8), "a.weight_scale": scales_of(2, 2)}  # 9 rows: three blocks of 4, two of 5
-    assert layout_of(entry, arrays).weights[0].block == (5, 4)
+    assert weights_of(entry, arrays)[0].block == (5, 4)
     arrays = {"a.weight": codes_of(8, 8), "a.weight_scale": scales_of(2, 2)}
     with pytest.raises(FormatError, match=r"fits blocks of \[\(4, 4\), \(5, 4\)\]"):
-        layout_of(entry, arrays)
+        wrapped(entry, arrays)
 
 
 # --- other programs --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ A weight is (code - zero) · scale. The layouts of other kernels (gemv, gemv_fas
 
 from __future__ import annotations
 
-from weightsmith.stored.awq.reading import read, recognises
+from weightsmith.stored.awq.reading import read
 from weightsmith.stored.base import StoredFormat
+from weightsmith.stored.config import ending, recogniser
 
-FORMAT = StoredFormat("awq", "AWQ", recognises, read)
+FORMAT = StoredFormat("awq", "AWQ", recogniser(ending(".qweight"), "awq"), read)

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith.sources.base import Tensors
-from weightsmith.stored.base import Config, Specs, Wrapped
-from weightsmith.stored.config import group_size_of, method_of, part_of, plain_dtype, quantisation_entry, setting
+from weightsmith.stored.base import Config, Wrapped
+from weightsmith.stored.config import group_size_of, part_of, plain_dtype, quantisation_entry, setting
 from weightsmith.stored.decoded import F32, Band, Weight, decode_transposed, decoded, read_columns, transposed_rows
 from weightsmith.tensors import DType, TensorSpec
 
@@ -56,10 +56,6 @@ class AwqWeight:
         codes = np.empty((rows, outputs.stop - outputs.start), np.uint8)
         unpack_nibbles(words.reshape(-1), _ORDER, codes.reshape(-1))
         return codes
-
-
-def recognises(config: Config, specs: Specs) -> bool:
-    return method_of(config) == "awq" and any(name.endswith(".qweight") for name in specs)
 
 
 def read(stored: Tensors, config: Config, where: str) -> Wrapped:

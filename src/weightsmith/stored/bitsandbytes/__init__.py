@@ -13,12 +13,13 @@ The JSON of 4-bit weights is tensor data, and the shapes are nowhere else, so it
 from __future__ import annotations
 
 from weightsmith.stored.base import StoredFormat, labelled
-from weightsmith.stored.bitsandbytes.reading import read, recognises
+from weightsmith.stored.bitsandbytes.reading import is_state, read
+from weightsmith.stored.config import recogniser
 
 FORMAT = StoredFormat(
     "bitsandbytes",
     "bitsandbytes",
-    recognises,
+    recogniser(is_state, "bitsandbytes"),
     read,
     {".absmax": labelled("bitsandbytes 4-bit"), ".SCB": labelled("bitsandbytes int8")},
 )

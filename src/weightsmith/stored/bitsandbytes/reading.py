@@ -14,8 +14,8 @@ from weightsmith.errors import CheckpointError, FormatError, Unsupported
 from weightsmith.formats.files import show
 from weightsmith.formats.strict_json import parse_object
 from weightsmith.sources.base import Tensors
-from weightsmith.stored.base import Config, Specs, Wrapped
-from weightsmith.stored.config import DAMAGED_CHECKPOINT, PLAIN_FIX, method_of, part_of, plain_dtype, quantisation_entry
+from weightsmith.stored.base import Config, Wrapped
+from weightsmith.stored.config import DAMAGED_CHECKPOINT, PLAIN_FIX, part_of, plain_dtype, quantisation_entry
 from weightsmith.stored.decoded import F32, Weight, decoded, read_all
 from weightsmith.tensors import BY_TORCH_NAME, DTYPES, DType, TensorSpec
 
@@ -103,8 +103,9 @@ class EightBit:
             part *= _INT8_STEP
 
 
-def recognises(config: Config, specs: Specs) -> bool:
-    return method_of(config) == "bitsandbytes" and any(_STATE in name or name.endswith(".SCB") for name in specs)
+def is_state(spec: TensorSpec) -> bool:
+    """Whether a tensor describes a weight."""
+    return _STATE in spec.name or spec.name.endswith(".SCB")
 
 
 def read(stored: Tensors, config: Config, where: str) -> Wrapped:

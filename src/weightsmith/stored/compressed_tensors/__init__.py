@@ -14,7 +14,8 @@ from weightsmith.stored.compressed_tensors.config import METHOD, read_entry
 from weightsmith.stored.compressed_tensors.float4 import MXFP4, NVFP4
 from weightsmith.stored.compressed_tensors.float8 import BLOCK, DYNAMIC
 from weightsmith.stored.compressed_tensors.integers import INT8, packed
-from weightsmith.stored.scaled import TITLE, names_codes, read_scaled
+from weightsmith.stored.config import recogniser
+from weightsmith.stored.scaled import TITLE, is_codes, read_scaled
 
 _ENGINES = "transformers, vLLM, SGLang"
 _NOT_LOADED = "transformers 5.23 does not load experts stored as"
@@ -30,7 +31,7 @@ def _scaled(name: str, specs: Specs) -> str:
 FORMAT = StoredFormat(
     "compressed_tensors",
     TITLE,
-    names_codes(METHOD),
+    recogniser(is_codes, METHOD),
     read_scaled(read_entry),
     {".weight_packed": labelled("compressed-tensors"), ".weight_scale": _scaled},
     writes=(

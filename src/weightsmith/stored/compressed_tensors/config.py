@@ -25,7 +25,7 @@ METHOD = "compressed-tensors"
 
 
 def read_entry(entry: Mapping[str, Any], place: str, where: str) -> tuple[list[Scheme], list[Finding]]:
-    """How weights are stored, from the entry in config.json; see `scaled.scaled_layout`."""
+    """How weights are stored, from the entry in config.json; see `scaled.read_scaled`."""
     status = entry.get("quantization_status", "compressed")
     if status not in ("compressed", "frozen"):  # older releases say frozen of codes too
         raise unsupported(f"compressed-tensors weights with quantization_status {show(status)} are not read", where)

@@ -12,6 +12,7 @@ follows from the sizes in config.json.
 from __future__ import annotations
 
 from weightsmith.stored.base import StoredFormat, labelled
-from weightsmith.stored.exl3.reading import read, recognises
+from weightsmith.stored.config import ending, recogniser
+from weightsmith.stored.exl3.reading import read
 
-FORMAT = StoredFormat("exl3", "EXL3", recognises, read, {".trellis": labelled("EXL3")})
+FORMAT = StoredFormat("exl3", "EXL3", recogniser(ending(".trellis"), "exl3"), read, {".trellis": labelled("EXL3")})

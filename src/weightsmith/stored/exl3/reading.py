@@ -13,8 +13,8 @@ import numpy.typing as npt
 from weightsmith.errors import FormatError, Unsupported
 from weightsmith.formats.files import show
 from weightsmith.sources.base import Tensors
-from weightsmith.stored.base import Config, Specs, Wrapped
-from weightsmith.stored.config import DAMAGED_CHECKPOINT, PLAIN_FIX, method_of, part_of, plain_dtype, quantisation_entry
+from weightsmith.stored.base import Config, Wrapped
+from weightsmith.stored.config import DAMAGED_CHECKPOINT, PLAIN_FIX, part_of, plain_dtype, quantisation_entry
 from weightsmith.stored.decoded import F32, Weight, decoded, read_all, read_columns
 from weightsmith.tensors import DTYPES, DType, TensorSpec
 
@@ -102,10 +102,6 @@ def _table(codebook: str) -> npt.NDArray[np.float32]:
     x = x & np.uint32(0x8FFF8FFF) ^ np.uint32(0x3B603B60)
     low, high = ((x >> shift & 0xFFFF).astype(np.uint16).view(np.float16) for shift in (0, 16))
     return (low + high).astype(np.float32)
-
-
-def recognises(config: Config, specs: Specs) -> bool:
-    return method_of(config) == "exl3" and any(name.endswith(".trellis") for name in specs)
 
 
 def read(stored: Tensors, config: Config, where: str) -> Wrapped:

@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from weightsmith.errors import Finding
 from weightsmith.formats.files import show
 from weightsmith.stored.base import StoredFormat, labelled
-from weightsmith.stored.scaled import TENSOR, TITLE, Scheme, names_codes, read_block, read_scaled, unsupported
+from weightsmith.stored.config import recogniser
+from weightsmith.stored.scaled import TENSOR, TITLE, Scheme, is_codes, read_block, read_scaled, unsupported
 
 METHOD = "fp8"
 
 
-def read_entry(entry: Mapping[str, Any], place: str, where: str) -> tuple[list[Scheme], list[Any]]:
-    """How weights are stored, from the entry in config.json; see `scaled.scaled_layout`."""
+def read_entry(entry: Mapping[str, Any], place: str, where: str) -> tuple[list[Scheme], list[Finding]]:
+    """How weights are stored, from the entry in config.json; see `scaled.read_scaled`."""
     for key, values in {"fmt": ("e4m3", None), "expert_dtype": ("fp8", None)}.items():
         if entry.get(key) not in values:
             raise unsupported(f"fp8 weights with {key} {show(entry[key])} are not read, only {show(values[0])}", where)
@@ -28,5 +30,5 @@ def read_entry(entry: Mapping[str, Any], place: str, where: str) -> tuple[list[S
 
 
 FORMAT = StoredFormat(
-    "fp8", TITLE, names_codes(METHOD), read_scaled(read_entry), {".weight_scale_inv": labelled("fp8 in blocks")}
+    "fp8", TITLE, recogniser(is_codes, METHOD), read_scaled(read_entry), {".weight_scale_inv": labelled("fp8 in blocks")}
 )

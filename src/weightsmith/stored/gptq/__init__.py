@@ -13,6 +13,7 @@ The groups of a model with `desc_act` are not in order, so it must have g_idx.
 from __future__ import annotations
 
 from weightsmith.stored.base import StoredFormat, labelled
-from weightsmith.stored.gptq.reading import read, recognises
+from weightsmith.stored.config import ending, recogniser
+from weightsmith.stored.gptq.reading import read
 
-FORMAT = StoredFormat("gptq", "GPTQ", recognises, read, {".qweight": labelled("GPTQ or AWQ")})
+FORMAT = StoredFormat("gptq", "GPTQ", recogniser(ending(".qweight"), "gptq"), read, {".qweight": labelled("GPTQ or AWQ")})

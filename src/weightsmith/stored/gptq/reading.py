@@ -12,12 +12,11 @@ import numpy.typing as npt
 from weightsmith.errors import FormatError, Unsupported
 from weightsmith.formats.files import show
 from weightsmith.sources.base import Tensors
-from weightsmith.stored.base import Config, Specs, Wrapped
+from weightsmith.stored.base import Config, Wrapped
 from weightsmith.stored.config import (
     DAMAGED_CHECKPOINT,
     PLAIN_FIX,
     group_size_of,
-    method_of,
     part_of,
     plain_dtype,
     quantisation_entry,
@@ -101,10 +100,6 @@ class GptqWeight:
         if self.zero_minus and bits not in _ONES:
             zeros = (zeros + np.uint8(1)) & np.uint8((1 << bits) - 1)
         return codes, zeros, read_columns(stored, scales, width, slice(0, self.groups), outputs).astype(np.float32)
-
-
-def recognises(config: Config, specs: Specs) -> bool:
-    return method_of(config) == "gptq" and any(name.endswith(".qweight") for name in specs)
 
 
 def read(stored: Tensors, config: Config, where: str) -> Wrapped:

@@ -11,6 +11,7 @@ not read.
 from __future__ import annotations
 
 from weightsmith.stored.base import StoredFormat
-from weightsmith.stored.modelopt.reading import read, recognises
+from weightsmith.stored.config import recogniser
+from weightsmith.stored.modelopt.reading import is_codes, read
 
-FORMAT = StoredFormat("modelopt", "ModelOpt", recognises, read)
+FORMAT = StoredFormat("modelopt", "ModelOpt", recogniser(is_codes, "modelopt", "modelopt_fp4"), read)

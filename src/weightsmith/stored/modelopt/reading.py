@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.errors import Finding, FormatError, Unsupported
+from weightsmith.errors import FormatError, Unsupported
 from weightsmith.formats.files import show
 from weightsmith.sources.base import Tensors
-from weightsmith.stored.base import Config, Specs, Wrapped
+from weightsmith.stored.base import Config, Wrapped
 from weightsmith.stored.config import (
     DAMAGED_CHECKPOINT,
     PLAIN_FIX,
-    method_of,
+    dropped_scales,
     part_of,
     plain_dtype,
     quantisation_entry,
@@ -56,11 +56,7 @@ class ModelOptWeight:
             dequantise_rows(words.view(np.uint32), width // 4, bits, table, group, scales, np.zeros_like(scales), skip, part)
 
 
-def recognises(config: Config, specs: Specs) -> bool:
-    return method_of(config) in ("modelopt", "modelopt_fp4") and any(map(_is_codes, specs.values()))
-
-
-def _is_codes(spec: TensorSpec) -> bool:
+def is_codes(spec: TensorSpec) -> bool:
     return spec.dtype.name in ("F8_E4M3", "U8") and spec.name.endswith(".weight")
 
 
@@ -72,14 +68,12 @@ def read(stored: Tensors, config: Config, where: str) -> Wrapped:
     if smoothed:
         what = f"tensor {show(smoothed[0])} scales activations before its layer: such weights are not read"
         raise Unsupported(what, where=where, fix=PLAIN_FIX)
-    weights: list[Weight] = [_weight(specs, spec, dtype, where) for spec in specs.values() if _is_codes(spec)]
+    weights: list[Weight] = [_weight(specs, spec, dtype, where) for spec in specs.values() if is_codes(spec)]
     dropped = [name for name in specs if name.rpartition(".")[2] in _ACTIVATIONS and specs[name].size == 1]
-    notes = []
-    if dropped:
-        what = f"{len(dropped)} scale(s) of activations or of the KV cache are dropped: plain weights have none"
-        notes = [Finding(what, where, (f"the first is {show(dropped[0])}",))]
     parts = (".weight", ".weight_scale", ".weight_scale_2")
-    return decoded(stored, weights, config, where, kind="ModelOpt", parts=parts, dropped=dropped, notes=notes)
+    return decoded(
+        stored, weights, config, where, kind="ModelOpt", parts=parts, dropped=dropped, notes=dropped_scales(dropped, where)
+    )
 
 
 def _weight(specs: Mapping[str, TensorSpec], codes: TensorSpec, dtype: DType, where: str) -> ModelOptWeight:
