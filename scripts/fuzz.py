@@ -650,8 +650,8 @@ _QUANTISED = ("gptq-3", "gptq-4-act-order", "awq-4", "bnb-nf4-nested", "bnb-int8
 
 def _make_quantised() -> None:
     from tests.mini import write_checkpoint
-    from tests.sources.quantised import CASES
-    from tests.sources.test_exl2 import write
+    from tests.stored.exl2.test_reading import write
+    from tests.stored.quantised import CASES
 
     write(Path(_EXL2), 0, 96)
     for name in _QUANTISED:
@@ -667,7 +667,7 @@ def _make_gguf() -> None:
     """A model of one layer, whose header is most of the file."""
     import numpy as np
 
-    from weightsmith.containers.gguf import Value, encode_metadata, make_layout
+    from weightsmith.stored.gguf.layout import Value, encode_metadata, make_layout
     from weightsmith.tensors import BLOCKS, DTYPES, TensorSpec
 
     f32, q8_0 = DTYPES["F32"], BLOCKS["Q8_0"]
@@ -701,8 +701,8 @@ def _make_imatrix() -> None:
     import numpy as np
 
     from tests.calibration_help import save_model
-    from weightsmith.containers.gguf import encode_metadata, make_layout
-    from weightsmith.formats.gguf.imatrix import imatrix_bytes
+    from weightsmith.stored.gguf.imatrix import imatrix_bytes
+    from weightsmith.stored.gguf.layout import encode_metadata, make_layout
     from weightsmith.tensors import DTYPES, TensorSpec
 
     save_model(Path("m"))

@@ -10,16 +10,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from safetensors.numpy import load_file
 
 import weightsmith
+from tests.cli_help import environment, make_models, run_process
 from tests.mini import write_checkpoint
+from tests.stored_help import installed, package
 from weightsmith.engine.bench import MemoryOutput
 from weightsmith.engine.local import Resources, run
+from weightsmith.errors import Unsupported
 from weightsmith.options import RecipeOptions
 from weightsmith.planner import prepare
 from weightsmith.plans import Product
+from weightsmith.stored import Encoding, StoredFormat
 from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith.testing import EncodingTests, StoredFormatTests
 
 Page = Callable[[str, str], types.ModuleType]
 DOCS = Path(__file__).parent.parent / "docs"
@@ -68,6 +76,78 @@ def test_a_product_from_its_page(files: Page, tmp_path: Path, monkeypatch: pytes
             deltas = [max(float(np.abs(m[n] - models[0][n]).max()) for n in m) for m in models[1:]]
             assert outcome.results.array("largest").tolist() == deltas
     products.find_kind.cache_clear()
+
+
+# ---- stored formats, as files of an installed package
+
+
+@pytest.fixture
+def file_of() -> Callable[[str], str]:
+    """The text of the first Python block of a page."""
+    return lambda page: (DOCS / page).read_text().split("```python\n")[1].partition("\n```")[0]
+
+
+@pytest.fixture
+def int8_rows(files: Page) -> types.ModuleType:
+    return files("adding-a-stored-format.md", "int8_rows")
+
+
+class TestThePagesFormat(StoredFormatTests):
+    @pytest.fixture
+    def stored_format(self, int8_rows: types.ModuleType) -> StoredFormat:
+        found: StoredFormat = int8_rows.FORMAT
+        return found
+
+
+class TestThePagesEncoding(EncodingTests):
+    @pytest.fixture
+    def encoding(self, int8_rows: types.ModuleType) -> Encoding:
+        found: Encoding = int8_rows.FORMAT.encodings[0]
+        return found
+
+
+@given(rows=hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=2), elements=st.floats(-(2.0**99), 2.0**99, width=32)))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_error_of_the_pages_encoding_is_within_its_bound(int8_rows: types.ModuleType, rows: np.ndarray) -> None:
+    spec, (encoding,) = TensorSpec("x.weight", DTYPES["F32"], rows.shape), int8_rows.FORMAT.encodings
+    codes, steps = (np.zeros(out.nbytes, np.uint8) for out in encoding.outs(spec))
+    encoding.encode(spec, rows, 0, (codes, steps), np.empty(0, np.float32))
+    s = steps.view(np.float32).astype(np.float64)[:, None]
+    assert (np.abs(codes.view(np.int8).reshape(rows.shape) * s - rows) <= (0.5 + 2**-12) * s).all()
+
+
+@pytest.mark.slow
+def test_the_pages_format_in_an_installed_package(file_of: Callable[[str], str], tmp_path: Path) -> None:
+    """In processes of their own, as `pip install` leaves them."""
+    make_models(tmp_path)
+    package(tmp_path / "site", "int8_rows = int8_rows:FORMAT", int8_rows=file_of("adding-a-stored-format.md"))
+    env = {"PYTHONPATH": f"{environment()['PYTHONPATH']}:{tmp_path / 'site'}"}
+    for command in (
+        ("quantize", "a", "q", "--format", "int8-rows", "--quiet"),
+        ("dequantize", "q", "plain", "--dtype", "float32", "--quiet"),
+    ):
+        ran = run_process(*command, cwd=tmp_path, env=env)
+        assert ran.code == 0, ran.err
+    plain, stored, back = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "q", "plain"))
+    weight = "model.layers.0.mlp.up_proj.weight"
+    assert stored[weight].dtype == np.int8
+    assert back.keys() == plain.keys()
+    np.testing.assert_array_equal(back[weight], stored[weight] * stored[f"{weight}_step"][:, None])
+    assert np.abs(back[weight] - plain[weight]).max() <= np.abs(plain[weight]).max() / 250
+    without = run_process("dequantize", "q", "other", cwd=tmp_path)
+    assert without.code == 1
+    assert "'int8-rows' (quantization_config in config.json)" in without.err
+
+
+def test_files_of_a_format_in_an_installed_package(file_of: Callable[[str], str], tmp_path: Path) -> None:
+    np.save(tmp_path / "model.norm.npy", np.arange(4, dtype=np.float32))
+    with (
+        installed(tmp_path / "site", "npy = npy_files:FORMAT", npy_files=file_of("adding-a-source.md")),
+        weightsmith.open_checkpoint(tmp_path / "model.norm.npy") as checkpoint,
+    ):
+        assert checkpoint.read("model.norm").tolist() == [0, 1, 2, 3]
+    with pytest.raises(Unsupported, match="not a weight file"):
+        weightsmith.open_checkpoint(tmp_path / "model.norm.npy")
 
 
 def test_an_expert_layout_from_its_page(files: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

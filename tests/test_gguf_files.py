@@ -21,16 +21,16 @@ from tests.gguf_help import BYTE_LEVEL, PIECES, SENTENCEPIECE, write_gguf
 from tests.llama_cpp import needs_llama_cpp
 from tests.mini import write_checkpoint
 from weightsmith.containers import GGUF
-from weightsmith.containers.gguf import BLOCKS, Value, encode_metadata, make_layout
-from weightsmith.encodings.gguf import TYPES
 from weightsmith.errors import Corrupt, FormatError, NonFinite, PlanError, StoreError
-from weightsmith.formats.gguf.header import read_gguf_header
-from weightsmith.formats.gguf.imatrix import of_sums, read_imatrix
 from weightsmith.planner.reopen import reopen
 from weightsmith.plans import Table, plan_from_json
 from weightsmith.quantisation.gguf_types import MIXTURES, Shape, type_of
-from weightsmith.sources.gguf import open_files
 from weightsmith.store import verify
+from weightsmith.stored.gguf.header import read_gguf_header
+from weightsmith.stored.gguf.imatrix import of_sums, read_imatrix
+from weightsmith.stored.gguf.layout import BLOCKS, Value, encode_metadata, make_layout
+from weightsmith.stored.gguf.reading import open_files
+from weightsmith.stored.gguf.writing import TYPES
 from weightsmith.tensors import DTYPES, TensorSpec
 
 BF16 = DTYPES["BF16"].numpy

@@ -16,15 +16,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
-from weightsmith import sources
 from weightsmith.errors import CheckpointError, Finding, NotFound, ParameterError, nearest
 from weightsmith.formats.copied import check_copied, choose_copied, copied_files, is_weights, read_to_choose
 from weightsmith.formats.files import exists, expand_user, real_path, show
-from weightsmith.formats.quantised import describe_quantisation
 from weightsmith.formats.strict_json import read_object
 from weightsmith.remote.addresses import HUB, Address, is_address, parse_address
 from weightsmith.sources import Opened, Tensors
 from weightsmith.sources.base import read
+from weightsmith.stored import opening
+from weightsmith.stored.base import Wrapped
 from weightsmith.tensors import DType, TensorSpec
 from weightsmith.text import status
 
@@ -104,7 +104,7 @@ class Checkpoint:
         self.alone = alone
         self.ignored = ignored
         self.metadata = dict(metadata or {})
-        self.quantised = describe_quantisation(config, source.specs)
+        self.quantised = opening.describe_quantisation(config, source.specs)
         self.notes = notes
         self.repositories = repositories
         self.decoded = decoded
@@ -261,7 +261,7 @@ def open_checkpoint(
     if isinstance(place, Path):
         if place.is_dir():
             return _open_folder(name, place, _local_names(place), raw=raw)
-        return _checkpoint(name, place.parent, sources.open_file(place, name), raw=raw, alone=True)
+        return _checkpoint(name, place.parent, opening.open_file(place, name), raw=raw, alone=True)
 
     try:
         repository, only = open_place(place, cache_dir=cache_dir, token=token)
@@ -274,10 +274,10 @@ def open_checkpoint(
         raise
     if only:
         repository.read_starts([only])
-        opened = sources.open_file(repository.folder / only, name, repository.open)
+        opened = opening.open_file(repository.folder / only, name, repository.open)
         return _checkpoint(name, repository.folder, opened, repository, raw=raw, alone=True)
-    repository.download(["config.json", *(pattern for kind in sources.KINDS for pattern in kind.indexes)], quiet=True)
-    weights = [path.name for path in sources.find_weights(repository.folder, repository.sizes, name).paths]
+    repository.download(["config.json", *(pattern for kind in opening.kinds() for pattern in kind.indexes)], quiet=True)
+    weights = [path.name for path in opening.find_weights(repository.folder, repository.sizes, name).paths]
     repository.want([*weights, *copied_files(repository.sizes), CARD_NAME])
     stream |= isinstance(place, Address) or place.streams
     if download and not stream:
@@ -302,7 +302,7 @@ def open_place(
     from weightsmith.remote.folder import open_folder
 
     parent, _, last = place.path.rpartition("/")
-    if not last.lower().endswith(sources.suffixes()):
+    if not last.lower().endswith(opening.suffixes()):
         return open_folder(place), ""
     return open_folder(replace(place, path=parent), last), last
 
@@ -344,7 +344,7 @@ def _open_folder(
     ref: str, folder: Path, names: Sequence[str], repository: Repository | RemoteFolder | None = None, *, raw: bool
 ) -> Checkpoint:
     """A folder with the files `names`; `repository` if it is in the hub's cache (whose links need no check)."""
-    found = sources.find_weights(folder, names, str(folder) if repository is None else ref)
+    found = opening.find_weights(folder, names, str(folder) if repository is None else ref)
     config = _read_config(folder / "config.json") if "config.json" in names else None
     files, left_out = choose_copied(folder, names, config)
     if repository is None:
@@ -377,7 +377,7 @@ def _checkpoint(
         for name, content in opened.files.items():
             (folder / name).write_bytes(content)
         config, files, left_out = _read_config(folder / "config.json"), tuple(sorted(opened.files)), ()
-    wrapped = sources.Wrapped(opened.source, config) if raw else sources.wrap(opened.source, config, ref)
+    wrapped = Wrapped(opened.source, config) if raw else opening.wrap(opened.source, config, ref)
     return Checkpoint(
         ref,
         folder,

@@ -19,6 +19,7 @@ from weightsmith.products import find_kind
 from weightsmith.recipe.nodes import Node
 from weightsmith.recipe.yaml import read_yaml
 from weightsmith.sources import Tensors
+from weightsmith.stored import installed_code
 
 ROOTS = ("engine", "checkpoint", "buckets.parts")
 """What determines the bytes of an output, given the plan and the inputs, with all that it imports: the engine, how inputs are
@@ -31,7 +32,7 @@ def work_identity(plan: Plan, inputs: Sequence[Tensors], device: str) -> str:
     """Equal for two runs whose finished tensors may be mixed (sha256, hex). device: of the run, as torch names it, or auto."""
     with collector_paused():
         plan_hash = plan.hash
-    parts = [plan_hash, program_digest(), *(model.state for model in inputs), *_device_type(plan, device)]
+    parts = [plan_hash, program_digest(), *installed_code(), *(model.state for model in inputs), *_device_type(plan, device)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from weightsmith.buckets import parts
 from weightsmith.buckets.parts import cut
 from weightsmith.buckets.prefix import parse_prefix
-from weightsmith.containers.gguf import make_layout as make_gguf_layout
 from weightsmith.containers.safetensors import make_layout
 from weightsmith.errors import ParameterError, StoreError
 from weightsmith.execution.output import beside
 from weightsmith.store.target import is_address
+from weightsmith.stored.gguf.layout import make_layout as make_gguf_layout
 from weightsmith.tensors import DTYPES, TensorSpec
 
 SIZES = st.lists(st.integers(0, 5000), min_size=0, max_size=30)

@@ -822,7 +822,7 @@ def test_a_journal_of_unknown_origin_is_one_error_or_ignored(memory: MemoryBucke
 
 
 def test_padding_between_tensors_is_zeros(memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsmith.containers.gguf import make_layout as make_gguf_layout
+    from weightsmith.stored.gguf.layout import make_layout as make_gguf_layout
 
     specs = [TensorSpec(f"t{i}", DTYPES["F32"], (33,)) for i in range(9)]
     padded = make_gguf_layout(specs, 1 << 40, b"header")

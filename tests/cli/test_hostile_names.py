@@ -14,9 +14,9 @@ from safetensors.numpy import save_file
 from tests import fake_hub
 from tests.cli_help import CONFIG, Cli, cli, work
 from tests.store_help import layout, put
-from weightsmith.containers.gguf import Value, encode_metadata, make_layout
 from weightsmith.errors import Finding
 from weightsmith.store import Staging, staging_folder
+from weightsmith.stored.gguf.layout import Value, encode_metadata, make_layout
 from weightsmith.tensors import DTYPES, TensorSpec
 from weightsmith.text import code, json_text, markdown, table
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import types
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,31 +13,23 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 import weightsmith
 from tests.cli_help import Cli, cli
 from tests.golden import inputs
 from tests.golden.cases import recipe
 from weightsmith.api import run
-from weightsmith.encodings import ENCODINGS, Encoding
 from weightsmith.errors import Corrupt, NonFinite, PlanError
 from weightsmith.planner import Plan
 from weightsmith.planner.encode import ignored_modules, stored_plain
 from weightsmith.plans import plan_from_json
-from weightsmith.quantisation.formats import FORMATS
-from weightsmith.quantisation.streamed import streamed
 from weightsmith.store import Staging
 from weightsmith.structure import analyse
 from weightsmith.tensors import DTYPES, TensorSpec
-from weightsmith.testing import EncodingTests
 
 __all__ = ["cli"]
 
 FP8 = "fp8-dynamic"
-PAGE = Path(__file__).parents[2] / "docs" / "adding-an-encoding.md"
 BF16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 KINDS = {name: dtype.numpy for name, dtype in DTYPES.items()}
 TWO = recipe("linear", ("base", "fr"), None, {"weight": [0.7, 0.3]})
@@ -536,58 +527,6 @@ def test_explain_says_nothing_of_it_where_there_is_nothing_to_say(cli: Cli, yml:
     assert "averaged" not in cli("plan", "ties.yml", "--explain", "lm_head.weight").out
 
 
-# ---- the page "Adding an encoding"
-
-
-@pytest.fixture(scope="session")
-def page() -> types.ModuleType:
-    """The file that the page shows."""
-    made = types.ModuleType("int8_dynamic")
-    source = re.search(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-    assert source is not None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(__import__("sys").modules, "int8_dynamic", made)  # dataclasses look their module up
-        exec(compile(source[1], str(PAGE), "exec"), made.__dict__)
-    return made
-
-
-class TestThePagesEncoding(EncodingTests):
-    """The shared checks hold for the example of the page."""
-
-    @pytest.fixture
-    def encoding(self, page: types.ModuleType) -> Encoding:
-        found: Encoding = page.ENCODING
-        return found
-
-
-def test_the_example_of_the_page_is_two_entries_away_from_a_merge(
-    page: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(ENCODINGS, page.ENCODING.name, page.ENCODING)
-    monkeypatch.setitem(FORMATS, page.ENCODING.name, streamed(page.ENCODING.name, "", ""))
-    make(TIES, tmp_path / "once", quantize="int8-dynamic")
-    make(TIES, tmp_path / "merged")
-    plain, stored = tensors(tmp_path / "merged"), tensors(tmp_path / "once")
-    assert stored[Q_PROJ].dtype == np.int8
-    back = stored[Q_PROJ] * stored[f"{Q_PROJ}_scale"].astype(np.float64)
-    assert (
-        np.abs(back - plain[Q_PROJ].astype(np.float64)) <= (0.5 + 2**-12) * stored[f"{Q_PROJ}_scale"].astype(np.float64)
-    ).all()
-    assert config_of(tmp_path / "once")["quantization_config"]["format"] == "int-quantized"
-    weightsmith.verify(tmp_path / "once")
-
-
-@given(data=st.data())
-def test_the_error_of_the_pages_encoding_is_within_its_bound(page: types.ModuleType, data: st.DataObject) -> None:
-    finite = st.floats(-(2.0**100), 2.0**100, width=32)
-    rows = data.draw(hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=2), elements=finite))
-    about = TensorSpec("x.weight", DTYPES["F32"], rows.shape)
-    codes, scales = (np.zeros(out.nbytes, np.uint8) for out in page.ENCODING.outs(about))
-    page.ENCODING.encode(about, rows, 0, (codes, scales), np.empty(0, np.float32))
-    s = scales.view(BF16).astype(np.float64)[:, None]
-    assert (np.abs(codes.view(np.int8).reshape(rows.shape) * s - rows) <= (0.5 + 2**-12) * s).all()
-
-
 # ---- transformers
 
 ZOO = (
@@ -607,10 +546,8 @@ ZOO = (
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # what transformers and compressed-tensors say of tiny models is not our concern
-@pytest.mark.parametrize(("name", "encoding"), [*((name, FP8) for name in ZOO), ("llama", "int8-dynamic")])
-def test_transformers_loads_it(
-    name: str, encoding: str, page: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("name", "encoding"), [*((name, FP8) for name in ZOO), ("llama", "int8")])
+def test_transformers_loads_it(name: str, encoding: str, tmp_path: Path) -> None:
     """Loaded weights are codes times scales, and the logits near those of the plain merge."""
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     import torch
@@ -618,8 +555,6 @@ def test_transformers_loads_it(
 
     from tests import zoo
 
-    monkeypatch.setitem(ENCODINGS, page.ENCODING.name, page.ENCODING)
-    monkeypatch.setitem(FORMATS, page.ENCODING.name, streamed(page.ENCODING.name, "", ""))
     model_class = getattr(transformers, zoo.ZOO[name][0])
     parts = [zoo.save(name, tmp_path / str(seed), seed) for seed in (1, 2)]
     what = recipe("linear", [str(part) for part in parts], None, {"weight": [0.5, 0.5]})

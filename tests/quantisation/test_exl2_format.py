@@ -15,12 +15,13 @@ import pytest
 import weightsmith
 from tests.cli_help import Cli, cli, run_process
 from tests.mini import write_checkpoint
-from weightsmith.encodings.exl2 import by_norm, parse, round_plainly, store
 from weightsmith.errors import FormatError, NonFinite, PlanError, UnknownName
-from weightsmith.formats.exl2 import SUFFIXES, groups_of
 from weightsmith.quantisation.exl2.matrix import dequantise_matrix
 from weightsmith.quantisation.exl2.measurement import Measured, measurement_json
-from weightsmith.quantisation.exl2.model import loader_config, prepare_model
+from weightsmith.quantisation.exl2.model import prepare_model
+from weightsmith.stored.exl2.layout import SUFFIXES, groups_of
+from weightsmith.stored.exl2.loader import loader_config
+from weightsmith.stored.exl2.writing import by_norm, parse, round_plainly, store
 
 __all__ = ["cli"]
 
@@ -452,7 +453,7 @@ def test_a_damaged_measurement_is_rejected(change: Any, text: str, model: Path) 
 
 @pytest.mark.parametrize("name", ["exl2 7", "exl2 4/g", "exl2 4@0.5/g32 ", "exl2 04/g32", "plain F99", "plain I32", "exl2"])
 def test_an_encoding_of_a_foreign_plan_is_checked(name: str) -> None:
-    from weightsmith.encodings import find_encoding
+    from weightsmith.stored import find_encoding
 
     with pytest.raises(UnknownName):
         find_encoding(name)

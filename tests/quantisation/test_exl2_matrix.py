@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightsmith.encodings.exl2 import GRID, Exl2Matrix, find_scales, scale_values
 from weightsmith.errors import FormatError, NonFinite, ParameterError, Unsupported
-from weightsmith.formats.exl2 import BITS, Group, Groups, padded, stored_specs, why_illegal
 from weightsmith.kernels.exl2 import pack
 from weightsmith.quantisation.exl2.matrix import (
     COPIED,
@@ -23,6 +21,8 @@ from weightsmith.quantisation.exl2.matrix import (
     quantise_fixed_groups,
     quantise_matrix,
 )
+from weightsmith.stored.exl2.layout import BITS, Group, Groups, padded, stored_specs, why_illegal
+from weightsmith.stored.exl2.writing import GRID, Exl2Matrix, find_scales, scale_values
 from weightsmith.tensors import DTYPES
 
 WORDS = {

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from weightsmith.errors import FormatError
-from weightsmith.formats.exl2 import bits_of, groups_of, params, why_illegal
 from weightsmith.quantisation.exl2.options import (
     ATTENTION,
     HEAD,
     MLP,
     Option,
-    params_from_json,
 )
+from weightsmith.stored.exl2.layout import bits_of, groups_of, params, params_from_json, why_illegal
 
 LLAMA = {
     **{role: (4096, 4096) for role in "qkvo"},

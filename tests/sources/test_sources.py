@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,18 @@ from safetensors.numpy import save_file
 
 import weightsmith
 from tests.mini import write_checkpoint
-from weightsmith import sources
+from tests.stored_help import installed
 from weightsmith.errors import CheckpointError, FormatError, Unsupported
 from weightsmith.formats.files import FileState, Opener, StoredTensor
 from weightsmith.formats.hf_folder import Weights
 from weightsmith.lora import apply_adapter, open_adapter
-from weightsmith.sources import FileKind, Opened, Tensors, Wrapped, Wrapper
+from weightsmith.sources import FileKind, Opened, Tensors
 from weightsmith.sources.adapted import Adapted, AdaptedTensor, Update
 from weightsmith.sources.files import PlainFiles, SourceFile, unite
 from weightsmith.sources.memory import StateDict
 from weightsmith.sources.safetensors import open_files
 from weightsmith.sources.views import view_of
+from weightsmith.stored.base import StoredFormat, Wrapped
 from weightsmith.tensors import DTYPES, DType, TensorSpec
 from weightsmith.testing import SourceCase, SourceTests
 
@@ -222,17 +224,22 @@ class Halved:
         np.frombuffer(out, np.float32)[:] *= 0.5
 
 
-HALVED = Wrapper(
+HALVED = StoredFormat(
+    "halved",
     "halved",
     lambda config, specs: config.get("quantization_config") == {"quant_method": "twice"},
     lambda stored, config, where: Wrapped(Halved(stored), {k: v for k, v in config.items() if k != "quantization_config"}),
+    files=(RAW,),
 )
 
 
 @pytest.fixture
-def more_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "KINDS", (*sources.KINDS, RAW))
-    monkeypatch.setattr(sources, "WRAPPERS", (HALVED,))
+def more_kinds(tmp_path: Path) -> Iterator[None]:
+    """A package that brings a stored format with files of its own."""
+    module = types.ModuleType("halved_format")
+    module.FORMAT = HALVED  # type: ignore[attr-defined]
+    with installed(tmp_path / "packages", "halved = halved_format:FORMAT", halved_format=module):
+        yield
 
 
 def raw_model(folder: Path, names: Sequence[str] = ("a", "b"), **config: Any) -> Path:

@@ -7,11 +7,11 @@ first tensor byte is written. To add one, add a file and its name to `CONTAINERS
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 
 from weightsmith.containers.base import Layout as Layout
 from weightsmith.containers.base import ShardLayout as ShardLayout
 from weightsmith.containers.base import TensorPlace as TensorPlace
-from weightsmith.containers.gguf import make_layout as make_gguf_layout
 from weightsmith.containers.peft import make_layout as make_peft_layout
 from weightsmith.containers.safetensors import make_layout as make_layout
 from weightsmith.tensors import TensorSpec
@@ -20,9 +20,16 @@ SAFETENSORS = "safetensors"
 GGUF = "gguf"
 PEFT = "peft"
 
+
+def _gguf_layout(specs: Sequence[TensorSpec], max_shard_bytes: int, header: bytes) -> Layout:
+    """The stored format lays out its files; it is further down."""
+    found: Layout = import_module("weightsmith.stored.gguf.layout").make_layout(specs, max_shard_bytes, header)
+    return found
+
+
 CONTAINERS: Mapping[str, Callable[[Sequence[TensorSpec], int, bytes], Layout]] = {
     SAFETENSORS: lambda specs, max_shard_bytes, header: make_layout(specs, max_shard_bytes),
-    GGUF: make_gguf_layout,
+    GGUF: _gguf_layout,
     PEFT: make_peft_layout,
 }
 """Name in `Plan.container` → layout function of the stored tensors, the maximum of a file, and `Plan.header`."""

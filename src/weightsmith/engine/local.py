@@ -19,8 +19,6 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.encodings import Encoding, find_encoding
-from weightsmith.encodings.base import WHOLE, array_name
 from weightsmith.engine.bench import Computing, EngineBench
 from weightsmith.engine.buffers import Buffers
 from weightsmith.engine.constants import UNPUBLISHED, Finite
@@ -44,6 +42,8 @@ from weightsmith.products.base import Arrays
 from weightsmith.remote.ahead import ReadAhead
 from weightsmith.store.disk import copies_by_reference
 from weightsmith.store.journal import Finished
+from weightsmith.stored import Encoding, find_encoding
+from weightsmith.stored.base import WHOLE, array_name
 from weightsmith.tensors import GRAIN_ELEMENTS, TensorSpec, grain_elements
 
 _NO_NUMBERS = np.empty(0, np.float32)

@@ -29,7 +29,7 @@ from weightsmith.plans import COPY, Product, Read, Step
 from weightsmith.products.base import Arrays, ProductKind, Survey
 from weightsmith.recipe import ModelRef
 from weightsmith.recipe.references import parse_reference
-from weightsmith.sources.gguf import GgufTensors
+from weightsmith.stored.gguf.reading import GgufTensors
 from weightsmith.structure import Structure, analyse
 from weightsmith.structure.configs import EXPERT_COUNTS, text_sections, whole_number
 from weightsmith.structure.vocabulary import is_embedding, is_head, ties

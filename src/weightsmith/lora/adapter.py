@@ -21,7 +21,7 @@ from weightsmith.formats.files import exists, file_names, is_folder, show
 from weightsmith.formats.strict_json import read_object
 from weightsmith.lora.patterns import PatternError, Patterns
 from weightsmith.lora.records import CONFIG_NAME, Adapter, Factors, Parameter, Stacked
-from weightsmith.sources import open_file
+from weightsmith.stored.opening import open_file
 from weightsmith.structure.configs import finite_number, whole_number
 from weightsmith.text import count
 

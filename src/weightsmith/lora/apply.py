@@ -19,7 +19,7 @@ from weightsmith.lora.records import Adapter, Factors
 from weightsmith.sources.adapted import Adapted, AdaptedTensor, Update
 from weightsmith.structure import analyse
 from weightsmith.structure.configs import replace_value
-from weightsmith.structure.fused import SubMatrix, fused_names, fused_parts
+from weightsmith.structure.fused import MIXTRAL, SubMatrix, fused_names, fused_parts
 from weightsmith.structure.vocabulary import is_embedding, is_head, is_vocabulary, tie_flag, untie
 from weightsmith.tensors import TensorSpec
 
@@ -27,11 +27,7 @@ _SHOWN = 8  # problems that a message lists
 _BEGINNINGS = 100  # of names that are tried; models have up to ten
 
 _UNMIXTRAL = re.compile(r"(\.experts\.\d+\.)(w[123])(?=\.weight$)")
-_PARTS = {
-    "w1": "gate_proj",
-    "w2": "down_proj",
-    "w3": "up_proj",
-}  # Mixtral's names of what the parts of fused tensors are called
+_PARTS = {theirs: ours for ours, theirs in MIXTRAL.items()}
 
 Shape = tuple[int, ...]
 

@@ -18,7 +18,7 @@ from weightsmith.formats.copied import is_weights
 from weightsmith.formats.files import expand_user, is_folder, real_path
 from weightsmith.formats.hf_folder import natural_key
 from weightsmith.recipe import SCHEDULED, Input, ModelRef, Recipe, Schedule, Slice
-from weightsmith.sources import choose_kind, suffixes
+from weightsmith.stored.opening import choose_kind, suffixes
 
 _SHOWN = 8  # names that a message lists
 

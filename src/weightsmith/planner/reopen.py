@@ -10,15 +10,10 @@ from pathlib import Path
 from weightsmith import methods
 from weightsmith.checkpoint import Checkpoint, HubModel, locate, open_checkpoint
 from weightsmith.containers import GGUF
-from weightsmith.encodings import find_encoding
-from weightsmith.encodings.base import array_name
-from weightsmith.encodings.gguf import NEEDS_IMPORTANCES
 from weightsmith.errors import CheckpointError, FormatError, PlanError, WeightsmithError
 from weightsmith.formats.collector import collector_paused
 from weightsmith.formats.copied import is_read
 from weightsmith.formats.files import show
-from weightsmith.formats.gguf.header import check_keys
-from weightsmith.formats.gguf.imatrix import are_importances
 from weightsmith.formats.strict_json import read_object
 from weightsmith.lora import open_adapter
 from weightsmith.methods import user_files
@@ -30,6 +25,11 @@ from weightsmith.plans import COPY, FILL, PERTURB, PLAIN, PRODUCTS, Gather, Mode
 from weightsmith.products import find_kind
 from weightsmith.recipe import ModelRef
 from weightsmith.recipe.references import parse_reference
+from weightsmith.stored import find_encoding
+from weightsmith.stored.base import array_name
+from weightsmith.stored.gguf.header import check_keys
+from weightsmith.stored.gguf.imatrix import are_importances
+from weightsmith.stored.gguf.writing import NEEDS_IMPORTANCES
 from weightsmith.structure import analyse
 from weightsmith.tensors import TensorSpec
 

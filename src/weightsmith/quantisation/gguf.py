@@ -12,15 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith.containers import GGUF
-from weightsmith.containers.gguf import encode_metadata
-from weightsmith.encodings.gguf import NEEDS_IMPORTANCES, TYPES, GgufEncoding
 from weightsmith.errors import Finding, FormatError, ParameterError, PlanError, Unsupported, WeightsmithError
 from weightsmith.formats.copied import MAX_COPIED_BYTES, is_read
 from weightsmith.formats.files import read_bounded, show
-from weightsmith.formats.gguf.config import Config, family_of_config, keys_of_config
-from weightsmith.formats.gguf.families import Family, gguf_place, is_norm, rotated_heads
-from weightsmith.formats.gguf.imatrix import imatrix_bytes, read_imatrix
-from weightsmith.formats.gguf.tokenizer import READ, tokenizer_keys
 from weightsmith.options import QuantizeSettings
 from weightsmith.planner import Plan, Prepared
 from weightsmith.planner.companions import joined, lacking
@@ -30,7 +24,13 @@ from weightsmith.quantisation.base import Format
 from weightsmith.quantisation.calibration.plan import CALIBRATION_SETTINGS, NONE, Chain, before_measuring, measuring, unused
 from weightsmith.quantisation.calibration.work import ImportanceWork
 from weightsmith.quantisation.gguf_types import MIXTURES, Mixture, Shape, type_of
-from weightsmith.sources.gguf import libgguf
+from weightsmith.stored.gguf.blocks import libgguf
+from weightsmith.stored.gguf.config import Config, family_of_config, keys_of_config
+from weightsmith.stored.gguf.families import Family, gguf_place, is_norm, rotated_heads
+from weightsmith.stored.gguf.imatrix import imatrix_bytes, read_imatrix
+from weightsmith.stored.gguf.layout import encode_metadata
+from weightsmith.stored.gguf.tokenizer import READ, tokenizer_keys
+from weightsmith.stored.gguf.writing import NEEDS_IMPORTANCES, TYPES, GgufEncoding
 from weightsmith.tensors import DTYPES, TensorSpec
 
 HEAD_IS_EMBEDDING = "the head is the embedding"

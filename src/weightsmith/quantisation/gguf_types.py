@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from weightsmith.encodings.gguf import TYPES
-from weightsmith.formats.gguf.families import is_norm
+from weightsmith.stored.gguf.families import is_norm
+from weightsmith.stored.gguf.writing import TYPES
 from weightsmith.tensors import TensorSpec
 
 

@@ -5,52 +5,57 @@ w4a16 and w8a16 may have a calibration text; their weights are then products.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from weightsmith.encodings import mlx, packed
 from weightsmith.errors import Finding, ParameterError, PlanError
 from weightsmith.options import QuantizeSettings
 from weightsmith.planner import Plan, Prepared
 from weightsmith.planner.encode import encodable, quantise
 from weightsmith.quantisation.base import Format
 from weightsmith.quantisation.calibration.plan import CALIBRATION_SETTINGS, NONE, Chain, calibrated, unused
+from weightsmith.stored import formats
+from weightsmith.stored.base import Writing
 
 
-def streamed(name: str, summary: str, readers: str, experts: str = "") -> Format:
-    """A format whose linear weights all have the encoding of this name.
+def streamed(writing: Writing) -> Format:
+    """The format whose linear weights all have the encoding, or one of those that differ in the size of their groups."""
+    return _grouped(writing) if len(writing.encodings) > 1 else _single(writing)
 
-    experts  which reader cannot take experts in it; users are warned if there are any
-    """
+
+def _single(writing: Writing) -> Format:
+    (encoding,) = writing.encodings.values()
 
     def apply(prepared: Prepared, settings: QuantizeSettings) -> Plan:
-        plan = quantise(prepared.plan, name)
-        stored = [step.out.name for step in plan.steps if step.encoding == name and "experts" in step.out.name.split(".")]
-        if not experts or not stored:
+        plan = quantise(prepared.plan, encoding.name)
+        stored = [
+            step.out.name for step in plan.steps if step.encoding == encoding.name and "experts" in step.out.name.split(".")
+        ]
+        if not writing.experts or not stored:
             return plan
-        finding = Finding(f"{experts} {name}", stored[0], fix="choose fp8-dynamic, w8a16, w4a16 or mxfp4 for transformers")
+        fix = "choose fp8-dynamic, w8a16, w4a16 or mxfp4 for transformers"
+        finding = Finding(f"{writing.experts} {writing.name}", stored[0], fix=fix)
         return replace(plan, warnings=(*plan.warnings, finding))
 
-    return Format(name, summary, readers, apply)
+    return Format(writing.name, writing.summary, writing.readers, apply)
 
 
-def _grouped(name: str, summary: str, readers: str, groups: Sequence[int], *, calibrates: bool = False) -> Format:
-    """A format whose encoding has a group size. groups: those there are, the default first.
+def _grouped(writing: Writing) -> Format:
+    """A format with a choice of group sizes. If none is asked for, it is the first that stores the most weights: the width of a
+    weight must be a multiple of it.
 
-    calibrates  with a calibration text, codes are GPTQ's; without one, weights are rounded to nearest
-
-    If no size is asked for, it is the first one that stores the most weights: the width of a weight must be a multiple of it.
+    With a calibration text, the codes of those in `CALIBRATED` are GPTQ's; without one, weights are rounded to nearest.
     """
+    groups, calibrates = tuple(writing.encodings), writing.name in CALIBRATED
 
     def apply(prepared: Prepared, settings: QuantizeSettings) -> Plan:
         asked = settings.group_size
         if asked is not None and asked not in groups:
-            what = f"{name} has groups of {', '.join(map(str, sorted(groups)))}, not of {asked}"
+            what = f"{writing.name} has groups of {', '.join(map(str, sorted(groups)))}, not of {asked}"
             raise PlanError([ParameterError(what, where="group_size")])
         has_text = calibrates and settings.calibration not in (None, NONE)
         if problems := unused(settings, calibrates=has_text):
             raise PlanError(problems)
-        names = {group: name if group == groups[0] else f"{name}-g{group}" for group in groups}
+        names = {group: encoding.name for group, encoding in writing.encodings.items()}
         group = asked or max(groups, key=lambda group: encodable(prepared.plan, names[group]))
         plan = quantise(prepared.plan, names[group])
         if has_text:
@@ -61,22 +66,10 @@ def _grouped(name: str, summary: str, readers: str, groups: Sequence[int], *, ca
         return plan
 
     more = CALIBRATION_SETTINGS if calibrates else frozenset()
-    return Format(name, summary, readers, apply, frozenset({"group_size"}) | more)
+    return Format(writing.name, writing.summary, writing.readers, apply, frozenset({"group_size"}) | more)
 
 
-_ENGINES = "transformers, vLLM, SGLang"
-_MLX = "MLX, mlx-lm, LM Studio"
-_NOT_LOADED = "transformers 5.23 does not load experts stored as"
-_MISREAD = "transformers 5.23 ignores the global scales of experts, and computes garbage from those stored as"
+CALIBRATED = ("w8a16", "w4a16")
+"""What can have a calibration text."""
 
-FORMATS = (
-    streamed("fp8-dynamic", "8-bit floats with a scale for each row (W8A8)", _ENGINES),
-    streamed("fp8-block", "8-bit floats with a scale for each block of 128 by 128 (W8A8)", _ENGINES, _NOT_LOADED),
-    streamed("int8", "8-bit integers with a scale for each row (W8A8)", _ENGINES, _NOT_LOADED),
-    _grouped("w8a16", "8-bit integers with a scale for each group of a row", _ENGINES, packed.GROUPS, calibrates=True),
-    _grouped("w4a16", "4-bit integers with a scale for each group of a row", _ENGINES, packed.GROUPS, calibrates=True),
-    streamed("nvfp4a16", "4-bit floats with a scale for 16 elements, and one for the weight", _ENGINES, _MISREAD),
-    streamed("mxfp4", "4-bit floats with a power of two for 32 elements", _ENGINES),
-    _grouped("mlx-8bit", "8-bit integers with a scale and a bias for each group", _MLX, mlx.GROUPS),
-    _grouped("mlx-4bit", "4-bit integers with a scale and a bias for each group", _MLX, mlx.GROUPS),
-)
+FORMATS = tuple(streamed(writing) for each in formats() for writing in each.writes)

@@ -1,17 +1,15 @@
-"""The description of a kind of source: one file of this folder, listed in `sources.KINDS` or `sources.WRAPPERS`."""
+"""The description of a file format, which a stored format lists in `StoredFormat.files`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from weightsmith.errors import Finding
 from weightsmith.formats.files import Opener
 from weightsmith.formats.hf_folder import Weights
 from weightsmith.sources.base import Tensors
-from weightsmith.tensors import TensorSpec
 
 Index = tuple[Path, Mapping[str, str]]
 """The path of an index file, and its map of tensor name → file name."""
@@ -55,33 +53,3 @@ class FileKind:
     indexes: tuple[str, ...]
     choose: Callable[[Sequence[str], str], Weights | None]
     open: Callable[[Sequence[Path], Index | None, str, Opener], Opened]
-
-
-@dataclass(frozen=True, slots=True)
-class Wrapped:
-    """A source that wraps another one.
-
-    source  its tensors; closes the wrapped source
-    config  config.json to match these tensors
-    notes   warnings for the user
-    kind    name of the wrapper that decodes it; "" for tensors as stored
-    """
-
-    source: Tensors
-    config: Mapping[str, Any] | None
-    notes: tuple[Finding, ...] = ()
-    kind: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Wrapper:
-    """A decoder for encoded tensors, independent of the file format.
-
-    name        for messages: `FP8 in blocks`
-    recognises  whether it applies: (config.json, specs of the stored tensors)
-    wrap        decodes the tensors: (stored, config, the model as the user named it). Raises FormatError, Unsupported
-    """
-
-    name: str
-    recognises: Callable[[Mapping[str, Any], Mapping[str, TensorSpec]], bool]
-    wrap: Callable[[Tensors, Mapping[str, Any], str], Wrapped]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightsmith.errors import Unsupported
-from weightsmith.formats.gguf.tokenizer import first_prefix
+from weightsmith.stored.gguf.tokenizer import first_prefix
 from weightsmith.tokenizers.vocabulary import (
     NORMAL,
     SPACE,

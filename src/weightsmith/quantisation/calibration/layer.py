@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from weightsmith.encodings import find_encoding
 from weightsmith.plans import Product
 from weightsmith.products import Bench, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation.calibration import schemes
 from weightsmith.quantisation.calibration.sites import is_attention, site_of
 from weightsmith.quantisation.calibration.work import LayerWork
+from weightsmith.stored import find_encoding
 
 if TYPE_CHECKING:
     from weightsmith.decoder.forward import Decoder, Layer

@@ -1,6 +1,6 @@
 """Weights in an encoding, with a Hessian: EXL2, and the integers with scales for groups of inputs (w4a16, w8a16).
 
-What is stored is what the encoding of the same name stores without a Hessian (`weightsmith.encodings`); other codes are chosen.
+What is stored is what the encoding of the same name stores without a Hessian (`weightsmith.stored`); other codes are chosen.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.encodings import find_encoding
-from weightsmith.encodings.exl2 import Exl2Matrix, parse
 from weightsmith.errors import WeightsmithError
-from weightsmith.formats.exl2 import SUFFIXES, groups_of
 from weightsmith.products.base import Arrays, Floats
+from weightsmith.stored import find_encoding
+from weightsmith.stored.exl2.layout import SUFFIXES, groups_of
+from weightsmith.stored.exl2.writing import Exl2Matrix, parse
 from weightsmith.tensors import DTYPES, TensorSpec
 
 if TYPE_CHECKING:

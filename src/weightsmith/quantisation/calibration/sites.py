@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-_SHARED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"} | {
-    "w1": "gate_up",
-    "w3": "gate_up",
-}
-
+from weightsmith.structure.fused import SAME_INPUT
 
 _ATTENTION = frozenset({"self_attn", "attention", "attn"})
 
@@ -18,7 +14,7 @@ def site_of(weight: str) -> str:
     ('model.layers.0.self_attn.qkv', 'model.layers.0.mlp.down_proj')
     """
     owner, _, leaf = weight.removesuffix(".weight").rpartition(".")
-    return f"{owner}.{_SHARED.get(leaf, leaf)}"
+    return f"{owner}.{SAME_INPUT.get(leaf, leaf)}"
 
 
 def is_attention(weight: str) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import islice
 
-from weightsmith.encodings import find_encoding
 from weightsmith.plans import Plan, Product, Step
 from weightsmith.products import KINDS
+from weightsmith.stored import find_encoding
 
 CALIBRATED = "calibrated: quantised for what enters the layer"
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from weightsmith.errors import Unsupported, WeightsmithError
-from weightsmith.formats.exl2 import ROWS, Params, bits_of, groups_of, why_illegal
 from weightsmith.quantisation.exl2.options import ATTENTION, MLP, Option
+from weightsmith.stored.exl2.layout import ROWS, Params, bits_of, groups_of, why_illegal
+from weightsmith.stored.exl2.loader import OTHER_FORMATS
 from weightsmith.structure import Structure
 from weightsmith.tensors import TensorSpec
 
@@ -95,9 +96,6 @@ def find_blocks(specs: Sequence[TensorSpec], structure: Structure) -> tuple[Subl
         of_experts = f"{key.rpartition('.')[0]}.block_sparse_moe" if key in mixtures else key
         blocks.append(Sublayer(of_experts, options, {role: tuple(linears[role]) for role in options[0].params}, biased))
     return tuple(blocks)
-
-
-OTHER_FORMATS = "choose another format; weightsmith quantize --list shows all"
 
 
 def shape_problems(specs: Iterable[TensorSpec]) -> list[WeightsmithError]:

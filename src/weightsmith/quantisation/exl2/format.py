@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
 from weightsmith.errors import Finding, ParameterError, PlanError, WeightsmithError
-from weightsmith.formats.exl2 import Params
 from weightsmith.formats.files import expand_user
 from weightsmith.options import QuantizeSettings
 from weightsmith.planner import Plan, Prepared
@@ -33,6 +32,7 @@ from weightsmith.quantisation.exl2.measurement import Measured, measurement_json
 from weightsmith.quantisation.exl2.model import Model, prepare_model, store
 from weightsmith.quantisation.exl2.optimise import Candidate, choose
 from weightsmith.quantisation.exl2.options import HEAD, PLAIN_HEAD
+from weightsmith.stored.exl2.layout import Params
 
 DEFAULT_HEAD_BITS = 6
 ROUNDED_BITS = 4

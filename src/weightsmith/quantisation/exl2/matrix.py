@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.encodings.exl2 import Codes, Exl2Matrix, Floats, Halves, Places, ScalesOf, round_plainly, rows_of, store
 from weightsmith.errors import NonFinite, ParameterError
-from weightsmith.formats.exl2 import Group, Groups, padded
 from weightsmith.jobs.matrix import Tensor, one_thread
 from weightsmith.jobs.requires import needs_torch
-from weightsmith.sources.exl2 import decode_columns, read_parameters
+from weightsmith.stored.exl2.layout import Group, Groups, padded
+from weightsmith.stored.exl2.reading import decode_columns, read_parameters
+from weightsmith.stored.exl2.scales import Floats, Halves
+from weightsmith.stored.exl2.writing import Codes, Exl2Matrix, Places, ScalesOf, round_plainly, rows_of, store
 from weightsmith.tensors import DType
 
 TILE = 128
@@ -120,7 +121,7 @@ def quantise_matrix(weight: Floats | Unread, hessian: Floats | FactoredHessian |
     N is padded to a multiple of 32 with rows that decode to zeros.
 
     Raises NonFinite for a weight that float16 cannot hold; Unsupported for groups or a shape that ExLlamaV2 cannot load
-    (`formats.exl2.why_illegal`).
+    (`stored.exl2.layout.why_illegal`).
 
     Cost: about 1,000 operations for each weight, most of them in the scale search; with a Hessian N K² more, and those of
     `prepare`. Memory besides weight and result: one group of rows, and with a Hessian 4 N K bytes.

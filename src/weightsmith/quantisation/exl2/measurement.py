@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from weightsmith.errors import FormatError
-from weightsmith.formats.exl2 import Params
 from weightsmith.formats.files import show
 from weightsmith.formats.strict_json import read_object
 from weightsmith.quantisation.exl2.blocks import Sublayer
-from weightsmith.quantisation.exl2.options import params_from_json
+from weightsmith.stored.exl2.layout import Params, params_from_json
 from weightsmith.structure.configs import finite_number
 
 MAX_BYTES = 256 << 20

@@ -12,38 +12,27 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from weightsmith.encodings import find_encoding
-from weightsmith.encodings.exl2 import encoding_name
 from weightsmith.errors import Finding, PlanError, Unsupported, WeightsmithError
-from weightsmith.formats.exl2 import Params
 from weightsmith.formats.files import show
 from weightsmith.plans import JOIN, PLAIN, Block, Plan, Read, Step
-from weightsmith.quantisation.exl2.blocks import OTHER_FORMATS, Sublayer, find_blocks, shape_problems
+from weightsmith.quantisation.exl2.blocks import Sublayer, find_blocks, shape_problems
 from weightsmith.quantisation.exl2.options import HEAD, PLAIN_HEAD
+from weightsmith.stored import find_encoding
+from weightsmith.stored.exl2.layout import Params
+from weightsmith.stored.exl2.loader import (
+    ARCHITECTURES,
+    GEMMA3,
+    GEMMA3_PREFIX,
+    OTHER_FORMATS,
+    VERSION,
+    loader_config,
+    quantization_config,
+)
+from weightsmith.stored.exl2.writing import encoding_name
 from weightsmith.structure import analyse
 from weightsmith.structure.fused import SubMatrix, fused_parts
 from weightsmith.structure.vocabulary import is_embedding, is_head, ties
 from weightsmith.tensors import TensorSpec
-
-ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "Phi3ForCausalLM",
-    "MixtralForCausalLM",
-    "Qwen3MoeForCausalLM",
-)
-"""`architectures` of config.json for which names and layout have been checked."""
-
-VERSION = "0.3.2"
-"""Of ExLlamaV2, whose layout is written."""
-
-GEMMA3, GEMMA3_LOADED = "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"
-"""ExLlamaV2 knows the text model only as part of the other one, with this prefix."""
-GEMMA3_PREFIX = "language_model."
 
 _HALF = "plain F16"
 _WEIGHT = ".weight"
@@ -197,61 +186,8 @@ def store(model: Model, params: Mapping[str, Params], head_bits: int, bits: floa
             step = replace(step, encoding=encoding, stored=find_encoding(encoding).outs(step.out))
         steps.append(step)
     config = {**(model.plan.config or {}), **({"tie_word_embeddings": True} if model.tied else {})}
-    config = loader_config(config, gemma3=bool(model.prefix))
-    described = {
-        "quant_method": "exl2",
-        "version": VERSION,
-        "bits": round(bits, 4),
-        "head_bits": head_bits,
-        "calibration": dict(calibration),
-    }
-    config["quantization_config"] = described
+    config = {**loader_config(config, gemma3=bool(model.prefix)), **quantization_config(bits, head_bits, calibration)}
     return replace(model.plan, steps=tuple(steps), config=config, warnings=(*model.plan.warnings, *_notes(model.plan)))
-
-
-def loader_config(config: Mapping[str, Any], *, gemma3: bool) -> dict[str, Any]:
-    """config.json with the keys that ExLlamaV2 reads: `rope_theta` and `rope_scaling` beside `rope_parameters`.
-
-    >>> loader_config({"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}, gemma3=False)["rope_theta"]
-    100000.0
-    """
-    found = dict(config)
-    rope = config.get("rope_parameters")
-    if isinstance(rope, Mapping):
-        layers = rope.get("full_attention")
-        main = layers if isinstance(layers, Mapping) else rope
-        if "rope_theta" in main and config.get("rope_theta") is None:
-            found["rope_theta"] = main["rope_theta"]
-        kind = main.get("rope_type", main.get("type"))
-        if kind not in (None, "default") and not config.get("rope_scaling"):
-            dropped = ("rope_theta", "type", "partial_rotary_factor")
-            found["rope_scaling"] = {"rope_type": kind, **{k: v for k, v in main.items() if k not in dropped}}
-    if not gemma3:
-        return found
-    text = {key: value for key, value in found.items() if key != "architectures"}
-    top: dict[str, Any] = {
-        key: found[key] for key in ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id") if key in found
-    }
-    named: dict[str, Any] = {
-        "architectures": [GEMMA3_LOADED],
-        "model_type": "gemma3",
-        "sliding_window_pattern": _pattern(config),
-    }
-    return {**named, **top, "text_config": text}
-
-
-def _pattern(config: Mapping[str, Any]) -> int:
-    """Every which layer has full attention. Raises PlanError if it is not every n-th."""
-    kinds = config.get("layer_types")
-    if not isinstance(kinds, list):
-        value = config.get("sliding_window_pattern", 6)
-        return value if isinstance(value, int) else 6
-    full = [i + 1 for i, kind in enumerate(kinds) if kind == "full_attention"]
-    pattern = full[0] if full else len(kinds) + 1
-    if full != list(range(pattern, len(kinds) + 1, pattern)):
-        what = f"layers {', '.join(map(str, full))} have full attention, and ExLlamaV2 expects every n-th to have it"
-        raise PlanError([Unsupported(what, where="layer_types in config.json", fix=OTHER_FORMATS)])
-    return pattern
 
 
 def _notes(plan: Plan) -> list[Finding]:

@@ -1,46 +1,15 @@
 """The settings that a block's linear layers may get.
 
-The tables are those of ExLlamaV2 0.3.2, so that measurements can be exchanged with it. `formats.exl2.params` reads the texts.
+The tables are those of ExLlamaV2 0.3.2, so that measurements can be exchanged with it. `stored.exl2.layout.params`
+reads the texts.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from weightsmith.errors import FormatError
-from weightsmith.formats.exl2 import BITS, SCALE_BITS, Params, params
-from weightsmith.formats.exl2 import bits_of as bits_of
-from weightsmith.formats.exl2 import groups_of as groups_of
-from weightsmith.formats.files import show
-from weightsmith.plans.reading import has_type
-
-GROUP_SIZES = (32, 64, 128)
-
-
-def params_from_json(value: object, where: str) -> Params:
-    """A setting of an untrusted measurement.json. Raises FormatError for anything that no writer of EXL2 uses."""
-
-    def refuse(what: str) -> FormatError:
-        return FormatError(f"not a setting of EXL2: {what}", where=where)
-
-    if not isinstance(value, Mapping):
-        raise refuse(f"it is {show(value)}, not an object")
-    bits, shares, sizes = (value.get(key, ()) for key in ("bits", "bits_prop", "group_size"))
-    if not has_type(bits, tuple[int, ...]) or not bits or not set(bits) <= set(BITS):
-        raise refuse(f"bits are {show(bits)}, not a list of {', '.join(map(str, BITS))}")
-    if list(bits) != sorted(set(bits), reverse=True):
-        raise refuse(f"bits are {show(bits)}, not from the most to the fewest")
-    if not has_type(shares, tuple[float, ...]) or len(shares) != len(bits):
-        raise refuse(f"bits_prop is {show(shares)}, not a number for each of bits")
-    if any(not 0 < share <= 1 for share in shares) or not math.isclose(sum(shares), 1, abs_tol=1e-6):
-        raise refuse(f"bits_prop is {show(shares)}, not shares that add up to 1")
-    if not isinstance(sizes, Mapping) or any(sizes.get(str(b)) not in GROUP_SIZES for b in bits):
-        raise refuse(f"group_size is {show(sizes)}, not one of {', '.join(map(str, GROUP_SIZES))} for each of bits")
-    if value.get("scale_bits", SCALE_BITS) != SCALE_BITS:
-        raise refuse(f"scale_bits is {show(value['scale_bits'])}, not {SCALE_BITS}")
-    return Params(tuple(bits), tuple(map(float, shares)), tuple(sizes[str(b)] for b in bits))
+from weightsmith.stored.exl2.layout import Params, params
 
 
 @dataclass(frozen=True, slots=True)
