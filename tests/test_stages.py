@@ -471,7 +471,7 @@ PRODUCT = {"name": "p", "op": "thresholds", "outs": [], "settings": {}, "steps":
 
 
 def test_the_command_keeps_results_and_says_where_interrupted_work_is(models: Path, tmp_path: Path, cli: Cli) -> None:
-    from weightsmith.cli.merge import interrupted
+    from weightsmith.cli.work import interrupted
 
     (tmp_path / "r.yml").write_text(_at(models, f"{LINEAR}---\n{TIES}"))
     out = tmp_path / "out"

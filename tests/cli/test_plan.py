@@ -18,8 +18,8 @@ from tests.cli_help import LINEAR, Cli, cli, environment, run_process, work
 from tests.methods.test_post_steps import make_recipe
 from tests.mini import write_checkpoint
 from weightsmith import merge, open_checkpoint
-from weightsmith.cli.merge import report
 from weightsmith.cli.summary import changes, short
+from weightsmith.cli.work import Work
 from weightsmith.errors import UnknownName
 from weightsmith.plans import plan_from_json
 
@@ -265,5 +265,5 @@ def test_what_an_earlier_run_made_of_calibrated_weights_is_counted_in_arrays(
     small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = quantise(small / "llama", small / "out", settings(small, bits=None, uniform=False), name="w4a16")
-    report(replace(made, resumed=12), quiet=False, as_json=False)
+    Work("out", quiet=False, as_json=False, began=0.0).report(replace(made, resumed=12))
     assert "out: 21 tensors, 12 of the 49 stored arrays by an earlier run, " in capsys.readouterr().out

@@ -324,16 +324,10 @@ def test_an_unknown_format(what: Mapping[str, Any]) -> None:
     assert text.endswith("Nothing was written. (1 problem)")
 
 
-def test_an_unknown_format_is_one_of_several_problems() -> None:
-    text = problems({**TIES, "merge_method": "tise"}, quantize="fp8")
-    assert "unknown format 'fp8'" in text
-    assert "'tise'" in text
-
-
 def test_settings_that_the_format_does_not_read() -> None:
     text = problems(TIES, quantize=FP8, bits=4.0, uniform=True)
-    assert "quantize: fp8-dynamic does not read bits, uniform: it has no settings" in text
-    assert "group_size: no format is given that could read it" in problems(TIES, group_size=64)
+    assert "--bits (bits), --uniform (uniform): not a setting of fp8-dynamic, which has none" in text
+    assert "--group-size (group_size): needs a quantised format that reads it" in problems(TIES, group_size=64)
 
 
 def test_a_dtype_that_cannot_be_encoded() -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from weightsmith.cli import options
-from weightsmith.cli.failures import failures, wrote
+from weightsmith.cli.failures import wrote
+from weightsmith.cli.work import working
 from weightsmith.errors import printable
+from weightsmith.options import RunOptions
 from weightsmith.pages.values import Mark
 from weightsmith.pages.words import finite_or_mark, written
-from weightsmith.progress import meter, no_bars_in_logs
-from weightsmith.text import fact, heading, result, say, show_json, show_table, status_line
+from weightsmith.progress import meter
+from weightsmith.text import fact, heading, result, say, show_json, show_table
 
 if TYPE_CHECKING:
     from weightsmith.look.comparison import Alignment, Comparison
@@ -26,8 +28,10 @@ _SHOWN = 12
 """Changed keys, tensors and rows that are listed."""
 
 
+@options.expand
 def diff(
     models: Annotated[list[str], typer.Argument(metavar="A B...", help="Folders, weight files, hub ids, or base+adapter.")],
+    running: RunOptions,
     base: Annotated[
         str | None,
         typer.Option(
@@ -40,8 +44,6 @@ def diff(
             "--tensors", metavar="GLOB", help="Only tensors whose names match, each in a row; may be given several times."
         ),
     ] = None,
-    threads: options.Threads = None,
-    stream: options.Stream = False,
     report: options.PageFile = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
@@ -58,8 +60,7 @@ def diff(
     """
     # Each thread decomposes small matrices of its own: BLAS's threads would only wait for each other.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    with failures(as_json=as_json), status_line("reading the models' headers", quiet=quiet or as_json):
-        no_bars_in_logs(quiet=quiet)
+    with working("reading the models' headers", quiet=quiet, as_json=as_json):
         from weightsmith.look.diff import diff as compare
         from weightsmith.look.pages import comparison_page, difference_page
         from weightsmith.look.values import Difference as Two
@@ -69,12 +70,9 @@ def diff(
             check_page(report)
 
         with meter(quiet=quiet) as shown:
-            if base is None:
-                found: Difference | Comparison = compare(
-                    *models, tensors=tensors or (), threads=threads, stream=stream, progress=shown
-                )
-            else:
-                found = compare(*models, base=base, tensors=tensors or (), threads=threads, stream=stream, progress=shown)
+            how: dict[str, Any] = {} if base is None else {"base": base}
+            how |= {"tensors": tensors or (), "threads": running.threads, "stream": running.stream, "progress": shown}
+            found: Difference | Comparison = compare(*models, **how)
         if report is not None:
             write_page(report, difference_page(found) if isinstance(found, Two) else comparison_page(found))
             wrote(f"The page is written: {printable(str(report))}")

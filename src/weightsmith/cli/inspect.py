@@ -10,10 +10,12 @@ import typer
 
 from weightsmith.cli import options
 from weightsmith.cli.diff import number
-from weightsmith.cli.failures import failures, wrote
+from weightsmith.cli.failures import wrote
+from weightsmith.cli.work import working
 from weightsmith.errors import printable
-from weightsmith.progress import meter, no_bars_in_logs
-from weightsmith.text import count, fact, heading, result, say, show_json, show_table, size, status_line
+from weightsmith.options import RunOptions
+from weightsmith.progress import meter
+from weightsmith.text import count, fact, heading, result, say, show_json, show_table, size
 
 if TYPE_CHECKING:
     from weightsmith.look.inspect import Inspection, TensorStatistics
@@ -21,16 +23,16 @@ if TYPE_CHECKING:
 _SHOWN = 40  # tensors that are listed one by one
 
 
+@options.expand
 def inspect(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, weight file, hub id, base+adapter, or an adapter.")],
+    running: RunOptions,
     tensors: Annotated[
         list[str] | None, typer.Argument(metavar="[GLOB]...", help="Only tensors whose names match.", show_default=False)
     ] = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Read the tensors, and show norms, extremes, zeros, NaN and outlier rows.")
     ] = False,
-    threads: options.Threads = None,
-    stream: options.Stream = False,
     report: options.PageFile = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
@@ -40,8 +42,7 @@ def inspect(
     Layers, parameters, dtypes, vocabulary, quantisation, licence. Reads headers only, but for --stats; those
     of hub models by byte range.
     """
-    with failures(as_json=as_json), status_line("reading the model's headers", quiet=quiet or as_json):
-        no_bars_in_logs(quiet=quiet)
+    with working("reading the model's headers", quiet=quiet, as_json=as_json):
         from weightsmith.look.inspect import inspect as look
         from weightsmith.look.pages import inspection_page
         from weightsmith.pages import check_page, write_page
@@ -50,7 +51,9 @@ def inspect(
             check_page(report)
 
         with meter(quiet=quiet or not stats) as shown:
-            found = look(model, tensors=tensors or (), stats=stats, threads=threads, stream=stream, progress=shown)
+            found = look(
+                model, tensors=tensors or (), stats=stats, threads=running.threads, stream=running.stream, progress=shown
+            )
         if report is not None:
             write_page(report, inspection_page(found))
             wrote(f"The page is written: {printable(str(report))}")

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weightsmith.cli import options
-from weightsmith.cli.failures import failures
-from weightsmith.cli.merge import show_warnings
 from weightsmith.cli.mergekit_flags import answer
+from weightsmith.cli.work import show_warnings, working
 from weightsmith.errors import printable
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
-from weightsmith.progress import no_bars_in_logs
-from weightsmith.text import count, fact, heading, result, say, show_json, show_table, size, status_line
+from weightsmith.text import count, fact, heading, result, say, show_json, show_table, size
 
 if TYPE_CHECKING:
     from weightsmith.cli.summary import Summary
@@ -28,7 +26,7 @@ _PIECES_SHOWN = 12
 AS_IT_IS = "as it is"
 
 
-@options.expand()
+@options.expand
 def plan(
     context: typer.Context,
     recipe: options.Recipe,
@@ -62,8 +60,7 @@ def plan(
     Names the modules that `modules:` in a recipe takes. Takes the options of merge, and of moe for a recipe of a mixture. With
     --json: the whole plan, which `weightsmith run` takes, and where each tensor goes.
     """
-    with failures(as_json=as_json), status_line("reading the recipe and the models' headers", quiet=quiet or as_json):
-        no_bars_in_logs(quiet=quiet)
+    with working("reading the recipe and the models' headers", quiet=quiet, as_json=as_json):
         answer(context, quiet=quiet)
         from weightsmith.api import prepare_any
 

@@ -11,13 +11,13 @@ import typer
 
 from weightsmith.cli import options
 from weightsmith.cli.diff import share
-from weightsmith.cli.failures import failures, wrote
-from weightsmith.cli.merge import show_warnings
+from weightsmith.cli.failures import wrote
+from weightsmith.cli.work import show_warnings, working
 from weightsmith.errors import printable
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.pages.values import Mark
-from weightsmith.progress import meter, no_bars_in_logs
-from weightsmith.text import count, fact, result, show_json, show_table, size, status_line, warn
+from weightsmith.progress import meter
+from weightsmith.text import count, fact, result, show_json, show_table, size, warn
 
 if TYPE_CHECKING:
     from weightsmith.cli.summary import Summary
@@ -27,13 +27,12 @@ _MODELS = 6
 """Models that are columns of tables."""
 
 
-@options.expand("routing_report", "quantize", "adapter_rank", "adapter_space", "max_shard_bytes")
+@options.expand
 def preview(
     recipe: options.Recipe,
     planning: RecipeOptions,
+    running: RunOptions,
     full: Annotated[bool, typer.Option("--full", help="Compute the whole merge, not a sample of it; write nothing.")] = False,
-    threads: options.Threads = None,
-    stream: options.Stream = False,
     report: options.PageFile = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
@@ -46,8 +45,7 @@ def preview(
     dropped; by part and by layer. Beside it how far the merge moves from the base, and what merging takes.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # see diff.py
-    with failures(as_json=as_json), status_line("reading the recipe and the models' headers", quiet=quiet or as_json):
-        no_bars_in_logs(quiet=quiet)
+    with working("reading the recipe and the models' headers", quiet=quiet, as_json=as_json):
         from weightsmith.api import prepare_any
         from weightsmith.cli.summary import summarise
         from weightsmith.look.pages import preview_page
@@ -60,11 +58,11 @@ def preview(
         with prepare_any(options.recipe_source(recipe), planning, QuantizeSettings()) as planned:
             prepared = planned.checked()
             show_warnings(prepared)
-            if stream:
+            if running.stream:
                 prepared.stream()
-            summary = summarise(prepared, RunOptions(threads=threads))
+            summary = summarise(prepared, running)
             with meter(quiet=quiet) as shown:
-                found = preview_of(prepared, full=full, threads=threads, progress=shown)
+                found = preview_of(prepared, full=full, threads=running.threads, progress=shown)
             if report is not None:
                 write_page(report, preview_page(found, _costs(summary)))
                 wrote(f"The page is written: {printable(str(report))}")

@@ -14,14 +14,14 @@ import numpy.typing as npt
 from weightsmith.containers import GGUF
 from weightsmith.containers.gguf import encode_metadata
 from weightsmith.encodings.gguf import NEEDS_IMPORTANCES, TYPES, GgufEncoding
-from weightsmith.errors import Finding, FormatError, ParameterError, PlanError, Unsupported, WeightsmithError
+from weightsmith.errors import Finding, FormatError, PlanError, Unsupported, WeightsmithError
 from weightsmith.formats.carried import MAX_CARRIED_BYTES, is_read
 from weightsmith.formats.files import read_bounded, show
 from weightsmith.formats.gguf.config import Config, family_of_config, keys_of_config
 from weightsmith.formats.gguf.families import Family, gguf_place, is_norm, rotated_heads
 from weightsmith.formats.gguf.imatrix import imatrix_bytes, read_imatrix
 from weightsmith.formats.gguf.tokenizer import READ, tokenizer_keys
-from weightsmith.options import QuantizeSettings
+from weightsmith.options import QuantizeSettings, named, option_error
 from weightsmith.planner import Plan, Prepared
 from weightsmith.planner.companions import joined, lacking
 from weightsmith.plans import FILL, JOIN, Dropped, Settings, Step, Table
@@ -43,8 +43,8 @@ def apply(mixture: Mixture, prepared: Prepared, settings: QuantizeSettings) -> P
     """The plan of a GGUF file. Raises PlanError."""
     measures = settings.calibration not in (None, NONE)
     if measures and settings.imatrix is not None:
-        what = "importances are either read from a file, or computed from a calibration text"
-        raise PlanError([ParameterError(what, where="imatrix", fix="leave out --imatrix or --calibration")])
+        what = "importances come from a file or from a calibration text, not both"
+        raise PlanError([option_error("imatrix", what, f"leave out {named('imatrix')} or {named('calibration')}")])
     if problems := unused(settings, calibrates=measures):
         raise PlanError(problems)
     with _problems_of_a_plan():

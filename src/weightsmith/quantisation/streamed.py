@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from weightsmith.encodings import mlx, packed
-from weightsmith.errors import Finding, ParameterError, PlanError
-from weightsmith.options import QuantizeSettings
+from weightsmith.errors import Finding, PlanError
+from weightsmith.options import QuantizeSettings, option_error
 from weightsmith.planner import Plan, Prepared
 from weightsmith.planner.encode import encodable, quantise
 from weightsmith.quantisation.base import Format
@@ -46,7 +46,7 @@ def _grouped(name: str, summary: str, readers: str, groups: Sequence[int], *, ca
         asked = settings.group_size
         if asked is not None and asked not in groups:
             what = f"{name} has groups of {', '.join(map(str, sorted(groups)))}, not of {asked}"
-            raise PlanError([ParameterError(what, where="group_size")])
+            raise PlanError([option_error("group_size", what)])
         has_text = calibrates and settings.calibration not in (None, NONE)
         if problems := unused(settings, calibrates=has_text):
             raise PlanError(problems)
