@@ -330,7 +330,7 @@ def read_options(command: str, given: Mapping[str, Any], *kinds: type[Any], text
     for name, value in given.items():
         if name not in known:
             own = [keyword for keyword, (_, each) in known.items() if each.name == name]
-            raise TypeError(f"{command}() has no option '{name}'{nearest(*own, own) if own else nearest(name, known)}")
+            raise TypeError(f"{command}() has no option '{name}'{nearest(own[0], own) if own else nearest(name, known)}")
         kind, found = known[name]
         try:
             if value is None and command in found.required:
