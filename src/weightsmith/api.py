@@ -70,9 +70,9 @@ def merge(
     rechecking  called with (bytes done, total bytes) while the finished tensors of an interrupted run are verified
     options     see `weightsmith.options`: RecipeOptions (seed, out_dtype, …), QuantizeSettings and RunOptions (threads, …)
 
-    Raises PlanError, and leaves nothing of this run on disk; StoreError for problems with the output, CheckpointError if an
-    input changes or cannot be read, PushFailed if the finished output cannot be uploaded. After KeyboardInterrupt or a crash,
-    the same call resumes.
+    Raises PlanError for problems of recipe, models and options, and leaves nothing of this run on disk; StoreError for problems
+    with the output, CheckpointError if an input changes or cannot be read, PushFailed if the finished output cannot be
+    uploaded. After KeyboardInterrupt or a crash, the same call resumes.
     """
     began = time.monotonic()
     planning, settings, running = read_options("merge", options, *_ALL)
@@ -121,8 +121,8 @@ def quantize(
     format   `fp8-dynamic`; `weightsmith.quantisation.formats.FORMATS` lists all
     options  see `weightsmith.options`: the format's `QuantizeSettings`, out_dtype, max_shard_bytes, seed, and RunOptions
 
-    Everything else is as for `merge`. Raises PlanError for an unknown format, for a setting that the format does not read,
-    and for a model that it cannot store.
+    Everything else is as for `merge`. Raises PlanError for an unknown format, a setting that the format does not read, and a
+    model that it cannot store.
 
     >>> weightsmith.quantize("base", "base-fp8", "fp8-dynamic").plan.encodings  # doctest: +SKIP
     ('fp8-dynamic',)
@@ -139,9 +139,9 @@ def dequantize(
     rechecking: Callable[[int, int], None] | None = None,
     **options: Unpack[Keywords],
 ) -> Merged:
-    """Copy a model into a new folder with plain weights, whatever they are stored as.
+    """Copy a model of any stored format into a new folder with plain weights.
 
-    dtype  of all floating-point tensors: a string, a numpy dtype or a torch dtype; None: the model's own
+    dtype  dtype of floating-point tensors: a string, a numpy dtype or a torch dtype; None: the model's own
 
     Everything else is as for `quantize`.
 
@@ -178,14 +178,14 @@ def extract_lora(
     rechecking: Callable[[int, int], None] | None = None,
     **options: Unpack[ExtractKeywords],
 ) -> Merged:
-    """Make a LoRA adapter of the difference of a fine-tune and its base, in a new folder as PEFT reads it.
+    """Extract a LoRA adapter from a fine-tune and its base into a new folder, as PEFT reads it.
 
     finetuned, base  folders or hub ids, stored in any format that weightsmith reads; the fine-tune may be `base+adapter`
-    dtype            of the factors: a string, a numpy dtype or a torch dtype; None: that of the fine-tune's weights
+    dtype            dtype of the factors: a string, a numpy dtype or a torch dtype; None: that of the fine-tune's weights
     options          see `weightsmith.options`: `ExtractSettings` and `RunOptions`
 
-    `Merged.reports["extraction"]` has what the adapter keeps, by matrix. Everything else is as for `merge`. Raises PlanError
-    for models that do not belong together, and if nothing differs.
+    `Merged.reports["extraction"]` has the share of each matrix's change that the adapter keeps. Everything else is as for
+    `merge`. Raises PlanError for models that do not belong together, and if nothing differs.
 
     >>> weightsmith.extract_lora("tuned", "base", "adapter", energy=0.9).reports["extraction"].parameters  # doctest: +SKIP
     4884480
@@ -214,9 +214,9 @@ def transplant_tokenizer(
     donor    the same; or, for approximations that do not need its embeddings, a folder with a tokenizer alone
     options  see `weightsmith.options`: `TransplantSettings` and `RunOptions`
 
-    Rows of tokens that both have are the model's; the others are approximated. `Merged.reports["rows of missing tokens"]` has
-    how, and how well; it is not there if no token is missing. Everything else is as for `merge`. Raises PlanError for a donor
-    without embeddings where they are needed, and for a model without a tokenizer.
+    Shared tokens keep the model's rows; the others are approximated. `Merged.reports["rows of missing tokens"]` describes the
+    approximation and its error; without missing tokens there is no such report. Everything else is as for `merge`. Raises
+    PlanError for a donor without embeddings where they are needed, and for a model without a tokenizer.
 
     >>> weightsmith.transplant_tokenizer("model", "donor", "out").plan.vocabulary["rows"]  # doctest: +SKIP
     49152

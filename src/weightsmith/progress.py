@@ -1,4 +1,4 @@
-"""How far the work is: a bar on a terminal or in a notebook, a line every ten seconds in a log, nothing if asked."""
+"""Progress of the work: a bar on a terminal or in a notebook, a line every ten seconds in a log, or nothing."""
 
 from __future__ import annotations
 

@@ -240,12 +240,12 @@ def test_a_calibrated_plan_shows_weights_and_all_that_is_read(cli: Cli, small: P
 def test_a_plan_that_is_measured_first_says_so(cli: Cli, small: Path, more: list[str]) -> None:
     exl2 = ["--quantize", "exl2", "--bits", "4.1", *CALIBRATED, *more]
     text = cli("plan", "copy.yml", *exl2).out
-    assert "first: what each weight is stored as, sizes and config.json are decided then" in text
+    assert "first: that decides how weights are stored, the sizes and config.json" in text
     assert "; more when it is quantised then" in row_text(text, "read")
     assert "write" not in text
     assert "and the calibration" in text
     explained = cli("plan", "copy.yml", *exl2, "--explain", "lm_head.weight")
-    assert "the model is measured first, for exl2: what this is stored as is decided then" in explained.out
+    assert "the model is measured first, for exl2: that decides how this is stored" in explained.out
     found = json.loads(cli("plan", "copy.yml", *exl2, "--explain", "lm_head.weight", "--json").out)
     assert (found["measured_first"], found["encoding"], found["stored"]) == (True, None, [])
     predicted = json.loads(cli("plan", "copy.yml", *exl2, "--json").out)["summary"]

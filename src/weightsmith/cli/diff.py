@@ -25,38 +25,32 @@ if TYPE_CHECKING:
     from weightsmith.look.values import Difference, GroupDifference, TensorDifference
 
 _SHOWN = 12
-"""Changed keys, tensors and rows that are listed."""
+"""Changed keys and rows that are listed."""
 
 
 @options.expand
 def diff(
-    models: Annotated[list[str], typer.Argument(metavar="A B...", help="Folders, weight files, hub ids, or base+adapter.")],
+    models: Annotated[list[str], typer.Argument(metavar="A B...", help="Folders, weight files, Hub ids or base+adapter.")],
     running: RunOptions,
     base: Annotated[
         str | None,
-        typer.Option(
-            "--base", metavar="BASE", help="Compare what two or more models have changed in BASE: their task vectors."
-        ),
+        typer.Option("--base", metavar="BASE", help="Compare the task vectors of two or more models: their changes to BASE."),
     ] = None,
     tensors: Annotated[
         list[str] | None,
-        typer.Option(
-            "--tensors", metavar="GLOB", help="Only tensors whose names match, each in a row; may be given several times."
-        ),
+        typer.Option("--tensors", metavar="GLOB", help="Only tensors whose names match, one row each (repeatable)."),
     ] = None,
     report: options.PageFile = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show what model B differs in from model A.
+    """Show the differences between models A and B.
 
-    Weights, config, tokenizer, chat template; and in words what that probably means.
+    Compares weights, config, tokenizer and chat template, and summarises the differences in words. With --base: compares the
+    task vectors of two or more models in pairs: cosines, sign conflicts, shared largest elements, shared leading directions.
 
-    With --base: how the task vectors of two or more models fit together, pair by pair: their cosines, how often their signs
-    conflict, how much of their largest elements and of their leading directions they share.
-
-    For each part and layer: the share of elements that differ, the norm of the delta over that of A, the cosine of A and B, and
-    the rank of the deltas: the middle one of those that are of low rank above the rounding noise, and how many are not.
+    For each part and layer: the share of elements that differ, the norm of the delta relative to A, the cosine of A and B, and
+    the rank of the deltas (the median of those of low rank above the rounding noise, and the number of the others).
     """
     # Each thread decomposes small matrices of its own: BLAS's threads would only wait for each other.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -75,7 +69,7 @@ def diff(
             found: Difference | Comparison = compare(*models, **how)
         if report is not None:
             write_page(report, difference_page(found) if isinstance(found, Two) else comparison_page(found))
-            wrote(f"The page is written: {printable(str(report))}")
+            wrote(f"Page written: {printable(str(report))}")
         if as_json:
             show_json(found.to_json())
         elif not quiet:
@@ -102,7 +96,7 @@ def _show(found: Difference, *, each: bool) -> None:
         show_table(_HEAD("tensor"), [_tensor_row(tensor) for tensor in found.tensors], right=_RIGHT)
     if found.moved:
         result()
-        result(heading("rows that moved most, by their own norm"))
+        result(heading("rows that changed most, relative to their norm"))
         rows = [
             (row.tensor, f"{row.row:,}", repr(row.token) if row.token else "", percent(row.share, 2))
             for row in found.moved[:_SHOWN]
@@ -173,7 +167,7 @@ def _show_comparison(found: Comparison, *, each: bool) -> None:
         say(printable(sentence))
     if found.missing:
         first = printable(found.missing[0])
-        say(f"Not compared: {len(found.missing):,} tensors that not all have in one shape, the first {first}.")
+        say(f"Not compared: {len(found.missing):,} tensors that some models lack or have in another shape, such as {first}.")
     result()
     result(heading("all tensors"))
     rows = [
@@ -183,7 +177,7 @@ def _show_comparison(found: Comparison, *, each: bool) -> None:
     ]
     show_table(("pair", "cosine", "largest 1% in common", "leading directions in common"), rows, right={1, 2, 3})
     result()
-    show_table(("model", "norm", "of the longest"), _norms(names, found.total), right={1, 2})
+    show_table(("model", "norm", "relative norm"), _norms(names, found.total), right={1, 2})
     for title, own in (("part", found.parts), ("layer", found.layers), ("tensor", found.tensors if each else ())):
         if own:
             result()

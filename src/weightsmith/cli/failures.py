@@ -84,7 +84,7 @@ def failures(
         diagnostic(f"error[internal]: {legible(what, MAX_MESSAGE)}", RED)
         if not os.environ.get(DEBUG):
             note(
-                f"  -> Report it to weightsmith with the recipe and what the same command prints with {DEBUG}=1, "
+                f"  -> Report it to weightsmith with the recipe and the output of the same command with {DEBUG}=1, "
                 "unless the machine (memory, disk) is at fault."
             )
         if as_json:
@@ -121,7 +121,7 @@ def forget_written() -> None:
 
 
 def tell_lost(error: ResultLost) -> Exit:
-    """Say on stderr that the result is lost, and what was written all the same: the exit code."""
+    """Report on stderr that the result is lost, and what was written: the exit code."""
     error.state = "\n".join(_written)
     diagnostic(report(error), RED)
     return Exit.NO_READER if error.no_reader else Exit.OUTPUT

@@ -21,7 +21,7 @@ def merge(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Merge checkpoints by RECIPE into OUT.
+    """Merge checkpoints into OUT as RECIPE describes.
 
     OUT is created only when complete. If interrupted, run the same command again to resume.
     """

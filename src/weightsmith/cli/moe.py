@@ -37,7 +37,7 @@ def moe(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Make a mixture of experts by RECIPE in OUT.
+    """Make a mixture of experts as RECIPE describes.
 
     OUT is created only when complete. If interrupted, run the same command again to resume.
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from weightsmith.cli.summary import Summary
     from weightsmith.planner import Prepared
     from weightsmith.plans import Plan, Step
-    from weightsmith.remote.ahead import Travel
+    from weightsmith.remote.ahead import TransferEstimate
 
 _PIECES_SHOWN = 12
 AS_IT_IS = "as it is"
@@ -34,7 +34,7 @@ def plan(
     settings: QuantizeSettings,
     running: RunOptions,
     out: Annotated[
-        str, typer.Argument(metavar="[OUT]", help="Not looked at: a command line of merge works here.", show_default=False)
+        str, typer.Argument(metavar="[OUT]", help="Ignored, so that a command line of merge works here.", show_default=False)
     ] = "",
     explain: Annotated[
         str,
@@ -42,23 +42,24 @@ def plan(
             "--explain",
             metavar="TENSOR",
             show_default=False,
-            help="Show the parameters of one output tensor, or of all that a pattern such as '*.mlp.*' matches, and the line "
-            "of the recipe each comes from.",
+            help="Show the parameters of one output tensor, or of all that match a pattern such as '*.mlp.*', and the line of "
+            "the recipe that sets each.",
         ),
     ] = "",
     distance: Annotated[
         bool,
-        typer.Option("--distance", help="Merge without writing, and show how far each layer moves from the base."),
+        typer.Option("--distance", help="Merge without writing; show the distance of each layer from the base."),
     ] = False,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show what merging RECIPE would do. Reads headers only (but for --distance), writes nothing.
+    """Show the plan of RECIPE. Writes nothing.
 
-    Of hub models it reads the headers by byte range, and says what a merge would download, or with --stream read where it is.
+    Reads headers only, unless --distance is given: those of Hub models by byte range. Shows the size of the download, or with
+    --stream of the transfer, and the modules that `modules:` in a recipe may name.
 
-    Names the modules that `modules:` in a recipe takes. Takes the options of merge, and of moe for a recipe of a mixture. With
-    --json: the whole plan, which `weightsmith run` takes, and where each tensor goes.
+    Accepts the options of merge, and of moe for a mixture. With --json: the whole plan, as `weightsmith run` takes it, and the
+    place of each tensor.
     """
     with working("reading the recipe and the models' headers", quiet=quiet, as_json=as_json):
         answer(context, quiet=quiet)
@@ -78,7 +79,7 @@ def plan(
 
 
 def show_plan(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None:
-    """What a plan would do."""
+    """Show a plan as text or as JSON."""
     from weightsmith.cli.summary import summarise
     from weightsmith.execution import check_computable
 
@@ -101,7 +102,7 @@ def _distance(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None
     if as_json:
         show_json(to_json(moved))
     elif not moved:
-        result("nothing is merged with a base, so there is no distance from one")
+        result("nothing is merged with a base, so there is no distance")
     else:
         rows = [(m.name, f"{m.delta:.4g}", m.percent(3)) for m in moved]
         show_table(("", "‖merged - base‖", "share of the base"), rows, right={1, 2})
@@ -114,19 +115,19 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
         fact("" if i else "models", f"{model.ref}{f' at {model.revision}' if model.revision else ''}")
     for stage in summary.stages:
         nbytes = f"{count(stage.tensors, 'tensor')}, {size(stage.nbytes)}"
-        how = f"written first, because {stage.why}" if stage.why else "computed where it is read"
+        how = f"written first, because {stage.why}" if stage.why else "computed on the fly"
         fact("stage", f"{stage.name}: {stage.method} of {', '.join(stage.models)}; {nbytes}, {how}")
     if summary.downloads:
         nbytes = size(sum(d.nbytes for d in summary.downloads))
         fact(
             "download", f"{nbytes} in {count(len(summary.downloads), 'file')}, before the merge begins; only headers were read"
         )
-    if summary.travel.needed_bytes:
-        fact("stream", _travel(summary.travel))
+    if summary.transfer.needed_bytes:
+        fact("stream", _transfer(summary.transfer))
     files = count(len(shards), "file") + (f" of at most {size(plan.max_shard_bytes)}" if len(shards) > 1 else "")
     if summary.measured:
-        fact("measured", "first: what each weight is stored as, sizes and config.json are decided then")
-        about = f"about {size(summary.out_bytes)}" if summary.out_bytes else "their size follows from the measurement"
+        fact("measured", "first: that decides how weights are stored, the sizes and config.json")
+        about = f"about {size(summary.out_bytes)}" if summary.out_bytes else "sizes follow from the measurement"
         fact("output", f"{count(summary.tensors, 'tensor')}, {about}")
     else:
         fact("output", f"{count(summary.tensors, 'tensor')}, {size(summary.out_bytes)}, in {files}")
@@ -134,21 +135,21 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
     least = "; more when it is quantised then" if summary.measured else ""
     fact("read", f"{'up to ' if times else ''}{size(summary.read_bytes)}{times}{least}")
     if summary.survey_bytes:
-        fact("", f"{size(summary.survey_bytes)} of them before the first tensor is merged, to see the whole model")
+        fact("", f"{size(summary.survey_bytes)} of it before the first tensor is merged, for statistics of the whole model")
     if not summary.measured:
         fact("write", size(summary.file_bytes))
     memory = summary.memory
-    over = "; it cannot be less" if max_memory is not None and memory.peak_bytes > max_memory else ""
+    over = "; this is the minimum" if max_memory is not None and memory.peak_bytes > max_memory else ""
     fact("memory", f"{size(memory.peak_bytes)} at most, with {count(memory.threads, 'thread')}{over}")
     if memory.calibrates:
-        fact("", "and the calibration: torch and transformers, a layer in float32, and what enters it")
+        fact("", "plus the calibration: torch, transformers, a layer in float32 and its inputs")
     _section("output tensors by op")
     ops = [(t.name, f"{t.tensors:,}", "" if summary.measured else size(t.nbytes)) for t in summary.ops]
     show_table(("op", "tensors", "" if summary.measured else "bytes"), ops, right={1, 2})
     if summary.stored:
-        _section("how tensors are stored")
+        _section("storage of tensors")
         show_table(
-            ("stored as", "tensors", "bytes", "why", "the first"),
+            ("stored as", "tensors", "bytes", "reason", "first tensor"),
             [(_stored_as(s.encoding), f"{s.tensors:,}", size(s.nbytes), s.why, s.first) for s in summary.stored],
             right={1, 2},
         )
@@ -161,7 +162,7 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
     if summary.dropped:
         _section("not in the output")
         show_table(
-            ("tensors", "of model", "why", "the first"),
+            ("tensors", "model", "reason", "first tensor"),
             [(f"{d.tensors:,}", d.model, d.reason, d.first) for d in summary.dropped],
             right={0},
         )
@@ -177,28 +178,28 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
         say(printable(", ".join(plan.files)))
     if plan.lacking:
         _section("files not in the output")
-        show_table(("of model", "files"), [(model, ", ".join(files)) for model, files in plan.lacking.items()])
+        show_table(("model", "files"), [(model, ", ".join(files)) for model, files in plan.lacking.items()])
     if plan.carried:
         _section(f"copied from {plan.models[plan.donor].ref}")
         say(printable(", ".join(plan.carried)))
 
 
-def _travel(travel: Travel) -> str:
-    """What is read where it is."""
-    text = f"{size(travel.network_bytes)} in {count(travel.requests, 'request')}, while the merge runs"
-    if travel.passes < 2:
+def _transfer(transfer: TransferEstimate) -> str:
+    """The transfer of streamed models."""
+    text = f"{size(transfer.network_bytes)} in {count(transfer.requests, 'request')}, while the merge runs"
+    if transfer.passes < 2:
         return text
-    again = travel.network_bytes - travel.needed_bytes
+    again = transfer.network_bytes - transfer.needed_bytes
     if not again:
-        return f"{text}; later passes read the spool"
-    return f"{text}; {size(again)} of them for later passes, which the spool has no room for (--max-spool)"
+        return f"{text}; later passes read the disk cache"
+    return f"{text}; {size(again)} of it again for later passes, as the disk cache is full (--max-spool)"
 
 
 def _vocabulary(found: Mapping[str, Any]) -> None:
-    """Whose tokenizer the output has, and where the rows of its tokens come from."""
+    """The tokenizer of the output, and the sources of its token rows."""
     _section("vocabulary")
     if found.get("shared"):
-        fact("tokens", f"those of {found['tokenizer']}, whose tokenizer all models share")
+        fact("tokens", f"the tokenizer of {found['tokenizer']}, shared by all models")
         return
     new = found.get("new", [])
     added = f", and {count(len(new), 'token')} added: {', '.join(new[:6])}{', ...' if len(new) > 6 else ''}" if new else ""
@@ -216,7 +217,7 @@ def _section(title: str) -> None:
 
 
 def _to_json(plan: Plan, summary: Summary) -> dict[str, Any]:
-    """The plan's own JSON with each tensor's place, and the sums under `summary`."""
+    """The plan's own JSON with the place of each tensor, and the totals under `summary`."""
     data = plan.to_json()
     shards, places = plan.layout.shards, plan.layout.places
     data["places"] = {
@@ -236,10 +237,10 @@ def _to_json(plan: Plan, summary: Summary) -> dict[str, Any]:
         "download_bytes": sum(d.nbytes for d in summary.downloads),
         "downloads": [{"model": d.model, "file": d.file, "bytes": d.nbytes} for d in summary.downloads],
         "stream": {
-            "needed_bytes": summary.travel.needed_bytes,
-            "network_bytes": summary.travel.network_bytes,
-            "requests": summary.travel.requests,
-            "passes": summary.travel.passes,
+            "needed_bytes": summary.transfer.needed_bytes,
+            "network_bytes": summary.transfer.network_bytes,
+            "requests": summary.transfer.requests,
+            "passes": summary.transfer.passes,
         },
         "peak_memory_bytes": summary.memory.peak_bytes,
         "calibrates": summary.memory.calibrates,
@@ -345,14 +346,14 @@ def _stored_as(encoding: str) -> str:
 
 
 def _notes(plan: Plan, step: Step) -> Iterator[str]:
-    """What else is known of a tensor: how it is stored, that it is the base's, or no linear weight to a method of such."""
+    """Notes on a tensor: its storage, and the reason if no model or method changes it."""
     from weightsmith import methods
     from weightsmith.planner.encode import stored_plain
     from weightsmith.plans import PLAIN
     from weightsmith.quantisation.calibration.weights import CALIBRATED, calibrated_weights
 
     if plan.then is not None:
-        yield f"the model is measured first, for {plan.then['format']}: what this is stored as is decided then"
+        yield f"the model is measured first, for {plan.then['format']}: that decides how this is stored"
     if step.out.name in calibrated_weights(plan):
         yield CALIBRATED
     if step.encoding != PLAIN:

@@ -32,17 +32,17 @@ def preview(
     recipe: options.Recipe,
     planning: RecipeOptions,
     running: RunOptions,
-    full: Annotated[bool, typer.Option("--full", help="Compute the whole merge, not a sample of it; write nothing.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Compute the whole merge instead of a sample; write nothing.")] = False,
     report: options.PageFile = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show what merging RECIPE will do to its models.
+    """Predict the effect of RECIPE on its models.
 
-    From a sample that takes seconds. Writes nothing.
+    Computes a sample, which takes seconds. Writes nothing.
 
-    For each model: how much of the energy of its delta survives, how often the merge moves the other way, and how much is
-    dropped; by part and by layer. Beside it how far the merge moves from the base, and what merging takes.
+    For each model, by part and by layer: the share of its delta's energy that survives, the share of elements that the merge
+    moves the other way, and the share that is dropped. Also the distance from the base, and the cost of merging.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # see diff.py
     with working("reading the recipe and the models' headers", quiet=quiet, as_json=as_json):
@@ -65,7 +65,7 @@ def preview(
                 found = preview_of(prepared, full=full, threads=running.threads, progress=shown)
             if report is not None:
                 write_page(report, preview_page(found, _costs(summary)))
-                wrote(f"The page is written: {printable(str(report))}")
+                wrote(f"Page written: {printable(str(report))}")
             for finding in found.warnings:
                 warn(finding)
             if as_json:
@@ -128,7 +128,7 @@ def _rows(groups: Sequence[GroupPreview]) -> list[tuple[str, ...]]:
 
 
 def _mark(kept: Kept | None, group: GroupPreview) -> str:
-    """For what has no number: a model that does not differ, that is not merged, or that holds NaN or infinities."""
+    """In place of a number: a model that does not differ, is not merged, or holds NaN or infinities."""
     from weightsmith.look.nonfinite import mark_of
 
     if kept is not None and kept.norm == 0:

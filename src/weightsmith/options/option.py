@@ -26,10 +26,9 @@ Record = TypeVar("Record")
 class Option:
     """One option, as a keyword of Python functions and as a flag of commands.
 
+    usage     flags, and the name of the value in help texts: `-k, --k K`, `--card/--no-card`
     help      one sentence without its full stop; `name` in backticks is another option. The choices follow in brackets
     more      further sentences, for the docs only; Markdown
-    flags     spellings on the command line; (): the keyword with dashes, without the unit `_bytes`
-    metavar   stands for the value in help texts
     unset     the default in words, if it is None
     choices   the values allowed; "module:NAME" below `weightsmith` for those that are known to a feature
     least, above, most    limits of a number: at least, more than, at most
@@ -42,10 +41,9 @@ class Option:
     name: str
     hint: Any
     default: Any
+    usage: str
     help: str
     more: str = ""
-    flags: tuple[str, ...] = ()
-    metavar: str = ""
     unset: str = ""
     choices: tuple[Any, ...] | str = ()
     least: float | None = None
@@ -84,12 +82,16 @@ class Option:
         """Its keyword in a function."""
         return self.spelled.get(command, self.name)
 
+    @property
+    def metavar(self) -> str:
+        """The name of the value in help texts; "" if the flag has none."""
+        return "" if self.type is bool else self.usage.split()[-1]
+
     def spellings(self, command: str = "") -> tuple[str, ...]:
         """Its flags on the command line of a function, as typer takes them."""
-        if self.flags and command not in self.spelled:
-            return self.flags
-        name = self.keyword(command).removesuffix("_bytes").replace("_", "-")
-        return (f"--{name}/--no-{name}",) if self.default is True else (f"--{name}",)
+        if command in self.spelled:
+            return (f"--{self.spelled[command]}",)
+        return tuple(self.usage.removesuffix(self.metavar).rstrip().split(", "))
 
     def flag(self, command: str = "") -> str:
         """The flag that messages name."""
@@ -247,9 +249,9 @@ _KINDS: Mapping[Any, _Kind] = {
 # ---- records of options
 
 
-def option(default: object, help: str, **facts: Any) -> Any:
+def option(default: object, usage: str, help: str, **facts: Any) -> Any:
     """A field of a record that is an option. facts: the fields of `Option`. default: `dict` for a mapping."""
-    metadata = {"help": help, "spelled": {}} | facts
+    metadata = {"usage": usage, "help": help, "spelled": {}} | facts
     return field(default_factory=dict, metadata=metadata) if default is dict else field(default=default, metadata=metadata)
 
 

@@ -128,7 +128,7 @@ def _ahead(slots: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Travel:
+class TransferEstimate:
     """What travels over the network for a plan, without headers.
 
     needed_bytes   of all files, each once
@@ -143,7 +143,7 @@ class Travel:
     passes: int
 
 
-def estimate(visits: Sequence[Visit], spool_bytes: int = SPOOL_BYTES) -> Travel:
+def estimate(visits: Sequence[Visit], spool_bytes: int = SPOOL_BYTES) -> TransferEstimate:
     """What travels for some visits. Cost: a few microseconds for each visit of a block."""
     blocks, ahead = Blocks(visits), _ahead(_slots(spool_bytes))
     room, kept = _slots(spool_bytes) - ahead, set[Block]()
@@ -164,7 +164,7 @@ def estimate(visits: Sequence[Visit], spool_bytes: int = SPOOL_BYTES) -> Travel:
         block.state = "here" if block.places and (not far or block in kept) else ""
         if not block.state:
             kept.discard(block)
-    return Travel(needed, network, requests, passes)
+    return TransferEstimate(needed, network, requests, passes)
 
 
 class ReadAhead:
