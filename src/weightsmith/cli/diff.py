@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weightsmith.cli import options
-from weightsmith.cli.failures import wrote
 from weightsmith.cli.work import working
 from weightsmith.errors import printable
 from weightsmith.options import RunOptions
 from weightsmith.pages.values import Mark
 from weightsmith.pages.words import finite_or_mark, written
 from weightsmith.progress import meter
-from weightsmith.text import fact, heading, result, say, show_json, show_table
+from weightsmith.text import fact, result, say, section, show_table
 
 if TYPE_CHECKING:
     from weightsmith.look.comparison import Alignment, Comparison
@@ -54,29 +53,20 @@ def diff(
     """
     # Each thread decomposes small matrices of its own: BLAS's threads would only wait for each other.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    with working("reading the models' headers", quiet=quiet, as_json=as_json):
+    with working("reading the models' headers", quiet=quiet, as_json=as_json, page=report) as work:
         from weightsmith.look.diff import diff as compare
         from weightsmith.look.pages import comparison_page, difference_page
         from weightsmith.look.values import Difference as Two
-        from weightsmith.pages import check_page, write_page
-
-        if report is not None:
-            check_page(report)
 
         with meter(quiet=quiet) as shown:
             how: dict[str, Any] = {} if base is None else {"base": base}
             how |= {"tensors": tensors or (), "threads": running.threads, "stream": running.stream, "progress": shown}
             found: Difference | Comparison = compare(*models, **how)
-        if report is not None:
-            write_page(report, difference_page(found) if isinstance(found, Two) else comparison_page(found))
-            wrote(f"Page written: {printable(str(report))}")
-        if as_json:
-            show_json(found.to_json())
-        elif not quiet:
-            if isinstance(found, Two):
-                _show(found, each=bool(tensors))
-            else:
-                _show_comparison(found, each=bool(tensors))
+        each = bool(tensors)
+        if isinstance(found, Two):
+            work.present(lambda: difference_page(found), found.to_json, lambda: _show(found, each=each))
+        else:
+            work.present(lambda: comparison_page(found), found.to_json, lambda: _show_comparison(found, each=each))
 
 
 def _show(found: Difference, *, each: bool) -> None:
@@ -95,8 +85,7 @@ def _show(found: Difference, *, each: bool) -> None:
         result()
         show_table(_HEAD("tensor"), [_tensor_row(tensor) for tensor in found.tensors], right=_RIGHT)
     if found.moved:
-        result()
-        result(heading("rows that changed most, relative to their norm"))
+        section("rows that changed most, relative to their norm")
         rows = [
             (row.tensor, f"{row.row:,}", repr(row.token) if row.token else "", percent(row.share, 2))
             for row in found.moved[:_SHOWN]
@@ -109,8 +98,7 @@ def _changes(name: str, found: Sequence[Change]) -> None:
         return
     from weightsmith.cli.summary import short
 
-    result()
-    result(heading(name))
+    section(name)
     rows = [(change.key, short(change.old, 24), short(change.new, 24)) for change in found[:_SHOWN]]
     show_table(("key", "A", "B"), rows)
     if len(found) > _SHOWN:
@@ -168,8 +156,7 @@ def _show_comparison(found: Comparison, *, each: bool) -> None:
     if found.missing:
         first = printable(found.missing[0])
         say(f"Not compared: {len(found.missing):,} tensors that some models lack or have in another shape, such as {first}.")
-    result()
-    result(heading("all tensors"))
+    section("all tensors")
     rows = [
         (f"{names[i]} {names[j]}", number(total.cosines[n], ".4f"), percent(total.overlaps[n]), percent(total.subspaces[n]))
         for total in [found.total]

@@ -10,12 +10,11 @@ import typer
 
 from weightsmith.cli import options
 from weightsmith.cli.diff import number
-from weightsmith.cli.failures import wrote
 from weightsmith.cli.work import working
 from weightsmith.errors import printable
 from weightsmith.options import RunOptions
 from weightsmith.progress import meter
-from weightsmith.text import count, fact, heading, result, say, show_json, show_table, size
+from weightsmith.text import count, fact, result, say, section, show_table, size
 
 if TYPE_CHECKING:
     from weightsmith.look.inspect import Inspection, TensorStatistics
@@ -42,25 +41,15 @@ def inspect(
     Layers, parameters, dtypes, vocabulary, quantisation, licence. Reads headers only, unless --stats is given; those of Hub
     models by byte range.
     """
-    with working("reading the model's headers", quiet=quiet, as_json=as_json):
+    with working("reading the model's headers", quiet=quiet, as_json=as_json, page=report) as work:
         from weightsmith.look.inspect import inspect as look
         from weightsmith.look.pages import inspection_page
-        from weightsmith.pages import check_page, write_page
-
-        if report is not None:
-            check_page(report)
 
         with meter(quiet=quiet or not stats) as shown:
             found = look(
                 model, tensors=tensors or (), stats=stats, threads=running.threads, stream=running.stream, progress=shown
             )
-        if report is not None:
-            write_page(report, inspection_page(found))
-            wrote(f"Page written: {printable(str(report))}")
-        if as_json:
-            show_json(found.to_json())
-        elif not quiet:
-            _show(found, each=bool(tensors))
+        work.present(lambda: inspection_page(found), found.to_json, lambda: _show(found, each=bool(tensors)))
 
 
 def _show(found: Inspection, *, each: bool) -> None:
@@ -135,8 +124,7 @@ def _statistics(found: Sequence[TensorStatistics], *, each: bool) -> None:
         say(f"{bad}. The other columns count finite elements only.")
     largest = sorted((o[1], t.name, o[0]) for t in found for o in t.outliers)[::-1][:8]
     if largest:
-        result()
-        result(heading("rows with the largest norms"))
+        section("rows with the largest norms")
         show_table(
             ("tensor", "row", "norm / mean"), [(printable(n), f"{row:,}", f"{x:.1f}") for x, n, row in largest], right={1, 2}
         )

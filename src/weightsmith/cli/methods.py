@@ -11,7 +11,7 @@ import typer
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures
 from weightsmith.errors import printable
-from weightsmith.text import columns, heading, result, say, show_fact, show_json, show_table, warn, wrapped
+from weightsmith.text import columns, heading, result, say, section, show_fact, show_json, show_table, warn, wrapped
 
 if TYPE_CHECKING:
     from weightsmith.methods.base import Method
@@ -102,8 +102,7 @@ def _show(method: Method) -> None:
         if text:
             show_fact(label, _lines(text), 8)
     if method.parameters:
-        result()
-        result(heading("parameters"))
+        section("parameters")
         for p in method.parameters:
             facts = f"{values(p)}; {'' if p.required else 'default '}{default(p)}; for {SCOPES[p.scope]}"
             name = printable(p.name)
@@ -111,8 +110,7 @@ def _show(method: Method) -> None:
             result(heading(name) + lines[len(name) :])
             result(wrapped(f"    {printable(doc(p))}", columns(sys.stdout), ""))
     if method.example:
-        result()
-        result(heading("example"))
+        section("example")
         result(_lines(method.example.rstrip()))
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +14,7 @@ from weightsmith.cli.mergekit_flags import answer
 from weightsmith.cli.work import show_warnings, working
 from weightsmith.errors import printable
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
-from weightsmith.text import count, fact, heading, result, say, show_json, show_table, size
+from weightsmith.text import count, fact, heading, result, say, section, show_json, show_table, size
 
 if TYPE_CHECKING:
     from weightsmith.cli.summary import Summary
@@ -143,24 +143,29 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
     fact("memory", f"{size(memory.peak_bytes)} at most, with {count(memory.threads, 'thread')}{over}")
     if memory.calibrates:
         fact("", "plus the calibration: torch, transformers, a layer in float32 and its inputs")
-    _section("output tensors by op")
-    ops = [(t.name, f"{t.tensors:,}", "" if summary.measured else size(t.nbytes)) for t in summary.ops]
+    section("output tensors by op")
+    ops = [(t.op, f"{t.tensors:,}", "" if summary.measured else size(t.nbytes)) for t in summary.ops]
     show_table(("op", "tensors", "" if summary.measured else "bytes"), ops, right={1, 2})
     if summary.stored:
-        _section("storage of tensors")
+        section("storage of tensors")
         show_table(
             ("stored as", "tensors", "bytes", "reason", "first tensor"),
             [(_stored_as(s.encoding), f"{s.tensors:,}", size(s.nbytes), s.why, s.first) for s in summary.stored],
             right={1, 2},
         )
-    _section("modules")
+    section("modules")
     rows = [
-        (m.name, f"{m.tensors:,}", ", ".join(f"{p}0 to {n - 1}" for p, n in m.stacks), ", ".join(m.aliases))
+        (
+            m.name,
+            f"{m.tensors:,}",
+            ", ".join(f"{stack.prefix}0 to {stack.layers - 1}" for stack in m.stacks),
+            ", ".join(m.aliases),
+        )
         for m in summary.modules
     ]
     show_table(("module", "tensors", "layers", "also called"), rows, right={1})
     if summary.dropped:
-        _section("not in the output")
+        section("not in the output")
         show_table(
             ("tensors", "model", "reason", "first tensor"),
             [(f"{d.tensors:,}", d.model, d.reason, d.first) for d in summary.dropped],
@@ -169,18 +174,18 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
     if summary.changes and not summary.measured:
         from weightsmith.cli.summary import short
 
-        _section("config.json")
+        section("config.json")
         show_table(("key", "was", "becomes"), [(c.key, short(c.old), short(c.new)) for c in summary.changes])
     if plan.vocabulary is not None:
         _vocabulary(plan.vocabulary)
     if plan.files:
-        _section("written")
+        section("written")
         say(printable(", ".join(plan.files)))
     if plan.lacking:
-        _section("files not in the output")
+        section("files not in the output")
         show_table(("model", "files"), [(model, ", ".join(files)) for model, files in plan.lacking.items()])
     if plan.carried:
-        _section(f"copied from {plan.models[plan.donor].ref}")
+        section(f"copied from {plan.models[plan.donor].ref}")
         say(printable(", ".join(plan.carried)))
 
 
@@ -197,7 +202,7 @@ def _transfer(transfer: TransferEstimate) -> str:
 
 def _vocabulary(found: Mapping[str, Any]) -> None:
     """The tokenizer of the output, and the sources of its token rows."""
-    _section("vocabulary")
+    section("vocabulary")
     if found.get("shared"):
         fact("tokens", f"the tokenizer of {found['tokenizer']}, shared by all models")
         return
@@ -211,62 +216,43 @@ def _vocabulary(found: Mapping[str, Any]) -> None:
         say(printable(f"{count(n, 'token')} of {name} {'is' if n == 1 else 'are'} not in the output"))
 
 
-def _section(title: str) -> None:
-    result()
-    result(heading(printable(title)))
-
-
 def _to_json(plan: Plan, summary: Summary) -> dict[str, Any]:
     """The plan's own JSON with the place of each tensor, and the totals under `summary`."""
-    data = plan.to_json()
     shards, places = plan.layout.shards, plan.layout.places
-    data["places"] = {
-        name: {"file": shards[place.shard].name, "offset": place.offset, "bytes": place.nbytes}
-        for name, place in places.items()
-    }
-    data["hash"] = plan.hash
-    data["files"] = [{"name": s.name, "bytes": s.nbytes, "tensors": len(s.tensors)} for s in shards]
-    data["summary"] = {
-        "tensors": summary.tensors,
-        "measured_first": summary.measured,
-        "bytes": summary.out_bytes,
-        "write_bytes": None if summary.measured else summary.file_bytes,
-        "input_bytes": summary.input_bytes,
-        "read_bytes_at_most": None if summary.measured else summary.read_bytes,
-        "survey_bytes": summary.survey_bytes,
-        "download_bytes": sum(d.nbytes for d in summary.downloads),
-        "downloads": [{"model": d.model, "file": d.file, "bytes": d.nbytes} for d in summary.downloads],
-        "stream": {
-            "needed_bytes": summary.transfer.needed_bytes,
-            "network_bytes": summary.transfer.network_bytes,
-            "requests": summary.transfer.requests,
-            "passes": summary.transfer.passes,
+    return plan.to_json() | {
+        "places": {
+            name: {"file": shards[place.shard].name, "offset": place.offset, "bytes": place.nbytes}
+            for name, place in places.items()
         },
-        "peak_memory_bytes": summary.memory.peak_bytes,
-        "calibrates": summary.memory.calibrates,
-        "threads": summary.memory.threads,
-        "stages": [
-            {"name": s.name, "method": s.method, "models": list(s.models), "tensors": s.tensors, "bytes": s.nbytes}
-            for s in summary.stages
-        ],
-        "ops": [{"op": t.name, "tensors": t.tensors, "bytes": t.nbytes} for t in summary.ops],
-        "stored": [
-            {"encoding": s.encoding, "why": s.why, "tensors": s.tensors, "bytes": s.nbytes, "first": s.first}
-            for s in summary.stored
-        ],
-        "modules": [
-            {
-                "name": m.name,
-                "tensors": m.tensors,
-                "stacks": [{"prefix": p, "layers": n} for p, n in m.stacks],
-                "aliases": list(m.aliases),
-            }
-            for m in summary.modules
-        ],
-        "dropped": [{"model": d.model, "reason": d.reason, "tensors": d.tensors, "first": d.first} for d in summary.dropped],
-        "config_changes": [{"key": c.key, "old": c.old, "new": c.new} for c in summary.changes],
+        "hash": plan.hash,
+        "files": [{"name": s.name, "bytes": s.nbytes, "tensors": len(s.tensors)} for s in shards],
+        "summary": {
+            "tensors": summary.tensors,
+            "measured_first": summary.measured,
+            "bytes": summary.out_bytes,
+            "write_bytes": None if summary.measured else summary.file_bytes,
+            "input_bytes": summary.input_bytes,
+            "read_bytes_at_most": None if summary.measured else summary.read_bytes,
+            "survey_bytes": summary.survey_bytes,
+            "download_bytes": sum(d.nbytes for d in summary.downloads),
+            "stream": asdict(summary.transfer),
+            "peak_memory_bytes": summary.memory.peak_bytes,
+            "calibrates": summary.memory.calibrates,
+            "threads": summary.memory.threads,
+            "downloads": _records(summary.downloads),
+            "stages": _records(summary.stages),
+            "ops": _records(summary.ops),
+            "stored": _records(summary.stored),
+            "modules": _records(summary.modules),
+            "dropped": _records(summary.dropped),
+            "config_changes": _records(summary.changes),
+        },
     }
-    return data
+
+
+def _records(found: Sequence[Any]) -> list[dict[str, Any]]:
+    """Records as JSON: their fields, and `bytes` for `nbytes`."""
+    return [{"bytes" if name == "nbytes" else name: value for name, value in asdict(each).items()} for each in found]
 
 
 def _explain(prepared: Prepared, pattern: str, *, as_json: bool) -> None:

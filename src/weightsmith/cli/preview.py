@@ -11,13 +11,11 @@ import typer
 
 from weightsmith.cli import options
 from weightsmith.cli.diff import share
-from weightsmith.cli.failures import wrote
 from weightsmith.cli.work import show_warnings, working
-from weightsmith.errors import printable
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.pages.values import Mark
 from weightsmith.progress import meter
-from weightsmith.text import count, fact, result, show_json, show_table, size, warn
+from weightsmith.text import count, fact, result, show_table, size, warn
 
 if TYPE_CHECKING:
     from weightsmith.cli.summary import Summary
@@ -45,15 +43,11 @@ def preview(
     moves the other way, and the share that is dropped. Also the distance from the base, and the cost of merging.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # see diff.py
-    with working("reading the recipe and the models' headers", quiet=quiet, as_json=as_json):
+    with working("reading the recipe and the models' headers", quiet=quiet, as_json=as_json, page=report) as work:
         from weightsmith.api import prepare_any
         from weightsmith.cli.summary import summarise
         from weightsmith.look.pages import preview_page
         from weightsmith.look.preview import preview_of
-        from weightsmith.pages import check_page, write_page
-
-        if report is not None:
-            check_page(report)
 
         with prepare_any(options.recipe_source(recipe), planning, QuantizeSettings()) as planned:
             prepared = planned.checked()
@@ -63,24 +57,16 @@ def preview(
             summary = summarise(prepared, running)
             with meter(quiet=quiet) as shown:
                 found = preview_of(prepared, full=full, threads=running.threads, progress=shown)
-            if report is not None:
-                write_page(report, preview_page(found, _costs(summary)))
-                wrote(f"Page written: {printable(str(report))}")
             for finding in found.warnings:
                 warn(finding)
-            if as_json:
-                show_json(found.to_json() | {"merge": _costs(summary)})
-            elif not quiet:
-                _show(found, summary)
-
-
-def _costs(summary: Summary) -> dict[str, int]:
-    return {
-        "read_bytes_at_most": summary.read_bytes,
-        "write_bytes": summary.file_bytes,
-        "peak_memory_bytes": summary.memory.peak_bytes,
-        "threads": summary.memory.threads,
-    }
+            costs = {
+                "read_bytes_at_most": summary.read_bytes,
+                "write_bytes": summary.file_bytes,
+                "peak_memory_bytes": summary.memory.peak_bytes,
+                "threads": summary.memory.threads,
+            }
+            data = found.to_json() | {"merge": costs}
+            work.present(lambda: preview_page(found, costs), lambda: data, lambda: _show(found, summary))
 
 
 def _show(found: Preview, summary: Summary) -> None:

@@ -31,7 +31,7 @@ TORCH_BYTES = 250 << 20
 class Tally:
     """Tensors of one op: their number, and their bytes in the output."""
 
-    name: str
+    op: str
     tensors: int
     nbytes: int
 
@@ -52,16 +52,23 @@ class StoredFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class StackFacts:
+    """A stack of layers: the prefix of their names, and their number."""
+
+    prefix: str
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModuleFacts:
     """One module, as `modules:` in a recipe names it.
 
-    stacks   prefix and number of layers of each
-    tensors  of the output
+    tensors  output tensors
     aliases  mergekit's names for it
     """
 
     name: str
-    stacks: tuple[tuple[str, int], ...]
+    stacks: tuple[StackFacts, ...]
     tensors: int
     aliases: tuple[str, ...]
 
@@ -237,7 +244,7 @@ def _modules(prepared: Prepared, shown: Plan) -> tuple[ModuleFacts, ...]:
     return tuple(
         ModuleFacts(
             name,
-            tuple((s.prefix, s.n_layers) for s in structure.stacks_of(name)),
+            tuple(StackFacts(s.prefix, s.n_layers) for s in structure.stacks_of(name)),
             len(tensors),
             tuple(alias for alias, owner in prepared.structure.aliases.items() if owner == name),
         )

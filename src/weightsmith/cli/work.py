@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsmith.cli.failures import failures, wrote
@@ -17,6 +18,7 @@ from weightsmith.text import count, duration, say, show_json, size, status, stat
 
 if TYPE_CHECKING:
     from weightsmith.execution import Callbacks, Merged
+    from weightsmith.pages import Page
     from weightsmith.planner import Prepared
     from weightsmith.plans import Plan
 
@@ -25,13 +27,15 @@ if TYPE_CHECKING:
 class Work:
     """A command at work.
 
-    began  when it began, by `time.monotonic`
+    began   when it began, by `time.monotonic`
+    page    file for the result as a page
     """
 
     out: str
     quiet: bool
     as_json: bool
     began: float
+    page: Path | None = None
 
     @property
     def shows(self) -> bool:
@@ -67,14 +71,32 @@ class Work:
         elif not self.quiet:
             say(_summary(merged))
 
+    def present(self, page: Callable[[], Page], data: Callable[[], Any], show: Callable[[], None]) -> None:
+        """Show a result as JSON or in words, and write its page."""
+        if self.page is not None:
+            from weightsmith.pages import write_page
+
+            write_page(self.page, page())
+            wrote(f"Page written: {printable(str(self.page))}")
+        if self.as_json:
+            show_json(data())
+        elif not self.quiet:
+            show()
+
 
 @contextmanager
-def working(doing: str, *, out: str = "", quiet: bool = False, as_json: bool = False) -> Iterator[Work]:
+def working(
+    doing: str, *, out: str = "", quiet: bool = False, as_json: bool = False, page: Path | None = None
+) -> Iterator[Work]:
     """Errors as messages, and a status line. doing: until there is a progress bar."""
-    work = Work(out, quiet, as_json, time.monotonic())
+    work = Work(out, quiet, as_json, time.monotonic(), page)
     message = (lambda: interrupted(out)) if out else (lambda: "Interrupted.")
     with failures(as_json=as_json, interrupted=message), status_line(doing, quiet=quiet or as_json):
         no_bars_in_logs(quiet=quiet)
+        if page is not None:
+            from weightsmith.pages import check_page
+
+            check_page(page)
         yield work
 
 

@@ -129,12 +129,12 @@ def _ahead(slots: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TransferEstimate:
-    """What travels over the network for a plan, without headers.
+    """Transfers over the network for a plan, without headers.
 
-    needed_bytes   of all files, each once
-    network_bytes  that travel: more than needed if some are read again and are no longer in the spool
-    requests       for runs of bytes
-    passes         the most often that any byte is read
+    needed_bytes   bytes of all files, each counted once
+    network_bytes  bytes transferred: more than needed if bytes are read again that the disk cache no longer has
+    requests       requests for runs of bytes
+    passes         maximum number of times that a byte is read
     """
 
     needed_bytes: int
