@@ -227,8 +227,8 @@ def test_a_calibrated_plan_shows_weights_and_all_that_is_read(cli: Cli, small: P
     assert row(text, "w4a16-g32")[:2] == ["w4a16-g32", "14"]
     assert row(text, "output")[1] == "21"
     assert "calibrated: quantised for what enters the layer" in text
-    assert "and the calibration: torch and transformers, a layer in float32, and what enters it" in text
-    assert "and the calibration" not in cli("plan", "copy.yml", "--quantize", "w4a16").out
+    assert "plus the calibration: torch, transformers, a layer in float32 and its inputs" in text
+    assert "plus the calibration" not in cli("plan", "copy.yml", "--quantize", "w4a16").out
     predicted = json.loads(cli(*plan, "--json").out)["summary"]
     done = json.loads(cli("merge", "copy.yml", "out", "--quantize", "w4a16", *CALIBRATED, "--json").out)
     assert done["read_bytes"] <= predicted["read_bytes_at_most"] < 1.2 * done["read_bytes"]
@@ -243,7 +243,7 @@ def test_a_plan_that_is_measured_first_says_so(cli: Cli, small: Path, more: list
     assert "first: that decides how weights are stored, the sizes and config.json" in text
     assert "; more when it is quantised then" in row_text(text, "read")
     assert "write" not in text
-    assert "and the calibration" in text
+    assert "plus the calibration" in text
     explained = cli("plan", "copy.yml", *exl2, "--explain", "lm_head.weight")
     assert "the model is measured first, for exl2: that decides how this is stored" in explained.out
     found = json.loads(cli("plan", "copy.yml", *exl2, "--explain", "lm_head.weight", "--json").out)

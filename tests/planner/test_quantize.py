@@ -497,7 +497,7 @@ def test_the_plan_lists_what_is_stored_how_and_why(cli: Cli, yml: str) -> None:
     assert ran.code == 0, ran.err
     table = ran.out[ran.out.index("storage of tensors") :].split("\n\n")[0]
     lines = [re.split(r" {2,}", line.strip()) for line in table.splitlines()]
-    assert lines[1] == ["stored as", "tensors", "bytes", "why", "the first"]
+    assert lines[1] == ["stored as", "tensors", "bytes", "reason", "first tensor"]
     assert ["as it is", "1"] in [line[:2] for line in lines if "the head" in line]
     assert [FP8, "14"] in [line[:2] for line in lines]
     summary = json.loads(cli("plan", yml, "--quantize", FP8, "--json").out)["summary"]

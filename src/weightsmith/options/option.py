@@ -30,12 +30,12 @@ class Option:
     help      one sentence without its full stop; `name` in backticks is another option. The choices follow in brackets
     more      further sentences, for the docs only; Markdown
     unset     the default in words, if it is None
-    choices   the values allowed; "module:NAME" below `weightsmith` for those that are known to a feature
+    choices   the values allowed; "module:NAME" below `weightsmith` for a list of a feature
     least, above, most    limits of a number: at least, more than, at most
     path      the value is a path: pathlib's are accepted too
-    commands  the functions whose commands have a flag for it
-    spelled   its keyword in functions that call it otherwise
-    required  functions that cannot do without it
+    commands  functions whose commands have its flag
+    spelled   its keyword in functions with another name for it
+    required  functions that require it
     """
 
     name: str
@@ -115,7 +115,7 @@ class Option:
         return f"{shown:g}GB" if self.nbytes else f"{shown:g}" if isinstance(shown, float) else str(shown)
 
     def read(self, value: object, *, text: bool = False) -> Any:
-        """The value, as the record has it. Raises ValueError: what it must be, and what it is.
+        """The value, as the record has it. Raises ValueError with the values allowed and the value given.
 
         text  the value is from the command line: text, or a list of texts
 
