@@ -38,7 +38,7 @@ ctypes.CDLL(None).malloc_stats()
 
 
 @on_glibc
-def test_threads_of_the_command_share_one_arena() -> None:
+def test_threads_of_the_command_share_limit_malloc_arenas() -> None:
     def arenas(*one: str) -> int:
         ran = subprocess.run([sys.executable, "-c", FOUR_THREADS, *one], capture_output=True, text=True, check=True)
         return ran.stderr.count("Arena ")
@@ -83,7 +83,7 @@ def test_large_blocks_are_asked_to_be_returned_where_the_c_library_can(monkeypat
 
 
 @pytest.mark.parametrize("missing", [OSError, AttributeError])
-@pytest.mark.parametrize("ask", [heap.one_arena, unwrap(heap.return_large_blocks), heap.return_freed])
+@pytest.mark.parametrize("ask", [heap.limit_malloc_arenas, unwrap(heap.return_large_blocks), heap.return_freed])
 def test_nothing_is_asked_of_other_c_libraries(
     missing: type[Exception], ask: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

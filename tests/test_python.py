@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import types
 from pathlib import Path
@@ -14,9 +13,8 @@ import torch
 
 import weightsmith
 from tests.cli_help import LINEAR, make_models
-from weightsmith import options
 from weightsmith import progress as meters
-from weightsmith.errors import ParameterError, PlanError
+from weightsmith.errors import PlanError
 from weightsmith.text import is_terminal
 
 
@@ -45,7 +43,7 @@ def test_bfloat16_too(recipe: dict[str, Any]) -> None:
 
 
 def test_what_is_no_dtype_is_an_error(recipe: dict[str, Any]) -> None:
-    with pytest.raises(ParameterError, match=r"out_dtype: must be one of bfloat16, .* \(did you mean 'float16'\?\)"):
+    with pytest.raises(PlanError, match=r"--out-dtype \(out_dtype\): must be one of bfloat16, .* \(did you mean 'float16'\?\)"):
         weightsmith.plan(recipe, out_dtype="float17")
     with pytest.raises(PlanError, match="int8 would round every weight"):
         weightsmith.plan(recipe | {"dtype": np.int8})
@@ -147,21 +145,3 @@ def test_the_meter_is_a_bar_on_a_terminal_a_cell_in_a_notebook_and_silent_elsewh
         cell.show(meters.Reading("<merging>", 1, 4, 1))
         cell.show(meters.Reading("<merging>", 2, 4, 2))
     assert drawn == ["<progress value='0.250' max='1'></progress> &lt;merging&gt;:  25 %, 1 bytes of 4 bytes", ""]
-
-
-# ---- keywords
-
-
-@pytest.mark.parametrize(
-    ("settings", "keywords"),
-    [
-        (options.RecipeOptions, options.RecipeKeywords),
-        (options.QuantizeSettings, options.QuantizeKeywords),
-        (options.ExtractSettings, options.ExtractKeywords),
-        (options.TransplantSettings, options.TransplantKeywords),
-        (options.RunOptions, options.RunKeywords),
-    ],
-)
-def test_type_checkers_know_every_keyword(settings: Any, keywords: Any) -> None:
-    missing = {field.name for field in dataclasses.fields(settings)} - set(keywords.__annotations__)
-    assert missing == set()

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,10 @@ import typer
 
 import weightsmith
 from tests import plan_help
-from tests.cli_help import CONFIG, Cli, run_process
+from tests.cli_help import CONFIG, Cli
 from tests.mini import write_checkpoint
 from weightsmith.cli.run import parse_part
 from weightsmith.errors import Busy, CheckpointError, FormatError, ParameterError, PlanError, StoreError, WeightsmithError
-from weightsmith.identity import program_digest
 from weightsmith.plans import plan_from_json
 from weightsmith.plans.parts import part_of
 from weightsmith.store import staging_folder
@@ -431,41 +429,6 @@ def test_a_file_that_is_no_plan_is_one_error(tmp_path: Path) -> None:
 # ---- identity of work
 
 
-def test_every_module_that_a_merge_imports_is_part_of_the_program(here: Path) -> None:
-    """The modules that reading, merging and writing load, and planning does not, against those that the text names."""
-    import weightsmith.identity as identity
-
-    code = """
-import sys, weightsmith
-weightsmith.plan("ties.yml")
-planned = {*sys.modules}
-import weightsmith.checkpoint, weightsmith.engine.local
-weightsmith.merge("ties.yml", "out")
-for name in {*sys.modules} - planned | {"weightsmith.checkpoint"}:
-    if name.startswith("weightsmith."):
-        print(name)
-"""
-    ran = run_process(code=code, cwd=here)
-    assert ran.code == 0, ran.err
-    known = identity.program_files(Path(identity.__file__).parent)
-    modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in known}
-    loaded = {name.removeprefix("weightsmith.") for name in ran.out.split()}
-    others = (
-        "execution",
-        "cards",
-        "citations",
-        "distance",
-        "identity",
-        "api",
-        "progress",
-        "buckets",
-        "hub_outputs",
-        "distributed",
-    )
-    assert {"checkpoint", "engine.local", "methods.ties"} <= modules
-    assert {name for name in loaded - modules if name.split(".")[0] not in others} == set()
-
-
 def test_an_input_that_is_overwritten_while_it_is_read_is_not_published(here: Path) -> None:
     """`cp new old` keeps the inode, and may keep the size: neither name nor header tells."""
     shard = here / "b" / "model.safetensors"
@@ -501,39 +464,3 @@ def test_work_of_another_program_is_not_resumed(here: Path, monkeypatch: pytest.
         with pytest.raises(StoreError, match="does not match this run"):
             weightsmith.merge("ties.yml", "out")
     assert weightsmith.merge("ties.yml", "out").resumed
-
-
-def test_the_program_is_its_version_and_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import weightsmith.identity as identity
-
-    package = tmp_path / "weightsmith"
-    shutil.copytree(Path(identity.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-
-    def digest() -> str:
-        program_digest.cache_clear()
-        monkeypatch.setattr(identity, "__file__", str(package / "identity.py"))
-        return program_digest()
-
-    try:
-        first = digest()
-        assert digest() == first
-        second = first
-        for name in (
-            "kernels/combine.py", "buckets/parts.py", "checkpoint.py", "tensors.py", "plans/values.py", "store/checksum.py",
-            "mixture/routing/gates/hidden.py", "methods/ties.py", "stored/gguf/writing.py", "quantisation/exl2/matrix.py",
-        ):  # fmt: skip
-            (package / name).write_text((package / name).read_text() + "\n# another\n")
-            before, second = second, digest()
-            assert second != before, name
-        for name in ("cli/merge.py", "cards.py", "progress.py", "studio/page.py"):
-            (package / name).write_text("")
-        assert digest() == second, "what only draws makes no bytes"
-        monkeypatch.setattr(identity, "__version__", "0.0.0")
-        assert digest() != second
-        third = digest()
-        monkeypatch.setattr(
-            identity, "_version", lambda package: "0.0.0" if package == "libgguf" else metadata.version(package)
-        )
-        assert digest() != third, "ggml's blocks are libgguf's"
-    finally:
-        program_digest.cache_clear()

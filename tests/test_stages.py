@@ -392,9 +392,7 @@ def test_the_plan_says_what_becomes_of_each_result(models: Path, tmp_path: Path,
     two = SCOPED.replace("name: one", "name: two")
     (tmp_path / "r.yml").write_text(_at(models, f"{LINEAR}---\n{two}---\n{TIES.replace('model: B', 'model: two')}"))
     ran = cli("plan", str(tmp_path / "r.yml"))
-    assert (
-        f"stage    one: linear of {models / 'a'}, {models / 'b'}; 15 tensors, 544 bytes, computed where it is read" in ran.out
-    )
+    assert f"stage    one: linear of {models / 'a'}, {models / 'b'}; 15 tensors, 544 bytes, computed on the fly" in ran.out
     assert "stage    two: ties of" in ran.out
     assert "written first, because ties looks at the whole model first" in " ".join(ran.out.split())
     refused = cli("plan", str(tmp_path / "r.yml"), "--json")
@@ -471,7 +469,7 @@ PRODUCT = {"name": "p", "op": "thresholds", "outs": [], "settings": {}, "steps":
 
 
 def test_the_command_keeps_results_and_says_where_interrupted_work_is(models: Path, tmp_path: Path, cli: Cli) -> None:
-    from weightsmith.cli.merge import interrupted
+    from weightsmith.cli.work import interrupted
 
     (tmp_path / "r.yml").write_text(_at(models, f"{LINEAR}---\n{TIES}"))
     out = tmp_path / "out"

@@ -11,21 +11,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 from weightsmith.adapters.recipes import prepare_merge, prepare_models
 from weightsmith.distributed import execute
 from weightsmith.execution import Callbacks, Merged, execute_part
-from weightsmith.options import (
-    ExtractKeywords,
-    ExtractSettings,
-    Keywords,
-    PlanKeywords,
-    QuantizeSettings,
-    RecipeOptions,
-    RunKeywords,
-    RunOptions,
-    TransplantKeywords,
-    TransplantSettings,
-    output_dtype,
-    split,
-    split_into,
-)
+from weightsmith.options import ExtractSettings, QuantizeSettings, RecipeOptions, RunOptions, TransplantSettings, read_options
+from weightsmith.options.keywords import ExtractKeywords, Keywords, PlanKeywords, RunKeywords, TransplantKeywords
 from weightsmith.planner.build import Prepared, prepare_source
 from weightsmith.plans import Plan
 from weightsmith.progress import callbacks, watched_meter
@@ -38,6 +25,8 @@ if TYPE_CHECKING:
 RecipeSource = str | os.PathLike[str] | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """Path of a YAML file, YAML text (with a newline), a mapping, or a list of mappings, as the documents of a YAML file."""
 
+_ALL = RecipeOptions, QuantizeSettings, RunOptions
+
 
 def plan(recipe: RecipeSource, **options: Unpack[PlanKeywords]) -> Plan:
     """Plan a recipe of `merge` or `moe`: every output tensor with its op, inputs and parameters.
@@ -47,7 +36,7 @@ def plan(recipe: RecipeSource, **options: Unpack[PlanKeywords]) -> Plan:
 
     Raises PlanError with all problems of the recipe and the models.
     """
-    planning, settings, _ = split("plan", options)
+    planning, settings = read_options("plan", options, RecipeOptions, QuantizeSettings)
     with prepare_any(recipe, planning, settings) as prepared:
         return prepared.checked().plan
 
@@ -81,12 +70,12 @@ def merge(
     rechecking  called with (bytes done, total bytes) while the finished tensors of an interrupted run are verified
     options     see `weightsmith.options`: RecipeOptions (seed, out_dtype, …), QuantizeSettings and RunOptions (threads, …)
 
-    Raises PlanError, and leaves nothing of this run on disk; StoreError for problems with the output, CheckpointError if an
-    input changes or cannot be read, PushFailed if the finished output cannot be uploaded. After KeyboardInterrupt or a crash,
-    the same call resumes.
+    Raises PlanError for problems of recipe, models and options, and leaves nothing of this run on disk; StoreError for problems
+    with the output, CheckpointError if an input changes or cannot be read, PushFailed if the finished output cannot be
+    uploaded. After KeyboardInterrupt or a crash, the same call resumes.
     """
     began = time.monotonic()
-    planning, settings, running = split("merge", options)
+    planning, settings, running = read_options("merge", options, *_ALL)
     with quantised(lambda: prepare_merge(recipe, planning), planning.quantize, settings) as prepared:
         with _watched("merging", progress, rechecking) as watching:
             return execute(prepared, out, running, watching, began=began)
@@ -111,7 +100,7 @@ def moe(
     from weightsmith.mixture.build import prepare_moe
 
     began = time.monotonic()
-    planning, settings, running = split("moe", options)
+    planning, settings, running = read_options("moe", options, *_ALL)
     with quantised(lambda: prepare_moe(recipe, planning), planning.quantize, settings) as prepared:
         with _watched("copying", progress, rechecking) as watching:
             return execute(prepared, out, running, watching, began=began)
@@ -132,14 +121,13 @@ def quantize(
     format   `fp8-dynamic`; `weightsmith.quantisation.formats.FORMATS` lists all
     options  see `weightsmith.options`: the format's `QuantizeSettings`, out_dtype, max_shard_bytes, seed, and RunOptions
 
-    Everything else is as for `merge`. Raises PlanError for an unknown format, for a setting that the format does not read,
-    and for a model that it cannot store.
+    Everything else is as for `merge`. Raises PlanError for an unknown format, a setting that the format does not read, and a
+    model that it cannot store.
 
     >>> weightsmith.quantize("base", "base-fp8", "fp8-dynamic").plan.encodings  # doctest: +SKIP
     ('fp8-dynamic',)
     """
-    given = _spelled("quantize", options, "quantize", "format", format)
-    return _copy("quantize", model, out, given, "quantising", progress, rechecking)
+    return _copy("quantize", model, out, {"format": format, **options}, "quantising", progress, rechecking)
 
 
 def dequantize(
@@ -151,23 +139,15 @@ def dequantize(
     rechecking: Callable[[int, int], None] | None = None,
     **options: Unpack[Keywords],
 ) -> Merged:
-    """Copy a model into a new folder with plain weights, whatever they are stored as.
+    """Copy a model of any stored format into a new folder with plain weights.
 
-    dtype  of all floating-point tensors: a string, a numpy dtype or a torch dtype; None: the model's own
+    dtype  dtype of floating-point tensors: a string, a numpy dtype or a torch dtype; None: the model's own
 
     Everything else is as for `quantize`.
 
     >>> weightsmith.dequantize("base-fp8", "plain").plan.config.get("quantization_config")  # doctest: +SKIP
     """
-    given = _spelled("dequantize", options, "out_dtype", "dtype", dtype)
-    return _copy("dequantize", model, out, given, "dequantising", progress, rechecking)
-
-
-def _spelled(function: str, options: Mapping[str, Any], name: str, own: str, value: Any) -> dict[str, Any]:
-    """The options and one more, for which a function has a name of its own. Raises TypeError if both are given."""
-    if name in options:
-        raise TypeError(f"{function}() has no option '{name}' (did you mean '{own}'?)")
-    return {**options, name: value}
+    return _copy("dequantize", model, out, {"dtype": dtype, **options}, "dequantising", progress, rechecking)
 
 
 def _copy(
@@ -182,7 +162,7 @@ def _copy(
     from weightsmith.quantisation.copies import prepare_copy
 
     began = time.monotonic()
-    planning, settings, running = split(function, options)
+    planning, settings, running = read_options(function, options, *_ALL)
     with prepare_copy(model, planning, settings) as prepared:
         with _watched(doing, progress, rechecking) as watching:
             return execute(prepared, out, running, watching, began=began)
@@ -198,14 +178,14 @@ def extract_lora(
     rechecking: Callable[[int, int], None] | None = None,
     **options: Unpack[ExtractKeywords],
 ) -> Merged:
-    """Make a LoRA adapter of the difference of a fine-tune and its base, in a new folder as PEFT reads it.
+    """Extract a LoRA adapter from a fine-tune and its base into a new folder, as PEFT reads it.
 
     finetuned, base  folders or hub ids, stored in any format that weightsmith reads; the fine-tune may be `base+adapter`
-    dtype            of the factors: a string, a numpy dtype or a torch dtype; None: that of the fine-tune's weights
+    dtype            dtype of the factors: a string, a numpy dtype or a torch dtype; None: that of the fine-tune's weights
     options          see `weightsmith.options`: `ExtractSettings` and `RunOptions`
 
-    `Merged.reports["extraction"]` has what the adapter keeps, by matrix. Everything else is as for `merge`. Raises PlanError
-    for models that do not belong together, and if nothing differs.
+    `Merged.reports["extraction"]` has the share of each matrix's change that the adapter keeps. Everything else is as for
+    `merge`. Raises PlanError for models that do not belong together, and if nothing differs.
 
     >>> weightsmith.extract_lora("tuned", "base", "adapter", energy=0.9).reports["extraction"].parameters  # doctest: +SKIP
     4884480
@@ -213,8 +193,8 @@ def extract_lora(
     from weightsmith.adapters.extract import prepare_extraction
 
     began = time.monotonic()
-    settings, running = split_into("extract_lora", options, ExtractSettings, RunOptions)
-    with prepare_extraction(finetuned, base, settings, output_dtype(dtype)) as prepared:
+    settings, running = read_options("extract_lora", {"dtype": dtype, **options}, ExtractSettings, RunOptions)
+    with prepare_extraction(finetuned, base, settings) as prepared:
         with _watched("storing", progress, rechecking) as watching:
             return execute(prepared, out, running, watching, began=began)
 
@@ -234,9 +214,9 @@ def transplant_tokenizer(
     donor    the same; or, for approximations that do not need its embeddings, a folder with a tokenizer alone
     options  see `weightsmith.options`: `TransplantSettings` and `RunOptions`
 
-    Rows of tokens that both have are the model's; the others are approximated. `Merged.reports["rows of missing tokens"]` has
-    how, and how well; it is not there if no token is missing. Everything else is as for `merge`. Raises PlanError for a donor
-    without embeddings where they are needed, and for a model without a tokenizer.
+    Shared tokens keep the model's rows; the others are approximated. `Merged.reports["rows of missing tokens"]` describes the
+    approximation and its error; without missing tokens there is no such report. Everything else is as for `merge`. Raises
+    PlanError for a donor without embeddings where they are needed, and for a model without a tokenizer.
 
     >>> weightsmith.transplant_tokenizer("model", "donor", "out").plan.vocabulary["rows"]  # doctest: +SKIP
     49152
@@ -244,7 +224,7 @@ def transplant_tokenizer(
     from weightsmith.transplant import prepare_transplant
 
     began = time.monotonic()
-    settings, running = split_into("transplant_tokenizer", options, TransplantSettings, RunOptions)
+    settings, running = read_options("transplant_tokenizer", options, TransplantSettings, RunOptions)
     with prepare_transplant(model, donor, settings) as prepared:
         with _watched("copying", progress, rechecking) as watching:
             return execute(prepared, out, running, watching, began=began)
@@ -272,7 +252,7 @@ def run(
     from weightsmith.planner.reopen import load_plan, reopen
 
     began = time.monotonic()
-    running = split("run", options)[2]
+    (running,) = read_options("run", options, RunOptions)
     with reopen(plan if isinstance(plan, Plan) else load_plan(plan), allow_code=allow_code) as prepared:
         with _watched("running", progress, rechecking) as watching:
             if part is not None:

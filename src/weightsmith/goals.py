@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a recipe is for.
+    """The goal of a recipe.
 
     words    one line, for the list
-    least, most   models that it takes, besides the base; most None: any number
+    least, most   number of models besides the base; most None: any number
     base     `needed`, `first` (the first model if none is named) or `none`
-    write    the recipe, of the models and the base, both as YAML
+    write    makes the recipe from the models and the base, both as YAML
     adapter  the model is an adapter of the base
     """
 

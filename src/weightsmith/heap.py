@@ -14,7 +14,7 @@ LARGE_BYTES = 4 << 20
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of malloc.h
 
 
-def one_arena() -> None:
+def limit_malloc_arenas() -> None:
     """Have all threads share an arena from now on. For a process that is ours alone: for programs that use weightsmith as a
     library it may be slower.
     """

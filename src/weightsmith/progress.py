@@ -1,4 +1,4 @@
-"""How far the work is: a bar on a terminal or in a notebook, a line every ten seconds in a log, nothing if asked."""
+"""Progress of the work: a bar on a terminal or in a notebook, a line every ten seconds in a log, or nothing."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from weightsmith.engine.local import Progress
 
 LINE_SECONDS = 10.0
-"""Between two lines in a log."""
+"""Interval of lines in a log."""
 
 WINDOW_SECONDS = 10.0
-"""Over which the speed is taken: long enough to be steady, short enough to show a disk that stalls."""
+"""Window of the speed: long enough to be steady, short enough to show a disk that stalls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One look at the work.
+    """A measurement of the progress.
 
-    label        what is being done: `merging`
-    done, total  how much of the work is finished: bytes of the result, or other units if moved_bytes is None
-    moved_bytes  read and written so far, all passes: what the speed is taken from
-    detail       a few words more
+    label        verb of the work: `merging`
+    done, total  finished and total work: bytes of the result, or other units if moved_bytes is None
+    moved_bytes  bytes read and written so far, in all passes; the speed follows from them
+    detail       further text
     """
 
     label: str
@@ -66,7 +66,7 @@ class Rate:
         self._first: tuple[float, int] | None = None
 
     def take(self, reading: Reading) -> tuple[float | None, float | None]:
-        """Bytes moved a second, and seconds left; None while unknown. What an earlier run did is not counted."""
+        """Bytes moved per second, and seconds left; None while unknown. Work of an earlier run is not counted."""
         now = self._clock()
         if self._first is None:
             self._first = now, reading.done
@@ -104,7 +104,7 @@ class Rates:
 
 
 class Meter(ABC):
-    """Something that shows readings; as a context manager it clears up at the end."""
+    """Shows readings; as a context manager it clears up at the end."""
 
     @abstractmethod
     def show(self, reading: Reading) -> None:
@@ -112,7 +112,7 @@ class Meter(ABC):
 
     @abstractmethod
     def say(self, text: str) -> None:
-        """Show what the work waits for. May be called as often as `show`."""
+        """Show the reason of a wait. May be called as often as `show`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -149,7 +149,7 @@ class Lines(Meter):
         self._said: set[str] = set()
 
     def show(self, reading: Reading) -> None:
-        """One line if it is time for one."""
+        """One line every `LINE_SECONDS`."""
         now = self._clock()
         begins = self._rates.begins(reading)
         speed, left = self._rates.take(reading)
@@ -177,7 +177,7 @@ def line(reading: Reading, speed: float | None, left: float | None) -> str:
 
 
 def how_far(reading: Reading, speed: float | None, left: float | None, detail: str = "") -> list[str]:
-    """What a line and a bar say of a reading; see `line`.
+    """The texts of a reading in a line or a bar; see `line`.
 
     >>> how_far(Reading("measuring", 1, 4, None), None, 60.0)
     [' 25 %', '1:00 left']
@@ -191,7 +191,7 @@ def how_far(reading: Reading, speed: float | None, left: float | None, detail: s
 
 
 class Bar(Meter):
-    """A bar that is gone when the work is done; drawn from the caller's thread, about ten times a second."""
+    """A bar that disappears at the end; drawn from the caller's thread, about ten times a second."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         from rich.console import Console
@@ -235,7 +235,7 @@ class Bar(Meter):
 
 
 class Cell(Meter):
-    """A line under a notebook's cell, with a bar; gone when the work is done."""
+    """A line with a bar under a notebook's cell; it disappears at the end."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         notebook: Any = import_module("IPython.display")  # no dependency: a notebook's kernel has it
@@ -272,7 +272,7 @@ def in_notebook() -> bool:
 
 
 def watched_meter() -> Meter:
-    """The meter of a Python call: where somebody watches, in a notebook or on a terminal, and silent elsewhere."""
+    """The meter of a Python call: a bar in notebooks and on terminals, silent elsewhere."""
     if in_notebook():
         return Cell()
     return Bar() if is_terminal(sys.stderr) else Silent()
@@ -281,7 +281,7 @@ def watched_meter() -> Meter:
 def callbacks(
     shown: Meter, doing: str
 ) -> tuple[Callable[[Progress], None], Callable[[int, int], None], Callable[[], None], Callable[[int, int], None]]:
-    """What shows the callbacks of a run, in the order of `execution.Callbacks`. doing: what makes the tensors."""
+    """Callbacks of a run that a meter shows, in the order of `execution.Callbacks`. doing: the verb of the work."""
     return (
         lambda progress: show_progress(shown, progress, doing),
         lambda done, total: shown.show(Reading("checking finished tensors", done, total, done)),
@@ -291,7 +291,7 @@ def callbacks(
 
 
 def show_progress(shown: Meter, progress: Progress, doing: str) -> None:
-    """One line of the meter. doing: what the tensors are made by."""
+    """One line of the meter. doing: the verb of the work."""
     computation = progress.computation
     if progress.compiling:
         from weightsmith.kernels.compiler import cache_folder

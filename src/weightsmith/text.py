@@ -243,6 +243,12 @@ def heading(text: str) -> str:
     return colour(text, BOLD, sys.stdout)
 
 
+def section(title: str) -> None:
+    """An empty line, and the heading of the next part of the result."""
+    result()
+    result(heading(printable(title)))
+
+
 def table(
     headers: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = (), width: int | None = None
 ) -> list[str]:

@@ -368,14 +368,17 @@ def test_models_that_are_equal_or_differ_where_no_factors_are_give_no_adapter(tm
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"max_rank": 0}, "max_rank is 0: a rank is at least 1"),
-        ({"energy": 1.5}, "energy is 1.5: a share is more than 0, and at most 1"),
-        ({"energy": 0.5, "max_parameters": 9}, "energy decides the ranks already"),
-        ({"sv_epsilon": float("nan")}, "sv_epsilon is nan"),
-        ({"layout": "gguf"}, "write one of peft, vllm"),
-        ({"intruder_scale": 1.5}, "intruder_scale is 1.5: a scale is from 0 to 1"),
+        ({"max_rank": 0}, "--max-rank (max_rank): must be at least 1, not 0"),
+        ({"energy": 1.5}, "--energy (energy): must be at most 1, not 1.5"),
+        (
+            {"energy": 0.5, "max_parameters": 9},
+            "--max-parameters (max_parameters): --energy (energy) chooses the ranks already",
+        ),
+        ({"sv_epsilon": float("nan")}, "--sv-epsilon (sv_epsilon): must be a number, not nan"),
+        ({"layout": "gguf"}, "--for (layout): must be one of peft, vllm, not 'gguf'"),
+        ({"intruder_scale": 1.5}, "--intruder-scale (intruder_scale): must be at most 1, not 1.5"),
         ({"layout": "vllm", "max_rank": 1024}, "vLLM loads ranks up to 512"),
-        ({"layout": "vllm", "embed_lora": True}, "vLLM reads factors of linear layers only"),
+        ({"layout": "vllm", "embed_lora": True}, "vLLM loads factors of linear layers only"),
         ({"include": ("(",)}, "is not a regular expression"),
         ({"include": ("qproj",)}, "'qproj' matches no module"),
         ({"exclude": ("layers",)}, "no weight of a linear layer is left to decompose"),
@@ -389,7 +392,9 @@ def test_settings_that_cannot_be(options: dict[str, Any], words: str, tmp_path: 
 
 def test_a_budget_that_is_too_small_names_the_least(tmp_path: Path) -> None:
     model, fine = base(tmp_path / "base"), tuned(tmp_path / "fine", {f"{Q}.weight": normal(H, H)})
-    assert "the smallest factors take 48 parameters" in str(refusal(fine, model, tmp_path / "out", max_parameters=40))
+    assert "must be at least 48, which the smallest factors take, not 40" in str(
+        refusal(fine, model, tmp_path / "out", max_parameters=40)
+    )
     made = extract(fine, model, tmp_path / "out", max_parameters=100)
     assert config_of(made.out)["r"] == 2
 

@@ -301,7 +301,7 @@ def test_what_cannot_be_merged(adapters: tuple[Path, Path], tmp_path: Path) -> N
     assert "adapters of different bases" in str(refusal(recipe((adapters[0], wide))))
     assert "an adapter is not quantised" in str(refusal(recipe(adapters), quantize="fp8-dynamic"))
     assert "an adapter (LoRA), not a model" in str(refusal(recipe((adapters[0], model))))
-    assert "adapter_rank is the rank of a merge of adapters" in str(
+    assert "--adapter-rank (adapter_rank): only for merging adapters" in str(
         refusal(recipe((model, base(tmp_path / "base2"))), adapter_rank=3)
     )
     assert "PEFT has no combination 'svt' (did you mean 'svd'" in str(refusal(recipe(adapters, "peft_svt")))
@@ -314,10 +314,13 @@ def test_what_cannot_be_merged(adapters: tuple[Path, Path], tmp_path: Path) -> N
     assert "peft_cat has no parameter 'density' here" in str(refusal(dense))
     problem = str(refusal(recipe(adapters, "peft_linear")))
     assert "peft_linear works on A and on B, and the ranks are [4, 2]" in problem
-    assert "adapter_space is 'cor', not one of core, knots, compressed" in str(refusal(recipe(adapters), adapter_space="cor"))
+    wrong_space = "--adapter-space (adapter_space): must be one of core, knots, compressed (did you mean 'core'?), not 'cor'"
+    assert wrong_space in str(refusal(recipe(adapters), adapter_space="cor"))
     assert "adapters are compressed to a rank" in str(refusal(recipe(adapters), adapter_space="compressed"))
     assert "not merged in another space" in str(refusal(recipe(adapters, "peft_svd"), adapter_space="knots"))
-    assert "adapter_space is the space of" in str(refusal(recipe((model, base(tmp_path / "base3"))), adapter_space="knots"))
+    assert "--adapter-space (adapter_space): only for merging adapters" in str(
+        refusal(recipe((model, base(tmp_path / "base3"))), adapter_space="knots")
+    )
     scoped = recipe(adapters, "ties", scope="model", density=0.5)
     assert "looks at the whole model" in str(refusal(scoped))
     assert "densty" in str(refusal(recipe(adapters, "ties", densty=0.5)))

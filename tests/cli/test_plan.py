@@ -18,8 +18,8 @@ from tests.cli_help import LINEAR, Cli, cli, environment, run_process, work
 from tests.methods.test_post_steps import make_recipe
 from tests.mini import write_checkpoint
 from weightsmith import merge, open_checkpoint
-from weightsmith.cli.merge import report
 from weightsmith.cli.summary import changes, short
+from weightsmith.cli.work import Work
 from weightsmith.errors import UnknownName
 from weightsmith.plans import plan_from_json
 
@@ -227,8 +227,8 @@ def test_a_calibrated_plan_shows_weights_and_all_that_is_read(cli: Cli, small: P
     assert row(text, "w4a16-g32")[:2] == ["w4a16-g32", "14"]
     assert row(text, "output")[1] == "21"
     assert "calibrated: quantised for what enters the layer" in text
-    assert "and the calibration: torch and transformers, a layer in float32, and what enters it" in text
-    assert "and the calibration" not in cli("plan", "copy.yml", "--quantize", "w4a16").out
+    assert "plus the calibration: torch, transformers, a layer in float32 and its inputs" in text
+    assert "plus the calibration" not in cli("plan", "copy.yml", "--quantize", "w4a16").out
     predicted = json.loads(cli(*plan, "--json").out)["summary"]
     done = json.loads(cli("merge", "copy.yml", "out", "--quantize", "w4a16", *CALIBRATED, "--json").out)
     assert done["read_bytes"] <= predicted["read_bytes_at_most"] < 1.2 * done["read_bytes"]
@@ -240,12 +240,12 @@ def test_a_calibrated_plan_shows_weights_and_all_that_is_read(cli: Cli, small: P
 def test_a_plan_that_is_measured_first_says_so(cli: Cli, small: Path, more: list[str]) -> None:
     exl2 = ["--quantize", "exl2", "--bits", "4.1", *CALIBRATED, *more]
     text = cli("plan", "copy.yml", *exl2).out
-    assert "first: what each weight is stored as, sizes and config.json are decided then" in text
+    assert "first: that decides how weights are stored, the sizes and config.json" in text
     assert "; more when it is quantised then" in row_text(text, "read")
     assert "write" not in text
-    assert "and the calibration" in text
+    assert "plus the calibration" in text
     explained = cli("plan", "copy.yml", *exl2, "--explain", "lm_head.weight")
-    assert "the model is measured first, for exl2: what this is stored as is decided then" in explained.out
+    assert "the model is measured first, for exl2: that decides how this is stored" in explained.out
     found = json.loads(cli("plan", "copy.yml", *exl2, "--explain", "lm_head.weight", "--json").out)
     assert (found["measured_first"], found["encoding"], found["stored"]) == (True, None, [])
     predicted = json.loads(cli("plan", "copy.yml", *exl2, "--json").out)["summary"]
@@ -265,5 +265,5 @@ def test_what_an_earlier_run_made_of_calibrated_weights_is_counted_in_arrays(
     small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = quantise(small / "llama", small / "out", settings(small, bits=None, uniform=False), name="w4a16")
-    report(replace(made, resumed=12), quiet=False, as_json=False)
+    Work("out", quiet=False, as_json=False, began=0.0).report(replace(made, resumed=12))
     assert "out: 21 tensors, 12 of the 49 stored arrays by an earlier run, " in capsys.readouterr().out

@@ -124,8 +124,8 @@ def test_every_command_with_json_has_errors_as_json(cli: Cli, work: Path, comman
 def test_a_wrong_command_line_is_json_too(cli: Cli, work: Path) -> None:
     ran = cli("merge", "linear.yml", "out", "--json", "--threads", "none")
     found = json.loads(ran.out)
-    assert (ran.code, found["exit_code"], found["errors"][0]["code"]) == (2, 2, "usage")
-    assert "--threads" in found["errors"][0]["what"]
+    assert (ran.code, found["exit_code"], found["errors"][0]["code"]) == (2, 2, "parameter")
+    assert found["errors"][0]["where"] == "--threads (threads)"
     assert cli("merge", "linear.yml", "out", "--threads", "none").out == ""
 
 

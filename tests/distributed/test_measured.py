@@ -43,7 +43,7 @@ def extracted() -> Prepared:
     folder = Path("base")
     if not folder.exists():
         adapter(base(folder) and Path("a"), factors(Q, H, H) | factors(DOWN, H, INNER))
-    return prepare_extraction("base+a", "base", ExtractSettings(energy=0.9), None)
+    return prepare_extraction("base+a", "base", ExtractSettings(energy=0.9))
 
 
 CASES: dict[str, Callable[[], Prepared]] = {

@@ -117,8 +117,6 @@ def test_a_plan_from_elsewhere_is_checked(change: Any, words: str, tmp_path: Pat
 
 def test_what_it_cannot_do_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_model(tmp_path / "m")
-    with pytest.raises(PlanError, match="measure is 'fast', not one of proxy, full"):
-        prepared_for(folder, full(tmp_path, measure="fast"))
     with prepared_for(folder, full(tmp_path)) as prepared:
         with pytest.raises(FormatError, match="it does not measure every weight"):
             followed(prepared, {p.name: [np.zeros((2, 3))] for p in prepared.plan.products if p.op == "measured_blocks"})

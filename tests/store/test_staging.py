@@ -624,7 +624,7 @@ def test_a_source_file_that_is_missing_is_named(out: Path, tmp_path: Path) -> No
 
 
 def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsmith.cli.merge import interrupted
+    from weightsmith.cli.work import interrupted
     from weightsmith.store import save_file, save_model
 
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

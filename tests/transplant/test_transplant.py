@@ -17,8 +17,9 @@ from tests.cli_help import Cli, cli
 from tests.mini import write_checkpoint
 from tests.tokenizer_help import OTHER_TEXT, files, trained, write
 from weightsmith.errors import FormatError, PlanError, WeightsmithError
+from weightsmith.options import APPROXIMATIONS
 from weightsmith.plans import plan_from_json
-from weightsmith.transplant.approximations import NAMES, find_approximation
+from weightsmith.transplant.approximations import find_approximation
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 __all__ = ["cli"]
@@ -160,7 +161,7 @@ def test_transformers_loads_the_result_and_generates(tmp_path: Path) -> None:
     assert loaded.generate(input_ids=text["input_ids"], max_new_tokens=3, do_sample=False).shape[1] > text["input_ids"].shape[1]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", APPROXIMATIONS)
 def test_every_approximation_makes_finite_rows_of_both_tables(tmp_path: Path, name: str) -> None:
     if find_approximation(name).torch:
         pytest.importorskip("torch")
@@ -215,7 +216,7 @@ def test_a_tokenizer_alone_is_enough_where_no_embeddings_are_needed(tmp_path: Pa
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"approximation": "opm"}, "no approximation is called 'opm' (did you mean 'omp'?)"),
+        ({"approximation": "opm"}, "(did you mean 'omp'?), not 'opm'"),
         ({"weight_scheme": "best"}, "must be one of distance_proportional, barycentric, least_squares, not 'best'"),
         ({"k": 0}, "must be at least 1, not 0"),
         ({"prefix_match": "embedding"}, "must be one of no, yes, embed, lm_head"),

@@ -31,7 +31,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +47,6 @@ from weightsmith.tensors import DTYPES, MAX_STACKED, TensorSpec
 Tensor = Any  # torch is optional, so mypy cannot use its type
 
 Space = Literal["core", "knots", "compressed"]
-SPACES = get_args(Space)
 
 ZERO = -1
 """In place of an adapter's number: the zero adapter, which is the base of a merge."""

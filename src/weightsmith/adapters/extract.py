@@ -86,12 +86,10 @@ def prepare_extraction(
     finetuned: str | os.PathLike[str],
     base: str | os.PathLike[str],
     settings: ExtractSettings,
-    dtype: DType | None = None,
 ) -> Prepared:
     """Plan the adapter that makes `finetuned` of `base`: what is to be decomposed, and what is to be compared.
 
     finetuned, base  as in a recipe: a folder, a hub id; the fine-tune also `base+adapter`
-    dtype            of the factors; None: that of the fine-tune
 
     Raises PlanError with all problems.
     """
@@ -110,7 +108,7 @@ def prepare_extraction(
         if problems or len(models) < 2:
             raise PlanError(problems)
         try:
-            plan = _measuring_plan(models[0], models[1], settings, dtype)
+            plan = _measuring_plan(models[0], models[1], settings)
         except WeightsmithError as error:
             raise PlanError([error]) from error
         structure = analyse(models[0].specs.values(), models[0].config)
@@ -126,7 +124,7 @@ def _reference(name: str | os.PathLike[str], where: str, problems: list[Weightsm
     return None
 
 
-def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettings, dtype: DType | None) -> Plan:
+def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettings) -> Plan:
     pairs, strange = pair_tensors(base, tuned)
     ask = settings.layout == "peft" and needs_asking(base)
     selection = select(pairs, settings, base, _known(built_of(base)) if ask else None)
@@ -137,7 +135,7 @@ def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettin
     compared = [*selection.whole, *(pair for pair, _ in selection.left_out)]
     factors = tuple(_factor_products(selection, analyse(base.specs.values(), base.config), settings))
     following = Following(
-        dtype=(dtype or _dtype(tuned, selection)).torch,
+        dtype=(settings.dtype or _dtype(tuned, selection)).torch,
         layout=settings.layout,
         energy=settings.energy,
         max_parameters=settings.max_parameters,

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from weightsmith import methods
 from weightsmith.adapters.built import WEIGHT
 from weightsmith.adapters.combinations import MAJORITIES, NAMES, ON_FACTORS, PREFIX, Combination, CombinationWork
-from weightsmith.adapters.cores import SPACES, Adapted, CoreWork, Space, basis_steps, core_step, scales_step
+from weightsmith.adapters.cores import Adapted, CoreWork, Space, basis_steps, core_step, scales_step
 from weightsmith.adapters.merged_factors import MergedWork
 from weightsmith.adapters.opening import NAME_BASE, ZERO_ADAPTER, Opened
 from weightsmith.adapters.placing import Places, adapter_config, norms_name
@@ -36,7 +36,7 @@ from weightsmith.errors import (
 from weightsmith.formats.files import same_bytes
 from weightsmith.jobs.requires import needs_torch
 from weightsmith.methods.base import BaseRole
-from weightsmith.options import RecipeOptions
+from weightsmith.options import RecipeOptions, assignment, named, option_error
 from weightsmith.planner import Plan, Prepared
 from weightsmith.planner.build import prepare_recipe
 from weightsmith.plans import CAST, COPY, PRODUCTS, ModelInput, Product, Read, Step
@@ -109,23 +109,20 @@ def prepare_adapters(
     found = [*problems, *_refusals(recipe, options)]
     if missing := needs_torch():
         found.append(ParameterError(missing.replace("this method", "a merge of adapters")))
-    space = next((each for each in SPACES if each == options.adapter_space), None)
-    if space is None:
-        what = f"adapter_space is {options.adapter_space!r}, not one of {', '.join(SPACES)}"
-        found.append(ParameterError(what, where="adapter_space", fix="write --adapter-space core (adapter_space='core')"))
+    space = cast("Space", options.adapter_space)
     if space == "compressed" and options.adapter_rank is None:
         what = "adapters are compressed to a rank before they are merged"
-        found.append(ParameterError(what, where="adapter_space", fix="write --adapter-rank 16 (adapter_rank=16) too"))
+        found.append(option_error("adapter_space", what, f"write {assignment('adapter_rank', 16)} too"))
     method = recipe.merge_method
     recipe, combination = _combination(recipe, found)
     if combination is not None and space != "core":
         what = "PEFT's combinations are not merged in another space"
-        found.append(ParameterError(what, where="adapter_space", fix="leave it out"))
+        found.append(option_error("adapter_space", what, f"leave out {named('adapter_space')}"))
     role = _base_role(recipe)
     if recipe.base_model is None and role == "required":
         recipe = replace(recipe, base_model=ZERO_ADAPTER)
     rank = options.adapter_rank or 0 if space == "compressed" else 0
-    opened = Opened(space or "core", rank, method if combination is not None else "", role)
+    opened = Opened(space, rank, method if combination is not None else "", role)
     prepared = prepare_recipe(recipe, options, found, opening=opened, **places)
     try:
         plan = _planned(prepared.plan, opened, options.adapter_rank, combination)

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.errors import ParameterError
+from weightsmith.options import option_error
 
 Vector = npt.NDArray[np.float64]
 
@@ -181,6 +181,6 @@ def _within(spectra: Sequence[_Together], budget: int) -> list[int]:
             left -= spectra[owner].size
     if not any(ranks) and any(gains > 0):
         least = min(spectrum.size for spectrum in spectra)
-        what = f"max_parameters is {budget:,}, and the smallest factors take {least:,} parameters"
-        raise ParameterError(what, where="max_parameters", fix="allow more parameters")
+        what = f"must be at least {least:,}, which the smallest factors take, not {budget:,}"
+        raise option_error("max_parameters", what, "allow more parameters")
     return ranks

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from weightsmith.errors import ParameterError, WeightsmithError
+from weightsmith.errors import WeightsmithError
 from weightsmith.lora import is_adapter
-from weightsmith.options import RecipeOptions
+from weightsmith.options import RecipeOptions, find_option, named, option_error
 from weightsmith.planner.build import Prepared, prepare_recipe, prepare_source
 from weightsmith.recipe import Recipe, Source
 
@@ -25,10 +25,10 @@ def prepare_models(
         from weightsmith.adapters.merge import prepare_adapters
 
         return prepare_adapters(recipe, options, problems, **places)
-    for name, changed in (("rank", options.adapter_rank is not None), ("space", options.adapter_space != "core")):
-        if changed:
-            what = f"adapter_{name} is the {name} of a merge of adapters, and the models of this recipe are none"
-            problems = [*problems, ParameterError(what, where=f"adapter_{name}", fix="leave it out")]
+    for name in ("adapter_rank", "adapter_space"):
+        if getattr(options, name) != find_option(name).default:
+            what = "only for merging adapters, and the models of this recipe are not adapters"
+            problems = [*problems, option_error(name, what, f"leave out {named(name)}")]
     return prepare_recipe(recipe, options, problems, **places)
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from weightsmith.adapters.built import GROUP, TIED_HEAD, WEIGHT, Built, Stack, find_stacks, group_of, is_expert, parts_of
 from weightsmith.adapters.factors import Form, Target, prefers_exact
 from weightsmith.checkpoint import Checkpoint
-from weightsmith.errors import ParameterError, ShapeError, UnknownName, WeightsmithError, nearest
+from weightsmith.errors import ShapeError, UnknownName, WeightsmithError, nearest
 from weightsmith.formats.files import show
-from weightsmith.options import ExtractSettings
+from weightsmith.options import ExtractSettings, assignment, named, option_error
 from weightsmith.planner.inputs import analyse_all
 from weightsmith.planner.match import ModelNames, is_buffer
 from weightsmith.plans import Block
@@ -262,14 +262,14 @@ def _matching(modules: Sequence[str], settings: ExtractSettings) -> list[str]:
     ]
 
 
-def _pattern(text: str, where: str, modules: Sequence[str]) -> re.Pattern[str]:
+def _pattern(text: str, option: str, modules: Sequence[str]) -> re.Pattern[str]:
     try:
         pattern = re.compile(text)
     except re.error as error:
-        raise ParameterError(f"{text!r} is not a regular expression: {error}", where=where) from error
+        raise option_error(option, f"{text!r} is not a regular expression: {error}") from error
     if not any(map(pattern.search, modules)):
         what = f"{text!r} matches no module"
-        raise ParameterError(what, where=where, fix=f"write a module name such as {modules[len(modules) // 2]}")
+        raise option_error(option, what, f"write a module name such as {modules[len(modules) // 2]}")
     return pattern
 
 
@@ -279,40 +279,25 @@ def _saved(modules: Sequence[str], names: Sequence[str]) -> Iterator[str]:
         found += [module for module in modules if f".{module}".rpartition(".")[0].endswith(f".{name}")] if not found else []
         if not found:
             last = sorted({module.rpartition(".")[2] for module in modules})
-            raise UnknownName(f"no module is called '{name}'{nearest(name, last)}", where="save_modules")
+            raise UnknownName(f"no module is called '{name}'{nearest(name, last)}", where=named("save_modules"))
         yield from found
 
 
 def settings_problems(settings: ExtractSettings) -> list[WeightsmithError]:
-    """What is wrong with the settings, whatever the models are."""
+    """Settings that exclude each other."""
     found: list[WeightsmithError] = []
-
-    def problem(name: str, what: str, fix: str) -> None:
-        found.append(ParameterError(f"{name} is {getattr(settings, name)!r}: {what}", where=name, fix=fix))
-
-    if settings.max_rank < 1:
-        problem("max_rank", "a rank is at least 1", "write --max-rank 32 (max_rank=32)")
-    if settings.layout not in LAYOUTS:
-        problem("layout", "unknown", f"write one of {', '.join(LAYOUTS)}")
-    if settings.layout == "vllm" and settings.max_rank > VLLM_RANK:
-        problem("max_rank", f"vLLM loads ranks up to {VLLM_RANK}", f"write --max-rank {VLLM_RANK} or less")
-    if settings.energy is not None and not 0 < settings.energy <= 1:
-        problem("energy", "a share is more than 0, and at most 1", "write --energy 0.9 (energy=0.9)")
-    if settings.max_parameters is not None and settings.max_parameters < 1:
-        problem("max_parameters", "a number of parameters is positive", "write --max-parameters 5000000")
+    if settings.layout == "vllm":
+        if settings.max_rank > VLLM_RANK:
+            what = f"vLLM loads ranks up to {VLLM_RANK}, not {settings.max_rank}"
+            found.append(option_error("max_rank", what, f"write {assignment('max_rank', VLLM_RANK)} or less"))
+        for name in ("embed_lora", "save_modules"):
+            if getattr(settings, name):
+                found.append(option_error(name, "vLLM loads factors of linear layers only", f"leave out {named(name)}"))
     if settings.energy is not None and settings.max_parameters is not None:
-        problem("max_parameters", "energy decides the ranks already", "give one of them")
-    if not 0 <= settings.intruder_scale <= 1:
-        problem("intruder_scale", "a scale is from 0 to 1", "write --intruder-scale 0.75 (intruder_scale=0.75)")
-    if not settings.sv_epsilon >= 0:
-        problem("sv_epsilon", "a singular value is not negative", "write --sv-epsilon 1e-6")
-    if settings.layout == "vllm" and settings.embed_lora:
-        problem("embed_lora", "vLLM reads factors of linear layers only", "leave it out")
-    if settings.layout == "vllm" and settings.save_modules:
-        problem("save_modules", "vLLM reads factors of linear layers only", "leave it out")
+        what = f"{named('energy')} chooses the ranks already"
+        found.append(option_error("max_parameters", what, "leave out one of them"))
     return found
 
 
-LAYOUTS = ("peft", "vllm")
 VLLM_RANK = 512
 """The largest `--max-lora-rank` of vLLM."""

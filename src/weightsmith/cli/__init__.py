@@ -1,15 +1,14 @@
-"""The command line: it parses, calls the Python API and draws what comes back. It decides nothing.
+"""The command line: parses arguments, calls the Python API and prints results. Makes no decisions.
 
     app.py             the commands together
     merge.py moe.py quantize.py extract_lora.py transplant_tokenizer.py inspect.py diff.py preview.py plan.py run.py verify.py
     studio.py methods.py schema.py init.py clean.py doctor.py
                        one command each, quantize.py two
     presets/           the recipes of the papers
-    options.py         options that several commands have, and how sizes and dtypes are read
-    mergekit_flags.py  mergekit's flags, and what becomes of each
-    summary.py         a plan in sums
-    progress.py        a bar on a terminal, lines in a log
-    text.py            streams, colours, tables, numbers for people
+    options.py         shared arguments, and flags made from the records of `weightsmith.options`
+    work.py            the frame of a command: status line, errors, progress bar, result
+    mergekit_flags.py  mergekit's flags: accepted, passed on or refused
+    summary.py         totals of a plan
     failures.py exits.py    errors to messages and exit codes
 
 numpy, numba, yaml and the rest are imported inside the commands, so that `--help` answers at once.
@@ -32,7 +31,7 @@ WORKING = (
     "merge", "moe", "plan", "preview", "inspect", "diff", "studio", "quantize", "dequantize", "extract-lora",
     "transplant-tokenizer", "run", "verify", "clean", "doctor",
 )  # fmt: skip
-"""Commands that work for a while. Each has a `status_line`; the others print what they know and are done."""
+"""Commands that take a while. Each shows a `status_line`."""
 
 _SILENT = {"--quiet", "--json", "--help", "-h"}
 
@@ -44,9 +43,9 @@ def main() -> None:
         if sys.argv[1:2] and sys.argv[1] in WORKING and not _SILENT & {*sys.argv}:
             begin_status("starting")  # before anything is imported, which takes seconds on a busy machine
         from weightsmith.cli.app import app
-        from weightsmith.heap import one_arena
+        from weightsmith.heap import limit_malloc_arenas
 
-        one_arena()
+        limit_malloc_arenas()
         code = _run(app)
     except KeyboardInterrupt:  # between the commands' own handlers: while modules are imported
         code = 130

@@ -58,18 +58,8 @@ _MERGEKIT = "mergekit-yaml's other flags are accepted and answered, or refused w
 app.command(cls=MergeCommand, epilog=_MERGEKIT)(merge)
 app.command(cls=MoeCommand, epilog=_MERGEKIT.replace("-yaml", "-moe"))(moe)
 app.command(cls=MoeCommand)(plan)
-app.command()(preview)
-app.command()(inspect)
-app.command()(diff)
-app.command()(studio)
-app.command()(quantize)
-app.command()(dequantize)
-app.command()(extract_lora)
-app.command()(transplant_tokenizer)
-app.command()(run)
-app.command()(verify)
-app.command()(init)
-app.command()(methods)
-app.command()(schema)
-app.command()(clean)
-app.command()(doctor)
+for command in (
+    *(preview, inspect, diff, studio, quantize, dequantize, extract_lora, transplant_tokenizer),
+    *(run, verify, init, methods, schema, clean, doctor),
+):
+    app.command()(command)

@@ -18,17 +18,17 @@ def clean(
         list[str] | None,
         typer.Argument(
             metavar="[FOLDER]...",
-            help="Where to look: the parents of output folders, s3://BUCKET/PREFIX, gs://, az://, or the output hf://ORG/NAME.",
+            help="Parents of output folders, s3://BUCKET/PREFIX, gs://, az://, or the output hf://ORG/NAME.",
             show_default=False,
         ),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove them. Without it they are listed only.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove the unfinished work that is listed.")] = False,
     as_json: options.Json = False,
 ) -> None:
     """List the work of interrupted runs; --yes removes it.
 
-    Looks in the current folder unless FOLDERs are named. Only folders that weightsmith made are removed, and none in which a
-    process is working. In a bucket, the uploads of interrupted runs are aborted.
+    Searches the current folder unless FOLDERs are named. Removes only folders that weightsmith made and that no process uses.
+    In a bucket, aborts the uploads of interrupted runs.
     """
     with failures(checking=True, as_json=as_json), status_line("looking for unfinished work", quiet=as_json):
         from weightsmith.buckets.prefix import parse_prefix
@@ -49,7 +49,7 @@ def clean(
             elif is_folder(Path(folder)):
                 found += find_unfinished(Path(folder))
             else:
-                raise NotFound("no such folder", where=folder, fix="write the folder that the output folder is in")
+                raise NotFound("no such folder", where=folder, fix="name the parent of the output folder")
         removable = [each for each in found if not each.reason]
         if yes:
             for each in removable:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from weightsmith.cli import options
-from weightsmith.cli.failures import failures, wrote
+from weightsmith.cli.work import working
 from weightsmith.errors import printable
+from weightsmith.options import RunOptions
 from weightsmith.pages.values import Mark, finite_or_mark, written
-from weightsmith.progress import meter, no_bars_in_logs
-from weightsmith.text import fact, heading, result, say, show_json, show_table, status_line
+from weightsmith.progress import meter
+from weightsmith.text import fact, result, say, section, show_table
 
 if TYPE_CHECKING:
     from weightsmith.look.comparison import Alignment, Comparison
@@ -22,68 +23,49 @@ if TYPE_CHECKING:
     from weightsmith.look.values import Difference, GroupDifference, TensorDifference
 
 _SHOWN = 12
-"""Changed keys, tensors and rows that are listed."""
+"""Changed keys and rows that are listed."""
 
 
+@options.expand
 def diff(
-    models: Annotated[list[str], typer.Argument(metavar="A B...", help="Folders, weight files, hub ids, or base+adapter.")],
+    models: Annotated[list[str], typer.Argument(metavar="A B...", help="Folders, weight files, Hub ids or base+adapter.")],
+    running: RunOptions,
     base: Annotated[
         str | None,
-        typer.Option(
-            "--base", metavar="BASE", help="Compare what two or more models have changed in BASE: their task vectors."
-        ),
+        typer.Option("--base", metavar="BASE", help="Compare the task vectors of two or more models: their changes to BASE."),
     ] = None,
     tensors: Annotated[
         list[str] | None,
-        typer.Option(
-            "--tensors", metavar="GLOB", help="Only tensors whose names match, each in a row; may be given several times."
-        ),
+        typer.Option("--tensors", metavar="GLOB", help="Only tensors whose names match, one row each (repeatable)."),
     ] = None,
-    threads: options.Threads = None,
-    stream: options.Stream = False,
     report: options.PageFile = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show what model B differs in from model A.
+    """Show the differences between models A and B.
 
-    Weights, config, tokenizer, chat template; and in words what that probably means.
+    Compares weights, config, tokenizer and chat template, and summarises the differences in words. With --base: compares the
+    task vectors of two or more models in pairs: cosines, sign conflicts, shared largest elements, shared leading directions.
 
-    With --base: how the task vectors of two or more models fit together, pair by pair: their cosines, how often their signs
-    conflict, how much of their largest elements and of their leading directions they share.
-
-    For each part and layer: the share of elements that differ, the norm of the delta over that of A, the cosine of A and B, and
-    the rank of the deltas: the middle one of those that are of low rank above the rounding noise, and how many are not.
+    For each part and layer: the share of elements that differ, the norm of the delta relative to A, the cosine of A and B, and
+    the rank of the deltas (the median of those of low rank above the rounding noise, and the number of the others).
     """
     # Each thread decomposes small matrices of its own: BLAS's threads would only wait for each other.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    with failures(as_json=as_json), status_line("reading the models' headers", quiet=quiet or as_json):
-        no_bars_in_logs(quiet=quiet)
+    with working("reading the models' headers", quiet=quiet, as_json=as_json, page=report) as work:
         from weightsmith.look.diff import diff as compare
         from weightsmith.look.pages import comparison_page, difference_page
         from weightsmith.look.values import Difference as Two
-        from weightsmith.pages import check_page, write_page
-
-        if report is not None:
-            check_page(report)
 
         with meter(quiet=quiet) as shown:
-            if base is None:
-                found: Difference | Comparison = compare(
-                    *models, tensors=tensors or (), threads=threads, stream=stream, progress=shown
-                )
-            else:
-                found = compare(*models, base=base, tensors=tensors or (), threads=threads, stream=stream, progress=shown)
-        if report is not None:
-            write_page(report, difference_page(found) if isinstance(found, Two) else comparison_page(found))
-            wrote(f"The page is written: {printable(str(report))}")
-        if as_json:
-            show_json(found.to_json())
-        elif not quiet:
-            if isinstance(found, Two):
-                _show(found, each=bool(tensors))
-            else:
-                _show_comparison(found, each=bool(tensors))
+            how: dict[str, Any] = {} if base is None else {"base": base}
+            how |= {"tensors": tensors or (), "threads": running.threads, "stream": running.stream, "progress": shown}
+            found: Difference | Comparison = compare(*models, **how)
+        each = bool(tensors)
+        if isinstance(found, Two):
+            work.present(lambda: difference_page(found), found.to_json, lambda: _show(found, each=each))
+        else:
+            work.present(lambda: comparison_page(found), found.to_json, lambda: _show_comparison(found, each=each))
 
 
 def _show(found: Difference, *, each: bool) -> None:
@@ -102,8 +84,7 @@ def _show(found: Difference, *, each: bool) -> None:
         result()
         show_table(_HEAD("tensor"), [_tensor_row(tensor) for tensor in found.tensors], right=_RIGHT)
     if found.moved:
-        result()
-        result(heading("rows that moved most, by their own norm"))
+        section("rows that changed most, relative to their norm")
         rows = [
             (row.tensor, f"{row.row:,}", repr(row.token) if row.token else "", percent(row.share, 2))
             for row in found.moved[:_SHOWN]
@@ -116,8 +97,7 @@ def _changes(name: str, found: Sequence[Change]) -> None:
         return
     from weightsmith.cli.summary import short
 
-    result()
-    result(heading(name))
+    section(name)
     rows = [(change.key, short(change.old, 24), short(change.new, 24)) for change in found[:_SHOWN]]
     show_table(("key", "A", "B"), rows)
     if len(found) > _SHOWN:
@@ -174,9 +154,8 @@ def _show_comparison(found: Comparison, *, each: bool) -> None:
         say(printable(sentence))
     if found.missing:
         first = printable(found.missing[0])
-        say(f"Not compared: {len(found.missing):,} tensors that not all have in one shape, the first {first}.")
-    result()
-    result(heading("all tensors"))
+        say(f"Not compared: {len(found.missing):,} tensors that some models lack or have in another shape, such as {first}.")
+    section("all tensors")
     rows = [
         (f"{names[i]} {names[j]}", number(total.cosines[n], ".4f"), percent(total.overlaps[n]), percent(total.subspaces[n]))
         for total in [found.total]
@@ -184,7 +163,7 @@ def _show_comparison(found: Comparison, *, each: bool) -> None:
     ]
     show_table(("pair", "cosine", "largest 1% in common", "leading directions in common"), rows, right={1, 2, 3})
     result()
-    show_table(("model", "norm", "of the longest"), _norms(names, found.total), right={1, 2})
+    show_table(("model", "norm", "relative norm"), _norms(names, found.total), right={1, 2})
     for title, own in (("part", found.parts), ("layer", found.layers), ("tensor", found.tensors if each else ())):
         if own:
             result()

@@ -34,20 +34,18 @@ OPTIONAL = {
 }
 
 HUB_SECONDS = 5.0
-"""How long the hub has to answer."""
+"""Time limit for the Hub's answer."""
 
 
 def doctor(
-    folder: Annotated[
-        str, typer.Argument(metavar="[FOLDER]", help="Where the output would go; the current folder if not given.")
-    ] = ".",
+    folder: Annotated[str, typer.Argument(metavar="[FOLDER]", help="Folder whose disk is checked, for the output.")] = ".",
     as_json: options.Json = False,
 ) -> None:
-    """Show packages, cores, memory, disk and hub access.
+    """Show packages, cores, memory, disk and Hub access.
 
-    Ends with 1 if a package that weightsmith needs is missing.
+    Exits with 1 if a required package is missing.
     """
-    with failures(as_json=as_json), status_line("looking at packages, memory, disk and the Hub", quiet=as_json):
+    with failures(as_json=as_json), status_line("checking packages, memory, disk and the Hub", quiet=as_json):
         facts = _facts(Path(folder))
         if as_json:
             show_json(facts)
@@ -153,7 +151,7 @@ def _show(facts: dict[str, Any]) -> None:
     shown = "unknown" if memory is None else size(memory)
     fact("memory", shown + (f", {size(available)} available" if available is not None else ""))
     fact("disk", f"{size(facts['disk']['free_bytes'])} free in {facts['disk']['folder']}")
-    fact("kernels", f"compiled ones are in {facts['kernel_cache']}")
+    fact("kernels", f"compiled, in {facts['kernel_cache']}")
     hub = facts["hub"]
     fact("hub", f"{hub['endpoint']}: {hub['answer']}; {'a' if hub['token'] else 'no'} token is set")
     fact("", f"cache in {hub['cache']}")

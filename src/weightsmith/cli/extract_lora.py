@@ -2,70 +2,51 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from weightsmith.cli import options
-from weightsmith.cli.failures import failures
-from weightsmith.cli.merge import interrupted, make, show_warnings
+from weightsmith.cli.work import show_warnings, working
 from weightsmith.options import ExtractSettings, RunOptions
-from weightsmith.progress import no_bars_in_logs
-from weightsmith.tensors import DType
-from weightsmith.text import count, result, show_json, show_table, status_line
+from weightsmith.text import count, result, show_json, show_table
 
 if TYPE_CHECKING:
     from weightsmith.adapters.report import Extraction
     from weightsmith.plans import Plan
 
 
-@options.expand("keep_stages")
+@options.expand
 def extract_lora(
-    finetuned: Annotated[str, typer.Argument(metavar="FINETUNED", help="The fine-tune: a folder, a hub id, or base+adapter.")],
-    base: Annotated[str, typer.Argument(metavar="BASE", help="The model that was fine-tuned: a folder, or a hub id.")],
+    finetuned: Annotated[str, typer.Argument(metavar="FINETUNED", help="Fine-tune: a folder, Hub id or base+adapter.")],
+    base: Annotated[str, typer.Argument(metavar="BASE", help="Base of the fine-tune: a folder or Hub id.")],
     settings: ExtractSettings,
     running: RunOptions,
     out: options.OutOrPlan = "",
-    dtype: Annotated[
-        DType | None,
-        typer.Option(
-            "--dtype",
-            metavar="DTYPE",
-            parser=options.parse_dtype,
-            help="Of the factors: bfloat16, float16 or float32; that of the fine-tune's weights if not given.",
-        ),
-    ] = None,
     plan_only: Annotated[
-        bool, typer.Option("--plan", help="Show what would be decomposed and compared; compute and write nothing.")
+        bool, typer.Option("--plan", help="Show the matrices to decompose and compare; compute and write nothing.")
     ] = False,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Make a LoRA adapter of FINETUNED for BASE in OUT.
+    """Extract a LoRA adapter of FINETUNED into OUT.
 
-    PEFT loads the adapter, and BASE+OUT names the model with it in a recipe. OUT is created only when complete. If interrupted,
-    run the same command again to resume; what was decomposed is used for other ranks too.
+    PEFT loads the adapter, and BASE+OUT names the model with it in a recipe. OUT is created only when complete. If
+    interrupted, run the same command again to resume; decompositions are reused for other ranks.
     """
-    began = time.monotonic()
-    options.check_out(out, plan_only=plan_only)
-    with (
-        failures(as_json=as_json, interrupted=lambda: interrupted(out)),
-        status_line("reading the models' headers", quiet=quiet or as_json),
-    ):
-        no_bars_in_logs(quiet=quiet)
+    options.check_out(out, plan=plan_only)
+    with working("reading the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
         from weightsmith.adapters.extract import prepare_extraction
         from weightsmith.adapters.report import NAME
 
-        with prepare_extraction(finetuned, base, settings, dtype) as prepared:
+        with prepare_extraction(finetuned, base, settings) as prepared:
             show_warnings(prepared)
             if plan_only:
                 _show_plan(prepared.plan, as_json=as_json)
                 return
-            merged = make(prepared, out, running, "storing", quiet=quiet, as_json=as_json, began=began)
-            if not quiet and not as_json:
-                report = cast("Extraction", merged.reports[NAME])
-                head, rows = report.table()
+            merged = work.make(prepared, running, "storing")
+            if work.shows:
+                head, rows = cast("Extraction", merged.reports[NAME]).table()
                 show_table(head, rows, right=set(range(1, len(head) - 1)))
 
 

@@ -37,6 +37,7 @@ DEBUG = "WEIGHTSMITH_DEBUG"
 @contextmanager
 def failures(
     *,
+    usage: bool = False,
     merging: bool = False,
     checking: bool = False,
     as_json: bool = False,
@@ -44,6 +45,7 @@ def failures(
 ) -> Iterator[None]:
     """Turn every exception of the block into a message and an exit code.
 
+    usage        the block reads the command line
     merging      tensor data is being read: a failing input is not a problem of the recipe
     checking     the block looks at a finished output: that there is none is a problem of the output
     as_json      print the errors as one JSON object too, to stdout
@@ -66,7 +68,7 @@ def failures(
     except WeightsmithError as error:
         _debug()
         diagnostic(report(error), RED)
-        code = exit_code(error, merging=merging, checking=checking)
+        code = Exit.USAGE if usage else exit_code(error, merging=merging, checking=checking)
         if as_json:
             problems = error.problems if isinstance(error, PlanError) else (error,)
             print_json([p.finding for p in problems], [p.code for p in problems], code, error.state)
@@ -82,7 +84,7 @@ def failures(
         diagnostic(f"error[internal]: {legible(what, MAX_MESSAGE)}", RED)
         if not os.environ.get(DEBUG):
             note(
-                f"  -> Report it to weightsmith with the recipe and what the same command prints with {DEBUG}=1, "
+                f"  -> Report it to weightsmith with the recipe and the output of the same command with {DEBUG}=1, "
                 "unless the machine (memory, disk) is at fault."
             )
         if as_json:
@@ -119,7 +121,7 @@ def forget_written() -> None:
 
 
 def tell_lost(error: ResultLost) -> Exit:
-    """Say on stderr that the result is lost, and what was written all the same: the exit code."""
+    """Report on stderr that the result is lost, and what was written: the exit code."""
     error.state = "\n".join(_written)
     diagnostic(report(error), RED)
     return Exit.NO_READER if error.no_reader else Exit.OUTPUT

@@ -23,29 +23,33 @@ _PRESETS = Path(__file__).parent / "presets"
 
 
 def preset_names(incomplete: str = "") -> list[str]:
-    """The presets whose name begins so."""
+    """Presets, for shell completion."""
     return sorted(file.stem for file in _PRESETS.glob(f"{glob.escape(incomplete)}*.yml"))
 
 
 def goal_names(incomplete: str) -> list[str]:
-    """The goals whose name begins so."""
+    """Goals, for shell completion."""
     return [name for name in GOALS if name.startswith(incomplete)]
 
 
 def init(
-    file: Annotated[str, typer.Argument(metavar="[FILE]", help="The recipe to write; - for standard output.")] = "recipe.yml",
+    file: Annotated[str, typer.Argument(metavar="[FILE]", help="Recipe to write; - for standard output.")] = "recipe.yml",
     goal: Annotated[
         str,
         typer.Option(
-            "--goal", metavar="GOAL", show_default=False, help=f"What for: {', '.join(GOALS)}.", autocompletion=goal_names
+            "--goal",
+            metavar="GOAL",
+            show_default=False,
+            help=f"Goal ({', '.join(GOALS)}).",
+            autocompletion=goal_names,
         ),
     ] = "",
     models: Annotated[
         list[str] | None,
-        typer.Option("--model", metavar="MODEL", show_default=False, help="A folder or hub id; may be given several times."),
+        typer.Option("--model", metavar="MODEL", show_default=False, help="Model, a folder or Hub id (repeatable)."),
     ] = None,
     base: Annotated[
-        str, typer.Option("--base", metavar="MODEL", show_default=False, help="The model that the others were tuned from.")
+        str, typer.Option("--base", metavar="MODEL", show_default=False, help="Base model of the fine-tunes.")
     ] = "",
     preset: Annotated[
         str,
@@ -53,17 +57,17 @@ def init(
             "--preset",
             metavar="NAME",
             show_default=False,
-            help="A recipe of a paper, such as ties-paper.",
+            help="Recipe of a paper, such as ties-paper.",
             autocompletion=preset_names,
         ),
     ] = "",
-    listed: Annotated[bool, typer.Option("--list", help="List the goals and the presets, and write nothing.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="List goals and presets; write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it already exists.")] = False,
 ) -> None:
     """Write a commented recipe to begin with.
 
-    Asks for the goal and the models on a terminal, unless the options name them. With --preset: the recipe of a paper, whose
-    models are placeholders.
+    On a terminal, asks for a goal and models that the options do not name. With --preset: the recipe of a paper, with
+    placeholders for the models.
     """
     with failures(interrupted=lambda: "Interrupted. Nothing was written."):
         if listed:
@@ -89,7 +93,7 @@ def init(
             raise typer.BadParameter(f"{printable(file)} cannot be written: {reason}.", param_hint="FILE") from None
         command = "moe" if re.search(r"^experts:", text, re.MULTILINE) else "merge"
         name = printable(file)
-        wrote(f"The recipe is written: {name}")
+        wrote(f"Recipe written: {name}")
         say(f"wrote {name}; next: weightsmith plan {name}, then weightsmith {command} {name} OUT")
 
 
@@ -129,7 +133,7 @@ def _recipe(name: str, models: list[str], base: str) -> str:
             raise typer.BadParameter(f"write one of {', '.join(GOALS)}; or --preset NAME.", param_hint="--goal")
         name = _ask_goal()
     if name not in GOALS:
-        raise typer.BadParameter(f"{name!r} is none of {', '.join(GOALS)}{nearest(name, GOALS)}.", param_hint="--goal")
+        raise typer.BadParameter(f"must be one of {', '.join(GOALS)}{nearest(name, GOALS)}, not {name!r}.", param_hint="--goal")
     goal = GOALS[name]
     if asking and goal.base == "needed" and not base:
         base = _ask("the base, a folder or hub id")
@@ -143,7 +147,7 @@ def _recipe(name: str, models: list[str], base: str) -> str:
 
 
 def _wants(goal: Goal) -> str:
-    """The models that it takes, in words."""
+    """Its models, as the command line names them."""
     number = f"{goal.least}" if goal.most == goal.least else f"{goal.least} or more"
     return f"{number} --model{' and --base' if goal.base == 'needed' else ''}"
 

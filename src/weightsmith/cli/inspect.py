@@ -10,10 +10,11 @@ import typer
 
 from weightsmith.cli import options
 from weightsmith.cli.diff import number
-from weightsmith.cli.failures import failures, wrote
+from weightsmith.cli.work import working
 from weightsmith.errors import printable
-from weightsmith.progress import meter, no_bars_in_logs
-from weightsmith.text import count, fact, heading, result, say, show_json, show_table, size, status_line
+from weightsmith.options import RunOptions
+from weightsmith.progress import meter
+from weightsmith.text import count, fact, result, say, section, show_table, size
 
 if TYPE_CHECKING:
     from weightsmith.look.inspect import Inspection, TensorStatistics
@@ -21,43 +22,34 @@ if TYPE_CHECKING:
 _SHOWN = 40  # tensors that are listed one by one
 
 
+@options.expand
 def inspect(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, weight file, hub id, base+adapter, or an adapter.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, weight file, Hub id, base+adapter or adapter.")],
+    running: RunOptions,
     tensors: Annotated[
         list[str] | None, typer.Argument(metavar="[GLOB]...", help="Only tensors whose names match.", show_default=False)
     ] = None,
     stats: Annotated[
-        bool, typer.Option("--stats", help="Read the tensors, and show norms, extremes, zeros, NaN and outlier rows.")
+        bool, typer.Option("--stats", help="Read the tensors; show norms, extremes, zeros, NaN and outlier rows.")
     ] = False,
-    threads: options.Threads = None,
-    stream: options.Stream = False,
     report: options.PageFile = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show what MODEL is.
+    """Describe a model or an adapter.
 
-    Layers, parameters, dtypes, vocabulary, quantisation, licence. Reads headers only, but for --stats; those
-    of hub models by byte range.
+    Layers, parameters, dtypes, vocabulary, quantisation, licence. Reads headers only, unless --stats is given; those of Hub
+    models by byte range.
     """
-    with failures(as_json=as_json), status_line("reading the model's headers", quiet=quiet or as_json):
-        no_bars_in_logs(quiet=quiet)
+    with working("reading the model's headers", quiet=quiet, as_json=as_json, page=report) as work:
         from weightsmith.look.inspect import inspect as look
         from weightsmith.look.pages import inspection_page
-        from weightsmith.pages import check_page, write_page
-
-        if report is not None:
-            check_page(report)
 
         with meter(quiet=quiet or not stats) as shown:
-            found = look(model, tensors=tensors or (), stats=stats, threads=threads, stream=stream, progress=shown)
-        if report is not None:
-            write_page(report, inspection_page(found))
-            wrote(f"The page is written: {printable(str(report))}")
-        if as_json:
-            show_json(found.to_json())
-        elif not quiet:
-            _show(found, each=bool(tensors))
+            found = look(
+                model, tensors=tensors or (), stats=stats, threads=running.threads, stream=running.stream, progress=shown
+            )
+        work.present(lambda: inspection_page(found), found.to_json, lambda: _show(found, each=bool(tensors)))
 
 
 def _show(found: Inspection, *, each: bool) -> None:
@@ -94,12 +86,12 @@ def _facts(found: Inspection) -> None:
             "tokens", f"{tokenizer.tokens:,} ({tokenizer.family}, {tokenizer.added:,} added), {template} a chat template{rows}"
         )
     if found.tied is not None:
-        fact("head", "the embedding (tied)" if found.tied else "a matrix of its own")
+        fact("head", "the embedding (tied)" if found.tied else "a separate matrix")
     if found.context:
         fact("context", f"{found.context:,} positions")
     if found.adapter is not None:
         ranks = ", ".join(f"rank {rank} in {count(n, 'module')}" for rank, n in found.adapter.ranks.items())
-        fact("adapter", f"LoRA for {found.adapter.base or 'a model that it does not name'}: {ranks}")
+        fact("adapter", f"LoRA for {found.adapter.base or 'an unnamed model'}: {ranks}")
         whole = f"; saved whole: {', '.join(found.adapter.replaced)}" if found.adapter.replaced else ""
         fact("", f"modules {', '.join(found.adapter.modules)}{whole}")
     if found.licence:
@@ -129,11 +121,10 @@ def _statistics(found: Sequence[TensorStatistics], *, each: bool) -> None:
     show_table(head, rows, right=set(range(1, len(head))))
     bad = together(t.nonfinite for t in found)
     if bad:
-        say(f"{bad}. The other columns are of the finite elements.")
+        say(f"{bad}. The other columns count finite elements only.")
     largest = sorted((o[1], t.name, o[0]) for t in found for o in t.outliers)[::-1][:8]
     if largest:
-        result()
-        result(heading("rows with the largest norms"))
+        section("rows with the largest norms")
         show_table(
             ("tensor", "row", "norm / mean"), [(printable(n), f"{row:,}", f"{x:.1f}") for x, n, row in largest], right={1, 2}
         )

@@ -1,8 +1,7 @@
-"""mergekit's flags, and what becomes of each: one table for `weightsmith merge` and for the docs.
+"""mergekit's flags: one table for `weightsmith merge` and for the docs.
 
-A flag that changes nothing here is accepted and answered; one with another name here is passed on; one whose absence would
-change what the command means is refused with the next step. So a command line that worked with mergekit-yaml works here, or
-says why not.
+A flag without an effect here is accepted with an answer, one with another name here is passed on, and one that would change
+the result is refused with the next step. So a command line for mergekit-yaml works here, or explains why not.
 """
 
 from __future__ import annotations
@@ -41,30 +40,30 @@ def _switch(name: str, answer: str) -> Flag:
     return Flag((f"--{name}", f"--no-{name}"), "accepted", answer)
 
 
-_CPU = "merging waits for the disk, and runs on the CPU; --device cuda computes whole matrices and hidden states on a GPU"
+_CPU = "merging is limited by the disk and runs on the CPU; --device cuda computes whole matrices and hidden states on a GPU"
 
 FLAGS = (
     _switch("clone-tensors", "shared and overlapping storage is always written right, without copies"),
     _switch("lazy-unpickle", "weights are always read piece by piece; pickles are read as data, and never executed"),
-    _switch("low-cpu-memory", "memory is bounded whatever the size of the model; --max-memory sets the bound"),
+    _switch("low-cpu-memory", "memory does not grow with the model; --max-memory limits it"),
     _switch("async-write", "reading, merging and writing always overlap"),
-    Flag(("--write-threads",), "accepted", "every thread writes; --threads sets their number", value=True),
-    _switch("allow-crimes", "architectures may differ if their tensors match; a warning names what does"),
+    Flag(("--write-threads",), "accepted", "every thread writes; --threads sets the number of threads", value=True),
+    _switch("allow-crimes", "architectures may differ if their tensors match; differences are warnings"),
     Flag(("--copy-tokenizer",), "accepted", "the tokenizer files of the base, else of the first model, are always copied"),
     _switch("cuda", _CPU),
     _switch("read-to-gpu", _CPU),
     _switch("multi-gpu", _CPU),
     _switch("gpu-rich", _CPU),
     Flag(("--safe-serialization",), "accepted", "the output is always safetensors"),
-    Flag(("--lora-merge-cache",), "accepted", "nothing is materialised on the way, so nothing is cached", value=True),
+    Flag(("--lora-merge-cache",), "accepted", "adapters are merged while they are read, without a cache", value=True),
     Flag(("--lora-merge-dtype",), "accepted", "arithmetic is always float32 or wider", value=True),
     _switch("trust-remote-code", "a model's own code is copied and never run"),
     Flag(("--no-unsafe-truncate-embeddings",), "accepted", "embeddings are never truncated"),
-    Flag(("-v", "--verbose"), "accepted", "`weightsmith plan` shows everything that will be done"),
+    Flag(("-v", "--verbose"), "accepted", "`weightsmith plan` shows the whole plan"),
     Flag(
         ("--transformers-cache",),
         "passed on",
-        "hub models are looked up in, and downloaded to, this folder, as with the variable HF_HUB_CACHE",
+        "folder of the Hub cache, as with the variable HF_HUB_CACHE",
         value=True,
         ours="HF_HUB_CACHE",
     ),
@@ -88,7 +87,7 @@ FLAGS = (
     Flag(
         ("--no-safe-serialization",),
         "refused",
-        "pickled weights are not written; the output is safetensors, which every loader of pickles reads too",
+        "pickled weights are not written; the output is safetensors, which loaders of pickles read too",
     ),
     Flag(
         ("--unsafe-truncate-embeddings",),
@@ -99,12 +98,12 @@ FLAGS = (
 )
 
 _GPU_IN_MOE = {"--cuda", "--read-to-gpu", "--multi-gpu", "--gpu-rich"}
-_BY_LAYER = "hidden states take the memory of one layer, in float32, whatever the size of the model"
+_BY_LAYER = "hidden states need the memory of one layer in float32, however large the model is"
 
 MOE_FLAGS = (
     *(flag for flag in FLAGS if not {*flag.names} & _GPU_IN_MOE),
     *(
-        _switch(name.removeprefix("--"), "copying waits for the disk; --device says where hidden states are computed")
+        _switch(name.removeprefix("--"), "copying is limited by the disk; --device sets the device of hidden states")
         for name in sorted(_GPU_IN_MOE)
     ),
     _switch("load-in-4bit", _BY_LAYER),
@@ -120,7 +119,7 @@ _ONE_SHARD = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """A command line with mergekit's flags taken out.
+    """A command line without mergekit's flags.
 
     args     the remaining arguments, with our options instead of mergekit's
     answers  one line for each flag that is not simply another name of ours
@@ -157,7 +156,7 @@ def translate(args: Sequence[str], flags: Sequence[Flag] = FLAGS) -> Translated:
             left.append(arg)
             continue
         if flag.fate == "refused":
-            raise typer.BadParameter(f"{name} is mergekit's, and is refused here: {flag.answer}.")
+            raise typer.BadParameter(f"mergekit's {name} is not supported: {flag.answer}.")
         if equals and not flag.value:
             raise typer.BadParameter(f"{name} takes no value.")
         if flag.value and not equals:
@@ -195,11 +194,11 @@ def _shard_size(value: str) -> str:
 
 
 ANSWERS = "weightsmith.mergekit_flags"
-"""Where `MergeCommand` leaves what `translate` found, in the context's `meta`."""
+"""Key of `translate`'s result in the context's `meta`."""
 
 
 class MergeCommand(TyperCommand):
-    """`merge`, with mergekit's flags taken out before typer looks; they are in no help text."""
+    """`merge`, with mergekit's flags removed before typer reads the command line; they are in no help text."""
 
     flags: Sequence[Flag] = FLAGS
 
@@ -214,13 +213,13 @@ class MergeCommand(TyperCommand):
 
 
 class MoeCommand(MergeCommand):
-    """`moe`, with mergekit-moe's flags taken out."""
+    """`moe`, with mergekit-moe's flags removed."""
 
     flags = MOE_FLAGS
 
 
 def answer(context: typer.Context, *, quiet: bool) -> None:
-    """Do and say what mergekit's flags of this command line ask for."""
+    """Apply mergekit's flags of this command line, and print the answers."""
     flags: Translated = context.meta[ANSWERS]
     if flags.hub_cache:  # huggingface_hub reads this when it is imported, which has not happened yet
         os.environ["HF_HUB_CACHE"] = flags.hub_cache
@@ -231,4 +230,4 @@ def answer(context: typer.Context, *, quiet: bool) -> None:
 def markdown() -> str:
     """The table for the docs."""
     rows = [f"| {', '.join(f'`{n}`' for n in flag.names)} | {flag.fate} | {flag.answer} |" for flag in FLAGS]
-    return "\n".join(["| flag | | why, or what is done |", "| --- | --- | --- |", *rows])
+    return "\n".join(["| flag | | reason or replacement |", "| --- | --- | --- |", *rows])

@@ -11,14 +11,14 @@ import typer
 from weightsmith.cli import options
 from weightsmith.cli.failures import failures
 from weightsmith.errors import printable
-from weightsmith.text import columns, heading, result, say, show_fact, show_json, show_table, warn, wrapped
+from weightsmith.text import columns, heading, result, say, section, show_fact, show_json, show_table, warn, wrapped
 
 if TYPE_CHECKING:
     from weightsmith.methods.base import Method
 
 
 def method_names(incomplete: str) -> list[str]:
-    """For shell completion: the methods whose name begins so."""
+    """Methods, for shell completion."""
     from weightsmith.methods import NAMES
 
     return [name for name in NAMES if name.startswith(incomplete)]
@@ -27,14 +27,14 @@ def method_names(incomplete: str) -> list[str]:
 def methods(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="One method, in full.", show_default=False, autocompletion=method_names),
+        typer.Argument(metavar="NAME", help="Method to describe.", show_default=False, autocompletion=method_names),
     ] = "",
     as_json: options.Json = False,
 ) -> None:
-    """List the merge methods, or show one.
+    """List the merge methods, or describe one.
 
-    Those of installed packages are in the list. One method is shown with its parameters and their defaults, its formula, its
-    source, and an example.
+    The list includes methods of installed packages. A description has parameters with defaults, formula, source and an
+    example.
     """
     with failures(as_json=as_json):
         from weightsmith.methods import all_methods, get, installed_methods
@@ -51,7 +51,7 @@ def methods(
         installed, broken = installed_methods()
         found = (*all_methods(), *installed)
         show_table(("method", ""), [(m.name, m.title) for m in found])
-        say("\nDetails and parameters of a method: weightsmith methods NAME")
+        say("\nTo describe a method: weightsmith methods NAME")
         for error in broken:
             warn(error.finding)
 
@@ -102,8 +102,7 @@ def _show(method: Method) -> None:
         if text:
             show_fact(label, _lines(text), 8)
     if method.parameters:
-        result()
-        result(heading("parameters"))
+        section("parameters")
         for p in method.parameters:
             facts = f"{values(p)}; {'' if p.required else 'default '}{default(p)}; for {SCOPES[p.scope]}"
             name = printable(p.name)
@@ -111,8 +110,7 @@ def _show(method: Method) -> None:
             result(heading(name) + lines[len(name) :])
             result(wrapped(f"    {printable(doc(p))}", columns(sys.stdout), ""))
     if method.example:
-        result()
-        result(heading("example"))
+        section("example")
         result(_lines(method.example.rstrip()))
 
 

@@ -2,94 +2,79 @@
 
 from __future__ import annotations
 
-import time
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from weightsmith.cli import options
-from weightsmith.cli.failures import failures
-from weightsmith.cli.merge import interrupted, make, show_warnings
 from weightsmith.cli.mergekit_flags import answer
+from weightsmith.cli.plan import show_plan
+from weightsmith.cli.work import Work, show_warnings, working
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
-from weightsmith.progress import callbacks, meter, no_bars_in_logs
-from weightsmith.text import result, show_json, show_table, status_line, warn
+from weightsmith.text import result, show_json, show_table, warn
 
 if TYPE_CHECKING:
     from weightsmith.mixture.routing.product import RoutingReport
+    from weightsmith.planner import Prepared
 
 ROUTER = "router"
 """The product whose report says where tokens go."""
 
 
-@options.expand("adapter_rank", "adapter_space")
+@options.expand
 def moe(
     context: typer.Context,
     recipe: options.Recipe,
     planning: RecipeOptions,
     settings: QuantizeSettings,
     running: RunOptions,
-    out: Annotated[
-        str,
-        typer.Argument(
-            metavar="OUT",
-            help="The new folder, or s3://BUCKET/PREFIX, gs://, az://, hf://ORG/NAME[@BRANCH]; not with --plan, --routing.",
-            show_default=False,
-        ),
-    ] = "",
-    plan_only: Annotated[
-        bool, typer.Option("--plan", help="Show what would be made, as `weightsmith plan` does; compute and write nothing.")
-    ] = False,
+    out: options.OutOrPlan = "",
+    plan_only: options.PlanOnly = False,
     routing_only: Annotated[
-        bool, typer.Option("--routing", help="Compute the router weights and show where they send the prompts; write nothing.")
+        bool, typer.Option("--routing", help="Compute the router weights and show the routing of the prompts; write nothing.")
     ] = False,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Make a mixture of experts as RECIPE says.
+    """Make a mixture of experts as RECIPE describes.
 
     OUT is created only when complete. If interrupted, run the same command again to resume.
     """
-    began = time.monotonic()
-    if bool(out) == (plan_only or routing_only):
-        raise typer.BadParameter(
-            "with --plan or --routing nothing is written." if out else "name the folder to create.", param_hint="OUT"
-        )
-    with failures(as_json=as_json, interrupted=lambda: interrupted(out)), ExitStack() as stack:
-        stack.enter_context(status_line("reading the recipe and the models' headers", quiet=quiet or as_json))
-        no_bars_in_logs(quiet=quiet)
+    options.check_out(out, plan=plan_only, routing=routing_only)
+    with working("reading the recipe and the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
         answer(context, quiet=quiet)
         from weightsmith.mixture.build import prepare_moe
         from weightsmith.quantisation import quantised
 
         source = options.recipe_source(recipe)
         planning = replace(planning, routing_report=True) if routing_only else planning
-        prepared = stack.enter_context(quantised(lambda: prepare_moe(source, planning), planning.quantize, settings))
-        if plan_only:
-            prepared = prepared.checked()
-        show_warnings(prepared)
-        if plan_only:
-            from weightsmith.cli.plan import show_plan
+        with quantised(lambda: prepare_moe(source, planning), planning.quantize, settings) as prepared:
+            if plan_only:
+                prepared = prepared.checked()
+            show_warnings(prepared)
+            if plan_only:
+                show_plan(prepared, running, as_json=as_json)
+            elif routing_only:
+                _route(prepared, recipe, running, work)
+            else:
+                merged = work.make(prepared, running, "copying")
+                report = cast("RoutingReport | None", merged.reports.get(ROUTER))
+                if report is not None and report.routing is not None and work.shows:
+                    show_table(*report.routing.table(), right=set(range(1, len(report.routing.experts) + 3)))
 
-            show_plan(prepared, running, as_json=as_json)
-            return
-        if not routing_only:
-            merged = make(prepared, out, running, "copying", quiet=quiet, as_json=as_json, began=began)
-            report = cast("RoutingReport | None", merged.reports.get(ROUTER))
-            if report is not None and report.routing is not None and not quiet and not as_json:
-                show_table(*report.routing.table(), right=set(range(1, len(report.routing.experts) + 3)))
-            return
-        if all(product.name != ROUTER for product in prepared.plan.products):
-            raise typer.BadParameter("this recipe makes no router weights.", param_hint="--routing")
-        from weightsmith.execution import make_product
 
-        with meter(quiet=quiet) as shown:
-            report = cast("RoutingReport | None", make_product(prepared, ROUTER, running, callbacks(shown, "computing")[0]))
-        for finding in () if report is None else report.warnings(recipe):
-            warn(finding)
-        _show_routing(report, as_json=as_json)
+def _route(prepared: Prepared, recipe: str, running: RunOptions, work: Work) -> None:
+    """Compute the router weights alone, and show the routing."""
+    if all(product.name != ROUTER for product in prepared.plan.products):
+        raise typer.BadParameter("this recipe makes no router weights.", param_hint="--routing")
+    from weightsmith.execution import make_product
+
+    with work.running("computing") as watching:
+        report = cast("RoutingReport | None", make_product(prepared, ROUTER, running, watching.progress))
+    for finding in () if report is None else report.warnings(recipe):
+        warn(finding)
+    _show_routing(report, as_json=work.as_json)
 
 
 def _show_routing(report: RoutingReport | None, *, as_json: bool) -> None:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from weightsmith.cli import options
-from weightsmith.cli.failures import failures
-from weightsmith.cli.merge import show_warnings
 from weightsmith.cli.mergekit_flags import answer
+from weightsmith.cli.work import show_warnings, working
 from weightsmith.errors import printable
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
-from weightsmith.progress import no_bars_in_logs
-from weightsmith.text import count, fact, heading, result, say, show_json, show_table, size, status_line
+from weightsmith.text import count, fact, heading, result, say, section, show_json, show_table, size
 
 if TYPE_CHECKING:
     from weightsmith.cli.summary import Summary
@@ -28,7 +26,7 @@ _PIECES_SHOWN = 12
 AS_IT_IS = "as it is"
 
 
-@options.expand()
+@options.expand
 def plan(
     context: typer.Context,
     recipe: options.Recipe,
@@ -36,7 +34,7 @@ def plan(
     settings: QuantizeSettings,
     running: RunOptions,
     out: Annotated[
-        str, typer.Argument(metavar="[OUT]", help="Not looked at: a command line of merge works here.", show_default=False)
+        str, typer.Argument(metavar="[OUT]", help="Ignored, so that a command line of merge works here.", show_default=False)
     ] = "",
     explain: Annotated[
         str,
@@ -44,26 +42,26 @@ def plan(
             "--explain",
             metavar="TENSOR",
             show_default=False,
-            help="Show the parameters of one output tensor, or of all that a pattern such as '*.mlp.*' matches, and the line "
-            "of the recipe each comes from.",
+            help="Show the parameters of one output tensor, or of all that match a pattern such as '*.mlp.*', and the line of "
+            "the recipe that sets each.",
         ),
     ] = "",
     distance: Annotated[
         bool,
-        typer.Option("--distance", help="Merge without writing, and show how far each layer moves from the base."),
+        typer.Option("--distance", help="Merge without writing; show the distance of each layer from the base."),
     ] = False,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show what merging RECIPE would do. Reads headers only (but for --distance), writes nothing.
+    """Show the plan of RECIPE. Writes nothing.
 
-    Of hub models it reads the headers by byte range, and says what a merge would download, or with --stream read where it is.
+    Reads headers only, unless --distance is given: those of Hub models by byte range. Shows the size of the download, or with
+    --stream of the transfer, and the modules that `modules:` in a recipe may name.
 
-    Names the modules that `modules:` in a recipe takes. Takes the options of merge, and of moe for a recipe of a mixture. With
-    --json: the whole plan, which `weightsmith run` takes, and where each tensor goes.
+    Accepts the options of merge, and of moe for a mixture. With --json: the whole plan, as `weightsmith run` takes it, and the
+    place of each tensor.
     """
-    with failures(as_json=as_json), status_line("reading the recipe and the models' headers", quiet=quiet or as_json):
-        no_bars_in_logs(quiet=quiet)
+    with working("reading the recipe and the models' headers", quiet=quiet, as_json=as_json):
         answer(context, quiet=quiet)
         from weightsmith.api import prepare_any
 
@@ -81,7 +79,7 @@ def plan(
 
 
 def show_plan(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None:
-    """What a plan would do."""
+    """Show a plan as text or as JSON."""
     from weightsmith.cli.summary import summarise
     from weightsmith.execution import check_computable
 
@@ -104,7 +102,7 @@ def _distance(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None
     if as_json:
         show_json(to_json(moved))
     elif not moved:
-        result("nothing is merged with a base, so there is no distance from one")
+        result("nothing is merged with a base, so there is no distance")
     else:
         rows = [(m.name, f"{m.delta:.4g}", m.percent(3)) for m in moved]
         show_table(("", "‖merged - base‖", "share of the base"), rows, right={1, 2})
@@ -117,19 +115,19 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
         fact("" if i else "models", f"{model.ref}{f' at {model.revision}' if model.revision else ''}")
     for stage in summary.stages:
         nbytes = f"{count(stage.tensors, 'tensor')}, {size(stage.nbytes)}"
-        how = f"written first, because {stage.why}" if stage.why else "computed where it is read"
+        how = f"written first, because {stage.why}" if stage.why else "computed on the fly"
         fact("stage", f"{stage.name}: {stage.method} of {', '.join(stage.models)}; {nbytes}, {how}")
     if summary.downloads:
         nbytes = size(sum(d.nbytes for d in summary.downloads))
         fact(
             "download", f"{nbytes} in {count(len(summary.downloads), 'file')}, before the merge begins; only headers were read"
         )
-    if summary.travel.needed_bytes:
-        fact("stream", _travel(summary.travel))
+    if summary.transfer.needed_bytes:
+        fact("stream", _transfer(summary.transfer))
     files = count(len(shards), "file") + (f" of at most {size(plan.max_shard_bytes)}" if len(shards) > 1 else "")
     if summary.measured:
-        fact("measured", "first: what each weight is stored as, sizes and config.json are decided then")
-        about = f"about {size(summary.out_bytes)}" if summary.out_bytes else "their size follows from the measurement"
+        fact("measured", "first: that decides how weights are stored, the sizes and config.json")
+        about = f"about {size(summary.out_bytes)}" if summary.out_bytes else "sizes follow from the measurement"
         fact("output", f"{count(summary.tensors, 'tensor')}, {about}")
     else:
         fact("output", f"{count(summary.tensors, 'tensor')}, {size(summary.out_bytes)}, in {files}")
@@ -137,71 +135,76 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
     least = "; more when it is quantised then" if summary.measured else ""
     fact("read", f"{'up to ' if times else ''}{size(summary.read_bytes)}{times}{least}")
     if summary.survey_bytes:
-        fact("", f"{size(summary.survey_bytes)} of them before the first tensor is merged, to see the whole model")
+        fact("", f"{size(summary.survey_bytes)} of it before the first tensor is merged, for statistics of the whole model")
     if not summary.measured:
         fact("write", size(summary.file_bytes))
     memory = summary.memory
-    over = "; it cannot be less" if max_memory is not None and memory.peak_bytes > max_memory else ""
+    over = "; this is the minimum" if max_memory is not None and memory.peak_bytes > max_memory else ""
     fact("memory", f"{size(memory.peak_bytes)} at most, with {count(memory.threads, 'thread')}{over}")
     if memory.calibrates:
-        fact("", "and the calibration: torch and transformers, a layer in float32, and what enters it")
-    _section("output tensors by op")
-    ops = [(t.name, f"{t.tensors:,}", "" if summary.measured else size(t.nbytes)) for t in summary.ops]
+        fact("", "plus the calibration: torch, transformers, a layer in float32 and its inputs")
+    section("output tensors by op")
+    ops = [(t.op, f"{t.tensors:,}", "" if summary.measured else size(t.nbytes)) for t in summary.ops]
     show_table(("op", "tensors", "" if summary.measured else "bytes"), ops, right={1, 2})
     if summary.stored:
-        _section("how tensors are stored")
+        section("storage of tensors")
         show_table(
-            ("stored as", "tensors", "bytes", "why", "the first"),
+            ("stored as", "tensors", "bytes", "reason", "first tensor"),
             [(_stored_as(s.encoding), f"{s.tensors:,}", size(s.nbytes), s.why, s.first) for s in summary.stored],
             right={1, 2},
         )
-    _section("modules")
+    section("modules")
     rows = [
-        (m.name, f"{m.tensors:,}", ", ".join(f"{p}0 to {n - 1}" for p, n in m.stacks), ", ".join(m.aliases))
+        (
+            m.name,
+            f"{m.tensors:,}",
+            ", ".join(f"{stack.prefix}0 to {stack.layers - 1}" for stack in m.stacks),
+            ", ".join(m.aliases),
+        )
         for m in summary.modules
     ]
     show_table(("module", "tensors", "layers", "also called"), rows, right={1})
     if summary.dropped:
-        _section("not in the output")
+        section("not in the output")
         show_table(
-            ("tensors", "of model", "why", "the first"),
+            ("tensors", "model", "reason", "first tensor"),
             [(f"{d.tensors:,}", d.model, d.reason, d.first) for d in summary.dropped],
             right={0},
         )
     if summary.changes and not summary.measured:
         from weightsmith.cli.summary import short
 
-        _section("config.json")
+        section("config.json")
         show_table(("key", "was", "becomes"), [(c.key, short(c.old), short(c.new)) for c in summary.changes])
     if plan.vocabulary is not None:
         _vocabulary(plan.vocabulary)
     if plan.files:
-        _section("written")
+        section("written")
         say(printable(", ".join(plan.files)))
     if plan.lacking:
-        _section("files not in the output")
-        show_table(("of model", "files"), [(model, ", ".join(files)) for model, files in plan.lacking.items()])
+        section("files not in the output")
+        show_table(("model", "files"), [(model, ", ".join(files)) for model, files in plan.lacking.items()])
     if plan.carried:
-        _section(f"copied from {plan.models[plan.donor].ref}")
+        section(f"copied from {plan.models[plan.donor].ref}")
         say(printable(", ".join(plan.carried)))
 
 
-def _travel(travel: TransferEstimate) -> str:
-    """What is read where it is."""
-    text = f"{size(travel.network_bytes)} in {count(travel.requests, 'request')}, while the merge runs"
-    if travel.passes < 2:
+def _transfer(transfer: TransferEstimate) -> str:
+    """The transfer of streamed models."""
+    text = f"{size(transfer.network_bytes)} in {count(transfer.requests, 'request')}, while the merge runs"
+    if transfer.passes < 2:
         return text
-    again = travel.network_bytes - travel.needed_bytes
+    again = transfer.network_bytes - transfer.needed_bytes
     if not again:
-        return f"{text}; later passes read the spool"
-    return f"{text}; {size(again)} of them for later passes, which the spool has no room for (--max-spool)"
+        return f"{text}; later passes read the disk cache"
+    return f"{text}; {size(again)} of it again for later passes, as the disk cache is full (--max-spool)"
 
 
 def _vocabulary(found: Mapping[str, Any]) -> None:
-    """Whose tokenizer the output has, and where the rows of its tokens come from."""
-    _section("vocabulary")
+    """The tokenizer of the output, and the sources of its token rows."""
+    section("vocabulary")
     if found.get("shared"):
-        fact("tokens", f"those of {found['tokenizer']}, whose tokenizer all models share")
+        fact("tokens", f"the tokenizer of {found['tokenizer']}, shared by all models")
         return
     new = found.get("new", [])
     added = f", and {count(len(new), 'token')} added: {', '.join(new[:6])}{', ...' if len(new) > 6 else ''}" if new else ""
@@ -213,62 +216,43 @@ def _vocabulary(found: Mapping[str, Any]) -> None:
         say(printable(f"{count(n, 'token')} of {name} {'is' if n == 1 else 'are'} not in the output"))
 
 
-def _section(title: str) -> None:
-    result()
-    result(heading(printable(title)))
-
-
 def _to_json(plan: Plan, summary: Summary) -> dict[str, Any]:
-    """The plan's own JSON with each tensor's place, and the sums under `summary`."""
-    data = plan.to_json()
+    """The plan's own JSON with the place of each tensor, and the totals under `summary`."""
     shards, places = plan.layout.shards, plan.layout.places
-    data["places"] = {
-        name: {"file": shards[place.shard].name, "offset": place.offset, "bytes": place.nbytes}
-        for name, place in places.items()
-    }
-    data["hash"] = plan.hash
-    data["files"] = [{"name": s.name, "bytes": s.nbytes, "tensors": len(s.tensors)} for s in shards]
-    data["summary"] = {
-        "tensors": summary.tensors,
-        "measured_first": summary.measured,
-        "bytes": summary.out_bytes,
-        "write_bytes": None if summary.measured else summary.file_bytes,
-        "input_bytes": summary.input_bytes,
-        "read_bytes_at_most": None if summary.measured else summary.read_bytes,
-        "survey_bytes": summary.survey_bytes,
-        "download_bytes": sum(d.nbytes for d in summary.downloads),
-        "downloads": [{"model": d.model, "file": d.file, "bytes": d.nbytes} for d in summary.downloads],
-        "stream": {
-            "needed_bytes": summary.travel.needed_bytes,
-            "network_bytes": summary.travel.network_bytes,
-            "requests": summary.travel.requests,
-            "passes": summary.travel.passes,
+    return plan.to_json() | {
+        "places": {
+            name: {"file": shards[place.shard].name, "offset": place.offset, "bytes": place.nbytes}
+            for name, place in places.items()
         },
-        "peak_memory_bytes": summary.memory.peak_bytes,
-        "calibrates": summary.memory.calibrates,
-        "threads": summary.memory.threads,
-        "stages": [
-            {"name": s.name, "method": s.method, "models": list(s.models), "tensors": s.tensors, "bytes": s.nbytes}
-            for s in summary.stages
-        ],
-        "ops": [{"op": t.name, "tensors": t.tensors, "bytes": t.nbytes} for t in summary.ops],
-        "stored": [
-            {"encoding": s.encoding, "why": s.why, "tensors": s.tensors, "bytes": s.nbytes, "first": s.first}
-            for s in summary.stored
-        ],
-        "modules": [
-            {
-                "name": m.name,
-                "tensors": m.tensors,
-                "stacks": [{"prefix": p, "layers": n} for p, n in m.stacks],
-                "aliases": list(m.aliases),
-            }
-            for m in summary.modules
-        ],
-        "dropped": [{"model": d.model, "reason": d.reason, "tensors": d.tensors, "first": d.first} for d in summary.dropped],
-        "config_changes": [{"key": c.key, "old": c.old, "new": c.new} for c in summary.changes],
+        "hash": plan.hash,
+        "files": [{"name": s.name, "bytes": s.nbytes, "tensors": len(s.tensors)} for s in shards],
+        "summary": {
+            "tensors": summary.tensors,
+            "measured_first": summary.measured,
+            "bytes": summary.out_bytes,
+            "write_bytes": None if summary.measured else summary.file_bytes,
+            "input_bytes": summary.input_bytes,
+            "read_bytes_at_most": None if summary.measured else summary.read_bytes,
+            "survey_bytes": summary.survey_bytes,
+            "download_bytes": sum(d.nbytes for d in summary.downloads),
+            "stream": asdict(summary.transfer),
+            "peak_memory_bytes": summary.memory.peak_bytes,
+            "calibrates": summary.memory.calibrates,
+            "threads": summary.memory.threads,
+            "downloads": _records(summary.downloads),
+            "stages": _records(summary.stages),
+            "ops": _records(summary.ops),
+            "stored": _records(summary.stored),
+            "modules": _records(summary.modules),
+            "dropped": _records(summary.dropped),
+            "config_changes": _records(summary.changes),
+        },
     }
-    return data
+
+
+def _records(found: Sequence[Any]) -> list[dict[str, Any]]:
+    """Records as JSON: their fields, and `bytes` for `nbytes`."""
+    return [{"bytes" if name == "nbytes" else name: value for name, value in asdict(each).items()} for each in found]
 
 
 def _explain(prepared: Prepared, pattern: str, *, as_json: bool) -> None:
@@ -348,14 +332,14 @@ def _stored_as(encoding: str) -> str:
 
 
 def _notes(plan: Plan, step: Step) -> Iterator[str]:
-    """What else is known of a tensor: how it is stored, that it is the base's, or no linear weight to a method of such."""
+    """Notes on a tensor: its storage, and the reason if no model or method changes it."""
     from weightsmith import methods
     from weightsmith.planner.encode import stored_plain
     from weightsmith.plans import PLAIN
     from weightsmith.quantisation.calibration.weights import CALIBRATED, calibrated_weights
 
     if plan.then is not None:
-        yield f"the model is measured first, for {plan.then['format']}: what this is stored as is decided then"
+        yield f"the model is measured first, for {plan.then['format']}: that decides how this is stored"
     if step.out.name in calibrated_weights(plan):
         yield CALIBRATED
     if step.encoding != PLAIN:

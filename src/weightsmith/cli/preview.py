@@ -11,13 +11,11 @@ import typer
 
 from weightsmith.cli import options
 from weightsmith.cli.diff import share
-from weightsmith.cli.failures import failures, wrote
-from weightsmith.cli.merge import show_warnings
-from weightsmith.errors import printable
+from weightsmith.cli.work import show_warnings, working
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.pages.values import Mark
-from weightsmith.progress import meter, no_bars_in_logs
-from weightsmith.text import count, fact, result, show_json, show_table, size, status_line, warn
+from weightsmith.progress import meter
+from weightsmith.text import count, fact, result, show_table, size, warn
 
 if TYPE_CHECKING:
     from weightsmith.cli.summary import Summary
@@ -27,62 +25,48 @@ _MODELS = 6
 """Models that are columns of tables."""
 
 
-@options.expand("routing_report", "quantize", "adapter_rank", "adapter_space", "max_shard_bytes")
+@options.expand
 def preview(
     recipe: options.Recipe,
     planning: RecipeOptions,
-    full: Annotated[bool, typer.Option("--full", help="Compute the whole merge, not a sample of it; write nothing.")] = False,
-    threads: options.Threads = None,
-    stream: options.Stream = False,
+    running: RunOptions,
+    full: Annotated[bool, typer.Option("--full", help="Compute the whole merge instead of a sample; write nothing.")] = False,
     report: options.PageFile = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show what merging RECIPE will do to its models.
+    """Predict the effect of RECIPE on its models.
 
-    From a sample that takes seconds. Writes nothing.
+    Computes a sample, which takes seconds. Writes nothing.
 
-    For each model: how much of the energy of its delta survives, how often the merge moves the other way, and how much is
-    dropped; by part and by layer. Beside it how far the merge moves from the base, and what merging takes.
+    For each model, by part and by layer: the share of its delta's energy that survives, the share of elements that the merge
+    moves the other way, and the share that is dropped. Also the distance from the base, and the cost of merging.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # see diff.py
-    with failures(as_json=as_json), status_line("reading the recipe and the models' headers", quiet=quiet or as_json):
-        no_bars_in_logs(quiet=quiet)
+    with working("reading the recipe and the models' headers", quiet=quiet, as_json=as_json, page=report) as work:
         from weightsmith.api import prepare_any
         from weightsmith.cli.summary import summarise
         from weightsmith.look.pages import preview_page
         from weightsmith.look.preview import preview_of
-        from weightsmith.pages import check_page, write_page
-
-        if report is not None:
-            check_page(report)
 
         with prepare_any(options.recipe_source(recipe), planning, QuantizeSettings()) as planned:
             prepared = planned.checked()
             show_warnings(prepared)
-            if stream:
+            if running.stream:
                 prepared.stream()
-            summary = summarise(prepared, RunOptions(threads=threads))
+            summary = summarise(prepared, running)
             with meter(quiet=quiet) as shown:
-                found = preview_of(prepared, full=full, threads=threads, progress=shown)
-            if report is not None:
-                write_page(report, preview_page(found, _costs(summary)))
-                wrote(f"The page is written: {printable(str(report))}")
+                found = preview_of(prepared, full=full, threads=running.threads, progress=shown)
             for finding in found.warnings:
                 warn(finding)
-            if as_json:
-                show_json(found.to_json() | {"merge": _costs(summary)})
-            elif not quiet:
-                _show(found, summary)
-
-
-def _costs(summary: Summary) -> dict[str, int]:
-    return {
-        "read_bytes_at_most": summary.read_bytes,
-        "write_bytes": summary.file_bytes,
-        "peak_memory_bytes": summary.memory.peak_bytes,
-        "threads": summary.memory.threads,
-    }
+            costs = {
+                "read_bytes_at_most": summary.read_bytes,
+                "write_bytes": summary.file_bytes,
+                "peak_memory_bytes": summary.memory.peak_bytes,
+                "threads": summary.memory.threads,
+            }
+            data = found.to_json() | {"merge": costs}
+            work.present(lambda: preview_page(found, costs), lambda: data, lambda: _show(found, summary))
 
 
 def _show(found: Preview, summary: Summary) -> None:
@@ -130,7 +114,7 @@ def _rows(groups: Sequence[GroupPreview]) -> list[tuple[str, ...]]:
 
 
 def _mark(kept: Kept | None, group: GroupPreview) -> str:
-    """For what has no number: a model that does not differ, that is not merged, or that holds NaN or infinities."""
+    """In place of a number: a model that does not differ, is not merged, or holds NaN or infinities."""
     from weightsmith.look.nonfinite import mark_of
 
     if kept is not None and kept.norm == 0:

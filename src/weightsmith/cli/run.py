@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-import time
-from contextlib import ExitStack
 from typing import Annotated
 
 import typer
 
 from weightsmith.cli import options
-from weightsmith.cli.failures import failures, wrote
-from weightsmith.cli.merge import interrupted, make, show_warnings
+from weightsmith.cli.failures import wrote
+from weightsmith.cli.work import show_warnings, working
 from weightsmith.options import RunOptions
-from weightsmith.progress import callbacks, meter, no_bars_in_logs
-from weightsmith.text import say, status_line
+from weightsmith.text import say
 
 
 def parse_part(text: str) -> tuple[int, int]:
-    """Which part of how many, from `2/4`.
+    """Part and number of parts, from `2/4`.
 
     >>> parse_part("2/4")
     (2, 4)
@@ -29,9 +26,9 @@ def parse_part(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-@options.expand("keep_stages")
+@options.expand
 def run(
-    plan: Annotated[str, typer.Argument(metavar="PLAN", help="A plan, as `weightsmith plan RECIPE --json` prints it.")],
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help="Plan, as `weightsmith plan RECIPE --json` prints it.")],
     out: options.Out,
     running: RunOptions,
     part: Annotated[
@@ -45,35 +42,31 @@ def run(
         ),
     ] = "",
     allow_code: Annotated[
-        bool, typer.Option("--allow-code", help="Run the Python file that the plan's merge method comes from, if there is one.")
+        bool, typer.Option("--allow-code", help="Allow the plan's merge method to run a Python file.")
     ] = False,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
     """Run PLAN, or one part of it, and write OUT.
 
-    The output is identical to that of the recipe. The models must be the ones that the plan was created for.
+    The output is identical to that of the recipe. The models must be those that the plan was made for.
     """
-    began = time.monotonic()
     chosen = parse_part(part) if part else None
     if chosen and running.push:
         raise typer.BadParameter("a part publishes nothing: give it to the run without --part.", param_hint="--push")
     if chosen and running.ray is not None:
         raise typer.BadParameter("a cluster does all parts: leave out --part.", param_hint="--ray")
-    with failures(as_json=as_json, interrupted=lambda: interrupted(out)), ExitStack() as stack:
-        stack.enter_context(status_line("reading the plan and the models' headers", quiet=quiet or as_json))
-        no_bars_in_logs(quiet=quiet)
-        from weightsmith.execution import Callbacks, execute_part
+    with working("reading the plan and the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
+        from weightsmith.execution import execute_part
         from weightsmith.planner.reopen import load_plan, reopen
 
-        prepared = stack.enter_context(reopen(load_plan(plan), allow_code=allow_code))
-        if chosen is None:
-            show_warnings(prepared)
-            make(prepared, out, running, "running", quiet=quiet, as_json=as_json, began=began)
-            return
-        stack.enter_context(failures(merging=True, as_json=as_json, interrupted=lambda: interrupted(out)))
-        with meter(quiet=quiet) as shown:
-            execute_part(prepared, out, chosen, running, Callbacks(*callbacks(shown, "running")))
-        wrote(f"Part {chosen[0]} of {chosen[1]} is done.")
-        if not quiet:
-            say(f"part {chosen[0]} of {chosen[1]} is done; without --part the same command publishes when all are")
+        with reopen(load_plan(plan), allow_code=allow_code) as prepared:
+            if chosen is None:
+                show_warnings(prepared)
+                work.make(prepared, running, "running")
+                return
+            with work.running("running") as watching:
+                execute_part(prepared, out, chosen, running, watching)
+            wrote(f"Part {chosen[0]} of {chosen[1]} is done.")
+            if not quiet:
+                say(f"part {chosen[0]} of {chosen[1]} is done; without --part the same command publishes when all are")

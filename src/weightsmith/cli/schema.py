@@ -13,14 +13,14 @@ from weightsmith.text import show_json, warn
 def schema(
     command: Annotated[
         Literal["recipe", "moe"],
-        typer.Argument(metavar="recipe|moe", help="Of `weightsmith merge`, or of `weightsmith moe`."),
+        typer.Argument(metavar="recipe|moe", help="Recipes of `weightsmith merge`, or of `weightsmith moe`."),
     ] = "recipe",
     moe: Annotated[bool, typer.Option("--moe", help="The same as `weightsmith schema moe`.")] = False,
 ) -> None:
     """Print the JSON Schema of recipes.
 
-    The methods of installed packages are in it.
-    Editors complete and check recipes with it: save it to a file, and begin a recipe with the comment
+    It includes the methods of installed packages. Editors complete and check recipes with it: save it to a file, and begin a
+    recipe with the comment
     `# yaml-language-server: $schema=FILE`.
     """
     with failures():

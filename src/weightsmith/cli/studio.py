@@ -13,30 +13,30 @@ from weightsmith.text import status_line
 def studio(
     folders: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FOLDER]...", help="Folders with models; . if none is named.", show_default=False),
+        typer.Argument(metavar="[FOLDER]...", help="Folders with models; default: the current folder.", show_default=False),
     ] = None,
     out: Annotated[
         str,
-        typer.Option("--out", metavar="FOLDER", help="Where results go. Created with the first result."),
+        typer.Option("--out", metavar="FOLDER", help="Folder for results, created with the first one."),
     ] = "results",
     host: Annotated[
         str,
         typer.Option(
             "--host",
             metavar="HOST",
-            help="Address to serve. Any but this lets others reach the page, which then replaces nothing.",
+            help="Address to serve. With any other, other machines can reach the page, and it replaces nothing.",
         ),
     ] = "127.0.0.1",
     port: Annotated[
-        int | None, typer.Option("--port", metavar="PORT", help="Default: the first free one from 7860 on.")
+        int | None, typer.Option("--port", metavar="PORT", help="Port to serve; by default the first free one from 7860 on.")
     ] = None,
     hub: Annotated[bool, typer.Option(" /--no-hub", show_default=False, help="Read no models of the Hub.")] = True,
     browser: Annotated[bool, typer.Option("--browser", help="Open the page in a browser.")] = False,
 ) -> None:
     """Open a local web page for merging without YAML.
 
-    Choose models, a goal and a method, move sliders, look at what the merge will do, run it, and compare the result. Serves
-    until Ctrl-C. Takes Gradio: pip install 'weightsmith[studio]'.
+    Choose models, a goal and a method, set parameters with sliders, preview the merge, run it, and compare the result. Serves
+    until Ctrl-C. Requires Gradio: pip install 'weightsmith[studio]'.
     """
     with failures(interrupted=lambda: "Stopped."), status_line("loading Gradio", quiet=False):
         from weightsmith.studio.page import launch

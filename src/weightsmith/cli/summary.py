@@ -1,4 +1,4 @@
-"""A plan in sums: what `weightsmith plan` shows. Pure; the inputs' headers are all it looks at."""
+"""Totals of a plan, for `weightsmith plan`. Pure: it reads only the headers of the inputs."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from weightsmith.remote.ahead import TransferEstimate, estimate
 from weightsmith.structure import analyse
 
 TORCH_BYTES = 250 << 20
-"""What torch takes by being imported, and working: as measured with the CPU build."""
+"""Memory of torch, imported and at work, measured with the CPU build."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Some tensors: how many, and their bytes in the output."""
+    """Tensors of one op: their number, and their bytes in the output."""
 
-    name: str
+    op: str
     tensors: int
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFacts:
-    """Output tensors that are stored in one way: in an encoding, or as they are (`plain`) for one reason.
+    """Output tensors with one encoding, or stored plain for one reason.
 
-    why     also: that they are calibrated
+    why     reason; also that they are calibrated
     nbytes  in the output
     """
 
@@ -52,23 +52,30 @@ class StoredFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class StackFacts:
+    """A stack of layers: the prefix of their names, and their number."""
+
+    prefix: str
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModuleFacts:
     """One module, as `modules:` in a recipe names it.
 
-    stacks   prefix and number of layers of each
-    tensors  of the output
+    tensors  output tensors
     aliases  mergekit's names for it
     """
 
     name: str
-    stacks: tuple[tuple[str, int], ...]
+    stacks: tuple[StackFacts, ...]
     tensors: int
     aliases: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DroppedFacts:
-    """Tensors of one model left out for one reason."""
+    """Input tensors of one model that the output lacks for one reason."""
 
     model: str
     reason: str
@@ -87,9 +94,9 @@ class Download:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a merge will take at most, resident, and what that follows from.
+    """Peak of resident memory, and its causes.
 
-    calibrates  a calibration comes on top: torch, transformers, a layer and what enters it
+    calibrates  plus a calibration: torch, transformers, a layer and its inputs
     """
 
     peak_bytes: int
@@ -102,10 +109,8 @@ class Memory:
 class StageFacts:
     """The result of another recipe that the plan reads.
 
-    name    of the recipe, or what its result is called
-    method  of its merge
-    models  that it merges
-    why     why it is written before it is read; "" if it is computed then
+    name    name of the recipe or of its result
+    why     why it is written before it is read; "" if it is computed on the fly
     """
 
     name: str
@@ -118,20 +123,19 @@ class StageFacts:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The sums of a plan.
+    """Totals of a plan.
 
-    tensors      of the output: weights, however many arrays each is stored as
-    measured     the model is measured first: what the output stores is decided then, and `out_bytes` is an estimate, 0 if there
-                 is none
+    tensors      output weights, however many arrays each is stored as
+    measured     the model is measured first, which decides the storage; `out_bytes` is an estimate then, 0 for unknown
     ops          output tensors by op, most bytes first
-    stored       output tensors by how they are stored, if some are encoded
-    input_bytes  of the input tensors, each use counted once
-    read_bytes   with the passes for statistics before the last one; an upper bound, as a pass may prove needless
-    survey_bytes of them those that the method reads of the whole model before it merges the first tensor
-    passes       the most times that any tensor is read
-    downloads    what of hub models is not in the cache, and is not streamed
-    travel       what is streamed
-    stages       the other recipes whose results it reads, each after those that it depends on
+    stored       output tensors by encoding, if some are encoded
+    input_bytes  input tensors, each use counted once
+    read_bytes   all passes; an upper bound, as a pass may prove needless
+    survey_bytes the part of read_bytes before the first tensor is merged, for statistics of the whole model
+    passes       maximum number of times that a tensor is read
+    downloads    files of Hub models that are neither cached nor streamed
+    transfer     streamed bytes
+    stages       other recipes whose results it reads, in the order of their dependencies
     """
 
     tensors: int
@@ -148,13 +152,13 @@ class Summary:
     dropped: tuple[DroppedFacts, ...]
     changes: tuple[Change, ...]
     memory: Memory
-    travel: TransferEstimate
+    transfer: TransferEstimate
     downloads: tuple[Download, ...] = ()
     stages: tuple[StageFacts, ...] = ()
 
 
 def summarise(prepared: Prepared, options: RunOptions) -> Summary:
-    """The sums of a prepared plan; threads and memory as they would be given to `merge`."""
+    """Totals of a prepared plan. options: as for `merge`."""
     plan, reader = prepared.plan, Reader(prepared.plan, prepared.inputs, Results(prepared.plan))
     shown = by_weight(plan)
     ops: dict[str, tuple[int, int]] = {}
@@ -165,7 +169,7 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
     once: dict[tuple[int, str], int] = {}
 
     def nbytes_of(read: Read, size: int) -> int:
-        """Bytes of models that are read for so many elements."""
+        """Bytes of models that are read for a number of elements."""
         if read.model not in inner:
             return size * reader.dtype(read).itemsize
         each, once[read.model, read.tensor] = inner[read.model].read_bytes(read.tensor)
@@ -200,7 +204,7 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
         modules=_modules(prepared, shown),
         dropped=_dropped(plan),
         changes=tuple(changes(prepared.inputs[plan.donor].config or {}, plan.config or {})),
-        travel=estimate(visits(reader, plan.steps, plan.products), options.max_spool_bytes),
+        transfer=estimate(visits(reader, plan.steps, plan.products), options.max_spool_bytes),
         downloads=_downloads(prepared),
         stages=_stages(prepared),
         memory=_memory(plan, options.threads, options.max_memory_bytes, [passes.resident_bytes(leaf) for leaf in leaves]),
@@ -235,12 +239,12 @@ def _downloads(prepared: Prepared) -> tuple[Download, ...]:
 
 
 def _modules(prepared: Prepared, shown: Plan) -> tuple[ModuleFacts, ...]:
-    """Of the output; its other names are those of the donor's modules. shown: the plan by weight."""
+    """Modules of the output, with aliases of the donor's modules. shown: the plan by weight."""
     structure = analyse([step.out for step in shown.steps], prepared.plan.config)
     return tuple(
         ModuleFacts(
             name,
-            tuple((s.prefix, s.n_layers) for s in structure.stacks_of(name)),
+            tuple(StackFacts(s.prefix, s.n_layers) for s in structure.stacks_of(name)),
             len(tensors),
             tuple(alias for alias, owner in prepared.structure.aliases.items() if owner == name),
         )

@@ -2,50 +2,42 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from weightsmith.cli import options
-from weightsmith.cli.failures import failures
-from weightsmith.cli.merge import interrupted, make, show_warnings
+from weightsmith.cli.work import show_warnings, working
 from weightsmith.options import RunOptions, TransplantSettings
-from weightsmith.progress import no_bars_in_logs
-from weightsmith.text import result, say, show_json, show_table, status_line
+from weightsmith.text import result, say, show_json, show_table
 
 if TYPE_CHECKING:
     from weightsmith.plans import Plan
     from weightsmith.transplant.report import Transplant
 
 
-@options.expand("keep_stages")
+@options.expand
 def transplant_tokenizer(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model: a folder, a hub id, or base+adapter.")],
+    model: options.Model,
     donor: Annotated[
-        str, typer.Argument(metavar="DONOR", help="The model that gives the tokenizer; or a folder with a tokenizer alone.")
+        str, typer.Argument(metavar="DONOR", help="Model with the new tokenizer, or a folder with a tokenizer alone.")
     ],
     settings: TransplantSettings,
     running: RunOptions,
     out: options.OutOrPlan = "",
     plan_only: Annotated[
-        bool, typer.Option("--plan", help="Show how the tokens would be found; compute and write nothing.")
+        bool, typer.Option("--plan", help="Show the sources of the token rows; compute and write nothing.")
     ] = False,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
     """Give MODEL the tokenizer of DONOR, in OUT.
 
-    Tokens that both have keep the model's rows; the rows of the others are approximated. OUT is created only when complete. If
+    Shared tokens keep the model's rows; rows of missing tokens are approximated. OUT is created only when complete. If
     interrupted, run the same command again to resume.
     """
-    began = time.monotonic()
-    options.check_out(out, plan_only=plan_only)
-    with (
-        failures(as_json=as_json, interrupted=lambda: interrupted(out)),
-        status_line("reading the models' headers and tokenizers", quiet=quiet or as_json),
-    ):
-        no_bars_in_logs(quiet=quiet)
+    options.check_out(out, plan=plan_only)
+    with working("reading the models' headers and tokenizers", out=out, quiet=quiet, as_json=as_json) as work:
         from weightsmith.transplant import prepare_transplant
         from weightsmith.transplant.rows import NAME
 
@@ -54,8 +46,8 @@ def transplant_tokenizer(
             if plan_only:
                 _show_plan(prepared.plan, as_json=as_json)
                 return
-            merged = make(prepared, out, running, "copying", quiet=quiet, as_json=as_json, began=began)
-            if NAME in merged.reports and not quiet and not as_json:
+            merged = work.make(prepared, running, "copying")
+            if NAME in merged.reports and work.shows:
                 report = cast("Transplant", merged.reports[NAME])
                 say(report.summary())
                 head, rows = report.table()

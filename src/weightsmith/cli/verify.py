@@ -14,14 +14,14 @@ from weightsmith.text import count, note, say, show_json, size, status_line
 
 
 def verify(
-    out: Annotated[str, typer.Argument(metavar="OUT", help="A folder or an address that weightsmith wrote.")],
-    threads: Annotated[int, typer.Option("--threads", metavar="N", min=1, help="Threads that read.")] = 2,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Folder or address that weightsmith wrote.")],
+    threads: Annotated[int, typer.Option("--threads", metavar="N", min=1, help="Number of threads that read.")] = 2,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Compare every byte of OUT with what was written.
+    """Check every byte of OUT against its checksums.
 
-    Names each damaged tensor and file. Needs nothing but OUT.
+    Names each damaged tensor and file. Requires nothing but OUT.
     """
     with failures(checking=True, as_json=as_json), status_line("reading the manifest", quiet=quiet or as_json):
         from weightsmith.hub_outputs.verify import verify as check
@@ -33,7 +33,7 @@ def verify(
                 progress=lambda done, total: shown.show(Reading("verifying", done, total, done)),
             )
         if report.extra and not quiet:
-            note(f"not of this checkpoint, and not looked at: {printable(', '.join(report.extra))}")
+            note(f"not part of this checkpoint, and not checked: {printable(', '.join(report.extra))}")
         if as_json:
             facts = {
                 "folder": str(report.folder),

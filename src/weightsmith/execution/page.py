@@ -1,4 +1,4 @@
-"""The report of a run: what was made of what, and how far it moved from the base, by layer and part."""
+"""The report of a run: inputs, output, and the distance from the base by layer and part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TENSORS = "tensors"
 
 PAGE_NAME = "report.html"
 MAX_PAGE_BYTES = 2 << 20
-"""Of a page and its pictures, about: tables and data are bounded."""
+"""Approximate limit of a page with its pictures: tables and data are bounded."""
 MOVED_NAME, BY_LAYER_NAME = "distance.svg", "distance_by_layer.svg"
 PICTURES = f"""
 ## Distance from the base
@@ -32,7 +32,7 @@ PICTURES = f"""
 More in [{PAGE_NAME}]({PAGE_NAME}).
 
 """
-"""Of the model card."""
+"""A section of the model card."""
 
 Squares = Mapping[str, tuple[float, float]]
 """Tensor → squared Frobenius norms of its delta and of its base."""
@@ -43,9 +43,9 @@ def report_files(
 ) -> dict[str, bytes]:
     """The report of a plan that was run, as a page; and two of its pictures for the model card, if there is a base.
 
-    name      of the output
-    distance  from the base: in total, then by layer; () without a base
-    reports   of products
+    name      name of the output
+    distance  distance from the base: in total, then by layer; () without a base
+    reports   reports of products
     found     warnings
     """
     structure = analyse([step.out for step in plan.steps], plan.config)
@@ -68,7 +68,7 @@ def _page(
     reports: Iterable[Report],
     found: Sequence[Finding],
 ) -> Page:
-    """drawn: what shows how far the weights moved."""
+    """drawn: charts of the distance from the base."""
     blocks: list[Block] = [_facts(plan), *drawn]
     blocks.append(_tensors(plan, places, squares))
     if plan.dropped:
@@ -99,7 +99,7 @@ def _page(
 
 
 def _moved_maps(places: Mapping[str, Place], squares: Squares) -> list[HeatMap]:
-    """How far each part of each layer moved from the base: a heat map for each stack."""
+    """Distance of each part of each layer from the base: a heat map for each stack."""
     about = "Frobenius norm of merged - base over that of the base, of all tensors of a part in a layer together."
     placed = [(place, name) for name, place in places.items()]
     share = partial(_share, squares)
@@ -107,7 +107,7 @@ def _moved_maps(places: Mapping[str, Place], squares: Squares) -> list[HeatMap]:
 
 
 def _moved_curves(distance: Sequence[Moved]) -> list[Curves]:
-    """How far each layer moved from the base, a line for each stack."""
+    """Distance of each layer from the base: a line for each stack."""
     stacks: dict[str, list[float]] = {}
     for moved in distance[1:]:
         if moved.name != OUTSIDE:
@@ -119,7 +119,7 @@ def _moved_curves(distance: Sequence[Moved]) -> list[Curves]:
 
 
 def _share(squares: Squares, names: Sequence[str]) -> float | Mark:
-    """How far some tensors together moved; `Mark.NOTHING` where none has a base."""
+    """Distance of some tensors together; `Mark.NOTHING` where none has a base."""
     pairs = [squares[name] for name in names if name in squares]
     if not pairs:
         return Mark.NOTHING
@@ -132,7 +132,7 @@ def _known(value: float) -> float | None:
 
 
 def _number(share: float | Mark) -> float | None:
-    """For JSON: 0 for what is the same, None for what has no number."""
+    """For JSON: 0 for unchanged tensors, None without a number."""
     return 0.0 if share is Mark.SAME else None if isinstance(share, Mark) else share
 
 

@@ -29,7 +29,8 @@ from weightsmith.look.models import Place, Watching, groups, json_values, place_
 from weightsmith.look.nonfinite import NonFinite, of_rows, sentences, together
 from weightsmith.look.reading import ranges
 from weightsmith.look.sampling import merging_leaves, sample, survivals
-from weightsmith.options import PlanKeywords, split
+from weightsmith.options import QuantizeSettings, RecipeOptions, read_options
+from weightsmith.options.keywords import PlanKeywords
 from weightsmith.plans import COPY, PLAIN, PRODUCTS, Block, Plan, Read, Step, Table
 from weightsmith.sources.memory import StateDict
 from weightsmith.sources.views import view_of
@@ -176,7 +177,7 @@ def preview(
     >>> weightsmith.preview("ties.yml").total.models[0].survives  # doctest: +SKIP
     0.62
     """
-    planning, settings, _ = split("preview", {**options, "quantize": None})
+    planning, settings = read_options("preview", {**options, "quantize": None}, RecipeOptions, QuantizeSettings)
     with prepare_any(recipe, planning, settings) as planned:
         prepared = planned.checked()
         if stream:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from weightsmith.errors import Finding, FormatError, ParameterError, PlanError, UnknownName, WeightsmithError, nearest
+from weightsmith.errors import Finding, FormatError, ParameterError, PlanError, WeightsmithError
 from weightsmith.formats.files import expand_user
-from weightsmith.options import QuantizeSettings
+from weightsmith.options import QuantizeSettings, assignment, named, read_options
 from weightsmith.planner import Prepared
 from weightsmith.plans.reading import has_type
 from weightsmith.products.base import Arrays
@@ -76,7 +76,7 @@ def followed(prepared: Prepared, arrays: Mapping[str, Arrays]) -> tuple[Prepared
     made = FORMATS[name] if isinstance(name, str) and name in FORMATS else None
     if made is None or made.follow is None or not has_type(given, QuantizeSettings):
         raise FormatError("not a plan that can be run: no format of ours measures so", where="then", fix="make the plan again")
-    settings = QuantizeSettings(**given)
+    (settings,) = read_options("run", given, QuantizeSettings)
     plan, files = made.follow(prepared, settings, arrays)
     return replace(prepared, plan=plan, named=(*prepared.named, *_files(settings))), files
 
@@ -85,17 +85,18 @@ def _problems(name: str | None, settings: QuantizeSettings) -> list[WeightsmithE
     if name is None:
         if not settings.given:
             return []
-        what = f"{', '.join(settings.given)}: no format is given that could read it"
-        return [ParameterError(what, where="quantize", fix="add --quantize NAME (quantize)")]
-    if name not in FORMATS:
-        what = f"unknown format '{name}'{nearest(name, FORMATS)}"
-        return [UnknownName(what, where="quantize", fix=f"write one of {', '.join(FORMATS)}")]
+        fix = f"add {assignment('quantize', _first_that_reads(settings.given[0]))} or another"
+        return [ParameterError("needs a quantised format that reads it", where=named(*settings.given), fix=fix)]
     known = FORMATS[name].settings
     unread = [each for each in settings.given if each not in known]
     if not unread:
         return []
-    reads = f"it reads {', '.join(sorted(known))}" if known else "it has no settings"
-    return [ParameterError(f"{name} does not read {', '.join(unread)}: {reads}", where="quantize", fix="leave it out")]
+    reads = f"reads {named(*sorted(known))}" if known else "has none"
+    return [ParameterError(f"not a setting of {name}, which {reads}", where=named(*unread), fix=f"leave out {named(*unread)}")]
+
+
+def _first_that_reads(setting: str) -> str:
+    return next(each.name for each in FORMATS.values() if setting in each.settings)
 
 
 def _files(settings: QuantizeSettings) -> list[Path]:

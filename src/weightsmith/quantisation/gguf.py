@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith.containers import GGUF
-from weightsmith.errors import Finding, FormatError, ParameterError, PlanError, Unsupported, WeightsmithError
+from weightsmith.errors import Finding, FormatError, PlanError, Unsupported, WeightsmithError
 from weightsmith.formats.copied import MAX_COPIED_BYTES, is_read
 from weightsmith.formats.files import read_bounded, show
-from weightsmith.options import QuantizeSettings
+from weightsmith.options import QuantizeSettings, named, option_error
 from weightsmith.planner import Plan, Prepared
 from weightsmith.planner.companions import joined, lacking
 from weightsmith.plans import FILL, JOIN, Dropped, Settings, Step, Table
@@ -43,8 +43,8 @@ def apply(mixture: Mixture, prepared: Prepared, settings: QuantizeSettings) -> P
     """The plan of a GGUF file. Raises PlanError."""
     measures = settings.calibration not in (None, NONE)
     if measures and settings.imatrix is not None:
-        what = "importances are either read from a file, or computed from a calibration text"
-        raise PlanError([ParameterError(what, where="imatrix", fix="leave out --imatrix or --calibration")])
+        what = "importances come from a file or from a calibration text, not both"
+        raise PlanError([option_error("imatrix", what, f"leave out {named('imatrix')} or {named('calibration')}")])
     if problems := unused(settings, calibrates=measures):
         raise PlanError(problems)
     with _problems_of_a_plan():

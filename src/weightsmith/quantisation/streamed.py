@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weightsmith.errors import Finding, ParameterError, PlanError
-from weightsmith.options import QuantizeSettings
+from weightsmith.errors import Finding, PlanError
+from weightsmith.options import QuantizeSettings, option_error
 from weightsmith.planner import Plan, Prepared
 from weightsmith.planner.encode import encodable, quantise
 from weightsmith.quantisation.base import Format
@@ -51,7 +51,7 @@ def _grouped(writing: Writing) -> Format:
         asked = settings.group_size
         if asked is not None and asked not in groups:
             what = f"{writing.name} has groups of {', '.join(map(str, sorted(groups)))}, not of {asked}"
-            raise PlanError([ParameterError(what, where="group_size")])
+            raise PlanError([option_error("group_size", what)])
         has_text = calibrates and settings.calibration not in (None, NONE)
         if problems := unused(settings, calibrates=has_text):
             raise PlanError(problems)

@@ -129,12 +129,12 @@ def _ahead(slots: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TransferEstimate:
-    """Data transferred for a plan, without headers.
+    """Transfers over the network for a plan, without headers.
 
-    needed_bytes   of all files, each once
-    network_bytes  transferred: more than needed if some are read again and are no longer in the spool
-    requests       for runs of bytes
-    passes         the most often that any byte is read
+    needed_bytes   bytes of all files, each counted once
+    network_bytes  bytes transferred: more than needed if bytes are read again that the disk cache no longer has
+    requests       requests for runs of bytes
+    passes         maximum number of times that a byte is read
     """
 
     needed_bytes: int
@@ -144,7 +144,7 @@ class TransferEstimate:
 
 
 def estimate(visits: Sequence[Visit], spool_bytes: int = SPOOL_BYTES) -> TransferEstimate:
-    """Data transferred for some visits. Cost: a few microseconds for each visit of a block."""
+    """What travels for some visits. Cost: a few microseconds for each visit of a block."""
     blocks, ahead = Blocks(visits), _ahead(_slots(spool_bytes))
     room, kept = _slots(spool_bytes) - ahead, set[Block]()
     needed = network = requests = passes = 0

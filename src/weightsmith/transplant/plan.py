@@ -19,11 +19,11 @@ from typing import Any
 from weightsmith import recipe as recipes
 from weightsmith._version import __version__
 from weightsmith.checkpoint import Checkpoint
-from weightsmith.errors import NotFound, ParameterError, PlanError, Unsupported, WeightsmithError, first_line, nearest
+from weightsmith.errors import NotFound, PlanError, Unsupported, WeightsmithError, first_line
 from weightsmith.formats.copied import copied_files, is_tokenizer
 from weightsmith.formats.files import expand_user, file_names, is_folder, read_bounded
 from weightsmith.jobs.requires import needs_torch
-from weightsmith.options import RecipeOptions, TransplantSettings
+from weightsmith.options import RecipeOptions, TransplantSettings, option_error
 from weightsmith.planner import Prepared
 from weightsmith.planner.build import prepare_recipe
 from weightsmith.planner.companions import joined, lacking
@@ -42,14 +42,9 @@ from weightsmith.tokenizers.matching import WAYS, Match, match, pieces_of, roles
 from weightsmith.tokenizers.vocabulary import MAX_FILE_BYTES, contents_of
 from weightsmith.transplant.approximations import find_approximation
 from weightsmith.transplant.approximations.base import Approximation, Choices
-from weightsmith.transplant.approximations.common_interpolation import SCHEMES
-from weightsmith.transplant.approximations.subword import METHODS
 from weightsmith.transplant.rows import RowWork, Table
 
 COMMAND = "transplant-tokenizer"
-
-TABLES = ("no", "yes", "embed", "lm_head")
-"""Values of `prefix_match` and `byte_match`: in which tables."""
 
 _MODEL, _DONOR = 0, 1
 _UNUSED = re.compile(r"unused|reserved", re.IGNORECASE)
@@ -75,12 +70,10 @@ def prepare_transplant(model: str | os.PathLike[str], donor: str | os.PathLike[s
 
     Raises PlanError with all problems.
     """
-    try:
-        approximation = find_approximation(settings.approximation)
-    except WeightsmithError as error:
-        raise PlanError([error]) from error
-    if problems := list(_problems(settings, approximation)):
-        raise PlanError(problems)
+    approximation = find_approximation(settings.approximation)
+    if approximation.torch and (missing := needs_torch()):
+        what = missing.replace("this method", f"the approximation {approximation.name}")
+        raise PlanError([option_error("approximation", what)])
     with ExitStack() as stack:
         found = _open_donor(donor, stack)
         _check_donor(found, approximation, settings)
@@ -92,19 +85,6 @@ def prepare_transplant(model: str | os.PathLike[str], donor: str | os.PathLike[s
             raise PlanError([error]) from error
         stack.pop_all()
         return transplanted
-
-
-def _problems(settings: TransplantSettings, approximation: Approximation) -> Iterator[WeightsmithError]:
-    """What is wrong with the settings alone."""
-    known = {"weight_scheme": SCHEMES, "subword_method": METHODS, "prefix_match": TABLES, "byte_match": TABLES}
-    for name, values in known.items():
-        if (value := getattr(settings, name)) not in values:
-            what = f"must be one of {', '.join(values)}{nearest(str(value), values)}, not {value!r}"
-            yield ParameterError(what, where=name)
-    if settings.k < 1:
-        yield ParameterError(f"must be at least 1, not {settings.k}", where="k")
-    if approximation.torch and (missing := needs_torch()):
-        yield ParameterError(missing.replace("this method", f"the approximation {approximation.name}"), where="approximation")
 
 
 def _open_donor(donor: str | os.PathLike[str], stack: ExitStack) -> _Donor:
@@ -362,7 +342,7 @@ class _Planner:
             found = Counter(tokenizer.encode(text, add_special_tokens=False).ids)
         except ImportError as error:
             what = "report_text needs the package tokenizers, which is not installed"
-            raise ParameterError(what, where="report_text", fix="run pip install tokenizers") from error
+            raise option_error("report_text", what, "run pip install tokenizers") from error
         except WeightsmithError:
             raise
         except Exception as error:  # tokenizers raises anything

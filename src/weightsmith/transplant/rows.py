@@ -17,12 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith.jobs.requires import usable_device
+from weightsmith.options import APPROXIMATIONS
 from weightsmith.plans import COPY, Block, Product, Read, Step
 from weightsmith.plans.reading import has_type
 from weightsmith.products import Bench, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.tensors import DTYPES, DType, TensorSpec
-from weightsmith.transplant.approximations import NAMES, find_approximation
+from weightsmith.transplant.approximations import find_approximation
 from weightsmith.transplant.approximations.base import Approximated, Choices, Floats, Numbers, Problem, Side, Tables
 from weightsmith.transplant.report import Transplant
 
@@ -247,7 +248,7 @@ def _check(product: Product) -> str:
     if not has_type(product.settings, RowWork):
         return "its settings are not those of a transplant"
     work = RowWork.of(product)
-    if work.approximation not in NAMES or not work.tables:
+    if work.approximation not in APPROXIMATIONS or not work.tables:
         return f"there is no approximation {work.approximation!r}"
     steps = {step.out.name: step.out.shape for step in product.steps}
     outs: list[TensorSpec] = []

@@ -12,7 +12,7 @@ from weightsmith.errors import CheckpointError, NotFound, ParameterError, PlanEr
 from weightsmith.formats.copied import MAX_COPIED_BYTES
 from weightsmith.formats.files import read_bounded
 from weightsmith.mixture.packages import missing, package_version
-from weightsmith.options import QuantizeSettings
+from weightsmith.options import QuantizeSettings, assignment, named
 from weightsmith.planner import Plan, Prepared
 from weightsmith.plans import COPY, PRODUCTS, FileRead, Product, Read, Step
 from weightsmith.products import find_kind
@@ -55,8 +55,8 @@ def unused(settings: QuantizeSettings, *, calibrates: bool) -> list[WeightsmithE
     found = [name for name in ("calibration_rows", "calibration_tokens") if getattr(settings, name) is not None]
     if calibrates or not found:
         return []
-    fix = f"add --calibration {BUILT_IN} (calibration='{BUILT_IN}') or a text of yours, or leave it out"
-    return [ParameterError("no calibration text is read", where=", ".join(found), fix=fix)]
+    fix = f"add {assignment('calibration', BUILT_IN)} or a text of yours, or leave out {named(*found)}"
+    return [ParameterError("no calibration text is read", where=named(*found), fix=fix)]
 
 
 def calibrated(chain: Chain, plan: Plan, prefix: str = "") -> Plan:

@@ -31,6 +31,7 @@ import numpy.typing as npt
 from weightsmith.errors import CheckpointError, FormatError, NotFound, ParameterError, Unsupported, first_line
 from weightsmith.formats.files import expand_user, open_bounded, show
 from weightsmith.formats.strict_json import MAX_MEMORY, JsonError, parse
+from weightsmith.options import option_error
 from weightsmith.remote.failures import no_panic
 from weightsmith.text import status
 
@@ -74,17 +75,14 @@ class Calibration:
 def calibration_of(path: str | None, rows: int | None, tokens: int | None, seed: int) -> Calibration:
     """The settings for a text file; None or `built-in`: the built-in text. Raises WeightsmithError for an unusable file."""
     if seed < 0:
-        raise ParameterError(f"a calibration takes no negative seed, but it is {seed}", where="--seed", fix="use 0 or more")
-    for count, where in ((rows, "--calibration-rows"), (tokens, "--calibration-tokens")):
-        if count is not None and count < 1:
-            raise ParameterError(f"a calibration takes at least one, not {count}", where=where)
+        raise option_error("seed", f"must be at least 0 for a calibration, not {seed}")
     if path is None or path == BUILT_IN:
         digest = hashlib.sha256(b"\0".join(text.encode() for text in _built_in())).hexdigest()
         return Calibration(BUILT_IN, digest, rows or 0, tokens or TOKENS, seed)
     file = expand_user(path).absolute()
     if file.suffix not in _READERS:
         what = f"the calibration text {show(path)} is of an unknown kind"
-        raise ParameterError(what, where="--calibration", fix=f"use a file that ends in {', '.join(_READERS)}, or none")
+        raise option_error("calibration", what, f"use a file that ends in {', '.join(_READERS)}, or none")
     if file.suffix == ".parquet" and find_spec("pyarrow") is None:
         what = "a parquet file needs pyarrow, which is not installed"
         raise Unsupported(what, where=path, fix="run pip install pyarrow, or convert the text to .jsonl")

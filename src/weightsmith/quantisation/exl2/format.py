@@ -7,13 +7,12 @@ equal settings but for what fills up the target.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
-from weightsmith.errors import Finding, ParameterError, PlanError, WeightsmithError
+from weightsmith.errors import Finding, PlanError, WeightsmithError
 from weightsmith.formats.files import expand_user
-from weightsmith.options import QuantizeSettings
+from weightsmith.options import QuantizeSettings, assignment, named, option_error
 from weightsmith.planner import Plan, Prepared
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation.base import Format
@@ -31,14 +30,12 @@ from weightsmith.quantisation.exl2.measure import errors_of, products_for
 from weightsmith.quantisation.exl2.measurement import Measured, measurement_json, read_measurement
 from weightsmith.quantisation.exl2.model import Model, prepare_model, store
 from weightsmith.quantisation.exl2.optimise import Candidate, choose
-from weightsmith.quantisation.exl2.options import HEAD, PLAIN_HEAD
 from weightsmith.stored.exl2.layout import Params
 
 DEFAULT_HEAD_BITS = 6
 ROUNDED_BITS = 4
 """Below this, rounding to nearest is not advised: SmolLM2-135M has a perplexity of 13 in bf16, 24 with 4 bits, 46 with 3.5."""
 FULL = "full"
-MEASURES = ("proxy", FULL)
 
 _ERRORS = {
     2: {32: 0.404, 64: 0.409, 128: 0.418},
@@ -110,21 +107,16 @@ def _stored(prepared: Prepared, model: Model, settings: QuantizeSettings, params
 
 def _problems(settings: QuantizeSettings) -> list[WeightsmithError]:
     problems: list[WeightsmithError] = []
-    if settings.bits is None or not math.isfinite(settings.bits):
-        fix = "write --bits 4.25 (bits=4.25), or any number from 2.2 to 8"
-        problems.append(ParameterError("exl2 needs the number of bits for each weight", where="bits", fix=fix))
-    if settings.head_bits not in (None, *HEAD, PLAIN_HEAD):
-        what = f"head_bits is {settings.head_bits}, not one of {', '.join(map(str, (*HEAD, PLAIN_HEAD)))}"
-        problems.append(ParameterError(what, where="head_bits"))
-    if settings.measure not in (None, *MEASURES):
-        problems.append(ParameterError(f"measure is '{settings.measure}', not one of {', '.join(MEASURES)}", where="measure"))
+    if settings.bits is None:
+        fix = f"write {assignment('bits', 4.25)}, or any number from 2.2 to 8"
+        problems.append(option_error("bits", "exl2 needs the average bits per weight", fix))
     problems += unused(settings, calibrates=calibrates(settings))
     if settings.measurement is not None and settings.uniform:
-        what = "settings are either chosen by a measurement, or the same for all blocks"
-        problems.append(ParameterError(what, where="uniform", fix="leave out --uniform or --measurement"))
+        fix = f"leave out {named('uniform')} or {named('measurement')}"
+        problems.append(option_error("uniform", "a measurement chooses different bits for the blocks", fix))
     if settings.measure is not None and (settings.uniform or settings.measurement is not None or not calibrates(settings)):
-        what = "nothing is measured with --uniform, with --measurement FILE, or without a calibration text"
-        problems.append(ParameterError(what, where="measure", fix="leave out --measure"))
+        what = f"nothing is measured with {named('uniform', 'measurement')}, or without a calibration text"
+        problems.append(option_error("measure", what, f"leave out {named('measure')}"))
     return problems
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.errors import ParameterError
+from weightsmith.options import option_error
 
 
 class Candidate(NamedTuple):
@@ -42,7 +42,7 @@ def choose(slots: Slots, weights: int, target_bits: float) -> tuple[int, ...]:
     least, most = (sum(pick(c.bits for c in slot) for slot in slots) / weights for pick in (min, max))
     if not least <= target_bits <= most:
         what = f"{target_bits:g} bits for each weight are out of reach: settings take {least:.2f} to {most:.2f} bits"
-        raise ParameterError(what, where="bits", fix=f"write a number between {least + 0.005:.2f} and {most - 0.005:.2f}")
+        raise option_error("bits", what, f"write a number between {least + 0.005:.2f} and {most - 0.005:.2f}")
     return solve(slots, int(weights * target_bits))
 
 

@@ -82,7 +82,6 @@ def _least_squares(targets: Tensor, near: Tensor, cosine: bool) -> Tensor:
 
 _SCHEMES = {"distance_proportional": _by_distance, "barycentric": _barycentric, "least_squares": _least_squares}
 
-SCHEMES = tuple(_SCHEMES)
 
 common_interpolation = Approximation(
     "common_interpolation",

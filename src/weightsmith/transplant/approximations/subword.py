@@ -8,8 +8,6 @@ import numpy as np
 
 from weightsmith.transplant.approximations.base import Approximated, Approximation, Floats, Problem
 
-METHODS = ("mean", "sum", "weighted_mean", "first_last")
-
 
 def piece_weights(count: int, method: str, *, head: bool) -> Floats:
     """The weight of each of some pieces. An embedding depends most on the last one, a head on the first.
