@@ -13,7 +13,8 @@ from typing import Any
 
 from weightsmith.plans import Block
 from weightsmith.structure import Structure
-from weightsmith.structure.fused import GATED, fused_parts
+from weightsmith.structure.fused import fused_parts
+from weightsmith.structure.projections import GATED
 from weightsmith.tensors import MAX_STACKED, TensorSpec
 
 Specs = Mapping[str, TensorSpec]

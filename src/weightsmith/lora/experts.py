@@ -22,12 +22,11 @@ from itertools import permutations
 
 from weightsmith.lora.records import Adapter, Parameter, Stacked
 from weightsmith.sources.adapted import Update
-from weightsmith.structure.fused import GATED
+from weightsmith.structure.projections import GATED, MIXTRAL
 from weightsmith.tensors import TensorSpec
 
 Specs = Mapping[str, TensorSpec]
 
-_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _GRANITE = {"gate_up_proj": "input_linear", "down_proj": "output_linear"}
 
 
@@ -127,9 +126,9 @@ def _apart(module: str, parameter: str, expert: int) -> Iterator[tuple[str, ...]
     """Names of an expert's matrices in models that do not fuse them: one tuple for each way to name them."""
     *halves, _ = GATED.get(parameter, (parameter, ""))
     yield tuple(f"{module}.{expert}.{name}.weight" for name in halves)
-    if module.endswith("mlp.experts") and all(name in _MIXTRAL for name in halves):
+    if module.endswith("mlp.experts") and all(name in MIXTRAL for name in halves):
         mixtral = module.removesuffix("mlp.experts") + "block_sparse_moe.experts"
-        yield tuple(f"{mixtral}.{expert}.{_MIXTRAL[name]}.weight" for name in halves)
+        yield tuple(f"{mixtral}.{expert}.{MIXTRAL[name]}.weight" for name in halves)
 
 
 Found = list[tuple[ExpertPlace, Parameter, Stacked]]

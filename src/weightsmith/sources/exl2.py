@@ -21,6 +21,7 @@ from weightsmith.formats.quantised import DAMAGED_CHECKPOINT, part_of
 from weightsmith.sources.base import Tensors, digest
 from weightsmith.sources.decoded import F32, decoded, read_all, read_columns, transposed_rows
 from weightsmith.sources.kind import Wrapped, Wrapper
+from weightsmith.structure.projections import FUSED
 from weightsmith.tensors import DTYPES, DType, TensorSpec
 
 if TYPE_CHECKING:
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
 
 _HEAD, _EMBEDDING = "lm_head", "embed_tokens.weight"
 """ExLlamaV2's names, which may have a prefix."""
-
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Of Phi-3."""
 
 _GEMMA3_PREFIX = "language_model."
 
@@ -289,7 +287,7 @@ def _joined(modules: Mapping[str, tuple[Module, int]]) -> dict[str, tuple[str, .
     found = {}
     for name in modules:
         head, _, leaf = name.rpartition(".")
-        for whole, leaves in _FUSED.items():
+        for whole, leaves in FUSED.items():
             names = tuple(f"{head}.{each}" for each in leaves)
             if leaf == leaves[0] and all(each in modules for each in names) and len({modules[each][1] for each in names}) == 1:
                 found[f"{head}.{whole}"] = names

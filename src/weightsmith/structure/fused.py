@@ -22,30 +22,15 @@ from typing import Any
 from weightsmith.plans import Block
 from weightsmith.structure.configs import whole_number
 from weightsmith.structure.model import Structure
+from weightsmith.structure.projections import ATTENTION, GATED, PARTS
 from weightsmith.tensors import MAX_STACKED, TensorSpec
 
 Specs = Mapping[str, TensorSpec]
 Rows = tuple[tuple[str, int], ...]
 """For each matrix, the component that names it, and its rows."""
 
-ATTENTION = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "qkv": ("q", "k", "v"),
-    "Wqkv": ("Wq", "Wk", "Wv"),
-    "query_key_value": ("query", "key", "value"),
-}
-"""Fused attention projections, by the last component before `weight`, with the names of their matrices."""
-
 INTERLEAVED = frozenset({"query_key_value"})
 """Projections whose heads some models interleave. With one kv head they cannot be interleaved."""
-
-GATED = {
-    "gate_up_proj": ("gate_proj", "up_proj", "down_proj"),
-    "input_linear": ("gate_linear", "up_linear", "output_linear"),
-    "Wi": ("Wgate", "Wup", "Wo"),
-    "dense_h_to_4h": ("gate_proj", "up_proj", "dense_4h_to_h"),
-}
-"""Fused projections of a gated MLP, with the names of their halves and of the matrix that follows them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +55,7 @@ def fused_names(name: str) -> list[str]:
     ['layers.0.mlp.gate_up_proj.weight', 'layers.0.mlp.dense_h_to_4h.weight']
     """
     head, leaf, _ = _components(name)
-    parts = {**ATTENTION, **{fused: halves for fused, (*halves, _) in GATED.items()}}
-    return [f"{head}{fused}{name[len(head) + len(leaf) :]}" for fused, named in parts.items() if leaf in named]
+    return [f"{head}{fused}{name[len(head) + len(leaf) :]}" for fused, named in PARTS.items() if leaf in named]
 
 
 def fused_parts(

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from weightsmith._version import __version__
+from weightsmith.activations.packages import missing
 from weightsmith.checkpoint import Checkpoint, open_checkpoint
 from weightsmith.errors import Finding, PlanError, Unsupported, WeightsmithError
 from weightsmith.formats.carried import left_out_findings
 from weightsmith.formats.hf_folder import natural_key
 from weightsmith.mixture.assembly import Assembly
-from weightsmith.mixture.packages import missing
 from weightsmith.mixture.surgery.counts import groups as router_groups
 from weightsmith.mixture.surgery.counts import with_experts
 from weightsmith.mixture.surgery.experts import ExpertLayer, Stacked, find_blocks
@@ -153,7 +153,7 @@ class _Surgeon:
             self.problems.append(Unsupported(what, where=block.scaled, fix="use prune_experts"))
         if self.matched:
             section = self.selection.section
-            packages = missing(("scipy",), "matched experts", "moe", "or write match: false, which does not require it")
+            packages = missing(("scipy",), "matched experts", "moe", "; or write match: false, which does not require it")
             self.problems += [at(problem, section.at("match")) for problem in packages]
             try:
                 neuron_tensors(block, 0, self.checkpoint.config or {})

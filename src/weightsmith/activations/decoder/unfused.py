@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+from weightsmith.structure.projections import FUSED, MIXTRAL
 
 
 class Expert(nn.Module):  # type: ignore[misc,unused-ignore]  # torch has no types for it
@@ -79,8 +78,8 @@ def unfuse(layer: nn.Module, prefix: str, shapes: dict[str, tuple[int, ...]]) ->
         if leaf == "experts" and hasattr(module, "down_proj") and f"{prefix}{name}.down_proj" not in shapes:
             layer.get_submodule(owner).experts = Experts(module)
             replaced[name] = module
-        elif leaf in _FUSED and isinstance(module, nn.Linear) and f"{prefix}{name}.weight" not in shapes:
-            parts = _FUSED[leaf]
+        elif leaf in FUSED and isinstance(module, nn.Linear) and f"{prefix}{name}.weight" not in shapes:
+            parts = FUSED[leaf]
             heights = [shapes.get(f"{prefix}{within}{part}.weight", (0,))[0] for part in parts]
             setattr(layer.get_submodule(owner), leaf, Parts(module, parts, heights))
             replaced[name] = module
@@ -103,11 +102,11 @@ def stored_name(name: str, prefix: str, stored: Collection[str]) -> str:
     'block_sparse_moe.experts.3.w3.weight'
     """
     parts = name.split(".")
-    if len(parts) > 2 and parts[-3] in _FUSED and parts[-2] in _FUSED[parts[-3]]:
+    if len(parts) > 2 and parts[-3] in FUSED and parts[-2] in FUSED[parts[-3]]:
         del parts[-3]
     plain = ".".join(parts)
     if prefix + plain not in stored and parts[0] == "mlp":
-        mixtral = ".".join(["block_sparse_moe", *(_MIXTRAL.get(part, part) for part in parts[1:])])
+        mixtral = ".".join(["block_sparse_moe", *(MIXTRAL.get(part, part) for part in parts[1:])])
         if prefix + mixtral in stored:
             return mixtral
     return plain
