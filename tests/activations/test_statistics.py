@@ -13,16 +13,21 @@ import numpy.typing as npt
 import pytest
 import torch
 import transformers
+from safetensors.numpy import load_file
 
+import weightsmith
 from tests.calibration_help import captured, changed, rows_for, save_model, settings
 from weightsmith.activations.model import array_name, input_of, result_of, statistic_products, text_for
 from weightsmith.activations.statistics import STATISTICS
-from weightsmith.errors import UnknownName
-from weightsmith.options import QuantizeSettings
+from weightsmith.errors import CheckpointError, PlanError, UnknownName
+from weightsmith.execution import execute
+from weightsmith.options import QuantizeSettings, RunOptions
 from weightsmith.planner import Prepared, prepare
-from weightsmith.plans import plan_from_json
+from weightsmith.plans import COPY, PRODUCTS, Product, Read, Step, plan_from_json
 from weightsmith.plans.statistics import StatisticRequest
 from weightsmith.products import find_kind
+from weightsmith.products.base import Arrays
+from weightsmith.store.staging import Staging
 
 Found = dict[str, npt.NDArray[Any]]
 KINDS = tuple(STATISTICS)
@@ -191,6 +196,77 @@ def test_products_are_computed_layer_by_layer_and_what_nothing_needs_is_left_out
         *("gradients 2", "gradients 1", "fisher 1", "fisher 0"),
     ]
     assert [product.name.partition(": ")[2] for product in forward] == ["states 0", "moments 0", "states 1", "moments 1"]
+
+
+def arrays_as_output(prepared: Prepared) -> Prepared:
+    """The plan whose output is the arrays of its statistics."""
+    outs = [out for product in prepared.plan.products if product.op == "statistic" for out in product.outs]
+    steps = tuple(Step(out, COPY, (Read(PRODUCTS, out.name),)) for out in outs)
+    return replace(prepared, plan=replace(prepared.plan, steps=steps))
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_with_the_statistics_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, given = models_of(tmp_path), settings(tmp_path)
+    keep, made = Staging.keep, list[str]()
+
+    def stop(staging: Staging, product: Product, arrays: Arrays) -> Arrays:
+        if product.name.endswith("fisher 0"):
+            raise KeyboardInterrupt
+        return keep(staging, product, arrays)
+
+    def note(staging: Staging, product: Product, arrays: Arrays) -> Arrays:
+        made.append(product.name.partition(": ")[2])
+        return keep(staging, product, arrays)
+
+    with prepare(recipe) as prepared:
+        asked = arrays_as_output(with_statistics(prepared, requests_for(prepared, given, KINDS, 1)))
+        monkeypatch.setattr(Staging, "keep", stop)
+        with pytest.raises(KeyboardInterrupt):
+            execute(asked, tmp_path / "out", RunOptions(threads=2, card=False))
+        monkeypatch.setattr(Staging, "keep", note)
+        found = execute(asked, tmp_path / "out", RunOptions(threads=1, card=False)).out
+        monkeypatch.undo()
+        assert "fisher 0" in made
+        assert not {"gram 0", "gram 1", "moments 0", "moments 1", "fisher 1"} & set(made)
+        (tmp_path / "plan.json").write_text(json.dumps(asked.plan.to_json()))
+    weightsmith.run(tmp_path / "plan.json", tmp_path / "again", progress=False)
+    weights = "model.safetensors"
+    assert (found / weights).read_bytes() == (tmp_path / "again" / weights).read_bytes()
+    assert len(load_file(found / weights)) == 2 * (4 + 4 + 7)
+
+
+def test_a_text_or_a_tokenizer_that_has_changed_is_an_error(tmp_path: Path) -> None:
+    recipe, given = models_of(tmp_path), settings(tmp_path)
+    text, tokenizer = tmp_path / "text.txt", tmp_path / "a/tokenizer.json"
+    with prepare(recipe) as prepared:
+        asked = arrays_as_output(with_statistics(prepared, requests_for(prepared, given, ("moments",), 0)))
+        for file, what in ((text, "the calibration text has changed"), (tokenizer, "the file has changed since")):
+            before = file.read_bytes()
+            file.write_bytes(before + b" ")
+            with pytest.raises(CheckpointError, match=what):
+                execute(asked, tmp_path / "out", RunOptions(card=False))
+            file.write_bytes(before)
+        execute(asked, tmp_path / "out", RunOptions(card=False))
+
+
+@pytest.mark.parametrize("packages", [("torch",), ("tokenizers", "transformers")])
+def test_packages_that_are_missing_are_those_of_a_calibration(
+    packages: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with prepare(models_of(tmp_path)) as prepared:
+        monkeypatch.setattr("weightsmith.activations.packages.find_spec", lambda name: None if name in packages else name)
+        with pytest.raises(PlanError, match=r"Run pip install 'weightsmith\[calibration\]'\.") as caught:
+            requests_for(prepared, settings(tmp_path), ("gram",), 0)
+    assert all(name in str(caught.value) for name in packages)
+
+
+def test_a_model_that_is_no_decoder_is_one_error(tmp_path: Path) -> None:
+    recipe = models_of(tmp_path)
+    for name in "ab":
+        (tmp_path / name / "config.json").unlink()
+    with prepare(recipe) as prepared, pytest.raises(PlanError, match=r"it is not a decoder with a config\.json"):
+        requests_for(prepared, settings(tmp_path), ("gram",), 1)
 
 
 def test_an_unknown_statistic_is_one_error(tmp_path: Path) -> None:
