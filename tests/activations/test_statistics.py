@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 import weightsmith
 from tests.calibration_help import captured, changed, rows_for, save_model, settings
 from weightsmith.activations.model import array_name, input_of, result_of, statistic_products, text_for
-from weightsmith.activations.statistics import STATISTICS
+from weightsmith.activations.statistics import STATISTICS, fisher, gram
 from weightsmith.errors import CheckpointError, PlanError, UnknownName
 from weightsmith.execution import execute
 from weightsmith.options import QuantizeSettings, RunOptions
@@ -31,6 +31,13 @@ from weightsmith.store.staging import Staging
 
 Found = dict[str, npt.NDArray[Any]]
 KINDS = tuple(STATISTICS)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of the tiny models have several tiles too."""
+    for module in (gram, fisher):
+        monkeypatch.setattr(module, "STATISTIC", replace(module.STATISTIC, tile=40))
 
 
 def models_of(folder: Path, name: str = "llama") -> dict[str, Any]:
@@ -116,12 +123,12 @@ def test_statistics_of_each_model_are_those_of_transformers(tmp_path: Path) -> N
     for number, (name, own) in enumerate((("a", given), ("b", shorter))):
         whole = Whole(tmp_path / name, own)
         fisher = whole.fisher()
-        gram, moments, squares = requests[3 * number : 3 * number + 3]
+        grams, moments, squares = requests[3 * number : 3 * number + 3]
         for i in range(2):
             for module in ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"):
                 weight = f"model.layers.{i}.{module}.weight"
                 x = whole.entering(weight.removesuffix(".weight"))
-                assert_near(found[array_name(gram, weight)], x.T @ x)
+                assert_near(found[array_name(grams, weight)], x.T @ x)
                 assert_near(found[array_name(moments, weight)], x.square().mean(0))
                 assert_near(found[array_name(squares, weight)], fisher[weight])
 
@@ -191,6 +198,8 @@ def test_products_are_computed_layer_by_layer_and_what_nothing_needs_is_left_out
         log = captured(asked, asked.plan.products).log
         made = [name.partition(": ")[2] for name in log if not name.startswith("-")]
         forward = with_statistics(prepared, requests[:1]).plan.products
+        other = with_statistics(prepared, requests_for(prepared, replace(given, calibration_rows=5), ("moments",), 0)).plan
+    assert {product.name for product in other.products}.isdisjoint(product.name for product in forward)
     assert made == [
         *("states 0", "moments 0", "states 1", "moments 1", "states 2"),
         *("gradients 2", "gradients 1", "fisher 1", "fisher 0"),
