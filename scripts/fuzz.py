@@ -819,10 +819,10 @@ def mutate_text(rng: Rng, data: bytes) -> bytes:
 
 
 def _use_texts(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
-    from weightsmith.quantisation.calibration.rows import calibration_of, rows_of
+    from weightsmith.activations.rows import rows_of, text_source
 
     text = file if file.startswith("t") else rng.choice(_TEXTS)
-    yield lambda: rows_of(calibration_of(text, rng.choice((None, 2)), 16, 0), Path("m"), 64, 1)
+    yield lambda: rows_of(text_source(text, rng.choice((None, 2)), 16, 0), Path("m"), 64, 1)
 
 
 _PARQUET = find_spec("pyarrow") is not None

@@ -1,19 +1,27 @@
-"""Tiny models with a tokenizer, and short ways to calibrate them."""
+"""Tiny models with a tokenizer, and short ways to run a text through them and to calibrate them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.zoo import SIZES
+from weightsmith.activations.model import TextRun, result_of, text_for
+from weightsmith.activations.rows import rows_of, text_source
+from weightsmith.engine.bench import Unkept
+from weightsmith.engine.local import Resources, run
 from weightsmith.execution import Merged, execute
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.planner import Prepared, prepare
+from weightsmith.plans import Product
+from weightsmith.products.base import Arrays
 from weightsmith.quantisation import quantised
 
 TINY = {**SIZES, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96}
@@ -45,6 +53,16 @@ def save_model(folder: Path, name: str = "llama", seed: int = 0) -> Path:
     return folder
 
 
+def changed(folder: Path, **scales: float) -> None:
+    """Multiply the tensors whose names end so."""
+    tensors = load_file(folder / "model.safetensors")
+    for end, scale in scales.items():
+        for name in tensors:
+            if name.endswith(f"{end}.weight"):
+                tensors[name] *= scale
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
 def settings(folder: Path, **more: Any) -> QuantizeSettings:
     """A calibration with a short text."""
     (folder / "text.txt").write_text(TEXT)
@@ -68,3 +86,45 @@ def quantise(source: Any, out: Path, given: QuantizeSettings, threads: int = 2, 
     """Make it."""
     with prepared_for(source, given, **more) as prepared:
         return execute(prepared, out, RunOptions(threads=threads, card=False))
+
+
+class Captured(Unkept):
+    """An engine output that takes no tensors, and shows the products."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, Arrays] = {}
+        self.log: list[str] = []
+
+    def keep(self, product: Product, arrays: Arrays) -> Arrays:
+        self.log.append(product.name)
+        self.arrays[product.name] = [np.array(array) for array in arrays]
+        return arrays
+
+    def forget(self, product: Product) -> None:
+        self.log.append(f"-{product.name}")
+
+    def location(self, name: str) -> None:
+        return None
+
+    def write(self, name: str, start_byte: int, buffer: Any) -> None: ...
+
+    def finish(self, name: str, checksum: str, distance: Any, made_from: str) -> None: ...
+
+
+def captured(prepared: Prepared, products: Sequence[Product], memory: int | None = None, threads: int = 2) -> Captured:
+    output = Captured()
+    folders = [model.folder for model in prepared.inputs]
+    resources = Resources(threads, product_bytes=memory)
+    run(prepared.plan, prepared.inputs, output, resources, steps=(), products=products, folders=folders)
+    return output
+
+
+def text_run(prepared: Prepared, given: QuantizeSettings) -> TextRun:
+    """The products of the text of a calibration, for the result of a plan."""
+    model = result_of(prepared.plan, prepared.inputs)
+    return TextRun(model, text_for(model, given.calibration, given.calibration_rows, given.calibration_tokens, 0))
+
+
+def rows_for(given: QuantizeSettings, folder: Path) -> torch.Tensor:
+    text = text_source(given.calibration, given.calibration_rows, given.calibration_tokens, 0)
+    return torch.from_numpy(rows_of(text, folder, 256, 1).astype(np.int64))

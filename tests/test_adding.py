@@ -78,6 +78,24 @@ def test_a_product_from_its_page(files: Page, tmp_path: Path, monkeypatch: pytes
     products.find_kind.cache_clear()
 
 
+def test_a_statistic_from_its_page(files: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.activations.test_statistics import Whole, assert_near, computed, models_of, requests_for, with_statistics
+    from tests.calibration_help import settings
+    from weightsmith.activations import statistics
+    from weightsmith.activations.model import array_name
+
+    files("adding-a-statistic.md", "weightsmith.activations.statistics.mean_abs")
+    monkeypatch.setitem(statistics.STATISTICS, "mean_abs", "weightsmith.activations.statistics.mean_abs")
+    recipe, given = models_of(tmp_path), settings(tmp_path)
+    with prepare(recipe) as prepared:
+        [request] = requests_for(prepared, given, ("mean_abs",), 1)
+        found = computed(with_statistics(prepared, [request]))
+    whole = Whole(tmp_path / "b", given)
+    for module in ("self_attn.k_proj", "mlp.down_proj"):
+        name = f"model.layers.1.{module}"
+        assert_near(found[array_name(request, f"{name}.weight")], whole.entering(name).abs().mean(0))
+
+
 # ---- stored formats, as files of an installed package
 
 

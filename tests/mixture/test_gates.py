@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import weightsmith
-from tests.test_decoder import save_model
+from tests.activations.test_decoder import save_model
 from tests.zoo import SIZES
 from weightsmith.engine.bench import MemoryOutput
 from weightsmith.engine.local import Resources, run

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,26 +23,21 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 import weightsmith
-from tests.calibration_help import CONFIGS, TINY, prepared_for, quantise, save_model, settings
+from tests.calibration_help import CONFIGS, TINY, captured, prepared_for, quantise, rows_for, save_model, settings
 from tests.cli_help import environment
+from weightsmith.activations import sums
+from weightsmith.activations.statistics import Statistic
 from weightsmith.checkpoint import open_checkpoint
-from weightsmith.engine.bench import Unkept
-from weightsmith.engine.local import Resources, run
 from weightsmith.errors import CannotResume, FormatError, NonFinite, PlanError, StoreError, WeightsmithError
 from weightsmith.execution import execute
-from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
-from weightsmith.planner import Prepared, prepare
+from weightsmith.options import QuantizeSettings, RunOptions
 from weightsmith.planner.reopen import reopen
 from weightsmith.plans import Product, plan_from_json
 from weightsmith.products import find_kind
 from weightsmith.products.base import Arrays
-from weightsmith.quantisation.calibration import layer, rows, sums
-from weightsmith.quantisation.calibration.common import PhaseProgress
-from weightsmith.quantisation.calibration.plan import Chain
-from weightsmith.quantisation.calibration.rows import calibration_of, rows_of
+from weightsmith.quantisation.calibration import layer
 from weightsmith.quantisation.calibration.schemes import dequantise, split
 from weightsmith.quantisation.exl2 import matrix
-from weightsmith.quantisation.exl2.model import prepare_model
 from weightsmith.quantisation.formats import followed
 from weightsmith.store.staging import Staging, staging_folder
 
@@ -66,86 +61,6 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
         patch.setattr(Staging, "keep", stop)
         with pytest.raises(KeyboardInterrupt):
             yield
-
-
-class Captured(Unkept):
-    """An engine output that takes no tensors, and shows the products."""
-
-    def __init__(self) -> None:
-        self.arrays: dict[str, Arrays] = {}
-        self.log: list[str] = []
-
-    def keep(self, product: Product, arrays: Arrays) -> Arrays:
-        self.log.append(product.name)
-        self.arrays[product.name] = [np.array(array) for array in arrays]
-        return arrays
-
-    def forget(self, product: Product) -> None:
-        self.log.append(f"-{product.name}")
-
-    def location(self, name: str) -> None:
-        return None
-
-    def write(self, name: str, start_byte: int, buffer: Any) -> None: ...
-
-    def finish(self, name: str, checksum: str, distance: Any, made_from: str) -> None: ...
-
-
-def captured(prepared: Prepared, products: Sequence[Product], memory: int | None = None) -> Captured:
-    output = Captured()
-    folders = [model.folder for model in prepared.inputs]
-    run(
-        prepared.plan, prepared.inputs, output, Resources(2, product_bytes=memory), steps=(), products=products, folders=folders
-    )
-    return output
-
-
-def rows_for(given: QuantizeSettings, folder: Path) -> torch.Tensor:
-    text = calibration_of(given.calibration, given.calibration_rows, given.calibration_tokens, 0)
-    return torch.from_numpy(rows_of(text, folder, 256, 1).astype(np.int64))
-
-
-def test_the_progress_of_the_products_of_a_phase_is_one() -> None:
-    told: list[tuple[int, int]] = []
-
-    class Bench:
-        def progress(self, done: int, total: int) -> None:
-            told.append((done, total))
-
-    class Base:
-        layers = 4
-
-    for number, first, last in ((0, 0, 0.25), (0, 0.25, 1), (3, 0.5, 1)):
-        progress = PhaseProgress(Bench(), Base(), number, first, last)  # type: ignore[arg-type]
-        for share in (0, 0.5, 1):
-            progress(share)
-    assert told == [(done, 4000) for done in (0, 125, 250, 250, 625, 1000, 3500, 3750, 4000)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
-def test_states_are_those_of_transformers(tmp_path: Path, name: str) -> None:
-    """Also where it fuses experts, or q, k and v, which the plan stores one by one."""
-    folder, given = save_model(tmp_path / "m", name), settings(tmp_path)
-    recipe = {"merge_method": "passthrough", "models": [{"model": str(folder)}]}
-    with prepare(recipe, RecipeOptions()) as prepared:
-        plan = prepare_model(prepared.plan).plan
-        chain = Chain(plan, prepared, given)
-        states = [chain.embedding()]
-        for i in range(2):
-            nothing = chain.quantised(f"layer {i}", i, states[-1], {})
-            states += [nothing, chain.states(i, states[-1], nothing)]
-        last = replace(states[-1], transient=False)
-        prepared = replace(prepared, plan=replace(plan, products=(*states[:-1], last)))
-        found = captured(prepared, prepared.plan.products).arrays
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    entering: list[torch.Tensor] = []
-    for module in (*model.model.layers, model.model.norm):
-        module.register_forward_pre_hook(lambda _module, args: entering.append(args[0]))
-    with torch.inference_mode():
-        model(rows_for(given, folder))
-    for i in range(3):
-        torch.testing.assert_close(torch.from_numpy(found[f"states {i}"][0]), entering[i], rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -262,15 +177,15 @@ def test_factorisations_run_one_at_a_time_if_memory_is_short(
 @pytest.mark.parametrize("uniform", [True, False])
 def test_hessians_of_experts_are_summed_within_a_budget(uniform: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several passes over the rows, with the same bytes."""
-    held: list[sums.Hessians] = []
-    plain = sums.Hessians.__init__
+    held: list[sums.Sums] = []
+    plain = sums.Sums.__init__
 
-    def init(self: sums.Hessians, widths: Mapping[str, int], device: str = "cpu") -> None:
-        plain(self, widths, device)
+    def init(self: sums.Sums, statistic: Statistic, shapes: Mapping[str, tuple[int, int]], device: str = "cpu") -> None:
+        plain(self, statistic, shapes, device)
         held.append(self)
         taken.append(sum(total.nbytes for each in held for total in each._sums.values()))
 
-    monkeypatch.setattr(sums.Hessians, "__init__", init)
+    monkeypatch.setattr(sums.Sums, "__init__", init)
     found, most = [], []
     with prepared_for(save_model(tmp_path / "m", "mixtral"), settings(tmp_path, uniform=uniform)) as prepared:
         until = [product.name for product in prepared.plan.products].index("layer 0" if uniform else "measured 0") + 1
@@ -539,13 +454,16 @@ def _layer(plan: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda plan: _embedding(plan)["calibration"].update(tokens=0), "its states are not those of its calibration text"),
-        (lambda plan: _embedding(plan)["calibration"].update(seed=-1), "its seed is negative"),
+        (lambda plan: _embedding(plan)["text"].update(tokens=0), "its states are not those of its calibration text"),
+        (lambda plan: _embedding(plan)["text"].update(seed=-1), "its seed is negative"),
         (lambda plan: _embedding(plan)["base"].update(hidden=1), "its states are not those of its calibration text"),
         (lambda plan: _embedding(plan)["base"].update(model=7), "it does not name the tokenizer's file"),
         (lambda plan: _layer(plan).update(layer=99), "there is no layer 99"),
         (lambda plan: _made(plan, "embedding").pop("transient"), "the arrays of 'embedding' are transient"),
-        (lambda plan: _made(plan, "states").update(transient=False), "the arrays of 'states' are transient"),
+        (
+            lambda plan: _made(plan, "quantised_states").update(transient=False),
+            "'quantised_states' are transient",
+        ),
         (lambda plan: _layer(plan).update(weights={"x.weight": "exl2 4/g32"}), "it has no step for a weight"),
         (
             lambda plan: _layer(plan)["weights"].update(dict.fromkeys(_layer(plan)["weights"], "exl2 2/g32")),
@@ -562,7 +480,7 @@ def test_a_plan_from_elsewhere_is_checked(change: Any, words: str, llama: Path, 
         weightsmith.run(plan_from_json(plan), tmp_path / "out", progress=False)
 
 
-@pytest.mark.parametrize("op", ["measured_layer", "plain_states"])
+@pytest.mark.parametrize("op", ["measured_layer", "states"])
 def test_what_a_measurement_keeps_is_what_follows_from_it(op: str, llama: Path, tmp_path: Path) -> None:
     """A plan that removes the errors of a layer, which the second plan reads, ended in a KeyError."""
     with prepared_for(llama, settings(tmp_path, uniform=False)) as prepared:
@@ -630,7 +548,7 @@ def test_a_bad_text_is_one_error(
 def test_a_model_without_a_tokenizer_is_one_error(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "m")
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(PlanError, match=r"calibration needs the model's tokenizer\.json"):
+    with pytest.raises(PlanError, match=r"a calibration text needs the model's tokenizer\.json"):
         quantise(folder, tmp_path / "out", settings(tmp_path))
 
 
@@ -640,243 +558,6 @@ def test_a_text_that_changed_after_planning_is_an_error(llama: Path, tmp_path: P
         Path(str(given.calibration)).write_text("changed " * 100)
         with pytest.raises(WeightsmithError, match="the calibration text has changed"):
             execute(prepared, tmp_path / "out", RunOptions(card=False))
-
-
-# ---- rows of tokens
-
-
-def test_rows_are_the_text_and_half_of_them_begin_with_bos(llama: Path, tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text('{"text": "abcdefgh"}\n{"title": "ijkl", "n": 3, "body": "mnopqrs"}\n\n')
-    calibration = calibration_of(str(tmp_path / "t.jsonl"), None, 5, 0)
-    rows = rows_of(calibration, llama, 256, 1)
-    tokens = {chr(b): i for i, b in enumerate(sorted(range(33, 127)))}
-    assert rows.shape == (4, 5)
-    assert rows[0].tolist() == [tokens[c] for c in "abcde"]
-    assert rows[1].tolist() == [1, *(tokens[c] for c in "fghi")]
-    assert rows[2, :3].tolist() == [tokens[c] for c in "kl"] + [rows[2, 2]]
-    assert (rows[3] != 1).sum() == 4
-
-
-def test_a_line_of_json_may_hold_other_breaks_of_lines(llama: Path, tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text('{"text": "abc\u2028d\x85efgh"}\r\n', encoding="utf-8")
-    assert rows_of(calibration_of(str(tmp_path / "t.jsonl"), 1, 8, 0), llama, 256, None).shape == (1, 8)
-
-
-def test_a_text_that_cannot_be_encoded_is_one_error(tmp_path: Path) -> None:
-    (tmp_path / "t.txt").write_text("b")
-    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
-    with pytest.raises(FormatError, match="the tokenizer cannot encode the calibration text"):
-        rows_of(calibration_of(str(tmp_path / "t.txt"), None, 5, 0), tmp_path, 256, None)
-
-
-@pytest.mark.parametrize("bos", [-1, 256, 10**12])
-def test_a_bos_token_without_a_row_begins_no_row(bos: int, llama: Path, tmp_path: Path) -> None:
-    (tmp_path / "t.txt").write_text("".join(map(chr, range(33, 123))))
-    calibration = calibration_of(str(tmp_path / "t.txt"), None, 5, 0)
-    assert rows_of(calibration, llama, 256, bos).tolist() == rows_of(calibration, llama, 256, None).tolist()
-
-
-def test_the_seed_chooses_rows_of_a_long_text(llama: Path, tmp_path: Path) -> None:
-    (tmp_path / "t.txt").write_text("".join(map(chr, range(33, 123))))
-    found = [rows_of(calibration_of(str(tmp_path / "t.txt"), 3, 5, seed), llama, 256, None).tolist() for seed in (0, 0, 1)]
-    assert found[0] == found[1]
-    assert found[0] != found[2]
-
-
-class Recorded:
-    """A tokenizer that notes the texts it encodes."""
-
-    def __init__(self, folder: Path) -> None:
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.texts: list[str] = []
-
-    def encode(self, text: str, **more: Any) -> Any:
-        self.texts.append(text)
-        return self._tokenizer.encode(text, **more)
-
-
-@pytest.mark.parametrize("kind", ["txt", "jsonl"])
-def test_a_long_text_is_encoded_in_pieces_until_there_are_enough_tokens(
-    kind: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same rows as at planning, when their number is not given."""
-    text = "One line.\nAnother one.\n\n" * 100
-    (tmp_path / "t.txt").write_text(text)
-    (tmp_path / "t.jsonl").write_text(json.dumps({"text": text}))
-    monkeypatch.setattr(rows, "PIECE_CHARACTERS", 60)
-    monkeypatch.setattr(rows, "MAX_ROWS", 4)
-    tokenizer = Recorded(llama)
-    monkeypatch.setattr(rows, "_tokenizer", lambda folder: tokenizer)
-    calibration = calibration_of(str(tmp_path / f"t.{kind}"), None, 5, 0)
-    planned = rows_of(calibration, llama, 256, None)
-    assert tokenizer.texts == ["One line.\nAnother one.\n\n" * 2] * 4  # 48 tokens each; 8 · 4 · 5 are enough
-    assert planned.shape == (4, 5)
-    assert rows_of(replace(calibration, rows=4), llama, 256, None).tolist() == planned.tolist()
-    assert len(tokenizer.texts) == 8
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("", []),
-        ("ab cd ef", ["ab cd ef"]),
-        ("abc defgh ijkl", ["abc defgh ", "ijkl"]),
-        ("abcdefghijklmno", ["abcdefghij", "klmno"]),
-        ("ab\n\nc\nd e f g", ["ab\n\n", "c\nd e f g"]),
-        ("ab\nc d efghijk", ["ab\n", "c d ", "efghijk"]),
-        ("\nabcdefghijkl", ["\n", "abcdefghij", "kl"]),
-    ],
-)
-def test_pieces_end_where_paragraphs_lines_or_words_do(text: str, found: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "PIECE_CHARACTERS", 10)
-    assert list(rows.pieces([text])) == found
-    assert list(rows.pieces(text)) == found, "in whatever parts it is read"
-    assert list(rows.pieces([text[:7], "", text[7:]])) == found
-
-
-@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
-def test_no_text_may_be_larger_than_the_limit(kind: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / f"t.{kind}").write_text("a" * 21)
-    monkeypatch.setattr(rows, "find_spec", lambda name: name)
-    monkeypatch.setattr(rows, "MAX_TEXT_BYTES", 20)
-    with pytest.raises(FormatError, match="21 bytes, and at most 20 are read"):
-        rows_of(calibration_of(str(tmp_path / f"t.{kind}"), None, 5, 0), llama, 256, None)
-
-
-def test_a_parquet_file_is_read_and_a_damaged_one_is_one_error(llama: Path, tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    from pyarrow import parquet
-
-    path = tmp_path / "t.parquet"
-    parquet.write_table(pyarrow.table({"n": [1, 2], "text": ["abcdefgh", "ijklmnopqrs"]}), path)
-    assert rows_of(calibration_of(str(path), None, 5, 0), llama, 256, None).shape == (3, 5)
-    data = path.read_bytes()
-    for damaged in (data[:-20], data[:40] + bytes(80) + data[120:], b"PAR1", b""):
-        path.write_bytes(damaged)
-        with pytest.raises(FormatError, match="the calibration text cannot be read") as caught:
-            rows_of(calibration_of(str(path), None, 5, 0), llama, 256, None)
-        assert "Make the file again" in str(caught.value)
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 1 << 20])
-def test_a_text_is_the_same_in_whatever_parts_it_is_read(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "_READ_BYTES", size)
-    path = tmp_path / "t.txt"
-    for text in ("", "a", "\ufeffab", "aé北😀" * 5, "ab\r\nc\x85"):
-        path.write_bytes(text.encode())
-        assert "".join(rows.read_pieces(calibration_of(str(path), None, 5, 0))) == text.removeprefix("\ufeff")
-    for data, offset in ((b"abcdef\xff", 6), (b"abcd\xc3", 4), (b"\xef\xbb\xbfabc\xc3\xc3", 6), (b"\xe5\x8c", 0)):
-        path.write_bytes(data)
-        with pytest.raises(FormatError, match=f"not UTF-8: byte 0x{data[offset]:02x} at offset {offset}"):
-            list(rows.read_pieces(calibration_of(str(path), None, 5, 0)))
-
-
-def test_a_file_is_read_no_further_than_its_tokens_are_needed(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rows, "_READ_BYTES", 64)
-    monkeypatch.setattr(rows, "PIECE_CHARACTERS", 60)
-    (tmp_path / "t.txt").write_bytes(b"abcdefghi " * 60 + b"\xff")
-    assert rows_of(calibration_of(str(tmp_path / "t.txt"), 4, 5, 0), llama, 256, None).shape == (4, 5)  # 160 tokens are enough
-    (tmp_path / "t.jsonl").write_bytes(b'"abcdefghi"\n' * 60 + b"{")
-    assert rows_of(calibration_of(str(tmp_path / "t.jsonl"), 4, 5, 0), llama, 256, None).shape == (4, 5)
-
-
-def test_a_file_beyond_the_limit_is_not_even_hashed(tmp_path: Path) -> None:
-    with (tmp_path / "t.txt").open("wb") as file:
-        file.truncate(1 << 40)
-    began = time.process_time()
-    with pytest.raises(FormatError, match="at most 268,435,456 are read from a file of this kind"):
-        calibration_of(str(tmp_path / "t.txt"), None, 5, 0)
-    assert time.process_time() - began < 1
-
-
-@pytest.mark.parametrize("columns", [1, 2])
-def test_a_row_of_parquet_is_its_text_or_all_that_is_text(columns: int, tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    from pyarrow import parquet
-
-    long = "é" * 2_100_000
-    texts = pyarrow.array(["a", None, long, "", "b"]).dictionary_encode()
-    table = {"n": [1, 2, 3, 4, 5], "other": ["v", "w", "x", "y", "z"], "l": [["q"]] * 5, "text": texts}
-    parquet.write_table(pyarrow.table(dict(list(table.items())[: 2 * columns])), tmp_path / "t.parquet", row_group_size=2)
-    found = list(rows.read_pieces(calibration_of(str(tmp_path / "t.parquet"), None, 5, 0)))
-    size = rows.PIECE_CHARACTERS
-    long_ones = [long[:size], long[size : 2 * size], long[2 * size :]]
-    assert found == (["v", "w", "x", "y", "z"] if columns == 1 else ["a", "w", *long_ones, "b"])
-
-
-def write_bomb(path: Path, rows_: int, characters: int) -> Path:
-    """A small file of many rows, each the same long text."""
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    from pyarrow import parquet
-
-    text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows_, pyarrow.int32()), ["a " * (characters // 2)])
-    parquet.write_table(pyarrow.table({"text": text}), path, compression="zstd")
-    assert path.stat().st_size < 1 << 20
-    return path
-
-
-def test_what_a_parquet_file_holds_is_bounded_when_it_is_decompressed(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rows, "MAX_TEXT_BYTES", 50_000)
-    path = write_bomb(tmp_path / "t.parquet", 100, 1000)
-    assert rows_of(calibration_of(str(path), 4, 5, 0), llama, 256, None).shape == (4, 5)
-    with pytest.raises(FormatError, match="more than 50,000 bytes when it is decompressed"):
-        rows_of(calibration_of(str(path), 1000, 50, 0), llama, 256, None)
-
-
-@pytest.mark.parametrize(
-    ("limit", "value", "said"),
-    [
-        ("MAX_DECODING_BYTES", 64 << 20, r"reading it takes more than 64 MiB of memory|bad_alloc"),
-        ("DECODING_SECONDS", 1, "decoding it takes more than 1 seconds"),
-    ],
-)
-def test_decoding_a_parquet_file_is_bounded_in_memory_and_time(
-    limit: str, value: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_bomb(tmp_path / "t.parquet", *((2_000_000, 0) if limit == "DECODING_SECONDS" else (8, 100_000_000)))
-    monkeypatch.setattr(rows, limit, value)
-    with pytest.raises(FormatError, match=said):
-        list(rows.read_pieces(calibration_of(str(path), None, 5, 0)))
-
-
-@pytest.mark.slow
-def test_a_bomb_of_parquet_takes_neither_memory_nor_time(llama: Path, tmp_path: Path) -> None:
-    """256 rows of 20 MB in a few kB took 5.6 GB and 100 seconds; here enough of them is read, and no more."""
-    path = write_bomb(tmp_path / "t.parquet", 256, 20_000_000)
-    code = f"""
-import resource, time
-from pathlib import Path
-from weightsmith.quantisation.calibration.rows import calibration_of, rows_of
-print(rows_of(calibration_of({str(path)!r}, None, 64, 0), Path({str(llama)!r}), 256, 1).shape)
-[peak] = [line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
-print(int(peak) >> 10, time.process_time())
-used = resource.getrusage(resource.RUSAGE_CHILDREN)
-print(used.ru_maxrss >> 10, used.ru_utime + used.ru_stime)
-"""
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    shape, *used = ran.stdout.splitlines()
-    assert shape == "(128, 64)"
-    for line in used:
-        megabytes, seconds = map(float, line.split())
-        assert megabytes < 700
-        assert seconds < 20
-
-
-def test_a_parquet_file_needs_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "t.parquet").write_bytes(b"PAR1")
-    monkeypatch.setattr("weightsmith.quantisation.calibration.rows.find_spec", lambda name: None)
-    with pytest.raises(WeightsmithError, match="a parquet file needs pyarrow"):
-        calibration_of(str(tmp_path / "t.parquet"), None, None, 0)
-
-
-def test_the_built_in_text_suffices_for_a_calibration(llama: Path) -> None:
-    calibration = calibration_of(None, None, None, 0)
-    assert rows_of(calibration, llama, 256, None).shape == (128, 512)
 
 
 # ---- memory

@@ -13,12 +13,12 @@ import transformers
 
 import weightsmith
 from tests.calibration_help import prepared_for, quantise, save_model, settings
+from weightsmith.activations import running
+from weightsmith.activations.rows import rows_of, text_source
 from weightsmith.errors import FormatError, ParameterError, PlanError
 from weightsmith.execution import execute
 from weightsmith.options import QuantizeSettings, RunOptions
 from weightsmith.plans import plan_from_json
-from weightsmith.quantisation.calibration import common
-from weightsmith.quantisation.calibration.rows import calibration_of, rows_of
 from weightsmith.quantisation.calibration.schemes import dequantise
 from weightsmith.quantisation.calibration.schemes import quantise as quantised_arrays
 from weightsmith.quantisation.exl2 import blocks
@@ -61,7 +61,7 @@ def test_errors_are_those_of_transformers_own_blocks(name: str, norm: str, tmp_p
     measured = json.loads((out / "measurement.json").read_text())["measurement"]
     prefix = next(key for key in measured if key.endswith("layers.0.self_attn")).removesuffix("layers.0.self_attn")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    calibration = calibration_of(given.calibration, given.calibration_rows, given.calibration_tokens, 0)
+    calibration = text_source(given.calibration, given.calibration_rows, given.calibration_tokens, 0)
     rows = torch.from_numpy(rows_of(calibration, folder, 256, model.config.bos_token_id)).long()
     layer = model.model.layers[0]
     tried = {
@@ -120,7 +120,7 @@ def test_what_it_cannot_do_is_one_error(tmp_path: Path, monkeypatch: pytest.Monk
     with prepared_for(folder, full(tmp_path)) as prepared:
         with pytest.raises(FormatError, match="it does not measure every weight"):
             followed(prepared, {p.name: [np.zeros((2, 3))] for p in prepared.plan.products if p.op == "measured_blocks"})
-        monkeypatch.setattr(common, "budget", lambda bench: 30_000)
+        monkeypatch.setattr(running, "budget", lambda bench: 30_000)
         with pytest.raises(ParameterError, match=r"the Hessians of layer 0 take .* and the limit is") as caught:
             execute(prepared, tmp_path / "out", RunOptions())
     assert "--measure proxy" in str(caught.value)

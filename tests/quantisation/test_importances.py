@@ -11,10 +11,10 @@ import torch
 import transformers
 
 from tests.calibration_help import quantise, save_model, settings
+from weightsmith.activations import statistic
+from weightsmith.activations.rows import rows_of, text_source
 from weightsmith.errors import FormatError, PlanError
 from weightsmith.options import QuantizeSettings
-from weightsmith.quantisation.calibration import importances
-from weightsmith.quantisation.calibration.rows import calibration_of, rows_of
 from weightsmith.store.staging import Staging, staging_folder
 from weightsmith.stored.gguf.imatrix import imatrix_bytes, read_imatrix
 
@@ -28,7 +28,7 @@ def given_for(folder: Path, **more: Any) -> QuantizeSettings:
 def inputs_of(model: Path, given: QuantizeSettings, modules: list[str]) -> dict[str, torch.Tensor]:
     """What enters these modules of transformers' own model on the calibration text: float64 [tokens, features]."""
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    calibration = calibration_of(given.calibration, given.calibration_rows, given.calibration_tokens, 0)
+    calibration = text_source(given.calibration, given.calibration_rows, given.calibration_tokens, 0)
     rows = torch.from_numpy(rows_of(calibration, model, 256, loaded.config.bos_token_id)).long()
     found: dict[str, torch.Tensor] = {}
     for name in modules:
@@ -89,7 +89,7 @@ def test_an_interrupted_measurement_is_resumed_for_any_mixture(tmp_path: Path, m
     keep = Staging.keep
 
     def stop(staging: Staging, product: Any, arrays: Any) -> Any:
-        if product.name == "importances 1":
+        if product.name == "moments 1":
             raise KeyboardInterrupt
         return keep(staging, product, arrays)
 
@@ -98,8 +98,7 @@ def test_an_interrupted_measurement_is_resumed_for_any_mixture(tmp_path: Path, m
         with pytest.raises(KeyboardInterrupt):
             quantise(model, tmp_path / "a", given, name="gguf-q4_0")
     layers: list[int] = []
-    plain = importances.ImportanceWork.of
-    monkeypatch.setattr(importances, "ImportanceWork", Spy(plain, layers))
+    monkeypatch.setattr(statistic, "StatisticWork", Spy(layers))
     found = quantise(model, tmp_path / "a", given, name="gguf-iq4_nl").out
     assert layers == [1]
     monkeypatch.undo()
@@ -110,14 +109,15 @@ def test_an_interrupted_measurement_is_resumed_for_any_mixture(tmp_path: Path, m
 
 
 class Spy:
-    """`ImportanceWork` that notes which layers are computed."""
+    """`StatisticWork` that notes which layers are computed."""
 
-    def __init__(self, plain: Any, layers: list[int]) -> None:
-        self._plain, self._layers = plain, layers
-        self.check = importances.ImportanceWork.check
+    check = statistic.StatisticWork.check
+
+    def __init__(self, layers: list[int]) -> None:
+        self._layers, self._of = layers, statistic.StatisticWork.of
 
     def of(self, product: Any) -> Any:
-        work = self._plain(product)
+        work = self._of(product)
         self._layers.append(work.layer)
         return work
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import weightsmith
-from tests.calibration_help import prepared_for, quantise, save_model, settings
-from tests.quantisation.test_calibration import captured, rows_for
+from tests.calibration_help import changed, prepared_for, quantise, rows_for, save_model, settings
 from weightsmith.errors import PlanError
 from weightsmith.execution import execute
 from weightsmith.options import RunOptions
@@ -25,45 +23,6 @@ from weightsmith.quantisation.calibration import measured
 from weightsmith.quantisation.exl2.options import ATTENTION, MLP
 
 pytestmark = pytest.mark.slow
-
-
-def changed(folder: Path, **scales: float) -> None:
-    """Multiply the tensors whose names end so."""
-    tensors = load_file(folder / "model.safetensors")
-    for end, scale in scales.items():
-        for name in tensors:
-            if name.endswith(f"{end}.weight"):
-                tensors[name] *= scale
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "mixtral", "qwen3 moe"])
-def test_gradients_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
-    """For labels drawn from its own predictions."""
-    folder, given = save_model(tmp_path / "m", name), settings(tmp_path, uniform=False, bits=6)
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("final_logit_softcapping", None)  # Gemma 2 caps its logits all the same
-    (folder / "config.json").write_text(json.dumps(config))
-    changed(folder, o_proj=20, down_proj=20, w2=20, down=20, lm_head=20, embed_tokens=20)
-    with prepared_for(folder, given) as prepared:
-        wanted = [
-            replace(product, transient=False) for product in prepared.plan.products if not product.name.startswith("measured")
-        ]
-        found = captured(replace(prepared, plan=replace(prepared.plan, products=tuple(wanted))), wanted).arrays
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
-    states: list[torch.Tensor] = []
-    for module in (*model.model.layers, model.model.norm):
-        module.register_forward_pre_hook(lambda _module, args: states.append(args[0]))
-    for number, ids in enumerate(rows_for(given, folder)):
-        states.clear()
-        logs = model(inputs_embeds=model.get_input_embeddings()(ids[None]).requires_grad_()).logits[0].log_softmax(1)
-        below = logs.detach().exp().double().cumsum(1)
-        draws = torch.from_numpy(np.random.default_rng([0, number]).random(len(ids), np.float32))
-        labels = (below < draws[:, None] * below[:, -1:]).sum(1)
-        for layer, expected in enumerate(torch.autograd.grad(logs.gather(1, labels[:, None]).sum(), states)):
-            gradient = torch.from_numpy(found[f"gradients {layer}"][0][number])
-            assert gradient.abs().max() > 1e-4
-            torch.testing.assert_close(gradient, expected[0], rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
 def test_losses_are_about_the_divergences_of_models_with_one_quantised_block(tmp_path: Path) -> None:

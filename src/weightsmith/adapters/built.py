@@ -19,7 +19,8 @@ from weightsmith.planner.describing import describe
 from weightsmith.planner.loading import Began
 from weightsmith.plans import Block
 from weightsmith.structure import Structure, analyse
-from weightsmith.structure.fused import GATED, fused_parts
+from weightsmith.structure.fused import fused_parts
+from weightsmith.structure.projections import GATED
 from weightsmith.structure.roles import role_of
 from weightsmith.structure.vocabulary import is_embedding, is_head, ties
 from weightsmith.tensors import MAX_STACKED, TensorSpec

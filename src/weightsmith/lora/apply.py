@@ -19,7 +19,8 @@ from weightsmith.lora.records import Adapter, Factors
 from weightsmith.sources.adapted import Adapted, AdaptedTensor, Update
 from weightsmith.structure import analyse
 from weightsmith.structure.configs import replace_value
-from weightsmith.structure.fused import MIXTRAL, SubMatrix, fused_names, fused_parts
+from weightsmith.structure.fused import SubMatrix, fused_names, fused_parts
+from weightsmith.structure.projections import UNMIXTRAL
 from weightsmith.structure.vocabulary import is_embedding, is_head, is_vocabulary, tie_flag, untie
 from weightsmith.tensors import TensorSpec
 
@@ -27,7 +28,6 @@ _SHOWN = 8  # problems that a message lists
 _BEGINNINGS = 100  # of names that are tried; models have up to ten
 
 _UNMIXTRAL = re.compile(r"(\.experts\.\d+\.)(w[123])(?=\.weight$)")
-_PARTS = {theirs: ours for ours, theirs in MIXTRAL.items()}
 
 Shape = tuple[int, ...]
 
@@ -206,7 +206,7 @@ class _Match:
 
     def _part_of(self, name: str) -> tuple[str, SubMatrix] | None:
         """The base's tensor that a matrix is part of, and the part."""
-        for each in (name, _UNMIXTRAL.sub(lambda found: f"{found[1]}{_PARTS[found[2]]}", name)):
+        for each in (name, _UNMIXTRAL.sub(lambda found: f"{found[1]}{UNMIXTRAL[found[2]]}", name)):
             if each in self._fused:
                 return self._fused[each]
         return None

@@ -22,7 +22,7 @@ from itertools import permutations
 
 from weightsmith.lora.records import Adapter, Parameter, Stacked
 from weightsmith.sources.adapted import Update
-from weightsmith.structure.fused import GATED, MIXTRAL
+from weightsmith.structure.projections import GATED, MIXTRAL
 from weightsmith.tensors import TensorSpec
 
 Specs = Mapping[str, TensorSpec]

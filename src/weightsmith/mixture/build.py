@@ -13,8 +13,9 @@ from typing import Any
 
 from weightsmith import recipe as recipes
 from weightsmith._version import __version__
+from weightsmith.activations.decoder import Base
+from weightsmith.activations.packages import package_version
 from weightsmith.checkpoint import Checkpoint
-from weightsmith.decoder import Base
 from weightsmith.errors import CheckpointError, Finding, PlanError, Unsupported, WeightsmithError
 from weightsmith.formats.copied import MAX_COPIED_BYTES, left_out_findings
 from weightsmith.formats.files import expand_user, read_bounded
@@ -24,10 +25,10 @@ from weightsmith.mixture.choose import choose_layout
 from weightsmith.mixture.dense import Dense, dense_parts
 from weightsmith.mixture.layouts.base import ExpertLayout, Facts
 from weightsmith.mixture.layouts.dense_config import semantics
-from weightsmith.mixture.packages import package_version
 from weightsmith.mixture.routing.gates import MODES
 from weightsmith.mixture.routing.gating import GatedExpert, Gating, outs_of, uses_states
 from weightsmith.mixture.routing.prompts import Texts
+from weightsmith.mixture.routing.route import INSTEAD
 from weightsmith.mixture.steps import Steps, Transforms, check_transforms, sharded, spread
 from weightsmith.mixture.surgery.build import prepare_surgery
 from weightsmith.options import RecipeOptions
@@ -212,6 +213,7 @@ class _Builder:
                 base.prefix,
                 len(base.layers),
                 base.hidden,
+                INSTEAD,
             ),
             seed=self.options.seed,
             scale=recipe.router_scale,

@@ -22,7 +22,7 @@ from weightsmith.products.magnitudes import magnitudes
 from weightsmith.stored import Encoding, find_encoding
 from weightsmith.stored.base import array_name
 from weightsmith.structure import Structure, analyse
-from weightsmith.structure.fused import SAME_INPUT
+from weightsmith.structure.projections import JOINED
 from weightsmith.structure.roles import role_of
 from weightsmith.structure.vocabulary import HEADS, is_embedding, is_head
 from weightsmith.tensors import DTYPES, TensorSpec
@@ -125,7 +125,7 @@ def _joined(names: Iterable[str]) -> list[list[str]]:
     sets: dict[tuple[str, str], list[str]] = {}
     for name in names:
         parent, _, own = name.removesuffix(_WEIGHT).rpartition(".")
-        sets.setdefault((parent, SAME_INPUT.get(own, own)), []).append(name)
+        sets.setdefault((parent, JOINED.get(own, own)), []).append(name)
     return list(sets.values())
 
 

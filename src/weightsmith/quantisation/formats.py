@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from weightsmith.activations.rows import BUILT_IN
 from weightsmith.errors import Finding, FormatError, ParameterError, PlanError, WeightsmithError
 from weightsmith.formats.files import expand_user
 from weightsmith.options import QuantizeSettings, assignment, named, read_options
@@ -15,7 +16,6 @@ from weightsmith.products.base import Arrays
 from weightsmith.quantisation import gguf, streamed
 from weightsmith.quantisation.base import Format
 from weightsmith.quantisation.calibration.plan import NONE, before_measuring
-from weightsmith.quantisation.calibration.rows import BUILT_IN
 from weightsmith.quantisation.exl2 import format as exl2
 
 FORMATS: dict[str, Format] = {each.name: each for each in (*streamed.FORMATS, *gguf.FORMATS, *exl2.FORMATS)}

@@ -11,6 +11,10 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith.activations.sites import site_of
+from weightsmith.activations.statistic import keys_of
+from weightsmith.activations.statistics import find_statistic
+from weightsmith.activations.work import StatisticWork
 from weightsmith.containers import GGUF
 from weightsmith.errors import Finding, FormatError, PlanError, Unsupported, WeightsmithError
 from weightsmith.formats.copied import MAX_COPIED_BYTES, is_read
@@ -21,8 +25,7 @@ from weightsmith.planner.companions import joined, lacking
 from weightsmith.plans import FILL, JOIN, Dropped, Settings, Step, Table
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation.base import Format
-from weightsmith.quantisation.calibration.plan import CALIBRATION_SETTINGS, NONE, Chain, before_measuring, measuring, unused
-from weightsmith.quantisation.calibration.work import ImportanceWork
+from weightsmith.quantisation.calibration.plan import CALIBRATION_SETTINGS, NONE, Chain, before_measuring, unused
 from weightsmith.quantisation.gguf_types import MIXTURES, Mixture, Shape, type_of
 from weightsmith.stored.gguf.blocks import libgguf
 from weightsmith.stored.gguf.config import Config, family_of_config, keys_of_config
@@ -55,7 +58,9 @@ def apply(mixture: Mixture, prepared: Prepared, settings: QuantizeSettings) -> P
         weights = [_weighted(prepared.plan, family, chain.names(layer)) for layer in range(chain.layers)]
         ones = {spec.name: np.ones(spec.shape[1:], np.float32) for own in weights for spec in own}
         _planned(mixture, prepared, _importances_of(family, ones))  # its errors, before anything is measured
-    products = measuring(chain, lambda layer, states: chain.importances(layer, states, [s.name for s in weights[layer]]))
+    products = chain.forward(
+        lambda layer, states: [chain.statistic("moments", layer, states, [spec.name for spec in weights[layer]])]
+    )
     then = {"format": _format_name(mixture), "settings": asdict(settings)}
     return replace(prepared.plan, products=(*map(chain.surveyed, prepared.plan.products), *products), then=then)
 
@@ -68,10 +73,17 @@ def follow(
     found: dict[str, npt.NDArray[np.float32]] = {}
     for product in measured:
         if product.name in arrays:
-            found |= dict(zip(ImportanceWork.of(product).weights, arrays[product.name], strict=True))
+            found |= _by_weight(StatisticWork.of(product), arrays[product.name])
     with _problems_of_a_plan():
         importances = _importances_of(family_of_config(plain.config), found)
         return _planned(mixture, replace(prepared, plan=plain), importances), {"imatrix.dat": imatrix_bytes(importances)}
+
+
+def _by_weight(work: StatisticWork, arrays: Arrays) -> dict[str, npt.NDArray[np.float32]]:
+    """The importances of each weight; 1 where no token reached it."""
+    at_site = dict(zip(keys_of(find_statistic(work.kind), work.weights), arrays, strict=True))
+    found = {weight: at_site[site_of(weight)] for weight in work.weights}
+    return {weight: array if array.any() else np.ones_like(array) for weight, array in found.items()}
 
 
 @contextmanager

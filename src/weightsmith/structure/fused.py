@@ -22,46 +22,15 @@ from typing import Any
 from weightsmith.plans import Block
 from weightsmith.structure.configs import whole_number
 from weightsmith.structure.model import Structure
+from weightsmith.structure.projections import ATTENTION, GATED, PARTS
 from weightsmith.tensors import MAX_STACKED, TensorSpec
 
 Specs = Mapping[str, TensorSpec]
 Rows = tuple[tuple[str, int], ...]
 """For each matrix, the component that names it, and its rows."""
 
-ATTENTION = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "qkv": ("q", "k", "v"),
-    "Wqkv": ("Wq", "Wk", "Wv"),
-    "query_key_value": ("query", "key", "value"),
-}
-"""Fused attention projections, by the last component before `weight`, with the names of their matrices."""
-
 INTERLEAVED = frozenset({"query_key_value"})
 """Projections whose heads some models interleave. With one kv head they cannot be interleaved."""
-
-GATED = {
-    "gate_up_proj": ("gate_proj", "up_proj", "down_proj"),
-    "input_linear": ("gate_linear", "up_linear", "output_linear"),
-    "Wi": ("Wgate", "Wup", "Wo"),
-    "dense_h_to_4h": ("gate_proj", "up_proj", "dense_4h_to_h"),
-}
-"""Fused projections of a gated MLP, with the names of their halves and of the matrix that follows them."""
-
-PARTS: Mapping[str, tuple[str, ...]] = {**ATTENTION, **{fused: tuple(halves) for fused, (*halves, _) in GATED.items()}}
-"""All fused projections, with the names of their matrices."""
-
-PHI3 = {fused: PARTS[fused] for fused in ("qkv_proj", "gate_up_proj")}
-"""Projections that Phi-3 fuses, and some formats store apart."""
-
-MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-"""Mixtral's names of the matrices of an expert."""
-
-SAME_INPUT = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "wq", "wk", "wv", "query", "key", "value"), "qkv"),
-    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up"),
-    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "qkv_a"),
-}
-"""Matrices of a module with the same input, which engines join into one, and what they are together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from weightsmith.decoder import Base
+from weightsmith.activations.decoder import Base
 from weightsmith.mixture.routing.gates import MODES
 from weightsmith.mixture.routing.prompts import Texts
 from weightsmith.plans import Product

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from weightsmith.activations.packages import missing
 from weightsmith.errors import NonFinite, NotFound, ParameterError, PlanError, Unsupported, WeightsmithError, first_line
 from weightsmith.jobs.requires import usable_device
-from weightsmith.mixture.packages import missing
 from weightsmith.mixture.routing.gates import MODES, Rows, Sample
 from weightsmith.mixture.routing.gating import Gating, router_dtype, uses_states
 from weightsmith.mixture.routing.prompts import Row, Tokens, too_long
@@ -20,7 +20,9 @@ from weightsmith.products import Bench
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from weightsmith.decoder.forward import Decoder, LayerStates
+    from weightsmith.activations.decoder.forward import Decoder, LayerStates
+
+INSTEAD = "; or use gate_mode: random, which needs no hidden states"
 
 SAME = 1e-6
 """Two rows that differ by less than this share of their norm count as equal."""
@@ -28,7 +30,7 @@ SAME = 1e-6
 
 def missing_packages() -> list[WeightsmithError]:
     """An error if torch or transformers is not installed."""
-    return missing(("torch", "transformers"), "hidden states", "moe", "or use gate_mode: random, which requires neither")
+    return missing(("torch", "transformers"), "hidden states", "moe", INSTEAD)
 
 
 def route(gating: Gating, bench: Bench) -> tuple[Rows, Routing | None]:
@@ -86,12 +88,12 @@ class _Route:
         """The module and the prompts as tokens."""
         if problems := missing_packages():
             raise PlanError(problems)
-        from weightsmith.decoder.forward import build
+        from weightsmith.activations.decoder.forward import build
 
         gating = self.gating
         problems = self._check_device()
         specs = {step.out.name: step.out for step in self.bench.product.steps}
-        decoder = build(gating.base, specs, "; or use gate_mode: random, which needs no hidden states")
+        decoder = build(gating.base, specs)
         tokenizer = None if isinstance(decoder, WeightsmithError) else self._tokenizer()  # it reads config.json too
         problems += [found for found in (decoder, tokenizer) if isinstance(found, WeightsmithError)]
         if isinstance(decoder, WeightsmithError) or isinstance(tokenizer, WeightsmithError):

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from weightsmith._version import __version__
+from weightsmith.activations.packages import missing
 from weightsmith.checkpoint import Checkpoint, open_checkpoint
 from weightsmith.errors import Finding, LayerError, PlanError, Unsupported, WeightsmithError
 from weightsmith.formats.copied import left_out_findings
 from weightsmith.formats.hf_folder import natural_key
 from weightsmith.formats.strict_json import texts
 from weightsmith.mixture.assembly import Assembly
-from weightsmith.mixture.packages import missing
 from weightsmith.mixture.surgery.experts import ExpertLayer, Stacked, find_blocks
 from weightsmith.mixture.surgery.neurons import MatchedPair, matching, neuron_tensors, read_matched
 from weightsmith.mixture.surgery.selection import ExpertGroup, ExpertSelection, Groups
@@ -154,7 +154,7 @@ class _Surgeon:
             self.problems.append(Unsupported(what, where=block.scaled, fix="use prune_experts"))
         if self.matched:
             section = self.selection.section
-            packages = missing(("scipy",), "matched experts", "moe", "or write match: false, which does not require it")
+            packages = missing(("scipy",), "matched experts", "moe", "; or write match: false, which does not require it")
             self.problems += [at(problem, section.at("match")) for problem in packages]
             try:
                 neuron_tensors(block, 0, self.checkpoint.config or {})

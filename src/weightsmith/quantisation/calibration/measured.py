@@ -18,34 +18,34 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith.activations.gradients import LAST_FIRST
 from weightsmith.plans import Product
 from weightsmith.products import Bench, ProductKind
 from weightsmith.products.base import Arrays, Floats
 from weightsmith.quantisation.calibration import schemes
-from weightsmith.quantisation.calibration.gradients import LAST_FIRST
 from weightsmith.quantisation.calibration.work import MeasureWork
 
 if TYPE_CHECKING:
+    from weightsmith.activations.sums import Inputs
     from weightsmith.quantisation.exl2.matrix import FactoredHessian
 
 FEATURES = 128
 
 
 def _compute(bench: Bench) -> Arrays:
-    from weightsmith.quantisation.calibration.common import PhaseProgress, Room, budget, decoder_of, device_of, located
-    from weightsmith.quantisation.calibration.sums import Inputs, use_hessians
+    from weightsmith.activations.running import budget, layer_rows
+    from weightsmith.activations.sums import use_sums
+    from weightsmith.quantisation.calibration.common import Room, located
     from weightsmith.quantisation.exl2.matrix import PREPARE_BYTES, prepare
 
-    work, device = MeasureWork.of(bench.product), device_of(bench)
-    progress = PhaseProgress(bench, work.base, work.base.layers - 1 - work.layer, 0.3, 1)
-    [entering] = bench.arrays(work.states)
+    work = MeasureWork.of(bench.product)
     _, norms, squares = bench.arrays(work.gradients)
     losses = np.zeros(bench.product.outs[0].shape)
-    tokens = entering.shape[0] * entering.shape[1]
     room = Room(budget(bench))
     places = {name: i for i, name in enumerate(work.candidates)}
     scales = {name: norms[i] for name, i in places.items()}
-    with decoder_of(work.base).layer(work.layer, bench, entering.shape[1], device) as layer:
+    with layer_rows(bench, work, 0.3, 1, back=True) as rows:
+        tokens = rows.states.shape[0] * rows.states.shape[1]
 
         def measure(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
             with room(PREPARE_BYTES * inputs.width(site) ** 2):
@@ -54,12 +54,12 @@ def _compute(bench: Bench) -> Arrays:
             for name in inputs.sites[site]:
                 weighted = finish(name)
                 if weighted is not None:  # else no token reached it, and nothing depends on it
-                    weight, own = layer.linear(name).weight.detach().cpu().numpy(), squares[places[name]]
+                    weight, own = rows.layer.linear(name).weight.detach().cpu().numpy(), squares[places[name]]
                     with located(f"{name}, {work.base.label}"):
                         found = _losses(weight, prepared, weighted, own[: len(weight)], work.candidates[name])
                     losses[places[name], : len(found)] = np.divide(found, tokens)
 
-        use_hessians(layer, list(work.candidates), work.base, entering, bench, device, progress, (0, 1), measure, scales=scales)
+        use_sums(rows, list(work.candidates), measure, scales=scales)
     return [losses]
 
 
@@ -113,10 +113,6 @@ def _check(product: Product) -> str:
     if problem := MeasureWork.check(product):
         return problem
     work = MeasureWork.of(product)
-    if not 0 <= work.layer < work.base.layers:
-        return f"there is no layer {work.layer}"
-    if not {work.states, work.gradients} <= set(product.needs):
-        return "it does not need what its settings name"
     specs = {step.out.name: step.out for step in product.steps}
     if problem := schemes.problem(((name, each) for name, tried in work.candidates.items() for each in tried), specs):
         return problem

@@ -8,17 +8,18 @@ the plain block is held in memory: as much as the states of all rows.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from weightsmith.activations.sites import is_attention, site_of
+from weightsmith.activations.states import FORWARD
 from weightsmith.errors import ParameterError
 from weightsmith.plans import Product
 from weightsmith.products import Bench, ProductKind
 from weightsmith.products.base import Arrays, Floats
 from weightsmith.quantisation.calibration import schemes
-from weightsmith.quantisation.calibration.sites import is_attention, site_of
 from weightsmith.quantisation.calibration.work import BlocksWork
 
 if TYPE_CHECKING:
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from weightsmith.decoder.forward import Layer
-    from weightsmith.quantisation.calibration.common import NUMBERED_ROW, PhaseProgress
+    from weightsmith.activations.decoder.forward import Layer
+    from weightsmith.activations.running import LayerRows, NumberedRow
+    from weightsmith.activations.sums import Inputs
     from weightsmith.quantisation.exl2.matrix import FactoredHessian
 
 _QUANTISING = 0.3
@@ -35,48 +37,36 @@ _QUANTISING = 0.3
 
 
 def _compute(bench: Bench) -> Arrays:
-    from weightsmith.quantisation.calibration.common import PhaseProgress, decoder_of, device_of
-    from weightsmith.quantisation.calibration.sums import workers
+    from weightsmith.activations.running import layer_rows, workers
 
-    work, device = BlocksWork.of(bench.product), device_of(bench)
-    progress = PhaseProgress(bench, work.base, work.layer, 0, 0.7)
-    [entering] = bench.arrays(work.states)
+    work = BlocksWork.of(bench.product)
     errors = np.zeros(bench.product.outs[0].shape)
-    with decoder_of(work.base).layer(work.layer, bench, entering.shape[1], device) as layer:
+    with layer_rows(bench, work, 0, 0.7) as rows:
         for number, options in enumerate(work.blocks.values()):
             first, share = number / len(work.blocks), 1 / len(work.blocks)
-            span = first, share * _QUANTISING
-            prepared = _prepared(bench, work, layer, list(options[0]), entering, device, progress, span)
-            span = first + share * _QUANTISING, share * (1 - _QUANTISING)
-            with workers(bench.threads, device) as pool, _Block(layer, options[0]) as block:
-                rows = _Rows(entering, bench.threads, device, progress)
-                errors[number, : len(options)] = _errors(block, options, prepared, rows, pool, span)
+            measuring = first + share * _QUANTISING
+            prepared = _prepared(rows, work.layer, list(options[0]), (first, measuring))
+            with workers(bench.threads, rows.device) as pool, _Block(rows.layer, options[0]) as block:
+                errors[number, : len(options)] = _errors(block, options, prepared, rows, pool, (measuring, first + share))
     return [errors]
 
 
-def _prepared(
-    bench: Bench,
-    work: BlocksWork,
-    layer: Layer,
-    weights: list[str],
-    entering: Floats,
-    device: str,
-    progress: PhaseProgress,
-    span: tuple[float, float],
-) -> dict[str, FactoredHessian | None]:
+def _prepared(rows: LayerRows, layer: int, weights: list[str], span: tuple[float, float]) -> dict[str, FactoredHessian | None]:
     """The Hessian of each weight, ready for all its settings. Raises ParameterError if they take too much memory together."""
-    from weightsmith.quantisation.calibration.common import Room, budget
-    from weightsmith.quantisation.calibration.sums import Inputs, use_hessians
+    from weightsmith.activations.running import budget
+    from weightsmith.activations.sums import use_sums
+    from weightsmith.quantisation.calibration.common import Room
     from weightsmith.quantisation.exl2.matrix import PREPARE_BYTES, prepare
 
-    widths = {site_of(name): int(layer.linears[name].in_features) for name in weights}
+    limit = budget(rows.bench)
+    widths = {site_of(name): int(rows.layer.linears[name].in_features) for name in weights}
     nbytes = sum(4 * width**2 for width in widths.values())
-    if nbytes > budget(bench):
-        what = f"the Hessians of layer {work.layer} take {nbytes:,} bytes, and the limit is {budget(bench):,}"
+    if nbytes > limit:
+        what = f"the Hessians of layer {layer} take {nbytes:,} bytes, and the limit is {limit:,}"
         fix = "use --measure proxy, which needs one at a time, or a larger --max-memory"
-        raise ParameterError(what, where=work.base.label, fix=fix)
+        raise ParameterError(what, where=rows.base.label, fix=fix)
     found: dict[str, FactoredHessian | None] = {}
-    room = Room(budget(bench))
+    room = Room(limit)
 
     def use(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
         with room(PREPARE_BYTES * inputs.width(site) ** 2):
@@ -84,21 +74,8 @@ def _prepared(
             ready = None if hessian is None else prepare(hessian)
         found.update(dict.fromkeys(inputs.sites[site], ready))
 
-    use_hessians(layer, weights, work.base, entering, bench, device, progress, span, use)
+    use_sums(rows, weights, use, span=span)
     return found
-
-
-class _Rows:
-    """The rows that enter the layer, as often as they are needed."""
-
-    def __init__(self, entering: Floats, at_once: int, device: str, progress: PhaseProgress) -> None:
-        self._entering, self._at_once, self._device, self._progress = entering, at_once, device, progress
-
-    def __call__(self, span: tuple[float, float]) -> Iterator[list[NUMBERED_ROW]]:
-        """All of them. span: of the progress: its first value, and its share."""
-        from weightsmith.quantisation.calibration.common import row_batches
-
-        return row_batches(self._entering, self._at_once, self._device, self._progress, (span[0], span[0] + span[1]))
 
 
 class _Left(Exception):
@@ -150,16 +127,16 @@ def _errors(
     block: _Block,
     options: tuple[Mapping[str, str], ...],
     prepared: Mapping[str, FactoredHessian | None],
-    rows: _Rows,
+    rows: LayerRows,
     pool: ThreadPoolExecutor,
     span: tuple[float, float],
 ) -> list[float]:
     """The error of each option. Settings that follow each other are quantised once."""
 
-    def run(numbered: NUMBERED_ROW) -> Tensor:
+    def run(numbered: NumberedRow) -> Tensor:
         return block.run(numbered[1])
 
-    def error(pair: tuple[NUMBERED_ROW, Tensor]) -> float:
+    def error(pair: tuple[NumberedRow, Tensor]) -> float:
         numbered, plain = pair
         return float((run(numbered).clamp_(-65504, 65504) - plain).norm() / plain.norm())
 
@@ -169,13 +146,13 @@ def _errors(
         arrays = schemes.quantise(weight, encoding, prepared[name])
         block.set(name, schemes.dequantise(arrays, encoding, weight.shape))
 
-    share = span[1] / (len(options) + 1)
-    plain = [out for some in rows((span[0], share)) for out in pool.map(run, some)]
+    share = (span[1] - span[0]) / (len(options) + 1)
+    plain = [out for some in rows.batches((span[0], span[0] + share)) for out in pool.map(run, some)]
     found, current = [], dict[str, str]()
     for number, option in enumerate(options, 1):
         list(pool.map(give, [item for item in option.items() if current.get(item[0]) != item[1]]))
         current = dict(option)
-        batches = rows((span[0] + number * share, share))
+        batches = rows.batches((span[0] + number * share, span[0] + (number + 1) * share))
         found.append([e for some in batches for e in pool.map(error, [(row, plain[row[0]]) for row in some])])
     return [float(np.mean(each)) for each in found]
 
@@ -184,10 +161,6 @@ def _check(product: Product) -> str:
     if problem := BlocksWork.check(product):
         return problem
     work = BlocksWork.of(product)
-    if not 0 <= work.layer < work.base.layers:
-        return f"there is no layer {work.layer}"
-    if work.states not in product.needs:
-        return "it does not need the states that its settings name"
     if not all(
         options and all(option and set(option) == set(options[0]) for option in options) for options in work.blocks.values()
     ):
@@ -199,4 +172,4 @@ def _check(product: Product) -> str:
     return "" if [out.shape for out in product.outs] == [shape] else "its arrays are not those of its options"
 
 
-KIND = ProductKind("measuring layer by layer", compute=_compute, check=_check, device=True)
+KIND = ProductKind(FORWARD, compute=_compute, check=_check, device=True)

@@ -40,10 +40,10 @@ def calibrated_weights(plan: Plan) -> frozenset[str]:
 
 def of_calibration(product: Product) -> bool:
     """Whether a product belongs to a calibration, or to a measurement with a calibration text."""
-    return KINDS[product.op].startswith(f"{__package__}.")
+    return KINDS[product.op].startswith((f"{__package__}.", "weightsmith.activations."))
 
 
 def steps_read(product: Product) -> list[Step]:
     """The steps that a product of a calibration reads at most: of a quantised layer, its weights are those of a product."""
-    known = product.settings["weights"] if product.op == "states" else ()
+    known = product.settings["weights"] if product.op == "quantised_states" else ()
     return [step for step in product.steps if step.out.name not in known]

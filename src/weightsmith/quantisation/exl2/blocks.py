@@ -11,17 +11,17 @@ from weightsmith.quantisation.exl2.options import ATTENTION, MLP, Option
 from weightsmith.stored.exl2.layout import ROWS, Params, bits_of, groups_of, why_illegal
 from weightsmith.stored.exl2.loader import OTHER_FORMATS
 from weightsmith.structure import Structure
+from weightsmith.structure.projections import MIXTRAL, UNMIXTRAL
 from weightsmith.tensors import TensorSpec
 
 _ATTENTION = re.compile(r"self_attn\.([qkvo])_proj\.weight")
 _MLP = re.compile(r"mlp\.(?:experts\.\d+\.)?(gate|up|down)_proj\.weight")
 _EXPERT = re.compile(r"block_sparse_moe\.experts\.\d+\.(w[123])\.weight")
-_MIXTRAL = {"w1": "gate", "w2": "down", "w3": "up"}
 
 _NAMES = {
     "self_attn": {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"},
     "mlp": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
-    "block_sparse_moe": {"gate": "w1", "up": "w3", "down": "w2"},
+    "block_sparse_moe": {role: MIXTRAL[f"{role}_proj"] for role in ("gate", "up", "down")},
 }
 """Roles by the names of measurement.json."""
 
@@ -75,7 +75,7 @@ def find_blocks(specs: Sequence[TensorSpec], structure: Structure) -> tuple[Subl
         layer = spec.name.removesuffix(f".{suffix}")
         for pattern, module in ((_ATTENTION, "self_attn"), (_MLP, "mlp"), (_EXPERT, "mlp")):
             if match := pattern.fullmatch(suffix):
-                role = _MIXTRAL.get(match[1], match[1])
+                role = UNMIXTRAL.get(match[1], match[1]).removesuffix("_proj")
                 found.setdefault(f"{layer}.{module}", {}).setdefault(role, []).append(spec)
                 if ".experts." in suffix:
                     mixtures.add(f"{layer}.{module}")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from weightsmith.errors import FormatError
 from weightsmith.plans import Product
 from weightsmith.products.base import Arrays
-from weightsmith.quantisation.calibration.plan import Chain, measuring, measuring_losses
+from weightsmith.quantisation.calibration.plan import Chain
 from weightsmith.quantisation.exl2.blocks import Sublayer
 from weightsmith.quantisation.exl2.measurement import LEAST_ERROR, Measured
 from weightsmith.quantisation.exl2.model import Model
@@ -28,12 +28,16 @@ def products_for(model: Model, chain: Chain, *, full: bool) -> tuple[Product, ..
         options = _encodings(block)
         blocks.setdefault(layers[next(iter(options[0]))], {})[block.key] = options
     if full:
-        return measuring(chain, lambda layer, states: chain.measured_blocks(layer, states, blocks.get(layer, {})))
+        return chain.forward(lambda layer, states: [chain.measured_blocks(layer, states, blocks.get(layer, {}))])
     tried = {
         layer: {name: candidates for options in own.values() for name, candidates in _candidates(options).items()}
         for layer, own in blocks.items()
     }
-    return measuring_losses(chain, lambda layer: tried.get(layer, {}))
+
+    def losses(layer: int, states: Product, gradients: Product, _leaving: Product) -> list[Product]:
+        return [chain.measured(layer, states, gradients, tried.get(layer, {}))]
+
+    return chain.backward(losses, lambda layer: tuple(tried.get(layer, ())))
 
 
 def _encodings(block: Sublayer) -> tuple[Mapping[str, str], ...]:

@@ -23,7 +23,7 @@ from weightsmith.stored.decoded import F32, decoded, read_all, read_columns, tra
 from weightsmith.stored.exl2.layout import ROWS, SUFFIXES, Group, Groups, padded, why_illegal
 from weightsmith.stored.exl2.loader import GEMMA3_PREFIX, text_config
 from weightsmith.stored.exl2.scales import scale_values, unpack_codes
-from weightsmith.structure.fused import PHI3
+from weightsmith.structure.projections import FUSED
 from weightsmith.tensors import DTYPES, DType, TensorSpec
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _HEAD, _EMBEDDING = "lm_head", "embed_tokens.weight"
 """ExLlamaV2's names, which may have a prefix."""
+
+_GEMMA3_PREFIX = "language_model."
 
 _DERIVED = ("q_perm", "q_group_map")
 """Tensors that the loader computes from others, in case a file has them."""
@@ -271,7 +273,7 @@ def _joined(modules: Mapping[str, tuple[Module, int]]) -> dict[str, tuple[str, .
     found = {}
     for name in modules:
         head, _, leaf = name.rpartition(".")
-        for whole, leaves in PHI3.items():
+        for whole, leaves in FUSED.items():
             names = tuple(f"{head}.{each}" for each in leaves)
             if leaf == leaves[0] and all(each in modules for each in names) and len({modules[each][1] for each in names}) == 1:
                 found[f"{head}.{whole}"] = names

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from weightsmith.structure.fused import MIXTRAL
+from weightsmith.structure.projections import MIXTRAL
 
 LAYERS = "model.layers."
 

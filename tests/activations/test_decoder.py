@@ -18,9 +18,9 @@ from tests.bench_help import bench_of
 from tests.cli_help import run_process
 from tests.mini import write_checkpoint
 from tests.zoo import HEADS, SIZES
+from weightsmith.activations.decoder import Base
+from weightsmith.activations.decoder.forward import Decoder, _Memory, build
 from weightsmith.checkpoint import open_checkpoint
-from weightsmith.decoder import Base
-from weightsmith.decoder.forward import Decoder, _Memory, build
 from weightsmith.engine.bench import _Rows
 from weightsmith.errors import WeightsmithError
 from weightsmith.mixture.assembly import Assembly, Donor
@@ -193,7 +193,7 @@ import sys
 from pathlib import Path
 from weightsmith.checkpoint import open_checkpoint
 from weightsmith.mixture.assembly import Assembly
-from tests.test_decoder import bench_of, decoder_of
+from tests.activations.test_decoder import bench_of, decoder_of
 import transformers.models.llama.modeling_llama
 
 def peak():

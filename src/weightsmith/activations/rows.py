@@ -19,7 +19,6 @@ import sys
 import tempfile
 from codecs import BOM_UTF8, getincrementaldecoder
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,12 +27,17 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith.activations.packages import missing
 from weightsmith.errors import CheckpointError, FormatError, NotFound, ParameterError, Unsupported, first_line
 from weightsmith.formats.files import expand_user, open_bounded, show
 from weightsmith.formats.strict_json import MAX_MEMORY, JsonError, parse
 from weightsmith.options import option_error
+from weightsmith.plans.statistics import TextSource
 from weightsmith.remote.failures import no_panic
 from weightsmith.text import status
+
+TOKENIZER = "tokenizer.json"
+"""The file that cuts a text into tokens."""
 
 BUILT_IN = "built-in"
 """The text that comes with the package: `texts/`, one document per file."""
@@ -54,31 +58,16 @@ SPARE = 8
 """A text is read until it has so many times the tokens that the rows take."""
 
 
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """Where the rows come from.
+def text_source(path: str | None, rows: int | None, tokens: int | None, seed: int) -> TextSource:
+    """A text file, not yet cut by a tokenizer; None or `built-in`: the built-in text. rows: 0 until they are counted.
 
-    source  the absolute path of a file: .txt, .jsonl or .parquet; `built-in`
-    sha256  of the text
-    rows    number of rows; 0: as many as the text has, up to `MAX_ROWS`
-    tokens  tokens per row
-    seed    for choosing rows
+    Raises WeightsmithError for an unusable file.
     """
-
-    source: str
-    sha256: str
-    rows: int
-    tokens: int
-    seed: int
-
-
-def calibration_of(path: str | None, rows: int | None, tokens: int | None, seed: int) -> Calibration:
-    """The settings for a text file; None or `built-in`: the built-in text. Raises WeightsmithError for an unusable file."""
     if seed < 0:
         raise option_error("seed", f"must be at least 0 for a calibration, not {seed}")
     if path is None or path == BUILT_IN:
         digest = hashlib.sha256(b"\0".join(text.encode() for text in _built_in())).hexdigest()
-        return Calibration(BUILT_IN, digest, rows or 0, tokens or TOKENS, seed)
+        return TextSource(BUILT_IN, digest, rows or 0, tokens or TOKENS, seed)
     file = expand_user(path).absolute()
     if file.suffix not in _READERS:
         what = f"the calibration text {show(path)} is of an unknown kind"
@@ -86,10 +75,10 @@ def calibration_of(path: str | None, rows: int | None, tokens: int | None, seed:
     if file.suffix == ".parquet" and find_spec("pyarrow") is None:
         what = "a parquet file needs pyarrow, which is not installed"
         raise Unsupported(what, where=path, fix="run pip install pyarrow, or convert the text to .jsonl")
-    return Calibration(str(file), _sha256(file), rows or 0, tokens or TOKENS, seed)
+    return TextSource(str(file), _sha256(file), rows or 0, tokens or TOKENS, seed)
 
 
-def rows_of(calibration: Calibration, folder: Path, vocabulary: int, bos: int | None) -> npt.NDArray[np.int32]:
+def rows_of(text: TextSource, folder: Path, vocabulary: int, bos: int | None) -> npt.NDArray[np.int32]:
     """The rows: int32 [rows, tokens].
 
     folder      of the model, with tokenizer.json
@@ -101,55 +90,55 @@ def rows_of(calibration: Calibration, folder: Path, vocabulary: int, bos: int | 
     """
     status("tokenizing the calibration text")
     tokenizer = _tokenizer(folder)
-    enough, ids = SPARE * (calibration.rows or MAX_ROWS) * calibration.tokens, []
+    enough, ids = SPARE * (text.rows or MAX_ROWS) * text.tokens, []
     count = 0
-    with contextlib.closing(read_pieces(calibration)) as texts:
-        for text in texts:
+    with contextlib.closing(read_pieces(text)) as texts:
+        for piece in texts:
             try:
-                found = np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+                found = np.array(tokenizer.encode(piece, add_special_tokens=False).ids, np.int32)
             except Exception as error:  # tokenizers raises anything: no token for unknown text, half of a surrogate pair
                 what = f"the tokenizer cannot encode the calibration text: {first_line(error)}"
-                raise FormatError(what, where=str(folder / "tokenizer.json"), fix="use another text") from error
+                raise FormatError(what, where=str(folder / TOKENIZER), fix="use another text") from error
             ids.append(found)
             count += len(found)
             if count >= enough:
                 break
     stream = np.concatenate(ids) if ids else np.empty(0, np.int32)
-    available = len(stream) // calibration.tokens
-    rows = calibration.rows or min(available, MAX_ROWS)
-    where = f"--calibration {calibration.source}"
+    available = len(stream) // text.tokens
+    rows = text.rows or min(available, MAX_ROWS)
+    where = f"--calibration {text.source}"
     if not 0 < rows <= available:
-        need = max(rows, 1) * calibration.tokens
-        wants = f"{max(rows, 1):,} rows of {calibration.tokens:,} take {need:,}"
+        need = max(rows, 1) * text.tokens
+        wants = f"{max(rows, 1):,} rows of {text.tokens:,} take {need:,}"
         what = f"the calibration text has {len(stream):,} tokens, but {wants}"
         raise ParameterError(what, where=where, fix="give a longer text, or fewer or shorter rows")
     if stream.max() >= vocabulary:
         what = f"the tokenizer produces token {stream.max()}, but the embedding has {vocabulary} rows"
-        raise Unsupported(what, where=str(folder / "tokenizer.json"), fix="use the model's own tokenizer")
-    chosen = np.sort(np.random.default_rng(calibration.seed).choice(available, rows, replace=False))
-    cut = stream[: available * calibration.tokens].reshape(available, calibration.tokens)[chosen]
+        raise Unsupported(what, where=str(folder / TOKENIZER), fix="use the model's own tokenizer")
+    chosen = np.sort(np.random.default_rng(text.seed).choice(available, rows, replace=False))
+    cut = stream[: available * text.tokens].reshape(available, text.tokens)[chosen]
     if bos is not None and 0 <= bos < vocabulary:
         cut[1::2, 1:] = cut[1::2, :-1].copy()
         cut[1::2, 0] = bos
     return cut
 
 
-def read_pieces(calibration: Calibration) -> Generator[str, None, None]:
+def read_pieces(text: TextSource) -> Generator[str, None, None]:
     """The documents of a text, in pieces. Raises CheckpointError if it has changed since the plan was made.
 
     Reads no more of the file than the pieces that are asked for take.
     """
-    if calibration.source == BUILT_IN:
+    if text.source == BUILT_IN:
         texts = _built_in()
         found = hashlib.sha256(b"\0".join(text.encode() for text in texts)).hexdigest()
-        _check(found, calibration)
-        for text in texts:
-            yield from pieces([text])
+        _check(found, text)
+        for document in texts:
+            yield from pieces([document])
         return
-    path = Path(calibration.source)
+    path = Path(text.source)
     if path.suffix not in _READERS:
         raise FormatError("a calibration text of an unknown kind", where=str(path), fix="plan again")
-    _check(_sha256(path), calibration)
+    _check(_sha256(path), text)
     with open_bounded(path, MAX_TEXT_BYTES) as file:
         yield from _READERS[path.suffix](file, path)
 
@@ -173,13 +162,13 @@ def pieces(document: Iterable[str]) -> Iterator[str]:
         yield rest
 
 
-def _check(found: str, calibration: Calibration) -> None:
-    if found != calibration.sha256:
-        raise CheckpointError("the calibration text has changed", where=calibration.source, fix="plan again")
+def _check(found: str, text: TextSource) -> None:
+    if found != text.sha256:
+        raise CheckpointError("the calibration text has changed", where=text.source, fix="plan again")
 
 
 def _built_in() -> list[str]:
-    folder = files("weightsmith.quantisation.calibration") / "texts"
+    folder = files("weightsmith.activations") / "texts"
     return [path.read_text("utf-8") for path in sorted(folder.iterdir(), key=lambda p: p.name) if path.name.endswith(".txt")]
 
 
@@ -292,21 +281,20 @@ _READERS = {".txt": _plain, ".jsonl": _json_lines, ".parquet": _parquet}
 
 
 def _tokenizer(folder: Path) -> Any:
-    path = folder / "tokenizer.json"
-    if find_spec("tokenizers") is None:
-        fix = "run pip install 'weightsmith[calibration]', or use --calibration none"
-        raise Unsupported("calibration needs tokenizers, which is not installed", fix=fix)
+    path = folder / TOKENIZER
+    if problems := missing(("tokenizers",), "calibration texts", "calibration"):
+        raise problems[0]
     from tokenizers import Tokenizer
 
     if not path.is_file():
-        fix = "put the model's tokenizer.json next to its weights, or use --calibration none"
-        raise NotFound("calibration needs the model's tokenizer", where=show(str(path)), fix=fix)
+        fix = "put the model's tokenizer.json next to its weights"
+        raise NotFound("a calibration text needs the model's tokenizer.json", where=show(str(path)), fix=fix)
     try:
         with no_panic():
             tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # bad files can raise anything
         what = f"the tokenizer cannot be loaded: {first_line(error)}"
-        raise FormatError(what, where=str(path), fix="restore the file, or use --calibration none") from error
+        raise FormatError(what, where=str(path), fix="restore the file") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

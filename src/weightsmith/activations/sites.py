@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from weightsmith.structure.fused import SAME_INPUT
+from collections.abc import Iterable
+
+from weightsmith.structure.projections import JOINED
 
 _ATTENTION = frozenset({"self_attn", "attention", "attn"})
 
@@ -14,7 +16,15 @@ def site_of(weight: str) -> str:
     ('model.layers.0.self_attn.qkv', 'model.layers.0.mlp.down_proj')
     """
     owner, _, leaf = weight.removesuffix(".weight").rpartition(".")
-    return f"{owner}.{SAME_INPUT.get(leaf, leaf)}"
+    return f"{owner}.{JOINED.get(leaf, leaf)}"
+
+
+def by_site(weights: Iterable[str]) -> dict[str, list[str]]:
+    """The weights of each input."""
+    found: dict[str, list[str]] = {}
+    for weight in weights:
+        found.setdefault(site_of(weight), []).append(weight)
+    return found
 
 
 def is_attention(weight: str) -> bool:

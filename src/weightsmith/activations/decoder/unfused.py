@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weightsmith.structure.fused import MIXTRAL, PHI3
+from weightsmith.structure.projections import FUSED, MIXTRAL
 
 
 class Expert(nn.Module):  # type: ignore[misc,unused-ignore]  # torch has no types for it
@@ -78,8 +78,8 @@ def unfuse(layer: nn.Module, prefix: str, shapes: dict[str, tuple[int, ...]]) ->
         if leaf == "experts" and hasattr(module, "down_proj") and f"{prefix}{name}.down_proj" not in shapes:
             layer.get_submodule(owner).experts = Experts(module)
             replaced[name] = module
-        elif leaf in PHI3 and isinstance(module, nn.Linear) and f"{prefix}{name}.weight" not in shapes:
-            parts = PHI3[leaf]
+        elif leaf in FUSED and isinstance(module, nn.Linear) and f"{prefix}{name}.weight" not in shapes:
+            parts = FUSED[leaf]
             heights = [shapes.get(f"{prefix}{within}{part}.weight", (0,))[0] for part in parts]
             setattr(layer.get_submodule(owner), leaf, Parts(module, parts, heights))
             replaced[name] = module
@@ -102,7 +102,7 @@ def stored_name(name: str, prefix: str, stored: Collection[str]) -> str:
     'block_sparse_moe.experts.3.w3.weight'
     """
     parts = name.split(".")
-    if len(parts) > 2 and parts[-3] in PHI3 and parts[-2] in PHI3[parts[-3]]:
+    if len(parts) > 2 and parts[-3] in FUSED and parts[-2] in FUSED[parts[-3]]:
         del parts[-3]
     plain = ".".join(parts)
     if prefix + plain not in stored and parts[0] == "mlp":

@@ -9,18 +9,18 @@ from importlib.util import find_spec
 from weightsmith.errors import Unsupported, WeightsmithError
 
 
-def missing(names: Sequence[str], whose: str, extra: str, instead: str) -> list[WeightsmithError]:
+def missing(names: Sequence[str], whose: str, extra: str, instead: str = "") -> list[WeightsmithError]:
     """An error if one of the packages is not installed.
 
     whose    what requires them, in the plural
     extra    of weightsmith, which installs them
-    instead  an alternative that does not
+    instead  an alternative that does not: `; or use …`
     """
     absent = [name for name in names if find_spec(name) is None]
     if not absent:
         return []
     what = f"{whose} require {' and '.join(absent)}, which {'is' if len(absent) == 1 else 'are'} not installed"
-    return [Unsupported(what, fix=f"run pip install 'weightsmith[{extra}]'; {instead}")]
+    return [Unsupported(what, fix=f"run pip install 'weightsmith[{extra}]'{instead}")]
 
 
 def package_version(name: str) -> str:

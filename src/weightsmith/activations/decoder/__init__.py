@@ -20,6 +20,7 @@ class Base:
     prefix  before the layer number: `model.layers.`
     layers  number of layers
     hidden  size of a hidden state
+    instead what else the user may do, for errors: `; or use …`
     """
 
     label: str
@@ -28,3 +29,4 @@ class Base:
     prefix: str
     layers: int
     hidden: int
+    instead: str = ""

@@ -14,23 +14,21 @@ the gradients of some kernels are sums in any order: a measurement there may dif
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from weightsmith.activations.work import GradientWork
 from weightsmith.plans import Product
 from weightsmith.products import Bench, ProductKind
 from weightsmith.products.base import Arrays, Floats
-from weightsmith.quantisation.calibration.work import GradientWork
 from weightsmith.structure.vocabulary import is_head
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from weightsmith.decoder.forward import Layer
-    from weightsmith.quantisation.calibration.common import NUMBERED_ROW
+    from weightsmith.activations.running import NumberedRow
 
 LAST_FIRST = "measuring from the last layer to the first"
 """The progress of gradients and losses, after that of the states."""
@@ -48,37 +46,32 @@ def _of_head(bench: Bench, work: GradientWork) -> Arrays:
     """The gradients of what leaves the last layer."""
     import torch
 
-    from weightsmith.quantisation.calibration.common import PhaseProgress, check_finite, decoder_of, device_of, row_batches
-    from weightsmith.quantisation.calibration.sums import workers
-    from weightsmith.store.products import release_pages
+    from weightsmith.activations.running import decoder_of, rows_of_states
 
-    device = device_of(bench)
-    progress = PhaseProgress(bench, work.base, 0, 0, 0)
-    [entering] = bench.arrays(work.states)
+    rows = rows_of_states(bench, work, 0, 0, back=True)
     [gradients] = bench.create()
     head = next(step.out for step in bench.product.steps if is_head(step.out))
     numbers = np.empty(head.shape, np.float32)
     bench.fill({head.name: numbers})
-    weight = torch.from_numpy(numbers).to(device)
+    weight = torch.from_numpy(numbers).to(rows.device)
     decoder = decoder_of(work.base)
     cap = decoder.logit_cap
-    with workers(bench.threads, device) as pool, decoder.final_norm(bench, device) as norm:
+    with decoder.final_norm(bench, rows.device) as norm:
 
-        def run(numbered: NUMBERED_ROW) -> None:
+        def gradient(numbered: NumberedRow) -> Tensor:
             row, hidden = numbered
-            draws = torch.from_numpy(np.random.default_rng([work.seed, row]).random(len(hidden), np.float32)).to(device)
+            draws = np.random.default_rng([work.seed, row]).random(len(hidden), np.float32)
             with torch.enable_grad():
-                hidden.requires_grad_()
-                final = norm(hidden)
-                parts = zip(final.detach().split(TOKENS_AT_ONCE), draws.split(TOKENS_AT_ONCE), strict=True)
+                final = norm(hidden.requires_grad_())
+                parts = zip(
+                    final.detach().split(TOKENS_AT_ONCE),
+                    torch.from_numpy(draws).to(rows.device).split(TOKENS_AT_ONCE),
+                    strict=True,
+                )
                 found = [_of_logits(x, weight, cap, draw) for x, draw in parts]
-                [gradient] = torch.autograd.grad(final, hidden, torch.cat(found))
-            check_finite(gradient, "the gradient of the prediction", row, work.base)
-            gradients[row] = gradient.cpu().numpy()
+                return torch.autograd.grad(final, hidden, torch.cat(found))[0]
 
-        for rows in row_batches(entering, bench.threads, device, progress, (0, 1)):
-            list(pool.map(run, rows))
-            release_pages(gradients)
+        rows.fill(gradients, gradient, "the gradient of the prediction")
     return [gradients]
 
 
@@ -105,56 +98,28 @@ def _of_logits(final: Tensor, head: Tensor, cap: float | None, draws: Tensor) ->
         return (of_logits if slope is None else of_logits.mul_(slope)) @ head
 
 
-class _Outputs:
-    """What leaves linear layers while rows run through a layer. Any number of threads."""
-
-    def __init__(self, layer: Layer, weights: Sequence[str]) -> None:
-        self._found = threading.local()
-        self._hooks = [
-            layer.linear(name).register_forward_hook(lambda _module, _args, out, name=name: self._note(name, out))
-            for name in weights
-        ]
-
-    def _note(self, name: str, out: Tensor) -> None:
-        self._found.outputs[name] = out
-
-    def begin(self) -> dict[str, Tensor]:
-        """The outputs of the row that this thread runs next, by weight."""
-        self._found.outputs = {}
-        found: dict[str, Tensor] = self._found.outputs
-        return found
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-
-
 def _of_layer(bench: Bench, work: GradientWork) -> Arrays:
     """The gradients of what enters a layer, and what is kept of those of its linear layers."""
     import torch
 
-    from weightsmith.quantisation.calibration.common import PhaseProgress, check_finite, decoder_of, device_of, row_batches
-    from weightsmith.quantisation.calibration.sums import workers
+    from weightsmith.activations.running import layer_rows
+    from weightsmith.activations.sums import Outputs
     from weightsmith.store.products import release_pages
 
-    device = device_of(bench)
-    progress = PhaseProgress(bench, work.base, work.base.layers - 1 - work.layer, 0, 0.3)
-    [entering], leaving = bench.arrays(work.states), bench.arrays(work.gradients)[0]
+    leaving = bench.arrays(work.gradients)[0]
     gradients, norms, squares = bench.create()
-    decoder = decoder_of(work.base)
-    with workers(bench.threads, device) as pool, decoder.layer(work.layer, bench, entering.shape[1], device) as layer:
-        outputs = _Outputs(layer, work.weights)
+    with layer_rows(bench, work, 0, 0.3, back=True) as rows:
+        outputs = Outputs(rows.layer, work.weights)
 
-        def run(numbered: NUMBERED_ROW) -> list[Floats]:
+        def run(numbered: NumberedRow) -> list[Floats]:
             row, hidden = numbered
             with torch.enable_grad():
                 hidden.requires_grad_()
                 found = outputs.begin()
-                left = layer(hidden)
-                given = torch.from_numpy(np.array(leaving[row])).to(device)
+                left = rows.layer(hidden)
+                given = torch.from_numpy(np.array(leaving[row])).to(rows.device)
                 gradient, *inside = torch.autograd.grad(left, [hidden, *found.values()], given)
-            check_finite(gradient, f"the gradient of layer {work.layer}", row, work.base)
+            rows.check_finite(gradient, f"the gradient of layer {work.layer}", row)
             gradients[row] = gradient.cpu().numpy()
             sums = [np.zeros(0, np.float32)] * len(work.weights)
             for name, g in zip(found, inside, strict=True):
@@ -164,8 +129,8 @@ def _of_layer(bench: Bench, work: GradientWork) -> Arrays:
             return sums
 
         try:
-            for rows in row_batches(entering, bench.threads, device, progress, (0, 1)):
-                for sums in pool.map(run, rows):
+            for some in rows.each(run):
+                for sums in some:
                     for place, total in enumerate(sums):
                         squares[place, : len(total)] += total
                 release_pages(gradients)
@@ -188,8 +153,6 @@ def _check(product: Product) -> str:
     if problem := GradientWork.check(product):
         return problem
     work = GradientWork.of(product)
-    if not 0 <= work.layer <= work.base.layers:
-        return f"there is no layer {work.layer}"
     if work.seed < 0:
         return "its seed is negative"
     outs = [(out.dtype.name, out.shape) for out in product.outs]
@@ -198,14 +161,14 @@ def _check(product: Product) -> str:
     if work.layer == work.base.layers:
         if len(outs) != 1 or not any(is_head(step.out) and len(step.out.shape) == 2 for step in product.steps):
             return "it has no step for the head, or other arrays"
-        return "" if work.states in product.needs else "it does not need what its settings name"
+        return ""
     specs = {step.out.name: step.out.shape for step in product.steps}
     if not all(len(specs.get(name, ())) == 2 for name in work.weights):
         return "it has no step for a weight"
     norms, squares = shapes_of(outs[0][1], [specs[name] for name in work.weights])
     if outs[1:] != [("F32", norms), ("F64", squares)]:
         return "its arrays are not those of its weights"
-    return "" if {work.states, work.gradients} <= set(product.needs) else "it does not need what its settings name"
+    return "" if work.gradients else "it does not need what its settings name"
 
 
 KIND = ProductKind(LAST_FIRST, compute=_compute, check=_check, device=True, transient=True)

@@ -1,26 +1,26 @@
-"""The `embedding` product: rows of calibration tokens, embedded."""
+"""The `embedding` product: rows of tokens of a text, embedded."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from weightsmith.plans import Product
+from weightsmith.activations.rows import BUILT_IN, TOKENIZER, rows_of
+from weightsmith.activations.states import FORWARD
+from weightsmith.activations.work import EmbeddingWork
+from weightsmith.plans import FileRead, Product
 from weightsmith.products import Bench, ProductKind
 from weightsmith.products.base import Arrays
-from weightsmith.quantisation.calibration.rows import BUILT_IN
-from weightsmith.quantisation.calibration.work import EmbeddingWork
 from weightsmith.structure.vocabulary import is_embedding
 
 
 def _compute(bench: Bench) -> Arrays:
-    from weightsmith.quantisation.calibration.common import PhaseProgress, decoder_of
-    from weightsmith.quantisation.calibration.rows import rows_of
+    from weightsmith.activations.running import PhaseProgress, decoder_of
     from weightsmith.store.products import release_pages
 
     work = EmbeddingWork.of(bench.product)
     decoder = decoder_of(work.base)
     vocabulary = next(step.out.shape[0] for step in bench.product.steps if is_embedding(step.out))
-    rows = rows_of(work.calibration, bench.folder(work.base.model), vocabulary, work.bos)
+    rows = rows_of(work.text, bench.folder(work.base.model), vocabulary, work.bos)
     progress = PhaseProgress(bench, work.base, 0, 0, 0)
     [states] = bench.create()
     for r, hidden in enumerate(decoder.embedded(bench, rows.tolist())):
@@ -34,19 +34,19 @@ def _check(product: Product) -> str:
     if problem := EmbeddingWork.check(product):
         return problem
     work = EmbeddingWork.of(product)
-    if work.calibration.seed < 0:
+    if work.text.seed < 0:
         return "its seed is negative"
-    shape = work.calibration.rows, work.calibration.tokens, work.base.hidden
+    shape = work.text.rows, work.text.tokens, work.base.hidden
     if min(shape) < 1 or [(out.dtype.name, out.shape) for out in product.outs] != [("F32", shape)]:
         return "its states are not those of its calibration text"
-    if work.base.model not in {file.model for file in product.files}:
+    if FileRead(work.base.model, TOKENIZER, work.text.tokenizer) not in product.files:
         return "it does not name the tokenizer's file"
     return "" if any(is_embedding(step.out) for step in product.steps) else "it has no step for an embedding"
 
 
 def _reads(product: Product) -> list[Path]:
-    source = EmbeddingWork.of(product).calibration.source
+    source = EmbeddingWork.of(product).text.source
     return [] if source == BUILT_IN else [Path(source)]
 
 
-KIND = ProductKind("quantising layer by layer", compute=_compute, check=_check, reads=_reads, transient=True)
+KIND = ProductKind(FORWARD, compute=_compute, check=_check, reads=_reads, transient=True)

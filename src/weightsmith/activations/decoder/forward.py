@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from weightsmith.decoder import Base
-from weightsmith.decoder.unfused import put_back, unfuse
+from weightsmith.activations.decoder import Base
+from weightsmith.activations.decoder.unfused import put_back, unfuse
 from weightsmith.errors import ShapeError, Unsupported, WeightsmithError, first_line
 from weightsmith.products import Bench
 from weightsmith.tensors import TensorSpec
@@ -135,7 +135,8 @@ class Decoder:
         try:
             wanted = {names[name]: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
             if wrong := _wrong_shapes(wanted, shapes):
-                raise ShapeError(_MISMATCH, where=self._base.label, details=wrong, fix="check its config.json")
+                fix = f"check its config.json{self._base.instead}"
+                raise ShapeError(_MISMATCH, where=self._base.label, details=wrong, fix=fix)
             self._to(device)
             with torch.no_grad():
                 hidden = torch.zeros(1, tokens, self._base.hidden, device=device)
@@ -145,7 +146,7 @@ class Decoder:
                         if own in given:
                             _register(layer, name, given[own].to(device))
                     linear = {names[f"{n}.weight"]: m for n, m in layer.named_modules() if isinstance(m, nn.Linear)}
-                    yield Layer(layer, linear, *call)
+                    yield Layer(layer, linear, *call, self._base.instead)
         finally:
             put_back(layer, replaced)
 
@@ -207,11 +208,10 @@ class Decoder:
         return LayerStates(i, entering, mlp_input)
 
 
-def build(base: Base, specs: Mapping[str, TensorSpec], instead: str = "") -> Decoder | WeightsmithError:
+def build(base: Base, specs: Mapping[str, TensorSpec]) -> Decoder | WeightsmithError:
     """The module of a model, without weights; an error if transformers cannot build it or its tensors do not match.
 
-    specs    of all the model's tensors, by name; {} leaves the check to `Decoder.layer`
-    instead  what else the user may do, for an error
+    specs  of all the model's tensors, by name; {} leaves the check to `Decoder.layer`
 
     Works for any transformers class that calls its layers in sequence.
     """
@@ -229,13 +229,13 @@ def build(base: Base, specs: Mapping[str, TensorSpec], instead: str = "") -> Dec
         table = body.get_input_embeddings().weight
     except Exception as error:  # a bad config can raise anything in transformers
         what = f"transformers cannot build a model of type '{model_type}': {first_line(error)}"
-        return Unsupported(what, where=base.label, fix=f"check its config.json{instead}")
+        return Unsupported(what, where=base.label, fix=f"check its config.json{base.instead}")
     embedding = next(name for name, parameter in body.named_parameters() if parameter is table)
     wanted = {f"{owner}.{name}" if owner else name: tuple(p.shape) for name, p in body.named_parameters()}
     stored = {name: spec.shape for name, spec in specs.items()}
     wrong = _wrong_shapes(wanted, stored) if specs else []
     if wrong or not isinstance(layers, nn.ModuleList) or len(layers) != base.layers:
-        return ShapeError(_MISMATCH, where=base.label, details=wrong, fix=f"check its config.json{instead}")
+        return ShapeError(_MISMATCH, where=base.label, details=wrong, fix=f"check its config.json{base.instead}")
     return Decoder(base, specs, body, layers, embedding)
 
 
@@ -310,12 +310,14 @@ class Layer:
     module        transformers'
     linears       its linear layers, by the stored name of their weights
     args, kwargs  what it is called with, besides hidden states
+    instead       as `Base.instead`
     """
 
     module: Any
     linears: Mapping[str, nn.Linear]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    instead: str = ""
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Run one row, float32 [tokens, hidden]. Thread-safe."""
@@ -326,7 +328,9 @@ class Layer:
     def linear(self, weight: str) -> nn.Linear:
         """A linear layer, by the stored name of its weight. Raises Unsupported if there is none."""
         if weight not in self.linears:
-            raise Unsupported("transformers has no linear layer of this name", where=weight, fix="use --calibration none")
+            raise Unsupported(
+                "transformers has no linear layer of this name", where=weight, fix=f"check its config.json{self.instead}"
+            )
         return self.linears[weight]
 
     @property

@@ -1,0 +1,10 @@
+"""What can be known of a model on a text: what enters its layers, and how much its predictions depend on what leaves them.
+
+    text ──▶ rows ──▶ states 0 ──▶ layer 0 ──▶ states 1 ──▶ layer 1 ──▶ …    [rows, tokens, hidden]: what enters a layer
+                      gradients 0 ◀── layer 0 ◀── gradients 1 ◀── layer 1 ◀── …
+
+`model.py` makes the products of a plan: `TextRun` one by one, `statistic_products` those of a request. `rows.py` cuts a text
+into rows of tokens; `embedding.py`, `states.py`, `gradients.py` and `statistic.py` are the kinds of products, with one layer in
+memory at a time; `statistics/` has a file for each statistic; `decoder/` is the forward pass. States and gradients are
+transient: few of them exist at a time. The room knows nothing of who asks: quantisation, routers of mixtures, merge methods.
+"""

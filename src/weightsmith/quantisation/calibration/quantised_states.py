@@ -1,0 +1,31 @@
+"""The `quantised_states` product: what leaves a layer whose weights are quantised."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from weightsmith.activations.states import check, run
+from weightsmith.products import Bench, ProductKind
+from weightsmith.products.base import Arrays
+from weightsmith.quantisation.calibration.layer import LAYER_BY_LAYER
+from weightsmith.quantisation.calibration.schemes import dequantise, split
+from weightsmith.quantisation.calibration.work import QuantisedStatesWork
+
+
+def _compute(bench: Bench) -> Arrays:
+    import torch
+
+    from weightsmith.store.products import release_pages
+
+    work = QuantisedStatesWork.of(bench.product)
+    specs = {step.out.name: step.out for step in bench.product.steps}
+    given = {}
+    for name, stored in split(work.weights, specs, bench.arrays(work.made)):
+        given[name] = torch.from_numpy(dequantise(stored, work.weights[name], specs[name].shape))
+        for array in stored:
+            release_pages(array)
+    return run(bench, work, given)
+
+
+_check = partial(check, kind=QuantisedStatesWork)
+KIND = ProductKind(LAYER_BY_LAYER, compute=_compute, check=_check, device=True, transient=True)

@@ -1,0 +1,47 @@
+"""The projections of a decoder layer by their names: which have the same input, which some models store as one matrix.
+
+    q, k, v   of the attention            q_proj, k_proj, v_proj; wq, wk, wv; query, key, value; …
+    gate, up  of a gated MLP or expert    gate_proj, up_proj; w1, w3 (Mixtral's); gate_linear, up_linear; …
+
+A new spelling is one line here. (llama.cpp's names are in `formats/gguf/families.py`.)
+"""
+
+from __future__ import annotations
+
+ATTENTION = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "qkv": ("q", "k", "v"),
+    "Wqkv": ("Wq", "Wk", "Wv"),
+    "query_key_value": ("query", "key", "value"),
+}
+"""Fused attention projections, by the last component before `weight`, with the names of their matrices."""
+
+GATED = {
+    "gate_up_proj": ("gate_proj", "up_proj", "down_proj"),
+    "input_linear": ("gate_linear", "up_linear", "output_linear"),
+    "Wi": ("Wgate", "Wup", "Wo"),
+    "dense_h_to_4h": ("gate_proj", "up_proj", "dense_4h_to_h"),
+}
+"""Fused projections of a gated MLP, with the names of their halves and of the matrix that follows them."""
+
+PARTS = {**ATTENTION, **{fused: (gate, up) for fused, (gate, up, _) in GATED.items()}}
+"""Fused projections, with the names of their matrices."""
+
+FUSED = {name: PARTS[name] for name in ("qkv_proj", "gate_up_proj")}
+"""Phi-3's, whose matrices follow each other in every model that has them."""
+
+MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""Mixtral's names of the matrices of an expert."""
+
+UNMIXTRAL = {there: here for here, there in MIXTRAL.items()}
+"""The usual names of Mixtral's."""
+
+_LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
+"""DeepSeek's: the attention's input enters both."""
+
+JOINED = {
+    **dict.fromkeys([name for names in ATTENTION.values() for name in names] + ["wq", "wk", "wv"], "qkv"),
+    **dict.fromkeys([name for gate, up, _ in GATED.values() for name in (gate, up)] + ["w1", "w3"], "gate_up"),
+    **dict.fromkeys(_LATENT, "qkv_a"),
+}
+"""Projection → the input that it shares with others, or the matrix that engines join them into."""

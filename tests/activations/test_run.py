@@ -1,0 +1,90 @@
+"""States and gradients of a text that runs through a model are those of transformers' own model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tests.calibration_help import CONFIGS, captured, changed, rows_for, save_model, settings, text_run
+from weightsmith.activations.running import PhaseProgress
+from weightsmith.planner import prepare
+from weightsmith.quantisation.exl2.model import prepare_model
+
+
+def test_the_progress_of_the_products_of_a_phase_is_one() -> None:
+    told: list[tuple[int, int]] = []
+
+    class Bench:
+        def progress(self, done: int, total: int) -> None:
+            told.append((done, total))
+
+    class Base:
+        layers = 4
+
+    for number, first, last in ((0, 0, 0.25), (0, 0.25, 1), (3, 0.5, 1)):
+        progress = PhaseProgress(Bench(), Base(), number, first, last)  # type: ignore[arg-type]
+        for share in (0, 0.5, 1):
+            progress(share)
+    assert told == [(done, 4000) for done in (0, 125, 250, 250, 625, 1000, 3500, 3750, 4000)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_states_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    """Also where it fuses experts, or q, k and v, which the plan stores one by one."""
+    folder, given = save_model(tmp_path / "m", name), settings(tmp_path)
+    with prepare({"merge_method": "passthrough", "models": [{"model": str(folder)}]}) as prepared:
+        prepared = replace(prepared, plan=prepare_model(prepared.plan).plan)
+        run = text_run(prepared, given)
+        states = [run.embedding()]
+        for i in range(run.layers):
+            states.append(run.states(i, states[-1]))
+        kept = [replace(each, transient=False) for each in states]
+        prepared = replace(prepared, plan=replace(prepared.plan, products=tuple(kept)))
+        found = captured(prepared, kept).arrays
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    entering: list[torch.Tensor] = []
+    for module in (*model.model.layers, model.model.norm):
+        module.register_forward_pre_hook(lambda _module, args: entering.append(args[0]))
+    with torch.inference_mode():
+        model(rows_for(given, folder))
+    for i in range(3):
+        torch.testing.assert_close(torch.from_numpy(found[f"states {i}"][0]), entering[i], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "mixtral", "qwen3 moe"])
+def test_gradients_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
+    """For labels drawn from its own predictions."""
+    folder, given = save_model(tmp_path / "m", name), settings(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("final_logit_softcapping", None)  # Gemma 2 caps its logits all the same
+    (folder / "config.json").write_text(json.dumps(config))
+    changed(folder, o_proj=20, down_proj=20, w2=20, down=20, lm_head=20, embed_tokens=20)
+    with prepare({"merge_method": "passthrough", "models": [{"model": str(folder)}]}) as prepared:
+        prepared = replace(prepared, plan=prepare_model(prepared.plan).plan)
+        run = text_run(prepared, given)
+        kept = [replace(each, transient=False) for each in run.backward(lambda *_: (), lambda layer: run.linear(layer))]
+        kept.append(replace(run.gradients(0, kept[0], kept[-1]), transient=False))
+        prepared = replace(prepared, plan=replace(prepared.plan, products=tuple(kept)))
+        found = captured(prepared, kept).arrays
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    states: list[torch.Tensor] = []
+    for module in (*model.model.layers, model.model.norm):
+        module.register_forward_pre_hook(lambda _module, args: states.append(args[0]))
+    for number, ids in enumerate(rows_for(given, folder)):
+        states.clear()
+        logs = model(inputs_embeds=model.get_input_embeddings()(ids[None]).requires_grad_()).logits[0].log_softmax(1)
+        below = logs.detach().exp().double().cumsum(1)
+        draws = torch.from_numpy(np.random.default_rng([0, number]).random(len(ids), np.float32))
+        labels = (below < draws[:, None] * below[:, -1:]).sum(1)
+        for layer, expected in enumerate(torch.autograd.grad(logs.gather(1, labels[:, None]).sum(), states)):
+            gradient = torch.from_numpy(found[f"gradients {layer}"][0][number])
+            assert gradient.abs().max() > 1e-4
+            torch.testing.assert_close(gradient, expected[0], rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
