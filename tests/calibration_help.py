@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tests.zoo import SIZES
 from weightsmith.activations.model import TextRun, result_of, text_for
 from weightsmith.activations.rows import rows_of, text_source
-from weightsmith.engine.bench import Unkept
+from weightsmith.engine.bench import DiscardedOutput
 from weightsmith.engine.local import Resources, run
 from weightsmith.execution import Merged, execute
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
@@ -88,7 +88,7 @@ def quantise(source: Any, out: Path, given: QuantizeSettings, threads: int = 2, 
         return execute(prepared, out, RunOptions(threads=threads, card=False))
 
 
-class Captured(Unkept):
+class Captured(DiscardedOutput):
     """An engine output that takes no tensors, and shows the products."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from weightsmith import methods
 from weightsmith.checkpoint import open_checkpoint
 from weightsmith.containers.safetensors import make_layout
-from weightsmith.engine.bench import Unkept
+from weightsmith.engine.bench import DiscardedOutput
 from weightsmith.engine.local import Resources, run
 from weightsmith.engine.tiles import TILE_BYTES
 from weightsmith.planner.decide import decide
@@ -48,7 +48,7 @@ def write_checkpoint(
     return folder
 
 
-class Memory(Unkept):
+class Memory(DiscardedOutput):
     """An engine output that keeps tensors in memory."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from weightsmith.engine.bench import Unkept
+from weightsmith.engine.bench import DiscardedOutput
 from weightsmith.engine.constants import copied
 from weightsmith.engine.local import Resources, run
 from weightsmith.errors import Finding, WeightsmithError
@@ -86,7 +86,7 @@ def merge_state_dicts(
     return {name: output.tensors[planned.same.get(name, name)] for name in planned.views[first]}
 
 
-class _Output(Unkept):
+class _Output(DiscardedOutput):
     """The engine's output: new numpy or torch tensors, whichever `like` has."""
 
     def __init__(self, plan: Plan, like: Mapping[str, Any]) -> None:

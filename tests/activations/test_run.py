@@ -20,7 +20,7 @@ from weightsmith.quantisation.exl2.model import prepare_model
 def test_the_progress_of_the_products_of_a_phase_is_one() -> None:
     told: list[tuple[int, int]] = []
 
-    class Bench:
+    class ProductContext:
         def progress(self, done: int, total: int) -> None:
             told.append((done, total))
 
@@ -28,7 +28,7 @@ def test_the_progress_of_the_products_of_a_phase_is_one() -> None:
         layers = 4
 
     for number, first, last in ((0, 0, 0.25), (0, 0.25, 1), (3, 0.5, 1)):
-        progress = PhaseProgress(Bench(), Base(), number, first, last)  # type: ignore[arg-type]
+        progress = PhaseProgress(ProductContext(), Base(), number, first, last)  # type: ignore[arg-type]
         for share in (0, 0.5, 1):
             progress(share)
     assert told == [(done, 4000) for done in (0, 125, 250, 250, 625, 1000, 3500, 3750, 4000)]

@@ -8,12 +8,12 @@ from weightsmith.activations.rows import BUILT_IN, TOKENIZER, rows_of
 from weightsmith.activations.states import FORWARD
 from weightsmith.activations.work import EmbeddingWork
 from weightsmith.plans import FileRead, Product
-from weightsmith.products import Bench, ProductKind
+from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.structure.vocabulary import is_embedding
 
 
-def _compute(bench: Bench) -> Arrays:
+def _compute(bench: ProductContext) -> Arrays:
     from weightsmith.activations.running import PhaseProgress, decoder_of
     from weightsmith.store.products import release_pages
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from weightsmith.activations.work import GradientWork
 from weightsmith.plans import Product
-from weightsmith.products import Bench, ProductKind
+from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays, Floats
 from weightsmith.structure.vocabulary import is_head
 
@@ -37,12 +37,12 @@ TOKENS_AT_ONCE = 64
 """Whose predictions are held in memory: as many numbers as the vocabulary has tokens, for each."""
 
 
-def _compute(bench: Bench) -> Arrays:
+def _compute(bench: ProductContext) -> Arrays:
     work = GradientWork.of(bench.product)
     return _of_head(bench, work) if work.layer == work.base.layers else _of_layer(bench, work)
 
 
-def _of_head(bench: Bench, work: GradientWork) -> Arrays:
+def _of_head(bench: ProductContext, work: GradientWork) -> Arrays:
     """The gradients of what leaves the last layer."""
     import torch
 
@@ -98,7 +98,7 @@ def _of_logits(final: Tensor, head: Tensor, cap: float | None, draws: Tensor) ->
         return (of_logits if slope is None else of_logits.mul_(slope)) @ head
 
 
-def _of_layer(bench: Bench, work: GradientWork) -> Arrays:
+def _of_layer(bench: ProductContext, work: GradientWork) -> Arrays:
     """The gradients of what enters a layer, and what is kept of those of its linear layers."""
     import torch
 

@@ -20,7 +20,7 @@ from weightsmith.activations.work import LayerWork
 from weightsmith.errors import NonFinite, ParameterError, PlanError, WeightsmithError
 from weightsmith.jobs.matrix import one_thread
 from weightsmith.jobs.requires import usable_device
-from weightsmith.products.base import Bench, Floats
+from weightsmith.products.base import ProductContext, Floats
 from weightsmith.store.products import release_pages
 
 WORK_BYTES = 4 << 30
@@ -45,7 +45,7 @@ def _decoder(text: str) -> Decoder:
     return found
 
 
-def device_of(bench: Bench) -> str:
+def device_of(bench: ProductContext) -> str:
     """The torch device. Raises PlanError for one that cannot be used."""
     try:
         return usable_device(bench.device)
@@ -53,7 +53,7 @@ def device_of(bench: Bench) -> str:
         raise PlanError([error]) from error
 
 
-def budget(bench: Bench) -> int:
+def budget(bench: ProductContext) -> int:
     """The bytes that the sums of a product may take, and what is computed of them likewise: half of its memory each."""
     return WORK_BYTES if bench.memory_bytes is None else bench.memory_bytes // 2
 
@@ -73,7 +73,7 @@ class PhaseProgress:
 
     UNITS = 1000
 
-    def __init__(self, bench: Bench, base: Base, layer: int, first: float, last: float) -> None:
+    def __init__(self, bench: ProductContext, base: Base, layer: int, first: float, last: float) -> None:
         self._bench = bench
         self._total = base.layers * self.UNITS
         self._start = (layer + first) * self.UNITS
@@ -91,7 +91,7 @@ class Rows:
     states  float32 [rows, tokens, hidden]
     """
 
-    bench: Bench
+    bench: ProductContext
     base: Base
     states: Floats
     device: str
@@ -141,7 +141,7 @@ class LayerRows(Rows):
     layer: Layer
 
 
-def rows_of_states(bench: Bench, work: LayerWork, first: float, last: float, *, back: bool = False) -> Rows:
+def rows_of_states(bench: ProductContext, work: LayerWork, first: float, last: float, *, back: bool = False) -> Rows:
     """The rows that enter a layer, or the head.
 
     first, last  the part of the layer's progress that this product takes
@@ -154,7 +154,7 @@ def rows_of_states(bench: Bench, work: LayerWork, first: float, last: float, *, 
 
 @contextmanager
 def layer_rows(
-    bench: Bench,
+    bench: ProductContext,
     work: LayerWork,
     first: float,
     last: float,

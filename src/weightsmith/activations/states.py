@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from weightsmith.activations.work import LayerWork
 from weightsmith.plans import Product
-from weightsmith.products import Bench, ProductKind
+from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays
 
 if TYPE_CHECKING:
@@ -19,12 +19,12 @@ FORWARD = "measuring layer by layer"
 """The progress of states and statistics."""
 
 
-def compute(bench: Bench) -> Arrays:
+def compute(bench: ProductContext) -> Arrays:
     """Run a layer with the model's weights."""
     return run(bench, LayerWork.of(bench.product), {})
 
 
-def run(bench: Bench, work: LayerWork, given: Mapping[str, Tensor]) -> Arrays:
+def run(bench: ProductContext, work: LayerWork, given: Mapping[str, Tensor]) -> Arrays:
     """Run a layer. given: weights to use instead of the model's, by name."""
     import torch
 

@@ -10,7 +10,7 @@ from weightsmith.activations.states import FORWARD
 from weightsmith.activations.statistics import STATISTICS, Statistic, find_statistic
 from weightsmith.activations.work import StatisticWork
 from weightsmith.plans import Product
-from weightsmith.products import Bench, ProductKind
+from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def shapes_of(
     return {key: statistic.shape(*shapes[own[0]]) for key, own in keys_of(statistic, weights).items()}
 
 
-def _compute(bench: Bench) -> Arrays:
+def _compute(bench: ProductContext) -> Arrays:
     from weightsmith.activations.running import layer_rows
     from weightsmith.activations.sums import use_sums
     from weightsmith.store.products import release_pages

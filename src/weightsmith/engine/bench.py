@@ -28,7 +28,7 @@ from weightsmith.tensors import TensorSpec
 
 
 class EngineBench:
-    """`products.Bench` of the engine. run_steps: makes steps and hands their bytes to an output; raises as the engine does."""
+    """`products.ProductContext` of the engine. run_steps: makes steps and hands their bytes to an output; raises as the engine does."""
 
     def __init__(
         self,
@@ -56,18 +56,18 @@ class EngineBench:
         self._cancelled = cancelled
 
     def fill(self, arrays: Mapping[str, Floats]) -> None:
-        """See `products.Bench`."""
+        """See `products.ProductContext`."""
         self._make({name: _Whole(self._steps[name].out, array) for name, array in arrays.items()})
 
     def rows(self, name: str, numbers: Sequence[int]) -> Floats:
-        """See `products.Bench`."""
+        """See `products.ProductContext`."""
         spec = self._steps[name].out
         found = np.empty((len(numbers), spec.shape[1]), np.float32)
         self._make({name: _Rows(spec, np.array(numbers, np.int64), found)})
         return found
 
     def largest(self, names: Sequence[str]) -> Floats:
-        """See `products.Bench`."""
+        """See `products.ProductContext`."""
         targets = {name: _Largest(self._steps[name].out) for name in names}
         self._make(targets)
         return np.array([targets[name].found for name in names], np.float32)
@@ -81,17 +81,17 @@ class EngineBench:
             own.clear()  # a run is in reference cycles, which would keep whole matrices until the next garbage collection
 
     def arrays(self, name: str) -> Arrays:
-        """See `products.Bench`."""
+        """See `products.ProductContext`."""
         assert name in self.product.needs, (self.product.name, name)
         return self._results.arrays(name)
 
     def create(self) -> Arrays:
-        """See `products.Bench`."""
+        """See `products.ProductContext`."""
         found = self._create()
         return [np.zeros(out.shape, out.dtype.numpy) for out in self.product.outs] if found is None else found
 
     def folder(self, model: int) -> Path:
-        """See `products.Bench`."""
+        """See `products.ProductContext`."""
         folder = self._folders[model]
         for file in self.product.files:
             if file.model == model:
@@ -99,7 +99,7 @@ class EngineBench:
         return folder
 
     def progress(self, done: int, total: int) -> None:
-        """See `products.Bench`."""
+        """See `products.ProductContext`."""
         self.check()
         self._report(done, total)
 
@@ -234,7 +234,7 @@ def _decode(spec: TensorSpec, data: Bytes, start: int, count: int, out: Floats) 
         out[:] = data.view(spec.dtype.numpy)[start : start + count]
 
 
-class Unkept:
+class DiscardedOutput:
     """The products of an engine output without files: they stay in memory."""
 
     def equal(self, name: str, start_byte: int, extent: Extent) -> None:
@@ -251,7 +251,7 @@ class Unkept:
         """Nothing was kept."""
 
 
-class MemoryOutput(Unkept):
+class MemoryOutput(DiscardedOutput):
     """An engine output: what each tensor is for takes its bytes."""
 
     def __init__(self, targets: Mapping[str, _Target]) -> None:

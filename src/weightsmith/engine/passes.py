@@ -10,7 +10,7 @@ from weightsmith.engine.computed import Computed
 from weightsmith.engine.reader import Reader
 from weightsmith.formats.files import Extent
 from weightsmith.plans import COPY, PRODUCTS, Plan, Product, Step
-from weightsmith.products import Survey, find_kind
+from weightsmith.products import StreamingReduction, find_kind
 
 STRIDE_BYTES = 4 << 20
 """Of each input of a tensor in turn: its tiles are read in all inputs at once."""
@@ -22,7 +22,7 @@ class Passes:
     def __init__(self, plan: Plan, reader: Reader) -> None:
         self._reader = reader
         self._known: dict[tuple[object, ...], tuple[int, int]] = {}
-        self._surveys: dict[str, Survey] = {}
+        self._surveys: dict[str, StreamingReduction] = {}
         for product in plan.products:
             make = find_kind(product.op).survey
             if make is not None:

@@ -21,7 +21,7 @@ from weightsmith.engine.hashing import TensorHash
 from weightsmith.engine.tiles import Cut
 from weightsmith.jobs.job import Job, Matrix
 from weightsmith.plans import Product, Step
-from weightsmith.products import Survey
+from weightsmith.products import StreamingReduction
 from weightsmith.tensors import grain_elements
 
 APPLY = -1
@@ -167,7 +167,7 @@ class Part(Flight):
 class SurveyFlight(Flight):
     """A product that streams: the tiles of all the steps that it looks at, pass after pass, results taken in plan order."""
 
-    def __init__(self, product: Product, survey: Survey, tiles: Callable[[], Iterator[tuple[Step, Matrix, Cut]]]) -> None:
+    def __init__(self, product: Product, survey: StreamingReduction, tiles: Callable[[], Iterator[tuple[Step, Matrix, Cut]]]) -> None:
         """tiles: restarts for each pass."""
         self.product = product
         self.survey = survey

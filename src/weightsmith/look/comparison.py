@@ -23,7 +23,7 @@ from weightsmith.look.differences import WIDTH, Floats, analyse_sketch, batches,
 from weightsmith.look.models import Place, Watching, groups, is_floating, json_values, match, opened, survey, with_needs
 from weightsmith.look.nonfinite import NonFinite, counted, decoded, of_rows, sentences, together
 from weightsmith.plans import Product, Step
-from weightsmith.products.base import Arrays, ProductKind, Survey
+from weightsmith.products.base import Arrays, ProductKind, StreamingReduction
 from weightsmith.tensors import DTYPES, TensorSpec
 from weightsmith.text import count
 
@@ -82,7 +82,7 @@ class _Part:
     sketch: Floats | None
 
 
-class Alignments(Survey):
+class Alignments(StreamingReduction):
     """See `alignments`."""
 
     def __init__(self, product: Product) -> None:
@@ -187,7 +187,7 @@ def _check(product: Product) -> str:
     return "" if product.outs == alignments(product.name, product.steps).outs else "its arrays are not those of its steps"
 
 
-KIND = ProductKind("comparing", survey=Alignments, check=_check)
+KIND = ProductKind("comparing", reduce=Alignments, check=_check)
 
 
 ALIKE, OPPOSED = 0.5, -0.1

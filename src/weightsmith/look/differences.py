@@ -23,7 +23,7 @@ from weightsmith.kernels.delta import distance
 from weightsmith.kernels.differences import DIFFERENCE_SUMS, difference, project
 from weightsmith.look.nonfinite import counted, decoded, differs
 from weightsmith.plans import Product, Step
-from weightsmith.products.base import Arrays, ProductKind, Survey
+from weightsmith.products.base import Arrays, ProductKind, StreamingReduction
 from weightsmith.tensors import DTYPES, TensorSpec
 
 # ---- Sketches of a difference: its rows times a sparse matrix of random signs, and what they tell of its singular values.
@@ -183,7 +183,7 @@ class _Projected:
     product: Floats
 
 
-class Differences(Survey):
+class Differences(StreamingReduction):
     """See `differences`."""
 
     def __init__(self, product: Product) -> None:
@@ -355,4 +355,4 @@ def _check(product: Product) -> str:
     return "" if product.outs == expected else "its arrays are not those of its steps"
 
 
-KIND = ProductKind("comparing", survey=Differences, check=_check)
+KIND = ProductKind("comparing", reduce=Differences, check=_check)

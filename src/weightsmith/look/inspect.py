@@ -26,7 +26,7 @@ from weightsmith.look.nonfinite import NonFinite
 from weightsmith.lora import open_adapter
 from weightsmith.lora.records import Adapter
 from weightsmith.plans import COPY, Product, Read, Step
-from weightsmith.products.base import Arrays, ProductKind, Survey
+from weightsmith.products.base import Arrays, ProductKind, StreamingReduction
 from weightsmith.recipe import ModelRef
 from weightsmith.recipe.references import parse_reference
 from weightsmith.stored.gguf.reading import GgufTensors
@@ -65,7 +65,7 @@ class _Part:
     squares: npt.NDArray[np.float64]
 
 
-class Statistics(Survey):
+class Statistics(StreamingReduction):
     """See `statistics_product`."""
 
     def __init__(self, product: Product) -> None:
@@ -127,7 +127,7 @@ def _check(product: Product) -> str:
     )
 
 
-KIND = ProductKind("measuring", survey=Statistics, check=_check)
+KIND = ProductKind("measuring", reduce=Statistics, check=_check)
 
 
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")

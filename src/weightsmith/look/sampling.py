@@ -22,7 +22,7 @@ from weightsmith.look.nonfinite import counted, decoded, differs
 from weightsmith.methods import get
 from weightsmith.planner.decide import decide
 from weightsmith.plans import PLAIN, Block, Gather, Plan, Product, Read, Step, Table
-from weightsmith.products.base import Arrays, ProductKind, Survey
+from weightsmith.products.base import Arrays, ProductKind, StreamingReduction
 from weightsmith.tensors import DTYPES, TensorSpec
 
 SAMPLE_ELEMENTS = 1 << 17
@@ -160,7 +160,7 @@ class _Part:
     constants: int
 
 
-class Survivals(Survey):
+class Survivals(StreamingReduction):
     """See `survivals`."""
 
     def __init__(self, product: Product) -> None:
@@ -208,4 +208,4 @@ def _check(product: Product) -> str:
     return "" if product.outs == survivals(product.name, product.steps).outs else "its arrays are not those of its steps"
 
 
-KIND = ProductKind("previewing", survey=Survivals, check=_check)
+KIND = ProductKind("previewing", reduce=Survivals, check=_check)

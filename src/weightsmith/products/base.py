@@ -24,7 +24,7 @@ Arrays = Sequence[npt.NDArray[Any]]
 Floats = npt.NDArray[np.float32]
 
 
-class Survey(ABC):
+class StreamingReduction(ABC):
     """Statistics over the tiles of many tensors, in one or more passes.
 
     begin(0) → statistics(0, every tile), take(0, every result) → end(0) → begin(1) → …
@@ -60,7 +60,7 @@ class Survey(ABC):
         """The result, after the last pass. Before the first pass, only shapes and dtypes are valid."""
 
 
-class Bench(Protocol):
+class ProductContext(Protocol):
     """What a computing product can use.
 
     product       the product to compute
@@ -143,7 +143,7 @@ class ProductKind:
     doing    text of the progress display, with a verb in -ing
     reads    files that it reads, other than `product.files`
     transient  only products need its arrays: `Product.transient`
-    device   the result depends on `Bench.device`: finished work is mixed only with that of the same type of device
+    device   the result depends on `ProductContext.device`: finished work is mixed only with that of the same type of device
     serves   whether a finished product has all that another one of this kind, of one tensor alone, would have
     check    why a product's settings, steps and arrays are invalid, or ""; plans may come from untrusted sources
     survey   for streaming
@@ -152,8 +152,8 @@ class ProductKind:
     """
 
     doing: str
-    survey: Callable[[Product], Survey] | None = None
-    compute: Callable[[Bench], Arrays] | None = None
+    survey: Callable[[Product], StreamingReduction] | None = None
+    compute: Callable[[ProductContext], Arrays] | None = None
     report: Callable[[Product, Arrays], Report | None] = _no_report
     check: Callable[[Product], str] = _no_problem
     serves: Callable[[Product, Product], bool] = _same_models

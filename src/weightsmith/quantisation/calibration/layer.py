@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightsmith.activations.sites import is_attention, site_of
 from weightsmith.plans import Product
-from weightsmith.products import Bench, ProductKind
+from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation.calibration import schemes
 from weightsmith.quantisation.calibration.work import QuantisedWork
@@ -41,7 +41,7 @@ def stages(weights: Mapping[str, str]) -> list[dict[str, str]]:
     return [stage for stage in (first, rest) if stage]
 
 
-def _compute(bench: Bench) -> Arrays:
+def _compute(bench: ProductContext) -> Arrays:
     from weightsmith.activations.running import layer_rows
 
     work = QuantisedWork.of(bench.product)
@@ -98,7 +98,7 @@ def _give(rows: LayerRows, stage: Mapping[str, str], made: Mapping[str, Arrays])
         list(pool.map(give, stage))
 
 
-def _head(bench: Bench, work: QuantisedWork) -> Arrays:
+def _head(bench: ProductContext, work: QuantisedWork) -> Arrays:
     """Quantise the head for what leaves the final norm."""
     import torch
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from weightsmith.activations.gradients import LAST_FIRST
 from weightsmith.plans import Product
-from weightsmith.products import Bench, ProductKind
+from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays, Floats
 from weightsmith.quantisation.calibration import schemes
 from weightsmith.quantisation.calibration.work import MeasureWork
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 FEATURES = 128
 
 
-def _compute(bench: Bench) -> Arrays:
+def _compute(bench: ProductContext) -> Arrays:
     from weightsmith.activations.running import budget, layer_rows
     from weightsmith.activations.sums import use_sums
     from weightsmith.quantisation.calibration.common import Room, located

@@ -17,7 +17,7 @@ from weightsmith.activations.sites import is_attention, site_of
 from weightsmith.activations.states import FORWARD
 from weightsmith.errors import ParameterError
 from weightsmith.plans import Product
-from weightsmith.products import Bench, ProductKind
+from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays, Floats
 from weightsmith.quantisation.calibration import schemes
 from weightsmith.quantisation.calibration.work import BlocksWork
@@ -36,7 +36,7 @@ _QUANTISING = 0.3
 """Of the progress of a block: the Hessians."""
 
 
-def _compute(bench: Bench) -> Arrays:
+def _compute(bench: ProductContext) -> Arrays:
     from weightsmith.activations.running import layer_rows, workers
 
     work = BlocksWork.of(bench.product)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import partial
 
 from weightsmith.activations.states import check, run
-from weightsmith.products import Bench, ProductKind
+from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation.calibration.layer import LAYER_BY_LAYER
 from weightsmith.quantisation.calibration.schemes import dequantise, split
 from weightsmith.quantisation.calibration.work import QuantisedStatesWork
 
 
-def _compute(bench: Bench) -> Arrays:
+def _compute(bench: ProductContext) -> Arrays:
     import torch
 
     from weightsmith.store.products import release_pages
