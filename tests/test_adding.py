@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 
 import weightsmith
 from tests.mini import write_checkpoint
-from weightsmith.engine.bench import MemoryOutput
-from weightsmith.engine.local import Resources, run
+from weightsmith.engine.local import Resources, Workload, run
+from weightsmith.engine.unwritten import DiscardedOutput
 from weightsmith.options import RecipeOptions
 from weightsmith.planner import prepare
 from weightsmith.plans import Product
@@ -64,7 +64,7 @@ def test_a_product_from_its_page(files: Page, tmp_path: Path, monkeypatch: pytes
     with prepare(recipe, RecipeOptions()) as prepared:
         assert prepared.plan.products == (product,)
         for threads in (1, 3):
-            outcome = run(prepared.plan, prepared.inputs, MemoryOutput({}), Resources(threads, 1 << 17), steps=())
+            outcome = run(prepared.plan, prepared.inputs, DiscardedOutput(), Resources(threads, 1 << 17), Workload(()))
             deltas = [max(float(np.abs(m[n] - models[0][n]).max()) for n in m) for m in models[1:]]
             assert outcome.results.array("largest").tolist() == deltas
     products.find_kind.cache_clear()

@@ -15,7 +15,8 @@ import pytest
 import weightsmith
 from tests.mini import write_checkpoint
 from weightsmith.checkpoint import open_checkpoint
-from weightsmith.engine.computed import Computed, _Merge
+from weightsmith.engine.active import ActiveStep, LeafPass
+from weightsmith.engine.computed import Computed, SharedPasses
 from weightsmith.engine.tiles import Cut
 from weightsmith.errors import NonFinite
 from weightsmith.jobs.job import Bytes, Job, Tile
@@ -136,7 +137,7 @@ class Counted(Job):
     def __init__(self, *, sequential: bool) -> None:
         self.sequential = sequential
         self.taken: list[tuple[int, int]] = []
-        self.folded: list[list[int]] = []
+        self.finished: list[list[int]] = []
         self.busy = self.most = 0
         self.lock = threading.Lock()
 
@@ -145,7 +146,7 @@ class Counted(Job):
 
     def count(self, k: int) -> int:
         with self.lock:
-            self.taken.append((len(self.folded), k))
+            self.taken.append((len(self.finished), k))
             self.busy += 1
             self.most = max(self.most, self.busy)
         time.sleep(0.005)
@@ -153,8 +154,8 @@ class Counted(Job):
             self.busy -= 1
         return k * k
 
-    def fold(self, number: int, results: list[int]) -> None:
-        self.folded.append(results)
+    def finish_pass(self, number: int, results: list[int]) -> None:
+        self.finished.append(results)
 
     def apply(self, tile: Tile, out: Bytes) -> None:
         raise AssertionError
@@ -163,13 +164,15 @@ class Counted(Job):
 @pytest.mark.parametrize("sequential", [True, False])
 def test_each_tile_of_a_pass_is_taken_once_and_in_order_where_the_job_wants_that(sequential: bool) -> None:
     job = Counted(sequential=sequential)
-    merge = _Merge(Step(TensorSpec("w", DTYPES["F32"], (8,)), "linear", ()), job, [Cut(k, 1) for k in range(8)])
+    step = Step(TensorSpec("w", DTYPES["F32"], (8,)), "linear", ())
+    leaf = LeafPass(ActiveStep(step), step, job, 0, [Cut(k, 1) for k in range(8)])
+    merge = SharedPasses(leaf)
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: merge.prepare(job.count), range(4)))
-    assert job.folded == [[k * k for k in range(8)]] * 2
+        list(pool.map(lambda _: merge.prepare(lambda task: job.count(task.tile)), range(4)))
+    assert job.finished == [[k * k for k in range(8)]] * 2
     assert sorted(job.taken) == [(number, k) for number in range(2) for k in range(8)]
     assert (job.most == 1) == sequential
-    assert merge.number == 2
+    assert leaf.number == 2
 
 
 def test_an_infinity_of_one_model_is_an_error_in_every_thread(folder: Path, tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ import weightsmith
 from tests.calibration_help import CONFIGS, TINY, prepared_for, quantise, save_model, settings
 from tests.cli_help import environment
 from weightsmith.checkpoint import open_checkpoint
-from weightsmith.engine.bench import Unkept
-from weightsmith.engine.local import Resources, run
+from weightsmith.engine.local import Resources, Workload, run
+from weightsmith.engine.unwritten import DiscardedOutput
 from weightsmith.errors import CannotResume, FormatError, NonFinite, PlanError, StoreError, WeightsmithError
 from weightsmith.execution import execute
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
@@ -68,7 +68,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
             yield
 
 
-class Captured(Unkept):
+class Captured(DiscardedOutput):
     """An engine output that takes no tensors, and shows the products."""
 
     def __init__(self) -> None:
@@ -94,9 +94,8 @@ class Captured(Unkept):
 def captured(prepared: Prepared, products: Sequence[Product], memory: int | None = None) -> Captured:
     output = Captured()
     folders = [model.folder for model in prepared.inputs]
-    run(
-        prepared.plan, prepared.inputs, output, Resources(2, product_bytes=memory), steps=(), products=products, folders=folders
-    )
+    workload = Workload(steps=(), products=products, folders=folders)
+    run(prepared.plan, prepared.inputs, output, Resources(2, product_bytes=memory), workload)
     return output
 
 
@@ -108,7 +107,7 @@ def rows_for(given: QuantizeSettings, folder: Path) -> torch.Tensor:
 def test_the_progress_of_the_products_of_a_phase_is_one() -> None:
     told: list[tuple[int, int]] = []
 
-    class Bench:
+    class ProductContext:
         def progress(self, done: int, total: int) -> None:
             told.append((done, total))
 
@@ -116,7 +115,7 @@ def test_the_progress_of_the_products_of_a_phase_is_one() -> None:
         layers = 4
 
     for number, first, last in ((0, 0, 0.25), (0, 0.25, 1), (3, 0.5, 1)):
-        progress = PhaseProgress(Bench(), Base(), number, first, last)  # type: ignore[arg-type]
+        progress = PhaseProgress(ProductContext(), Base(), number, first, last)  # type: ignore[arg-type]
         for share in (0, 0.5, 1):
             progress(share)
     assert told == [(done, 4000) for done in (0, 125, 250, 250, 625, 1000, 3500, 3750, 4000)]

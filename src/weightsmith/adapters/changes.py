@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weightsmith.plans import Product, Step
-from weightsmith.products import Bench, ProductKind
+from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.tensors import DTYPES, TensorSpec
 
@@ -17,7 +17,7 @@ def changes(steps: Sequence[Step]) -> Product:
     return Product(NAME, "changes", (TensorSpec(NAME, DTYPES["F32"], (len(steps),)),), {}, tuple(steps))
 
 
-def _compute(bench: Bench) -> Arrays:
+def _compute(bench: ProductContext) -> Arrays:
     return [bench.largest([step.out.name for step in bench.product.steps])]
 
 

@@ -29,7 +29,7 @@ from weightsmith.adapters.factors import decompose, prefers_exact
 from weightsmith.jobs.matrix import one_thread
 from weightsmith.plans import Product, Step
 from weightsmith.plans.reading import has_type
-from weightsmith.products import Bench, ProductKind
+from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.tensors import DTYPES, TensorSpec
 
@@ -173,7 +173,7 @@ def _mask(shape: tuple[int, ...], density: float, seed: int) -> npt.NDArray[np.b
     return np.random.Generator(np.random.Philox(seed)).random(shape) < density
 
 
-def _compute(bench: Bench) -> Arrays:
+def _compute(bench: ProductContext) -> Arrays:
     work = CombinationWork.of(bench.product)
     arrays = {step.out.name: np.empty(step.out.shape, np.float32) for step in bench.product.steps}
     bench.fill(arrays)

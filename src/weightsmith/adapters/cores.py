@@ -40,7 +40,7 @@ from weightsmith.jobs.decompose import column_basis, thin_svd
 from weightsmith.jobs.matrix import one_thread
 from weightsmith.plans import COPY, PRODUCTS, Product, Read, Step
 from weightsmith.plans.reading import has_type
-from weightsmith.products import Bench, ProductKind
+from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.tensors import DTYPES, MAX_STACKED, TensorSpec
 
@@ -229,7 +229,7 @@ def row_norms(
     return found
 
 
-def _compute(bench: Bench) -> Arrays:
+def _compute(bench: ProductContext) -> Arrays:
     import torch
 
     work = CoreWork.of(bench.product)

@@ -31,7 +31,7 @@ from weightsmith.jobs.matrix import one_thread
 from weightsmith.jobs.requires import usable_device
 from weightsmith.plans import Product, Step
 from weightsmith.plans.reading import has_type
-from weightsmith.products import Bench, ProductKind
+from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays, Floats
 from weightsmith.tensors import DTYPES, MAX_STACKED, TensorSpec
 
@@ -324,7 +324,7 @@ def rounding_noise(weights: Floats) -> float:
     return float(np.square(steps).sum() / 12 / max(1, weights.size))
 
 
-def _compute(bench: Bench) -> Arrays:
+def _compute(bench: ProductContext) -> Arrays:
     work, device = FactorWork.of(bench.product), usable_device(bench.device)
     specs = {step.out.name: step.out for step in bench.product.steps}
     largest = max(_work_bytes(target, *specs[target.matrices[0]].shape) for target in work.targets)

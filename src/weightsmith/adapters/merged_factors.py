@@ -24,7 +24,7 @@ from weightsmith.jobs.decompose import thin_svd
 from weightsmith.jobs.matrix import one_thread
 from weightsmith.plans import Product, Step
 from weightsmith.plans.reading import has_type
-from weightsmith.products import Bench, ProductKind
+from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.tensors import DTYPES, MAX_STACKED, TensorSpec
 
@@ -80,7 +80,7 @@ class MergedWork:
         return cls(**data | {"shapes": tuple((rows, cols) for rows, cols in data["shapes"])})
 
 
-def _compute(bench: Bench) -> Arrays:
+def _compute(bench: ProductContext) -> Arrays:
     import torch
 
     work = MergedWork.of(bench.product)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from weightsmith.decoder import Base
 from weightsmith.decoder.unfused import put_back, unfuse
 from weightsmith.errors import ShapeError, Unsupported, WeightsmithError, first_line
-from weightsmith.products import Bench
+from weightsmith.products import ProductContext
 from weightsmith.tensors import TensorSpec
 
 BATCH_TOKENS = 2048
@@ -81,13 +81,13 @@ class Decoder:
         names = [[f"{self._base.prefix}{i}.{n}" for n, _ in layer.named_parameters()] for i, layer in enumerate(self._layers)]
         return [sum(self._specs[name].nbytes for name in own) for own in names]
 
-    def embeddings(self, source: Bench, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+    def embeddings(self, source: ProductContext, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
         """The stored embeddings of the tokens of each prompt: float32 [tokens, hidden]."""
         table, place = self._rows(source, prompts)
         return [table[[place[token] for token in ids]] for ids in prompts]
 
     def states(
-        self, source: Bench, prompts: Sequence[Sequence[int]], *, device: str = "cpu", batch_tokens: int = BATCH_TOKENS
+        self, source: ProductContext, prompts: Sequence[Sequence[int]], *, device: str = "cpu", batch_tokens: int = BATCH_TOKENS
     ) -> Iterator[LayerStates]:
         """Yield each layer's inputs for the prompts.
 
@@ -108,7 +108,7 @@ class Decoder:
                 with _loaded(layer, weights, memory):
                     yield self._run(i, layer, batches, len(prompts))
 
-    def embedded(self, source: Bench, rows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    def embedded(self, source: ProductContext, rows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         """What enters the first layer, for rows of token ids without padding: float32 [tokens, hidden] each."""
         with torch.no_grad():
             place = self._embed(source, rows, "cpu")
@@ -118,7 +118,7 @@ class Decoder:
 
     @contextmanager
     def layer(
-        self, i: int, source: Bench, tokens: int, device: str = "cpu", given: Mapping[str, Tensor] | None = None
+        self, i: int, source: ProductContext, tokens: int, device: str = "cpu", given: Mapping[str, Tensor] | None = None
     ) -> Iterator[Layer]:
         """Layer i with its weights, for rows of so many tokens.
 
@@ -150,13 +150,13 @@ class Decoder:
             put_back(layer, replaced)
 
     @contextmanager
-    def final_norm(self, source: Bench, device: str = "cpu") -> Iterator[Any]:
+    def final_norm(self, source: ProductContext, device: str = "cpu") -> Iterator[Any]:
         """The norm after the last layer, whose output enters the head: a module, with its weights."""
         norm = self._body.norm
         with _loaded(norm, {name: self._name(f"norm.{name}") for name, _ in norm.named_parameters()}, _Memory(source, device)):
             yield norm
 
-    def _rows(self, source: Bench, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, dict[int, int]]:
+    def _rows(self, source: ProductContext, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, dict[int, int]]:
         """The embedding rows of all tokens in the prompts, and the row index of each token."""
         used = sorted({token for ids in prompts for token in ids})
         rows = torch.from_numpy(source.rows(self._name(self._embedding), used))
@@ -166,13 +166,13 @@ class Decoder:
         """The model's name for a parameter of the body."""
         return f"{self._owner}.{parameter}" if self._owner else parameter
 
-    def _begin(self, source: Bench, batches: Sequence[_Batch], prompts: Sequence[Sequence[int]], device: str) -> None:
+    def _begin(self, source: ProductContext, batches: Sequence[_Batch], prompts: Sequence[Sequence[int]], device: str) -> None:
         """Embed every batch and record the arguments of every layer, by running the body without its layers."""
         place = self._embed(source, prompts, device)
         for batch in batches:
             batch.record(self._body, self._layers, place)
 
-    def _embed(self, source: Bench, prompts: Sequence[Sequence[int]], device: str) -> dict[int, int]:
+    def _embed(self, source: ProductContext, prompts: Sequence[Sequence[int]], device: str) -> dict[int, int]:
         """Give the body the embedding rows of these tokens, and all else it needs outside its layers. Returns token → row."""
         table, place = self._rows(source, prompts)
         module = self._body.get_submodule(self._embedding.removesuffix(".weight"))
@@ -389,7 +389,7 @@ def _batches(prompts: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[li
 class _Memory:
     """Buffers for weights, reused for the next layer: freeing and allocating takes longer than filling them."""
 
-    def __init__(self, source: Bench, device: str) -> None:
+    def __init__(self, source: ProductContext, device: str) -> None:
         self._source = source
         self._device = "cpu" if torch.device(device).type == "cpu" else device
         self._free: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}

@@ -64,7 +64,7 @@ class ActiveJob(Job):
     def statistics(self, number: int, tile: Tile) -> Counts:
         return count_tile(self.matrix, tile, self.epsilon)
 
-    def fold(self, number: int, results: list[Any]) -> None:
+    def finish_pass(self, number: int, results: list[Any]) -> None:
         assert self._alone is not None
         self.factors = self._alone(np.sum(results, axis=0))
 

@@ -1,7 +1,7 @@
 """The job of methods that need a whole matrix at once: singular vectors, polar factors, solutions of linear systems.
 
-The statistics pass copies the inputs into memory (in the dtype of rows); `fold` computes an update with torch, in float64;
-the apply pass adds it to a combination of the inputs. The scheduler limits the number of matrices in memory
+The statistics pass copies the inputs into memory (in the dtype of rows); `finish_pass` computes an update with torch, in
+float64; the apply pass adds it to a combination of the inputs. The scheduler limits the number of matrices in memory
 (`Job.resident_bytes`).
 
 The bytes do not depend on tiles and threads: a single thread does each computation, on arrays that torch aligns. Several
@@ -156,7 +156,7 @@ class MatrixJob(Job):
 
         return torch.empty(shape, dtype=torch.float64 if self.width == 8 else torch.float32)  # aligned, unlike numpy's
 
-    def fold(self, number: int, results: list[Any]) -> None:
+    def finish_pass(self, number: int, results: list[Any]) -> None:
         held = self._held.view(len(self.weights), self.rows, self.matrix.cols)
         self._held = None
         update = self._empty(self.rows, self.matrix.cols)

@@ -72,7 +72,7 @@ class PerturbedJob(Job):
         chosen_sums(tile.raw[0], code, tile.start, tile.size, m.grain, self._chosen, self._by_rows, m.cols, out, row)
         return out
 
-    def fold(self, number: int, results: list[Any]) -> None:
+    def finish_pass(self, number: int, results: list[Any]) -> None:
         m = self.matrix
         count = int(self._chosen.sum()) * (m.cols if self._by_rows else m.size // m.cols)
         total, squares = np.cumsum(np.concatenate(results), axis=0)[-1]  # adds sequentially

@@ -37,9 +37,9 @@ class ScaledJob(Job):
             return self.inner.statistics(number, tile)
         return self._squares(tile)
 
-    def fold(self, number: int, results: list[Any]) -> None:
+    def finish_pass(self, number: int, results: list[Any]) -> None:
         if number < self.inner.passes():
-            self.inner.fold(number, results)
+            self.inner.finish_pass(number, results)
             return
         totals = np.sqrt(np.cumsum(np.concatenate(results), axis=0)[-1])
         merged, summed, models = totals[0], totals[1], totals[2:]

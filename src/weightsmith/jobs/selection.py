@@ -201,7 +201,7 @@ class Selection:
         self._ties: dict[Key, tuple[int, int]] = {}  # the tile of the last tie among the k, and how many are in it
 
     def plan(self) -> list[str]:
-        """The passes, as arguments for `statistics` and `fold`. May grow until the first `fold`."""
+        """The passes, as arguments for `statistics` and `finish_pass`. May grow until the first `finish_pass`."""
         searches = self.searches.values()
         if not searches:
             return []
@@ -215,7 +215,7 @@ class Selection:
         else:
             self._count_window(kind, tile)
 
-    def fold(self, kind: str) -> None:
+    def finish_pass(self, kind: str) -> None:
         """Finish a pass, after all tiles."""
         if kind == "high":
             for search in self.searches.values():

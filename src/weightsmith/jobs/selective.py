@@ -60,7 +60,7 @@ class SceJob(Job):
             return out
         return self._selection.statistics(kind, tile)
 
-    def fold(self, number: int, results: list[Any]) -> None:
+    def finish_pass(self, number: int, results: list[Any]) -> None:
         kind = self._plan()[number]
         if kind == "varying":
             rank = int(self._topk * sum(results))
@@ -72,7 +72,7 @@ class SceJob(Job):
             with np.errstate(invalid="ignore"):  # infinities, if allowed
                 self.shares = total / whole if whole > 0 else np.full(len(total), 1 / len(total))
         else:
-            self._selection.fold(kind)
+            self._selection.finish_pass(kind)
 
     def _selected(self, tile: Tile) -> npt.NDArray[np.uint8]:
         """uint8 [tile.size]: 1 for selected positions; empty if all are selected."""
@@ -122,8 +122,8 @@ class FusionJob(Job):
     def statistics(self, number: int, tile: Tile) -> Any:
         return self._selection.statistics(self._selection.plan()[number], tile)
 
-    def fold(self, number: int, results: list[Any]) -> None:
-        self._selection.fold(self._selection.plan()[number])
+    def finish_pass(self, number: int, results: list[Any]) -> None:
+        self._selection.finish_pass(self._selection.plan()[number])
         bits = np.array([max(self._selection.threshold(key), 0) for key in self._keys], np.uint32)
         low, median, high = bits.view(np.float32).astype(np.float64)
         self.limit = median + 1.5 * (high - low)

@@ -54,11 +54,11 @@ class SpectrumJob(Job):
         raw[-1, : merged.size] = merged
         return self._gathered.statistics(0, replace(tile, raw=raw))
 
-    def fold(self, number: int, results: list[Any]) -> None:
+    def finish_pass(self, number: int, results: list[Any]) -> None:
         if number < self.inner.passes():
-            self.inner.fold(number, results)
+            self.inner.finish_pass(number, results)
         else:
-            self._gathered.fold(0, results)
+            self._gathered.finish_pass(0, results)
 
     def apply(self, tile: Tile, out: Bytes) -> None:
         from weightsmith.kernels.matrix import combine_with

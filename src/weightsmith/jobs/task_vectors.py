@@ -129,7 +129,7 @@ class TaskVectorJob(Job):
     # ---- passes
 
     def passes(self) -> int:
-        """May grow until the first `fold`."""
+        """May grow until the first `finish_pass`."""
         return len(self._plan())
 
     def _plan(self) -> list[str]:
@@ -139,12 +139,12 @@ class TaskVectorJob(Job):
         kind = self._plan()[number]
         return self._norms(tile) if kind == "norms" else self._selection.statistics(kind, tile)
 
-    def fold(self, number: int, results: list[Any]) -> None:
+    def finish_pass(self, number: int, results: list[Any]) -> None:
         kind = self._plan()[number]
         if kind == "norms":
-            self._fold_norms(results)
+            self._finish_norms(results)
             return
-        self._selection.fold(kind)
+        self._selection.finish_pass(kind)
         for i, which, key in self._selected:
             self.limits[i, which] = self._selection.threshold(key)
 
@@ -171,7 +171,7 @@ class TaskVectorJob(Job):
             self._masks_of[tile.start] = np.packbits(kept, axis=1)
         return out
 
-    def _fold_norms(self, results: list[Any]) -> None:
+    def _finish_norms(self, results: list[Any]) -> None:
         totals = np.cumsum(np.concatenate(results), axis=0)[-1]
         for i, (before, after) in enumerate(totals):
             # Like mergekit, do not rescale if either norm is below 1e-7.

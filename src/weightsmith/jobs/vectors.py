@@ -72,7 +72,7 @@ class ColumnJob(Job):
         rows = tile.scratch.rows(len(m.codes), m.codes, m.out_code)
         gram_columns(tile.raw, m.codes, tile.size, m.cols, self.deltas, self.totals, rows)
 
-    def fold(self, number: int, results: list[Any]) -> None:
+    def finish_pass(self, number: int, results: list[Any]) -> None:
         with np.errstate(all="ignore"):
             coefficients = self.solve(symmetric(np.ascontiguousarray(self.totals.T), self.vectors))
         self.coefficients = np.ascontiguousarray(coefficients.T)

@@ -20,7 +20,7 @@ from weightsmith.kernels.select import HIGH_BINS, count_high, find_bin
 from weightsmith.look.nonfinite import counted, decoded
 from weightsmith.look.sketch import WIDTH, Floats, analyse_sketch, sparse_signs
 from weightsmith.plans import Product, Step
-from weightsmith.products.base import Arrays, ProductKind, Survey
+from weightsmith.products.base import Arrays, ProductKind, StreamingReduction
 from weightsmith.tensors import DTYPES, TensorSpec
 
 OP = "alignments"
@@ -73,7 +73,7 @@ class _Part:
     sketch: Floats | None
 
 
-class Alignments(Survey):
+class Alignments(StreamingReduction):
     """See `alignments`."""
 
     def __init__(self, product: Product) -> None:
@@ -178,4 +178,4 @@ def _check(product: Product) -> str:
     return "" if product.outs == alignments(product.name, product.steps).outs else "its arrays are not those of its steps"
 
 
-KIND = ProductKind("comparing", survey=Alignments, check=_check)
+KIND = ProductKind("comparing", reduce=Alignments, check=_check)

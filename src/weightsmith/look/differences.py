@@ -22,7 +22,7 @@ from weightsmith.kernels.differences import DIFFERENCE_SUMS, difference, project
 from weightsmith.look.nonfinite import counted, decoded, differs
 from weightsmith.look.sketch import VALUES, WIDTH, Floats, analyse_sketch, sparse_signs
 from weightsmith.plans import Product, Step
-from weightsmith.products.base import Arrays, ProductKind, Survey
+from weightsmith.products.base import Arrays, ProductKind, StreamingReduction
 from weightsmith.tensors import DTYPES, TensorSpec
 
 OP = "differences"
@@ -87,7 +87,7 @@ class _Projected:
     product: Floats
 
 
-class Differences(Survey):
+class Differences(StreamingReduction):
     """See `differences`."""
 
     def __init__(self, product: Product) -> None:
@@ -259,4 +259,4 @@ def _check(product: Product) -> str:
     return "" if product.outs == expected else "its arrays are not those of its steps"
 
 
-KIND = ProductKind("comparing", survey=Differences, check=_check)
+KIND = ProductKind("comparing", reduce=Differences, check=_check)

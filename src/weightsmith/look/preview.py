@@ -19,9 +19,9 @@ import numpy.typing as npt
 from weightsmith.api import RecipeSource, prepare_any
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.distance import share_of
-from weightsmith.engine.bench import MemoryOutput
 from weightsmith.engine.computed import Computed
-from weightsmith.engine.local import Resources, run
+from weightsmith.engine.local import Resources, Workload, run
+from weightsmith.engine.unwritten import MemoryOutput
 from weightsmith.errors import Finding, Unsupported
 from weightsmith.execution import check_computable
 from weightsmith.jobs.job import Bytes
@@ -233,7 +233,7 @@ class _Stored:
 def _sampled(prepared: Prepared, threads: int | None) -> _Looked:
     sampled = sample(prepared.plan)
     stored = {step.out.name: _Stored(step.out) for step in sampled.plan.steps}
-    run(sampled.plan, prepared.inputs, MemoryOutput(stored), Resources(threads or 0), allow_nonfinite=True)
+    run(sampled.plan, prepared.inputs, MemoryOutput(stored), Resources(threads or 0), Workload(allow_nonfinite=True))
     views = {name: view_of(name, found.array) for name, found in stored.items()}
     merged = Checkpoint("the merge", Path(), StateDict(views, "the merge"))
     place = partial(Read, len(prepared.inputs))

@@ -15,7 +15,7 @@ from weightsmith.kernels.codecs import BLOCK
 from weightsmith.kernels.combine import LANES
 from weightsmith.kernels.differences import STATISTICS, statistics
 from weightsmith.plans import Product, Step
-from weightsmith.products.base import Arrays, ProductKind, Survey
+from weightsmith.products.base import Arrays, ProductKind, StreamingReduction
 from weightsmith.tensors import DTYPES, TensorSpec
 
 OP = "statistics"
@@ -45,7 +45,7 @@ class _Part:
     squares: npt.NDArray[np.float64]
 
 
-class Statistics(Survey):
+class Statistics(StreamingReduction):
     """See `statistics_product`."""
 
     def __init__(self, product: Product) -> None:
@@ -107,4 +107,4 @@ def _check(product: Product) -> str:
     )
 
 
-KIND = ProductKind("measuring", survey=Statistics, check=_check)
+KIND = ProductKind("measuring", reduce=Statistics, check=_check)

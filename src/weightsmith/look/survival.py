@@ -16,7 +16,7 @@ from weightsmith.jobs.job import Matrix, Tile
 from weightsmith.kernels.agreement import SURVIVAL, survival
 from weightsmith.look.nonfinite import counted, decoded, differs
 from weightsmith.plans import Product, Step
-from weightsmith.products.base import Arrays, ProductKind, Survey
+from weightsmith.products.base import Arrays, ProductKind, StreamingReduction
 from weightsmith.tensors import DTYPES, TensorSpec
 
 OP = "survival"
@@ -50,7 +50,7 @@ class _Part:
     constants: int
 
 
-class Survivals(Survey):
+class Survivals(StreamingReduction):
     """See `survivals`."""
 
     def __init__(self, product: Product) -> None:
@@ -98,4 +98,4 @@ def _check(product: Product) -> str:
     return "" if product.outs == survivals(product.name, product.steps).outs else "its arrays are not those of its steps"
 
 
-KIND = ProductKind("previewing", survey=Survivals, check=_check)
+KIND = ProductKind("previewing", reduce=Survivals, check=_check)

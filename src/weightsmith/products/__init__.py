@@ -11,10 +11,10 @@ from functools import cache
 from importlib import import_module
 
 from weightsmith.errors import UnknownName, nearest
-from weightsmith.products.base import Bench as Bench
+from weightsmith.products.base import ProductContext as ProductContext
 from weightsmith.products.base import ProductKind as ProductKind
 from weightsmith.products.base import Report as Report
-from weightsmith.products.base import Survey as Survey
+from weightsmith.products.base import StreamingReduction as StreamingReduction
 
 KINDS = {
     "thresholds": "weightsmith.products.thresholds",

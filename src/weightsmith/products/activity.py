@@ -8,10 +8,10 @@ import numpy.typing as npt
 from weightsmith.jobs.elementwise import Counts, count_tile
 from weightsmith.jobs.job import Matrix, Tile
 from weightsmith.plans import Product
-from weightsmith.products.base import Arrays, ProductKind, Survey
+from weightsmith.products.base import Arrays, ProductKind, StreamingReduction
 
 
-class Activity(Survey):
+class Activity(StreamingReduction):
     """For each of `Product.models`, the number of positions where only it is active, and where others are too.
 
     int64 [models, 2]. Each tensor has its own `epsilon`.
@@ -42,4 +42,4 @@ def _check(product: Product) -> str:
     return "" if fits else "its array is not [models, 2] of int64"
 
 
-KIND = ProductKind("counting where models are active", survey=Activity, check=_check)
+KIND = ProductKind("counting where models are active", reduce=Activity, check=_check)

@@ -9,7 +9,7 @@ import numpy as np
 
 from weightsmith.plans import Product, Step
 from weightsmith.plans.reading import has_type
-from weightsmith.products.base import Arrays, Bench, ProductKind
+from weightsmith.products.base import Arrays, ProductContext, ProductKind
 from weightsmith.tensors import DTYPES, TensorSpec
 
 OP = "magnitudes"
@@ -30,7 +30,7 @@ def magnitudes(
     return Product(f"largest magnitudes of {of}", OP, outs, {"sets": [list(s) for s in sets]}, tuple(steps), needs=tuple(needs))
 
 
-def _compute(bench: Bench) -> Arrays:
+def _compute(bench: ProductContext) -> Arrays:
     names = [step.out.name for step in bench.product.steps]
     found = dict(zip(names, bench.largest(names), strict=True))
     return [

@@ -13,7 +13,7 @@ from weightsmith.jobs.selection import Counts, Search, count_patterns, kept_rank
 from weightsmith.kernels.select import HIGH_BINS, count_high, find_bin
 from weightsmith.plans import Product
 from weightsmith.plans.reading import has_type
-from weightsmith.products.base import Arrays, ProductKind, Survey
+from weightsmith.products.base import Arrays, ProductKind, StreamingReduction
 
 NO_FACTORS = np.zeros(0)
 
@@ -21,7 +21,7 @@ MAX_SPAN = 1 << 23
 """Bit patterns per window that are counted individually: 64 MB of counters. Wider windows are narrowed by another pass."""
 
 
-class Thresholds(Survey):
+class Thresholds(StreamingReduction):
     """The two magnitude limits for each wanted model, density and gamma. Exact; keeps all ties.
 
     A first pass samples the tiles to estimate a window, and a second counts inside it. Two more follow if the estimate missed.
@@ -165,4 +165,4 @@ def _serves(product: Product, other: Product) -> bool:
     return wanted <= own
 
 
-KIND = ProductKind("finding thresholds of the whole model", survey=Thresholds, check=_check, serves=_serves)
+KIND = ProductKind("finding thresholds of the whole model", reduce=Thresholds, check=_check, serves=_serves)

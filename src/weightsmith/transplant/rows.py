@@ -19,7 +19,7 @@ import numpy.typing as npt
 from weightsmith.jobs.requires import usable_device
 from weightsmith.plans import COPY, Block, Product, Read, Step
 from weightsmith.plans.reading import has_type
-from weightsmith.products import Bench, ProductKind
+from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.tensors import DTYPES, DType, TensorSpec
 from weightsmith.transplant.approximations import NAMES, find_approximation
@@ -133,7 +133,7 @@ class RowWork:
 class BenchTables:
     """`Tables` of one table of a product."""
 
-    def __init__(self, bench: Bench, table: Table) -> None:
+    def __init__(self, bench: ProductContext, table: Table) -> None:
         self._bench, self._table = bench, table
 
     def chunks(self, side: Side) -> Iterator[tuple[int, Floats]]:
@@ -163,7 +163,7 @@ class BenchTables:
         return self._table.cols[SIDES.index(side)]
 
 
-def _compute(bench: Bench) -> Arrays:
+def _compute(bench: ProductContext) -> Arrays:
     work = RowWork.of(bench.product)
     arrays = bench.create()
     poor = _poorly_trained(bench, work) if work.magikarp else None
@@ -175,7 +175,7 @@ def _compute(bench: Bench) -> Arrays:
 
 
 def _make(
-    bench: Bench,
+    bench: ProductContext,
     work: RowWork,
     table: Table,
     poor: tuple[frozenset[int], frozenset[int]] | None,
@@ -226,7 +226,7 @@ def _mean(problem: Problem) -> Approximated:
     return find_approximation("mean").make(problem)
 
 
-def _poorly_trained(bench: Bench, work: RowWork) -> tuple[frozenset[int], frozenset[int]]:
+def _poorly_trained(bench: ProductContext, work: RowWork) -> tuple[frozenset[int], frozenset[int]]:
     """Rows of the model and of the donor that are poorly trained in any table."""
     found: list[frozenset[int]] = []
     for i, side in enumerate(SIDES):

@@ -17,14 +17,14 @@ from weightsmith.pages import HeatMap
 from weightsmith.pages.values import Block
 from weightsmith.plans import Product
 from weightsmith.plans.reading import has_type
-from weightsmith.products import Bench, ProductKind
+from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays
 
 JSON_NAME = "routing.json"
 PICTURE_NAME = "routing.svg"
 
 
-def _compute(bench: Bench) -> Arrays:
+def _compute(bench: ProductContext) -> Arrays:
     gating = Gating.of(bench.product)
     rows, routing = route(gating, bench)
     if gating.sigmoid:

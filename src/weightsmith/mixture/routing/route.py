@@ -15,7 +15,7 @@ from weightsmith.mixture.routing.gating import Gating, router_dtype, uses_states
 from weightsmith.mixture.routing.prompts import Row, Tokens, too_long
 from weightsmith.mixture.routing.prompts import Rows as Prompts
 from weightsmith.mixture.routing.report import Counter, Group, Routing, runs
-from weightsmith.products import Bench
+from weightsmith.products import ProductContext
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ def missing_packages() -> list[WeightsmithError]:
     return missing(("torch", "transformers"), "hidden states", "moe", "or use gate_mode: random, which requires neither")
 
 
-def route(gating: Gating, bench: Bench) -> tuple[Rows, Routing | None]:
+def route(gating: Gating, bench: ProductContext) -> tuple[Rows, Routing | None]:
     """The rows of a gate mode, and where they route the prompts; None if no report was requested.
 
     Raises PlanError if prompts and model do not match, and for rows that cannot route.
@@ -43,7 +43,7 @@ def route(gating: Gating, bench: Bench) -> tuple[Rows, Routing | None]:
 
 
 class _Route:
-    def __init__(self, gating: Gating, bench: Bench) -> None:
+    def __init__(self, gating: Gating, bench: ProductContext) -> None:
         self.gating = gating
         self.bench = bench
         self.way = MODES[gating.mode]

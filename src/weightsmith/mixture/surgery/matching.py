@@ -18,7 +18,7 @@ from weightsmith.errors import NonFinite
 from weightsmith.mixture.surgery.neurons import NeuronTensor, Pattern, neurons_of, places_of
 from weightsmith.plans import COPY, Gather, Product, Read, Step
 from weightsmith.plans.reading import has_type
-from weightsmith.products import Bench, ProductKind
+from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays, Floats
 from weightsmith.tensors import DTYPES, TensorSpec
 
@@ -67,7 +67,7 @@ def _step(tensor: NeuronTensor) -> Step:
     return Step(TensorSpec(name, tensor.spec.dtype, tensor.shape), COPY, (Read(0, tensor.spec.name, tensor.block),))
 
 
-def _compute(bench: Bench) -> Arrays:
+def _compute(bench: ProductContext) -> Arrays:
     """The order of each pair's neurons, as one table for each pattern."""
     shapes = {step.out.name: step.out for step in bench.product.steps}
     total = sum(shapes[second].nbytes for pair in bench.product.settings["pairs"] for _, second, *_ in pair["matrices"])
@@ -102,7 +102,7 @@ def best_order(gain: Floats, where: str) -> npt.NDArray[np.int64]:
     return np.asarray(order, np.int64)
 
 
-def _matrix(bench: Bench, spec: TensorSpec, axis: int) -> Floats:
+def _matrix(bench: ProductContext, spec: TensorSpec, axis: int) -> Floats:
     """float32 [places along the axis, elements of each]."""
     values = np.empty(spec.shape, np.float32)
     bench.fill({spec.name: values})

@@ -17,7 +17,7 @@ from weightsmith.decoder import Base
 from weightsmith.decoder.forward import Decoder, build
 from weightsmith.errors import NonFinite, ParameterError, PlanError, WeightsmithError
 from weightsmith.jobs.requires import usable_device
-from weightsmith.products.base import Bench, Floats
+from weightsmith.products.base import Floats, ProductContext
 from weightsmith.store.products import release_pages
 
 WORK_BYTES = 4 << 30
@@ -53,7 +53,7 @@ def _decoder(text: str) -> Decoder:
     return found
 
 
-def device_of(bench: Bench) -> str:
+def device_of(bench: ProductContext) -> str:
     """The torch device. Raises PlanError for one that cannot be used."""
     try:
         return usable_device(bench.device)
@@ -61,7 +61,7 @@ def device_of(bench: Bench) -> str:
         raise PlanError([error]) from error
 
 
-def budget(bench: Bench) -> int:
+def budget(bench: ProductContext) -> int:
     """The bytes that the Hessians of a product may take, and their factorisations likewise: half of its memory each."""
     return WORK_BYTES if bench.memory_bytes is None else bench.memory_bytes // 2
 
@@ -96,7 +96,7 @@ class PhaseProgress:
 
     UNITS = 1000
 
-    def __init__(self, bench: Bench, base: Base, layer: int, first: float, last: float) -> None:
+    def __init__(self, bench: ProductContext, base: Base, layer: int, first: float, last: float) -> None:
         self._bench = bench
         self._total = base.layers * self.UNITS
         self._start = (layer + first) * self.UNITS

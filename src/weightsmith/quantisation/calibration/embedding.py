@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from weightsmith.plans import Product
-from weightsmith.products import Bench, ProductKind
+from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation.calibration.rows import BUILT_IN
 from weightsmith.quantisation.calibration.work import EmbeddingWork
 from weightsmith.structure.vocabulary import is_embedding
 
 
-def _compute(bench: Bench) -> Arrays:
+def _compute(bench: ProductContext) -> Arrays:
     from weightsmith.quantisation.calibration.common import PhaseProgress, decoder_of
     from weightsmith.quantisation.calibration.rows import rows_of
     from weightsmith.store.products import release_pages

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from weightsmith.plans import Product
-from weightsmith.products import Bench, ProductKind
+from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays, Floats
 from weightsmith.quantisation.calibration.work import GradientWork
 from weightsmith.structure.vocabulary import is_head
@@ -39,12 +39,12 @@ TOKENS_AT_ONCE = 64
 """Whose predictions are held in memory: as many numbers as the vocabulary has tokens, for each."""
 
 
-def _compute(bench: Bench) -> Arrays:
+def _compute(bench: ProductContext) -> Arrays:
     work = GradientWork.of(bench.product)
     return _of_head(bench, work) if work.layer == work.base.layers else _of_layer(bench, work)
 
 
-def _of_head(bench: Bench, work: GradientWork) -> Arrays:
+def _of_head(bench: ProductContext, work: GradientWork) -> Arrays:
     """The gradients of what leaves the last layer."""
     import torch
 
@@ -130,7 +130,7 @@ class _Outputs:
             hook.remove()
 
 
-def _of_layer(bench: Bench, work: GradientWork) -> Arrays:
+def _of_layer(bench: ProductContext, work: GradientWork) -> Arrays:
     """The gradients of what enters a layer, and what is kept of those of its linear layers."""
     import torch
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from weightsmith.plans import Product
-from weightsmith.products import Bench, ProductKind
+from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation.calibration.work import ImportanceWork
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     """Of each site that a row reaches: its tokens, and the sum of their squares in each column."""
 
 
-def _compute(bench: Bench) -> Arrays:
+def _compute(bench: ProductContext) -> Arrays:
     """A row runs on one thread, and rows are added in order: the result is the same for any number of threads."""
     from weightsmith.quantisation.calibration.common import PhaseProgress, decoder_of, device_of, row_batches
     from weightsmith.quantisation.calibration.sums import Inputs, workers

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightsmith.encodings import find_encoding
 from weightsmith.plans import Product
-from weightsmith.products import Bench, ProductKind
+from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation.calibration import schemes
 from weightsmith.quantisation.calibration.sites import is_attention, site_of
@@ -36,7 +36,7 @@ def stages(weights: Mapping[str, str]) -> list[dict[str, str]]:
     return [stage for stage in (first, rest) if stage]
 
 
-def _compute(bench: Bench) -> Arrays:
+def _compute(bench: ProductContext) -> Arrays:
     from weightsmith.quantisation.calibration.common import PhaseProgress, decoder_of, device_of
 
     work, device = LayerWork.of(bench.product), device_of(bench)
@@ -56,7 +56,7 @@ def _compute(bench: Bench) -> Arrays:
 
 
 def _quantise(
-    bench: Bench,
+    bench: ProductContext,
     work: LayerWork,
     stage: Mapping[str, str],
     entering: Any,
@@ -106,7 +106,7 @@ def _give(layer: Layer, stage: Mapping[str, str], made: Mapping[str, Arrays], th
         list(pool.map(give, stage))
 
 
-def _head(bench: Bench, work: LayerWork, decoder: Decoder, entering: Any, device: str) -> Arrays:
+def _head(bench: ProductContext, work: LayerWork, decoder: Decoder, entering: Any, device: str) -> Arrays:
     """Quantise the head for what leaves the final norm."""
     import torch
 

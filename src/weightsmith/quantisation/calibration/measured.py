@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith.plans import Product
-from weightsmith.products import Bench, ProductKind
+from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays, Floats
 from weightsmith.quantisation.calibration import schemes
 from weightsmith.quantisation.calibration.gradients import LAST_FIRST
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 FEATURES = 128
 
 
-def _compute(bench: Bench) -> Arrays:
+def _compute(bench: ProductContext) -> Arrays:
     from weightsmith.quantisation.calibration.common import PhaseProgress, Room, budget, decoder_of, device_of, located
     from weightsmith.quantisation.calibration.sums import Inputs, use_hessians
     from weightsmith.quantisation.exl2.matrix import PREPARE_BYTES, prepare

@@ -15,7 +15,7 @@ import numpy as np
 
 from weightsmith.errors import ParameterError
 from weightsmith.plans import Product
-from weightsmith.products import Bench, ProductKind
+from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays, Floats
 from weightsmith.quantisation.calibration import schemes
 from weightsmith.quantisation.calibration.sites import is_attention, site_of
@@ -34,7 +34,7 @@ _QUANTISING = 0.3
 """Of the progress of a block: the Hessians."""
 
 
-def _compute(bench: Bench) -> Arrays:
+def _compute(bench: ProductContext) -> Arrays:
     from weightsmith.quantisation.calibration.common import PhaseProgress, decoder_of, device_of
     from weightsmith.quantisation.calibration.sums import workers
 
@@ -55,7 +55,7 @@ def _compute(bench: Bench) -> Arrays:
 
 
 def _prepared(
-    bench: Bench,
+    bench: ProductContext,
     work: BlocksWork,
     layer: Layer,
     weights: list[str],

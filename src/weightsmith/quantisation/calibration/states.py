@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from weightsmith.plans import Product
-from weightsmith.products import Bench, ProductKind
+from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation.calibration.work import LayerWork
 
 
-def compute(bench: Bench) -> Arrays:
+def compute(bench: ProductContext) -> Arrays:
     """Run a layer, with its quantised weights if the settings name them."""
     import torch
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from weightsmith.decoder import Base
 from weightsmith.decoder.forward import Layer
 from weightsmith.jobs.matrix import one_thread
-from weightsmith.products.base import Bench, Floats
+from weightsmith.products.base import Floats, ProductContext
 from weightsmith.quantisation.calibration.common import NUMBERED_ROW, PhaseProgress, budget, check_finite, row_batches
 from weightsmith.quantisation.calibration.sites import site_of
 
@@ -187,7 +187,7 @@ def use_hessians(
     weights: Sequence[str],
     base: Base,
     entering: Floats,
-    bench: Bench,
+    bench: ProductContext,
     device: str,
     progress: PhaseProgress,
     span: tuple[float, float],
