@@ -17,6 +17,7 @@ from tests.mini import write_checkpoint
 from weightsmith.checkpoint import open_checkpoint
 from weightsmith.engine.active import ActiveStep, LeafPass
 from weightsmith.engine.computed import Computed, SharedPasses
+from weightsmith.engine.local import Resources, open_merge
 from weightsmith.engine.tiles import Cut
 from weightsmith.errors import NonFinite
 from weightsmith.jobs.job import Bytes, Job, Tile
@@ -75,6 +76,12 @@ def computed(folder: Path, recipe: dict[str, Any], **options: Any) -> Computed:
     """The result of a recipe, whose models are folders in `folder`."""
     prepared = prepare(at(folder, recipe), RecipeOptions(**options))
     return Computed(prepared.plan, prepared.inputs, "merged")
+
+
+def opened(folder: Path, recipe: dict[str, Any], resources: Resources, **options: Any) -> Computed:
+    """The same, with the products that it needs."""
+    prepared = prepare(at(folder, recipe), RecipeOptions(**options))
+    return open_merge(prepared.plan, prepared.inputs, "merged", resources)
 
 
 def written(folder: Path, recipe: dict[str, Any], out: Path, **options: Any) -> dict[str, np.ndarray]:
@@ -226,4 +233,36 @@ def test_jobs_that_are_forgotten_are_made_again(folder: Path, tmp_path: Path, mo
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             assert read(source, name, rows).tobytes() == expected[name][rows].tobytes()
     assert len(source._merges) == 1
+    source.close()
+
+
+# ---- merges that need more than single tiles
+
+
+WHOLE = {
+    "ties of the whole model": {**TIES, "parameters": {"weight": 1, "density": 0.3, "scope": "model"}},
+    "ramplus": {**TIES, "merge_method": "ramplus", "parameters": {}},
+    "tsv_m": {**TIES, "merge_method": "tsv_m", "parameters": {"weight": 1}},
+    "ties with its spectrum changed": {**TIES, "parameters": {"weight": 1, "density": 0.3, "spectrum": "flatten"}},
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_products_and_whole_matrices_give_what_the_engine_writes(name: str, folder: Path, tmp_path: Path) -> None:
+    expected = written(folder, WHOLE[name], tmp_path / "out")
+    source = opened(folder, WHOLE[name], Resources(2, tile_bytes=100_000, aligned_bytes=0))
+    assert bool(source.plan.products) != source.holds_matrices  # both kinds are among them
+    for tensor, array in expected.items():
+        assert read(source, tensor).tobytes() == array.tobytes(), tensor
+    source.close()
+
+
+def test_one_whole_matrix_is_held_where_memory_is_short(folder: Path, tmp_path: Path) -> None:
+    expected = written(folder, WHOLE["tsv_m"], tmp_path / "out")
+    source = opened(folder, WHOLE["tsv_m"], Resources(1, resident_bytes=1))
+    for _ in range(2):
+        for tensor in ("model.embed_tokens.weight", "lm_head.weight"):
+            assert read(source, tensor).tobytes() == expected[tensor].tobytes()
+    held = [merge.leaf for merge in source._merges.values() if merge.leaf.resident_bytes]
+    assert [leaf.leaf.out.name for leaf in held] == ["lm_head.weight"]
     source.close()

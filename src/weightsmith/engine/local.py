@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weightsmith.checkpoint import Checkpoint
 from weightsmith.engine.active import APPLY, ActivePass, ActiveStep, LeafPass, ReductionPass, Task
 from weightsmith.engine.buffers import Buffers
+from weightsmith.engine.computed import Computed
 from weightsmith.engine.constants import Finite
 from weightsmith.engine.copier import Copier
 from weightsmith.engine.encoder import Encoder
@@ -28,7 +30,7 @@ from weightsmith.engine.reader import Reader
 from weightsmith.engine.results import Results
 from weightsmith.engine.schedule import RESIDENT_BYTES, Scheduler
 from weightsmith.engine.tiles import ALIGNED_BYTES, TILE_BYTES
-from weightsmith.engine.unwritten import MemoryOutput
+from weightsmith.engine.unwritten import DiscardedOutput, MemoryOutput
 from weightsmith.jobs.requires import named_device
 from weightsmith.kernels.watch import is_compiling, leave
 from weightsmith.options import SPOOL_BYTES
@@ -341,3 +343,30 @@ def run(
     done = {**skip, **task.finished}
     made = {step.out.name: done[step.out.name] for step in steps}
     return Outcome(task.read_bytes, task.total_bytes, made, results, ahead.fetched_bytes)
+
+
+def open_merge(
+    plan: Plan,
+    inputs: Sequence[Checkpoint],
+    where: str,
+    resources: Resources = Resources(),
+    *,
+    allow_nonfinite: bool = False,
+) -> Computed:
+    """A merge as a source of tensors, without writing it: its tensors are computed when they are read.
+
+    where  the merge as the user named it, for messages
+
+    The products of the plan are made first, in memory. Raises as `run` does. Close the source to close the inputs.
+    """
+    folders = [model.folder for model in inputs]
+    workload = Workload(steps=(), folders=folders, allow_nonfinite=allow_nonfinite)
+    source = Computed(plan, inputs, where, run(plan, inputs, DiscardedOutput(), resources, workload).results)
+    source.set_run(
+        allow_nonfinite=allow_nonfinite,
+        tile_bytes=resources.tile_bytes,
+        aligned_bytes=resources.aligned_bytes,
+        device=named_device(resources.device),
+        resident_bytes=resources.resident_bytes,
+    )
+    return source

@@ -10,6 +10,7 @@ from weightsmith.engine.reader import Reader
 from weightsmith.engine.tiles import Cut
 from weightsmith.jobs.job import Bytes
 from weightsmith.kernels.delta import distance
+from weightsmith.kernels.records import Encoded
 
 
 class Measurer:
@@ -26,4 +27,4 @@ class Measurer:
         totals = leaf.distances[first : first + -(-place.size // leaf.grain)]
         code, out_code = self._reader.dtype(leaf.leaf.inputs[0]).code, leaf.leaf.out.dtype.code
         rows, sums = buffers.scratch.rows(2, np.array([code]), out_code), buffers.scratch.sums(2)
-        distance(raw[0], code, out, out_code, place.size, leaf.grain, totals, rows, sums)
+        distance(Encoded(raw[0], code), Encoded(out, out_code), place.size, leaf.grain, totals, rows, sums)

@@ -25,6 +25,7 @@ from weightsmith.heap import return_large_blocks
 from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
 from weightsmith.jobs.requires import needs_torch
 from weightsmith.kernels.matrix import combine_with, copy_rows
+from weightsmith.kernels.records import Encoded, Inputs
 
 Tensor = Any  # torch is optional, so mypy cannot use its type
 Vector = npt.NDArray[np.float64]
@@ -173,7 +174,8 @@ class MatrixJob(Job):
     def apply(self, tile: Tile, out: Bytes) -> None:
         m, update = self.matrix, self.update(tile)
         rows, sums = tile.scratch.rows(1, m.codes, m.out_code), tile.scratch.sums(1)
-        combine_with(tile.raw, m.codes, self.coefficients, update, tile.size, out, m.out_code, rows, sums)
+        inputs, encoded = Inputs(tile.raw, m.codes), Encoded(out, m.out_code)
+        combine_with(inputs, self.coefficients, update, tile.size, encoded, rows, sums)
 
 
 def mean(deltas: Sequence[Tensor]) -> Tensor:

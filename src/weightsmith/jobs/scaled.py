@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
+from weightsmith.kernels.records import Encoded, Inputs
 
 
 class ScaledJob(Job):
@@ -60,7 +61,8 @@ class ScaledJob(Job):
         merged = self._merged(tile)
         out = np.empty((tile.grains(m.grain), 2 + len(self._weights)))
         rows, sums = scratch.rows(2, m.codes, self._code), scratch.sums(out.shape[1] + 1)
-        delta_squares(tile.raw, m.codes, tile.size, m.grain, self._weights, merged, self._code, out, rows, sums)
+        inputs, found = Inputs(tile.raw, m.codes), Encoded(merged, self._code)
+        delta_squares(inputs, tile.size, m.grain, self._weights, found, out, rows, sums)
         return out
 
     def apply(self, tile: Tile, out: Bytes) -> None:
@@ -69,4 +71,5 @@ class ScaledJob(Job):
         m, scratch = self.matrix, tile.scratch
         merged = self._merged(tile)
         rows, sums = scratch.rows(2, m.codes, self._code), scratch.sums(1)
-        rescale_delta(tile.raw, m.codes, merged, self._code, tile.size, self.factor, out, m.out_code, rows, sums)
+        inputs, found = Inputs(tile.raw, m.codes), Encoded(merged, self._code)
+        rescale_delta(inputs, found, tile.size, self.factor, Encoded(out, m.out_code), rows, sums)

@@ -14,6 +14,7 @@ import numpy as np
 
 from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
 from weightsmith.jobs.spectra import transform
+from weightsmith.kernels.records import Encoded, Inputs
 
 
 class SpectrumJob(Job):
@@ -66,4 +67,5 @@ class SpectrumJob(Job):
         m = self.matrix
         update = self._gathered.update(tile)
         rows, sums = tile.scratch.rows(1, m.codes, m.out_code), tile.scratch.sums(1)
-        combine_with(tile.raw[:1], m.codes[:1], np.ones(1), update, tile.size, out, m.out_code, rows, sums)
+        base, encoded = Inputs(tile.raw[:1], m.codes[:1]), Encoded(out, m.out_code)
+        combine_with(base, np.ones(1), update, tile.size, encoded, rows, sums)

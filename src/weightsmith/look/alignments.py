@@ -16,7 +16,7 @@ from weightsmith.jobs.job import Matrix, Tile
 from weightsmith.kernels.agreement import agreement, sketch_deltas
 from weightsmith.kernels.codecs import BLOCK
 from weightsmith.kernels.combine import LANES, gram
-from weightsmith.kernels.select import HIGH_BINS, count_high, find_bin
+from weightsmith.kernels.select import HIGH_BINS, Scores, count_high, find_bin
 from weightsmith.look.nonfinite import counted, decoded
 from weightsmith.look.sketch import WIDTH, Floats, analyse_sketch, sparse_signs
 from weightsmith.plans import Product, Step
@@ -103,7 +103,8 @@ class Alignments(StreamingReduction):
         rows = scratch.rows(2, matrix.codes, matrix.out_code)
         for i in range(1, 1 + self._k):
             counts = scratch.counts(HIGH_BINS)
-            count_high(tile.raw, matrix.codes, i, tile.size, counts, _NO_FACTORS, matrix.cols, rows, scratch.bits)
+            scores = Scores(tile.raw, matrix.codes, i, _NO_FACTORS, matrix.cols, rows, scratch.bits)
+            count_high(scores, tile.size, counts)
             used = np.flatnonzero(counts)
             found.append((used, counts[used]))
         return _Sampled(matrix.name, found)

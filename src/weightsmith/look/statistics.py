@@ -14,6 +14,7 @@ from weightsmith.jobs.job import Matrix, Tile
 from weightsmith.kernels.codecs import BLOCK
 from weightsmith.kernels.combine import LANES
 from weightsmith.kernels.differences import STATISTICS, statistics
+from weightsmith.kernels.records import Encoded
 from weightsmith.plans import Product, Step
 from weightsmith.products.base import Arrays, ProductKind, StreamingReduction
 from weightsmith.tensors import DTYPES, TensorSpec
@@ -64,7 +65,8 @@ class Statistics(StreamingReduction):
         row = matrix.cols if matrices else BLOCK
         found, squares = np.empty((tile.grains(matrix.grain), STATISTICS)), np.zeros(-(-tile.size // row) + 1)
         rows = tile.scratch.rows(1, matrix.codes, matrix.out_code, row)
-        statistics(tile.raw[0], int(matrix.codes[0]), tile.size, row, matrix.grain, found, squares, rows, np.empty((2, LANES)))
+        data = Encoded(tile.raw[0], int(matrix.codes[0]))
+        statistics(data, tile.size, row, matrix.grain, found, squares, rows, np.empty((2, LANES)))
         return _Part(matrix.name, tile.start // row, found, squares[: tile.size // row] if matrices else squares[:0])
 
     def take(self, number: int, result: _Part) -> None:

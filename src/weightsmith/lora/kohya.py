@@ -11,7 +11,7 @@ import math
 import re
 from pathlib import Path
 
-from weightsmith.checkpoint import Checkpoint
+from weightsmith.checkpoint import Checkpoint, ModelFolder
 from weightsmith.errors import FormatError, Unsupported
 from weightsmith.formats.files import show
 from weightsmith.lora.records import CONFIG_NAME, Adapter, Factors
@@ -25,7 +25,9 @@ _PART = re.compile(r"([^.]+)\.(lora_down\.weight|lora_up\.weight|alpha)")
 def open_kohya(ref: str, path: Path) -> Adapter:
     """Open a single file. Raises Unsupported for one that is not kohya's, and for layers that are not linear."""
     opened = open_file(path, ref)
-    checkpoint = Checkpoint(ref, path.parent, opened.source, config={}, metadata=opened.metadata, notes=opened.notes)
+    checkpoint = Checkpoint(
+        ref, opened.source, ModelFolder(path.parent, config={}), metadata=opened.metadata, notes=opened.notes
+    )
     try:
         return Adapter(checkpoint, _updates(checkpoint, path), flat=True)
     except Exception:
