@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from weightsmith.testing import SourceCase, SourceTests
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SHAPES = {"model.embed_tokens.weight": (1100, 300), "model.norm.weight": (5,), "lm_head.weight": (7, 300)}
+LAYER = "model.layers.0.mlp."
+LINEAR_LAYERS = {f"{LAYER}down_proj.weight": (300, 400), f"{LAYER}up_proj.weight": (400, 300)}
 LINEAR = {"merge_method": "linear", "models": [{"model": "a"}, {"model": "b"}], "parameters": {"weight": 0.5}}
 TIES = {
     "merge_method": "ties",
@@ -53,9 +56,9 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def write(folder: Path, seed: int, dtype: Any = BF16) -> None:
+def write(folder: Path, seed: int, dtype: Any = BF16, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> None:
     rng = np.random.default_rng(seed)
-    write_checkpoint(folder, {name: rng.standard_normal(shape).astype(dtype) for name, shape in sorted(SHAPES.items())})
+    write_checkpoint(folder, {name: rng.standard_normal(shape).astype(dtype) for name, shape in sorted(shapes.items())})
 
 
 @pytest.fixture(scope="module")
@@ -247,22 +250,31 @@ WHOLE = {
 }
 
 
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models with linear layers."""
+    made = tmp_path_factory.mktemp("layers")
+    for seed, name in enumerate("abc"):
+        write(made / name, seed, shapes={**SHAPES, **LINEAR_LAYERS})
+    return made
+
+
 @pytest.mark.parametrize("name", WHOLE)
-def test_products_and_whole_matrices_give_what_the_engine_writes(name: str, folder: Path, tmp_path: Path) -> None:
-    expected = written(folder, WHOLE[name], tmp_path / "out")
-    source = opened(folder, WHOLE[name], Resources(2, tile_bytes=100_000, aligned_bytes=0))
+def test_products_and_whole_matrices_give_what_the_engine_writes(name: str, layers: Path, tmp_path: Path) -> None:
+    expected = written(layers, WHOLE[name], tmp_path / "out")
+    source = opened(layers, WHOLE[name], Resources(2, tile_bytes=100_000, aligned_bytes=0))
     assert bool(source.plan.products) != source.holds_matrices  # both kinds are among them
     for tensor, array in expected.items():
         assert read(source, tensor).tobytes() == array.tobytes(), tensor
     source.close()
 
 
-def test_one_whole_matrix_is_held_where_memory_is_short(folder: Path, tmp_path: Path) -> None:
-    expected = written(folder, WHOLE["tsv_m"], tmp_path / "out")
-    source = opened(folder, WHOLE["tsv_m"], Resources(1, resident_bytes=1))
+def test_one_whole_matrix_is_held_where_memory_is_short(layers: Path, tmp_path: Path) -> None:
+    expected = written(layers, WHOLE["tsv_m"], tmp_path / "out")
+    source = opened(layers, WHOLE["tsv_m"], Resources(1, resident_bytes=1))
     for _ in range(2):
-        for tensor in ("model.embed_tokens.weight", "lm_head.weight"):
+        for tensor in LINEAR_LAYERS:
             assert read(source, tensor).tobytes() == expected[tensor].tobytes()
     held = [merge.leaf for merge in source._merges.values() if merge.leaf.resident_bytes]
-    assert [leaf.leaf.out.name for leaf in held] == ["lm_head.weight"]
+    assert [leaf.leaf.out.name for leaf in held] == [f"{LAYER}up_proj.weight"]
     source.close()

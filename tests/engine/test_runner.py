@@ -93,12 +93,14 @@ def test_an_error_of_a_kernel_in_one_thread_ends_all(threads: int, monkeypatch: 
 
 
 def test_after_an_error_threads_that_wait_are_woken() -> None:
-    woken = threading.Event()
+    waiting, woken = threading.Event(), threading.Event()
 
     class Slow(DiscardedOutput):
         def write(self, name: str, start_byte: int, buffer: Any) -> None:
-            if name == "a":
+            if name == "a" and start_byte == 0:
+                assert waiting.wait(20)
                 raise OSError("no space")
+            waiting.set()
             assert woken.wait(20)
 
     resources = Resources(2, tile_bytes=1)
@@ -107,7 +109,7 @@ def test_after_an_error_threads_that_wait_are_woken() -> None:
     assert woken.is_set()
 
 
-@pytest.mark.parametrize("stop", [1, 7, 9])
+@pytest.mark.parametrize("stop", [1, 4, 7])
 def test_a_run_that_ended_in_a_pass_is_done_again_from_the_last_finished_tensor(
     stop: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

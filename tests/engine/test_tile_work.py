@@ -48,7 +48,7 @@ class Work:
     """A step on tensors in memory, and everything that works on its tiles."""
 
     def __init__(
-        self, op: str, arrays: Sequence[np.ndarray], *, encoding: str = PLAIN, allow: bool = False, **step: Any
+        self, op: str, arrays: Sequence[np.ndarray], *, encoding: str = PLAIN, allow: bool = False, base: bool = False
     ) -> None:
         out = TensorSpec("model.layers.0.mlp.up_proj.weight", DTYPES["BF16"], arrays[0].shape)
         stored = () if encoding == PLAIN else find_encoding(encoding).outs(out)

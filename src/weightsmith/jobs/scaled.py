@@ -45,8 +45,9 @@ class ScaledJob(Job):
         totals = np.sqrt(np.cumsum(np.concatenate(results), axis=0)[-1])
         merged, summed, models = totals[0], totals[1], totals[2:]
         target = {"mean": models.mean(), "max": models.max(), "task_arithmetic": summed}[self._norm]
-        if merged > 0:
-            self.factor *= float(target / merged)
+        with np.errstate(all="ignore"):  # NaN and infinity are reported by the tiles, or allowed
+            if merged > 0:
+                self.factor *= float(target / merged)
 
     def _merged(self, tile: Tile) -> Bytes:
         out = np.empty(tile.size * self._width, np.uint8)
