@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tests.zoo import SIZES
 from weightsmith.activations.model import TextRun, result_of, text_for
 from weightsmith.activations.rows import rows_of, text_source
-from weightsmith.engine.bench import DiscardedOutput
 from weightsmith.engine.local import Resources, run
+from weightsmith.engine.unwritten import DiscardedOutput
 from weightsmith.execution import Merged, execute
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith.planner import Prepared, prepare

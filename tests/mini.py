@@ -14,9 +14,9 @@ import numpy as np
 from weightsmith import methods
 from weightsmith.checkpoint import open_checkpoint
 from weightsmith.containers.safetensors import make_layout
-from weightsmith.engine.bench import DiscardedOutput
-from weightsmith.engine.local import Resources, run
+from weightsmith.engine.local import Resources, Workload, run
 from weightsmith.engine.tiles import TILE_BYTES
+from weightsmith.engine.unwritten import DiscardedOutput
 from weightsmith.planner.decide import decide
 from weightsmith.planner.logical import split_fused
 from weightsmith.plans import Made, ModelInput, Plan, Read, Settings, Step
@@ -109,5 +109,5 @@ def run_method(
         memory = Memory(plan, folder)
         stack.callback(memory.file.close)
         checkpoints = [stack.enter_context(open_checkpoint(folder / f"m{i}")) for i in range(len(inputs))]
-        run(plan, checkpoints, memory, Resources(threads, tile_bytes), allow_nonfinite=allow_nonfinite)
+        run(plan, checkpoints, memory, Resources(threads, tile_bytes), Workload(allow_nonfinite=allow_nonfinite))
         return memory.tensor(name)

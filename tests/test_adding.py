@@ -19,8 +19,8 @@ import weightsmith
 from tests.cli_help import environment, make_models, run_process
 from tests.mini import write_checkpoint
 from tests.stored_help import installed, package
-from weightsmith.engine.bench import MemoryOutput
-from weightsmith.engine.local import Resources, run
+from weightsmith.engine.local import Resources, Workload, run
+from weightsmith.engine.unwritten import DiscardedOutput
 from weightsmith.errors import Unsupported
 from weightsmith.options import RecipeOptions
 from weightsmith.planner import prepare
@@ -72,7 +72,7 @@ def test_a_product_from_its_page(files: Page, tmp_path: Path, monkeypatch: pytes
     with prepare(recipe, RecipeOptions()) as prepared:
         assert prepared.plan.products == (product,)
         for threads in (1, 3):
-            outcome = run(prepared.plan, prepared.inputs, MemoryOutput({}), Resources(threads, 1 << 17), steps=())
+            outcome = run(prepared.plan, prepared.inputs, DiscardedOutput(), Resources(threads, 1 << 17), Workload(()))
             deltas = [max(float(np.abs(m[n] - models[0][n]).max()) for n in m) for m in models[1:]]
             assert outcome.results.array("largest").tolist() == deltas
     products.find_kind.cache_clear()

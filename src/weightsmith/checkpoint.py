@@ -54,6 +54,34 @@ class HubModel:
     streams: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A model's files besides its tensors.
+
+    path         of the folder
+    revision     commit hash of a hub model, digest of the files' versions at another address, "" otherwise
+    config, files, left_out, ignored, alone, repositories   see `Checkpoint`
+    temporary    the folder, if it is removed when the checkpoint is closed
+    """
+
+    path: Path
+    revision: str = ""
+    config: Mapping[str, Any] | None = None
+    files: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    alone: bool = False
+    repositories: tuple[Repository | RemoteFolder, ...] = ()
+    temporary: tempfile.TemporaryDirectory[str] | None = None
+
+    @classmethod
+    def of(cls, path: Path, repository: Repository | RemoteFolder | None, **files: Any) -> ModelFolder:
+        """A folder on this machine, or the folder of a repository."""
+        if repository is None:
+            return cls(path, **files)
+        return cls(path, repository.commit, repositories=(repository,), **files)
+
+
 @final
 class Checkpoint:
     """A model: a source of tensors, and its other files. Created by `open_checkpoint`; a context manager.
@@ -78,38 +106,30 @@ class Checkpoint:
     def __init__(
         self,
         ref: str,
-        folder: Path,
         source: Tensors,
+        folder: ModelFolder = ModelFolder(Path()),
         *,
-        revision: str = "",
-        config: Mapping[str, Any] | None = None,
-        files: tuple[str, ...] = (),
-        left_out: tuple[str, ...] = (),
-        ignored: tuple[str, ...] = (),
-        alone: bool = False,
         metadata: Mapping[str, str] | None = None,
         notes: tuple[Finding, ...] = (),
-        repositories: tuple[Repository | RemoteFolder, ...] = (),
         decoded: str = "",
-        temporary: tempfile.TemporaryDirectory[str] | None = None,
         plan: Plan | None = None,
     ) -> None:
         self.ref = ref
-        self.folder = folder
+        self.folder = folder.path
         self.source = source
-        self.revision = revision
-        self.config = None if config is None else dict(config)
-        self.files = files
-        self.left_out = left_out
-        self.alone = alone
-        self.ignored = ignored
+        self.revision = folder.revision
+        self.config = None if folder.config is None else dict(folder.config)
+        self.files = folder.files
+        self.left_out = folder.left_out
+        self.alone = folder.alone
+        self.ignored = folder.ignored
         self.metadata = dict(metadata or {})
-        self.quantised = opening.describe_quantisation(config, source.specs)
+        self.quantised = opening.describe_quantisation(folder.config, source.specs)
         self.notes = notes
-        self.repositories = repositories
+        self.repositories = folder.repositories
         self.decoded = decoded
         self.plan = plan
-        self._temporary = temporary
+        self._temporary = folder.temporary
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -261,7 +281,7 @@ def open_checkpoint(
     if isinstance(place, Path):
         if place.is_dir():
             return _open_folder(name, place, _local_names(place), raw=raw)
-        return _checkpoint(name, place.parent, opening.open_file(place, name), raw=raw, alone=True)
+        return _checkpoint(name, opening.open_file(place, name), ModelFolder(place.parent, alone=True), raw=raw)
 
     try:
         repository, only = open_place(place, cache_dir=cache_dir, token=token)
@@ -275,7 +295,7 @@ def open_checkpoint(
     if only:
         repository.read_starts([only])
         opened = opening.open_file(repository.folder / only, name, repository.open)
-        return _checkpoint(name, repository.folder, opened, repository, raw=raw, alone=True)
+        return _checkpoint(name, opened, ModelFolder.of(repository.folder, repository, alone=True), raw=raw)
     repository.download(["config.json", *(pattern for kind in opening.kinds() for pattern in kind.indexes)], quiet=True)
     weights = [path.name for path in opening.find_weights(repository.folder, repository.sizes, name).paths]
     repository.want([*weights, *copied_files(repository.sizes), CARD_NAME])
@@ -349,50 +369,30 @@ def _open_folder(
     files, left_out = choose_copied(folder, names, config)
     if repository is None:
         check_links(folder, files)
-        check_copied(folder, files)
-        return _checkpoint(ref, folder, found.open(ref), None, config, files, left_out, found.ignored, raw=raw)
-    check_copied(folder, [name for name in files if name not in repository.missing])
-    opened = found.open(ref, repository.open)
-    return _checkpoint(ref, folder, opened, repository, config, files, left_out, found.ignored, raw=raw)
+    check_copied(folder, [name for name in files if repository is None or name not in repository.missing])
+    opened = found.open(ref) if repository is None else found.open(ref, repository.open)
+    rest = {"config": config, "files": files, "left_out": left_out, "ignored": found.ignored}
+    return _checkpoint(ref, opened, ModelFolder.of(folder, repository, **rest), raw=raw)
 
 
-def _checkpoint(
-    ref: str,
-    folder: Path,
-    opened: Opened,
-    repository: Repository | RemoteFolder | None = None,
-    config: Mapping[str, Any] | None = None,
-    files: tuple[str, ...] = (),
-    left_out: tuple[str, ...] = (),
-    ignored: tuple[str, ...] = (),
-    *,
-    raw: bool,
-    alone: bool = False,
-) -> Checkpoint:
+def _checkpoint(ref: str, opened: Opened, folder: ModelFolder, *, raw: bool) -> Checkpoint:
     """A checkpoint of open weight files; decoded if a wrapper recognises their encoding, unless `raw`."""
-    temporary = None
     if opened.files:
         temporary = tempfile.TemporaryDirectory(prefix="weightsmith-", ignore_cleanup_errors=True)
-        folder = Path(temporary.name)
+        path, files = Path(temporary.name), tuple(sorted(opened.files))
         for name, content in opened.files.items():
-            (folder / name).write_bytes(content)
-        config, files, left_out = _read_config(folder / "config.json"), tuple(sorted(opened.files)), ()
-    wrapped = Wrapped(opened.source, config) if raw else opening.wrap(opened.source, config, ref)
+            (path / name).write_bytes(content)
+        config = _read_config(path / "config.json")
+        folder = replace(folder, path=path, config=config, files=files, left_out=(), temporary=temporary)
+    wrapped = Wrapped(opened.source, folder.config) if raw else opening.wrap(opened.source, folder.config, ref)
+    notes = (*(note for repository in folder.repositories for note in repository.notes), *opened.notes, *wrapped.notes)
     return Checkpoint(
         ref,
-        folder,
         wrapped.source,
-        revision="" if repository is None else repository.commit,
-        config=wrapped.config,
-        files=files,
-        left_out=left_out,
-        ignored=ignored,
-        alone=alone,
+        replace(folder, config=wrapped.config),
         metadata=opened.metadata,
-        notes=(*(() if repository is None else repository.notes), *opened.notes, *wrapped.notes),
-        repositories=() if repository is None else (repository,),
+        notes=notes,
         decoded=wrapped.kind or opened.decoded,
-        temporary=temporary,
     )
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from weightsmith.engine.bench import DiscardedOutput
 from weightsmith.engine.constants import copied
-from weightsmith.engine.local import Resources, run
+from weightsmith.engine.local import Resources, Workload, run
+from weightsmith.engine.unwritten import DiscardedOutput
 from weightsmith.errors import Finding, WeightsmithError
 from weightsmith.methods import get
 from weightsmith.methods.user import OwnMethod
@@ -25,7 +25,6 @@ from weightsmith.planner.state_dicts import plan_state_dicts
 from weightsmith.plans import Plan
 from weightsmith.sources.memory import StateDict
 from weightsmith.sources.views import Bytes
-from weightsmith.store.journal import Finished
 from weightsmith.tensors import DType
 
 
@@ -71,7 +70,7 @@ def merge_state_dicts(
         output = _Output(plan, planned.models[first])
         inputs = [StateDict(views, model.ref) for views, model in zip(planned.views, plan.models, strict=True)]
         try:
-            outcome = run(plan, inputs, output, Resources(threads or 0), allow_nonfinite=allow_nonfinite)
+            outcome = run(plan, inputs, output, Resources(threads or 0), Workload(allow_nonfinite=allow_nonfinite))
         except WeightsmithError as error:
             error.state = ""  # it describes files, which do not apply here
             fix = error.finding.fix.replace("--allow-nonfinite (allow_nonfinite=True)", "allow_nonfinite=True")
@@ -103,12 +102,6 @@ class _Output(DiscardedOutput):
                 self._bytes[name] = tensor.reshape(-1).view(np.uint8)
             self.tensors[name] = tensor
 
-    def location(self, name: str) -> None:
-        return None
-
     def write(self, name: str, start_byte: int, buffer: memoryview | Bytes) -> None:
         data = np.frombuffer(buffer, np.uint8)
         self._bytes[name][start_byte : start_byte + data.size] = data
-
-    def finish(self, name: str, done: Finished) -> None:
-        pass

@@ -21,12 +21,12 @@ from tests.zoo import HEADS, SIZES
 from weightsmith.activations.decoder import Base
 from weightsmith.activations.decoder.forward import Decoder, _Memory, build
 from weightsmith.checkpoint import open_checkpoint
-from weightsmith.engine.bench import _Rows
 from weightsmith.errors import WeightsmithError
 from weightsmith.mixture.assembly import Assembly, Donor
 from weightsmith.mixture.dense import Dense, dense_parts
 from weightsmith.planner import prepare
 from weightsmith.products.base import Cancelled
+from weightsmith.products.targets import SomeRows
 from weightsmith.tensors import DTYPES, TensorSpec
 
 SLIDING = {"sliding_window": 4}
@@ -135,7 +135,7 @@ def test_rows_are_found_however_their_bytes_come(step: int) -> None:
     table = np.random.default_rng(0).standard_normal((20, 13)).astype(ml_dtypes.bfloat16)
     numbers = [0, 3, 4, 11, 19]
     found = np.full((len(numbers), 13), np.nan, np.float32)
-    rows = _Rows(TensorSpec("t", DTYPES["BF16"], table.shape), np.array(numbers), found)
+    rows = SomeRows(TensorSpec("t", DTYPES["BF16"], table.shape), np.array(numbers), found)
     data = table.reshape(-1).view(np.uint8)
     for start in range(0, data.size, 2 * step):
         rows.take(start, data[start : start + 2 * step])
@@ -177,8 +177,7 @@ def test_a_merge_on_the_way_can_be_stopped(tmp_path: Path) -> None:
         donor = assembly.merge(prepared)
         with pytest.raises(KeyboardInterrupt):
             bench_of(donor, assembly, stop)
-        bench = bench_of(donor, assembly)
-        bench._cancelled.set()
+        bench = bench_of(donor, assembly, cancelled=True)
         with pytest.raises(Cancelled):
             bench.rows("model.embed_tokens.weight", [0])
 

@@ -6,7 +6,8 @@ import io
 
 import pytest
 
-from weightsmith.engine.local import Computation, Progress
+from weightsmith.engine.local import Progress
+from weightsmith.engine.product_graph import Computation
 from weightsmith.progress import LINE_SECONDS, Bar, Lines, Rate, Reading, meter, show_progress
 
 

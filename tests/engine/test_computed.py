@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import pytest
 import weightsmith
 from tests.mini import write_checkpoint
 from weightsmith.checkpoint import open_checkpoint
-from weightsmith.engine.computed import Computed, _Merge
+from weightsmith.engine.active import ActiveStep, LeafPass
+from weightsmith.engine.computed import Computed, SharedPasses
+from weightsmith.engine.local import Resources, open_merge
 from weightsmith.engine.tiles import Cut
 from weightsmith.errors import NonFinite
 from weightsmith.jobs.job import Bytes, Job, Tile
@@ -28,6 +31,8 @@ from weightsmith.testing import SourceCase, SourceTests
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SHAPES = {"model.embed_tokens.weight": (1100, 300), "model.norm.weight": (5,), "lm_head.weight": (7, 300)}
+LAYER = "model.layers.0.mlp."
+LINEAR_LAYERS = {f"{LAYER}down_proj.weight": (300, 400), f"{LAYER}up_proj.weight": (400, 300)}
 LINEAR = {"merge_method": "linear", "models": [{"model": "a"}, {"model": "b"}], "parameters": {"weight": 0.5}}
 TIES = {
     "merge_method": "ties",
@@ -51,9 +56,9 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def write(folder: Path, seed: int, dtype: Any = BF16) -> None:
+def write(folder: Path, seed: int, dtype: Any = BF16, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> None:
     rng = np.random.default_rng(seed)
-    write_checkpoint(folder, {name: rng.standard_normal(shape).astype(dtype) for name, shape in sorted(SHAPES.items())})
+    write_checkpoint(folder, {name: rng.standard_normal(shape).astype(dtype) for name, shape in sorted(shapes.items())})
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +79,12 @@ def computed(folder: Path, recipe: dict[str, Any], **options: Any) -> Computed:
     """The result of a recipe, whose models are folders in `folder`."""
     prepared = prepare(at(folder, recipe), RecipeOptions(**options))
     return Computed(prepared.plan, prepared.inputs, "merged")
+
+
+def opened(folder: Path, recipe: dict[str, Any], resources: Resources, **options: Any) -> Computed:
+    """The same, with the products that it needs."""
+    prepared = prepare(at(folder, recipe), RecipeOptions(**options))
+    return open_merge(prepared.plan, prepared.inputs, "merged", resources)
 
 
 def written(folder: Path, recipe: dict[str, Any], out: Path, **options: Any) -> dict[str, np.ndarray]:
@@ -136,7 +147,7 @@ class Counted(Job):
     def __init__(self, *, sequential: bool) -> None:
         self.sequential = sequential
         self.taken: list[tuple[int, int]] = []
-        self.folded: list[list[int]] = []
+        self.finished: list[list[int]] = []
         self.busy = self.most = 0
         self.lock = threading.Lock()
 
@@ -145,7 +156,7 @@ class Counted(Job):
 
     def count(self, k: int) -> int:
         with self.lock:
-            self.taken.append((len(self.folded), k))
+            self.taken.append((len(self.finished), k))
             self.busy += 1
             self.most = max(self.most, self.busy)
         time.sleep(0.005)
@@ -153,8 +164,8 @@ class Counted(Job):
             self.busy -= 1
         return k * k
 
-    def fold(self, number: int, results: list[int]) -> None:
-        self.folded.append(results)
+    def finish_pass(self, number: int, results: list[int]) -> None:
+        self.finished.append(results)
 
     def apply(self, tile: Tile, out: Bytes) -> None:
         raise AssertionError
@@ -163,13 +174,15 @@ class Counted(Job):
 @pytest.mark.parametrize("sequential", [True, False])
 def test_each_tile_of_a_pass_is_taken_once_and_in_order_where_the_job_wants_that(sequential: bool) -> None:
     job = Counted(sequential=sequential)
-    merge = _Merge(Step(TensorSpec("w", DTYPES["F32"], (8,)), "linear", ()), job, [Cut(k, 1) for k in range(8)])
+    step = Step(TensorSpec("w", DTYPES["F32"], (8,)), "linear", ())
+    leaf = LeafPass(ActiveStep(step), step, job, 0, [Cut(k, 1) for k in range(8)])
+    merge = SharedPasses(leaf)
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: merge.prepare(job.count), range(4)))
-    assert job.folded == [[k * k for k in range(8)]] * 2
+        list(pool.map(lambda _: merge.prepare(lambda task: job.count(task.tile)), range(4)))
+    assert job.finished == [[k * k for k in range(8)]] * 2
     assert sorted(job.taken) == [(number, k) for number in range(2) for k in range(8)]
     assert (job.most == 1) == sequential
-    assert merge.number == 2
+    assert leaf.number == 2
 
 
 def test_an_infinity_of_one_model_is_an_error_in_every_thread(folder: Path, tmp_path: Path) -> None:
@@ -223,4 +236,45 @@ def test_jobs_that_are_forgotten_are_made_again(folder: Path, tmp_path: Path, mo
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             assert read(source, name, rows).tobytes() == expected[name][rows].tobytes()
     assert len(source._merges) == 1
+    source.close()
+
+
+# ---- merges that need more than single tiles
+
+
+WHOLE = {
+    "ties of the whole model": {**TIES, "parameters": {"weight": 1, "density": 0.3, "scope": "model"}},
+    "ramplus": {**TIES, "merge_method": "ramplus", "parameters": {}},
+    "tsv_m": {**TIES, "merge_method": "tsv_m", "parameters": {"weight": 1}},
+    "ties with its spectrum changed": {**TIES, "parameters": {"weight": 1, "density": 0.3, "spectrum": "flatten"}},
+}
+
+
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models with linear layers."""
+    made = tmp_path_factory.mktemp("layers")
+    for seed, name in enumerate("abc"):
+        write(made / name, seed, shapes={**SHAPES, **LINEAR_LAYERS})
+    return made
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_products_and_whole_matrices_give_what_the_engine_writes(name: str, layers: Path, tmp_path: Path) -> None:
+    expected = written(layers, WHOLE[name], tmp_path / "out")
+    source = opened(layers, WHOLE[name], Resources(2, tile_bytes=100_000, aligned_bytes=0))
+    assert bool(source.plan.products) != source.holds_matrices  # both kinds are among them
+    for tensor, array in expected.items():
+        assert read(source, tensor).tobytes() == array.tobytes(), tensor
+    source.close()
+
+
+def test_one_whole_matrix_is_held_where_memory_is_short(layers: Path, tmp_path: Path) -> None:
+    expected = written(layers, WHOLE["tsv_m"], tmp_path / "out")
+    source = opened(layers, WHOLE["tsv_m"], Resources(1, resident_bytes=1))
+    for _ in range(2):
+        for tensor in LINEAR_LAYERS:
+            assert read(source, tensor).tobytes() == expected[tensor].tobytes()
+    held = [merge.leaf for merge in source._merges.values() if merge.leaf.resident_bytes]
+    assert [leaf.leaf.out.name for leaf in held] == [f"{LAYER}up_proj.weight"]
     source.close()

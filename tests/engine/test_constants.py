@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -11,10 +13,13 @@ import pytest
 import weightsmith
 from tests import plan_help
 from tests.cases import CASES
-from tests.cases.case import fine_tunes
+from tests.cases.case import Case, fine_tunes
 from tests.methods.test_methods import run_case
 from tests.mini import write_checkpoint
+from weightsmith.engine.reader import Reader
 from weightsmith.errors import NonFinite
+from weightsmith.jobs.job import Job
+from weightsmith.plans import Step
 from weightsmith.tensors import DTYPES
 
 BF16 = DTYPES["BF16"]
@@ -30,10 +35,62 @@ def spoiled(arrays: list[np.ndarray], value: float | None = None) -> list[np.nda
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if 2 in case.dims and case.inputs > 1])
+def adjusted(name: str, **steps: Any) -> Case:
+    """A case with steps after its merge."""
+    return replace(CASES[name], shared={**CASES[name].shared, **steps})
+
+
+BY_JOB = {
+    "CombinationJob": CASES["linear"],
+    "GramJob": CASES["slerp"],
+    "RowJob": CASES["nuslerp, rows"],
+    "ColumnJob": CASES["nuslerp, columns"],
+    "ElementwiseJob": CASES["consensus_ta"],
+    "ActiveJob": CASES["ramplus"],
+    "TaskVectorJob": CASES["ties"],
+    "TaskVectorJob, masks that are remembered": CASES["della"],
+    "SceJob": CASES["sce, selected"],
+    "FusionJob": CASES["arcee_fusion"],
+    "MatrixJob": CASES["tsv_m"],
+    "ScaledJob": adjusted("ties", norm_match="mean"),
+    "SpectrumJob": adjusted("ties", spectrum="flatten"),
+}
+"""Constants and damage are the engine's matter: one case for each class of job that merges."""
+
+
+@pytest.mark.parametrize("name", BY_JOB)
+def test_the_cases_have_these_jobs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, plain = set(), Reader.job
+
+    def job(self: Reader, step: Step) -> Job:
+        made = plain(self, step)
+        found.add(type(made).__name__)
+        return made
+
+    monkeypatch.setattr(Reader, "job", job)
+    case = BY_JOB[name]
+    run_case(case, tmp_path, fine_tunes((3, 5), case.inputs - 1), out=BF16)
+    assert found == {name.partition(",")[0]}
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
+@pytest.mark.parametrize("name", BY_JOB)
+def test_what_is_no_number_is_an_error_that_says_where(name: str, value: float, tmp_path: Path) -> None:
+    case = BY_JOB[name]
+    arrays = fine_tunes((300, 517), case.inputs - 1)
+    which = case.inputs - 1
+    arrays[which] = arrays[which].copy()
+    arrays[which][200, 7] = value
+    with pytest.raises(NonFinite) as caught:
+        run_case(case, tmp_path / "a", arrays, out=BF16)
+    assert f"m{which}, tensor w: element [200, 7] is {value}" in str(caught.value)
+    passed = run_case(case, tmp_path / "b", arrays, out=BF16, allow_nonfinite=True)
+    assert passed.shape == (300, 517)
+
+
+@pytest.mark.parametrize("name", BY_JOB)
 def test_constants_that_are_not_finite_are_copied_and_all_else_is_as_if_they_were_zeros(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
+    case = BY_JOB[name]
     arrays = fine_tunes((300, 517), case.inputs - 1)
     got = run_case(case, tmp_path / "a", spoiled(arrays), out=BF16)
     wanted = run_case(case, tmp_path / "b", spoiled(arrays, 0), out=BF16).copy()

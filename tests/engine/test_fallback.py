@@ -12,7 +12,7 @@ import pytest
 
 from tests.mini import Memory, write_checkpoint
 from weightsmith.checkpoint import open_checkpoint
-from weightsmith.engine.local import Resources, run
+from weightsmith.engine.local import Resources, Workload, run
 from weightsmith.errors import FormatError, NonFinite
 from weightsmith.plans import COPY, Block, Gather, Made, ModelInput, Plan, Read, Settings, Step, Table, plan_from_json
 from weightsmith.tensors import DTYPES, TensorSpec
@@ -47,7 +47,7 @@ def computed(
         memory = Memory(plan, folder)
         stack.callback(memory.file.close)
         checkpoints = [stack.enter_context(open_checkpoint(folder / f"m{i}")) for i in range(3)]
-        run(plan, checkpoints, memory, Resources(2, tile_bytes), **options)
+        run(plan, checkpoints, memory, Resources(2, tile_bytes), Workload(**options))
         return memory.tensor("w")
 
 

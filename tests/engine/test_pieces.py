@@ -14,7 +14,7 @@ import pytest
 
 from tests.mini import Memory, as_bytes, write_checkpoint
 from weightsmith.checkpoint import open_checkpoint
-from weightsmith.engine.local import Outcome, Resources, run
+from weightsmith.engine.local import Outcome, Resources, Workload, run
 from weightsmith.plans import Block, Gather, Made, ModelInput, Plan, Read, Settings, Step, Table, plan_from_json
 from weightsmith.store.checksum import combine, grain_bytes, hash_grains
 from weightsmith.tensors import DTYPES, TensorSpec
@@ -178,7 +178,7 @@ def test_distances_of_finished_tensors_are_not_measured_again(tmp_path: Path) ->
         stack.callback(memory.file.close)
         inputs = [stack.enter_context(open_checkpoint(p)) for p in paths]
         first = run(plan, inputs, memory, Resources(2))
-        again = run(plan, inputs, memory, Resources(2), skip=first.finished)
+        again = run(plan, inputs, memory, Resources(2), Workload(skip=first.finished))
     assert again.distances == first.distances
     assert set(again.distances) == set(names)
     assert again.read_bytes == 0

@@ -88,7 +88,7 @@ def test_one_pass_finds_a_threshold_among_few_patterns(
 ) -> None:
     """What the first tile says of the window is right: the matrix is not read again, and few patterns are counted."""
     passes, counted = list[str](), [0]
-    add, fold = Counted.add, Selection.fold
+    add, finish_pass = Counted.add, Selection.finish_pass
 
     def added(self: Counted, counts: Counts) -> None:
         counted[0] += int(counts.numbers.sum())
@@ -96,10 +96,10 @@ def test_one_pass_finds_a_threshold_among_few_patterns(
 
     def folded(self: Selection, kind: str) -> None:
         passes.append(kind)
-        fold(self, kind)
+        finish_pass(self, kind)
 
     monkeypatch.setattr(Counted, "add", added)
-    monkeypatch.setattr(Selection, "fold", folded)
+    monkeypatch.setattr(Selection, "finish_pass", folded)
     arrays = data(kind)[:2]
     weights = [{}, {"weight": 0.6, "density": density, "gamma": 0.0}]
     run_method(tmp_path, "ties", arrays, shared=GTA, models=weights, base=True, tile_bytes=1)

@@ -8,7 +8,8 @@ import pytest
 
 from weightsmith.kernels import reference
 from weightsmith.kernels.combine import LANES
-from weightsmith.kernels.differences import DIFFERENCE_SUMS, STATISTICS, difference, project, statistics
+from weightsmith.kernels.differences import DIFFERENCE_SUMS, STATISTICS, Sketch, difference, project, statistics
+from weightsmith.kernels.records import Encoded, Inputs
 from weightsmith.look.differences import WIDTH, sparse_signs
 from weightsmith.tensors import DTYPES
 
@@ -39,7 +40,7 @@ def test_sums_of_a_difference_by_grain(dtypes: tuple[str, str], rows: int, cols:
     out, grain = np.empty((-(-rows // grain_rows), DIFFERENCE_SUMS)), grain_rows * cols
     sketch = np.zeros((rows, min(WIDTH, cols)), np.float32)
     scratch, lanes = np.empty((2, cols), np.float32), np.empty((3, LANES))
-    difference(raw, codes, rows * cols, cols, grain, signs, shifts, out, sketch, scratch, lanes)
+    difference(Inputs(raw, codes), rows * cols, cols, grain, out, Sketch(signs, shifts, sketch), scratch, lanes)
     a, b = widened(tensors)
     for g in range(len(out)):
         own = slice(g * grain_rows, (g + 1) * grain_rows)
@@ -64,8 +65,7 @@ def test_statistics_leave_out_what_is_not_finite() -> None:
     x[3] = np.nan
     out, squares = np.empty((5, STATISTICS)), np.zeros(6)
     statistics(
-        x.reshape(-1).view(np.uint8),
-        DTYPES["F32"].code,
+        Encoded(x.reshape(-1).view(np.uint8), DTYPES["F32"].code),
         x.size,
         100,
         100,

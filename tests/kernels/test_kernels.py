@@ -17,8 +17,19 @@ from weightsmith.kernels.combine import LANES, combine, gram
 from weightsmith.kernels.divergence import NEAR, exponentials, logarithms, row_divergence
 from weightsmith.kernels.finite import first_nonfinite
 from weightsmith.kernels.philox import random_words
+from weightsmith.kernels.records import Encoded, Inputs
 from weightsmith.kernels.rows import SHORT, descending, keep_band, keep_by_rank, keep_in_groups, keep_ranks, ranks
-from weightsmith.kernels.select import HIGH_BINS, MAX_PATTERNS, TABLE, count_high, count_windows, find_bin, index_of_tie
+from weightsmith.kernels.select import (
+    HIGH_BINS,
+    MAX_PATTERNS,
+    TABLE,
+    Patterns,
+    Scores,
+    count_high,
+    count_windows,
+    find_bin,
+    index_of_tie,
+)
 from weightsmith.kernels.task_vector import (
     BY_COUNT,
     BY_WEIGHT,
@@ -30,6 +41,10 @@ from weightsmith.kernels.task_vector import (
     KEEP_RANDOM,
     LARGEST,
     SUM,
+    Combination,
+    Masks,
+    Place,
+    Scratch,
     l1_norms,
     merge_task_vectors,
 )
@@ -115,10 +130,11 @@ def test_products_and_combinations_by_row_and_by_column(cols: int, deltas: bool)
     np.testing.assert_allclose(by_column, np.einsum("prc,prc->pc", vectors[first], vectors[second]), rtol=1e-12, atol=1e-12)
     of_rows, of_columns = rng.normal(size=(height - 1, 3)), rng.normal(size=(3, cols))
     out = np.zeros((height, cols), np.float32)
-    combine_rows(flat, codes, of_rows, 1, cols, out.reshape(-1).view(np.uint8), F32, rows, sums)
+    encoded = Encoded(out.reshape(-1).view(np.uint8), F32)
+    combine_rows(Inputs(flat, codes), of_rows, 1, cols, encoded, rows, sums)
     np.testing.assert_allclose(out[1:], np.einsum("rm,mrc->rc", of_rows, stack[:, 1:]), rtol=1e-6, atol=1e-6)
     assert not out[0].any()
-    combine_columns(flat, codes, of_columns, height * cols, cols, out.reshape(-1).view(np.uint8), F32, rows, sums)
+    combine_columns(Inputs(flat, codes), of_columns, height * cols, cols, encoded, rows, sums)
     np.testing.assert_allclose(out, np.einsum("mc,mrc->rc", of_columns, stack), rtol=1e-6, atol=1e-6)
 
 
@@ -159,14 +175,15 @@ def test_radix_selection_is_sorting(stack: np.ndarray, data: st.DataObject) -> N
     rows, _, _, bits = scratch(2)
     delta = stack[1] - stack[0]
     high = np.zeros(HIGH_BINS, np.uint32)
-    plain = (np.zeros(0), 1)  # no factors of rows
-    count_high(*raw(stack), 1, n, high, *plain, rows, bits)
+    scores = Scores(*raw(stack), 1, np.zeros(0), 1, rows, bits)  # no factors of rows
+    count_high(scores, n, high)
     bin_, _ = find_bin(high, k)
-    patterns, numbers, slots = np.zeros(TABLE, np.uint32), np.zeros(TABLE, np.uint32), np.zeros(MAX_PATTERNS, np.uint32)
+    table = Patterns(np.zeros(TABLE, np.uint32), np.zeros(TABLE, np.uint32), np.zeros(MAX_PATTERNS, np.uint32))
+    patterns, numbers, slots = table
     other = data.draw(st.integers(0, HIGH_BINS - 1))  # another window, which may be the same, takes nothing from the first
     firsts, aboves = np.array([bin_, other]) << 16, np.full(2, -1)
     ends = firsts + (1 << 16)
-    found = count_windows(*raw(stack), 1, n, firsts, ends, aboves, patterns, numbers, slots, *plain, rows, bits)
+    found = count_windows(scores, n, firsts, ends, aboves, table)
     used = slots[:found]
     counted = dict(zip(patterns[used].tolist(), numbers[used].tolist(), strict=True))
     magnitudes = np.abs(delta).view(np.uint32)
@@ -175,7 +192,7 @@ def test_radix_selection_is_sorting(stack: np.ndarray, data: st.DataObject) -> N
     assert aboves.tolist() == [(magnitudes >> 16 > high_).sum() for high_ in (bin_, other)]
     threshold = np.sort(magnitudes)[::-1][k - 1]
     quota = k - int((magnitudes > threshold).sum())
-    cut = index_of_tie(*raw(stack), 1, n, threshold, quota, *plain, rows, bits)
+    cut = index_of_tie(scores, n, threshold, quota)
     kept = (magnitudes > threshold) | ((magnitudes == threshold) & (np.arange(n) < cut))
     np.testing.assert_array_equal(kept, reference.keep_largest(delta.astype(np.float64), k))
 
@@ -184,11 +201,11 @@ def test_too_many_patterns_are_reported_and_not_overrun() -> None:
     n = MAX_PATTERNS + 1
     stack = np.stack([np.zeros(n, np.float32), (np.arange(n, dtype=np.uint32) + (1 << 29)).view(np.float32)])
     rows, _, _, bits = scratch(2)
-    patterns, numbers, slots = np.zeros(TABLE, np.uint32), np.zeros(TABLE, np.uint32), np.zeros(MAX_PATTERNS, np.uint32)
+    table = Patterns(np.zeros(TABLE, np.uint32), np.zeros(TABLE, np.uint32), np.zeros(MAX_PATTERNS, np.uint32))
     window = np.array([0]), np.array([1 << 31]), np.zeros(1, np.int64)
-    found = count_windows(*raw(stack), 1, n, *window, patterns, numbers, slots, np.zeros(0), 1, rows, bits)
+    found = count_windows(Scores(*raw(stack), 1, np.zeros(0), 1, rows, bits), n, *window, table)
     assert found == -1
-    assert (numbers[slots] == 1).all()
+    assert (table.numbers[table.slots] == 1).all()
 
 
 MODES = [KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_NONE]
@@ -230,11 +247,10 @@ def test_task_vectors_are_float64_results_to_float32_rounding(
     applied = factor
     if normalize and not elect:
         applied /= sum(weights) if abs(sum(weights)) >= 1e-8 else 1.0
-    merge(
-        *raw(stack), n, 0, BLOCK, np.array(weights), scales, np.array(modes, np.int64), limits, cuts, shares, False, keys,
-        by_sum, mean, applied, out, F32, rows, sums, words,
-        *ROWLESS, np.zeros((models, 0), np.uint8),
-    )  # fmt: skip
+    masks = Masks(np.array(modes, np.int64), limits, cuts, shares, False, keys, np.zeros((models, 0), np.uint8))
+    how = Combination(np.array(weights), scales, by_sum, mean, applied)
+    memory = Scratch(rows, sums, words, *ROWLESS)
+    merge(Inputs(*raw(stack)), Place(n, 0, BLOCK), masks, how, Encoded(out, F32), memory)
     expected = reference.merge_task_vectors(
         stack[0].astype(np.float64), masked, weights, elect=elect, normalize=normalize, factor=factor
     )
@@ -259,7 +275,8 @@ def test_l1_norms_before_and_after_a_mask(stack: np.ndarray, grain: int) -> None
     two, keys = np.zeros((1, 2)), np.zeros(1, np.uint64)
     limits, cuts = np.array([[limit, 0]]), np.array([[n, 0]])
     modes, kept = np.array([KEEP_LARGE]), np.zeros((1, n), np.uint8)
-    l1_norms(*raw(stack), n, grain, 0, BLOCK, modes, limits, cuts, two, False, keys, out, rows, sums, words, *ROWLESS, kept)
+    masks = Masks(modes, limits, cuts, two, False, keys, np.zeros((1, 0), np.uint8))
+    l1_norms(Inputs(*raw(stack)), Place(n, 0, BLOCK), grain, masks, out, Scratch(rows, sums, words, *ROWLESS), kept)
     kept = np.where(delta.astype(np.float32).view(np.uint32) >= limit, delta, 0.0)
     for g in range(len(out)):
         part = slice(g * grain, (g + 1) * grain)
@@ -355,10 +372,10 @@ def test_means_by_count_and_the_largest_alone(elect: int, stack: np.ndarray) -> 
         rows, sums, words, _ = scratch(models)
         out = np.zeros(n * 4, np.uint8)
         two, modes, keys = np.zeros((models, 2)), np.zeros(models, np.int64), np.zeros(models, np.uint64)
-        merge_task_vectors(
-            *raw(stack), n, 0, BLOCK, np.ones(models), np.ones(models), modes, two.astype(np.int64), two.astype(np.int64), two,
-            False, keys, elect, mean, 1.0, out, F32, rows, sums, words, *ROWLESS, np.zeros((models, 0), np.uint8),
-        )  # fmt: skip
+        masks = Masks(modes, two.astype(np.int64), two.astype(np.int64), two, False, keys, np.zeros((models, 0), np.uint8))
+        how = Combination(np.ones(models), np.ones(models), elect, mean, 1.0)
+        memory = Scratch(rows, sums, words, *ROWLESS)
+        merge_task_vectors(Inputs(*raw(stack)), Place(n, 0, BLOCK), masks, how, Encoded(out, F32), memory)
         chosen = np.where(allowed, deltas, 0.0)
         if mean == BY_COUNT:
             delta = chosen.sum(0) / np.maximum(allowed.sum(0), 1)
@@ -410,7 +427,7 @@ def test_divergence_of_rows_to_the_last_digits(spread: float, cols: int) -> None
     model = (base + rng.uniform(-spread, spread, base.shape)).astype(np.float32)
     out, sums = np.zeros(2), np.full((4, max(BLOCK, cols)), np.nan)
     stack = np.stack([base.ravel(), model.ravel()])
-    row_divergence(*raw(stack), base.size, cols, 1e-8, out, np.full((2, BLOCK), np.nan, np.float32), sums)
+    row_divergence(Inputs(*raw(stack)), base.size, cols, 1e-8, out, np.full((2, BLOCK), np.nan, np.float32), sums)
     soft = [np.exp(x.astype(np.longdouble)) for x in (base, model)]
     q, p = (s / s.sum(1, keepdims=True) + np.longdouble(1e-8) for s in soft)
     exact = (q * ((p / q) * np.log(p / q) - (p / q - 1))).sum(1).astype(np.float64)

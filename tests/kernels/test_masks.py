@@ -15,7 +15,7 @@ from tests.mini import run_method
 from weightsmith.jobs import task_vectors
 from weightsmith.jobs.task_vectors import TaskVectorJob
 from weightsmith.kernels.codecs import BLOCK
-from weightsmith.kernels.select import VARIANCE, select_scores
+from weightsmith.kernels.select import VARIANCE, Scores, select_scores
 from weightsmith.kernels.task_vector import KEEP_GIVEN, KEEP_RANDOM, keep_given, keep_large, keep_random
 from weightsmith.tensors import DTYPES
 
@@ -54,8 +54,8 @@ def test_selection_by_variance(models: int, kind: Any) -> None:
     found = np.full(n, 7, np.uint8)
     for limit in (int(close) - 8, int(close) + 8):  # numpy's last digits are not those of updates
         for cut in (0, n):
-            plain = (np.zeros(0), 1)
-            select_scores(stack.view(np.uint8), codes, VARIANCE, n, max(limit, 0), cut, found, *plain, rows, bits)
+            scored = Scores(stack.view(np.uint8), codes, VARIANCE, np.zeros(0), 1, rows, bits)
+            select_scores(scored, n, max(limit, 0), cut, found)
             expected = (scores > max(limit, 0)) | ((scores == max(limit, 0)) & (np.arange(n) < cut))
             np.testing.assert_array_equal(found, expected)
 
@@ -68,8 +68,9 @@ def test_equal_scores_are_selected_up_to_the_cut(cut: int) -> None:
     stack[2, ::5], stack[2, 1::5] = 4.0, 1.0
     limit = int(np.float32(1.0).view(np.uint32))
     rows, bits, found = np.empty((2, BLOCK), np.float32), np.empty(BLOCK, np.uint32), np.full(n, 7, np.uint8)
-    where = (stack.view(np.uint8), np.full(3, DTYPES["F32"].code), VARIANCE, n, limit, cut)
-    select_scores(*where, found, np.zeros(0), 1, rows, bits)
+    codes = np.full(3, DTYPES["F32"].code)
+    scores = Scores(stack.view(np.uint8), codes, VARIANCE, np.zeros(0), 1, rows, bits)
+    select_scores(scores, n, limit, cut, found)
     expected = (stack[2] == 4) | ((stack[2] == 2) & (np.arange(n) < cut))
     np.testing.assert_array_equal(found, expected)
 

@@ -20,7 +20,8 @@ from tests import cli_help
 from tests.cases.case import deltas, f64, fine_tunes
 from tests.mini import run_method, write_checkpoint
 from weightsmith import methods
-from weightsmith.engine.schedule import Flight, Part, Scheduler, Work
+from weightsmith.engine.active import ActivePass, ActiveStep, LeafPass
+from weightsmith.engine.schedule import Scheduler
 from weightsmith.engine.tiles import Cut, fit_resident_bytes, fit_tile_bytes, peak_memory_bytes
 from weightsmith.errors import CannotResume, ParameterError, PlanError
 from weightsmith.identity import merges_on_device, work_identity
@@ -303,7 +304,7 @@ class Hoard(Job):
                 Hoard.taken += self.resident_bytes
                 Hoard.most = max(Hoard.most, Hoard.taken)
 
-    def fold(self, number: int, results: list[Any]) -> None:
+    def finish_pass(self, number: int, results: list[Any]) -> None:
         pass
 
     def apply(self, tile: Tile, out: Bytes) -> None:
@@ -314,21 +315,21 @@ def run_hoards(sizes: list[int], allowed: int) -> tuple[int, int]:
     """Most memory taken at a time, and the number of parts finished."""
     step = Step(TensorSpec("w", DTYPES["F32"], (4,)), "x", ())
     Hoard.taken = Hoard.most = 0
-    finished: list[Flight] = []
+    finished: list[ActivePass] = []
 
     waiting = iter(sizes)
 
-    def begin(step: Step) -> list[Part]:
-        work = Work(step)
-        work.left = 1
-        return [Part(work, step, Hoard(next(waiting)), 0, [Cut(0, 2), Cut(2, 2)])]
+    def begin(step: Step) -> list[LeafPass]:
+        active = ActiveStep(step)
+        active.left = 1
+        return [LeafPass(active, step, Hoard(next(waiting)), 0, [Cut(0, 2), Cut(2, 2)])]
 
     scheduler = Scheduler([(step, frozenset())] * len(sizes), (), begin, finished.append, allowed)
 
     def work() -> None:
         while (task := scheduler.next()) is not None:
-            assert isinstance(task.flight, Part)
-            job = task.flight.job
+            assert isinstance(task.active, LeafPass)
+            job = task.active.job
             assert isinstance(job, Hoard)
             if task.phase == 0:
                 job.statistics(0, None)  # type: ignore[arg-type]
@@ -361,9 +362,9 @@ def test_a_job_larger_than_the_bound_is_run_alone() -> None:
 
 def test_a_finished_part_lets_go_of_its_job() -> None:
     step = Step(TensorSpec("w", DTYPES["F32"], (2,)), "x", ())
-    work = Work(step)
-    work.left = 1
-    part = Part(work, step, Hoard(10), 0, [Cut(0, 2)])
+    active = ActiveStep(step)
+    active.left = 1
+    part = LeafPass(active, step, Hoard(10), 0, [Cut(0, 2)])
     scheduler = Scheduler([(step, frozenset())], (), lambda _: [part], lambda _: None, 100)
     for _ in range(2):
         task = scheduler.next()

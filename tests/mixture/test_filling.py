@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.mixture.test_gates import models, recipe_of, told
 from weightsmith.api import moe, plan
-from weightsmith.engine.bench import EngineBench
 from weightsmith.engine.local import Progress
+from weightsmith.engine.product_graph import ProductGraph
 from weightsmith.errors import CannotResume, CheckpointError, PlanError, Unsupported, WeightsmithError
 from weightsmith.mixture.routing import product
+from weightsmith.plans import Product
+from weightsmith.products import ProductContext
 from weightsmith.store.manifest import MANIFEST_NAME
 
 __all__ = ["models"]
@@ -89,13 +92,18 @@ def test_a_computation_that_nobody_waits_for_ends_with_its_layer(
 ) -> None:
     """The progress function raises while the first layer is computed."""
     done: list[int] = []
-    plain = EngineBench.progress
+    plain = ProductGraph.context
 
-    def slow(self: EngineBench, *now: int) -> None:
-        plain(self, *now)
-        time.sleep(0.3)
+    def slow(self: ProductGraph, product: Product) -> ProductContext:
+        context = plain(self, product)
 
-    monkeypatch.setattr(EngineBench, "progress", slow)
+        def progress(*now: int) -> None:
+            context.progress(*now)
+            time.sleep(0.3)
+
+        return replace(context, progress=progress)
+
+    monkeypatch.setattr(ProductGraph, "context", slow)
 
     def interrupt(now: Progress) -> None:
         if now.computation is not None and now.computation.total:

@@ -16,8 +16,8 @@ import transformers
 import weightsmith
 from tests.activations.test_decoder import save_model
 from tests.zoo import SIZES
-from weightsmith.engine.bench import MemoryOutput
-from weightsmith.engine.local import Resources, run
+from weightsmith.engine.local import Resources, Workload, run
+from weightsmith.engine.unwritten import DiscardedOutput
 from weightsmith.errors import PlanError
 from weightsmith.mixture.build import prepare_moe
 from weightsmith.mixture.routing.gates import MODES, Sample
@@ -225,7 +225,8 @@ def made_router(recipe: dict[str, Any], **options: Any) -> tuple[dict[str, np.nd
     with prepare_moe(recipe) as prepared:
         plan, folders = prepared.plan, [model.folder for model in prepared.inputs]
         (product,) = plan.products
-        results = run(plan, prepared.inputs, MemoryOutput({}), Resources(**options), steps=(), folders=folders).results
+        workload = Workload(steps=(), folders=folders)
+        results = run(plan, prepared.inputs, DiscardedOutput(), Resources(**options), workload).results
         arrays = {out.name: results.array(out.name) for out in product.outs}
         return arrays, find_kind("router").report(product, list(arrays.values()))  # type: ignore[return-value]
 

@@ -204,7 +204,7 @@ def test_a_check_that_fails_ends_a_merge_that_takes_longer(tmp_path: Path, monke
     script(tmp_path, monkeypatch, REFUSES)
 
     def endless(run: Run, _task: object, _buffers: object) -> None:
-        while run.scheduler.error is None:
+        while run._scheduler.error is None:
             time.sleep(0.01)
 
     monkeypatch.setattr(Run, "_do", endless)

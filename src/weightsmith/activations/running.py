@@ -20,7 +20,7 @@ from weightsmith.activations.work import LayerWork
 from weightsmith.errors import NonFinite, ParameterError, PlanError, WeightsmithError
 from weightsmith.jobs.matrix import one_thread
 from weightsmith.jobs.requires import usable_device
-from weightsmith.products.base import ProductContext, Floats
+from weightsmith.products.base import Floats, ProductContext
 from weightsmith.store.products import release_pages
 
 WORK_BYTES = 4 << 30

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from weightsmith.adapters.built import WEIGHT, Built, is_expert
 from weightsmith.adapters.cores import ZERO, Adapted, Space
@@ -87,7 +86,7 @@ class Opened:
         specs = [TensorSpec(f"{name}{WEIGHT}", DTYPES["F32"], module.shape) for name, module in self.matrices.items()]
         owners = [None] * self.zeros + list(self.adapters)
         return [
-            Checkpoint(str(ref), Path(), _Specs([*specs, *self._whole_specs(owner)], str(ref)))
+            Checkpoint(str(ref), _Specs([*specs, *self._whole_specs(owner)], str(ref)))
             for ref, owner in zip(refs, owners, strict=True)
         ], []
 

@@ -111,14 +111,16 @@ class Finite:
                 self.check_input(step, i, place, data)
         return found
 
-    def check_copied(self, step: Step, place: Cut, data: Bytes) -> None:
+    def check_copied(self, step: Step, place: Cut, data: Bytes, *, encoded: bool = False) -> None:
         """Raise NonFinite for a NaN or infinity in numbers that are copied, if they were computed from codes or factors.
 
         Stored numbers are copied as they are: an infinity may be a constant of the model. A computed one is damage.
+
+        encoded  the output is stored as codes: an infinity would spoil its whole row
         """
         read = step.inputs[0]
         source = self._reader.source(read)
-        if not self._allow and source.kept_as(read.tensor) is not source.specs[read.tensor].dtype:
+        if not self._allow and (encoded or source.kept_as(read.tensor) is not source.specs[read.tensor].dtype):
             self.check_input(step, 0, place, data)
 
     def check_input(self, step: Step, i: int, place: Cut, data: Bytes) -> None:

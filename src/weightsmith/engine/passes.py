@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from weightsmith.checkpoint import Checkpoint
-from weightsmith.engine.computed import Computed
+from weightsmith.engine.computed import inner_passes
 from weightsmith.engine.reader import Reader
 from weightsmith.formats.files import Extent
-from weightsmith.plans import COPY, PRODUCTS, Plan, Product, Step
+from weightsmith.plans import Plan, Product, Step
 from weightsmith.products import StreamingReduction, find_kind
 
 STRIDE_BYTES = 4 << 20
@@ -21,32 +20,24 @@ class Passes:
 
     def __init__(self, plan: Plan, reader: Reader) -> None:
         self._reader = reader
-        self._known: dict[tuple[object, ...], tuple[int, int]] = {}
-        self._surveys: dict[str, StreamingReduction] = {}
+        self._reductions: dict[str, StreamingReduction] = {}
         for product in plan.products:
-            make = find_kind(product.op).survey
+            make = find_kind(product.op).reduce
             if make is not None:
-                self._surveys[product.name] = make(product)
+                self._reductions[product.name] = make(product)
 
     def before(self, step: Step) -> int:
         """Whole passes over the inputs of a step for products that it needs."""
-        surveys = [self._surveys[name] for name in step.needs if name in self._surveys]
-        return sum(not survey.sampled(number) for survey in surveys for number in range(survey.passes()))
+        reductions = [self._reductions[name] for name in step.needs if name in self._reductions]
+        return sum(not reduction.sampled(number) for reduction in reductions for number in range(reduction.passes()))
 
     def of(self, step: Step) -> int:
         """Passes over the inputs of a step, the one that writes included."""
-        return 1 if step.op == COPY or not step.out.size else 1 + self._job(step)[0]
+        return 1 + self._reader.job_facts(step)[0]
 
     def resident_bytes(self, step: Step) -> int:
         """What the job of a step holds in memory between its passes."""
-        return 0 if step.op == COPY or not step.out.size else self._job(step)[1]
-
-    def _job(self, step: Step) -> tuple[int, int]:
-        key = step.op, step.settings, step.base, step.out.shape, step.role
-        if key not in self._known:
-            job = self._reader.job(step)
-            self._known[key] = job.passes(), job.resident_bytes
-        return self._known[key]
+        return self._reader.job_facts(step)[1]
 
 
 def visits(reader: Reader, steps: Iterable[Step], products: Sequence[Product]) -> list[list[Extent]]:
@@ -59,31 +50,19 @@ def visits(reader: Reader, steps: Iterable[Step], products: Sequence[Product]) -
         return []
     found = []
     for product in products:
-        make = find_kind(product.op).survey
+        make = find_kind(product.op).reduce
         if make is None:
             continue
-        survey = make(product)
-        leaves = [
-            leaf
-            for step in product.steps or reader.plan.steps
-            for leaf in step.leaves
-            if product.name in leaf.needs and leaf.out.size
-        ]
-        for number in range(survey.passes()):
-            found += [_visit(reader, leaf, inputs, sampled=survey.sampled(number)) for leaf in leaves]
+        reduction = make(product)
+        leaves = list(reader.leaves_of(product))
+        for number in range(reduction.passes()):
+            found += [_visit(reader, leaf, inputs, sampled=reduction.sampled(number)) for leaf in leaves]
     passes = Passes(reader.plan, reader)
     for step in steps:
         for leaf in step.leaves:
             if leaf.out.size and any(read.model in inputs for read in leaf.inputs):
-                found += [_visit(reader, leaf, inputs, sampled=False)] * (passes.of(leaf) + _inner_passes(reader, leaf))
+                found += [_visit(reader, leaf, inputs, sampled=False)] * (passes.of(leaf) + inner_passes(reader, leaf))
     return [visit for visit in found if visit]
-
-
-def _inner_passes(reader: Reader, leaf: Step) -> int:
-    """How often models are read for the statistics of results of other recipes that a leaf reads."""
-    models = [(reader.inputs[read.model], read.tensor) for read in leaf.inputs if read.model != PRODUCTS]
-    results = [(model.source, tensor) for model, tensor in models if isinstance(model, Checkpoint)]
-    return max((source.statistics_passes(name) for source, name in results if isinstance(source, Computed)), default=0)
 
 
 def _visit(reader: Reader, leaf: Step, inputs: Sequence[int], *, sampled: bool) -> list[Extent]:

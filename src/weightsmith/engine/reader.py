@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,38 +15,16 @@ from weightsmith.engine.tiles import ALIGNED_BYTES, INPUTS_BYTES, TILE_BYTES, Cu
 from weightsmith.formats.files import Extent, read_into
 from weightsmith.jobs.job import Bytes, Job, Matrix
 from weightsmith.jobs.operations import OPERATIONS
-from weightsmith.plans import PRODUCTS, Block, Gather, Plan, Read, Step
-from weightsmith.tensors import DType, TensorSpec, grain_elements
+from weightsmith.plans import COPY, PRODUCTS, Block, Gather, Plan, Product, Read, Step
+from weightsmith.sources.base import Tensors
+from weightsmith.tensors import DType, grain_elements
 
 MAX_RUNS = 10_000
 """Up to so many rows of a gather are counted one by one. If there are more, the bytes between them count too."""
 
 
-class Source(Protocol):
-    """What the engine needs of an input."""
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """All files of the source."""
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        """Name → dtype and shape."""
-
-    def location(self, name: str) -> tuple[int, int] | None:
-        """File descriptor and offset of a tensor that is a run of bytes in a file; None for any other."""
-
-    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
-        """The parts of remote files that are read for these bytes of a tensor; () if all of it is on this disk."""
-
-    def preferred_rows(self, name: str) -> int:
-        """Rows that are best read together; 1 where it makes no difference."""
-
-    def kept_as(self, name: str) -> DType:
-        """The default output dtype of a tensor: another one than its own if its numbers are computed."""
-
-    def read_into(self, name: str, start_byte: int, out: memoryview | Bytes) -> None:
-        """Fill `out` with the tensor's bytes from `start_byte` on. Called from many threads."""
+Source = Tensors | Results
+"""What a step reads: a model, or the arrays of products."""
 
 
 class Reader:
@@ -57,7 +33,7 @@ class Reader:
     def __init__(
         self,
         plan: Plan,
-        inputs: Sequence[Source],
+        inputs: Sequence[Tensors],
         results: Results,
         tile_bytes: int = TILE_BYTES,
         aligned_bytes: int = ALIGNED_BYTES,
@@ -77,6 +53,7 @@ class Reader:
         self._tile_bytes = tile_bytes
         self._aligned_bytes = aligned_bytes
         self._device = device
+        self._facts: dict[tuple[object, ...], tuple[int, int]] = {}
         self._checked: set[tuple[int | str, int]] = set()
 
     def source(self, read: Read) -> Source:
@@ -86,6 +63,11 @@ class Reader:
     def dtype(self, read: Read) -> DType:
         """Of the tensor that is read."""
         return self.source(read).specs[read.tensor].dtype
+
+    def leaves_of(self, product: Product) -> Iterator[Step]:
+        """The steps whose tiles a product that streams reads."""
+        steps = product.steps or self.plan.steps
+        return (leaf for step in steps for leaf in step.leaves if product.name in leaf.needs and leaf.out.size)
 
     def cuts(self, step: Step, align_rows: int = 1) -> list[Cut]:
         """The tiles of a step's tensor.
@@ -136,6 +118,16 @@ class Reader:
     def job(self, step: Step) -> Job:
         """The job of a step that is not copied."""
         return (methods.get(step.op).job if step.merges else OPERATIONS[step.op])(self.matrix(step))
+
+    def job_facts(self, step: Step) -> tuple[int, int]:
+        """Statistics passes, and bytes held between passes, of the job of a step; asked once for each kind of step."""
+        if step.op == COPY or not step.out.size:
+            return 0, 0
+        key = step.op, step.settings, step.base, step.out.shape, step.role
+        if key not in self._facts:
+            job = self.job(step)
+            self._facts[key] = job.passes(), job.resident_bytes
+        return self._facts[key]
 
     def read(self, reads: Sequence[Read], first: int, size: int, buffers: Buffers) -> tuple[Bytes, int]:
         """The bytes of elements first … first + size of all of `reads`, and how many were read."""

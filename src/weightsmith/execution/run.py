@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -228,13 +227,13 @@ def staged(
     steps: Iterable[Step] | None = None,
     helping: bool = False,
 ) -> Iterator[tuple[Output, Callable[..., Outcome]]]:
-    """Download, then open the output: its staging, and `engine.local.run` bound to it.
+    """Download, then open the output: its staging, and `engine.local.run` for a workload of the plan.
 
     part     its label
     steps    of the part: what an earlier run has finished of them is taken over; None: of all
     helping  see `Staging.open`
     """
-    from weightsmith.engine.local import run
+    from weightsmith.engine.local import Workload, run
     from weightsmith.hub_outputs.staging import HubStaging
 
     plan, inputs = prepared.plan, prepared.inputs
@@ -265,21 +264,22 @@ def staged(
         progress=callbacks.rechecking,
     ) as staging:
         on_hub = staging if isinstance(staging, HubStaging) else None
-        yield (
-            staging,
-            partial(
-                run,
+
+        def go(**selected: Any) -> Outcome:
+            folders = [model.folder for model in inputs]
+            workload = Workload(folders=folders, allow_nonfinite=options.allow_nonfinite, **selected)
+            return run(
                 plan,
                 inputs,
                 staging,
                 resources,
+                workload,
                 progress=callbacks.progress,
-                allow_nonfinite=options.allow_nonfinite,
-                folders=[model.folder for model in inputs],
                 in_order=on_hub is not None,
                 abandon=on_hub.abandon if on_hub is not None else lambda: None,
-            ),
-        )
+            )
+
+        yield staging, go
 
 
 def resources_of(plan: Plan, options: RunOptions) -> Resources:

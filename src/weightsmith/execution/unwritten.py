@@ -14,15 +14,14 @@ from weightsmith.planner.build import Prepared
 if TYPE_CHECKING:
     from weightsmith.engine.local import Progress
     from weightsmith.products import Report
-    from weightsmith.products.base import Arrays
-    from weightsmith.store.journal import Finished
 
 
 def make_product(
     prepared: Prepared, name: str, options: RunOptions, progress: Callable[[Progress], None] | None = None
 ) -> Report | None:
     """Compute one product of a plan and its dependencies in memory. Returns its report; writes nothing."""
-    from weightsmith.engine.local import run
+    from weightsmith.engine.local import Workload, run
+    from weightsmith.engine.unwritten import DiscardedOutput
 
     check_computable(prepared)
     if options.stream:
@@ -33,12 +32,10 @@ def make_product(
     outcome = run(
         plan,
         prepared.inputs,
-        _Discarded(),
+        DiscardedOutput(),
         resources_of(plan, options),
-        steps=(),
-        products=products,
+        Workload(steps=(), products=products, folders=[model.folder for model in prepared.inputs]),
         progress=progress,
-        folders=[model.folder for model in prepared.inputs],
     )
     return reports_of(products, outcome.results).get(name)
 
@@ -50,7 +47,8 @@ def measure_distance(
 
     Computes like `execute`, without writing anything. Cost: that of the merge without writing.
     """
-    from weightsmith.engine.local import run
+    from weightsmith.engine.local import Workload, run
+    from weightsmith.engine.unwritten import DiscardedOutput
 
     check_computable(prepared)
     if options.stream:
@@ -61,35 +59,9 @@ def measure_distance(
     outcome = run(
         plan,
         prepared.inputs,
-        _Discarded(),
+        DiscardedOutput(),
         resources_of(plan, options),
-        steps=steps,
-        products=plan.products_for(steps),
+        Workload(steps=steps, products=plan.products_for(steps)),
         progress=progress,
     )
     return distance_by_layer(plan, outcome.distances)
-
-
-class _Discarded:
-    """An engine output that discards everything."""
-
-    def location(self, name: str) -> None:
-        return None
-
-    def write(self, name: str, start_byte: int, buffer: object) -> None:
-        pass
-
-    def equal(self, name: str, start_byte: int, extent: object) -> None:
-        pass
-
-    def finish(self, name: str, done: Finished) -> None:
-        pass
-
-    def create(self, product: object) -> None:
-        pass
-
-    def keep(self, product: object, arrays: Arrays) -> Arrays:
-        return arrays
-
-    def forget(self, product: object) -> None:
-        pass

@@ -68,7 +68,7 @@ class GramJob(CombinationJob):
         gram(tile.raw, m.codes, tile.size, m.grain, self.deltas, out, rows, np.empty((pairs, LANES)))
         return out
 
-    def fold(self, number: int, results: list[Any]) -> None:
+    def finish_pass(self, number: int, results: list[Any]) -> None:
         # cumsum adds sequentially; sum would add pairwise, in an order that depends on the tiles.
         totals = np.zeros(self.vectors * (self.vectors + 1) // 2)
         for result in results:

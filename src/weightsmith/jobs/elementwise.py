@@ -10,13 +10,14 @@ import numpy.typing as npt
 
 from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
 from weightsmith.kernels.elementwise import count_active, merge_active
+from weightsmith.kernels.records import Encoded, Inputs
 
 Counts = npt.NDArray[np.int64]
 """[models, 2]: the number of positions where only this model is active, and where others are too."""
 
 
 class ElementwiseJob(Job):
-    """Calls `kernel(raw, codes, n, *arguments, out, out_code, rows, sums)` per tile, with `sums` rows of float64 scratch."""
+    """Calls `kernel(inputs, n, *arguments, out, rows, sums)` per tile, with `sums` rows of float64 scratch."""
 
     def __init__(self, matrix: Matrix, kernel: Callable[..., None], *arguments: Any, sums: int = 2) -> None:
         super().__init__(matrix)
@@ -27,7 +28,8 @@ class ElementwiseJob(Job):
     def apply(self, tile: Tile, out: Bytes) -> None:
         m, scratch = self.matrix, tile.scratch
         rows, sums = scratch.rows(len(m.codes), m.codes, m.out_code), scratch.sums(self._sums)
-        self._kernel(tile.raw, m.codes, tile.size, *self._arguments, out, m.out_code, rows, sums)
+        inputs, encoded = Inputs(tile.raw, m.codes), Encoded(out, m.out_code)
+        self._kernel(inputs, tile.size, *self._arguments, encoded, rows, sums)
 
 
 def count_tile(matrix: Matrix, tile: Tile, epsilon: float) -> Counts:
@@ -64,11 +66,12 @@ class ActiveJob(Job):
     def statistics(self, number: int, tile: Tile) -> Counts:
         return count_tile(self.matrix, tile, self.epsilon)
 
-    def fold(self, number: int, results: list[Any]) -> None:
+    def finish_pass(self, number: int, results: list[Any]) -> None:
         assert self._alone is not None
         self.factors = self._alone(np.sum(results, axis=0))
 
     def apply(self, tile: Tile, out: Bytes) -> None:
         m, scratch = self.matrix, tile.scratch
         rows, sums = scratch.rows(len(m.codes), m.codes, m.out_code), scratch.sums(3)
-        merge_active(tile.raw, m.codes, tile.size, self.epsilon, self.factors, self.factor, out, m.out_code, rows, sums)
+        inputs, encoded = Inputs(tile.raw, m.codes), Encoded(out, m.out_code)
+        merge_active(inputs, tile.size, self.epsilon, self.factors, self.factor, encoded, rows, sums)

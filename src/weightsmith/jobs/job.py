@@ -1,10 +1,10 @@
 """The interface of a job, which merges one logical matrix, tile by tile.
 
-    statistics(0, every tile) → fold(0) → … → statistics(k-1, every tile) → fold(k-1) → apply(every tile)
+    statistics(0, every tile) → finish_pass(0) → … → statistics(k-1, every tile) → finish_pass(k-1) → apply(every tile)
 
-`statistics` and `apply` are called from many threads in any order; `fold` once per pass, after all its tiles. The result of
-`statistics` may depend only on the grains of the tile, and `fold` receives the results in tile order, so the outcome does not
-depend on tile size or number of threads.
+`statistics` and `apply` are called from many threads in any order; `finish_pass` once per pass, after all its tiles. The result
+of `statistics` may depend only on the grains of the tile, and `finish_pass` receives the results in tile order, so the outcome
+does not depend on tile size or number of threads.
 """
 
 from __future__ import annotations
@@ -190,14 +190,14 @@ class Job(ABC):
         self.matrix = matrix
 
     def passes(self) -> int:
-        """Number of statistics passes. Called again after each `fold`, so it may change."""
+        """Number of statistics passes. Called again after each `finish_pass`, so it may change."""
         return 0
 
     def statistics(self, number: int, tile: Tile) -> Any:
         """Statistics of one tile in pass `number`."""
         raise NotImplementedError
 
-    def fold(self, number: int, results: list[Any]) -> None:
+    def finish_pass(self, number: int, results: list[Any]) -> None:
         """Process the statistics of all tiles, in tile order."""
         raise NotImplementedError
 

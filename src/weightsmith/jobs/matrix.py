@@ -1,7 +1,7 @@
 """The job of methods that need a whole matrix at once: singular vectors, polar factors, solutions of linear systems.
 
-The statistics pass copies the inputs into memory (in the dtype of rows); `fold` computes an update with torch, in float64;
-the apply pass adds it to a combination of the inputs. The scheduler limits the number of matrices in memory
+The statistics pass copies the inputs into memory (in the dtype of rows); `finish_pass` computes an update with torch, in
+float64; the apply pass adds it to a combination of the inputs. The scheduler limits the number of matrices in memory
 (`Job.resident_bytes`).
 
 The bytes do not depend on tiles and threads: a single thread does each computation, on arrays that torch aligns. Several
@@ -25,6 +25,7 @@ from weightsmith.heap import return_large_blocks
 from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
 from weightsmith.jobs.requires import needs_torch
 from weightsmith.kernels.matrix import combine_with, copy_rows
+from weightsmith.kernels.records import Encoded, Inputs
 
 Tensor = Any  # torch is optional, so mypy cannot use its type
 Vector = npt.NDArray[np.float64]
@@ -156,7 +157,7 @@ class MatrixJob(Job):
 
         return torch.empty(shape, dtype=torch.float64 if self.width == 8 else torch.float32)  # aligned, unlike numpy's
 
-    def fold(self, number: int, results: list[Any]) -> None:
+    def finish_pass(self, number: int, results: list[Any]) -> None:
         held = self._held.view(len(self.weights), self.rows, self.matrix.cols)
         self._held = None
         update = self._empty(self.rows, self.matrix.cols)
@@ -173,7 +174,8 @@ class MatrixJob(Job):
     def apply(self, tile: Tile, out: Bytes) -> None:
         m, update = self.matrix, self.update(tile)
         rows, sums = tile.scratch.rows(1, m.codes, m.out_code), tile.scratch.sums(1)
-        combine_with(tile.raw, m.codes, self.coefficients, update, tile.size, out, m.out_code, rows, sums)
+        inputs, encoded = Inputs(tile.raw, m.codes), Encoded(out, m.out_code)
+        combine_with(inputs, self.coefficients, update, tile.size, encoded, rows, sums)
 
 
 def mean(deltas: Sequence[Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import xxhash
 
 from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
+from weightsmith.kernels.records import Encoded
 
 
 class PerturbedJob(Job):
@@ -64,15 +65,15 @@ class PerturbedJob(Job):
         return 1 if self._chosen.size else 0
 
     def statistics(self, number: int, tile: Tile) -> npt.NDArray[np.float64]:
-        from weightsmith.kernels.perturb import chosen_sums
+        from weightsmith.kernels.perturb import Neurons, chosen_sums
 
         m, row = self.matrix, tile.scratch.sums(1)[0]
         out = np.empty((tile.grains(m.grain), 2))
-        code = int(m.codes[0])
-        chosen_sums(tile.raw[0], code, tile.start, tile.size, m.grain, self._chosen, self._by_rows, m.cols, out, row)
+        weight, neurons = Encoded(tile.raw[0], int(m.codes[0])), Neurons(self._chosen, self._by_rows, m.cols)
+        chosen_sums(weight, tile.start, tile.size, m.grain, neurons, out, row)
         return out
 
-    def fold(self, number: int, results: list[Any]) -> None:
+    def finish_pass(self, number: int, results: list[Any]) -> None:
         m = self.matrix
         count = int(self._chosen.sum()) * (m.cols if self._by_rows else m.size // m.cols)
         total, squares = np.cumsum(np.concatenate(results), axis=0)[-1]  # adds sequentially
@@ -81,21 +82,11 @@ class PerturbedJob(Job):
 
     def apply(self, tile: Tile, out: Bytes) -> None:
         from weightsmith.kernels.codecs import BLOCK
-        from weightsmith.kernels.perturb import perturb
+        from weightsmith.kernels.perturb import Neurons, Noise, Redraw, Scratch, perturb
 
         m = self.matrix
-        redraw = (self._key("redrawn"), self._chosen, self._by_rows, m.cols, self._mean, self._deviation)
-        row, words = tile.scratch.sums(1)[0], np.empty((2, BLOCK + 512), np.uint32)
-        perturb(
-            tile.raw[0],
-            int(m.codes[0]),
-            tile.start,
-            tile.size,
-            self._noise,
-            redraw,
-            self._factor,
-            out,
-            m.out_code,
-            row,
-            words,
-        )
+        neurons = Neurons(self._chosen, self._by_rows, m.cols)
+        redraw = Redraw(self._key("redrawn"), neurons, self._mean, self._deviation)
+        scratch = Scratch(tile.scratch.sums(1)[0], np.empty((2, BLOCK + 512), np.uint32))
+        weight, encoded = Encoded(tile.raw[0], int(m.codes[0])), Encoded(out, m.out_code)
+        perturb(weight, tile.start, tile.size, Noise(*self._noise), redraw, self._factor, encoded, scratch)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
+from weightsmith.kernels.records import Encoded, Inputs
 
 
 class ScaledJob(Job):
@@ -37,15 +38,16 @@ class ScaledJob(Job):
             return self.inner.statistics(number, tile)
         return self._squares(tile)
 
-    def fold(self, number: int, results: list[Any]) -> None:
+    def finish_pass(self, number: int, results: list[Any]) -> None:
         if number < self.inner.passes():
-            self.inner.fold(number, results)
+            self.inner.finish_pass(number, results)
             return
         totals = np.sqrt(np.cumsum(np.concatenate(results), axis=0)[-1])
         merged, summed, models = totals[0], totals[1], totals[2:]
         target = {"mean": models.mean(), "max": models.max(), "task_arithmetic": summed}[self._norm]
-        if merged > 0:
-            self.factor *= float(target / merged)
+        with np.errstate(all="ignore"):  # NaN and infinity are reported by the tiles, or allowed
+            if merged > 0:
+                self.factor *= float(target / merged)
 
     def _merged(self, tile: Tile) -> Bytes:
         out = np.empty(tile.size * self._width, np.uint8)
@@ -60,7 +62,8 @@ class ScaledJob(Job):
         merged = self._merged(tile)
         out = np.empty((tile.grains(m.grain), 2 + len(self._weights)))
         rows, sums = scratch.rows(2, m.codes, self._code), scratch.sums(out.shape[1] + 1)
-        delta_squares(tile.raw, m.codes, tile.size, m.grain, self._weights, merged, self._code, out, rows, sums)
+        inputs, found = Inputs(tile.raw, m.codes), Encoded(merged, self._code)
+        delta_squares(inputs, tile.size, m.grain, self._weights, found, out, rows, sums)
         return out
 
     def apply(self, tile: Tile, out: Bytes) -> None:
@@ -69,4 +72,5 @@ class ScaledJob(Job):
         m, scratch = self.matrix, tile.scratch
         merged = self._merged(tile)
         rows, sums = scratch.rows(2, m.codes, self._code), scratch.sums(1)
-        rescale_delta(tile.raw, m.codes, merged, self._code, tile.size, self.factor, out, m.out_code, rows, sums)
+        inputs, found = Inputs(tile.raw, m.codes), Encoded(merged, self._code)
+        rescale_delta(inputs, found, tile.size, self.factor, Encoded(out, m.out_code), rows, sums)

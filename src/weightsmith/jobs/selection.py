@@ -25,6 +25,8 @@ from weightsmith.kernels.select import (
     HIGH_BINS,
     MAX_PATTERNS,
     TABLE,
+    Patterns,
+    Scores,
     count_high,
     count_windows,
     find_bin,
@@ -87,15 +89,13 @@ def count_patterns(
     factors: npt.NDArray[np.float64],
     rows: npt.NDArray[Any],
 ) -> list[Counts]:
-    """Count one tile's scores in the window of each search; what and factors as for `kernels.select.score_bits`."""
+    """Count one tile's scores in the window of each search; what and factors as for `kernels.select.Scores`."""
     scratch = tile.scratch
-    patterns, numbers, slots = scratch.table(TABLE, MAX_PATTERNS)
+    patterns, numbers, slots = table = Patterns(*scratch.table(TABLE, MAX_PATTERNS))
     firsts, ends = np.array([s.first for s in searches]), np.array([s.end for s in searches])
     above = np.zeros(len(searches), np.int64)
-    n = count_windows(
-        *(tile.raw, matrix.codes, what, tile.size, firsts, ends, above, patterns, numbers, slots),
-        *(factors, matrix.row, rows, scratch.bits),
-    )
+    scores = Scores(tile.raw, matrix.codes, what, factors, matrix.row, rows, scratch.bits)
+    n = count_windows(scores, tile.size, firsts, ends, above, table)
     used = slots[: n if n >= 0 else MAX_PATTERNS]
     found, often = patterns[used], numbers[used]
     numbers[used] = 0  # reset the table
@@ -201,7 +201,7 @@ class Selection:
         self._ties: dict[Key, tuple[int, int]] = {}  # the tile of the last tie among the k, and how many are in it
 
     def plan(self) -> list[str]:
-        """The passes, as arguments for `statistics` and `fold`. May grow until the first `fold`."""
+        """The passes, as arguments for `statistics` and `finish_pass`. May grow until the first `finish_pass`."""
         searches = self.searches.values()
         if not searches:
             return []
@@ -215,7 +215,7 @@ class Selection:
         else:
             self._count_window(kind, tile)
 
-    def fold(self, kind: str) -> None:
+    def finish_pass(self, kind: str) -> None:
         """Finish a pass, after all tiles."""
         if kind == "high":
             for search in self.searches.values():
@@ -243,8 +243,8 @@ class Selection:
         if tile.start > start:
             return 0
         rows = tile.scratch.rows(2, m.codes, m.out_code)
-        where = (tile.raw, m.codes, key[0], tile.size, self.searches[key].found, quota)
-        return start + int(index_of_tie(*where, self._row_factors(tile), m.row, rows, tile.scratch.bits))
+        scores = Scores(tile.raw, m.codes, key[0], self._row_factors(tile), m.row, rows, tile.scratch.bits)
+        return start + int(index_of_tie(scores, tile.size, self.searches[key].found, quota))
 
     def _row_factors(self, tile: Tile) -> npt.NDArray[np.float64]:
         return _NONE if self._factors is None else self._factors(tile)
@@ -274,7 +274,7 @@ class Selection:
             m, scratch = self.matrix, tile.scratch
             rows = scratch.rows(2, m.codes, m.out_code)
             high = scratch.counts(HIGH_BINS)
-            count_high(tile.raw, m.codes, key[0], tile.size, high, factors, m.row, rows, scratch.bits)
+            count_high(Scores(tile.raw, m.codes, key[0], factors, m.row, rows, scratch.bits), tile.size, high)
             share = search.rank / m.size
             # The standard deviation of ranks in a tile is about sqrt(p (1 - p) n); rows differ by slightly more.
             slack = 6 * math.sqrt(share * (1 - share) * tile.size) + tile.size / 500
@@ -288,7 +288,7 @@ class Selection:
         for key, search in self.searches.items():
             if search.missed:
                 counts = scratch.counts(HIGH_BINS)
-                count_high(tile.raw, m.codes, key[0], tile.size, counts, factors, m.row, rows, scratch.bits)
+                count_high(Scores(tile.raw, m.codes, key[0], factors, m.row, rows, scratch.bits), tile.size, counts)
                 with self._lock:
                     np.add(search.high, counts, out=search.high)
 

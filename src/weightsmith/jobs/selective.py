@@ -16,7 +16,8 @@ from weightsmith.kernels.elementwise import (
     merge_elected,
     merge_fused,
 )
-from weightsmith.kernels.select import IMPORTANCE, VARIANCE, select_scores
+from weightsmith.kernels.records import Encoded, Inputs
+from weightsmith.kernels.select import IMPORTANCE, VARIANCE, Scores, select_scores
 
 _ALL = np.zeros(0, np.uint8)
 _NO_FACTORS = np.zeros(0)
@@ -60,7 +61,7 @@ class SceJob(Job):
             return out
         return self._selection.statistics(kind, tile)
 
-    def fold(self, number: int, results: list[Any]) -> None:
+    def finish_pass(self, number: int, results: list[Any]) -> None:
         kind = self._plan()[number]
         if kind == "varying":
             rank = int(self._topk * sum(results))
@@ -72,7 +73,7 @@ class SceJob(Job):
             with np.errstate(invalid="ignore"):  # infinities, if allowed
                 self.shares = total / whole if whole > 0 else np.full(len(total), 1 / len(total))
         else:
-            self._selection.fold(kind)
+            self._selection.finish_pass(kind)
 
     def _selected(self, tile: Tile) -> npt.NDArray[np.uint8]:
         """uint8 [tile.size]: 1 for selected positions; empty if all are selected."""
@@ -86,8 +87,8 @@ class SceJob(Job):
         selected = np.empty(tile.size, np.uint8)
         limit, cut = self._selection.threshold(_KEY), self._selection.cut(_KEY, tile) - tile.start
         rows = scratch.rows(2, m.codes, m.out_code)
-        where = (tile.raw, m.codes, VARIANCE, tile.size, limit, cut)
-        select_scores(*where, selected, _NO_FACTORS, m.cols, rows, scratch.bits)
+        scores = Scores(tile.raw, m.codes, VARIANCE, _NO_FACTORS, m.cols, rows, scratch.bits)
+        select_scores(scores, tile.size, limit, cut, selected)
         if self._mask_update:
             self._selected_bits[tile.start] = np.packbits(selected)
         return selected
@@ -96,7 +97,8 @@ class SceJob(Job):
         m, scratch = self.matrix, tile.scratch
         selected = self._selected(tile) if self._mask_update else _ALL
         rows, sums = scratch.rows(len(m.codes), m.codes, m.out_code), scratch.sums(3)
-        merge_elected(tile.raw, m.codes, tile.size, self.shares, selected, out, m.out_code, rows, sums)
+        inputs, encoded = Inputs(tile.raw, m.codes), Encoded(out, m.out_code)
+        merge_elected(inputs, tile.size, self.shares, selected, encoded, rows, sums)
 
 
 class FusionJob(Job):
@@ -122,8 +124,8 @@ class FusionJob(Job):
     def statistics(self, number: int, tile: Tile) -> Any:
         return self._selection.statistics(self._selection.plan()[number], tile)
 
-    def fold(self, number: int, results: list[Any]) -> None:
-        self._selection.fold(self._selection.plan()[number])
+    def finish_pass(self, number: int, results: list[Any]) -> None:
+        self._selection.finish_pass(self._selection.plan()[number])
         bits = np.array([max(self._selection.threshold(key), 0) for key in self._keys], np.uint32)
         low, median, high = bits.view(np.float32).astype(np.float64)
         self.limit = median + 1.5 * (high - low)
@@ -134,10 +136,11 @@ class FusionJob(Job):
         rows = self._divergence[tile.start // m.row : -(-(tile.start + tile.size) // m.row)]
         if len(rows) and np.isnan(rows[0]):
             scratch, sums = tile.scratch.rows(2, m.codes, m.out_code), tile.scratch.sums(4, m.row)
-            row_divergence(tile.raw, m.codes, tile.size, m.row, self._epsilon, rows, scratch, sums)
+            row_divergence(Inputs(tile.raw, m.codes), tile.size, m.row, self._epsilon, rows, scratch, sums)
         return rows
 
     def apply(self, tile: Tile, out: Bytes) -> None:
         m, scratch = self.matrix, tile.scratch
         rows, sums = scratch.rows(2, m.codes, m.out_code), scratch.sums(1)
-        merge_fused(tile.raw, m.codes, tile.size, self.limit, self._factors(tile), m.row, out, m.out_code, rows, sums)
+        inputs, encoded = Inputs(tile.raw, m.codes), Encoded(out, m.out_code)
+        merge_fused(inputs, tile.size, self.limit, self._factors(tile), m.row, encoded, rows, sums)

@@ -14,6 +14,7 @@ import numpy as np
 
 from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
 from weightsmith.jobs.spectra import transform
+from weightsmith.kernels.records import Encoded, Inputs
 
 
 class SpectrumJob(Job):
@@ -54,11 +55,11 @@ class SpectrumJob(Job):
         raw[-1, : merged.size] = merged
         return self._gathered.statistics(0, replace(tile, raw=raw))
 
-    def fold(self, number: int, results: list[Any]) -> None:
+    def finish_pass(self, number: int, results: list[Any]) -> None:
         if number < self.inner.passes():
-            self.inner.fold(number, results)
+            self.inner.finish_pass(number, results)
         else:
-            self._gathered.fold(0, results)
+            self._gathered.finish_pass(0, results)
 
     def apply(self, tile: Tile, out: Bytes) -> None:
         from weightsmith.kernels.matrix import combine_with
@@ -66,4 +67,5 @@ class SpectrumJob(Job):
         m = self.matrix
         update = self._gathered.update(tile)
         rows, sums = tile.scratch.rows(1, m.codes, m.out_code), tile.scratch.sums(1)
-        combine_with(tile.raw[:1], m.codes[:1], np.ones(1), update, tile.size, out, m.out_code, rows, sums)
+        base, encoded = Inputs(tile.raw[:1], m.codes[:1]), Encoded(out, m.out_code)
+        combine_with(base, np.ones(1), update, tile.size, encoded, rows, sums)

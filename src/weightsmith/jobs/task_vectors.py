@@ -17,6 +17,7 @@ from weightsmith.jobs.job import Bytes, Job, Matrix, Scratch, Tile
 from weightsmith.jobs.selection import Key, Selection, kept_ranks, model_limits
 from weightsmith.kernels import task_vector as kernel
 from weightsmith.kernels.codecs import BLOCK
+from weightsmith.kernels.records import Encoded, Inputs
 
 _ELECT = {"none": kernel.ELECT_NONE, "sum": kernel.ELECT_SUM, "count": kernel.ELECT_COUNT}
 _MEAN = {"sum": kernel.SUM, "mean": kernel.BY_WEIGHT, "disjoint_mean": kernel.BY_COUNT, "absmax": kernel.LARGEST}
@@ -67,6 +68,7 @@ class TaskVectorJob(Job):
         slow = bool(np.isin(self.modes, _SLOW).any())
         self._remember = self._norms_needed and slow and mask_bytes <= REMEMBER_BYTES
         self.resident_bytes = mask_bytes if self._remember else 0
+        self._not_given = np.empty((models, 0), np.uint8)
         self._masks_of: dict[int, npt.NDArray[np.uint8]] = {}  # by tile: bits of its masks, [models, bytes]
         self.block = matrix.row if self._in_rows else BLOCK
 
@@ -129,7 +131,7 @@ class TaskVectorJob(Job):
     # ---- passes
 
     def passes(self) -> int:
-        """May grow until the first `fold`."""
+        """May grow until the first `finish_pass`."""
         return len(self._plan())
 
     def _plan(self) -> list[str]:
@@ -139,12 +141,12 @@ class TaskVectorJob(Job):
         kind = self._plan()[number]
         return self._norms(tile) if kind == "norms" else self._selection.statistics(kind, tile)
 
-    def fold(self, number: int, results: list[Any]) -> None:
+    def finish_pass(self, number: int, results: list[Any]) -> None:
         kind = self._plan()[number]
         if kind == "norms":
-            self._fold_norms(results)
+            self._finish_norms(results)
             return
-        self._selection.fold(kind)
+        self._selection.finish_pass(kind)
         for i, which, key in self._selected:
             self.limits[i, which] = self._selection.threshold(key)
 
@@ -153,25 +155,15 @@ class TaskVectorJob(Job):
         m, scratch = self.matrix, tile.scratch
         out = np.zeros((tile.grains(m.grain), len(self.weights), 2))
         kept = np.empty((len(self.weights), tile.size if self._remember else 0), np.uint8)
-        kernel.l1_norms(
-            tile.raw,
-            m.codes,
-            tile.size,
-            m.grain,
-            tile.start,
-            self.block,
-            *self._masks(tile),
-            out,
-            scratch.rows(2, m.codes, m.out_code, self.block),
-            scratch.sums(2 * len(self.weights)),
-            *self._row_scratch(scratch),
-            kept,
-        )
+        rows = scratch.rows(2, m.codes, m.out_code, self.block)
+        memory = kernel.Scratch(rows, scratch.sums(2 * len(self.weights)), *self._row_scratch(scratch))
+        masks = self._masks(tile, self._not_given)
+        kernel.l1_norms(Inputs(tile.raw, m.codes), self._place(tile), m.grain, masks, out, memory, kept)
         if self._remember:
             self._masks_of[tile.start] = np.packbits(kept, axis=1)
         return out
 
-    def _fold_norms(self, results: list[Any]) -> None:
+    def _finish_norms(self, results: list[Any]) -> None:
         totals = np.cumsum(np.concatenate(results), axis=0)[-1]
         for i, (before, after) in enumerate(totals):
             # Like mergekit, do not rescale if either norm is below 1e-7.
@@ -182,35 +174,23 @@ class TaskVectorJob(Job):
             self.block = BLOCK
             self._in_rows = False
 
-    def _masks(self, tile: Tile) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, bool, Any]:
-        """The kernels' arguments `modes` to `keys`."""
+    def _place(self, tile: Tile) -> kernel.Place:
+        return kernel.Place(tile.size, tile.start, self.block)
+
+    def _masks(self, tile: Tile, given: npt.NDArray[np.uint8]) -> kernel.Masks:
         unbiased = self.axes.rescale == "inv_probability"
-        return self.modes, self.limits, self._cuts(tile), self.shares, unbiased, self.keys
+        return kernel.Masks(self.modes, self.limits, self._cuts(tile), self.shares, unbiased, self.keys, given)
 
     def _row_scratch(self, scratch: Scratch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         return scratch.row_sorting(self.block if self._in_rows else 0)
 
     def apply(self, tile: Tile, out: Bytes) -> None:
         m, scratch = self.matrix, tile.scratch
-        given = np.empty((len(self.weights), 0), np.uint8)
+        given = self._not_given
         if self._remember:
             given = np.unpackbits(self._masks_of[tile.start], axis=1, count=tile.size)
-        kernel.merge_task_vectors(
-            tile.raw,
-            m.codes,
-            tile.size,
-            tile.start,
-            self.block,
-            self.weights,
-            self.scales,
-            *self._masks(tile),
-            _ELECT[self.axes.elect],
-            self._mean,
-            self.factor,
-            out,
-            m.out_code,
-            scratch.rows(len(m.codes) + 3, m.codes, m.out_code, self.block),
-            scratch.sums(1, self.block),
-            *self._row_scratch(scratch),
-            given,
-        )
+        how = kernel.Combination(self.weights, self.scales, _ELECT[self.axes.elect], self._mean, self.factor)
+        rows = scratch.rows(len(m.codes) + 3, m.codes, m.out_code, self.block)
+        memory = kernel.Scratch(rows, scratch.sums(1, self.block), *self._row_scratch(scratch))
+        masks = self._masks(tile, given)
+        kernel.merge_task_vectors(Inputs(tile.raw, m.codes), self._place(tile), masks, how, Encoded(out, m.out_code), memory)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from weightsmith.jobs.combination import symmetric
 from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
 from weightsmith.kernels.combine import LANES
+from weightsmith.kernels.records import Encoded, Inputs
 from weightsmith.kernels.vectors import combine_columns, combine_rows, gram_columns, gram_rows
 
 Vector = npt.NDArray[np.float64]
@@ -44,7 +45,7 @@ class RowJob(Job):
             gram_rows(tile.raw, m.codes, first, m.cols, self.deltas, products, rows, lanes)
             with np.errstate(all="ignore"):
                 coefficients = np.ascontiguousarray(self.solve(symmetric(products, k)))
-            combine_rows(tile.raw, m.codes, coefficients, first, m.cols, out, m.out_code, rows, sums)
+            combine_rows(Inputs(tile.raw, m.codes), coefficients, first, m.cols, Encoded(out, m.out_code), rows, sums)
 
 
 class ColumnJob(Job):
@@ -72,7 +73,7 @@ class ColumnJob(Job):
         rows = tile.scratch.rows(len(m.codes), m.codes, m.out_code)
         gram_columns(tile.raw, m.codes, tile.size, m.cols, self.deltas, self.totals, rows)
 
-    def fold(self, number: int, results: list[Any]) -> None:
+    def finish_pass(self, number: int, results: list[Any]) -> None:
         with np.errstate(all="ignore"):
             coefficients = self.solve(symmetric(np.ascontiguousarray(self.totals.T), self.vectors))
         self.coefficients = np.ascontiguousarray(coefficients.T)
@@ -80,4 +81,5 @@ class ColumnJob(Job):
     def apply(self, tile: Tile, out: Bytes) -> None:
         m = self.matrix
         rows, sums = tile.scratch.rows(1, m.codes, m.out_code), tile.scratch.sums(1)
-        combine_columns(tile.raw, m.codes, self.coefficients, tile.size, m.cols, out, m.out_code, rows, sums)
+        inputs, encoded = Inputs(tile.raw, m.codes), Encoded(out, m.out_code)
+        combine_columns(inputs, self.coefficients, tile.size, m.cols, encoded, rows, sums)

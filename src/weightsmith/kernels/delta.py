@@ -7,6 +7,7 @@ import numpy as np
 from weightsmith.kernels.codecs import BLOCK, decode, encode
 from weightsmith.kernels.combine import LANES, add_scaled, fill, narrow, subtract, sum_lanes
 from weightsmith.kernels.jit import kernel
+from weightsmith.kernels.records import Encoded, Inputs
 
 
 @kernel
@@ -22,25 +23,24 @@ def add_squares(row: np.ndarray, n: int, lanes: np.ndarray) -> None:
         sums[j] += np.float64(row[whole + j]) * np.float64(row[whole + j])
 
 
-@kernel(codes="in", merged_code="in")
+@kernel(inputs_codes="in", merged_code="in")
 def delta_squares(
-    raw: np.ndarray,
-    codes: np.ndarray,
+    inputs: Inputs,
     n: int,
     grain: int,
     weights: np.ndarray,
-    merged: np.ndarray,
-    merged_code: int,
+    merged: Encoded,
     out: np.ndarray,
     rows: np.ndarray,
     sums: np.ndarray,
 ) -> None:
     """Squared norms by grain: of merged - base, of Σ weights · delta, of each delta.
 
-    raw     uint8 [1 + models, bytes], raw[0] the base; merged uint8 [bytes], n elements of `merged_code`
+    inputs  the base, then the models; merged: n elements of the result
     out     float64 [grains, 2 + models]
     rows    scratch [2, BLOCK]; sums float64 [3 + models, BLOCK] scratch
     """
+    raw, codes = inputs
     models = weights.size
     base, x, total = rows[0], rows[1], sums[2 + models]
     for g in range(out.shape[0]):
@@ -50,7 +50,7 @@ def delta_squares(
         for start in range(g * grain, end, BLOCK):
             m = min(BLOCK, end - start)
             decode(raw[0], codes[0], start, m, base)
-            decode(merged, merged_code, start, m, x)
+            decode(merged.data, merged.code, start, m, x)
             subtract(x, base, m)
             add_squares(x, m, sums[0])
             fill(total, m, 0.0)
@@ -64,45 +64,33 @@ def delta_squares(
             out[g, s] = sum_lanes(sums[s])
 
 
-@kernel(codes="in", merged_code="in", out_code="out")
+@kernel(inputs_codes="in", merged_code="in", out_code="out")
 def rescale_delta(
-    raw: np.ndarray,
-    codes: np.ndarray,
-    merged: np.ndarray,
-    merged_code: int,
+    inputs: Inputs,
+    merged: Encoded,
     n: int,
     factor: float,
-    out: np.ndarray,
-    out_code: int,
+    out: Encoded,
     rows: np.ndarray,
     sums: np.ndarray,
 ) -> None:
     """out = base + factor · (merged - base), in float64, rounded once; arguments as for `delta_squares`."""
+    raw, codes = inputs
     base, x, total = rows[0], rows[1], sums[0]
     for start in range(0, n, BLOCK):
         m = min(BLOCK, n - start)
         decode(raw[0], codes[0], start, m, base)
-        decode(merged, merged_code, start, m, x)
+        decode(merged.data, merged.code, start, m, x)
         fill(total, m, 0.0)
         add_scaled(1.0 - factor, base, m, total)
         add_scaled(factor, x, m, total)
         narrow(total, m, x)
-        encode(x, m, out_code, start, out)
+        encode(x, m, out.code, start, out.data)
 
 
-@kernel(code="in", out_code="in")
-def distance(
-    raw: np.ndarray,
-    code: int,
-    out: np.ndarray,
-    out_code: int,
-    n: int,
-    grain: int,
-    totals: np.ndarray,
-    rows: np.ndarray,
-    sums: np.ndarray,
-) -> None:
-    """totals[g] (float64 [grains, 2]) = Σ (out - raw)² and Σ raw² over grain g, of n elements each.
+@kernel(base_code="in", out_code="in")
+def distance(base: Encoded, out: Encoded, n: int, grain: int, totals: np.ndarray, rows: np.ndarray, sums: np.ndarray) -> None:
+    """totals[g] (float64 [grains, 2]) = Σ (out - base)² and Σ base² over grain g, of n elements each.
 
     rows scratch [2, BLOCK]; sums float64 [2, >= LANES] scratch
     """
@@ -112,8 +100,8 @@ def distance(
         end = min(n, (g + 1) * grain)
         for start in range(g * grain, end, BLOCK):
             m = min(BLOCK, end - start)
-            decode(raw, code, start, m, rows[0])
-            decode(out, out_code, start, m, rows[1])
+            decode(base.data, base.code, start, m, rows[0])
+            decode(out.data, out.code, start, m, rows[1])
             add_squares(rows[0], m, sums[1])
             subtract(rows[1], rows[0], m)
             add_squares(rows[1], m, sums[0])

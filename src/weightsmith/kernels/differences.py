@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from weightsmith.kernels.codecs import as_bits, as_float, decode
 from weightsmith.kernels.combine import LANES, fill, sum_lanes
 from weightsmith.kernels.jit import kernel
+from weightsmith.kernels.records import Encoded, Inputs
 from weightsmith.kernels.task_vector import decode_delta
 
 DIFFERENCE_SUMS = 5
@@ -79,27 +82,32 @@ def fold_row(d: np.ndarray, n: int, signs: np.ndarray, shifts: np.ndarray, folde
                 folded[j] += s[j] * np.float32(x[j])
 
 
-@kernel(codes="in")
+class Sketch(NamedTuple):
+    """signs, shifts: see `fold_row`; folded float32 [rows, width]: `fold_row` of each row is added, [0, 0]: of none."""
+
+    signs: np.ndarray
+    shifts: np.ndarray
+    folded: np.ndarray
+
+
+@kernel(inputs_codes="in")
 def difference(
-    raw: np.ndarray,
-    codes: np.ndarray,
+    inputs: Inputs,
     n: int,
     row: int,
     grain: int,
-    signs: np.ndarray,
-    shifts: np.ndarray,
     out: np.ndarray,
-    sketch: np.ndarray,
+    sketch: Sketch,
     rows: np.ndarray,
     lanes: np.ndarray,
 ) -> None:
-    """What raw[1] differs in from raw[0], by grain; see `DIFFERENCE_SUMS`.
+    """Differences between two inputs, by grain; see `DIFFERENCE_SUMS`.
 
-    raw     uint8 [2, bytes], n elements of each: rows of `row` elements, of which a grain has a whole number
+    inputs  n elements of each: rows of `row` elements, of which a grain has a whole number
     out     float64 [grains, DIFFERENCE_SUMS]
-    sketch  float32 [rows, width]: `fold_row` of each row of the difference is added; [0, 0]: none
     rows    scratch [2, >= row]; lanes float64 [3, LANES] scratch
     """
+    raw, codes = inputs
     a, d = rows[0], rows[1]
     for g in range(out.shape[0]):
         for k in range(3):
@@ -115,8 +123,8 @@ def difference(
             if found > 0:
                 changed += found
                 top = max(top, largest_of(d, m))
-                if sketch.shape[0] > 0:
-                    fold_row(d, m, signs, shifts, sketch[start // row])
+                if sketch.folded.shape[0] > 0:
+                    fold_row(d, m, sketch.signs, sketch.shifts, sketch.folded[start // row])
         for k in range(3):
             out[g, k] = sum_lanes(lanes[k])
         out[g, 3], out[g, 4] = changed, top
@@ -174,10 +182,9 @@ def add_finite(x: np.ndarray, n: int, lanes: np.ndarray, out: np.ndarray) -> Non
     out[6] += infinities
 
 
-@kernel(code="in")
+@kernel(data_code="in")
 def statistics(
-    raw: np.ndarray,
-    code: int,
+    data: Encoded,
     n: int,
     row: int,
     grain: int,
@@ -199,7 +206,7 @@ def statistics(
         end = min(n, (g + 1) * grain)
         for start in range(g * grain, end, row):
             m = min(row, end - start)
-            decode(raw, code, start, m, x)
+            decode(data.data, data.code, start, m, x)
             fill(lanes[0], LANES, 0.0)
             fill(lanes[1], LANES, 0.0)
             add_finite(x, m, lanes, out[g])

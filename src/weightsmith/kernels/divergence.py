@@ -12,6 +12,7 @@ import numpy as np
 from weightsmith.kernels.codecs import BLOCK, decode
 from weightsmith.kernels.combine import LANES, fill, sum_lanes
 from weightsmith.kernels.jit import kernel
+from weightsmith.kernels.records import Inputs
 
 NEAR = 0.015625
 """Rows that nowhere differ by more are compared by series of their difference, which take half the time."""
@@ -113,8 +114,7 @@ def logarithms(row: np.ndarray, n: int) -> None:
 
 @kernel
 def near_divergence(
-    raw: np.ndarray,
-    codes: np.ndarray,
+    inputs: Inputs,
     begin: int,
     n: int,
     top: float,
@@ -128,6 +128,7 @@ def near_divergence(
     With e = exp(base - top), g = exp(delta) - 1 and its mean, weighted by e: p - q is (e / Σ e)(g - mean) / (1 + mean). No
     small difference is taken of anything but g. top: the largest of the base; sums float64 [2, >= n] of scratch.
     """
+    raw, codes = inputs
     power, growth = sums[0], sums[1]
     for start in range(0, n, BLOCK):
         m = min(BLOCK, n - start)
@@ -174,8 +175,7 @@ def near_divergence(
 
 @kernel
 def far_divergence(
-    raw: np.ndarray,
-    codes: np.ndarray,
+    inputs: Inputs,
     begin: int,
     n: int,
     epsilon: float,
@@ -184,6 +184,7 @@ def far_divergence(
     lanes: np.ndarray,
 ) -> float:
     """As `near_divergence`, for any rows. sums float64 [3, >= n] of scratch."""
+    raw, codes = inputs
     for i in range(2):
         top, soft = -np.inf, sums[i]
         for start in range(0, n, BLOCK):
@@ -206,14 +207,15 @@ def far_divergence(
     return total_of(logs, n, lanes)
 
 
-@kernel(codes="in")
+@kernel(inputs_codes="in")
 def row_divergence(
-    raw: np.ndarray, codes: np.ndarray, n: int, cols: int, epsilon: float, out: np.ndarray, rows: np.ndarray, sums: np.ndarray
+    inputs: Inputs, n: int, cols: int, epsilon: float, out: np.ndarray, rows: np.ndarray, sums: np.ndarray
 ) -> None:
     """out[r] (float64) = KL(softmax(raw[1] row) + ε ‖ softmax(raw[0] row) + ε), for rows of `cols` elements.
 
     rows scratch [2, BLOCK]; sums float64 [4, >= cols and LANES] scratch
     """
+    raw, codes = inputs
     lanes = sums[3][:LANES]
     for r in range(out.size):
         begin = r * cols
@@ -229,6 +231,6 @@ def row_divergence(
                 y[j] = abs(y[j] - x[j])
             apart = max(apart, largest(y, part, lanes))
         if apart <= NEAR:
-            out[r] = max(near_divergence(raw, codes, begin, m, top, epsilon, rows, sums, lanes), 0.0)
+            out[r] = max(near_divergence(inputs, begin, m, top, epsilon, rows, sums, lanes), 0.0)
         else:
-            out[r] = max(far_divergence(raw, codes, begin, m, epsilon, rows, sums, lanes), 0.0)
+            out[r] = max(far_divergence(inputs, begin, m, epsilon, rows, sums, lanes), 0.0)

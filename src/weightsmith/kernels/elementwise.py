@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from weightsmith.kernels.codecs import BLOCK, decode, encode, or_zero
 from weightsmith.kernels.combine import LANES, add_scaled, fill, set_scaled, subtract, sum_lanes
 from weightsmith.kernels.delta import add_squares
 from weightsmith.kernels.jit import kernel
+from weightsmith.kernels.records import Encoded, Inputs
 
 
 @kernel
@@ -27,11 +30,10 @@ def add_delta(delta: np.ndarray, factor: float, n: int, base: np.ndarray) -> Non
         b[j] = np.float64(b[j]) + factor * d[j]
 
 
-@kernel(codes="in", out_code="out")
-def merge_clipped(
-    raw: np.ndarray, codes: np.ndarray, n: int, limit: float, out: np.ndarray, out_code: int, rows: np.ndarray, sums: np.ndarray
-) -> None:
+@kernel(inputs_codes="in", out_code="out")
+def merge_clipped(inputs: Inputs, n: int, limit: float, out: Encoded, rows: np.ndarray, sums: np.ndarray) -> None:
     """out = base + the delta of the one model, cut to ±limit (float64; none above zero: the base)."""
+    raw, codes = inputs
     bound, total = max(limit, 0.0), sums[0]
     for start in range(0, n, BLOCK):
         m = min(BLOCK, n - start)
@@ -40,7 +42,7 @@ def merge_clipped(
         for j in range(m):
             total[j] = min(max(np.float64(d[j]), -bound), bound)
         add_delta(total, 1.0, m, rows[0])
-        encode(rows[0], m, out_code, start, out)
+        encode(rows[0], m, out.code, start, out.data)
 
 
 @kernel(codes="in")
@@ -71,16 +73,14 @@ def count_active(
             counts[i - 1, 1] += shared
 
 
-@kernel(codes="in", out_code="out")
+@kernel(inputs_codes="in", out_code="out")
 def merge_active(
-    raw: np.ndarray,
-    codes: np.ndarray,
+    inputs: Inputs,
     n: int,
     epsilon: float,
     alone: np.ndarray,
     factor: float,
-    out: np.ndarray,
-    out_code: int,
+    out: Encoded,
     rows: np.ndarray,
     sums: np.ndarray,
 ) -> None:
@@ -88,6 +88,7 @@ def merge_active(
 
     sums float64 [3, BLOCK] scratch
     """
+    raw, codes = inputs
     total, single, active = sums[0], sums[1], sums[2]
     for start in range(0, n, BLOCK):
         m = min(BLOCK, n - start)
@@ -107,20 +108,24 @@ def merge_active(
             one, several = single[j], total[j] / active[j]
             total[j] = one if active[j] < 1.5 else several
         add_delta(total, factor, m, rows[0])
-        encode(rows[0], m, out_code, start, out)
+        encode(rows[0], m, out.code, start, out.data)
 
 
-@kernel(codes="in", out_code="out")
+class Consensus(NamedTuple):
+    """thresholds float64 [models] of models that stand out, and the votes that an element needs."""
+
+    thresholds: np.ndarray
+    votes: int
+
+
+@kernel(inputs_codes="in", out_code="out")
 def merge_consensus(
-    raw: np.ndarray,
-    codes: np.ndarray,
+    inputs: Inputs,
     n: int,
     weights: np.ndarray,
-    thresholds: np.ndarray,
-    votes: int,
+    consensus: Consensus,
     factor: float,
-    out: np.ndarray,
-    out_code: int,
+    out: Encoded,
     rows: np.ndarray,
     sums: np.ndarray,
 ) -> None:
@@ -128,6 +133,7 @@ def merge_consensus(
 
     Model i stands out where |wᵢδᵢ| > thresholds[i] · |Σ wδ - wᵢδᵢ|. sums float64 [2, BLOCK] scratch.
     """
+    raw, codes = inputs
     total, count = sums[0], sums[1]
     for start in range(0, n, BLOCK):
         m = min(BLOCK, n - start)
@@ -137,30 +143,29 @@ def merge_consensus(
         for i in range(1, raw.shape[0]):
             add_scaled(weights[i - 1], rows[i], m, total)
         for i in range(1, raw.shape[0]):
-            d, w, bound = rows[i], weights[i - 1], thresholds[i - 1]
+            d, w, bound = rows[i], weights[i - 1], consensus.thresholds[i - 1]
             for j in range(m):
                 x = w * np.float64(d[j])
                 count[j] += 1.0 if abs(x) > bound * abs(total[j] - x) else 0.0
         for j in range(m):
-            total[j] = or_zero(total[j], count[j] >= votes)
+            total[j] = or_zero(total[j], count[j] >= consensus.votes)
         add_delta(total, factor, m, rows[0])
-        encode(rows[0], m, out_code, start, out)
+        encode(rows[0], m, out.code, start, out.data)
 
 
-@kernel(codes="in", out_code="out")
+@kernel(inputs_codes="in", out_code="out")
 def merge_fused(
-    raw: np.ndarray,
-    codes: np.ndarray,
+    inputs: Inputs,
     n: int,
     limit: float,
     factors: np.ndarray,
     cols: int,
-    out: np.ndarray,
-    out_code: int,
+    out: Encoded,
     rows: np.ndarray,
     sums: np.ndarray,
 ) -> None:
     """Arcee Fusion: base plus the delta where float32(|delta| · factors[its row]) is at least `limit`."""
+    raw, codes = inputs
     total = sums[0]
     for start in range(0, n, BLOCK):
         m = min(BLOCK, n - start)
@@ -177,7 +182,7 @@ def merge_fused(
                 t[j] = delta if np.float64(np.float32(abs(delta) * factor)) >= limit else 0.0
             begin = end
         add_delta(total, 1.0, m, rows[0])
-        encode(rows[0], m, out_code, start, out)
+        encode(rows[0], m, out.code, start, out.data)
 
 
 # ---- SCE
@@ -235,15 +240,13 @@ def energies(
             out[g, i] = sum_lanes(sums[i])
 
 
-@kernel(codes="in", out_code="out")
+@kernel(inputs_codes="in", out_code="out")
 def merge_elected(
-    raw: np.ndarray,
-    codes: np.ndarray,
+    inputs: Inputs,
     n: int,
     shares: np.ndarray,
     selected: np.ndarray,
-    out: np.ndarray,
-    out_code: int,
+    out: Encoded,
     rows: np.ndarray,
     sums: np.ndarray,
 ) -> None:
@@ -251,6 +254,7 @@ def merge_elected(
 
     selected  uint8 [n]: other positions keep the base; [0] for all. sums float64 [3, BLOCK] scratch.
     """
+    raw, codes = inputs
     total, mixed, divisor = sums[0], sums[1], sums[2]
     for start in range(0, n, BLOCK):
         m = min(BLOCK, n - start)
@@ -275,4 +279,4 @@ def merge_elected(
             for j in range(m):
                 mixed[j] = or_zero(mixed[j] / divisor[j], divisor[j] > 0)
         add_delta(mixed, 1.0, m, rows[0])
-        encode(rows[0], m, out_code, start, out)
+        encode(rows[0], m, out.code, start, out.data)

@@ -57,19 +57,20 @@ class Kernel:
         update_wrapper(self, function)
         self.function = function
         self._known = known
-        self._axes = [(axis, function.__code__.co_varnames.index(argument)) for argument, axis in axes.items()]
+        self._axes = [(axis, *_find_argument(function, name)) for name, axis in axes.items()]
         self._by_arguments: dict[tuple[Any, ...], Any] = {}
         self._by_setting: dict[tuple[bool, ...], Any] = {}
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any) -> Any:
         """Call the variant for these arguments; it is compiled if it is new."""
-        key = tuple([v.tobytes() if isinstance(v := args[place], np.ndarray) else v for _, place in self._axes])
+        values = [getattr(args[place], field) if field else args[place] for _, place, field in self._axes]
+        key = tuple([v.tobytes() if isinstance(v, np.ndarray) else v for v in values])
         found = self._by_arguments.get(key)
         if found is None:
             given: dict[str, set[int]] = {}
-            for axis, place in self._axes:
-                given.setdefault(axis, set()).update(np.atleast_1d(args[place]).tolist())
+            for (axis, _, _), value in zip(self._axes, values, strict=True):
+                given.setdefault(axis, set()).update(np.atleast_1d(value).tolist())
             found = self._by_arguments[key] = self.variant(given)
         return found(*args)
 
@@ -104,6 +105,15 @@ class Kernel:
                 yield name, used
 
 
+def _find_argument(function: FunctionType, name: str) -> tuple[int, str]:
+    """The place of an argument, and "" or a field of the record that it is, by its name: `out_code` is `out.code`."""
+    arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
+    if name in arguments:
+        return arguments.index(name), ""
+    record = next(argument for argument in arguments if name.startswith(f"{argument}_"))
+    return arguments.index(record), name.removeprefix(f"{record}_")
+
+
 @overload
 def kernel(function: F, /) -> F: ...
 @overload
@@ -112,7 +122,8 @@ def kernel(function: Any = None, /, *, known: Mapping[str, Collection[int]] | No
     """Compile at the first call, for the types of its arguments; releases the GIL; no fastmath.
 
     known  values of axes that no argument decides
-    axes   argument → axis of the switches that it decides: an integer, or an array of them
+    axes   argument → axis of the switches that it decides: an integer, or an array of them. `out_code` is an argument, or the
+           field `code` of an argument `out`
 
     A division by zero gives an infinity or NaN, as in numpy: Python's test for it before each division keeps loops from
     vectorising.

@@ -7,6 +7,7 @@ import numpy as np
 from weightsmith.kernels.codecs import BLOCK, decode, encode
 from weightsmith.kernels.combine import add_scaled, fill, narrow, subtract
 from weightsmith.kernels.jit import kernel
+from weightsmith.kernels.records import Encoded, Inputs
 
 
 @kernel(codes="in")
@@ -29,15 +30,13 @@ def copy_rows(raw: np.ndarray, codes: np.ndarray, n: int, start: int, deltas: bo
                 subtract(place, rows[0], m)
 
 
-@kernel(codes="in", out_code="out")
+@kernel(inputs_codes="in", out_code="out")
 def combine_with(
-    raw: np.ndarray,
-    codes: np.ndarray,
+    inputs: Inputs,
     coefficients: np.ndarray,
     update: np.ndarray,
     n: int,
-    out: np.ndarray,
-    out_code: int,
+    out: Encoded,
     rows: np.ndarray,
     sums: np.ndarray,
 ) -> None:
@@ -45,6 +44,7 @@ def combine_with(
 
     An input whose coefficient is zero is not looked at. update is float32 or float64 [n]; the rest is as for `combine`.
     """
+    raw, codes = inputs
     x, total = rows[0], sums[0]
     for start in range(0, n, BLOCK):
         m = min(BLOCK, n - start)
@@ -55,4 +55,4 @@ def combine_with(
                 add_scaled(coefficients[i], x, m, total)
         add_scaled(1.0, update[start : start + m], m, total)
         narrow(total, m, x)
-        encode(x, m, out_code, start, out)
+        encode(x, m, out.code, start, out.data)

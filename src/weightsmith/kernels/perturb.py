@@ -6,13 +6,14 @@ A normal number is the inverse of the distribution function at a uniform one, of
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from weightsmith.kernels.codecs import BLOCK, decode, encode
 from weightsmith.kernels.jit import kernel
 from weightsmith.kernels.philox import random_words
+from weightsmith.kernels.records import Encoded
 
 _LN2 = 0.6931471805599453
 
@@ -80,31 +81,51 @@ def add_noise(
             row[j] += scale * normal(a[j])
 
 
-@kernel(code="in", out_code="out")
-def perturb(
-    raw: np.ndarray,
-    code: int,
-    first: int,
-    n: int,
-    noise: tuple[Any, ...],
-    redraw: tuple[Any, ...],
-    factor: float,
-    out: np.ndarray,
-    out_code: int,
-    row: np.ndarray,
-    words: np.ndarray,
-) -> None:
-    """out = factor · (W + noise), some rows or columns of it drawn anew; elements first … first + n.
+class Scratch(NamedTuple):
+    """row float64 [BLOCK], words uint32 [2, BLOCK + 512]."""
 
-    noise   key, mask_key (uint64), limit, scale: see `add_noise`; scale 0: none
-    redraw  key (uint64); chosen, uint8 [rows] or [cols], or [0] for none; by_rows; cols; mean and standard deviation
-    row     float64 [BLOCK], words uint32 [2, BLOCK + 512]: scratch
-    """
+    row: np.ndarray
+    words: np.ndarray
+
+
+class Noise(NamedTuple):
+    """Keys (uint64), limit and scale: see `add_noise`. Scale 0: none."""
+
+    key: Any
+    mask_key: Any
+    limit: int
+    scale: float
+
+
+class Neurons(NamedTuple):
+    """Chosen rows or columns of a matrix [rows, cols]: chosen uint8 [rows] or [cols], or [0] for none."""
+
+    chosen: np.ndarray
+    by_rows: bool
+    cols: int
+
+
+class Redraw(NamedTuple):
+    """Normal numbers that replace chosen neurons: their key (uint64), mean and standard deviation."""
+
+    key: Any
+    neurons: Neurons
+    mean: float
+    deviation: float
+
+
+@kernel(weight_code="in", out_code="out")
+def perturb(
+    weight: Encoded, first: int, n: int, noise: Noise, redraw: Redraw, factor: float, out: Encoded, scratch: Scratch
+) -> None:
+    """out = factor · (W + noise), some rows or columns of it drawn anew; elements first … first + n."""
     key, mask_key, limit, scale = noise
-    draw_key, chosen, by_rows, cols, mean, deviation = redraw
+    draw_key, neurons, mean, deviation = redraw
+    chosen, by_rows, cols = neurons
+    row, words = scratch
     for start in range(0, n, BLOCK):
         m, at = min(BLOCK, n - start), first + start
-        decode(raw, code, start, m, row)
+        decode(weight.data, weight.code, start, m, row)
         if scale != 0.0:
             add_noise(key, mask_key, limit, scale, at, m, row, words)
         if chosen.size:
@@ -115,32 +136,22 @@ def perturb(
         if factor != 1.0:
             for j in range(m):
                 row[j] *= factor
-        encode(row, m, out_code, start, out)
+        encode(row, m, out.code, start, out.data)
 
 
-@kernel(code="in")
-def chosen_sums(
-    raw: np.ndarray,
-    code: int,
-    first: int,
-    n: int,
-    grain: int,
-    chosen: np.ndarray,
-    by_rows: bool,
-    cols: int,
-    out: np.ndarray,
-    row: np.ndarray,
-) -> None:
+@kernel(weight_code="in")
+def chosen_sums(weight: Encoded, first: int, n: int, grain: int, neurons: Neurons, out: np.ndarray, row: np.ndarray) -> None:
     """out[g] (float64 [grains, 2]) = sum and sum of squares of the chosen elements of grain g; `first` begins a grain.
 
-    chosen  uint8 [rows] or [cols]; row float64 [BLOCK] scratch
+    row float64 [BLOCK] scratch
     """
+    chosen, by_rows, cols = neurons
     for g in range(out.shape[0]):
         end = min(n, (g + 1) * grain)
         total, squares = 0.0, 0.0
         for start in range(g * grain, end, BLOCK):
             m = min(BLOCK, end - start)
-            decode(raw, code, start, m, row)
+            decode(weight.data, weight.code, start, m, row)
             for j in range(m):
                 at = first + start + j
                 if chosen[at // cols if by_rows else at % cols]:

@@ -10,7 +10,7 @@ flat index are kept, and exactly k in all. Magnitudes are compared as float32; a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,24 +39,40 @@ def magnitude_bits(row: np.ndarray, n: int, bits: np.ndarray) -> None:
         b[j] = as_bits(x[j]) & np.uint32(0x7FFFFFFF)
 
 
-@kernel
-def score_bits(
-    raw: np.ndarray,
-    codes: np.ndarray,
-    what: int,
-    start: int,
-    n: int,
-    factors: np.ndarray,
-    cols: int,
-    rows: np.ndarray,
-    bits: np.ndarray,
-) -> None:
-    """bits[:n] (uint32) = the bits, as float32, of the score of elements start … start + n.
+class Scores(NamedTuple):
+    """Elements of a tile, and what they are compared by.
 
+    raw, codes  uint8 [inputs, bytes] and int64 [inputs], the base first
     what     i > 0: |raw[i] - raw[0]|; VARIANCE: of the deltas among the models; IMPORTANCE: |raw[1] - raw[0]| · row's factor
     factors  float64 [rows], row r being elements r · cols …; used by IMPORTANCE
-    rows     scratch [2, BLOCK]
+    rows, bits  scratch [2, BLOCK], uint32 [BLOCK]
     """
+
+    raw: np.ndarray
+    codes: np.ndarray
+    what: int
+    factors: np.ndarray
+    cols: int
+    rows: np.ndarray
+    bits: np.ndarray
+
+
+class Patterns(NamedTuple):
+    """A hash table of bit patterns, with linear probing.
+
+    patterns, numbers  uint32 [TABLE]; numbers must be all zero before it is used
+    slots              uint32 [MAX_PATTERNS]: the slots in use, in the order of first occurrence
+    """
+
+    patterns: np.ndarray
+    numbers: np.ndarray
+    slots: np.ndarray
+
+
+@kernel
+def score_bits(scores: Scores, start: int, n: int) -> None:
+    """scores.bits[:n] = the bits, as float32, of the score of elements start … start + n."""
+    raw, codes, what, factors, cols, rows, bits = scores
     if _BY_DELTA and what > 0:
         delta_bits(raw, codes, what, start, n, rows, bits)
     elif _BY_VARIANCE and what == VARIANCE:
@@ -130,57 +146,44 @@ def delta_bits(raw: np.ndarray, codes: np.ndarray, i: int, start: int, n: int, r
         magnitude_bits(rows[1], n, bits)
 
 
-@kernel(codes="in", what="score")
+@kernel(scores_codes="in", scores_what="score")
 def count_high(
-    raw: np.ndarray,
-    codes: np.ndarray,
-    what: int,
+    scores: Scores,
     n: int,
     counts: np.ndarray,
-    factors: np.ndarray,
-    cols: int,
-    rows: np.ndarray,
-    bits: np.ndarray,
 ) -> None:
-    """counts[b] += elements whose score's bits begin with b; counts uint32 [HIGH_BINS]. See `score_bits`."""
+    """counts[b] += elements whose score's bits begin with b; counts uint32 [HIGH_BINS]. See `Scores`."""
+    bits = scores.bits
     for start in range(0, n, BLOCK):
         m = min(BLOCK, n - start)
-        score_bits(raw, codes, what, start, m, factors, cols, rows, bits)
+        score_bits(scores, start, m)
         for j in range(m):
             counts[bits[j] >> np.uint32(16)] += np.uint32(1)
 
 
-@kernel(codes="in", what="score")
+@kernel(scores_codes="in", scores_what="score")
 def count_windows(
-    raw: np.ndarray,
-    codes: np.ndarray,
-    what: int,
+    scores: Scores,
     n: int,
     firsts: np.ndarray,
     ends: np.ndarray,
     aboves: np.ndarray,
-    patterns: np.ndarray,
-    numbers: np.ndarray,
-    slots: np.ndarray,
-    factors: np.ndarray,
-    cols: int,
-    rows: np.ndarray,
-    bits: np.ndarray,
+    table: Patterns,
 ) -> int:
-    """Count the scores' bits that lie in any of the windows firsts[w] … ends[w] - 1, by pattern. See `score_bits`.
+    """Count the scores' bits that lie in any of the windows firsts[w] … ends[w] - 1, by pattern. See `Scores`.
 
-    aboves             int64 [windows]: elements that are ends[w] or more
-    patterns, numbers  uint32 [TABLE]: a hash table with linear probing; numbers must be all zero
-    slots              uint32 [MAX_PATTERNS]: the slots in use, in the order of first occurrence
+    aboves  int64 [windows]: elements that are ends[w] or more
 
     Returns the number of patterns found, or -1 when there are more than MAX_PATTERNS.
     """
+    bits = scores.bits
+    patterns, numbers, slots = table
     inside_of = np.empty(BLOCK, np.uint32)
     aboves[:] = 0
     found = 0
     for start in range(0, n, BLOCK):
         m = min(BLOCK, n - start)
-        score_bits(raw, codes, what, start, m, factors, cols, rows, bits)
+        score_bits(scores, start, m)
         b, marks = bits[:m], inside_of[:m]
         inside = 0
         for w in range(firsts.size):
@@ -232,26 +235,21 @@ def find_bin(counts: np.ndarray, k: int) -> tuple[Any, Any]:
     return b, above
 
 
-@kernel(codes="in", what="score")
+@kernel(scores_codes="in", scores_what="score")
 def index_of_tie(
-    raw: np.ndarray,
-    codes: np.ndarray,
-    what: int,
+    scores: Scores,
     n: int,
     threshold: int,
     quota: int,
-    factors: np.ndarray,
-    cols: int,
-    rows: np.ndarray,
-    bits: np.ndarray,
 ) -> int:
-    """Index just past the `quota`-th element whose score's bits equal `threshold`; n if there are fewer. See `score_bits`."""
+    """Index just past the `quota`-th element whose score's bits equal `threshold`; n if there are fewer. See `Scores`."""
+    bits = scores.bits
     left = quota
     if left == 0:
         return 0
     for start in range(0, n, BLOCK):
         m = min(BLOCK, n - start)
-        score_bits(raw, codes, what, start, m, factors, cols, rows, bits)
+        score_bits(scores, start, m)
         for j in range(m):
             if bits[j] == np.uint32(threshold):
                 left -= 1
@@ -260,25 +258,20 @@ def index_of_tie(
     return n
 
 
-@kernel(codes="in", what="score")
+@kernel(scores_codes="in", scores_what="score")
 def select_scores(
-    raw: np.ndarray,
-    codes: np.ndarray,
-    what: int,
+    scores: Scores,
     n: int,
     limit: int,
     cut: int,
     selected: np.ndarray,
-    factors: np.ndarray,
-    cols: int,
-    rows: np.ndarray,
-    bits: np.ndarray,
 ) -> None:
-    """selected[:n] (uint8) = 1 where the score's bits exceed `limit`, or equal it at an index below `cut`. See `score_bits`."""
+    """selected[:n] (uint8) = 1 where the score's bits exceed `limit`, or equal it at an index below `cut`. See `Scores`."""
+    bits = scores.bits
     bound = np.uint32(limit)
     for start in range(0, n, BLOCK):
         m = min(BLOCK, n - start)
-        score_bits(raw, codes, what, start, m, factors, cols, rows, bits)
+        score_bits(scores, start, m)
         ties = min(max(cut - start, 0), m)
         b, s = bits[:ties], selected[start : start + ties]
         for j in range(ties):

@@ -10,12 +10,15 @@ is float64 when the output is F32 or F64.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from weightsmith.kernels.codecs import BF16, BF16_IN, OTHER_IN, as_bits, as_float, decode, encode, or_zero
 from weightsmith.kernels.combine import LANES, add_magnitudes, add_scaled, fill, set_scaled, subtract, sum_lanes
 from weightsmith.kernels.jit import Switch, kernel
 from weightsmith.kernels.philox import random_words
+from weightsmith.kernels.records import Encoded, Inputs
 from weightsmith.kernels.rows import keep_band, keep_by_rank, keep_in_groups, keep_ranks
 
 KEEP_ALL, KEEP_NONE, KEEP_LARGE, KEEP_BAND, KEEP_RANDOM, KEEP_ROW_RANKS, KEEP_BY_RANK, KEEP_GROUPS, KEEP_GIVEN = range(9)
@@ -46,6 +49,69 @@ _LARGE, _BAND, _RANDOM, _ROW_RANKS, _BY_RANK, _GROUPS, _GIVEN = (
 )
 _ELECTED, _COUNTED = Switch("elect", [ELECT_SUM, ELECT_COUNT]), Switch("elect", [ELECT_COUNT])
 _DIVIDED, _LARGEST = Switch("mean", [BY_WEIGHT, BY_COUNT]), Switch("mean", [LARGEST])
+
+
+class Place(NamedTuple):
+    """Where a tile is: its number of elements, the flat index of its first, and the elements that are done at a time.
+
+    block  a row's elements, for modes that need whole rows; else at most BLOCK
+    """
+
+    n: int
+    first: int
+    block: int
+
+
+class Masks(NamedTuple):
+    """What is kept of each model's delta.
+
+    modes   int64 [models], KEEP_ALL to KEEP_GIVEN
+    limits, cuts, shares  int64, int64, float64 [models, 2], by mode: see above
+    unbiased  KEEP_BY_RANK divides by each element's probability
+    keys    uint64 [models], of the random masks
+    given   uint8 [models, elements of the tile], 1 where KEEP_GIVEN keeps an element; [models, 0] if no mode is that
+    """
+
+    modes: np.ndarray
+    limits: np.ndarray
+    cuts: np.ndarray
+    shares: np.ndarray
+    unbiased: bool
+    keys: np.ndarray
+    given: np.ndarray
+
+
+class Combination(NamedTuple):
+    """How masked deltas become one.
+
+    weights, scales  float64 [models]: of the delta, and of what is left of it after the mask
+    elect   ELECT_NONE, ELECT_SUM or ELECT_COUNT: keep only contributions of the elected sign
+    mean    SUM, BY_WEIGHT, BY_COUNT or LARGEST
+    factor  lambda, divided by the sum of all weights when normalising without election
+    """
+
+    weights: np.ndarray
+    scales: np.ndarray
+    elect: int
+    mean: int
+    factor: float
+
+
+class Scratch(NamedTuple):
+    """Working memory.
+
+    rows    [1 + models + 3, block] to merge, [2, block] for norms
+    sums    float64 [1, block] to merge, [2 · models, >= LANES] for norms
+    words   uint32 [block + 512]
+    bits, order, taken  uint32 [block], uint32 [4, block], uint8 [block]; empty if no mode needs whole rows
+    """
+
+    rows: np.ndarray
+    sums: np.ndarray
+    words: np.ndarray
+    bits: np.ndarray
+    order: np.ndarray
+    taken: np.ndarray
 
 
 @kernel
@@ -105,27 +171,13 @@ def keep_given(delta: np.ndarray, n: int, given: np.ndarray) -> None:
 
 
 @kernel
-def sparsify(
-    delta: np.ndarray,
-    n: int,
-    mode: int,
-    limits: np.ndarray,
-    cuts: np.ndarray,
-    shares: np.ndarray,
-    unbiased: bool,
-    key: int,
-    index: int,
-    words: np.ndarray,
-    bits: np.ndarray,
-    order: np.ndarray,
-    taken: np.ndarray,
-) -> None:
-    """Apply one model's mask to delta[:n], whose first element has flat index `index` in its tensor.
+def sparsify(delta: np.ndarray, n: int, masks: Masks, i: int, index: int, scratch: Scratch) -> None:
+    """Apply model i's mask to delta[:n], whose first element has flat index `index` in its tensor.
 
-    limits, cuts, shares  of this model, two each, by mode
-    unbiased   KEEP_BY_RANK divides by each element's probability
-    bits, order, taken  scratch as long as a row, and what earlier models have taken; needed by the modes of whole rows
+    `scratch.taken` is what earlier models have taken of the row.
     """
+    mode, limits, cuts, shares, key = masks.modes[i], masks.limits[i], masks.cuts[i], masks.shares[i], masks.keys[i]
+    words, bits = scratch.words, scratch.bits
     if _LARGE and mode == KEEP_LARGE:
         keep_large(delta, n, limits[0], cuts[0] - index)
     elif _BAND and mode == KEEP_BAND:
@@ -137,9 +189,9 @@ def sparsify(
         keep_ranks(delta, n, limits[0], limits[1], bits)
     elif _BY_RANK and mode == KEEP_BY_RANK:
         offset = random_words(key, index, n, words)
-        keep_by_rank(delta, n, shares[0], shares[1], unbiased, words[offset:], bits, order)
+        keep_by_rank(delta, n, shares[0], shares[1], masks.unbiased, words[offset:], bits, scratch.order)
     elif _GROUPS and mode == KEEP_GROUPS:
-        keep_in_groups(delta, n, limits[0], limits[1], taken, bits)
+        keep_in_groups(delta, n, limits[0], limits[1], scratch.taken, bits)
     elif mode == KEEP_NONE:
         fill(delta, n, 0.0)
 
@@ -226,50 +278,15 @@ def add_total(base: np.ndarray, factor: float, total: np.ndarray, n: int) -> Non
         b[j] = np.float64(b[j]) + factor * t[j]
 
 
-@kernel(codes="in", out_code="out", modes="keep", unbiased="unbiased", elect="elect", mean="mean")
-def merge_task_vectors(
-    raw: np.ndarray,
-    codes: np.ndarray,
-    n: int,
-    index: int,
-    block: int,
-    weights: np.ndarray,
-    scales: np.ndarray,
-    modes: np.ndarray,
-    limits: np.ndarray,
-    cuts: np.ndarray,
-    shares: np.ndarray,
-    unbiased: bool,
-    keys: np.ndarray,
-    elect: int,
-    mean: int,
-    factor: float,
-    out: np.ndarray,
-    out_code: int,
-    rows: np.ndarray,
-    sums: np.ndarray,
-    words: np.ndarray,
-    bits: np.ndarray,
-    order: np.ndarray,
-    taken: np.ndarray,
-    given: np.ndarray,
-) -> None:
-    """One tile of a task-vector merge.
-
-    raw, codes  uint8 [1 + models, bytes] and int64; raw[0] is the base
-    n, index    elements in the tile, and the flat index of its first
-    block       elements done at a time: a row's, for modes that need whole rows; else at most BLOCK
-    weights, scales       float64 [models]: of the delta, and of what is left of it after the mask
-    modes, keys           int64, uint64 [models]
-    limits, cuts, shares  int64, int64, float64 [models, 2]; see `sparsify` for these and for unbiased
-    elect       ELECT_NONE, ELECT_SUM or ELECT_COUNT: keep only contributions of the elected sign
-    mean        SUM, BY_WEIGHT, BY_COUNT or LARGEST
-    factor      lambda, divided by the sum of all weights when normalising without election
-    rows        scratch [4 + models, block]; sums float64 [1, block]; words uint32 [block + 512]
-    given       uint8 [models, n], 1 where KEEP_GIVEN keeps an element; [models, 0] if no mode is that
-    bits, order, taken  uint32 [block], uint32 [4, block], uint8 [block] of scratch; empty where no mode needs whole rows
-    """
-    base, total = rows[0], sums[0]
+@kernel(inputs_codes="in", out_code="out", masks_modes="keep", masks_unbiased="unbiased", how_elect="elect", how_mean="mean")
+def merge_task_vectors(inputs: Inputs, place: Place, masks: Masks, how: Combination, out: Encoded, scratch: Scratch) -> None:
+    """One tile of a task-vector merge. inputs: the base, then the models."""
+    raw, codes = inputs
+    n, first, block = place
+    modes, limits, cuts, given = masks.modes, masks.limits, masks.cuts, masks.given
+    weights, scales, elect, mean, factor = how
+    rows, taken = scratch.rows, scratch.taken
+    base, total = rows[0], scratch.sums[0]
     models = weights.size
     sign, mixed, divisor = rows[models + 1], rows[models + 2], rows[models + 3]
     of_row = base.dtype.type
@@ -280,27 +297,13 @@ def merge_task_vectors(
         for i in range(models):
             delta = rows[i + 1]
             if _LARGE and modes[i] == KEEP_LARGE:
-                decode_large(raw[i + 1], codes[i + 1], start, m, base, limits[i, 0], cuts[i, 0] - index - start, delta)
+                decode_large(raw[i + 1], codes[i + 1], start, m, base, limits[i, 0], cuts[i, 0] - first - start, delta)
             elif _GIVEN and modes[i] == KEEP_GIVEN:
                 decode_delta(raw[i + 1], codes[i + 1], start, m, base, delta)
                 keep_given(delta, m, given[i, start:])
             else:
                 decode_delta(raw[i + 1], codes[i + 1], start, m, base, delta)
-                sparsify(
-                    delta,
-                    m,
-                    modes[i],
-                    limits[i],
-                    cuts[i],
-                    shares[i],
-                    unbiased,
-                    keys[i],
-                    index + start,
-                    words,
-                    bits,
-                    order,
-                    taken,
-                )
+                sparsify(delta, m, masks, i, first + start, scratch)
             if _COUNTED:
                 if i == 0:
                     fill(total, m, 0.0)
@@ -324,39 +327,22 @@ def merge_task_vectors(
             add_mean(base, of_row(factor), mixed, divisor, m, mean == BY_WEIGHT or mean == BY_COUNT)
         else:
             add_total(base, factor, total, m)
-        encode(base, m, out_code, start, out)
+        encode(base, m, out.code, start, out.data)
 
 
-@kernel(codes="in", modes="keep", unbiased="unbiased")
+@kernel(inputs_codes="in", masks_modes="keep", masks_unbiased="unbiased")
 def l1_norms(
-    raw: np.ndarray,
-    codes: np.ndarray,
-    n: int,
-    grain: int,
-    index: int,
-    block: int,
-    modes: np.ndarray,
-    limits: np.ndarray,
-    cuts: np.ndarray,
-    shares: np.ndarray,
-    unbiased: bool,
-    keys: np.ndarray,
-    out: np.ndarray,
-    rows: np.ndarray,
-    sums: np.ndarray,
-    words: np.ndarray,
-    bits: np.ndarray,
-    order: np.ndarray,
-    taken: np.ndarray,
-    kept: np.ndarray,
+    inputs: Inputs, place: Place, grain: int, masks: Masks, out: np.ndarray, scratch: Scratch, kept: np.ndarray
 ) -> None:
     """out[g, i] (float64 [grains, models, 2]) = L1 norm of model i's delta in grain g, before and after its mask.
 
-    Arguments as for `merge_task_vectors`; sums float64 [2 · models, >= LANES]. kept (uint8 [models, n], or [models, 0]) becomes
-    1 where a model's delta is kept and not zero.
+    kept  uint8 [models, n], becomes 1 where a model's delta is kept and not zero; [models, 0]: not wanted
     """
+    raw, codes = inputs
+    n, first, block = place
+    rows, sums, taken = scratch.rows, scratch.sums, scratch.taken
     base, delta = rows[0], rows[1]
-    models = modes.size
+    models = masks.modes.size
     for g in range(out.shape[0]):
         end = min(n, (g + 1) * grain)
         for s in range(2 * models):
@@ -368,21 +354,7 @@ def l1_norms(
             for i in range(models):
                 decode_delta(raw[i + 1], codes[i + 1], start, m, base, delta)
                 add_magnitudes(delta, m, sums[2 * i])
-                sparsify(
-                    delta,
-                    m,
-                    modes[i],
-                    limits[i],
-                    cuts[i],
-                    shares[i],
-                    unbiased,
-                    keys[i],
-                    index + start,
-                    words,
-                    bits,
-                    order,
-                    taken,
-                )
+                sparsify(delta, m, masks, i, first + start, scratch)
                 add_magnitudes(delta, m, sums[2 * i + 1])
                 if kept.shape[1]:
                     mask = kept[i, start : start + m]

@@ -7,6 +7,7 @@ import numpy as np
 from weightsmith.kernels.codecs import BLOCK, decode, encode
 from weightsmith.kernels.combine import add_scaled, fill, inner_products, narrow, subtract
 from weightsmith.kernels.jit import kernel
+from weightsmith.kernels.records import Encoded, Inputs
 
 
 @kernel(codes="in")
@@ -25,19 +26,18 @@ def gram_rows(
         inner_products(raw, codes, (first + r) * cols, (first + r + 1) * cols, deltas, out[r], rows, sums)
 
 
-@kernel(codes="in", out_code="out")
+@kernel(inputs_codes="in", out_code="out")
 def combine_rows(
-    raw: np.ndarray,
-    codes: np.ndarray,
+    inputs: Inputs,
     coefficients: np.ndarray,
     first: int,
     cols: int,
-    out: np.ndarray,
-    out_code: int,
+    out: Encoded,
     rows: np.ndarray,
     sums: np.ndarray,
 ) -> None:
     """As `combine`, with coefficients float64 [rows, models]: one set for each row of `cols` elements, from row `first` on."""
+    raw, codes = inputs
     x, total = rows[0], sums[0]
     for r in range(coefficients.shape[0]):
         end = (first + r + 1) * cols
@@ -48,7 +48,7 @@ def combine_rows(
                 decode(raw[i], codes[i], start, m, x)
                 add_scaled(coefficients[r, i], x, m, total)
             narrow(total, m, x)
-            encode(x, m, out_code, start, out)
+            encode(x, m, out.code, start, out.data)
 
 
 @kernel
@@ -89,19 +89,18 @@ def add_scaled_each(coefficients: np.ndarray, x: np.ndarray, n: int, total: np.n
         t[j] += c[j] * np.float64(a[j])
 
 
-@kernel(codes="in", out_code="out")
+@kernel(inputs_codes="in", out_code="out")
 def combine_columns(
-    raw: np.ndarray,
-    codes: np.ndarray,
+    inputs: Inputs,
     coefficients: np.ndarray,
     n: int,
     cols: int,
-    out: np.ndarray,
-    out_code: int,
+    out: Encoded,
     rows: np.ndarray,
     sums: np.ndarray,
 ) -> None:
     """As `combine`, with coefficients float64 [models, cols]: one set for each column."""
+    raw, codes = inputs
     x, total = rows[0], sums[0]
     for r in range(n // cols):
         for c in range(0, cols, BLOCK):
@@ -111,4 +110,4 @@ def combine_columns(
                 decode(raw[i], codes[i], r * cols + c, m, x)
                 add_scaled_each(coefficients[i][c:], x, m, total)
             narrow(total, m, x)
-            encode(x, m, out_code, r * cols + c, out)
+            encode(x, m, out.code, r * cols + c, out.data)

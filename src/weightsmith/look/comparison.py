@@ -18,7 +18,7 @@ from weightsmith.jobs.job import Matrix, Tile
 from weightsmith.kernels.agreement import agreement, sketch_deltas
 from weightsmith.kernels.codecs import BLOCK
 from weightsmith.kernels.combine import LANES, gram
-from weightsmith.kernels.select import HIGH_BINS, count_high, find_bin
+from weightsmith.kernels.select import HIGH_BINS, Scores, count_high, find_bin
 from weightsmith.look.differences import WIDTH, Floats, analyse_sketch, batches, sparse_signs
 from weightsmith.look.models import Place, Watching, groups, is_floating, json_values, match, opened, survey, with_needs
 from weightsmith.look.nonfinite import NonFinite, counted, decoded, of_rows, sentences, together
@@ -112,7 +112,8 @@ class Alignments(StreamingReduction):
         rows = scratch.rows(2, matrix.codes, matrix.out_code)
         for i in range(1, 1 + self._k):
             counts = scratch.counts(HIGH_BINS)
-            count_high(tile.raw, matrix.codes, i, tile.size, counts, _NO_FACTORS, matrix.cols, rows, scratch.bits)
+            scores = Scores(tile.raw, matrix.codes, i, _NO_FACTORS, matrix.cols, rows, scratch.bits)
+            count_high(scores, tile.size, counts)
             used = np.flatnonzero(counts)
             found.append((used, counts[used]))
         return _Sampled(matrix.name, found)

@@ -20,7 +20,8 @@ from weightsmith.jobs.job import Matrix, Tile
 from weightsmith.kernels.codecs import BLOCK, decode
 from weightsmith.kernels.combine import LANES
 from weightsmith.kernels.delta import distance
-from weightsmith.kernels.differences import DIFFERENCE_SUMS, difference, project
+from weightsmith.kernels.differences import DIFFERENCE_SUMS, Sketch, difference, project
+from weightsmith.kernels.records import Encoded, Inputs
 from weightsmith.look.nonfinite import counted, decoded, differs
 from weightsmith.plans import Product, Step
 from weightsmith.products.base import Arrays, ProductKind, StreamingReduction
@@ -229,7 +230,8 @@ class Differences(StreamingReduction):
         rows = tile.scratch.rows(2, matrix.codes, matrix.out_code, row)
         found = np.empty((grains, DIFFERENCE_SUMS))
         lanes = np.empty((3, LANES))
-        difference(tile.raw, matrix.codes, tile.size, row, matrix.grain, signs, shifts, found, sketch, rows, lanes)
+        folded = Sketch(signs, shifts, sketch)
+        difference(Inputs(tile.raw, matrix.codes), tile.size, row, matrix.grain, found, folded, rows, lanes)
         with np.errstate(invalid="ignore"):
             more = np.stack([found[:, 0] + 2 * found[:, 1] + found[:, 2], found[:, 0] + found[:, 1]], axis=1)
         nonfinite, finite = None, np.isfinite(found[:, :3]).all()
@@ -253,7 +255,7 @@ class Differences(StreamingReduction):
         found = np.empty((count, 2))
         rows, sums = tile.scratch.rows(2, matrix.codes, matrix.out_code), tile.scratch.sums(2)
         a, b = matrix.codes.tolist()
-        distance(tile.raw[0], a, tile.raw[1], b, tile.size, matrix.cols, found, rows, sums)
+        distance(Encoded(tile.raw[0], a), Encoded(tile.raw[1], b), tile.size, matrix.cols, found, rows, sums)
         return found
 
     def take(self, number: int, result: _Part | _Projected | None) -> None:

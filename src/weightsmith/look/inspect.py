@@ -20,6 +20,7 @@ from weightsmith.jobs.job import Matrix, Tile
 from weightsmith.kernels.codecs import BLOCK
 from weightsmith.kernels.combine import LANES
 from weightsmith.kernels.differences import STATISTICS, statistics
+from weightsmith.kernels.records import Encoded
 from weightsmith.look.files import fetch_small, licence, lineage, vocabulary_of
 from weightsmith.look.models import Place, Watching, check_patterns, json_values, matches, opened, place_of, survey, with_needs
 from weightsmith.look.nonfinite import NonFinite
@@ -84,7 +85,8 @@ class Statistics(StreamingReduction):
         row = matrix.cols if matrices else BLOCK
         found, squares = np.empty((tile.grains(matrix.grain), STATISTICS)), np.zeros(-(-tile.size // row) + 1)
         rows = tile.scratch.rows(1, matrix.codes, matrix.out_code, row)
-        statistics(tile.raw[0], int(matrix.codes[0]), tile.size, row, matrix.grain, found, squares, rows, np.empty((2, LANES)))
+        data = Encoded(tile.raw[0], int(matrix.codes[0]))
+        statistics(data, tile.size, row, matrix.grain, found, squares, rows, np.empty((2, LANES)))
         return _Part(matrix.name, tile.start // row, found, squares[: tile.size // row] if matrices else squares[:0])
 
     def take(self, number: int, result: _Part) -> None:

@@ -189,8 +189,8 @@ def survey(
     passes  over the tensors, for the progress display
     tables  of the plan, for gathers
     """
-    from weightsmith.engine.bench import MemoryOutput  # numba takes half a second to import, and headers do not need it
-    from weightsmith.engine.local import Resources, run
+    from weightsmith.engine.local import Resources, Workload, run  # numba takes half a second to import; headers need none
+    from weightsmith.engine.unwritten import DiscardedOutput
 
     for model in models:
         model.download()
@@ -202,7 +202,7 @@ def survey(
         tuple(products),
         tables=tuple(tables),
     )
-    go = partial(run, plan, models, MemoryOutput({}), Resources(threads or 0), allow_nonfinite=True)
+    go = partial(run, plan, models, DiscardedOutput(), Resources(threads or 0), Workload(allow_nonfinite=True))
     if progress is False:
         return go()
     if not isinstance(progress, bool | Meter):

@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
@@ -19,9 +18,9 @@ import numpy.typing as npt
 from weightsmith.api import RecipeSource, prepare_any
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.distance import share_of
-from weightsmith.engine.bench import MemoryOutput
 from weightsmith.engine.computed import Computed
-from weightsmith.engine.local import Resources, run
+from weightsmith.engine.local import Resources, Workload, run
+from weightsmith.engine.unwritten import MemoryOutput
 from weightsmith.errors import Finding, Unsupported
 from weightsmith.execution import check_computable
 from weightsmith.jobs.job import Bytes
@@ -230,9 +229,9 @@ class _Stored:
 def _sampled(prepared: Prepared, threads: int | None) -> _Looked:
     sampled = sample(prepared.plan)
     stored = {step.out.name: _Stored(step.out) for step in sampled.plan.steps}
-    run(sampled.plan, prepared.inputs, MemoryOutput(stored), Resources(threads or 0), allow_nonfinite=True)
+    run(sampled.plan, prepared.inputs, MemoryOutput(stored), Resources(threads or 0), Workload(allow_nonfinite=True))
     views = {name: view_of(name, found.array) for name, found in stored.items()}
-    merged = Checkpoint("the merge", Path(), StateDict(views, "the merge"))
+    merged = Checkpoint("the merge", StateDict(views, "the merge"))
     place = partial(Read, len(prepared.inputs))
     steps = tuple(_compared(step, place(step.out.name)) for step in sampled.plan.steps)
     return _Looked(merged, steps, sampled.plan.tables, sampled.sizes, sampled.left_out)
@@ -258,7 +257,7 @@ def _in_full(prepared: Prepared) -> _Looked:
                 steps.append(_compared(leaf, Read(number, step.out.name, block)))
             origin += leaf.out.size
     sizes = {step.out.name: step.out.size for step in steps}
-    return _Looked(Checkpoint("the merge", Path(), source), tuple(steps), plan.tables, sizes)
+    return _Looked(Checkpoint("the merge", source), tuple(steps), plan.tables, sizes)
 
 
 def _compared(leaf: Step, merged: Read) -> Step:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightsmith.checkpoint import CARD_NAME, Checkpoint, HubModel, locate, open_place
+from weightsmith.checkpoint import CARD_NAME, Checkpoint, HubModel, ModelFolder, locate, open_place
 from weightsmith.errors import FormatError, NotFound, Unsupported, WeightsmithError
 from weightsmith.formats.copied import is_tokenizer
 from weightsmith.formats.files import exists, file_names, is_folder, show
@@ -101,14 +101,10 @@ def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
     opened = open_file(path, ref) if repository is None else open_file(path, ref, repository.open)
     checkpoint = Checkpoint(
         ref,
-        folder,
         opened.source,
-        revision="" if repository is None else repository.commit,
-        config=config,
-        files=tokenizer,
+        ModelFolder.of(folder, repository, config=config, files=tokenizer),
         metadata=opened.metadata,
         notes=(*(() if repository is None else repository.notes), *opened.notes),
-        repositories=() if repository is None else (repository,),
     )
     return _sorted(checkpoint, config)
 
@@ -334,7 +330,9 @@ _PART = re.compile(r"([^.]+)\.(lora_down\.weight|lora_up\.weight|alpha)")
 def open_kohya(ref: str, path: Path) -> Adapter:
     """Open a single file. Raises Unsupported for one that is not kohya's, and for layers that are not linear."""
     opened = open_file(path, ref)
-    checkpoint = Checkpoint(ref, path.parent, opened.source, config={}, metadata=opened.metadata, notes=opened.notes)
+    checkpoint = Checkpoint(
+        ref, opened.source, ModelFolder(path.parent, config={}), metadata=opened.metadata, notes=opened.notes
+    )
     try:
         return Adapter(checkpoint, _updates(checkpoint, path), flat=True)
     except Exception:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
-from weightsmith.checkpoint import Checkpoint
+from weightsmith.checkpoint import Checkpoint, ModelFolder
 from weightsmith.errors import Finding, ShapeError, nearest
 from weightsmith.formats.files import same_bytes, show
 from weightsmith.lora.experts import match_stacked, names_of
@@ -53,20 +53,17 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str, names: Names = d
         fix = "copy it into the output, if the adapter was trained with it"
         what = f"tokenizer files beside the adapter differ from the base's, and are not used: {', '.join(other)}"
         notes.append(Finding(what, ref, fix=fix))
-    return Checkpoint(
-        ref,
+    folder = ModelFolder(
         base.folder,
-        Adapted(base, own, match.origins(), ref),
-        revision=f"{base.revision}+{own.revision}" if own.revision else base.revision,
-        config=match.config or base.config,
-        files=base.files,
-        left_out=base.left_out,
-        ignored=base.ignored,
-        metadata=base.metadata,
-        notes=tuple(notes),
+        f"{base.revision}+{own.revision}" if own.revision else base.revision,
+        match.config or base.config,
+        base.files,
+        base.left_out,
+        base.ignored,
         repositories=(*base.repositories, *own.repositories),
-        decoded=base.decoded,
     )
+    source = Adapted(base, own, match.origins(), ref)
+    return Checkpoint(ref, source, folder, metadata=base.metadata, notes=tuple(notes), decoded=base.decoded)
 
 
 def find_places(base: Checkpoint, adapter: Adapter, names: Names = dict) -> dict[str, str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import numpy as np
+
 from weightsmith.jobs.job import Job, Matrix
 from weightsmith.methods.family import Lambda, Weight
 from weightsmith.methods.signature import Bounds, PerModel, always, merge_method
@@ -40,6 +42,6 @@ def consensus_ta(
     lambda_: Lambda = 1.0,
 ) -> Job:
     from weightsmith.jobs.elementwise import ElementwiseJob
-    from weightsmith.kernels.elementwise import merge_consensus
+    from weightsmith.kernels.elementwise import Consensus, merge_consensus
 
-    return ElementwiseJob(matrix, merge_consensus, weight, threshold, k, lambda_)
+    return ElementwiseJob(matrix, merge_consensus, weight, Consensus(np.asarray(threshold), k), lambda_)

@@ -106,7 +106,7 @@ class TensorJob(Job):
         for i, row in enumerate(self._whole):
             decode(tile.raw[i], m.codes[i], 0, tile.size, row[tile.start : tile.start + tile.size])
 
-    def fold(self, number: int, results: list[Any]) -> None:
+    def finish_pass(self, number: int, results: list[Any]) -> None:
         assert self._whole is not None
         m, kind = self.matrix, self._kind
         models = [row.reshape(m.shape) for row in self._whole]

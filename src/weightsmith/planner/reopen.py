@@ -207,7 +207,7 @@ def _check_steps(plan: Plan, inputs: list[Checkpoint]) -> list[WeightsmithError]
             problems.append(FormatError(what, where=f"product {product.name}", fix=_MAKE))
         if not product.transient and sum(out.nbytes for out in product.outs) > _MAX_ARRAYS:
             problems.append(FormatError("its arrays do not fit into memory", where=f"product {product.name}", fix=_MAKE))
-        known = {*product.needs, *([product.name] if find_kind(product.op).survey else [])}
+        known = {*product.needs, *([product.name] if find_kind(product.op).reduce else [])}
         steps = product.steps or [step for step in plan.steps if product.name in plan.needs(step)]
         for step in steps if product.steps or product.name in known else ():
             if unknown := plan.needs(step) - known:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightsmith.checkpoint import Checkpoint
+from weightsmith.checkpoint import Checkpoint, ModelFolder
 from weightsmith.errors import Finding
 from weightsmith.formats.copied import MAX_COPIED_BYTES
 from weightsmith.formats.files import exists, expand_user, is_folder, read_bounded
@@ -61,17 +61,15 @@ def result_of(label: str, source: Computed, *, whole: bool) -> Checkpoint:
     donor = source.inputs[plan.donor]
     others = [checkpoint for checkpoint in source.inputs if checkpoint is not donor]
     temporary = _files_of(plan, donor) if plan.files else None
-    return Checkpoint(
-        label,
+    folder = ModelFolder(
         donor.folder if temporary is None else Path(temporary.name),
-        source,
         config=plan.config,
         files=tuple(sorted({*plan.carried, *plan.files, *([] if plan.config is None else ["config.json"])})),
         alone=donor.alone,
         temporary=temporary,
         repositories=tuple(dict.fromkeys(r for checkpoint in (donor, *others) for r in checkpoint.repositories)),
-        plan=plan if whole else None,
     )
+    return Checkpoint(label, source, folder, plan=plan if whole else None)
 
 
 def _files_of(plan: Plan, donor: Checkpoint) -> tempfile.TemporaryDirectory[str]:

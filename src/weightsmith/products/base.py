@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,17 +12,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.errors import Finding
+from weightsmith.errors import CheckpointError, Finding
+from weightsmith.formats.copied import MAX_COPIED_BYTES
+from weightsmith.formats.files import read_bounded
 from weightsmith.jobs.job import Matrix, Tile
 from weightsmith.plans import Product
+from weightsmith.products.targets import Floats as Floats
+from weightsmith.products.targets import Largest, SomeRows, Target, WholeTensor
+from weightsmith.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from weightsmith.pages.values import Block
 
 Arrays = Sequence[npt.NDArray[Any]]
 """One array for each of `Product.outs`, with its dtype and shape."""
-
-Floats = npt.NDArray[np.float32]
 
 
 class StreamingReduction(ABC):
@@ -60,48 +64,70 @@ class StreamingReduction(ABC):
         """The result, after the last pass. Before the first pass, only shapes and dtypes are valid."""
 
 
-class ProductContext(Protocol):
-    """What a computing product can use.
+class Cancelled(Exception):
+    """The run has ended: release all resources."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductContext:
+    """What a product that computes can use.
 
     product       the product to compute
     device        torch device name for matrix products and forward passes
     threads       number of threads it may use
     memory_bytes  that it may hold besides its arrays, of the run's limit; None: the run has no limit
+    folders       of each model's files
+    make          makes tensors of `product.steps` and hands their bytes to targets, by name. Raises as the engine does
+    arrays        the arrays of a finished product that this one needs, read-only. They may be mapped from a file
+    create        arrays of zeros for the result, in a file if the run has one: for results that are too large for memory
+    progress      reports the work done and the total, in any units. Raises Cancelled if nobody waits for the result any more:
+                  call it often
     """
 
     product: Product
     device: str
     threads: int
     memory_bytes: int | None
+    folders: Sequence[Path]
+    make: Callable[[Mapping[str, Target]], None]
+    arrays: Callable[[str], Arrays]
+    create: Callable[[], Arrays]
+    progress: Callable[[int, int], None]
 
     def fill(self, arrays: Mapping[str, Floats]) -> None:
         """Fill C-contiguous arrays with whole tensors. arrays: by the names of `product.steps`, with the tensor's shape.
 
         Values are those of the tensor as stored, converted to float32 tile by tile, so no further memory is needed.
-        Raises as the engine does.
         """
+        specs = self._specs
+        self.make({name: WholeTensor(specs[name], array) for name, array in arrays.items()})
 
     def rows(self, name: str, numbers: Sequence[int]) -> Floats:
         """Some rows of a matrix [R, C]: float32 [len(numbers), C]. numbers: ascending, each once."""
+        spec = self._specs[name]
+        found = np.empty((len(numbers), spec.shape[1]), np.float32)
+        self.make({name: SomeRows(spec, np.array(numbers, np.int64), found)})
+        return found
 
     def largest(self, names: Sequence[str]) -> Floats:
         """The largest magnitude of each of some tensors: float32 [len(names)]. NaN does not count. Reads tile by tile."""
-
-    def arrays(self, name: str) -> Arrays:
-        """The arrays of a finished product that this one needs, read-only. They may be mapped from a file."""
-
-    def create(self) -> Arrays:
-        """Arrays of zeros for the result, in a file where the run has one: for results that are too large for memory."""
+        specs = self._specs
+        targets = {name: Largest(specs[name]) for name in names}
+        self.make(targets)
+        return np.array([targets[name].found for name in names], np.float32)
 
     def folder(self, model: int) -> Path:
         """The folder of `plan.models[model]`. Raises CheckpointError if one of `product.files` has changed."""
+        folder = self.folders[model]
+        for file in self.product.files:
+            path = folder / file.name
+            if file.model == model and hashlib.sha256(read_bounded(path, MAX_COPIED_BYTES)).hexdigest() != file.sha256:
+                raise CheckpointError("the file has changed since the plan was made", where=str(path), fix="plan again")
+        return folder
 
-    def progress(self, done: int, total: int) -> None:
-        """Report how far it is, in any units. Raises Cancelled if the product is no longer needed: call it often."""
-
-
-class Cancelled(Exception):
-    """The run has ended: release all resources."""
+    @property
+    def _specs(self) -> Mapping[str, TensorSpec]:
+        return {step.out.name: step.out for step in self.product.steps}
 
 
 class Report(Protocol):
@@ -138,7 +164,7 @@ def _no_report(product: Product, arrays: Arrays) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ProductKind:
-    """A kind of product: either `survey` or `compute` is set.
+    """A kind of product: either `reduce` or `compute` is set.
 
     doing    text of the progress display, with a verb in -ing
     reads    files that it reads, other than `product.files`
@@ -146,13 +172,13 @@ class ProductKind:
     device   the result depends on `ProductContext.device`: finished work is mixed only with that of the same type of device
     serves   whether a finished product has all that another one of this kind, of one tensor alone, would have
     check    why a product's settings, steps and arrays are invalid, or ""; plans may come from untrusted sources
-    survey   for streaming
+    reduce   for streaming
     compute  for computing; raises WeightsmithError for invalid inputs
     report   the report of a finished product, or None
     """
 
     doing: str
-    survey: Callable[[Product], StreamingReduction] | None = None
+    reduce: Callable[[Product], StreamingReduction] | None = None
     compute: Callable[[ProductContext], Arrays] | None = None
     report: Callable[[Product, Arrays], Report | None] = _no_report
     check: Callable[[Product], str] = _no_problem

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from weightsmith.jobs.job import Matrix, Tile
 from weightsmith.jobs.selection import Counts, Search, count_patterns, kept_ranks
-from weightsmith.kernels.select import HIGH_BINS, count_high, find_bin
+from weightsmith.kernels.select import HIGH_BINS, Scores, count_high, find_bin
 from weightsmith.plans import Product
 from weightsmith.plans.reading import has_type
 from weightsmith.products.base import Arrays, ProductKind, StreamingReduction
@@ -105,7 +105,8 @@ class Thresholds(StreamingReduction):
         for i, model in enumerate(matrix.inputs):
             if i > 0 and model in models:
                 counts = scratch.counts(HIGH_BINS)
-                count_high(tile.raw, matrix.codes, i, tile.size, counts, NO_FACTORS, matrix.cols, rows, scratch.bits)
+                scores = Scores(tile.raw, matrix.codes, i, NO_FACTORS, matrix.cols, rows, scratch.bits)
+                count_high(scores, tile.size, counts)
                 used = np.flatnonzero(counts)
                 found.append((model, np.stack([used, counts[used].astype(np.int64)])))
         return found

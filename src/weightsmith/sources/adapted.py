@@ -139,7 +139,8 @@ class Adapted:
     def _add(self, origin: AdaptedTensor, raw: Array, before: DType, first: int, cols: int, values: Array) -> None:
         """values = the elements `raw` from number `first` of a tensor, stored as `before`, with its updates."""
         from weightsmith.kernels.codecs import BLOCK
-        from weightsmith.kernels.lora import add_low_rank
+        from weightsmith.kernels.lora import LowRank, add_low_rank
+        from weightsmith.kernels.records import Encoded
 
         row, total = np.empty(BLOCK, values.dtype), np.empty(BLOCK)
         nothing = np.empty((0, 0)), np.empty((0, cols), np.float32)
@@ -148,7 +149,8 @@ class Adapted:
         def fill(start: int, n: int, left: Array, right: Array, scaling: float) -> None:
             """The next `n` values, which begin at element `start` of the matrix that left @ right is added to."""
             nonlocal done
-            add_low_rank(raw[done * size :], before.code, start, n, left, right, scaling, values[done:], row, total)
+            weight = Encoded(raw[done * size :], before.code)
+            add_low_rank(weight, start, n, LowRank(left, right, scaling), values[done:], row, total)
             done += n
 
         for update in origin.updates:

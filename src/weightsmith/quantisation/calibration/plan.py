@@ -99,7 +99,7 @@ class Chain(TextRun):
 
     def surveyed(self, product: Product) -> Product:
         """A product of the merge, which looks at the steps that need it: these are no longer steps of the plan."""
-        if product.steps or find_kind(product.op).survey is None:
+        if product.steps or find_kind(product.op).reduce is None:
             return product
         return replace(product, steps=tuple(step for step in self._plan.steps if product.name in self._plan.needs(step)))
 

@@ -1,0 +1,49 @@
+"""No function takes a long list of arguments: what belongs together is a record."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import weightsmith
+
+SOURCES = Path(weightsmith.__file__).parent
+MOST = 8
+ALLOWED = {
+    # Keywords of commands and of plug-ins are read from the signature.
+    "cli/extract_lora.py:extract_lora",
+    "cli/moe.py:moe",
+    "cli/plan.py:plan",
+    "cli/quantize.py:_copy",
+    "cli/quantize.py:quantize",
+    "methods/breadcrumbs.py:breadcrumbs",
+    "methods/breadcrumbs_ties.py:breadcrumbs_ties",
+    "methods/signature.py:merge_method",
+    "methods/task_vectors.py:task_vectors",
+    # To become records.
+    "adapters/peft.py:adapter_config",
+    "buckets/staging.py:open",
+    "hub_outputs/staging.py:open",
+    "kernels/blocks.py:dequantise",
+    "kernels/packed.py:dequantise_rows",
+    "kernels/trellis.py:dequantise_trellis",
+    "lora/records.py:__init__",
+    "quantisation/calibration/layer.py:_quantise",
+    "quantisation/calibration/sums.py:use_hessians",
+    "store/staging.py:open",
+}
+
+
+def functions() -> Iterator[tuple[str, int]]:
+    """Each function of the sources, and the number of its arguments besides self and cls."""
+    for path in SOURCES.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                count = sum(argument.arg not in ("self", "cls") for argument in arguments)
+                yield f"{path.relative_to(SOURCES).as_posix()}:{node.name}", count
+
+
+def test_no_function_has_more_than_eight_arguments() -> None:
+    assert {name for name, count in functions() if count > MOST} <= ALLOWED
