@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tests.zoo import SIZES
 from weightsmith.execution import Merged, execute
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
-from weightsmith.planner import Prepared, prepare
+from weightsmith.planner import Prepared, assemble
 from weightsmith.quantisation import quantised
 
 TINY = {**SIZES, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96}
@@ -61,7 +61,7 @@ def settings(folder: Path, **more: Any) -> QuantizeSettings:
 def prepared_for(source: Any, given: QuantizeSettings, name: str = "exl2", seed: int = 0) -> Prepared:
     """The plan of a quantised model. source: its folder, or a recipe."""
     recipe = source if isinstance(source, Mapping) else {"merge_method": "passthrough", "models": [{"model": str(source)}]}
-    return quantised(lambda: prepare(recipe, RecipeOptions(seed=seed)), name, given)
+    return quantised(lambda: assemble(recipe, RecipeOptions(seed=seed)), name, given).finish()
 
 
 def quantise(source: Any, out: Path, given: QuantizeSettings, threads: int = 2, **more: Any) -> Merged:

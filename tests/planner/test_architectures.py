@@ -168,5 +168,5 @@ def test_what_only_transformers_knows_is_refused_where_it_is_installed(model_typ
     path = architectures.write(tmp_path / "m", *made)
     name = wrong[0].partition(" ")[2].partition(":")[0]
     recipe = dict(stacks_of(path))[name]
-    with pytest.raises(PlanError, match="transformers could not load the output"), prepare(recipe) as prepared:
-        prepared.checked()
+    with pytest.raises(PlanError, match="transformers could not load the output"):
+        prepare(recipe, check=True).close()

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from weightsmith.engine.local import Resources, run
 from weightsmith.errors import CannotResume, FormatError, NonFinite, PlanError, StoreError, WeightsmithError
 from weightsmith.execution import execute
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
-from weightsmith.planner import Prepared, prepare
+from weightsmith.planner import Prepared, assemble
 from weightsmith.planner.reopen import reopen
 from weightsmith.plans import Product, plan_from_json
 from weightsmith.products import find_kind
@@ -128,15 +128,16 @@ def test_states_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     """Also where it fuses experts, or q, k and v, which the plan stores one by one."""
     folder, given = save_model(tmp_path / "m", name), settings(tmp_path)
     recipe = {"merge_method": "passthrough", "models": [{"model": str(folder)}]}
-    with prepare(recipe, RecipeOptions()) as prepared:
-        plan = prepare_model(prepared.plan).plan
-        chain = Chain(plan, prepared, given)
+    with closing(assemble(recipe, RecipeOptions())) as assembled:
+        model = prepare_model(assembled.draft)
+        chain = Chain(assembled, given, model.steps)
         states = [chain.embedding()]
         for i in range(2):
             nothing = chain.quantised(f"layer {i}", i, states[-1], {})
             states += [nothing, chain.states(i, states[-1], nothing)]
         last = replace(states[-1], transient=False)
-        prepared = replace(prepared, plan=replace(plan, products=(*states[:-1], last)))
+        assembled.draft.steps, assembled.draft.products = list(model.steps), [*states[:-1], last]
+        prepared = assembled.finish()
         found = captured(prepared, prepared.plan.products).arrays
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     entering: list[torch.Tensor] = []

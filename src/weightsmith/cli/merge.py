@@ -43,11 +43,12 @@ def merge(
         stack.enter_context(status_line("reading the recipe and the models' headers", quiet=quiet or as_json))
         no_bars_in_logs(quiet=quiet)
         answer(context, quiet=quiet)
-        from weightsmith.adapters.recipes import prepare_merge
+        from weightsmith.adapters.recipes import assemble_merge
         from weightsmith.quantisation import quantised
 
         source = options.recipe_source(recipe)
-        prepared = stack.enter_context(quantised(lambda: prepare_merge(source, planning), planning.quantize, settings))
+        assembled = quantised(lambda: assemble_merge(source, planning), planning.quantize, settings)
+        prepared = stack.enter_context(assembled.finish())
         show_warnings(prepared)
         make(prepared, out, running, "merging", quiet=quiet, as_json=as_json, began=began)
 

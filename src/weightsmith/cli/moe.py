@@ -61,14 +61,13 @@ def moe(
         stack.enter_context(status_line("reading the recipe and the models' headers", quiet=quiet or as_json))
         no_bars_in_logs(quiet=quiet)
         answer(context, quiet=quiet)
-        from weightsmith.mixture.build import prepare_moe
+        from weightsmith.mixture.build import assemble_moe
         from weightsmith.quantisation import quantised
 
         source = options.recipe_source(recipe)
         planning = replace(planning, routing_report=True) if routing_only else planning
-        prepared = stack.enter_context(quantised(lambda: prepare_moe(source, planning), planning.quantize, settings))
-        if plan_only:
-            prepared = prepared.checked()
+        assembled = quantised(lambda: assemble_moe(source, planning), planning.quantize, settings)
+        prepared = stack.enter_context(assembled.finish(check=plan_only))
         show_warnings(prepared)
         if plan_only:
             from weightsmith.cli.plan import show_plan

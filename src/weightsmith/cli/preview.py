@@ -53,15 +53,15 @@ def preview(
         from weightsmith.look.pages import preview_page
         from weightsmith.look.preview import preview_of
         from weightsmith.pages import check_page, write_page
+        from weightsmith.planner.prepared import stream as stream_weights
 
         if report is not None:
             check_page(report)
 
-        with prepare_any(options.recipe_source(recipe), planning, QuantizeSettings()) as planned:
-            prepared = planned.checked()
+        with prepare_any(options.recipe_source(recipe), planning, QuantizeSettings(), check=True) as prepared:
             show_warnings(prepared)
             if stream:
-                prepared.stream()
+                stream_weights(prepared.inputs)
             summary = summarise(prepared, RunOptions(threads=threads))
             with meter(quiet=quiet) as shown:
                 found = preview_of(prepared, full=full, threads=threads, progress=shown)

@@ -17,7 +17,7 @@ import xxhash
 from weightsmith.look.survival import GROUP_ELEMENTS
 from weightsmith.methods import get
 from weightsmith.planner.decide import decide
-from weightsmith.plans import PLAIN, Block, Gather, Plan, Read, Step, Table
+from weightsmith.plans import PLAIN, Block, Gather, Plan, PlanDraft, Read, Step, Table
 from weightsmith.tensors import TensorSpec
 
 SAMPLE_ELEMENTS = 1 << 17
@@ -60,9 +60,10 @@ def sample(plan: Plan) -> Sampled:
         steps.append(replace(leaf, out=spec, inputs=tuple(read for read in reads if read is not None), needs=()))
     decided, products = decide(steps, plan.settings, get(steps[0].op)) if steps else ([], ())
     roles = {leaf.out.name: leaf.role for leaf in merging_leaves(plan)}
-    steps = [replace(step, role=roles[step.out.name]) for step in decided]
-    made = replace(plan, steps=tuple(steps), products=products, tables=tables.all, header=b"", then=None)
-    return Sampled(made, sizes, tuple(left_out))
+    draft = PlanDraft.of(plan)
+    draft.steps = [replace(step, role=roles[step.out.name]) for step in decided]
+    draft.products, draft.tables, draft.then = list(products), tables.all, None
+    return Sampled(draft.finish(stored=False), sizes, tuple(left_out))
 
 
 def _chosen(spec: TensorSpec) -> npt.NDArray[np.int64] | None:
@@ -89,8 +90,8 @@ class _Tables:
         self._numbers: dict[bytes, int] = {}
 
     @property
-    def all(self) -> tuple[Table, ...]:
-        return tuple(self._known)
+    def all(self) -> list[Table]:
+        return self._known
 
     def rows(self, number: int) -> npt.NDArray[np.int32]:
         return self._known[number].array

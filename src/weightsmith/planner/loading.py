@@ -27,7 +27,7 @@ from typing import Any, Generic, Self, TypeVar
 from weightsmith.errors import Finding, LayerError, PlanError
 from weightsmith.planner import answers
 from weightsmith.planner.loading_script import pattern_of
-from weightsmith.plans import Plan
+from weightsmith.plans import PlanDraft
 from weightsmith.structure import Structure
 from weightsmith.tensors import TensorSpec
 
@@ -66,7 +66,7 @@ class Question:
 
 
 def question_of(
-    plan: Plan,
+    plan: PlanDraft,
     config: Mapping[str, Any] | None,
     specs: Iterable[TensorSpec],
     structure: Structure,
@@ -75,7 +75,7 @@ def question_of(
     where: str,
     layers: Mapping[str, Sequence[int]] | None = None,
 ) -> Question | None:
-    """The question about the output of a plan; None without a config.json, or without transformers to ask.
+    """The question about the output of a draft; None without a config.json, or without transformers to ask.
 
     config, specs, structure  of the donor
     layers                    the donor's layers that each changed stack consists of; the rest as in `Question`

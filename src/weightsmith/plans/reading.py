@@ -13,11 +13,11 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from weightsmith.containers import CONTAINERS
-from weightsmith.errors import Finding, FormatError
+from weightsmith.errors import Finding
+from weightsmith.plans.draft import PlanDraft, invalid
 from weightsmith.plans.values import (
     JOIN,
     PLAIN,
-    PRODUCTS,
     Block,
     Dropped,
     FileRead,
@@ -46,38 +46,36 @@ Json = dict[str, Any]
 
 def plan_from_json(data: Any) -> Plan:
     """The inverse of `Plan.to_json`. Raises FormatError for invalid values."""
-    plan = _Decoder().plan(_of(data, dict, "the plan"))
-    _check(plan)
-    return plan
+    return _Decoder().plan(_of(data, dict, "the plan")).finish()
 
 
 def _recipe(data: Json) -> str:
     text = _text(data, "recipe", "plan")
     if has_secret(text):
-        raise _wrong("plan.recipe", "it holds a password, a token or a key, and would be stored with the model")
+        raise invalid("plan.recipe", "it holds a password, a token or a key, and would be stored with the model")
     return text
 
 
 class _Decoder:
     """Reads values and tracks their position for messages."""
 
-    def plan(self, data: Json) -> Plan:
+    def plan(self, data: Json) -> PlanDraft:
         config = _get(data, "config", "plan")
         lacking = _object(data, "lacking", "plan") if "lacking" in data else {}
         container = _text(data, "container", "plan")
         if container not in CONTAINERS:
-            raise _wrong("plan.container", f"{container!r} is not one of {', '.join(CONTAINERS)}")
-        return Plan(
+            raise invalid("plan.container", f"{container!r} is not one of {', '.join(CONTAINERS)}")
+        return PlanDraft(
             made=self._made(_object(data, "made", "plan")),
-            models=tuple(self._model(m, at) for at, m in _objects(data, "models", "plan")),
-            settings=tuple(self._settings(s, at) for at, s in _objects(data, "settings", "plan")),
-            products=tuple(self._product(p, at) for at, p in _objects(data, "products", "plan")),
-            tables=tuple(_table(_of(t, str, "plan.tables")) for t in _list(data, "tables", "plan")),
-            steps=tuple(self.step(s, at) for at, s in _objects(data, "steps", "plan")),
-            dropped=tuple(self._dropped(_of(d, list, "plan.dropped")) for d in _list(data, "dropped", "plan")),
+            models=list(self._model(m, at) for at, m in _objects(data, "models", "plan")),
+            settings=list(self._settings(s, at) for at, s in _objects(data, "settings", "plan")),
+            products=list(self._product(p, at) for at, p in _objects(data, "products", "plan")),
+            tables=list(_table(_of(t, str, "plan.tables")) for t in _list(data, "tables", "plan")),
+            steps=list(self.step(s, at) for at, s in _objects(data, "steps", "plan")),
+            dropped=list(self._dropped(_of(d, list, "plan.dropped")) for d in _list(data, "dropped", "plan")),
             config=None if config is None else _of(config, dict, "plan.config"),
             donor=_int(data, "donor", "plan"),
-            carried=_texts(data, "carried", "plan"),
+            carried=list(_texts(data, "carried", "plan")),
             files={
                 name: _binary(_of(text, str, "plan.other_files"), "plan.other_files")
                 for name, text in (_object(data, "other_files", "plan") if "other_files" in data else {}).items()
@@ -88,7 +86,7 @@ class _Decoder:
             header=_binary(_text(data, "header", "plan"), "plan.header") if "header" in data else b"",
             max_shard_bytes=_int(data, "max_shard_bytes", "plan", least=1),
             seed=_of(_get(data, "seed", "plan"), int, "plan.seed"),
-            warnings=tuple(
+            warnings=list(
                 Finding(_text(w, "what", at), _text(w, "where", at), _texts(w, "details", at), _text(w, "fix", at))
                 for at, w in _objects(data, "warnings", "plan")
             ),
@@ -100,7 +98,7 @@ class _Decoder:
     def _model(self, data: Json, at: str) -> ModelInput:
         plan = plan_from_json(data["plan"]) if "plan" in data else None
         if plan is not None and (plan.products or plan.then is not None or any(step.encoding != PLAIN for step in plan.steps)):
-            raise _wrong(f"{at}.plan", "what is computed on the way has neither products nor encodings")
+            raise invalid(f"{at}.plan", "what is computed on the way has neither products nor encodings")
         return ModelInput(_text(data, "ref", at), _text(data, "revision", at), _text(data, "identity", at), plan)
 
     def _made(self, data: Json) -> Made:
@@ -118,7 +116,7 @@ class _Decoder:
         models = tuple(_parameters(m, where) for where, m in _objects(data, "models", at))
         places = tuple(_of(p, int, f"{at}.places") for p in _list(data, "places", at))
         if places and (len(places) != len(models) or min(places) < 0):
-            raise _wrong(f"{at}.places", f"{list(places)} are not the places of {len(models)} inputs")
+            raise invalid(f"{at}.places", f"{list(places)} are not the places of {len(models)} inputs")
         return Settings(_parameters(_object(data, "shared", at), f"{at}.shared"), models, places)
 
     def _product(self, data: Json, at: str) -> Product:
@@ -136,25 +134,25 @@ class _Decoder:
 
     def _file(self, data: list[Any], at: str) -> FileRead:
         if len(data) != 3:
-            raise _wrong(at, "a file is [model, name, sha256]")
+            raise invalid(at, "a file is [model, name, sha256]")
         name = _of(data[1], str, at)
         if "/" in name or "\\" in name or name in ("", ".", ".."):
-            raise _wrong(at, f"{name!r} is not a file name")
+            raise invalid(at, f"{name!r} is not a file name")
         return FileRead(_of(data[0], int, at), name, _of(data[2], str, at))
 
     def _dropped(self, data: list[Any]) -> Dropped:
         if len(data) != 3:
-            raise _wrong("plan.dropped", "an entry is [model, tensor, reason]")
+            raise invalid("plan.dropped", "an entry is [model, tensor, reason]")
         return Dropped(*(_of(v, kind, "plan.dropped") for v, kind in zip(data, (int, str, str), strict=True)))
 
     def step(self, data: Json, at: str, *, piece: bool = False) -> Step:
         op = _text(data, "op", at)
         pieces = tuple(self.step(p, where, piece=True) for where, p in _objects(data, "pieces", at)) if "pieces" in data else ()
         if piece and (pieces or op == JOIN):
-            raise _wrong(at, "a piece cannot contain pieces")
+            raise invalid(at, "a piece cannot contain pieces")
         role = data.get("role", "other")
         if role not in ("linear", "vocabulary", "other"):
-            raise _wrong(f"{at}.role", f"{role!r} is not a role")
+            raise invalid(f"{at}.role", f"{role!r} is not a role")
         return Step(
             out=_spec([_get(data, key, at) for key in ("name", "dtype", "shape")], at),
             op=op,
@@ -172,7 +170,7 @@ class _Decoder:
 
     def _read(self, data: list[Any], at: str) -> Read:
         if len(data) < 2:
-            raise _wrong(at, "a read is [model, tensor], optionally with a view")
+            raise invalid(at, "a read is [model, tensor], optionally with a view")
         return Read(_of(data[0], int, at), _of(data[1], str, at), self._view(data[2:], at))
 
     def _view(self, data: list[Any], at: str) -> View | None:
@@ -182,85 +180,20 @@ class _Decoder:
             gather = _of(data[0], dict, at)
             table = _get(gather, "table", at)
             if not isinstance(table, str) and (isinstance(table, bool) or not isinstance(table, int) or table < 0):
-                raise _wrong(at, "a table is an index or a product's array")
+                raise invalid(at, "a table is an index or a product's array")
             axis = _int(gather, "axis", at)
             if axis not in (0, 1):
-                raise _wrong(at, "an axis must be 0 or 1")
+                raise invalid(at, "an axis must be 0 or 1")
             block = _block(_list(gather, "block", at), at)
             if not block.whole_rows:
-                raise _wrong(at, "a gathered block must be contiguous")
+                raise invalid(at, "a gathered block must be contiguous")
             fallback = (
                 tuple(self._read(_of(r, list, at), at) for r in _list(gather, "fallback", at)) if "fallback" in gather else ()
             )
             if any(not _is_fallback(other) for other in fallback) or (fallback and (axis or isinstance(table, str))):
-                raise _wrong(at, "a fallback must be rows, gathered by a table of the plan")
+                raise invalid(at, "a fallback must be rows, gathered by a table of the plan")
             return Gather(table, block, cast("Any", axis), fallback)
         return _block(data, at)
-
-
-def _check(plan: Plan) -> None:
-    """Check everything that does not depend on the inputs: valid indices, unique names, complete pieces."""
-    models, known = len(plan.models), set[str]()
-    if not 0 <= plan.donor < models:
-        raise _wrong("plan.donor", f"there is no model {plan.donor}")
-    for name in (*plan.carried, *plan.files):
-        if "/" in name or "\\" in name or name in ("", ".", ".."):
-            raise _wrong("plan.other_files" if name in plan.files else "plan.carried", f"{name!r} is not a file name")
-        if name in plan.carried and name in plan.files:
-            raise _wrong("plan.other_files", f"{name!r} is carried too")
-    arrays: set[str] = set()
-    for product in plan.products:
-        if product.name in known:
-            raise _wrong("plan.products", f"duplicate product {product.name!r}")
-        if not known.issuperset(product.needs):
-            raise _wrong(f"product {product.name}", f"it needs {product.needs}, which are not defined before it")
-        for step in product.steps:
-            _check_step(plan, step, known | {product.name}, arrays)  # a survey's steps may need the survey itself
-        if any(not 0 <= m < models for m in (*product.models, *(file.model for file in product.files))):
-            raise _wrong(f"product {product.name}", f"there are {models} models")
-        for out in product.outs:
-            if out.name in arrays:
-                raise _wrong(f"product {product.name}", f"duplicate array {out.name!r}")
-            arrays.add(out.name)
-        known.add(product.name)
-    transient = {product.name for product in plan.products if product.transient}
-    for step in plan.steps:
-        _check_step(plan, step, known, arrays)
-        if not transient.isdisjoint(plan.needs(step)):
-            raise _wrong(f"step {step.out.name}", "it needs a transient product")
-    if any(not 0 <= d.model < models for d in plan.dropped):
-        raise _wrong("plan.dropped", f"there are {models} models")
-
-
-def _check_step(plan: Plan, step: Step, products: set[str], arrays: set[str]) -> None:
-    at = f"step {step.out.name}"
-    if (step.op == JOIN) != bool(step.pieces):
-        raise _wrong(at, "a join must have pieces, and other steps must not")
-    if (step.encoding == PLAIN) == bool(step.stored):
-        raise _wrong(at, "an encoding other than plain must list its stored tensors")
-    if step.weighted >= 0 and (step.weighted >= len(plan.tables) or step.encoding == PLAIN):
-        raise _wrong(at, f"there is no table {step.weighted}, or no encoding that takes it")
-    if step.pieces and sum(piece.out.size for piece in step.pieces) != step.out.size:
-        raise _wrong(at, f"its pieces do not have {step.out.size:,} elements in total")
-    for leaf in step.leaves:
-        if leaf.out.dtype is not step.out.dtype:
-            raise _wrong(at, "a piece has a different dtype than its tensor")
-        if not 0 <= leaf.settings < len(plan.settings):
-            raise _wrong(at, f"there are no settings {leaf.settings}")
-        if leaf.merges and len(plan.settings[leaf.settings].models) != len(leaf.inputs):
-            raise _wrong(at, f"settings {leaf.settings} are for a different number of inputs")
-        if not products.issuperset(leaf.needs):
-            raise _wrong(at, f"it needs {leaf.needs}, which are not all products of this plan")
-        for read in leaf.all_inputs:
-            if read.model == PRODUCTS:
-                if read.tensor not in arrays:
-                    raise _wrong(at, f"no product provides {read.tensor!r}")
-            elif not 0 <= read.model < len(plan.models):
-                raise _wrong(at, f"there is no model {read.model}")
-            if isinstance(read.view, Gather):
-                table = read.view.table
-                if table not in arrays if isinstance(table, str) else table >= len(plan.tables):
-                    raise _wrong(at, f"there is no table {table!r}")
 
 
 def _is_fallback(read: Read) -> bool:
@@ -294,19 +227,15 @@ def has_type(value: object, hint: Any) -> bool:
     return kind is Any or type(value) is kind  # type(None) is NoneType, which `X | None` holds
 
 
-def _wrong(at: str, what: str) -> FormatError:
-    return FormatError(f"invalid plan: {what}", where=at, fix="create the plan again: weightsmith plan RECIPE --json")
-
-
 def _of(value: Any, kind: type[T], at: str) -> T:
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise _wrong(at, f"expected {kind.__name__}, not {type(value).__name__}")
+        raise invalid(at, f"expected {kind.__name__}, not {type(value).__name__}")
     return value
 
 
 def _get(data: Mapping[str, Any], key: str, at: str) -> Any:
     if key not in data:
-        raise _wrong(at, f"{key!r} is missing")
+        raise invalid(at, f"{key!r} is missing")
     return data[key]
 
 
@@ -317,7 +246,7 @@ def _text(data: Mapping[str, Any], key: str, at: str) -> str:
 def _int(data: Mapping[str, Any], key: str, at: str, least: int = 0) -> int:
     value = _of(_get(data, key, at), int, f"{at}.{key}")
     if not least <= value <= MAX_ELEMENTS:
-        raise _wrong(f"{at}.{key}", f"{value} is out of range")
+        raise invalid(f"{at}.{key}", f"{value} is out of range")
     return value
 
 
@@ -339,27 +268,27 @@ def _objects(data: Mapping[str, Any], key: str, at: str) -> list[tuple[str, Json
 
 def _spec(data: list[Any], at: str) -> TensorSpec:
     if len(data) != 3:
-        raise _wrong(at, "a tensor is [name, dtype, shape]")
+        raise invalid(at, "a tensor is [name, dtype, shape]")
     name, dtype, shape = _of(data[0], str, at), _of(data[1], str, at), _of(data[2], list, at)
     if dtype not in DTYPES and dtype not in BLOCKS:
-        raise _wrong(at, f"{dtype!r} is not a dtype")
+        raise invalid(at, f"{dtype!r} is not a dtype")
     sizes = tuple(_of(n, int, at) for n in shape)
     spec = TensorSpec(name, DTYPES.get(dtype) or BLOCKS[dtype], sizes)
     if len(sizes) > MAX_DIMENSIONS or any(n < 0 for n in sizes) or spec.size > MAX_ELEMENTS:
-        raise _wrong(at, f"{list(sizes)} is not a shape")
+        raise invalid(at, f"{list(sizes)} is not a shape")
     return spec
 
 
 def _block(data: list[Any], at: str) -> Block:
     if len(data) != 4 or any(isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= MAX_ELEMENTS for n in data):
-        raise _wrong(at, "a block is [offset, rows, cols, stride]")
+        raise invalid(at, "a block is [offset, rows, cols, stride]")
     return Block(*data)
 
 
 def _table(text: str) -> Table:
     data = _binary(text, "plan.tables")
     if len(data) % 4:
-        raise _wrong("plan.tables", "a table must be numbers of 4 bytes in base64")
+        raise invalid("plan.tables", "a table must be numbers of 4 bytes in base64")
     return Table(data)
 
 
@@ -367,11 +296,11 @@ def _binary(text: str, at: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except ValueError:
-        raise _wrong(at, "it is not base64") from None
+        raise invalid(at, "it is not base64") from None
 
 
 def _parameters(data: Json, at: str) -> dict[str, Value | None]:
     for key, value in data.items():
         if value is not None and not isinstance(value, bool | int | float | str):
-            raise _wrong(f"{at}.{key}", "a parameter must be a number, a string, true, false or null")
+            raise invalid(f"{at}.{key}", "a parameter must be a number, a string, true, false or null")
     return data

@@ -413,7 +413,7 @@ class Plan:
     @cached_property
     def maker(self) -> Mapping[str, str]:
         """Name of a product's array → name of the product."""
-        return {out.name: product.name for product in self.products for out in product.outs}
+        return arrays_of(self.products)
 
     def products_for(self, steps: Iterable[Step], names: Collection[str] = ()) -> tuple[Product, ...]:
         """The products that these steps need, those named, and their dependencies; in plan order."""
@@ -428,15 +428,7 @@ class Plan:
 
     def needs(self, step: Step) -> frozenset[str]:
         """The products that must be finished before a step can run."""
-        found = set(step.needs)
-        for leaf in step.leaves:
-            found.update(leaf.needs)
-            for read in leaf.all_inputs:
-                if read.model == PRODUCTS:
-                    found.add(self.maker[read.tensor])
-                if read.table:
-                    found.add(self.maker[read.table])
-        return frozenset(found)
+        return needs_of(step, self.maker)
 
     @cached_property
     def hash(self) -> str:
@@ -496,6 +488,24 @@ class Plan:
             **({} if self.follows_recipe else {"follows_recipe": False}),
             **({} if self.then is None else {"then": dict(self.then)}),
         }
+
+
+def arrays_of(products: Iterable[Product]) -> dict[str, str]:
+    """Name of a product's array → name of the product."""
+    return {out.name: product.name for product in products for out in product.outs}
+
+
+def needs_of(step: Step, maker: Mapping[str, str]) -> frozenset[str]:
+    """The products that must be finished before a step can run. maker: see `arrays_of`."""
+    found = set(step.needs)
+    for leaf in step.leaves:
+        found.update(leaf.needs)
+        for read in leaf.all_inputs:
+            if read.model == PRODUCTS:
+                found.add(maker[read.tensor])
+            if read.table:
+                found.add(maker[read.table])
+    return frozenset(found)
 
 
 def _encode_made(made: Made) -> dict[str, Any]:

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from weightsmith.encodings import mlx, packed
-from weightsmith.errors import Finding, ParameterError, PlanError
+from weightsmith.errors import ParameterError, PlanError
 from weightsmith.options import QuantizeSettings
-from weightsmith.planner import Plan, Prepared
+from weightsmith.planner import Assembled
 from weightsmith.planner.encode import encodable, quantise
+from weightsmith.plans import PlanDraft
 from weightsmith.quantisation.base import Format
-from weightsmith.quantisation.calibration.plan import CALIBRATION_SETTINGS, NONE, Chain, calibrated, unused
+from weightsmith.quantisation.calibration.plan import CALIBRATION_SETTINGS, NONE, Chain, calibrate, unused
 
 
 def streamed(name: str, summary: str, readers: str, experts: str = "") -> Format:
@@ -23,13 +24,12 @@ def streamed(name: str, summary: str, readers: str, experts: str = "") -> Format
     experts  which reader cannot take experts in it; users are warned if there are any
     """
 
-    def apply(prepared: Prepared, settings: QuantizeSettings) -> Plan:
-        plan = quantise(prepared.plan, name)
-        stored = [step.out.name for step in plan.steps if step.encoding == name and "experts" in step.out.name.split(".")]
-        if not experts or not stored:
-            return plan
-        finding = Finding(f"{experts} {name}", stored[0], fix="choose fp8-dynamic, w8a16, w4a16 or mxfp4 for transformers")
-        return replace(plan, warnings=(*plan.warnings, finding))
+    def apply(assembled: Assembled, settings: QuantizeSettings) -> None:
+        draft = assembled.draft
+        quantise(draft, name)
+        stored = [step.out.name for step in draft.steps if step.encoding == name and "experts" in step.out.name.split(".")]
+        if experts and stored:
+            draft.warn(f"{experts} {name}", stored[0], fix="choose fp8-dynamic, w8a16, w4a16 or mxfp4 for transformers")
 
     return Format(name, summary, readers, apply)
 
@@ -42,7 +42,7 @@ def _grouped(name: str, summary: str, readers: str, groups: Sequence[int], *, ca
     If no size is asked for, it is the first one that stores the most weights: the width of a weight must be a multiple of it.
     """
 
-    def apply(prepared: Prepared, settings: QuantizeSettings) -> Plan:
+    def apply(assembled: Assembled, settings: QuantizeSettings) -> None:
         asked = settings.group_size
         if asked is not None and asked not in groups:
             what = f"{name} has groups of {', '.join(map(str, sorted(groups)))}, not of {asked}"
@@ -51,14 +51,14 @@ def _grouped(name: str, summary: str, readers: str, groups: Sequence[int], *, ca
         if problems := unused(settings, calibrates=has_text):
             raise PlanError(problems)
         names = {group: name if group == groups[0] else f"{name}-g{group}" for group in groups}
-        group = asked or max(groups, key=lambda group: encodable(prepared.plan, names[group]))
-        plan = quantise(prepared.plan, names[group])
+        draft, plain = assembled.draft, replace(assembled, draft=PlanDraft.of(assembled.draft))
+        group = asked or max(groups, key=lambda group: encodable(draft, names[group]))
+        quantise(draft, names[group])
         if has_text:
-            plan = calibrated(Chain(prepared.plan, prepared, settings), plan)
+            calibrate(Chain(plain, settings), draft)
         if asked is None and group != groups[0]:
             what = f"groups of {group} are used: more weights have a multiple of it as their width than of {groups[0]}"
-            return replace(plan, warnings=(*plan.warnings, Finding(what, "quantize")))
-        return plan
+            draft.warn(what, "quantize")
 
     more = CALIBRATION_SETTINGS if calibrates else frozenset()
     return Format(name, summary, readers, apply, frozenset({"group_size"}) | more)

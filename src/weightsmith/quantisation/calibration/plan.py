@@ -1,9 +1,9 @@
-"""The plan of a calibrated checkpoint: products for every layer, and steps that copy their arrays."""
+"""The draft of a calibrated checkpoint: products for every layer, and steps that copy their arrays."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
@@ -13,8 +13,8 @@ from weightsmith.formats.carried import MAX_CARRIED_BYTES
 from weightsmith.formats.files import read_bounded
 from weightsmith.mixture.packages import missing, package_version
 from weightsmith.options import QuantizeSettings
-from weightsmith.planner import Plan, Prepared
-from weightsmith.plans import COPY, PRODUCTS, FileRead, Product, Read, Step
+from weightsmith.planner import Assembled
+from weightsmith.plans import COPY, PRODUCTS, FileRead, PlanDraft, Product, Read, Step, arrays_of, needs_of
 from weightsmith.products import find_kind
 from weightsmith.quantisation.calibration.gradients import shapes_of as gradient_shapes
 from weightsmith.quantisation.calibration.measured import shape_of
@@ -59,14 +59,14 @@ def unused(settings: QuantizeSettings, *, calibrates: bool) -> list[WeightsmithE
     return [ParameterError("no calibration text is read", where=", ".join(found), fix=fix)]
 
 
-def calibrated(chain: Chain, plan: Plan, prefix: str = "") -> Plan:
-    """A quantised plan, its weights quantised layer by layer for what enters them, instead of rounded to nearest.
+def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "") -> None:
+    """Quantise the weights of a quantised draft layer by layer for what enters them, instead of rounding them to nearest.
 
-    chain   of the plan before it was quantised
-    plan    the quantised plan: every weight in an encoding that `takes_hessian`
-    prefix  of names in the quantised plan that the other plan does not have
+    chain   of the steps before they were quantised
+    draft   every weight is in an encoding that `takes_hessian`
+    prefix  of names in the draft that those steps do not have
     """
-    encoded = {step.out.name.removeprefix(prefix): step for step in plan.steps if takes_hessian(step.encoding)}
+    encoded = {step.out.name.removeprefix(prefix): step for step in draft.steps if takes_hessian(step.encoding)}
     states = chain.embedding()
     products = [states]
     inside: set[str] = set()
@@ -81,10 +81,11 @@ def calibrated(chain: Chain, plan: Plan, prefix: str = "") -> Plan:
     else:
         products.pop()  # nothing looks at what leaves the last layer
     steps: list[Step] = []
-    for step in plan.steps:
+    for step in draft.steps:
         copies = [Step(out, COPY, (Read(PRODUCTS, out.name),)) for out in step.outs]
         steps += copies if takes_hessian(step.encoding) else [step]
-    return replace(plan, steps=tuple(steps), products=(*map(chain.surveyed, plan.products), *products))
+    draft.steps = steps
+    chain.add_to(draft, products)
 
 
 MEASURING = ("embedding", "plain_states", "gradients", "measured_layer", "measured_blocks", "importances")
@@ -124,57 +125,72 @@ def measuring_losses(chain: Chain, candidates: Callable[[int], Mapping[str, tupl
     return tuple(products)
 
 
-def before_measuring(plan: Plan) -> tuple[Plan, list[Product]]:
-    """The plan to which a measurement was added, and the products of that measurement."""
-    own = [product for product in plan.products if product.op in MEASURING]
-    return replace(plan, then=None, products=tuple(product for product in plan.products if product not in own)), own
+def without_measuring(draft: PlanDraft) -> list[Product]:
+    """Remove the measurement from the draft to which it was added; its products."""
+    own = [product for product in draft.products if product.op in MEASURING]
+    draft.then, draft.products = None, [product for product in draft.products if product not in own]
+    return own
 
 
 class Chain:
     """Makes the products of a calibration, one after the other."""
 
-    def __init__(self, plan: Plan, prepared: Prepared, settings: QuantizeSettings, most_rows: int | None = None) -> None:
+    def __init__(
+        self,
+        assembled: Assembled,
+        settings: QuantizeSettings,
+        steps: Sequence[Step] | None = None,
+        most_rows: int | None = None,
+    ) -> None:
         """
-        plan       of plain tensors, with the names of the model that transformers builds
-        prepared   its inputs
+        assembled  the draft of plain tensors
+        steps      of the same tensors, with the names of the model that transformers builds; None: the draft's
         most_rows  of the text that are used, if the settings or the text allow more
 
         Raises PlanError: packages that are missing, a text that cannot be read or is too short, a model without a tokenizer.
         """
-        self._plan = plan
+        draft = assembled.draft
+        steps = draft.steps if steps is None else steps
+        self._all_steps, self._maker = tuple(steps), arrays_of(draft.products)
+        donor = assembled.inputs[draft.donor]
         problems: list[WeightsmithError] = missing(PACKAGES, "calibrated formats", "calibration", "or use --calibration none")
-        self._calibration, more = _calibration(settings, plan.seed)
-        config = plan.config
-        specs = [step.out for step in plan.steps]
+        self._calibration, more = _calibration(settings, draft.seed)
+        config, label = draft.config, draft.models[draft.donor].ref
+        specs = [step.out for step in steps]
         self._structure = analyse(specs, config)
         stack = self._structure.main
         if config is None or stack is None:
-            problems.append(
-                Unsupported("it is not a decoder with a config.json", where=_label(plan), fix="use --calibration none")
-            )
-        self._files, found = _tokenizer(prepared, plan.donor)
+            problems.append(Unsupported("it is not a decoder with a config.json", where=label, fix="use --calibration none"))
+        self._files, found = _tokenizer(assembled)
         if problems := [*problems, *more, *found]:
             raise PlanError(problems)
         assert config is not None
         assert stack is not None
         config = {key: value for key, value in config.items() if key != "quantization_config"}
         hidden = count_of(config, "hidden_size") or 0
-        self._base = Base(_label(plan), plan.donor, config, stack.prefix, stack.n_layers, hidden)
+        self._base = Base(label, draft.donor, config, stack.prefix, stack.n_layers, hidden)
         self._packages = {name: package_version(name) for name in PACKAGES}
         bos = config.get("bos_token_id")
         self._bos = bos if type(bos) is int else None
         vocabulary = next((spec.shape[0] for spec in specs if is_embedding(spec)), 0)
         try:
-            rows = len(rows_of(self._calibration, prepared.inputs[plan.donor].folder, vocabulary, self._bos))
+            rows = len(rows_of(self._calibration, donor.folder, vocabulary, self._bos))
         except WeightsmithError as error:
             raise PlanError([error]) from error
         self._calibration = replace(self._calibration, rows=min(rows, most_rows or rows))
 
-    def surveyed(self, product: Product) -> Product:
+    def add_to(self, draft: PlanDraft, products: Iterable[Product]) -> None:
+        """Add products to a draft, after those of the merge, whose own steps are then theirs alone."""
+        draft.products = [*map(self._surveyed, draft.products), *products]
+
+    def _surveyed(self, product: Product) -> Product:
         """A product of the merge, which looks at the steps that need it: these are no longer steps of the plan."""
         if product.steps or find_kind(product.op).survey is None:
             return product
-        return replace(product, steps=tuple(step for step in self._plan.steps if product.name in self._plan.needs(step)))
+        return replace(product, steps=tuple(step for step in self._all_steps if product.name in self._needs(step)))
+
+    def _needs(self, step: Step) -> frozenset[str]:
+        return needs_of(step, self._maker)
 
     @property
     def layers(self) -> int:
@@ -195,7 +211,7 @@ class Chain:
     def embedding(self) -> Product:
         """What enters the first layer."""
         work = EmbeddingWork(self._base, self._packages, self._calibration, self._bos)
-        steps = [step for step in self._plan.steps if self._structure.locate(step.out.name) is None and not is_head(step.out)]
+        steps = [step for step in self._all_steps if self._structure.locate(step.out.name) is None and not is_head(step.out)]
         return self._product("states 0", "embedding", (self._states(0),), work, steps, files=self._files, transient=True)
 
     def quantised(self, name: str, layer: int, states: Product, encoded: Mapping[str, Step]) -> Product:
@@ -265,11 +281,11 @@ class Chain:
 
     def _steps(self, layer: int) -> list[Step]:
         """The plan's steps for the tensors of a layer."""
-        return [step for step in self._plan.steps if self._structure.locate(step.out.name) == (self._structure.main, layer)]
+        return [step for step in self._all_steps if self._structure.locate(step.out.name) == (self._structure.main, layer)]
 
     def _outside(self) -> list[Step]:
         """The plan's steps for the tensors outside the layers."""
-        return [step for step in self._plan.steps if self._structure.locate(step.out.name) is None]
+        return [step for step in self._all_steps if self._structure.locate(step.out.name) is None]
 
     def _states(self, layer: int, what: str = "states") -> TensorSpec:
         shape = self._calibration.rows, self._calibration.tokens, self._base.hidden
@@ -288,7 +304,7 @@ class Chain:
         transient: bool = False,
     ) -> Product:
         steps = tuple(steps)
-        merged = {need: None for step in steps for need in sorted(self._plan.needs(step))}
+        merged = {need: None for step in steps for need in sorted(self._needs(step))}
         named = (*merged, *(product.name for product in needs))
         return Product(name, op, outs, work.to_json(), steps, (), named, files, transient)
 
@@ -301,10 +317,11 @@ def _calibration(settings: QuantizeSettings, seed: int) -> tuple[Calibration, li
         return Calibration("", "", 0, 0, 0), [error]
 
 
-def _tokenizer(prepared: Prepared, donor: int) -> tuple[tuple[FileRead, ...], list[WeightsmithError]]:
+def _tokenizer(assembled: Assembled) -> tuple[tuple[FileRead, ...], list[WeightsmithError]]:
     """The donor's tokenizer, with its checksum."""
-    checkpoint = prepared.inputs[donor]
-    if _TOKENIZER in prepared.plan.files:
+    donor = assembled.draft.donor
+    checkpoint = assembled.inputs[donor]
+    if _TOKENIZER in assembled.draft.files:
         fix = "merge first, and then quantise the result; or use --calibration none"
         return (), [Unsupported("a merge that changes the tokenizer cannot be calibrated in one step", fix=fix)]
     if _TOKENIZER not in checkpoint.files:
@@ -316,7 +333,3 @@ def _tokenizer(prepared: Prepared, donor: int) -> tuple[tuple[FileRead, ...], li
     except CheckpointError as error:
         return (), [error]
     return (FileRead(donor, _TOKENIZER, hashlib.sha256(content).hexdigest()),), []
-
-
-def _label(plan: Plan) -> str:
-    return plan.models[plan.donor].ref
