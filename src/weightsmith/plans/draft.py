@@ -165,6 +165,9 @@ def _check_step(plan: Plan, step: Step, products: set[str], arrays: set[str]) ->
         raise invalid(at, f"there is no table {step.weighted}, or no encoding that takes it")
     if step.pieces and sum(piece.out.size for piece in step.pieces) != step.out.size:
         raise invalid(at, f"its pieces do not have {step.out.size:,} elements in total")
+    needs = (*step.needs, *(name for piece in step.pieces for name in piece.needs))
+    if not products.issuperset(needs):
+        raise invalid(at, f"it needs {needs}, which are not all products of this plan")
     for leaf in step.leaves:
         if leaf.out.dtype is not step.out.dtype:
             raise invalid(at, "a piece has a different dtype than its tensor")
@@ -172,8 +175,6 @@ def _check_step(plan: Plan, step: Step, products: set[str], arrays: set[str]) ->
             raise invalid(at, f"there are no settings {leaf.settings}")
         if leaf.merges and len(plan.settings[leaf.settings].models) != len(leaf.inputs):
             raise invalid(at, f"settings {leaf.settings} are for a different number of inputs")
-        if not products.issuperset(leaf.needs):
-            raise invalid(at, f"it needs {leaf.needs}, which are not all products of this plan")
         for read in leaf.all_inputs:
             if read.model == PRODUCTS:
                 if read.tensor not in arrays:
