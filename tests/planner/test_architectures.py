@@ -17,7 +17,7 @@ from weightsmith.structure import Stack
 pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from weightsmith.planner.loading_script import compare  # noqa: E402  torch first
+from weightsmith.planner.transformers_script import compare  # noqa: E402  torch first
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of default configs is not our concern
 UNASKED = RecipeOptions(check_loading=False)

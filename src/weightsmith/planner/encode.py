@@ -22,6 +22,7 @@ from weightsmith.errors import Finding, PlanError, Unsupported
 from weightsmith.plans import PLAIN, Plan, PlanDraft, Product, Step, arrays_of, needs_of
 from weightsmith.products.magnitudes import magnitudes
 from weightsmith.structure import Structure, analyse
+from weightsmith.structure.fused import SAME_INPUT
 from weightsmith.structure.roles import role_of
 from weightsmith.structure.vocabulary import HEADS, is_embedding, is_head
 from weightsmith.tensors import DTYPES, TensorSpec
@@ -32,12 +33,6 @@ FUSED_EXPERTS = "its experts are one tensor"
 _WEIGHT = ".weight"
 _WIDTH = "its width"
 """What the reason begins with when an encoding does not take a weight for its width."""
-_JOINED = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "wq", "wk", "wv", "query", "key", "value"), "qkv"),
-    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate and up"),
-    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "qkv a"),
-}
-"""Matrices that vLLM joins, by their last name."""
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 _CONV1D = frozenset({"c_attn", "c_fc"})
 """Modules with more outputs than inputs: a matrix with more columns than rows is stored transposed."""
@@ -127,7 +122,7 @@ def _joined(names: Iterable[str]) -> list[list[str]]:
     sets: dict[tuple[str, str], list[str]] = {}
     for name in names:
         parent, _, own = name.removesuffix(_WEIGHT).rpartition(".")
-        sets.setdefault((parent, _JOINED.get(own, own)), []).append(name)
+        sets.setdefault((parent, SAME_INPUT.get(own, own)), []).append(name)
     return list(sets.values())
 
 

@@ -47,6 +47,22 @@ GATED = {
 }
 """Fused projections of a gated MLP, with the names of their halves and of the matrix that follows them."""
 
+PARTS: Mapping[str, tuple[str, ...]] = {**ATTENTION, **{fused: tuple(halves) for fused, (*halves, _) in GATED.items()}}
+"""All fused projections, with the names of their matrices."""
+
+PHI3 = {fused: PARTS[fused] for fused in ("qkv_proj", "gate_up_proj")}
+"""Projections that Phi-3 fuses, and some formats store apart."""
+
+MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""Mixtral's names of the matrices of an expert."""
+
+SAME_INPUT = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "wq", "wk", "wv", "query", "key", "value"), "qkv"),
+    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up"),
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "qkv_a"),
+}
+"""Matrices of a module with the same input, which engines join into one, and what they are together."""
+
 
 @dataclass(frozen=True, slots=True)
 class SubMatrix:
@@ -70,8 +86,7 @@ def fused_names(name: str) -> list[str]:
     ['layers.0.mlp.gate_up_proj.weight', 'layers.0.mlp.dense_h_to_4h.weight']
     """
     head, leaf, _ = _components(name)
-    parts = {**ATTENTION, **{fused: halves for fused, (*halves, _) in GATED.items()}}
-    return [f"{head}{fused}{name[len(head) + len(leaf) :]}" for fused, named in parts.items() if leaf in named]
+    return [f"{head}{fused}{name[len(head) + len(leaf) :]}" for fused, named in PARTS.items() if leaf in named]
 
 
 def fused_parts(
