@@ -45,7 +45,7 @@ from weightsmith.planner.inputs import open_models
 from weightsmith.planner.match import is_buffer
 from weightsmith.planner.prepared import model_input
 from weightsmith.plans import CAST, COPY, JOIN, PRODUCTS, Block, Made, Plan, PlanDraft, Product, Read, Settings, Step
-from weightsmith.plans.reading import has_type
+from weightsmith.plans.codec import has_type
 from weightsmith.products.base import Arrays
 from weightsmith.recipe import ModelRef
 from weightsmith.recipe.references import parse_reference

@@ -6,7 +6,7 @@ Commands build a plan from headers only; the engine runs it; the store takes the
 """
 
 from weightsmith.plans.draft import PlanDraft as PlanDraft
-from weightsmith.plans.reading import plan_from_json as plan_from_json
+from weightsmith.plans.forms import plan_from_json as plan_from_json
 from weightsmith.plans.values import CAST as CAST
 from weightsmith.plans.values import COPY as COPY
 from weightsmith.plans.values import FILL as FILL

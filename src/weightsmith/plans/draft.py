@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from weightsmith.containers import SAFETENSORS
-from weightsmith.errors import Finding, FormatError
+from weightsmith.errors import Finding
+from weightsmith.plans.codec import invalid
 from weightsmith.plans.values import (
     JOIN,
     PLAIN,
@@ -115,11 +116,6 @@ class PlanDraft:
         return plan
 
 
-def invalid(at: str, what: str) -> FormatError:
-    """The error of a plan that no run could do."""
-    return FormatError(f"invalid plan: {what}", where=at, fix="create the plan again: weightsmith plan RECIPE --json")
-
-
 def _check(plan: Plan) -> None:
     """Check everything that does not depend on the inputs: valid indices, unique names, complete pieces."""
     models, known = len(plan.models), set[str]()
@@ -130,6 +126,13 @@ def _check(plan: Plan) -> None:
             raise invalid("plan.other_files" if name in plan.files else "plan.carried", f"{name!r} is not a file name")
         if name in plan.carried and name in plan.files:
             raise invalid("plan.other_files", f"{name!r} is carried too")
+    for model in plan.models:
+        inner = model.plan
+        if inner is not None and (inner.products or inner.then is not None or any(s.encoding != PLAIN for s in inner.steps)):
+            raise invalid(f"model {model.ref}", "what is computed on the way has neither products nor encodings")
+    for settings in plan.settings:
+        if settings.places and (len(settings.places) != len(settings.models) or min(settings.places) < 0):
+            raise invalid("plan.settings", f"{list(settings.places)} are not the places of {len(settings.models)} inputs")
     arrays: set[str] = set()
     for product in plan.products:
         if product.name in known:
@@ -159,6 +162,8 @@ def _check_step(plan: Plan, step: Step, products: set[str], arrays: set[str]) ->
     at = f"step {step.out.name}"
     if (step.op == JOIN) != bool(step.pieces):
         raise invalid(at, "a join must have pieces, and other steps must not")
+    if any(piece.pieces or piece.op == JOIN for piece in step.pieces):
+        raise invalid(at, "a piece cannot contain pieces")
     if (step.encoding == PLAIN) == bool(step.stored):
         raise invalid(at, "an encoding other than plain must list its stored tensors")
     if step.weighted >= 0 and (step.weighted >= len(plan.tables) or step.encoding == PLAIN):

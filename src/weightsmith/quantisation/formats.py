@@ -11,7 +11,7 @@ from weightsmith.errors import Finding, FormatError, ParameterError, PlanError, 
 from weightsmith.formats.files import expand_user
 from weightsmith.options import QuantizeSettings
 from weightsmith.planner import Assembled, Prepared
-from weightsmith.plans.reading import has_type
+from weightsmith.plans.codec import has_type
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation import gguf, streamed
 from weightsmith.quantisation.base import Format

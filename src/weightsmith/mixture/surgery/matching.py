@@ -17,7 +17,7 @@ import numpy.typing as npt
 from weightsmith.errors import NonFinite
 from weightsmith.mixture.surgery.neurons import NeuronTensor, Pattern, neurons_of, places_of
 from weightsmith.plans import COPY, Gather, Product, Read, Step
-from weightsmith.plans.reading import has_type
+from weightsmith.plans.codec import has_type
 from weightsmith.products import Bench, ProductKind
 from weightsmith.products.base import Arrays, Floats
 from weightsmith.tensors import DTYPES, TensorSpec

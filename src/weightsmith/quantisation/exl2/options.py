@@ -14,7 +14,7 @@ from weightsmith.formats.exl2 import BITS, SCALE_BITS, Params, params
 from weightsmith.formats.exl2 import bits_of as bits_of
 from weightsmith.formats.exl2 import groups_of as groups_of
 from weightsmith.formats.files import show
-from weightsmith.plans.reading import has_type
+from weightsmith.plans.codec import has_type
 
 GROUP_SIZES = (32, 64, 128)
 
