@@ -985,7 +985,7 @@ def _make_products() -> None:
     from weightsmith.look.sampling import survivals
     from weightsmith.mixture.build import prepare_moe
     from weightsmith.options import ExtractSettings, RecipeOptions, TransplantSettings
-    from weightsmith.planner.build import Prepared
+    from weightsmith.planner import Prepared
     from weightsmith.plans import COPY, Plan, Read, Step
     from weightsmith.transplant.plan import prepare_transplant
 

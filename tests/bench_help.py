@@ -8,7 +8,7 @@ from weightsmith.engine.local import Resources, Run, Workload, run
 from weightsmith.engine.reader import Reader
 from weightsmith.engine.unwritten import DiscardedOutput
 from weightsmith.mixture.assembly import Assembly, Donor
-from weightsmith.plans import Made, Plan, Product
+from weightsmith.plans import PlanDraft, Product
 from weightsmith.products import ProductContext
 
 
@@ -20,9 +20,10 @@ def bench_of(
     cancelled  nobody waits for the product
     """
     product = Product("shown", "router", (), {}, steps=tuple(donor.steps.values()))
-    plan = Plan(Made("test"), tuple(assembly.models), (), tuple(assembly.settings), (*assembly.products, product))
-    output = DiscardedOutput()
-    workload = Workload(products=assembly.products)
+    draft = PlanDraft.of(assembly.draft)
+    draft.products.append(product)
+    plan, output = draft.finish(), DiscardedOutput()
+    workload = Workload(products=plan.products[:-1])
     results = run(plan, assembly.inputs, output, workload=workload, progress=progress).results
     graph = Run(Reader(plan, assembly.inputs, results), (), (), output, Resources()).products
     context = graph.context(product)

@@ -19,7 +19,7 @@ from weightsmith.engine.local import Resources, run
 from weightsmith.engine.unwritten import DiscardedOutput
 from weightsmith.execution import Merged, execute
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
-from weightsmith.planner import Prepared, prepare
+from weightsmith.planner import Prepared, assemble
 from weightsmith.plans import Product
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation import quantised
@@ -79,7 +79,7 @@ def settings(folder: Path, **more: Any) -> QuantizeSettings:
 def prepared_for(source: Any, given: QuantizeSettings, name: str = "exl2", seed: int = 0) -> Prepared:
     """The plan of a quantised model. source: its folder, or a recipe."""
     recipe = source if isinstance(source, Mapping) else {"merge_method": "passthrough", "models": [{"model": str(source)}]}
-    return quantised(lambda: prepare(recipe, RecipeOptions(seed=seed)), name, given)
+    return quantised(lambda: assemble(recipe, RecipeOptions(seed=seed)), name, given).finish()
 
 
 def quantise(source: Any, out: Path, given: QuantizeSettings, threads: int = 2, **more: Any) -> Merged:

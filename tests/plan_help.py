@@ -74,9 +74,9 @@ def model(folder: Path, layers: int = 2, *, settings: Mapping[str, Any] | None =
 
 def plan(recipe: str | Mapping[str, Any], **options: Any) -> Plan:
     """The plan of a recipe."""
-    with prepare(recipe, RecipeOptions(**options)) as prepared:
+    with prepare(recipe, RecipeOptions(**options), check=True) as prepared:
         check_account(prepared.plan, [set(c.specs) for c in prepared.inputs])
-        return prepared.checked().plan
+        return prepared.plan
 
 
 def check_account(p: Plan, inputs: list[set[str]]) -> None:
@@ -97,8 +97,8 @@ def check_account(p: Plan, inputs: list[set[str]]) -> None:
 
 def problems(recipe: str | Mapping[str, Any], **options: Any) -> tuple[WeightsmithError, ...]:
     """The problems of a recipe that must be refused."""
-    with pytest.raises(PlanError) as caught, prepare(recipe, RecipeOptions(**options)) as prepared:
-        prepared.checked()
+    with pytest.raises(PlanError) as caught:
+        prepare(recipe, RecipeOptions(**options), check=True).close()
     return caught.value.problems
 
 

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
-from weightsmith.adapters.recipes import prepare_merge, prepare_models
+from weightsmith.adapters.recipes import assemble_merge, assemble_models
 from weightsmith.distributed import execute
 from weightsmith.execution import Callbacks, Merged, execute_part
 from weightsmith.options import ExtractSettings, QuantizeSettings, RecipeOptions, RunOptions, TransplantSettings, read_options
 from weightsmith.options.keywords import ExtractKeywords, Keywords, PlanKeywords, RunKeywords, TransplantKeywords
-from weightsmith.planner.build import Prepared, prepare_source
+from weightsmith.planner import Assembled, Prepared
+from weightsmith.planner.build import assemble_source
 from weightsmith.plans import Plan
 from weightsmith.progress import callbacks, watched_meter
 from weightsmith.quantisation import quantised
@@ -37,21 +38,24 @@ def plan(recipe: RecipeSource, **options: Unpack[PlanKeywords]) -> Plan:
     Raises PlanError with all problems of the recipe and the models.
     """
     planning, settings = read_options("plan", options, RecipeOptions, QuantizeSettings)
-    with prepare_any(recipe, planning, settings) as prepared:
-        return prepared.checked().plan
+    with prepare_any(recipe, planning, settings, check=True) as prepared:
+        return prepared.plan
 
 
-def prepare_any(recipe: RecipeSource, options: RecipeOptions, settings: QuantizeSettings) -> Prepared:
-    """The plan and open checkpoints of a recipe, of `merge` or `moe` depending on its keys; see `plan`."""
+def prepare_any(recipe: RecipeSource, options: RecipeOptions, settings: QuantizeSettings, *, check: bool = False) -> Prepared:
+    """The plan and open checkpoints of a recipe, of `merge` or `moe` depending on its keys; see `plan`.
 
-    def make(loaded: Recipe | Upcycling | Surgery, *more: Any, **places: Any) -> Prepared:
+    check  ask transformers now whether it could load the output
+    """
+
+    def make(loaded: Recipe | Upcycling | Surgery, *more: Any, **places: Any) -> Assembled:
         if isinstance(loaded, Recipe):
-            return prepare_models(loaded, *more, **places)
-        from weightsmith.mixture.build import prepare_mixture
+            return assemble_models(loaded, *more, **places)
+        from weightsmith.mixture.build import assemble_mixture
 
-        return prepare_mixture(loaded, *more, **places)
+        return assemble_mixture(loaded, *more, **places)
 
-    return quantised(lambda: prepare_source(recipe, None, options, make), options.quantize, settings)
+    return quantised(lambda: assemble_source(recipe, None, options, make), options.quantize, settings).finish(check=check)
 
 
 def merge(
@@ -76,7 +80,7 @@ def merge(
     """
     began = time.monotonic()
     planning, settings, running = read_options("merge", options, *_ALL)
-    with quantised(lambda: prepare_merge(recipe, planning), planning.quantize, settings) as prepared:
+    with quantised(lambda: assemble_merge(recipe, planning), planning.quantize, settings).finish() as prepared:
         with _watched("merging", progress, rechecking) as watching:
             return execute(prepared, out, running, watching, began=began)
 
@@ -97,11 +101,11 @@ def moe(
     the engine's. A PlanError for the prompts or the base's config may be raised at that point. Nothing of this run is then
     left on disk; work of an earlier one is kept.
     """
-    from weightsmith.mixture.build import prepare_moe
+    from weightsmith.mixture.build import assemble_moe
 
     began = time.monotonic()
     planning, settings, running = read_options("moe", options, *_ALL)
-    with quantised(lambda: prepare_moe(recipe, planning), planning.quantize, settings) as prepared:
+    with quantised(lambda: assemble_moe(recipe, planning), planning.quantize, settings).finish() as prepared:
         with _watched("copying", progress, rechecking) as watching:
             return execute(prepared, out, running, watching, began=began)
 

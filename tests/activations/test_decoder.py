@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from weightsmith.checkpoint import open_checkpoint
 from weightsmith.errors import WeightsmithError
 from weightsmith.mixture.assembly import Assembly, Donor
 from weightsmith.mixture.dense import Dense, dense_parts
-from weightsmith.planner import prepare
+from weightsmith.options import RecipeOptions
+from weightsmith.planner import assemble
+from weightsmith.plans import Made
 from weightsmith.products.base import Cancelled
 from weightsmith.products.targets import SomeRows
 from weightsmith.tensors import DTYPES, TensorSpec
@@ -53,7 +55,7 @@ def save_model(folder: Path, config: Any, dtype: torch.dtype = torch.bfloat16, s
 @contextmanager
 def donor_of(folder: Path) -> Iterator[tuple[Donor, Assembly]]:
     with open_checkpoint(folder) as checkpoint:
-        assembly = Assembly()
+        assembly = Assembly(Made("test"))
         yield assembly.checkpoint(checkpoint, "base"), assembly
 
 
@@ -154,9 +156,9 @@ def test_a_base_that_is_merged_on_the_way_has_the_states_of_the_merge(tmp_path: 
     recipe = {"merge_method": "ties", "base_model": str(tmp_path / "a"), "models": models, "parameters": shared}
     run_merge(recipe, tmp_path / "m")
     expected = whole_forward(tmp_path / "m")
-    with prepare(recipe) as prepared:
-        assembly = Assembly()
-        donor = assembly.merge(prepared)
+    with closing(assemble(recipe, RecipeOptions())) as assembled:
+        assembly = Assembly(Made("test"))
+        donor = assembly.merge(assembled)
         for states in decoder_of(donor).states(bench_of(donor, assembly), PROMPTS):
             for k, (_, mlp_input) in enumerate(expected):
                 torch.testing.assert_close(states.mlp_input[k], mlp_input[states.index], rtol=1e-5, atol=5e-6)
@@ -172,9 +174,9 @@ def test_a_merge_on_the_way_can_be_stopped(tmp_path: Path) -> None:
     def stop(now: object) -> None:
         raise KeyboardInterrupt
 
-    with prepare(recipe) as prepared:
-        assembly = Assembly()
-        donor = assembly.merge(prepared)
+    with closing(assemble(recipe, RecipeOptions())) as assembled:
+        assembly = Assembly(Made("test"))
+        donor = assembly.merge(assembled)
         with pytest.raises(KeyboardInterrupt):
             bench_of(donor, assembly, stop)
         bench = bench_of(donor, assembly, cancelled=True)
@@ -192,7 +194,9 @@ import sys
 from pathlib import Path
 from weightsmith.checkpoint import open_checkpoint
 from weightsmith.mixture.assembly import Assembly
-from tests.activations.test_decoder import bench_of, decoder_of
+from tests.activations.test_decoder import bench_of
+from tests.activations.test_decoder import decoder_of
+from weightsmith.plans import Made
 import transformers.models.llama.modeling_llama
 
 def peak():
@@ -202,7 +206,7 @@ def peak():
 
 def run(folder):
     with open_checkpoint(Path(folder)) as checkpoint:
-        assembly = Assembly()
+        assembly = Assembly(Made("test"))
         donor = assembly.checkpoint(checkpoint, "base")
         for states in decoder_of(donor).states(bench_of(donor, assembly), [[1, 2, 3, 4], [5, 6]]):
             pass

@@ -18,7 +18,7 @@ from tests.lora.test_lora import Q, base, base_tensors, normal
 from weightsmith.adapters.built import Built, matched
 from weightsmith.adapters.factors import Target
 from weightsmith.adapters.placing import Places
-from weightsmith.planner import describing_script, loading
+from weightsmith.planner import loading, transformers_script
 
 pytest.importorskip("torch")
 
@@ -27,9 +27,7 @@ pytest.importorskip("torch")
 def asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers is asked in this process: another one takes seconds to import it."""
     monkeypatch.setattr(loading, "installed", lambda: True)
-    monkeypatch.setattr(
-        loading, "ask_script", lambda _script, question, _began: describing_script.describe(*json.loads(question))
-    )
+    monkeypatch.setattr(loading, "ask_script", lambda question, _began: transformers_script.describe(*json.loads(question)[1:]))
 
 
 def models(name: str, folder: Path) -> tuple[Path, Path]:
@@ -134,8 +132,8 @@ def headers(name: str) -> tuple[dict[str, Any], list[str]]:
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "bert", "t5", "bert-bare"])
 def test_a_config_without_architectures_is_that_of_the_class_that_fits(name: str) -> None:
     config, names = headers(name)
-    stated = describing_script.describe({**config, "architectures": [FAMILIES[name][0]]}, names)
-    assert describing_script.describe({**config, "architectures": None}, names) == stated
+    stated = transformers_script.describe({**config, "architectures": [FAMILIES[name][0]]}, names)
+    assert transformers_script.describe({**config, "architectures": None}, names) == stated
     assert {own: key for own, (key, _) in stated["names"].items()} == {own: own for own in names}
 
 
@@ -145,8 +143,8 @@ def test_names_are_known_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     config, names = headers("llama")
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "peft", None)
-        patch.setattr(describing_script, "find_spec", lambda _name: None)
-        found = describing_script.describe({**config, "architectures": ["LlamaForCausalLM"]}, names)
+        patch.setattr(transformers_script, "find_spec", lambda _name: None)
+        found = transformers_script.describe({**config, "architectures": ["LlamaForCausalLM"]}, names)
     assert (found["peft"], set(found["names"])) == (False, set(names))
 
 
@@ -239,14 +237,16 @@ def test_what_is_not_checked_is_said(tmp_path: Path) -> None:
 
 def test_a_model_that_transformers_does_not_know_is_not_checked() -> None:
     pytest.importorskip("transformers")
-    assert describing_script.describe({"model_type": "no such"}, []) == {"unknown": "transformers has no model_type 'no such'"}
-    found = describing_script.describe({"model_type": "llama", "architectures": ["X"]}, [])
+    assert transformers_script.describe({"model_type": "no such"}, []) == {
+        "unknown": "transformers has no model_type 'no such'"
+    }
+    found = transformers_script.describe({"model_type": "llama", "architectures": ["X"]}, [])
     assert found == {"unknown": "transformers has no model class 'X'"}
 
 
 def test_what_differs_and_has_no_place_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(_script: Path, question: str, _began: object) -> dict[str, Any]:
-        config, names = json.loads(question)
+    def answer(question: str, _began: object) -> dict[str, Any]:
+        _, config, names = json.loads(question)
         assert config["model_type"] == "llama"
         shapes = {name: list(array.shape) for name, array in base_tensors().items() if name != "model.norm.weight"}
         modules = {name.rpartition(".")[0]: "linear" for name in shapes}

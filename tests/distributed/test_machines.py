@@ -25,7 +25,7 @@ from weightsmith.distributed import driver
 from weightsmith.distributed.driver import share_out
 from weightsmith.execution import NO_CALLBACKS, Callbacks, Merged
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
-from weightsmith.planner.build import Prepared
+from weightsmith.planner import Prepared
 
 __all__ = ["front", "moto", "new_server", "ports", "server", "spool"]
 

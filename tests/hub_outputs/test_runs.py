@@ -23,7 +23,7 @@ from tests.buckets.test_runs import MODELS, RECIPES
 from tests.cli_help import Cli, cli
 from tests.fake_hub import ATTRIBUTES, CUT, LOST, TOKEN, FakeHub, Fault, Seen, no_fault
 from tests.store_help import tree
-from weightsmith.adapters.recipes import prepare_merge
+from weightsmith.adapters.recipes import assemble_merge
 from weightsmith.errors import Busy, CannotResume, OutputExists, ParameterError, PushFailed, StoreError
 from weightsmith.execution import Callbacks, execute
 from weightsmith.execution.output import check_options
@@ -161,7 +161,7 @@ def test_the_upload_of_the_last_files_is_shown(here: Path, hub: FakeHub) -> None
         seen.append((done, total))
         shown.set()
 
-    with prepare_merge(RECIPES["linear"][1], RecipeOptions(max_shard_bytes=SHARD)) as prepared:
+    with assemble_merge(RECIPES["linear"][1], RecipeOptions(max_shard_bytes=SHARD)).finish() as prepared:
         shards = prepared.plan.layout.shards
 
         def hold(request: Seen) -> Fault:  # the last file, until its upload is shown

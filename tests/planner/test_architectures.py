@@ -17,7 +17,7 @@ from weightsmith.structure import Stack
 pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from weightsmith.planner.loading_script import compare  # noqa: E402  torch first
+from weightsmith.planner.transformers_script import compare  # noqa: E402  torch first
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of default configs is not our concern
 UNASKED = RecipeOptions(check_loading=False)
@@ -168,5 +168,5 @@ def test_what_only_transformers_knows_is_refused_where_it_is_installed(model_typ
     path = architectures.write(tmp_path / "m", *made)
     name = wrong[0].partition(" ")[2].partition(":")[0]
     recipe = dict(stacks_of(path))[name]
-    with pytest.raises(PlanError, match="transformers could not load the output"), prepare(recipe) as prepared:
-        prepared.checked()
+    with pytest.raises(PlanError, match="transformers could not load the output"):
+        prepare(recipe, check=True).close()

@@ -13,7 +13,7 @@ import pytest
 from tests.mini import write_checkpoint
 from tests.zoo import SIZES
 from weightsmith import open_checkpoint
-from weightsmith.planner import describing, describing_script, loading
+from weightsmith.planner import describing, loading, transformers_script
 
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
@@ -23,7 +23,7 @@ NAMES = ["model.norm.weight", "lm_head.weight", "a\nb", "\u202e", "x" * 10000]
 
 
 def ask(config: Any, names: Any = NAMES) -> dict[str, Any]:
-    return loading.ask_script(describing.SCRIPT, json.dumps([config, names]), lambda _process: None)
+    return loading.ask_script(json.dumps(["describe", config, names]), lambda _process: None)
 
 
 @pytest.mark.slow
@@ -35,8 +35,8 @@ def test_code_of_a_model_does_not_run(tmp_path: Path) -> None:
     inner = {"model_type": "llava", "text_config": {**config}, "vision_config": {"model_type": "evil", "auto_map": code}}
 
     assert set(ask(config)["names"]) == {"model.norm.weight", "lm_head.weight"}
-    assert set(describing_script.describe(inner, NAMES)) == {"unknown"}
-    assert set(describing_script.describe({**config, "model_type": "evil"}, NAMES)) == {"unknown"}
+    assert set(transformers_script.describe(inner, NAMES)) == {"unknown"}
+    assert set(transformers_script.describe({**config, "model_type": "evil"}, NAMES)) == {"unknown"}
     assert not (tmp_path / "ran").exists()
 
 
@@ -55,7 +55,7 @@ def test_code_of_a_model_does_not_run(tmp_path: Path) -> None:
     ],
 )
 def test_values_that_cannot_be_are_no_answer(more: dict[str, Any]) -> None:
-    found = describing_script.describe({**LLAMA, **more}, NAMES)
+    found = transformers_script.describe({**LLAMA, **more}, NAMES)
     assert set(found) == {"unknown"}
     assert len(found["unknown"]) <= 500
 

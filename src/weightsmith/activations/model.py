@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from weightsmith.activations.decoder import Base
@@ -20,8 +21,9 @@ from weightsmith.errors import NotFound, PlanError, Unsupported, WeightsmithErro
 from weightsmith.formats.copied import MAX_COPIED_BYTES
 from weightsmith.formats.files import read_bounded
 from weightsmith.planner.dtypes import kept_specs
-from weightsmith.plans import CAST, COPY, FileRead, Plan, Product, Read, Step
+from weightsmith.plans import CAST, COPY, FileRead, PlanDraft, Product, Read, Step
 from weightsmith.plans.statistics import StatisticRequest, TextSource
+from weightsmith.plans.values import arrays_of, needs_of
 from weightsmith.structure import Structure, analyse
 from weightsmith.structure.configs import count_of
 from weightsmith.structure.roles import role_of
@@ -66,11 +68,15 @@ class TextModel:
         return found if type(found) is int else None
 
 
-def result_of(plan: Plan, inputs: Sequence[Checkpoint], instead: str = "") -> TextModel:
-    """The model that a plan makes, of plain tensors with the names of the model that transformers builds."""
-    donor, structure = inputs[plan.donor], analyse([step.out for step in plan.steps], plan.config)
-    label, own = plan.models[plan.donor].ref, TOKENIZER not in plan.files
-    return TextModel(label, plan.donor, donor, plan.config, plan.steps, structure, plan.needs, own, instead)
+def result_of(draft: PlanDraft, inputs: Sequence[Checkpoint], steps: Sequence[Step], instead: str = "") -> TextModel:
+    """The model that a plan makes. steps: for its plain tensors, with the names of the model that transformers builds."""
+    donor, structure, maker = (
+        inputs[draft.donor],
+        analyse([step.out for step in steps], draft.config),
+        arrays_of(draft.products),
+    )
+    label, own, needs = draft.models[draft.donor].ref, TOKENIZER not in draft.files, partial(needs_of, maker=maker)
+    return TextModel(label, draft.donor, donor, draft.config, tuple(steps), structure, needs, own, instead)
 
 
 def input_of(inputs: Sequence[Checkpoint], number: int, instead: str = "") -> TextModel:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from weightsmith.activations.decoder import Base
 from weightsmith.plans import Product
-from weightsmith.plans.reading import has_type
+from weightsmith.plans.codec import has_type
 from weightsmith.plans.statistics import TextSource
 
 

@@ -37,7 +37,7 @@ FUSES = ["MergeModulelist"], ["MergeModulelist", "Concatenate"]
 
 @dataclass(frozen=True)
 class Built:
-    """A model's modules and tensors. See `planner/describing_script.py` for the fields.
+    """A model's modules and tensors. See `planner/transformers_script.py` for the fields.
 
     names     tensor of the checkpoint → tensor of the model
     made      tensor of the model that is made of several → what transformers does with them

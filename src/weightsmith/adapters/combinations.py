@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from weightsmith.adapters.cores import Adapted
 from weightsmith.adapters.factors import decompose, prefers_exact
 from weightsmith.jobs.matrix import one_thread
 from weightsmith.plans import Product, Step
-from weightsmith.plans.reading import has_type
+from weightsmith.plans.codec import ProductSettings, has_type
 from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.tensors import DTYPES, TensorSpec
@@ -70,7 +70,7 @@ class Combination:
 
 
 @dataclass(frozen=True, slots=True)
-class CombinationWork:
+class CombinationWork(ProductSettings):
     """The settings of a product.
 
     weights  of the adapters that have factors of each module
@@ -83,13 +83,6 @@ class CombinationWork:
     ranks: tuple[int, ...]
     seed: int
 
-    @classmethod
-    def of(cls, product: Product) -> CombinationWork:
-        """From the settings of a product."""
-        data = dict(product.settings)
-        modules = tuple(Adapted.of(module) for module in data["modules"])
-        return cls(**data | {"combination": Combination(**data["combination"]), "modules": modules})
-
     def product(self, name: str, steps: Sequence[Step]) -> Product:
         """The product. steps: of the factors."""
         f32, outs = DTYPES["F32"], list[TensorSpec]()
@@ -99,7 +92,7 @@ class CombinationWork:
                 TensorSpec(f"{module.name}: A", f32, (rank, inputs)),
                 TensorSpec(f"{module.name}: B", f32, (outputs, rank)),
             ]
-        return Product(name, "combination", tuple(outs), asdict(self), tuple(steps))
+        return Product(name, "combination", tuple(outs), self.to_json(), tuple(steps))
 
 
 def combine(

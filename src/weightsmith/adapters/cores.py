@@ -30,7 +30,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -39,7 +39,7 @@ import numpy.typing as npt
 from weightsmith.jobs.decompose import column_basis, thin_svd
 from weightsmith.jobs.matrix import one_thread
 from weightsmith.plans import COPY, PRODUCTS, Product, Read, Step
-from weightsmith.plans.reading import has_type
+from weightsmith.plans.codec import ProductSettings, has_type
 from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.tensors import DTYPES, MAX_STACKED, TensorSpec
@@ -82,12 +82,6 @@ class Adapted:
     experts: int = 0
     normed: tuple[int, ...] = ()
     scaled: bool = False
-
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Adapted:
-        """From JSON."""
-        names = ("shape", "owners", "ranks", "scalings", "normed")
-        return cls(**{**data, **{name: tuple(data[name]) for name in names}})
 
     @property
     def matrices(self) -> tuple[str, ...]:
@@ -171,20 +165,15 @@ def matrices_of(name: str, experts: int) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class CoreWork:
+class CoreWork(ProductSettings):
     """The settings of a `cores` product."""
 
     modules: tuple[Adapted, ...]
 
-    @classmethod
-    def of(cls, product: Product) -> CoreWork:
-        """From the settings of a product."""
-        return cls(tuple(Adapted.of(module) for module in product.settings["modules"]))
-
     def product(self, name: str, steps: Sequence[Step]) -> Product:
         """The product. steps: of the factors."""
         outs = tuple(out for module in self.modules for out in module.outs())
-        return Product(name, "cores", outs, asdict(self), tuple(steps))
+        return Product(name, "cores", outs, self.to_json(), tuple(steps))
 
 
 def core_step(step: Step, module: Adapted, matrix: str, owner: Callable[[Read], int]) -> Step:

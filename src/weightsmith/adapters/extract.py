@@ -39,11 +39,12 @@ from weightsmith.errors import (
 from weightsmith.formats.copied import is_read
 from weightsmith.jobs.requires import needs_torch
 from weightsmith.options import ExtractSettings
-from weightsmith.planner import Plan, Prepared
+from weightsmith.planner import Prepared
 from weightsmith.planner.inputs import open_models
 from weightsmith.planner.match import is_buffer
-from weightsmith.plans import CAST, COPY, JOIN, PRODUCTS, Block, Made, ModelInput, Product, Read, Settings, Step
-from weightsmith.plans.reading import has_type
+from weightsmith.planner.prepared import model_input
+from weightsmith.plans import CAST, COPY, JOIN, PRODUCTS, Block, Made, Plan, PlanDraft, Product, Read, Settings, Step
+from weightsmith.plans.codec import has_type
 from weightsmith.products.base import Arrays
 from weightsmith.recipe import ModelRef
 from weightsmith.recipe.references import parse_reference
@@ -108,7 +109,7 @@ def prepare_extraction(
         if problems or len(models) < 2:
             raise PlanError(problems)
         try:
-            plan = _measuring_plan(models[0], models[1], settings)
+            plan = _measuring_plan(models[0], models[1], settings).finish()
         except WeightsmithError as error:
             raise PlanError([error]) from error
         structure = analyse(models[0].specs.values(), models[0].config)
@@ -124,7 +125,7 @@ def _reference(name: str | os.PathLike[str], where: str, problems: list[Weightsm
     return None
 
 
-def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettings) -> Plan:
+def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettings) -> PlanDraft:
     pairs, strange = pair_tensors(base, tuned)
     ask = settings.layout == "peft" and needs_asking(base)
     selection = select(pairs, settings, base, _known(built_of(base)) if ask else None)
@@ -133,7 +134,6 @@ def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettin
         fix = "change include, exclude or save_modules" if settings.include or settings.exclude else "name a language model"
         raise ParameterError(what, where=tuned.ref, fix=fix)
     compared = [*selection.whole, *(pair for pair, _ in selection.left_out)]
-    factors = tuple(_factor_products(selection, analyse(base.specs.values(), base.config), settings))
     following = Following(
         dtype=(settings.dtype or _dtype(tuned, selection)).torch,
         layout=settings.layout,
@@ -143,17 +143,17 @@ def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettin
         left_out={pair.spec.name: why for pair, why in selection.left_out},
     )
     models = (base, tuned)
-    return Plan(
-        made=Made(COMMAND, f"Extracted with weightsmith {__version__}.", _SOURCE, relation="adapter"),
-        models=tuple(ModelInput(model.ref, model.revision, model.identity) for model in models),
-        steps=(),
-        settings=(_DIFFERENCE,),
-        products=(*factors, *([changes([_difference(pair) for pair in compared])] if compared else [])),
-        carried=(),
+    draft = PlanDraft(
+        Made(COMMAND, f"Extracted with weightsmith {__version__}.", _SOURCE, relation="adapter"),
+        models=[model_input(model) for model in models],
+        settings=[_DIFFERENCE],
+        products=[*_factor_products(selection, analyse(base.specs.values(), base.config), settings)],
         container=PEFT,
-        warnings=tuple(_warnings(models, strange)),
+        warnings=list(_warnings(models, strange)),
         then={"format": FORMAT, "settings": asdict(following)},
     )
+    draft.products += [changes([_difference(pair) for pair in compared])] if compared else []
+    return draft
 
 
 def _known(built: Built) -> Built | None:
@@ -286,22 +286,16 @@ def follow(prepared: Prepared, arrays: Mapping[str, Arrays], built: Built | None
     unknown = built.unknown if following.layout == "peft" else ""
     report = Extraction(tuple(matrices), tuple(places.whole), left_out, tuple(places.in_place), unknown)
     grown = any(step.op == COPY and step.out.name not in left_out for step in steps_compared)
-    made = replace(plan.made, title=f"{plan.made.title[:-1]}: the adapter that makes `{plan.models[_TUNED].ref}` of the base.")
+    draft = PlanDraft.of(plan)
+    title = f"{plan.made.title[:-1]}: the adapter that makes `{plan.models[_TUNED].ref}` of the base."
+    draft.made, draft.then = replace(plan.made, title=title), None
+    draft.steps, draft.config = steps, adapter.config(matrices)
+    draft.products = [product for product in plan.products if product.op == "factors"]
+    draft.donor = _TUNED if grown else _BASE
     tuned = prepared.inputs[_TUNED]
-    result = replace(
-        plan,
-        made=made,
-        steps=tuple(steps),
-        config=adapter.config(matrices),
-        products=tuple(product for product in plan.products if product.op == "factors"),
-        donor=_TUNED if grown else _BASE,
-        carried=tuple(name for name in tuned.files if is_read(name) and name != "config.json") if grown else (),
-        then=None,
-        recipe=_command(plan, following),
-        follows_recipe=False,
-    )
-    result.layout  # noqa: B018  names that cannot be stored show here
-    return result, report
+    draft.carried = [name for name in tuned.files if is_read(name) and name != "config.json"] if grown else []
+    draft.recipe, draft.follows_recipe = _command(plan, following), False
+    return draft.finish(), report
 
 
 class _Adapter:

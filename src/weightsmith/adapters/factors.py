@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -30,7 +30,7 @@ from weightsmith.jobs.decompose import thin_svd
 from weightsmith.jobs.matrix import one_thread
 from weightsmith.jobs.requires import usable_device
 from weightsmith.plans import Product, Step
-from weightsmith.plans.reading import has_type
+from weightsmith.plans.codec import ProductSettings, has_type
 from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays, Floats
 from weightsmith.tensors import DTYPES, MAX_STACKED, TensorSpec
@@ -119,7 +119,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class FactorWork:
+class FactorWork(ProductSettings):
     """The settings of a product.
 
     targets    in the order of the arrays
@@ -134,17 +134,11 @@ class FactorWork:
     total: int
     intruders: float = 1.0
 
-    @classmethod
-    def of(cls, product: Product) -> FactorWork:
-        """From the settings of a product."""
-        data = dict(product.settings)
-        return cls(**data | {"targets": tuple(Target(**target) for target in data["targets"])})
-
     def product(self, name: str, steps: tuple[Step, ...]) -> Product:
         """The product. steps: of each matrix the difference, and what it is in the fine-tune."""
         shapes = {step.out.name: step.out.shape for step in steps}
         outs = tuple(out for target in self.targets for out in target.outs(shapes[target.matrices[0]]))
-        return Product(name, "factors", outs, asdict(self), steps)
+        return Product(name, "factors", outs, self.to_json(), steps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,9 +37,9 @@ from weightsmith.formats.files import same_bytes
 from weightsmith.jobs.requires import needs_torch
 from weightsmith.methods.base import BaseRole
 from weightsmith.options import RecipeOptions, assignment, named, option_error
-from weightsmith.planner import Plan, Prepared
-from weightsmith.planner.build import prepare_recipe
-from weightsmith.plans import CAST, COPY, PRODUCTS, ModelInput, Product, Read, Step
+from weightsmith.planner.build import assemble_recipe
+from weightsmith.planner.prepared import Assembled, model_input
+from weightsmith.plans import CAST, COPY, PRODUCTS, PlanDraft, Product, Read, Step
 from weightsmith.recipe import Recipe
 from weightsmith.recipe.values import Entry, Setting
 from weightsmith.structure.vocabulary import is_vocabulary
@@ -102,10 +102,10 @@ def _plain(setting: Setting | None) -> object:
     return entries[0].value if len(entries) == 1 and entries[0].filter is None else None
 
 
-def prepare_adapters(
+def assemble_adapters(
     recipe: Recipe, options: RecipeOptions, problems: Sequence[WeightsmithError] = (), **places: Any
-) -> Prepared:
-    """`planner.prepare_recipe` for a recipe whose models are adapters."""
+) -> Assembled:
+    """`planner.assemble_recipe` for a recipe whose models are adapters."""
     found = [*problems, *_refusals(recipe, options)]
     if missing := needs_torch():
         found.append(ParameterError(missing.replace("this method", "a merge of adapters")))
@@ -123,14 +123,15 @@ def prepare_adapters(
         recipe = replace(recipe, base_model=ZERO_ADAPTER)
     rank = options.adapter_rank or 0 if space == "compressed" else 0
     opened = Opened(space, rank, method if combination is not None else "", role)
-    prepared = prepare_recipe(recipe, options, found, opening=opened, **places)
+    assembled = assemble_recipe(recipe, options, found, opening=opened, **places)
     try:
-        plan = _planned(prepared.plan, opened, options.adapter_rank, combination)
+        _rewrite(assembled.draft, opened, options.adapter_rank, combination)
     except WeightsmithError as error:
         for checkpoint in opened.inputs:
             checkpoint.close()
         raise error if isinstance(error, PlanError) else PlanError([error]) from error
-    return replace(prepared, plan=plan, inputs=opened.inputs)
+    assembled.inputs = opened.inputs
+    return assembled
 
 
 def _base_role(recipe: Recipe) -> BaseRole:
@@ -148,18 +149,19 @@ def _refusals(recipe: Recipe, options: RecipeOptions) -> Iterator[WeightsmithErr
         yield Unsupported("an adapter is not quantised", where="quantize", fix="leave it out")
 
 
-def _planned(plan: Plan, opened: Opened, rank: int | None, combination: Combination | None) -> Plan:
-    if plan.products:
-        what = f"{plan.made.name} looks at the whole model before it merges, which merges of adapters cannot do"
+def _rewrite(draft: PlanDraft, opened: Opened, rank: int | None, combination: Combination | None) -> None:
+    """The draft of a merge of differences, as one of factors. Raises PlanError."""
+    if draft.products:
+        what = f"{draft.made.name} looks at the whole model before it merges, which merges of adapters cannot do"
         raise PlanError([Unsupported(what, where="models", fix="write scope: tensor, or merge models: BASE+ADAPTER")])
     products: list[Product] = []
     steps: list[Step] = []
     ranks = _ranks(opened, rank, combination)
     places = opened.find_places(ranks)
-    whole = [step for step in plan.steps if step.out.name in opened.whole]
-    _check_sums(plan, whole)
+    whole = [step for step in draft.steps if step.out.name in opened.whole]
+    _check_sums(draft, whole)
     layers: dict[str, list[Step]] = {}
-    for step in plan.steps:
+    for step in draft.steps:
         if step.out.name not in opened.whole:
             layers.setdefault(_layer(step.out.name), []).append(step)
     for layer, own in layers.items():
@@ -185,31 +187,24 @@ def _planned(plan: Plan, opened: Opened, rank: int | None, combination: Combinat
             bases = [step for module in modules for step in basis_steps(module)]
             products += [cores, work.product(f"merged factors of {layer}", (*merges, *bases, *scales, *base))]
         else:
-            weights = tuple(_weights(plan, step, module) for step, module in zip(firsts, modules, strict=True))
-            combined = CombinationWork(combination, tuple(modules), weights, limits, plan.seed)
+            weights = tuple(_weights(draft, step, module) for step, module in zip(firsts, modules, strict=True))
+            combined = CombinationWork(combination, tuple(modules), weights, limits, draft.seed)
             products.append(combined.product(f"combined factors of {layer}", factors))
         for step, module in zip(firsts, modules, strict=True):
             steps += _stored(places, module, ranks[module.name], step.out.dtype)
-    steps += [_whole_step(opened, places, step, plan.made.name) for step in whole]
+    steps += [_whole_step(opened, places, step, draft.made.name) for step in whole]
     opened.leave_base([*steps, *(step for product in products for step in product.steps)])
-    title, source = plan.made.title.replace("Merged with", "LoRA adapters merged with"), _SOURCES[opened.space]
-    name, cited = plan.made.name, plan.made.source
+    title, source = draft.made.title.replace("Merged with", "LoRA adapters merged with"), _SOURCES[opened.space]
+    name, cited = draft.made.name, draft.made.source
     if combination is not None:
         name, cited, source = f"{PREFIX}{combination.name}", "", _PEFT
         title = title.replace("linear", name)
-    return replace(
-        plan,
-        made=replace(plan.made, name=name, title=title, source=f"{cited}\n\n{source}".strip(), relation="adapter"),
-        models=tuple(ModelInput(each.ref, each.revision, each.identity, each.plan) for each in opened.inputs),
-        steps=tuple(steps),
-        products=tuple(products),
-        config=_config(opened, places, ranks),
-        donor=0,
-        carried=_tokenizer(opened),
-        dropped=(),
-        container=PEFT,
-        warnings=tuple(w for w in plan.warnings if "no config.json" not in w.what) + tuple(_notes(opened)),
-    )
+    draft.made = replace(draft.made, name=name, title=title, source=f"{cited}\n\n{source}".strip(), relation="adapter")
+    draft.models = [model_input(each) for each in opened.inputs]
+    draft.steps, draft.products, draft.dropped = steps, products, []
+    draft.config, draft.donor, draft.container = _config(opened, places, ranks), 0, PEFT
+    draft.carried = list(_tokenizer(opened))
+    draft.warnings = [w for w in draft.warnings if "no config.json" not in w.what] + list(_notes(opened))
 
 
 def _ranks(opened: Opened, rank: int | None, combination: Combination | None) -> dict[str, int]:
@@ -227,22 +222,22 @@ def _ranks(opened: Opened, rank: int | None, combination: Combination | None) ->
     return found | dict.fromkeys(experts, max((found[name] for name in experts), default=0))
 
 
-def _check_sums(plan: Plan, whole: Sequence[Step]) -> None:
+def _check_sums(draft: PlanDraft, whole: Sequence[Step]) -> None:
     """Tensors that are saved whole are not differences: a sum of theirs whose weights do not add up to 1 is no such tensor."""
     for step in whole:
         own = step.pieces[0] if step.pieces else step
-        if own.op == "linear" and not plan.settings[own.settings].shared["normalize"]:
-            total = sum(float(model["weight"] or 0) for model in plan.settings[own.settings].models)
+        if own.op == "linear" and not draft.settings[own.settings].shared["normalize"]:
+            total = sum(float(model["weight"] or 0) for model in draft.settings[own.settings].models)
             if abs(total - 1) > _WEIGHTS_OFF:
                 what = f"an adapter saves it whole, and linear without normalize makes {total:g} times such a tensor of it"
                 fix = f"write merge_method: task_arithmetic, and {NAME_BASE}"
                 raise ParameterError(what, where=step.out.name, fix=fix)
 
 
-def _weights(plan: Plan, step: Step, module: Adapted) -> tuple[float, ...]:
+def _weights(draft: PlanDraft, step: Step, module: Adapted) -> tuple[float, ...]:
     """Of the adapters that have factors of a module."""
     whole = step.pieces[0] if step.pieces else step
-    settings = plan.settings[whole.settings].models
+    settings = draft.settings[whole.settings].models
     known = {read.model: float(own["weight"] or 0) for read, own in zip(whole.inputs, settings, strict=True)}
     return tuple(known.get(owner, 0.0) for owner in module.owners)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from weightsmith.errors import MismatchError
 from weightsmith.jobs.decompose import thin_svd
 from weightsmith.jobs.matrix import one_thread
 from weightsmith.plans import Product, Step
-from weightsmith.plans.reading import has_type
+from weightsmith.plans.codec import ProductSettings, has_type
 from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.tensors import DTYPES, MAX_STACKED, TensorSpec
@@ -35,7 +35,7 @@ SMALLEST = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class MergedWork:
+class MergedWork(ProductSettings):
     """The settings of a `merged_factors` product.
 
     cores    the product of the core matrices
@@ -71,13 +71,7 @@ class MergedWork:
     def product(self, name: str, steps: Sequence[Step]) -> Product:
         """The product. steps: of the merged core matrices, named as the matrices, of U and V, and of scales and base."""
         shares = TensorSpec(f"{name}: kept", DTYPES["F64"], (len(self.modules), 2))
-        return Product(name, "merged_factors", (*self.outs(), shares), asdict(self), tuple(steps), needs=(self.cores,))
-
-    @classmethod
-    def of(cls, product: Product) -> MergedWork:
-        """From the settings of a product."""
-        data = dict(product.settings)
-        return cls(**data | {"shapes": tuple((rows, cols) for rows, cols in data["shapes"])})
+        return Product(name, "merged_factors", (*self.outs(), shares), self.to_json(), tuple(steps), needs=(self.cores,))
 
 
 def _compute(bench: ProductContext) -> Arrays:

@@ -59,7 +59,7 @@ class Opened:
     def __call__(
         self, refs: Sequence[ModelRef], stack: ExitStack, results: Mapping[str, Checkpoint | None]
     ) -> tuple[list[Checkpoint | None], list[WeightsmithError]]:
-        """See `planner.build.Opening`."""
+        """See `planner.merges.Opening`."""
         problems: list[WeightsmithError] = []
         for ref in refs:
             if ref == ZERO_ADAPTER:

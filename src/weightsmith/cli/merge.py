@@ -27,10 +27,10 @@ def merge(
     """
     with working("reading the recipe and the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
         answer(context, quiet=quiet)
-        from weightsmith.adapters.recipes import prepare_merge
+        from weightsmith.adapters.recipes import assemble_merge
         from weightsmith.quantisation import quantised
 
         source = options.recipe_source(recipe)
-        with quantised(lambda: prepare_merge(source, planning), planning.quantize, settings) as prepared:
+        with quantised(lambda: assemble_merge(source, planning), planning.quantize, settings).finish() as prepared:
             show_warnings(prepared)
             work.make(prepared, running, "merging")

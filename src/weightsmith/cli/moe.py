@@ -44,14 +44,13 @@ def moe(
     options.check_out(out, plan=plan_only, routing=routing_only)
     with working("reading the recipe and the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
         answer(context, quiet=quiet)
-        from weightsmith.mixture.build import prepare_moe
+        from weightsmith.mixture.build import assemble_moe
         from weightsmith.quantisation import quantised
 
         source = options.recipe_source(recipe)
         planning = replace(planning, routing_report=True) if routing_only else planning
-        with quantised(lambda: prepare_moe(source, planning), planning.quantize, settings) as prepared:
-            if plan_only:
-                prepared = prepared.checked()
+        assembled = quantised(lambda: assemble_moe(source, planning), planning.quantize, settings)
+        with assembled.finish(check=plan_only) as prepared:
             show_warnings(prepared)
             if plan_only:
                 show_plan(prepared, running, as_json=as_json)

@@ -65,8 +65,7 @@ def plan(
         answer(context, quiet=quiet)
         from weightsmith.api import prepare_any
 
-        with prepare_any(options.recipe_source(recipe), planning, settings) as planned:
-            prepared = planned.checked()
+        with prepare_any(options.recipe_source(recipe), planning, settings, check=True) as prepared:
             show_warnings(prepared)
             if quiet and not as_json:
                 return
@@ -86,7 +85,9 @@ def show_plan(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None
     if as_json:
         check_computable(prepared)
     if running.stream:
-        prepared.stream()
+        from weightsmith.planner.prepared import stream
+
+        stream(prepared.inputs)
     summary = summarise(prepared, running)
     if as_json:
         show_json(_to_json(prepared.plan, summary), exact=True)

@@ -48,12 +48,12 @@ def preview(
         from weightsmith.cli.summary import summarise
         from weightsmith.look.pages import preview_page
         from weightsmith.look.preview import preview_of
+        from weightsmith.planner.prepared import stream
 
-        with prepare_any(options.recipe_source(recipe), planning, QuantizeSettings()) as planned:
-            prepared = planned.checked()
+        with prepare_any(options.recipe_source(recipe), planning, QuantizeSettings(), check=True) as prepared:
             show_warnings(prepared)
             if running.stream:
-                prepared.stream()
+                stream(prepared.inputs)
             summary = summarise(prepared, running)
             with meter(quiet=quiet) as shown:
                 found = preview_of(prepared, full=full, threads=running.threads, progress=shown)

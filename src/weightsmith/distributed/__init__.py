@@ -13,7 +13,7 @@ from functools import partial
 from weightsmith import execution
 from weightsmith.execution import NO_CALLBACKS, Callbacks, Merged
 from weightsmith.options import RunOptions
-from weightsmith.planner.build import Prepared
+from weightsmith.planner import Prepared
 
 
 def execute(

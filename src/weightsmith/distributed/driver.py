@@ -35,7 +35,7 @@ from weightsmith.formats.collector import collector_paused
 from weightsmith.identity import facts, work_identity
 from weightsmith.jobs.requires import named_device
 from weightsmith.options import RunOptions
-from weightsmith.planner.build import Prepared
+from weightsmith.planner import Prepared
 from weightsmith.plans import COPY, Plan
 from weightsmith.plans.parts import Together, parts_of, units_of
 from weightsmith.store.target import is_address

@@ -21,7 +21,7 @@ from weightsmith.execution import PRODUCTS_LABEL, PartDone, execute_part, execut
 from weightsmith.formats.collector import collector_paused
 from weightsmith.identity import facts, work_identity
 from weightsmith.options import RunOptions
-from weightsmith.planner.build import Prepared
+from weightsmith.planner.prepared import Prepared, download, missing_files, stream
 from weightsmith.planner.reopen import reopen
 from weightsmith.plans import plan_from_json
 from weightsmith.plans.parts import label
@@ -150,9 +150,9 @@ def _check_same(order: Order, prepared: Prepared) -> None:
     """Raise ParameterError if this machine has another program, or sees other files, than the driver's."""
     options = order.options
     if options.stream:
-        prepared.stream()  # or the weights would be missing
-    if prepared.missing:
-        prepared.download()
+        stream(prepared.inputs)  # or the weights would be missing
+    if missing_files(prepared.inputs):
+        download(prepared.inputs)
     if work_identity(prepared.plan, prepared.inputs, options.device) == order.identity:
         return
     raise ParameterError(

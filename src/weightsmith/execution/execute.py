@@ -25,8 +25,8 @@ from weightsmith.execution.run import (
 )
 from weightsmith.execution.stages import check_computable, stages_written, without_stages
 from weightsmith.options import RunOptions
-from weightsmith.planner.build import Prepared
 from weightsmith.planner.loading import Check
+from weightsmith.planner.prepared import Prepared, missing_files
 from weightsmith.plans.parts import label, part_of
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def execute(
     found = list[Finding]()
     with ExitStack() as stack:
         check = stack.enter_context(Check(prepared.loading, prepared.source))
-        if helpers is not None or prepared.plan.then is not None or prepared.stages or prepared.missing:
+        if helpers is not None or prepared.plan.then is not None or prepared.stages or missing_files(prepared.inputs):
             check.wait()
         ready, stages = stack.enter_context(stages_written(prepared, out, options, callbacks, helpers))
         following = Following(ready)

@@ -17,7 +17,7 @@ from weightsmith.errors import Finding
 from weightsmith.execution.page import MAX_PAGE_BYTES, MOVED_NAME, PICTURES, Squares, report_files
 from weightsmith.lora.records import CONFIG_NAME
 from weightsmith.options import RunOptions
-from weightsmith.planner.build import Prepared
+from weightsmith.planner import Prepared
 from weightsmith.plans import Plan
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from weightsmith.errors import NOTHING_WRITTEN, Finding, PlanError, StoreError
 from weightsmith.execution.output import beside, check_options, check_output
 from weightsmith.execution.run import Callbacks, Following, kept_products, protected_paths, staged
 from weightsmith.options import RunOptions
-from weightsmith.planner.build import Prepared
+from weightsmith.planner import Prepared
 from weightsmith.planner.loading import Beside
-from weightsmith.plans import Made
+from weightsmith.plans import Made, PlanDraft
 from weightsmith.store.area import left_behind
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ def measured(
     """
     check_options(out, options)
     check_output(out, prepared.plan, options, protected_paths(prepared))
-    plan = replace(prepared.plan, made=Made("measurement"), steps=(), then=None)  # it serves any number of bits, any mixture
+    draft = PlanDraft.of(prepared.plan)
+    draft.made, draft.steps, draft.then = Made("measurement"), [], None  # it serves any number of bits, any mixture
+    plan = draft.finish()
     with (
         _asking(prepared) as built,
         staged(replace(prepared, plan=plan), beside(out, ".measurement"), options, callbacks) as (staging, run),

@@ -19,8 +19,8 @@ from weightsmith.hub_outputs.address import HubAddress
 from weightsmith.identity import facts, merges_on_device, work_identity
 from weightsmith.jobs.requires import named_device, usable_device
 from weightsmith.options import RunOptions
-from weightsmith.planner.build import Prepared
 from weightsmith.planner.loading import Check
+from weightsmith.planner.prepared import Prepared, download, missing_files, stream
 from weightsmith.plans import Plan, Product, Step
 
 if TYPE_CHECKING:
@@ -305,10 +305,10 @@ def resources_of(plan: Plan, options: RunOptions) -> Resources:
 def _download(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions) -> None:
     """Download missing files of hub models, after checking that the output can be written."""
     if options.stream:
-        prepared.stream()
-    if prepared.missing:
+        stream(prepared.inputs)
+    if missing_files(prepared.inputs):
         check_output(out, prepared.plan, options, protected_paths(prepared))
-        prepared.download()
+        download(prepared.inputs)
 
 
 def protected_paths(prepared: Prepared) -> tuple[Path, ...]:

@@ -16,7 +16,7 @@ from weightsmith.execution.output import beside, check_options, check_output
 from weightsmith.execution.run import Callbacks, Following, Helpers, Merged, protected_paths, resources_of, run_plan
 from weightsmith.identity import work_identity
 from weightsmith.options import RunOptions
-from weightsmith.planner.build import Prepared
+from weightsmith.planner import Prepared
 
 STAGE = "stage"
 """Key of the manifest: whether a result was written only for another recipe."""
@@ -42,7 +42,7 @@ def stages_written(
     if not wanted:
         yield prepared, []
         return
-    if prepared.again is None or any(stage.again is None for stage in wanted):
+    if prepared.reopen is None or any(stage.reopen is None for stage in wanted):
         raise ParameterError("a plan that was made before has no results of stages to keep", fix="merge the recipe itself")
     if helpers is not None and is_address(out):
         raise ParameterError(
@@ -55,13 +55,13 @@ def stages_written(
     written: dict[str, Path] = {}
     made: list[Merged] = []
     for stage in wanted:
-        assert stage.again is not None
-        with stage.again(written) as own:
+        assert stage.reopen is not None
+        with stage.reopen(written) as own:
             folder = stage_folder(out, stage.path)
             made.append(_stage(own, folder, options, callbacks, helpers))
         written[stage.path] = folder
-    with prepared.again(written) as last:
-        yield replace(last, plan=replace(last.plan, warnings=prepared.plan.warnings)), made
+    with prepared.reopen(written) as last:
+        yield last, made
 
 
 def without_stages(stages: Sequence[Merged]) -> list[Finding]:

@@ -9,7 +9,7 @@ from weightsmith.distance import Moved, distance_by_layer
 from weightsmith.execution.run import reports_of, resources_of
 from weightsmith.execution.stages import check_computable
 from weightsmith.options import RunOptions
-from weightsmith.planner.build import Prepared
+from weightsmith.planner.prepared import Prepared, download, stream
 
 if TYPE_CHECKING:
     from weightsmith.engine.local import Progress
@@ -25,8 +25,8 @@ def make_product(
 
     check_computable(prepared)
     if options.stream:
-        prepared.stream()
-    prepared.download()
+        stream(prepared.inputs)
+    download(prepared.inputs)
     plan = prepared.plan
     products = plan.products_for((), {name})
     outcome = run(
@@ -52,8 +52,8 @@ def measure_distance(
 
     check_computable(prepared)
     if options.stream:
-        prepared.stream()
-    prepared.download()
+        stream(prepared.inputs)
+    download(prepared.inputs)
     plan = prepared.plan
     steps = [step for step in plan.steps if any(leaf.base and leaf.merges for leaf in step.leaves)]
     outcome = run(

@@ -16,7 +16,8 @@ from weightsmith.errors import PlanError, UnknownName, WeightsmithError, nearest
 from weightsmith.planner.inputs import analyse_all, open_models
 from weightsmith.planner.logical import split_fused
 from weightsmith.planner.match import ModelNames
-from weightsmith.plans import COPY, Block, Made, ModelInput, Plan, Product, Read, Settings, Step, Table
+from weightsmith.planner.prepared import download, model_input
+from weightsmith.plans import COPY, Block, Made, PlanDraft, Product, Read, Settings, Step, Table
 from weightsmith.progress import Meter, Reading, show_progress, watched_meter
 from weightsmith.recipe import ModelRef
 from weightsmith.recipe.references import parse_reference
@@ -192,17 +193,12 @@ def survey(
     from weightsmith.engine.local import Resources, Workload, run  # numba takes half a second to import; headers need none
     from weightsmith.engine.unwritten import DiscardedOutput
 
-    for model in models:
-        model.download()
-    plan = Plan(
-        Made(made),
-        tuple(ModelInput(model.ref, model.revision, model.identity) for model in models),
-        (),
-        (Settings({}, tuple({} for _ in models)),),
-        tuple(products),
-        tables=tuple(tables),
+    download(models)
+    settings = [Settings({}, tuple({} for _ in models))]
+    draft = PlanDraft(Made(made), [*map(model_input, models)], [], settings, list(products), list(tables))
+    go = partial(
+        run, draft.finish(stored=False), models, DiscardedOutput(), Resources(threads or 0), Workload(allow_nonfinite=True)
     )
-    go = partial(run, plan, models, DiscardedOutput(), Resources(threads or 0), Workload(allow_nonfinite=True))
     if progress is False:
         return go()
     if not isinstance(progress, bool | Meter):

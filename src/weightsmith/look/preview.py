@@ -30,7 +30,9 @@ from weightsmith.look.reading import ranges
 from weightsmith.look.sampling import merging_leaves, sample, survivals
 from weightsmith.options import QuantizeSettings, RecipeOptions, read_options
 from weightsmith.options.keywords import PlanKeywords
-from weightsmith.plans import COPY, PLAIN, PRODUCTS, Block, Plan, Read, Step, Table
+from weightsmith.planner.prepared import download
+from weightsmith.planner.prepared import stream as stream_weights
+from weightsmith.plans import COPY, PLAIN, PRODUCTS, Block, Plan, PlanDraft, Read, Step, Table
 from weightsmith.sources.memory import StateDict
 from weightsmith.sources.views import view_of
 from weightsmith.structure import analyse
@@ -177,10 +179,9 @@ def preview(
     0.62
     """
     planning, settings = read_options("preview", {**options, "quantize": None}, RecipeOptions, QuantizeSettings)
-    with prepare_any(recipe, planning, settings) as planned:
-        prepared = planned.checked()
+    with prepare_any(recipe, planning, settings, check=True) as prepared:
         if stream:
-            prepared.stream()
+            stream_weights(prepared.inputs)
         return preview_of(prepared, full=full, threads=threads, progress=progress)
 
 
@@ -192,7 +193,7 @@ def preview_of(prepared: Prepared, *, full: bool, threads: int | None, progress:
         what = "nothing is merged" if not leaves else "what is merged are adapters, or a product makes it"
         raise Unsupported(f"{what}, so there is nothing to preview", fix="run weightsmith plan RECIPE")
     check_computable(prepared)
-    prepared.download()
+    download(prepared.inputs)
     looked = _in_full(prepared) if full else _sampled(prepared, threads)
     label = f"survival in {plan.made.name}"
     product = survivals(label, with_needs(label, looked.steps))
@@ -238,10 +239,9 @@ def _sampled(prepared: Prepared, threads: int | None) -> _Looked:
 
 
 def _in_full(prepared: Prepared) -> _Looked:
-    plan = replace(
-        prepared.plan,
-        steps=tuple(replace(step, encoding=PLAIN, stored=(), weighted=-1) for step in prepared.plan.steps),
-    )
+    draft = PlanDraft.of(prepared.plan)
+    draft.steps = [replace(step, encoding=PLAIN, stored=(), weighted=-1) for step in draft.steps]
+    plan = draft.finish(stored=False)
     source = Computed(plan, prepared.inputs, "the merge")
     if plan.products or source.holds_matrices:
         what = f"{plan.made.name} looks at whole matrices or at the whole model, and cannot be computed tile by tile"

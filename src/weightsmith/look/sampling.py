@@ -21,7 +21,7 @@ from weightsmith.kernels.agreement import SURVIVAL, survival
 from weightsmith.look.nonfinite import counted, decoded, differs
 from weightsmith.methods import get
 from weightsmith.planner.decide import decide
-from weightsmith.plans import PLAIN, Block, Gather, Plan, Product, Read, Step, Table
+from weightsmith.plans import PLAIN, Block, Gather, Plan, PlanDraft, Product, Read, Step, Table
 from weightsmith.products.base import Arrays, ProductKind, StreamingReduction
 from weightsmith.tensors import DTYPES, TensorSpec
 
@@ -65,9 +65,10 @@ def sample(plan: Plan) -> Sampled:
         steps.append(replace(leaf, out=spec, inputs=tuple(read for read in reads if read is not None), needs=()))
     decided, products = decide(steps, plan.settings, get(steps[0].op)) if steps else ([], ())
     roles = {leaf.out.name: leaf.role for leaf in merging_leaves(plan)}
-    steps = [replace(step, role=roles[step.out.name]) for step in decided]
-    made = replace(plan, steps=tuple(steps), products=products, tables=tables.all, header=b"", then=None)
-    return Sampled(made, sizes, tuple(left_out))
+    draft = PlanDraft.of(plan)
+    draft.steps = [replace(step, role=roles[step.out.name]) for step in decided]
+    draft.products, draft.tables, draft.then = list(products), tables.all, None
+    return Sampled(draft.finish(stored=False), sizes, tuple(left_out))
 
 
 def _chosen(spec: TensorSpec) -> npt.NDArray[np.int64] | None:
@@ -94,8 +95,8 @@ class _Tables:
         self._numbers: dict[bytes, int] = {}
 
     @property
-    def all(self) -> tuple[Table, ...]:
-        return tuple(self._known)
+    def all(self) -> list[Table]:
+        return self._known
 
     def rows(self, number: int) -> npt.NDArray[np.int32]:
         return self._known[number].array

@@ -9,9 +9,9 @@ from typing import Any
 
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import Unsupported
-from weightsmith.planner.build import Prepared
 from weightsmith.planner.dtypes import kept_specs
-from weightsmith.plans import CAST, COPY, JOIN, PRODUCTS, Block, Gather, ModelInput, Parameters, Product, Read, Settings, Step
+from weightsmith.planner.prepared import Assembled, model_input
+from weightsmith.plans import CAST, COPY, JOIN, PRODUCTS, Block, Gather, Made, Parameters, PlanDraft, Read, Settings, Step
 from weightsmith.structure import Structure, analyse
 from weightsmith.tensors import DType, TensorSpec
 
@@ -37,13 +37,15 @@ class Donor:
 
 
 class Assembly:
-    """Collects the models, settings and products that the steps of one plan refer to."""
+    """A draft that is made of several models and inline merges.
 
-    def __init__(self) -> None:
+    draft   has the models, settings and products that steps refer to
+    inputs  the open models, by index
+    """
+
+    def __init__(self, made: Made) -> None:
+        self.draft = PlanDraft(made, settings=[Settings({}, ({},))])
         self.inputs: list[Checkpoint] = []
-        self.models: list[ModelInput] = []
-        self.settings: list[Settings] = [Settings({}, ({},))]
-        self.products: list[Product] = []
         self._merges = 0
         self._numbers: dict[tuple[tuple[str, ...], str, str], int] = {}
 
@@ -53,15 +55,12 @@ class Assembly:
         if key not in self._numbers:
             self._numbers[key] = len(self.inputs)
             self.inputs.append(checkpoint)
-            self.models.append(ModelInput(checkpoint.ref, checkpoint.revision, checkpoint.identity, checkpoint.plan))
+            self.draft.models.append(model_input(checkpoint))
         return self._numbers[key]
 
     def setting(self, shared: Parameters, inputs: int = 1) -> int:
         """The index of the settings; `inputs` is the step's number of inputs."""
-        settings = Settings(shared, ({},) * inputs)
-        if settings not in self.settings:
-            self.settings.append(settings)
-        return self.settings.index(settings)
+        return self.draft.add_settings(Settings(shared, ({},) * inputs))
 
     def checkpoint(self, checkpoint: Checkpoint, label: str) -> Donor:
         """The donor for a checkpoint."""
@@ -73,12 +72,12 @@ class Assembly:
         structure = analyse([step.out for step in steps.values()], checkpoint.config)
         return Donor(label, checkpoint, checkpoint.config or {}, steps, structure)
 
-    def merge(self, prepared: Prepared) -> Donor:
-        """The donor for an inline merge: its models, settings and products are added to the plan."""
-        plan = prepared.plan
-        numbers = [self.add(checkpoint) for checkpoint in prepared.inputs]
-        first = len(self.settings)
-        self.settings += plan.settings
+    def merge(self, assembled: Assembled) -> Donor:
+        """The donor for an inline merge: its models, settings and products are added to the draft."""
+        plan = assembled.draft
+        numbers = [self.add(checkpoint) for checkpoint in assembled.inputs]
+        first = len(self.draft.settings)
+        self.draft.settings += plan.settings
         self._merges += 1
         names = {
             name: f"merge {self._merges}, {name}" for p in plan.products for name in (p.name, *(out.name for out in p.outs))
@@ -113,11 +112,11 @@ class Assembly:
                 needs=tuple(names[name] for name in product.needs),
                 files=tuple(replace(file, model=numbers[file.model]) for file in product.files),
             )
-            self.products.append(own)
+            self.draft.products.append(own)
         label = f"the merge of {' and '.join(m.ref for m in plan.models)} by {plan.made.name}"
-        # `prepared.structure` is the donor's, and slices change the depth.
+        # `assembled.structure` is the donor's, and slices change the depth.
         structure = analyse([step.out for step in steps.values()], plan.config)
-        return Donor(label, prepared.inputs[plan.donor], plan.config or {}, steps, structure, merged=True)
+        return Donor(label, assembled.inputs[plan.donor], plan.config or {}, steps, structure, merged=True)
 
 
 def take(step: Step, out: TensorSpec, block: Block | None = None) -> Step:

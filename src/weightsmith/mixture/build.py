@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from weightsmith import recipe as recipes
@@ -30,16 +29,17 @@ from weightsmith.mixture.routing.gating import GatedExpert, Gating, outs_of, use
 from weightsmith.mixture.routing.prompts import Texts
 from weightsmith.mixture.routing.route import INSTEAD
 from weightsmith.mixture.steps import Steps, Transforms, check_transforms, sharded, spread
-from weightsmith.mixture.surgery.build import prepare_surgery
+from weightsmith.mixture.surgery.build import assemble_surgery
 from weightsmith.options import RecipeOptions
 from weightsmith.planner.agreement import Model as Compared
 from weightsmith.planner.agreement import tokenizer_disagreements
-from weightsmith.planner.build import Prepared, Stage, prepare_recipe, prepare_source
+from weightsmith.planner.build import NOTHING, assemble_recipe, assemble_source
 from weightsmith.planner.companions import Companions, carried, lacking
 from weightsmith.planner.dtypes import main_dtype
 from weightsmith.planner.inputs import at, open_models
 from weightsmith.planner.loading import question_of
-from weightsmith.plans import Dropped, FileRead, Made, Plan, Product, Step
+from weightsmith.planner.prepared import Assembled, Prepared, Stage, Written
+from weightsmith.plans import Dropped, FileRead, Made, Product, Step
 from weightsmith.recipe import Expert, ModelRef, Recipe, Surgery, Upcycling
 
 
@@ -53,29 +53,34 @@ def prepare_moe(
 
     Raises PlanError with all problems. No tensor data is read.
     """
-    return prepare_source(source, "moe", options, prepare_mixture)
+    return assemble_moe(source, options).finish()
 
 
-def prepare_mixture(
+def assemble_moe(source: recipes.Source, options: RecipeOptions) -> Assembled:
+    """The draft of `prepare_moe`."""
+    return assemble_source(source, "moe", options, assemble_mixture)
+
+
+def assemble_mixture(
     recipe: Upcycling | Surgery,
     options: RecipeOptions,
     problems: Sequence[WeightsmithError],
     *,
     folder: Path,
-    written: Mapping[str, Path] = MappingProxyType({}),
-) -> Prepared:
-    """Plan a parsed recipe; see `prepare_moe`.
+    written: Written = NOTHING,
+) -> Assembled:
+    """The draft of a parsed recipe; see `prepare_moe`.
 
     problems  found while parsing it
     folder    base for relative paths of text files, saliency files and user code
     written   folders with results of recipes that its merges read, by `Stage.path`
     """
     if isinstance(recipe, Surgery):
-        return prepare_surgery(recipe, options, problems, folder=folder)
+        return assemble_surgery(recipe, options, problems, folder=folder)
     with ExitStack() as stack:
-        prepared = _Builder(recipe, problems, options, folder, written).prepare(stack)
+        assembled = _Builder(recipe, problems, options, folder, written).assemble(stack)
         stack.pop_all()
-        return prepared
+        return assembled
 
 
 class _Builder:
@@ -85,7 +90,7 @@ class _Builder:
         problems: Sequence[WeightsmithError],
         options: RecipeOptions,
         folder: Path,
-        written: Mapping[str, Path],
+        written: Written,
     ) -> None:
         self.recipe = recipe
         self.problems = list(problems)
@@ -94,13 +99,13 @@ class _Builder:
         self.folder = folder
         self.written = written
         self.stages: list[Stage] = []
-        self.assembly = Assembly()
+        self.assembly = Assembly(Made("moe"))
         self.warnings: list[Finding] = list(recipe.findings)
         self.named: list[Path] = []
 
-    def prepare(self, stack: ExitStack) -> Prepared:
+    def assemble(self, stack: ExitStack) -> Assembled:
         merge = partial(
-            prepare_recipe, options=replace(self.options, out_dtype=self.asked), folder=self.folder, written=self.written
+            assemble_recipe, options=replace(self.options, out_dtype=self.asked), folder=self.folder, written=self.written
         )
         base = self._base(stack, merge)
         experts = self._experts(base, stack, merge)
@@ -153,7 +158,7 @@ class _Builder:
         gated = listed if layout.shared_router else listed[: len(self.recipe.experts)]
         tokenizer = companions.opened[companions.tokenizer]
         gating = self._gating(mode, base, layout, gated, texts, tokenizer)
-        self.assembly.products.append(self._router(gating, base, makes, tokenizer))
+        self.assembly.draft.products.append(self._router(gating, base, makes, tokenizer))
         if self.problems:
             raise PlanError(self.problems)
         self.warnings += companions.findings
@@ -161,14 +166,14 @@ class _Builder:
         members = list(zip(companions.labels, companions.opened, strict=True))[:n_compared]
         alike = [Compared(label, {}, checkpoint.folder, checkpoint.files) for label, checkpoint in members]
         self.warnings += tokenizer_disagreements(alike, companions.tokenizer, companions.template)
-        plan = self._plan(layout, facts, base, steps, companions)
+        self._fill(layout, facts, base, steps, companions)
         self.named += [self.folder / expand_user(n) for e in listed for n in (e.prompts_file, e.held_out_file) if n]
-        inputs, stages = tuple(self.assembly.inputs), tuple(self.stages)
-        own, loading = base.donor, None
+        draft, own, loading = self.assembly.draft, base.donor, None
         if self.options.check_loading:
             specs = [step.out for step in own.steps.values()]
-            loading = question_of(plan, own.config, specs, own.structure, own.label, where=self.recipe.filename)
-        return Prepared(plan, inputs, own.structure, named=tuple(self.named), stages=stages, loading=loading)
+            loading = question_of(draft, own.config, specs, own.structure, own.label, where=self.recipe.filename)
+        inputs = self.assembly.inputs
+        return Assembled(draft, inputs, own.structure, named=self.named, stages=self.stages, loading=loading)
 
     def _companions(self, dense: Sequence[Dense]) -> Companions:
         """What the base lacks of tokenizer, chat template and generation_config.json, from the other models in their order."""
@@ -256,32 +261,32 @@ class _Builder:
 
     # --- models ------------------------------------------------------------------------------------------------------
 
-    def _base(self, stack: ExitStack, merge: Callable[[Recipe], Prepared]) -> Dense | None:
+    def _base(self, stack: ExitStack, merge: Callable[[Recipe], Assembled]) -> Dense | None:
         base = self.recipe.base
         if isinstance(base, ModelRef):
             return self._dense(self._open([base], stack)[0], str(base), base.where)
         return self._merged(base, self.recipe.section.at("base_model"), stack, merge)
 
-    def _merged(self, recipe: Recipe, where: str, stack: ExitStack, merge: Callable[[Recipe], Prepared]) -> Dense | None:
+    def _merged(self, recipe: Recipe, where: str, stack: ExitStack, merge: Callable[[Recipe], Assembled]) -> Dense | None:
         """The parts of an inline merge."""
         try:
-            prepared = merge(recipe)
-            stack.callback(prepared.close)
-            prepared = prepared.checked()
+            assembled = merge(recipe)
+            stack.callback(assembled.close)
+            assembled.check()
         except PlanError as error:
             self.problems += error.problems
             return None
-        self.warnings += prepared.plan.warnings
-        self.named += prepared.named
-        self.stages += prepared.stages
-        if prepared.plan.tables or (prepared.plan.files and (recipe.tokenizer is not None or recipe.chat_template)):
+        self.warnings += assembled.draft.warnings
+        self.named += assembled.named
+        self.stages += assembled.stages
+        if assembled.draft.tables or (assembled.draft.files and (recipe.tokenizer is not None or recipe.chat_template)):
             what = "a merge inside a mixture cannot change the vocabulary or the chat template"
             fix = "run it with `weightsmith merge` first, and name the result here"
             self.problems.append(Unsupported(what, where=where, fix=fix))
             return None
-        return self._parts(self.assembly.merge(prepared), where)
+        return self._parts(self.assembly.merge(assembled), where)
 
-    def _experts(self, base: Dense | None, stack: ExitStack, merge: Callable[[Recipe], Prepared]) -> list[Dense | None]:
+    def _experts(self, base: Dense | None, stack: ExitStack, merge: Callable[[Recipe], Assembled]) -> list[Dense | None]:
         """The model of every expert, shared ones last. Each distinct model is opened once."""
         listed = [*self.recipe.experts, *self.recipe.shared_experts]
         refs = dict.fromkeys(e.model for e in listed if isinstance(e.model, ModelRef) and e.model != self.recipe.base)
@@ -319,30 +324,21 @@ class _Builder:
 
     # --- the rest of the plan ----------------------------------------------------------------------------------------
 
-    def _plan(self, layout: ExpertLayout, facts: Facts, base: Dense, steps: Sequence[Step], companions: Companions) -> Plan:
-        config = layout.config(facts)
+    def _fill(self, layout: ExpertLayout, facts: Facts, base: Dense, steps: list[Step], companions: Companions) -> None:
+        """Fill the rest of the draft."""
+        config, draft = layout.config(facts), self.assembly.draft
         dtype = main_dtype(step.out for step in steps)
         if dtype is not None:
             config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype.torch}
         checkpoint = base.donor.checkpoint
-        copied = carried(checkpoint.files, companions.files, companions.removed)
-        return Plan(
-            made=self._made(config),
-            models=tuple(self.assembly.models),
-            steps=tuple(steps),
-            settings=tuple(self.assembly.settings),
-            products=tuple(self.assembly.products),
-            dropped=self._dropped(base, steps),
-            config=config,
-            donor=self.assembly.add(checkpoint),
-            carried=copied,
-            files=companions.files,
-            lacking=lacking(((c.ref, c.files) for c in self.assembly.inputs), {*copied, *companions.files, "config.json"}),
-            max_shard_bytes=self.options.shard_bytes,
-            seed=self.options.seed,
-            warnings=tuple(dict.fromkeys([*self.warnings, *left_out_findings(checkpoint.left_out, checkpoint.ref)])),
-            recipe=self.recipe.text,
-        )
+        draft.made, draft.config, draft.steps = self._made(config), config, steps
+        draft.donor = self.assembly.add(checkpoint)
+        draft.dropped = list(self._dropped(base, steps))
+        draft.carried = list(carried(checkpoint.files, companions.files, companions.removed))
+        draft.files = dict(companions.files)
+        draft.lacking = lacking(((c.ref, c.files) for c in self.assembly.inputs), draft.held)
+        draft.max_shard_bytes, draft.seed, draft.recipe = self.options.shard_bytes, self.options.seed, self.recipe.text
+        draft.warnings = [*self.warnings, *left_out_findings(checkpoint.left_out, checkpoint.ref)]
 
     def _made(self, config: Mapping[str, Any]) -> Made:
         """The text of the model card."""

@@ -17,11 +17,15 @@ logical.py     a tensor that holds several matrices, as pieces
 outputs.py     the steps
 config.py      config.json of the output
 encode.py      which tensors are quantised, and what config.json lists as ignored
-build.py       puts these together
+merges.py      puts these together: request, models opened, tensors matched, draft assembled
+prepared.py    the draft and the plan with their models
+build.py       the functions that plan a recipe, and the recipes whose results it reads
 reopen.py      a plan from its JSON and its inputs
 state_dicts.py the same for models in memory, without a recipe
 """
 
-from weightsmith.planner.build import Prepared as Prepared
+from weightsmith.planner.build import assemble as assemble
 from weightsmith.planner.build import prepare as prepare
+from weightsmith.planner.prepared import Assembled as Assembled
+from weightsmith.planner.prepared import Prepared as Prepared
 from weightsmith.plans import Plan as Plan

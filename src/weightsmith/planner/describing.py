@@ -1,20 +1,16 @@
-"""What transformers calls the modules and tensors of a checkpoint: asked in another process (`describing_script.py`)."""
+"""What transformers calls the modules and tensors of a checkpoint: asked in another process (`transformers_script.py`)."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.planner import answers, loading
 from weightsmith.planner.loading import Began
 
-SCRIPT = Path(__file__).with_name("describing_script.py")
-
-_PACKAGES = "torch", "transformers", "accelerate"
 _KEYS = frozenset({"modules", "tensors", "names", "tied", "redirected", "refused", "rows", "peft"})
 
 
@@ -24,11 +20,11 @@ def describe(model: Checkpoint, began: Began = lambda _process: None) -> dict[st
         return {"unknown": "it has no config.json"}
     if not loading.installed():
         return {"unknown": "transformers is not installed"}
-    question = json.dumps([model.config, list(model.specs)])
-    key = answers.key_of(question, SCRIPT, (*_PACKAGES, *(["peft"] if find_spec("peft") else [])))
+    question = json.dumps(["describe", model.config, list(model.specs)])
+    key = answers.key_of(question, loading.SCRIPT, (*loading.PACKAGES, *(["peft"] if find_spec("peft") else [])))
     answer = answers.find(key, _sound)
     if answer is None:
-        answer = loading.ask_script(SCRIPT, question, began)
+        answer = loading.ask_script(question, began)
         answers.keep(key, answer, _sound)
     return answer if _sound(answer) else {"unknown": str(answer.get("unknown") or answer.get("failed") or "no answer")}
 

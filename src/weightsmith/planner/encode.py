@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from weightsmith.errors import Finding, PlanError, Unsupported
-from weightsmith.plans import PLAIN, Plan, Product, Step
+from weightsmith.plans import PLAIN, Plan, PlanDraft, Product, Step, arrays_of, needs_of
 from weightsmith.products.magnitudes import magnitudes
 from weightsmith.stored import Encoding, find_encoding
 from weightsmith.stored.base import array_name
@@ -38,19 +38,19 @@ _CONV1D = frozenset({"c_attn", "c_fc"})
 """Modules with more outputs than inputs: a matrix with more columns than rows is stored transposed."""
 
 
-def quantise(plan: Plan, name: str) -> Plan:
-    """The plan with the weights of its linear layers stored as `name`, and config.json that says so.
+def quantise(draft: PlanDraft, name: str) -> None:
+    """Store the weights of the linear layers as `name`, and say so in config.json.
 
     name  of an encoding
 
     Raises PlanError: no config.json, no linear weight, a dtype that the encoding cannot take.
     """
-    encoding, config = find_encoding(name), plan.config
+    encoding, config = find_encoding(name), draft.config
     if config is None:
         what = f"the output has no config.json, in which readers of {name} find what is quantised"
         fix = "put a config.json into the folder of the model that it is taken from"
         raise PlanError([Unsupported(what, where="quantize", fix=fix)])
-    specs = [step.out for step in plan.steps]
+    specs = [step.out for step in draft.steps]
     structure = analyse(specs, config)
     reasons = _reasons(specs, structure, encoding)
     encoded = [spec for spec in specs if spec.name not in reasons]
@@ -63,26 +63,22 @@ def quantise(plan: Plan, name: str) -> Plan:
         what = f"the weight cannot be stored as {name}: {why}{many}"
         raise PlanError([Unsupported(what, where=spec.name, fix="write weights as bfloat16: --out-dtype bfloat16 (out_dtype)")])
     plain = [spec for spec in specs if spec.name in reasons]
-    ignored = ignored_modules(plain, encoded, structure)
-    products = _products(plan, [step for step in plan.steps if step.out.name not in reasons], structure, encoding)
-    maker = {out.name: product.name for product in products for out in product.outs}
-    return replace(
-        plan,
-        steps=tuple(_stored(step, encoding, maker) if step.out.name not in reasons else step for step in plan.steps),
-        products=(*plan.products, *products),
-        config={**config, **encoding.config(ignored)},
-        warnings=(*plan.warnings, *_fused_findings(plain, reasons, name), *_width_findings(plain, reasons)),
-    )
+    products = _products(draft, [step for step in draft.steps if step.out.name not in reasons], structure, encoding)
+    maker = arrays_of(products)
+    draft.steps = [_stored(step, encoding, maker) if step.out.name not in reasons else step for step in draft.steps]
+    draft.products += products
+    draft.config = {**config, **encoding.config(ignored_modules(plain, encoded, structure))}
+    draft.warnings += [*_fused_findings(plain, reasons, name), *_width_findings(plain, reasons)]
 
 
-def encodable(plan: Plan, name: str) -> int:
-    """How many tensors of a plan an encoding would store."""
-    specs = [step.out for step in plan.steps]
-    return len(specs) - len(_reasons(specs, analyse(specs, plan.config), find_encoding(name)))
+def encodable(draft: PlanDraft, name: str) -> int:
+    """How many tensors of a draft an encoding would store."""
+    specs = [step.out for step in draft.steps]
+    return len(specs) - len(_reasons(specs, analyse(specs, draft.config), find_encoding(name)))
 
 
 def stored_plain(plan: Plan) -> dict[str, str]:
-    """Of a plan that `quantise` made: each tensor that is stored as it is, and why; {} if all are encoded, or none is."""
+    """Each tensor of a quantised plan that is stored as it is, and why; {} if all are encoded, or none is."""
     if all(step.family != PLAIN for step in plan.steps):
         return {}
     specs = [step.out for step in plan.steps]
@@ -98,9 +94,10 @@ def _stored(step: Step, encoding: Encoding, maker: Mapping[str, str]) -> Step:
     return replace(step, encoding=encoding.name, stored=encoding.outs(step.out), needs=needs)
 
 
-def _products(plan: Plan, steps: Sequence[Step], structure: Structure, encoding: Encoding) -> list[Product]:
+def _products(draft: PlanDraft, steps: Sequence[Step], structure: Structure, encoding: Encoding) -> list[Product]:
     """One product for each layer, so that its weights are still in the page cache when they are encoded."""
     layers: dict[str, dict[str, Step]] = {}
+    maker = arrays_of(draft.products)
     for step in steps if encoding.product else ():
         place = structure.locate(step.out.name)
         layers.setdefault("the vocabulary" if place is None else f"layer {place[1]}", {})[step.out.name] = step
@@ -110,7 +107,7 @@ def _products(plan: Plan, steps: Sequence[Step], structure: Structure, encoding:
             list(own.values()),
             _joined(own),
             {name: array_name(encoding, name) for name in own},
-            sorted({needed for step in own.values() for needed in plan.needs(step)}),
+            sorted({needed for step in own.values() for needed in needs_of(step, maker)}),
         )
         for layer, own in layers.items()
     ]

@@ -1,7 +1,7 @@
 """Whether transformers could load the output: its names and shapes against the model that its config.json builds.
 
 For outputs whose config.json is a new one: stacks, mixtures, surgery. Where transformers is not installed, nothing is checked.
-It runs in a process of its own (`loading_script.py`): importing it takes seconds and hundreds of MB, and a config.json of
+It runs in a process of its own (`transformers_script.py`): importing it takes seconds and hundreds of MB, and a config.json of
 unknown origin may ask for a model of any size. Code that a model brings with it is never executed.
 
 Planning makes a `Question`. `weightsmith plan` waits for its answer; a merge has a `Check` ask it meanwhile, and publishes
@@ -26,17 +26,17 @@ from typing import Any, Generic, Self, TypeVar
 
 from weightsmith.errors import Finding, LayerError, PlanError
 from weightsmith.planner import answers
-from weightsmith.planner.loading_script import pattern_of
-from weightsmith.plans import Plan
+from weightsmith.planner.transformers_script import pattern_of
+from weightsmith.plans import PlanDraft
 from weightsmith.structure import Structure
 from weightsmith.tensors import TensorSpec
 
 TIMEOUT_SECONDS = 120
 """Ten times what the largest published models take."""
 
-SCRIPT = Path(__file__).with_name("loading_script.py")
+SCRIPT = Path(__file__).with_name("transformers_script.py")
 
-_PACKAGES = "torch", "transformers", "accelerate"
+PACKAGES = "torch", "transformers", "accelerate"
 _SHOWN = 3
 _KINDS = {"missing": "not in the output", "unexpected": "the model class has no such tensor", "shape": ""}
 _FIX = "load the output with its own software before you publish it"
@@ -66,7 +66,7 @@ class Question:
 
 
 def question_of(
-    plan: Plan,
+    plan: PlanDraft,
     config: Mapping[str, Any] | None,
     specs: Iterable[TensorSpec],
     structure: Structure,
@@ -75,7 +75,7 @@ def question_of(
     where: str,
     layers: Mapping[str, Sequence[int]] | None = None,
 ) -> Question | None:
-    """The question about the output of a plan; None without a config.json, or without transformers to ask.
+    """The question about the output of a draft; None without a config.json, or without transformers to ask.
 
     config, specs, structure  of the donor
     layers                    the donor's layers that each changed stack consists of; the rest as in `Question`
@@ -214,7 +214,7 @@ def check_loading(question: Question, began: Began = lambda _process: None) -> L
 
 def installed() -> bool:
     """True where the check can run: from_pretrained places tensors on the meta device by accelerate."""
-    return all(find_spec(name) is not None for name in _PACKAGES)
+    return all(find_spec(name) is not None for name in PACKAGES)
 
 
 def _refused(differences: list[str], where: str) -> LayerError:
@@ -234,20 +234,20 @@ def _unchecked(why: str) -> Finding:
 def _ask(checkpoint: Checked, began: Began) -> dict[str, Any]:
     """The script's answer, or the one it gave before."""
     config, specs = checkpoint
-    question = json.dumps([config, [[s.name, s.dtype.torch, s.shape] for s in specs]])
-    key = answers.key_of(question, SCRIPT, _PACKAGES)
+    question = json.dumps(["compare", config, [[s.name, s.dtype.torch, s.shape] for s in specs]])
+    key = answers.key_of(question, SCRIPT, PACKAGES)
     answer = answers.find(key)
     if answer is None:
-        answer = ask_script(SCRIPT, question, began)
+        answer = ask_script(question, began)
         answers.keep(key, answer)
     return answer
 
 
-def ask_script(script: Path, question: str, began: Began) -> dict[str, Any]:
-    """The answer of a script of ours, as JSON; {"unknown": why} or {"failed": why} without one."""
+def ask_script(question: str, began: Began) -> dict[str, Any]:
+    """The script's answer, as JSON; {"unknown": why} or {"failed": why} without one."""
     quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "critical", "TQDM_DISABLE": "1"}
     # -P: the folder of the script holds modules whose names are common.
-    command = [sys.executable, "-P", str(script), str(int(TIMEOUT_SECONDS) + 10)]  # it ends itself if nobody does
+    command = [sys.executable, "-P", str(SCRIPT), str(int(TIMEOUT_SECONDS) + 10)]  # it ends itself if nobody does
     pipe = subprocess.PIPE
     try:
         with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **quiet}) as process:

@@ -18,9 +18,9 @@ from weightsmith.formats.strict_json import read_object
 from weightsmith.lora import open_adapter
 from weightsmith.methods import user_files
 from weightsmith.methods.base import Parameter
-from weightsmith.planner.build import Prepared, Stage, code_files
 from weightsmith.planner.inputs import open_models
 from weightsmith.planner.parameters import coerce
+from weightsmith.planner.prepared import Prepared, Stage, code_files
 from weightsmith.plans import COPY, FILL, PERTURB, PLAIN, PRODUCTS, Gather, ModelInput, Plan, Read, Step, Value, plan_from_json
 from weightsmith.products import find_kind
 from weightsmith.recipe import ModelRef

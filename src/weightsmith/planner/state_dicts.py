@@ -22,12 +22,12 @@ from weightsmith.errors import (
 )
 from weightsmith.methods.base import Method, Parameter
 from weightsmith.options import output_dtype
-from weightsmith.planner.build import made_by
 from weightsmith.planner.decide import decide
 from weightsmith.planner.dtypes import DTypes
 from weightsmith.planner.logical import split_fused
+from weightsmith.planner.merges import made_by
 from weightsmith.planner.parameters import coerce, taking_part, without
-from weightsmith.plans import CAST, COPY, ModelInput, Plan, Read, Settings, Step, Value
+from weightsmith.plans import CAST, COPY, ModelInput, Plan, PlanDraft, Read, Settings, Step, Value
 from weightsmith.sources.views import View, view_of
 from weightsmith.structure import analyse
 from weightsmith.structure.fused import fused_parts
@@ -249,11 +249,11 @@ class _Call:
                 steps.append(step)
             else:
                 steps.append(self._copied(name, own, found))
-        warned = (*found, *dtypes.findings())
-        inputs = tuple(ModelInput(label, "", "") for label in self.labels)
-        table = (settings, *(without(settings, places) for places in list(taken)[1:]))
-        made, products = decide(steps, table, self.method)
-        return Plan(made_by(self.method), inputs, tuple(made), table, products, seed=seed, warnings=warned), same
+        draft = PlanDraft(made_by(self.method), [ModelInput(label, "", "") for label in self.labels], seed=seed)
+        draft.settings = [settings, *(without(settings, places) for places in list(taken)[1:])]
+        draft.steps, products = decide(steps, draft.settings, self.method)
+        draft.products, draft.warnings = list(products), [*found, *dtypes.findings()]
+        return draft.finish(stored=False), same
 
     def _merged(
         self, name: str, own: Sequence[TensorSpec], dtypes: DTypes, settings: Settings, taken: dict[tuple[int, ...], int]

@@ -5,7 +5,8 @@ Commands build a plan from headers only; the engine runs it; the store takes the
 (A module named `plan` would hide the function `weightsmith.plan`.)
 """
 
-from weightsmith.plans.reading import plan_from_json as plan_from_json
+from weightsmith.plans.draft import PlanDraft as PlanDraft
+from weightsmith.plans.forms import plan_from_json as plan_from_json
 from weightsmith.plans.values import CAST as CAST
 from weightsmith.plans.values import COPY as COPY
 from weightsmith.plans.values import FILL as FILL
@@ -29,3 +30,5 @@ from weightsmith.plans.values import Settings as Settings
 from weightsmith.plans.values import Step as Step
 from weightsmith.plans.values import Table as Table
 from weightsmith.plans.values import Value as Value
+from weightsmith.plans.values import arrays_of as arrays_of
+from weightsmith.plans.values import needs_of as needs_of

@@ -8,18 +8,17 @@ Plan      models, products, steps, and everything that is not a tensor
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
-from weightsmith._version import __version__
 from weightsmith.containers import CONTAINERS, SAFETENSORS, Layout
 from weightsmith.errors import Finding, legible
+from weightsmith.plans.codec import OMITTED, encode
 from weightsmith.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ class Gather:
     table: int | str
     block: Block
     axis: Literal[0, 1] = 0
-    fallback: tuple[Read, ...] = ()
+    fallback: tuple[Read, ...] = field(default=(), metadata=OMITTED)
 
 
 View = Block | Gather
@@ -193,13 +192,13 @@ class Step:
     inputs: tuple[Read, ...]
     base: bool = False
     settings: int = 0
-    pieces: tuple[Step, ...] = ()
-    needs: tuple[str, ...] = ()
-    role: Role = "other"
-    layer: str = ""
-    encoding: str = PLAIN
-    stored: tuple[TensorSpec, ...] = ()
-    weighted: int = -1
+    pieces: tuple[Step, ...] = field(default=(), metadata=OMITTED)
+    needs: tuple[str, ...] = field(default=(), metadata=OMITTED)
+    role: Role = field(default="other", metadata=OMITTED)
+    layer: str = field(default="", metadata=OMITTED)
+    encoding: str = field(default=PLAIN, metadata=OMITTED)
+    stored: tuple[TensorSpec, ...] = field(default=(), metadata=OMITTED)
+    weighted: int = field(default=-1, metadata=OMITTED)
 
     @property
     def outs(self) -> tuple[TensorSpec, ...]:
@@ -274,7 +273,7 @@ class Product:
     models: tuple[int, ...] = ()
     needs: tuple[str, ...] = ()
     files: tuple[FileRead, ...] = ()
-    transient: bool = False
+    transient: bool = field(default=False, metadata=OMITTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +289,7 @@ class ModelInput:
     ref: str
     revision: str
     identity: str
-    plan: Plan | None = None
+    plan: Plan | None = field(default=None, metadata=OMITTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,17 +374,17 @@ class Plan:
     config: dict[str, Any] | None = None
     donor: int = 0
     carried: tuple[str, ...] = ()
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    vocabulary: Mapping[str, Any] | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict, metadata={**OMITTED, "key": "other_files"})
+    lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict, metadata=OMITTED)
+    vocabulary: Mapping[str, Any] | None = field(default=None, metadata=OMITTED)
     container: str = SAFETENSORS
-    header: bytes = b""
+    header: bytes = field(default=b"", metadata=OMITTED)
     max_shard_bytes: int = 5_000_000_000
     seed: int = 0
     warnings: tuple[Finding, ...] = field(default=())
     recipe: str = ""
-    follows_recipe: bool = True
-    then: Mapping[str, Any] | None = None
+    follows_recipe: bool = field(default=True, metadata=OMITTED)
+    then: Mapping[str, Any] | None = field(default=None, metadata=OMITTED)
 
     @cached_property
     def layout(self) -> Layout:
@@ -413,7 +412,7 @@ class Plan:
     @cached_property
     def maker(self) -> Mapping[str, str]:
         """Name of a product's array → name of the product."""
-        return {out.name: product.name for product in self.products for out in product.outs}
+        return arrays_of(self.products)
 
     def products_for(self, steps: Iterable[Step], names: Collection[str] = ()) -> tuple[Product, ...]:
         """The products that these steps need, those named, and their dependencies; in plan order."""
@@ -428,15 +427,7 @@ class Plan:
 
     def needs(self, step: Step) -> frozenset[str]:
         """The products that must be finished before a step can run."""
-        found = set(step.needs)
-        for leaf in step.leaves:
-            found.update(leaf.needs)
-            for read in leaf.all_inputs:
-                if read.model == PRODUCTS:
-                    found.add(self.maker[read.tensor])
-                if read.table:
-                    found.add(self.maker[read.table])
-        return frozenset(found)
+        return needs_of(step, self.maker)
 
     @cached_property
     def hash(self) -> str:
@@ -469,104 +460,23 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values; `plan_from_json` is its inverse."""
-        return {
-            "weightsmith": __version__,
-            "made": _encode_made(self.made),
-            "models": [_encode_model(m) for m in self.models],
-            "settings": [
-                {"shared": dict(s.shared), "models": [dict(m) for m in s.models], "places": list(s.places)}
-                for s in self.settings
-            ],
-            "products": [_encode_product(p) for p in self.products],
-            "tables": [base64.b64encode(t.data).decode() for t in self.tables],
-            "steps": [_encode_step(s) for s in self.steps],
-            "dropped": [[d.model, d.tensor, d.reason] for d in self.dropped],
-            "config": self.config,
-            "donor": self.donor,
-            "carried": list(self.carried),
-            **({"other_files": {k: base64.b64encode(v).decode() for k, v in self.files.items()}} if self.files else {}),
-            **({"lacking": {model: list(files) for model, files in self.lacking.items()}} if self.lacking else {}),
-            **({"vocabulary": dict(self.vocabulary)} if self.vocabulary else {}),
-            "container": self.container,
-            **({"header": base64.b64encode(self.header).decode()} if self.header else {}),
-            "max_shard_bytes": self.max_shard_bytes,
-            "seed": self.seed,
-            "warnings": [{"what": w.what, "where": w.where, "details": list(w.details), "fix": w.fix} for w in self.warnings],
-            "recipe": self.recipe,
-            **({} if self.follows_recipe else {"follows_recipe": False}),
-            **({} if self.then is None else {"then": dict(self.then)}),
-        }
+        data: dict[str, Any] = encode(self)
+        return data
 
 
-def _encode_made(made: Made) -> dict[str, Any]:
-    code = None if made.code is None else dict(zip(("name", "folder", "sha256"), astuple(made.code), strict=True))
-    return {
-        "name": made.name,
-        "title": made.title,
-        "source": made.source,
-        "distance": made.distance,
-        "code": code,
-        "relation": made.relation,
-        "format": made.format,
-    }
+def arrays_of(products: Iterable[Product]) -> dict[str, str]:
+    """Name of a product's array → name of the product."""
+    return {out.name: product.name for product in products for out in product.outs}
 
 
-def _encode_model(model: ModelInput) -> dict[str, Any]:
-    plan = {} if model.plan is None else {"plan": model.plan.to_json()}
-    return {"ref": model.ref, "revision": model.revision, "identity": model.identity, **plan}
-
-
-def _encode_product(product: Product) -> dict[str, Any]:
-    transient = {"transient": True} if product.transient else {}
-    return {
-        "name": product.name,
-        "op": product.op,
-        "outs": [_encode_spec(out) for out in product.outs],
-        "settings": dict(product.settings),
-        "steps": [_encode_step(step) for step in product.steps],
-        "models": list(product.models),
-        "needs": list(product.needs),
-        "files": [list(astuple(file)) for file in product.files],
-        **transient,
-    }
-
-
-def _encode_spec(spec: TensorSpec) -> list[Any]:
-    return [spec.name, spec.dtype.name, list(spec.shape)]
-
-
-def _encode_step(step: Step) -> dict[str, Any]:
-    """One step as JSON values, without fields that have their default."""
-    data: dict[str, Any] = {
-        "name": step.out.name,
-        "dtype": step.out.dtype.name,
-        "shape": list(step.out.shape),
-        "op": step.op,
-        "inputs": [_encode_read(read) for read in step.inputs],
-        "base": step.base,
-        "settings": step.settings,
-    }
-    if step.pieces:
-        data["pieces"] = [_encode_step(piece) for piece in step.pieces]
-    if step.needs:
-        data["needs"] = list(step.needs)
-    if step.role != "other":
-        data["role"] = step.role
-    if step.layer:
-        data["layer"] = step.layer
-    if step.encoding != PLAIN:
-        data["encoding"] = step.encoding
-        data["stored"] = [_encode_spec(spec) for spec in step.stored]
-    if step.weighted >= 0:
-        data["weighted"] = step.weighted
-    return data
-
-
-def _encode_read(read: Read) -> list[Any]:
-    view = read.view
-    if view is None:
-        return [read.model, read.tensor]
-    if isinstance(view, Block):
-        return [read.model, read.tensor, *astuple(view)]
-    more = {"fallback": [_encode_read(other) for other in view.fallback]} if view.fallback else {}
-    return [read.model, read.tensor, {"table": view.table, "axis": view.axis, "block": list(astuple(view.block)), **more}]
+def needs_of(step: Step, maker: Mapping[str, str]) -> frozenset[str]:
+    """The products that must be finished before a step can run. maker: see `arrays_of`."""
+    found = set(step.needs)
+    for leaf in step.leaves:
+        found.update(leaf.needs)
+        for read in leaf.all_inputs:
+            if read.model == PRODUCTS:
+                found.add(maker[read.tensor])
+            if read.table:
+                found.add(maker[read.table])
+    return frozenset(found)

@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 
 from weightsmith.plans import Product, Step
-from weightsmith.plans.reading import has_type
+from weightsmith.plans.codec import has_type
 from weightsmith.products.base import Arrays, ProductContext, ProductKind
 from weightsmith.tensors import DTYPES, TensorSpec
 

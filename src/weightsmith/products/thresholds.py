@@ -12,7 +12,7 @@ from weightsmith.jobs.job import Matrix, Tile
 from weightsmith.jobs.selection import Counts, Search, count_patterns, kept_ranks
 from weightsmith.kernels.select import HIGH_BINS, Scores, count_high, find_bin
 from weightsmith.plans import Product
-from weightsmith.plans.reading import has_type
+from weightsmith.plans.codec import has_type
 from weightsmith.products.base import Arrays, ProductKind, StreamingReduction
 
 NO_FACTORS = np.zeros(0)

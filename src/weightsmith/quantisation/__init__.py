@@ -1,4 +1,4 @@
-"""Formats of quantised checkpoints: each makes a plan of plain tensors into a plan of stored codes.
+"""Formats of quantised checkpoints: each makes a draft of plain tensors one of stored codes.
 
 base.py     `Format`: the interface
 formats.py  `FORMATS`: the list of all
@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weightsmith.options import QuantizeSettings
-from weightsmith.planner import Prepared
+from weightsmith.planner import Assembled
 
 
-def quantised(prepare: Callable[[], Prepared], name: str | None, settings: QuantizeSettings) -> Prepared:
+def quantised(assemble: Callable[[], Assembled], name: str | None, settings: QuantizeSettings) -> Assembled:
     """`formats.in_format`. Formats are imported if one is asked for: a plain merge needs none."""
     if name is None and not settings.given:
-        return prepare()
+        return assemble()
     from weightsmith.quantisation.formats import in_format
 
-    return in_format(prepare, name, settings)
+    return in_format(assemble, name, settings)

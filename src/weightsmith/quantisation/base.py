@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from weightsmith.options import QuantizeSettings
-from weightsmith.planner import Plan, Prepared
+from weightsmith.planner import Assembled
+from weightsmith.plans import Product
 from weightsmith.products.base import Arrays
 
 
@@ -17,16 +18,16 @@ class Format:
     name      as users write it: `fp8-dynamic`
     summary   one line: what is stored, and how many bits a weight takes
     readers   the programs that load it
-    apply     (the prepared plan of plain tensors, settings) → the plan of the format. Reads headers and small files of
-              `prepared.inputs[prepared.plan.donor]` only, never tensor data. Raises PlanError with all problems
+    apply     (the draft of plain tensors, settings): makes it the draft of the format. Reads headers and small files of
+              `assembled.inputs[assembled.draft.donor]` only, never tensor data. Raises PlanError with all problems
     settings  fields of `QuantizeSettings` that it reads; any other that is given is an error before `apply` is called
-    follow    if `apply` returns a plan with `Plan.then`: (as for `apply`, the arrays of the products by name) → the plan of the
-              format, and files to add to the output
+    follow    if `apply` sets `then`: (as for `apply`, the measured products, their arrays by name): makes the draft of plain
+              tensors the draft of the format; returns files to add to the output
     """
 
     name: str
     summary: str
     readers: str
-    apply: Callable[[Prepared, QuantizeSettings], Plan]
+    apply: Callable[[Assembled, QuantizeSettings], None]
     settings: frozenset[str] = frozenset()
-    follow: Callable[[Prepared, QuantizeSettings, Mapping[str, Arrays]], tuple[Plan, Mapping[str, bytes]]] | None = None
+    follow: Callable[[Assembled, QuantizeSettings, Sequence[Product], Mapping[str, Arrays]], Mapping[str, bytes]] | None = None

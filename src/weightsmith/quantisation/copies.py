@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 from weightsmith._version import __version__
 from weightsmith.options import QuantizeSettings, RecipeOptions
-from weightsmith.planner import Prepared, prepare
+from weightsmith.planner import Prepared
+from weightsmith.planner.build import assemble
 from weightsmith.plans import Made
 from weightsmith.quantisation import quantised
 
@@ -20,9 +20,10 @@ def prepare_copy(model: str | os.PathLike[str], options: RecipeOptions, settings
     Raises PlanError with all problems.
     """
     recipe = {"merge_method": "passthrough", "models": [{"model": os.fspath(model)}]}
-    prepared = quantised(lambda: prepare(recipe, options), options.quantize, settings)
+    assembled = quantised(lambda: assemble(recipe, options), options.quantize, settings)
     made = Made("dequantize", f"Dequantised with weightsmith {__version__}.", relation="")
     if options.quantize is not None:
         title = f"Quantised with weightsmith {__version__} as `{options.quantize}`."
         made = Made("quantize", title, relation="quantized", format=options.quantize)
-    return replace(prepared, plan=replace(prepared.plan, made=made))
+    assembled.draft.made = made
+    return assembled.finish()

@@ -1,35 +1,36 @@
-"""The list of formats, and the one place where a plan becomes a plan of one of them."""
+"""The list of formats, and the one place where a draft becomes one of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from weightsmith.activations.rows import BUILT_IN
+from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import Finding, FormatError, ParameterError, PlanError, WeightsmithError
 from weightsmith.formats.files import expand_user
 from weightsmith.options import QuantizeSettings, assignment, named, read_options
-from weightsmith.planner import Prepared
-from weightsmith.plans.reading import has_type
+from weightsmith.planner import Assembled, Prepared
+from weightsmith.plans.codec import has_type
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation import gguf, streamed
 from weightsmith.quantisation.base import Format
-from weightsmith.quantisation.calibration.plan import NONE, before_measuring
+from weightsmith.quantisation.calibration.plan import NONE, without_measuring
 from weightsmith.quantisation.exl2 import format as exl2
 
 FORMATS: dict[str, Format] = {each.name: each for each in (*streamed.FORMATS, *gguf.FORMATS, *exl2.FORMATS)}
 """Every format, by name."""
 
 
-def in_format(prepare: Callable[[], Prepared], name: str | None, settings: QuantizeSettings) -> Prepared:
-    """What `prepare` returns, its plan in the format `name`; unchanged if that is None.
+def in_format(assemble: Callable[[], Assembled], name: str | None, settings: QuantizeSettings) -> Assembled:
+    """What `assemble` returns, its draft in the format `name`; unchanged if that is None.
 
-    Raises PlanError with the problems of `prepare`, and those of the format's name and settings; then as `Format.apply`.
+    Raises PlanError with the problems of `assemble`, and those of the format's name and settings; then as `Format.apply`.
     """
     problems = _problems(name, settings)
     try:
-        prepared = prepare()
+        assembled = assemble()
     except PlanError as error:
         if not problems:
             raise
@@ -38,17 +39,17 @@ def in_format(prepare: Callable[[], Prepared], name: str | None, settings: Quant
         if problems:
             raise PlanError(problems)
         if name is None:
-            return prepared
-        plan = FORMATS[name].apply(prepared, settings)
-        plan.layout  # noqa: B018  names that cannot be stored show here
-        made = replace(plan.made, format=name)
-        plan = replace(plan, made=made, warnings=(*plan.warnings, *_decoded(prepared, name)))
-        before = prepared.again
-        again = None if before is None else lambda written: in_format(lambda: before(written), name, settings)
-        return replace(prepared, plan=plan, named=(*prepared.named, *_files(settings)), again=again)
+            return assembled
+        FORMATS[name].apply(assembled, settings)
     except BaseException:
-        prepared.close()
+        assembled.close()
         raise
+    draft, before = assembled.draft, assembled.again
+    draft.made = replace(draft.made, format=name)
+    draft.warnings += _decoded(assembled.inputs, name)
+    assembled.again = None if before is None else lambda written: in_format(lambda: before(written), name, settings)
+    assembled.named += _files(settings)
+    return assembled
 
 
 def expected_bytes(prepared: Prepared) -> int:
@@ -57,11 +58,13 @@ def expected_bytes(prepared: Prepared) -> int:
     settings = replace(
         QuantizeSettings(**then["settings"]), calibration=NONE, calibration_rows=None, calibration_tokens=None, measure=None
     )
+    assembled = Assembled.of(prepared)
+    without_measuring(assembled.draft)
     try:
-        plan = FORMATS[then["format"]].apply(replace(prepared, plan=before_measuring(prepared.plan)[0]), settings)
+        FORMATS[then["format"]].apply(assembled, settings)
     except PlanError:
         return 0
-    return sum(out.nbytes for step in plan.steps for out in step.outs)
+    return sum(out.nbytes for step in assembled.draft.steps for out in step.outs)
 
 
 def followed(prepared: Prepared, arrays: Mapping[str, Arrays]) -> tuple[Prepared, Mapping[str, bytes]]:
@@ -77,8 +80,10 @@ def followed(prepared: Prepared, arrays: Mapping[str, Arrays]) -> tuple[Prepared
     if made is None or made.follow is None or not has_type(given, QuantizeSettings):
         raise FormatError("not a plan that can be run: no format of ours measures so", where="then", fix="make the plan again")
     (settings,) = read_options("run", given, QuantizeSettings)
-    plan, files = made.follow(prepared, settings, arrays)
-    return replace(prepared, plan=plan, named=(*prepared.named, *_files(settings))), files
+    assembled = Assembled.of(prepared)
+    files = made.follow(assembled, settings, without_measuring(assembled.draft), arrays)
+    assembled.named += _files(settings)
+    return assembled.finish(), files
 
 
 def _problems(name: str | None, settings: QuantizeSettings) -> list[WeightsmithError]:
@@ -105,10 +110,10 @@ def _files(settings: QuantizeSettings) -> list[Path]:
     return [expand_user(name) for name in (calibration, settings.measurement, settings.imatrix) if name is not None]
 
 
-def _decoded(prepared: Prepared, name: str) -> list[Finding]:
+def _decoded(models: Iterable[Checkpoint], name: str) -> list[Finding]:
     """Which models are quantised already."""
     return [
         Finding(f"it is quantised already ({model.decoded}): its weights are dequantised, then stored as {name}", model.ref)
-        for model in prepared.inputs
+        for model in models
         if model.decoded
     ]

@@ -20,12 +20,12 @@ from weightsmith.errors import Finding, FormatError, PlanError, Unsupported, Wei
 from weightsmith.formats.copied import MAX_COPIED_BYTES, is_read
 from weightsmith.formats.files import read_bounded, show
 from weightsmith.options import QuantizeSettings, named, option_error
-from weightsmith.planner import Plan, Prepared
+from weightsmith.planner import Assembled
 from weightsmith.planner.companions import joined, lacking
-from weightsmith.plans import FILL, JOIN, Dropped, Settings, Step, Table
+from weightsmith.plans import FILL, JOIN, Dropped, PlanDraft, Product, Settings, Step, Table
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation.base import Format
-from weightsmith.quantisation.calibration.plan import CALIBRATION_SETTINGS, NONE, Chain, before_measuring, unused
+from weightsmith.quantisation.calibration.plan import CALIBRATION_SETTINGS, NONE, Chain, unused
 from weightsmith.quantisation.gguf_types import MIXTURES, Mixture, Shape, type_of
 from weightsmith.stored.gguf.blocks import libgguf
 from weightsmith.stored.gguf.config import Config, family_of_config, keys_of_config
@@ -42,41 +42,53 @@ HEAD_IS_EMBEDDING = "the head is the embedding"
 Importances = Mapping[str, npt.NDArray[np.float32]]
 
 
-def apply(mixture: Mixture, prepared: Prepared, settings: QuantizeSettings) -> Plan:
-    """The plan of a GGUF file. Raises PlanError."""
+def apply(mixture: Mixture, assembled: Assembled, settings: QuantizeSettings) -> None:
+    """Make the draft one of a GGUF file. Raises PlanError."""
     measures = settings.calibration not in (None, NONE)
     if measures and settings.imatrix is not None:
         what = "importances come from a file or from a calibration text, not both"
         raise PlanError([option_error("imatrix", what, f"leave out {named('imatrix')} or {named('calibration')}")])
     if problems := unused(settings, calibrates=measures):
         raise PlanError(problems)
+    draft = assembled.draft
     with _problems_of_a_plan():
         if not measures:
-            return _planned(mixture, prepared, {} if settings.imatrix is None else read_imatrix(settings.imatrix))
-        family = family_of_config(prepared.plan.config)
-        chain = Chain(prepared.plan, prepared, settings)
-        weights = [_weighted(prepared.plan, family, chain.names(layer)) for layer in range(chain.layers)]
+            _fill(mixture, assembled, {} if settings.imatrix is None else read_imatrix(settings.imatrix))
+            return
+        family = family_of_config(draft.config)
+        chain = Chain(assembled, settings)
+        weights = [_weighted(draft, family, chain.names(layer)) for layer in range(chain.layers)]
         ones = {spec.name: np.ones(spec.shape[1:], np.float32) for own in weights for spec in own}
-        _planned(mixture, prepared, _importances_of(family, ones))  # its errors, before anything is measured
-    products = chain.forward(
-        lambda layer, states: [chain.statistic("moments", layer, states, [spec.name for spec in weights[layer]])]
+        trial = replace(assembled, draft=PlanDraft.of(draft))
+        _fill(mixture, trial, _importances_of(family, ones))  # its errors, before anything is measured
+    chain.add_to(
+        draft,
+        chain.forward(
+            lambda layer, states: [chain.statistic("moments", layer, states, [spec.name for spec in weights[layer]])]
+        ),
     )
-    then = {"format": _format_name(mixture), "settings": asdict(settings)}
-    return replace(prepared.plan, products=(*map(chain.surveyed, prepared.plan.products), *products), then=then)
+    draft.then = {"format": _format_name(mixture), "settings": asdict(settings)}
 
 
 def follow(
-    mixture: Mixture, prepared: Prepared, settings: QuantizeSettings, arrays: Mapping[str, Arrays]
-) -> tuple[Plan, Mapping[str, bytes]]:
-    """The plan of a GGUF file with the importances that were measured, and these as a file. Raises PlanError, FormatError."""
-    plain, measured = before_measuring(prepared.plan)
+    mixture: Mixture,
+    assembled: Assembled,
+    settings: QuantizeSettings,
+    measured: Sequence[Product],
+    arrays: Mapping[str, Arrays],
+) -> Mapping[str, bytes]:
+    """Make the draft one of a GGUF file with the importances that were measured; these as a file.
+
+    Raises PlanError, FormatError.
+    """
     found: dict[str, npt.NDArray[np.float32]] = {}
     for product in measured:
         if product.name in arrays:
             found |= _by_weight(StatisticWork.of(product), arrays[product.name])
     with _problems_of_a_plan():
-        importances = _importances_of(family_of_config(plain.config), found)
-        return _planned(mixture, replace(prepared, plan=plain), importances), {"imatrix.dat": imatrix_bytes(importances)}
+        importances = _importances_of(family_of_config(assembled.draft.config), found)
+        _fill(mixture, assembled, importances)
+        return {"imatrix.dat": imatrix_bytes(importances)}
 
 
 def _by_weight(work: StatisticWork, arrays: Arrays) -> dict[str, npt.NDArray[np.float32]]:
@@ -97,15 +109,15 @@ def _problems_of_a_plan() -> Iterator[None]:
         raise PlanError([error]) from error
 
 
-def _planned(mixture: Mixture, prepared: Prepared, importances: Importances) -> Plan:
-    plan = prepared.plan
-    family = family_of_config(plan.config)
-    config = plan.config or {}
+def _fill(mixture: Mixture, assembled: Assembled, importances: Importances) -> None:
+    draft = assembled.draft
+    family = family_of_config(draft.config)
+    config = draft.config or {}
     if mixture.default not in ("F32", "F16", "BF16"):
         libgguf()
     keys, extra = keys_of_config(config, family, mixture.number)
     given = Config(config)
-    dropped, steps = _without_doubles(plan, given)
+    dropped, steps = _without_doubles(draft.steps, given)
     named = _named(steps, family)
     tied = "output.weight" not in named
     specs = [replace(step.out, name=name) for name, step in named.items()]
@@ -121,7 +133,6 @@ def _planned(mixture: Mixture, prepared: Prepared, importances: Importances) -> 
         weighted=bool(importances),
         big=family.architecture == "llama" and layers == 80 and heads != kv_heads,
     )
-    tables = list(plan.tables)
     problems: list[WeightsmithError] = []
     made: list[Step] = []
     for spec, step in zip(specs, named.values(), strict=True):
@@ -132,8 +143,8 @@ def _planned(mixture: Mixture, prepared: Prepared, importances: Importances) -> 
         weighted = -1
         try:
             if encoding.dtype.block > 1 and (values := _importances(importances, spec, kind, mixture)) is not None:
-                weighted = len(tables)
-                tables.append(Table(values.astype("<f4").tobytes()))
+                weighted = len(draft.tables)
+                draft.tables.append(Table(values.astype("<f4").tobytes()))
             stored = tuple(replace(out, name=spec.name) for out in encoding.outs(step.out))
         except WeightsmithError as error:
             problems.append(error)
@@ -142,23 +153,16 @@ def _planned(mixture: Mixture, prepared: Prepared, importances: Importances) -> 
     if problems:
         raise PlanError(problems)
     rows = named["token_embd.weight"].out.shape[0]
-    keys |= tokenizer_keys(_tokenizer(prepared), config, family, rows)
-    constants, numbers = _constants(extra, len(plan.settings))
-    copied = tuple(name for name in plan.carried if not is_read(name) and not name.endswith(".py"))
-    held = {*copied, "config.json", *(name for name in (*plan.carried, *plan.files) if name in READ)}  # the keys say the same
-    return replace(
-        plan,
-        steps=(*made, *constants),
-        settings=(*plan.settings, *numbers),
-        tables=tuple(tables),
-        dropped=(*plan.dropped, *dropped),
-        carried=copied,
-        files={},
-        lacking=joined([plan.lacking, lacking(((c.ref, c.files) for c in prepared.inputs), held)]),
-        container=GGUF,
-        header=encode_metadata(keys),
-        warnings=(*plan.warnings, *_unused(importances, named), *_left_out(dropped)),
-    )
+    keys |= tokenizer_keys(_tokenizer(assembled), config, family, rows)
+    constants, numbers = _constants(extra, len(draft.settings))
+    copied = [name for name in draft.carried if not is_read(name) and not name.endswith(".py")]
+    held = {*copied, "config.json", *(name for name in (*draft.carried, *draft.files) if name in READ)}  # the keys say the same
+    draft.steps, draft.settings = [*made, *constants], [*draft.settings, *numbers]
+    draft.dropped += dropped
+    draft.carried, draft.files = copied, {}
+    draft.lacking = joined([draft.lacking, lacking(((c.ref, c.files) for c in assembled.inputs), held)])
+    draft.container, draft.header = GGUF, encode_metadata(keys)
+    draft.warnings += [*_unused(importances, named), *_left_out(dropped)]
 
 
 def _left_out(dropped: Sequence[Dropped]) -> list[Finding]:
@@ -168,10 +172,10 @@ def _left_out(dropped: Sequence[Dropped]) -> list[Finding]:
     return [Finding(what, each.tensor, fix=fix) for each in dropped if each.reason == HEAD_IS_EMBEDDING]
 
 
-def _without_doubles(plan: Plan, config: Config) -> tuple[list[Dropped], list[Step]]:
+def _without_doubles(steps: Sequence[Step], config: Config) -> tuple[list[Dropped], list[Step]]:
     """The steps without what llama.cpp computes: a tied head that is stored twice, and frequencies of RoPE."""
     dropped, kept = [], []
-    for step in plan.steps:
+    for step in steps:
         why = ""
         if step.out.name == "lm_head.weight" and config.get("tie_word_embeddings"):
             why = HEAD_IS_EMBEDDING
@@ -216,10 +220,10 @@ def _named(steps: Sequence[Step], family: Family) -> dict[str, Step]:
     return single
 
 
-def _weighted(plan: Plan, family: Family, names: Iterable[str]) -> list[TensorSpec]:
+def _weighted(draft: PlanDraft, family: Family, names: Iterable[str]) -> list[TensorSpec]:
     """Those of the tensors that llama.cpp has importances for: weights of linear layers, but not of routers."""
     own = set(names)
-    specs = [step.out for step in plan.steps if step.out.name in own and len(step.out.shape) == 2]
+    specs = [step.out for step in draft.steps if step.out.name in own and len(step.out.shape) == 2]
     placed = [(spec, gguf_place(family, spec.name)) for spec in specs]
     return [spec for spec, place in placed if place is not None and ".ffn_gate_inp." not in place.name]
 
@@ -273,12 +277,13 @@ def _constants(extra: Mapping[str, npt.NDArray[np.float32]], first: int) -> tupl
     return steps, settings
 
 
-def _tokenizer(prepared: Prepared) -> dict[str, bytes]:
+def _tokenizer(assembled: Assembled) -> dict[str, bytes]:
     """The tokenizer's files of the output."""
-    donor = prepared.inputs[prepared.plan.donor]
-    names = [name for name in READ if name in prepared.plan.carried]
+    draft = assembled.draft
+    donor = assembled.inputs[draft.donor]
+    names = [name for name in READ if name in draft.carried]
     donor.fetch(names)
-    written = {name: data for name, data in prepared.plan.files.items() if name in READ}
+    written = {name: data for name, data in draft.files.items() if name in READ}
     return {name: read_bounded(donor.folder / name, MAX_COPIED_BYTES) for name in names} | written
 
 
@@ -289,7 +294,7 @@ def _format_name(mixture: Mixture) -> str:
 def _format(mixture: Mixture) -> Format:
     bits = TYPES[mixture.default].itemsize * 8 / TYPES[mixture.default].block
     about = f"{bits:g} bits a weight" if mixture.default == mixture.name else f"{bits:g}+ bits a weight"
-    run: Callable[[Prepared, QuantizeSettings], Plan] = partial(apply, mixture)
+    run: Callable[[Assembled, QuantizeSettings], None] = partial(apply, mixture)
     readers = "llama.cpp, Ollama, LM Studio"
     if mixture.default in ("F32", "F16", "BF16", "Q8_0"):
         return Format(_format_name(mixture), f"one GGUF file, {about}", readers, run)

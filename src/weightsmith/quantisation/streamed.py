@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weightsmith.errors import Finding, PlanError
+from weightsmith.errors import PlanError
 from weightsmith.options import QuantizeSettings, option_error
-from weightsmith.planner import Plan, Prepared
+from weightsmith.planner import Assembled
 from weightsmith.planner.encode import encodable, quantise
+from weightsmith.plans import PlanDraft
 from weightsmith.quantisation.base import Format
-from weightsmith.quantisation.calibration.plan import CALIBRATION_SETTINGS, NONE, Chain, calibrated, unused
+from weightsmith.quantisation.calibration.plan import CALIBRATION_SETTINGS, NONE, Chain, calibrate, unused
 from weightsmith.stored import formats
 from weightsmith.stored.base import Writing
 
@@ -25,16 +26,15 @@ def streamed(writing: Writing) -> Format:
 def _single(writing: Writing) -> Format:
     (encoding,) = writing.encodings.values()
 
-    def apply(prepared: Prepared, settings: QuantizeSettings) -> Plan:
-        plan = quantise(prepared.plan, encoding.name)
+    def apply(assembled: Assembled, settings: QuantizeSettings) -> None:
+        draft = assembled.draft
+        quantise(draft, encoding.name)
         stored = [
-            step.out.name for step in plan.steps if step.encoding == encoding.name and "experts" in step.out.name.split(".")
+            step.out.name for step in draft.steps if step.encoding == encoding.name and "experts" in step.out.name.split(".")
         ]
-        if not writing.experts or not stored:
-            return plan
-        fix = "choose fp8-dynamic, w8a16, w4a16 or mxfp4 for transformers"
-        finding = Finding(f"{writing.experts} {writing.name}", stored[0], fix=fix)
-        return replace(plan, warnings=(*plan.warnings, finding))
+        if writing.experts and stored:
+            fix = "choose fp8-dynamic, w8a16, w4a16 or mxfp4 for transformers"
+            draft.warn(f"{writing.experts} {writing.name}", stored[0], fix=fix)
 
     return Format(writing.name, writing.summary, writing.readers, apply)
 
@@ -47,7 +47,7 @@ def _grouped(writing: Writing) -> Format:
     """
     groups, calibrates = tuple(writing.encodings), writing.name in CALIBRATED
 
-    def apply(prepared: Prepared, settings: QuantizeSettings) -> Plan:
+    def apply(assembled: Assembled, settings: QuantizeSettings) -> None:
         asked = settings.group_size
         if asked is not None and asked not in groups:
             what = f"{writing.name} has groups of {', '.join(map(str, sorted(groups)))}, not of {asked}"
@@ -56,14 +56,14 @@ def _grouped(writing: Writing) -> Format:
         if problems := unused(settings, calibrates=has_text):
             raise PlanError(problems)
         names = {group: encoding.name for group, encoding in writing.encodings.items()}
-        group = asked or max(groups, key=lambda group: encodable(prepared.plan, names[group]))
-        plan = quantise(prepared.plan, names[group])
+        draft, plain = assembled.draft, replace(assembled, draft=PlanDraft.of(assembled.draft))
+        group = asked or max(groups, key=lambda group: encodable(draft, names[group]))
+        quantise(draft, names[group])
         if has_text:
-            plan = calibrated(Chain(prepared.plan, prepared, settings), plan)
+            calibrate(Chain(plain, settings), draft)
         if asked is None and group != groups[0]:
             what = f"groups of {group} are used: more weights have a multiple of it as their width than of {groups[0]}"
-            return replace(plan, warnings=(*plan.warnings, Finding(what, "quantize")))
-        return plan
+            draft.warn(what, "quantize")
 
     more = CALIBRATION_SETTINGS if calibrates else frozenset()
     return Format(writing.name, writing.summary, writing.readers, apply, frozenset({"group_size"}) | more)

@@ -25,10 +25,11 @@ from weightsmith.formats.files import expand_user, file_names, is_folder, read_b
 from weightsmith.jobs.requires import needs_torch
 from weightsmith.options import RecipeOptions, TransplantSettings, option_error
 from weightsmith.planner import Prepared
-from weightsmith.planner.build import prepare_recipe
+from weightsmith.planner.build import assemble_recipe
 from weightsmith.planner.companions import joined, lacking
 from weightsmith.planner.inputs import open_models
-from weightsmith.plans import PRODUCTS, Block, Gather, Made, ModelInput, Product, Read, Step
+from weightsmith.planner.prepared import Assembled, model_input
+from weightsmith.plans import PRODUCTS, Block, Gather, Made, PlanDraft, Read, Step
 from weightsmith.plans import Table as Numbers
 from weightsmith.recipe import ModelRef
 from weightsmith.recipe.references import parse_reference
@@ -78,13 +79,15 @@ def prepare_transplant(model: str | os.PathLike[str], donor: str | os.PathLike[s
         found = _open_donor(donor, stack)
         _check_donor(found, approximation, settings)
         rows = 0 if found.model is None else vocabulary.count_rows(found.model.specs.values(), found.config)
-        prepared = stack.enter_context(_copy(model, donor, rows, settings))
+        assembled = _copy(model, donor, rows, settings)
+        stack.callback(assembled.close)
         try:
-            transplanted = _Planner(prepared, found, settings, approximation).prepare()
+            _Transplant(assembled, found, settings, approximation).fill()
+            prepared = assembled.finish()
         except WeightsmithError as error:
             raise PlanError([error]) from error
         stack.pop_all()
-        return transplanted
+        return prepared
 
 
 def _open_donor(donor: str | os.PathLike[str], stack: ExitStack) -> _Donor:
@@ -122,8 +125,8 @@ def _check_donor(donor: _Donor, approximation: Approximation, settings: Transpla
         raise PlanError([Unsupported(what, where=donor.label, fix=fix)])
 
 
-def _copy(model: str | os.PathLike[str], donor: str | os.PathLike[str], rows: int, settings: TransplantSettings) -> Prepared:
-    """The plan of the recipe that copies the model with the donor's tokenizer. rows: of the output; 0: one for each id."""
+def _copy(model: str | os.PathLike[str], donor: str | os.PathLike[str], rows: int, settings: TransplantSettings) -> Assembled:
+    """The draft of the recipe that copies the model with the donor's tokenizer. rows: of the output; 0: one for each id."""
     source = {
         "merge_method": "passthrough",
         "models": [{"model": os.fspath(model)}],
@@ -134,15 +137,15 @@ def _copy(model: str | os.PathLike[str], donor: str | os.PathLike[str], rows: in
         raise PlanError(list(loaded.problems))
     asked = replace(loaded.recipe, tokenizer=replace(loaded.recipe.tokenizer, rows=rows))
     options = RecipeOptions(seed=settings.seed, max_shard_bytes=settings.max_shard_bytes)
-    return prepare_recipe(asked, options, loaded.problems)
+    return assemble_recipe(asked, options, loaded.problems)
 
 
-class _Planner:
+class _Transplant:
     """One call of `prepare_transplant`."""
 
-    def __init__(self, prepared: Prepared, donor: _Donor, settings: TransplantSettings, approximation: Approximation) -> None:
-        self.prepared, self.donor, self.settings, self.approximation = prepared, donor, settings, approximation
-        self.model = prepared.inputs[_MODEL]
+    def __init__(self, assembled: Assembled, donor: _Donor, settings: TransplantSettings, approximation: Approximation) -> None:
+        self.assembled, self.donor, self.settings, self.approximation = assembled, donor, settings, approximation
+        self.model = assembled.inputs[_MODEL]
         self.size = vocabulary.count_rows(self.model.specs.values(), self.model.config)
         seen: dict[str, Vocabulary] = {}
         self.model.fetch([name for name in self.model.files if is_tokenizer(name)])
@@ -158,42 +161,32 @@ class _Planner:
             )
         return found
 
-    def prepare(self) -> Prepared:
-        """The plan with its tables."""
-        plan = self.prepared.plan
-        places = [i for i, step in enumerate(plan.steps) if self._is_table(step)]
+    def fill(self) -> None:
+        """Change the draft: rows in the donor's order, and a product for those that are missing."""
+        draft = self.assembled.draft
+        places = [i for i, step in enumerate(draft.steps) if self._is_table(step)]
         if not places:
             raise Unsupported(
                 "no tensor of the model has a row for each token", where=self.model.ref, fix="name a language model"
             )
         matches = {kind: self._match(kind) for kind in ("embedding", "head")}
-        made = [self._table(plan.steps[i], matches) for i in places]
-        donor = () if self.donor.model is None else (self.donor.model,)
-        models = (*plan.models, *(ModelInput(m.ref, m.revision, m.identity) for m in donor))
-        steps, tables = list(plan.steps), list[Numbers]()
+        made = [self._table(draft.steps[i], matches) for i in places]
         missing = [(i, table) for i, table in zip(places, made, strict=True) if table.missing]
+        draft.tables = []
         for i, table in zip(places, made, strict=True):
-            steps[i] = _gathered(steps[i], table, self.model.specs[table.name], tables)
-        products: tuple[Product, ...] = ()
+            draft.steps[i] = _gathered(draft.steps[i], table, self.model.specs[table.name], draft)
+        draft.products = []
         if missing:
             work = self._work([table for _, table in missing], matches["embedding"])
-            dtypes = [steps[i].out.dtype for i, _ in missing]
-            products = (work.product(dtypes, [s for _, table in missing for s in self._reading(table)]),)
-        held = {*plan.carried, *plan.files, *([] if plan.config is None else ["config.json"])}
-        theirs = [(self.donor.label, copied_files(self.donor.files))]
-        result = replace(
-            plan,
-            lacking=joined([plan.lacking, lacking(theirs, held)]),
-            made=Made(COMMAND, self._title(), _SOURCE + self.approximation.source, relation="merge"),
-            models=models,
-            steps=tuple(steps),
-            products=products,
-            tables=tuple(tables),
-            vocabulary=self._summary(matches["embedding"]),
-            recipe=self._settings(),
-            follows_recipe=False,
-        )
-        return replace(self.prepared, plan=result, inputs=(*self.prepared.inputs, *donor), again=None)
+            dtypes = [draft.steps[i].out.dtype for i, _ in missing]
+            draft.products.append(work.product(dtypes, [s for _, table in missing for s in self._reading(table)]))
+        donor = [] if self.donor.model is None else [self.donor.model]
+        draft.models += map(model_input, donor)
+        draft.lacking = joined([draft.lacking, lacking([(self.donor.label, copied_files(self.donor.files))], draft.held)])
+        draft.made = Made(COMMAND, self._title(), _SOURCE + self.approximation.source, relation="merge")
+        draft.vocabulary = self._summary(matches["embedding"])
+        draft.recipe, draft.follows_recipe = self._settings(), False
+        self.assembled.inputs = [*self.assembled.inputs, *donor]
 
     def _title(self) -> str:
         how = f"transplanted with weightsmith {__version__}, approximation `{self.approximation.name}`."
@@ -373,7 +366,7 @@ class _Planner:
             for name in TransplantSettings.__dataclass_fields__
             if getattr(self.settings, name) != getattr(defaults, name)
         }
-        made = {"model": self.prepared.plan.models[_MODEL].ref, "donor": self.donor.label}
+        made = {"model": self.assembled.draft.models[_MODEL].ref, "donor": self.donor.label}
         text: str = yaml.safe_dump(
             {COMMAND: {**made, "approximation": self.approximation.name, **chosen}}, sort_keys=False, allow_unicode=True
         )
@@ -384,8 +377,8 @@ _SOURCE = "Tokens that both have keep the rows of the model; missing tokens: "
 _DESCRIBED = {"missing": "approximated", "no token": "rows without a token"}
 
 
-def _gathered(step: Step, table: Table, spec: TensorSpec, tables: list[Numbers]) -> Step:
-    """The step with its rows in the order of the output. tables: of the plan; new ones are added."""
+def _gathered(step: Step, table: Table, spec: TensorSpec, draft: PlanDraft) -> Step:
+    """The step with its rows in the order of the output. draft: gets the tables."""
     height, cols, n = table.sizes[0], table.cols[0], len(table.missing)
     made = dict.fromkeys(table.missing)
     own = [-1 if number in made else row for number, row in enumerate(table.own)]
@@ -395,17 +388,10 @@ def _gathered(step: Step, table: Table, spec: TensorSpec, tables: list[Numbers])
     if n:
         places = {number: k for k, number in enumerate(table.missing)}
         numbers = [places.get(number, -1) for number in range(len(own))]
-        fallback = (Read(PRODUCTS, f"{table.name}: rows", Gather(_numbered(tables, numbers), Block(0, n, cols, cols))),)
-    view = Gather(_numbered(tables, own), Block(0, height, cols, cols), 0, fallback)
+        view = Gather(draft.add_table(Numbers.of(numbers)), Block(0, n, cols, cols))
+        fallback = (Read(PRODUCTS, f"{table.name}: rows", view),)
+    view = Gather(draft.add_table(Numbers.of(own)), Block(0, height, cols, cols), 0, fallback)
     return replace(step, inputs=(Read(_MODEL, spec.name, view),))
-
-
-def _numbered(tables: list[Numbers], numbers: Sequence[int]) -> int:
-    """The index of a table; equal ones are stored once."""
-    made = Numbers.of(numbers)
-    if made not in tables:
-        tables.append(made)
-    return tables.index(made)
 
 
 def _unused(tokens: Vocabulary, size: int) -> tuple[int, ...]:

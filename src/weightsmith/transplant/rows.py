@@ -10,7 +10,7 @@ has all rows of the output.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from weightsmith.jobs.requires import usable_device
 from weightsmith.options import APPROXIMATIONS
 from weightsmith.plans import COPY, Block, Product, Read, Step
-from weightsmith.plans.reading import has_type
+from weightsmith.plans.codec import ProductSettings, has_type
 from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.tensors import DTYPES, DType, TensorSpec
@@ -87,7 +87,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class RowWork:
+class RowWork(ProductSettings):
     """The settings of the product.
 
     approximation  its name
@@ -116,17 +116,10 @@ class RowWork:
     tokens: Mapping[str, str]
     counts: Mapping[str, int] | None
 
-    @classmethod
-    def of(cls, product: Product) -> RowWork:
-        """From the settings of a product."""
-        data: Any = dict(product.settings)
-        choices: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in data["choices"].items()}
-        return cls(**data | {"choices": Choices(**choices), "tables": tuple(Table(**table) for table in data["tables"])})
-
     def product(self, dtypes: Sequence[DType], steps: Sequence[Step]) -> Product:
         """The product. dtypes: of the tables."""
         outs = tuple(out for table, dtype in zip(self.tables, dtypes, strict=True) for out in table.outs(dtype))
-        return Product(NAME, OP, outs, asdict(self), tuple(steps))
+        return Product(NAME, OP, outs, self.to_json(), tuple(steps))
 
 
 class BenchTables:

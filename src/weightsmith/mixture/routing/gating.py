@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from weightsmith.activations.decoder import Base
 from weightsmith.mixture.routing.gates import MODES
 from weightsmith.mixture.routing.prompts import Texts
 from weightsmith.plans import Product
+from weightsmith.plans.codec import ProductSettings
 from weightsmith.tensors import DTYPES, DType, TensorSpec
 
 
@@ -28,7 +28,7 @@ class GatedExpert:
 
 
 @dataclass(frozen=True, slots=True)
-class Gating:
+class Gating(ProductSettings):
     """What router weights depend on, besides tensors and the tokenizer's files.
 
     mode           a key of `gates.MODES`
@@ -72,21 +72,6 @@ class Gating:
         routed = list(enumerate(self.experts[: self.routed]))
         prompts = [(e, False) for e, expert in routed if expert.texts.has_prompts]
         return prompts + [(e, True) for e, expert in routed if expert.texts.has_held_out]
-
-    def to_json(self) -> dict[str, Any]:
-        """To the settings of a product."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls, product: Product) -> Gating:
-        """From the settings of a product."""
-        data = dict(product.settings)
-        experts = tuple(GatedExpert(e["name"], e["where"], Texts(**_tuples(e["texts"]))) for e in data["experts"])
-        return cls(**data | {"experts": experts, "base": Base(**data["base"])})
-
-
-def _tuples(texts: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in texts.items()}
 
 
 def uses_states(mode: str, *, report: bool) -> bool:

@@ -15,7 +15,7 @@ from weightsmith.mixture.routing.route import route, useless_rows
 from weightsmith.pages import HeatMap
 from weightsmith.pages.values import Block
 from weightsmith.plans import Product
-from weightsmith.plans.reading import has_type
+from weightsmith.plans.codec import has_type
 from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays
 

@@ -6,7 +6,6 @@ import copy
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,12 @@ from weightsmith.mixture.surgery.experts import ExpertLayer, Stacked, find_block
 from weightsmith.mixture.surgery.neurons import MatchedPair, matching, neuron_tensors, read_matched
 from weightsmith.mixture.surgery.selection import ExpertGroup, ExpertSelection, Groups
 from weightsmith.options import RecipeOptions
-from weightsmith.planner.build import Prepared
 from weightsmith.planner.config import output_config
 from weightsmith.planner.dtypes import DTypes, kept_specs
 from weightsmith.planner.inputs import at, open_models
 from weightsmith.planner.loading import question_of
-from weightsmith.plans import CAST, COPY, JOIN, Block, Dropped, Made, Plan, Product, Read, Settings, Step
+from weightsmith.planner.prepared import Assembled
+from weightsmith.plans import CAST, COPY, JOIN, Block, Dropped, Made, Product, Read, Settings, Step
 from weightsmith.recipe import Surgery
 from weightsmith.structure import analyse
 from weightsmith.structure.configs import EXPERT_COUNTS, sections, whole_numbers
@@ -45,14 +44,14 @@ _MERGED = Made(
 )
 
 
-def prepare_surgery(
+def assemble_surgery(
     recipe: Surgery,
     options: RecipeOptions,
     problems: Sequence[WeightsmithError] = (),
     *,
     folder: Path = Path(),
-) -> Prepared:
-    """Plan a parsed recipe.
+) -> Assembled:
+    """The draft of a parsed recipe.
 
     problems  found while parsing it
     folder    base for a relative path of the saliency file
@@ -73,15 +72,13 @@ def prepare_surgery(
         config = surgeon.config()
         if problems or selection.problems or surgeon.problems:
             raise PlanError([*problems, *selection.problems, *surgeon.problems])
-        prepared = surgeon.prepare(config, options.shard_bytes)
+        made = surgeon.assemble(config, options.shard_bytes)
         # What the tensors of a quantised model are is up to its own loader.
         if options.check_loading and checkpoint.quantised is None:
-            where = recipe.model.where
-            shape = prepared.structure
-            loading = question_of(prepared.plan, checkpoint.config, specs.values(), shape, checkpoint.ref, where=where)
-            prepared = replace(prepared, loading=loading)
+            where, shape = recipe.model.where, made.structure
+            made.loading = question_of(made.draft, checkpoint.config, specs.values(), shape, checkpoint.ref, where=where)
         stack.pop_all()
-        return prepared
+        return made
 
 
 def _open(
@@ -174,7 +171,7 @@ class _Surgeon:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def prepare(self, config: dict[str, Any], max_shard_bytes: int) -> Prepared:
+    def assemble(self, config: dict[str, Any], max_shard_bytes: int) -> Assembled:
         steps: list[Step] = []
         moved: set[str] = set()
         for block in self.blocks:
@@ -190,7 +187,7 @@ class _Surgeon:
             if name not in moved:
                 steps.append(self._step(name, spec.shape, spec, [Read(0, name)]))
         steps.sort(key=lambda step: natural_key(step.out.name))
-        return self._prepared(steps, config, max_shard_bytes)
+        return self._assembled(steps, config, max_shard_bytes)
 
     def _sources(self, block: ExpertLayer, groups: Groups) -> dict[tuple[int, str], Read]:
         """Reads that replace the model's tensors for experts with matched neurons, by expert and key."""
@@ -247,33 +244,24 @@ class _Surgeon:
 
     # --- the rest of the plan ----------------------------------------------------------------------------------------
 
-    def _prepared(self, steps: Sequence[Step], config: dict[str, Any], max_shard_bytes: int) -> Prepared:
-        assembly = Assembly()
-        assembly.add(self.checkpoint)
-        structure = analyse(self.specs.values(), self.checkpoint.config)
-        if self.checkpoint.quantised is None:
+    def _assembled(self, steps: list[Step], config: dict[str, Any], max_shard_bytes: int) -> Assembled:
+        assembly = Assembly(_PRUNED if self.recipe.prune is not None else _MERGED)
+        draft, checkpoint = assembly.draft, self.checkpoint
+        assembly.add(checkpoint)
+        structure = analyse(self.specs.values(), checkpoint.config)
+        if checkpoint.quantised is None:
             written = [step.out for step in steps]
             config, _ = output_config(config, structure, {}, written, stored=self.specs, asked=self.asked, untie=False)
-        means = [Settings({"normalize": True}, tuple({"weight": share} for share in shares)) for shares in self.settings]
-        plan = Plan(
-            made=_PRUNED if self.recipe.prune is not None else _MERGED,
-            models=tuple(assembly.models),
-            steps=tuple(steps),
-            settings=(*assembly.settings, *means),
-            products=tuple(self.products),
-            dropped=self._dropped(steps),
-            config=config,
-            carried=tuple(file for file in self.checkpoint.files if file != "config.json"),
-            max_shard_bytes=max_shard_bytes,
-            warnings=tuple(
-                dict.fromkeys(
-                    [*self.warnings, *self.dtypes.findings(), *left_out_findings(self.checkpoint.left_out, self.checkpoint.ref)]
-                )
-            ),
-            recipe=self.recipe.text,
-        )
-        named = (self.selection.saliency_path,) if self.selection.saliency_path is not None else ()
-        return Prepared(plan, tuple(assembly.inputs), structure, named=named)
+        draft.steps, draft.config, draft.products = steps, config, self.products
+        draft.settings += [
+            Settings({"normalize": True}, tuple({"weight": share} for share in shares)) for shares in self.settings
+        ]
+        draft.dropped = list(self._dropped(steps))
+        draft.carried = [file for file in checkpoint.files if file != "config.json"]
+        draft.max_shard_bytes, draft.recipe = max_shard_bytes, self.recipe.text
+        draft.warnings = [*self.warnings, *self.dtypes.findings(), *left_out_findings(checkpoint.left_out, checkpoint.ref)]
+        named = [self.selection.saliency_path] if self.selection.saliency_path is not None else []
+        return Assembled(draft, assembly.inputs, structure, named=named)
 
     def _dropped(self, steps: Sequence[Step]) -> tuple[Dropped, ...]:
         """Tensors of removed experts."""

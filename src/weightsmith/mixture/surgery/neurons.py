@@ -17,7 +17,7 @@ import numpy.typing as npt
 from weightsmith.errors import NonFinite, Unsupported
 from weightsmith.mixture.surgery.experts import ExpertLayer
 from weightsmith.plans import COPY, Block, Gather, Product, Read, Step
-from weightsmith.plans.reading import has_type
+from weightsmith.plans.codec import has_type
 from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays, Floats
 from weightsmith.structure.configs import text_sections

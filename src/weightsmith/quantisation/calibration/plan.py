@@ -1,8 +1,8 @@
-"""The plan of a calibrated checkpoint: products for every layer, and steps that copy their arrays."""
+"""The draft of a calibrated checkpoint: products for every layer, and steps that copy their arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
@@ -10,8 +10,8 @@ from weightsmith.activations.model import TextRun, result_of, text_for
 from weightsmith.activations.rows import BUILT_IN
 from weightsmith.errors import ParameterError, WeightsmithError
 from weightsmith.options import QuantizeSettings, assignment, named
-from weightsmith.planner import Plan, Prepared
-from weightsmith.plans import COPY, PRODUCTS, Product, Read, Step
+from weightsmith.planner import Assembled
+from weightsmith.plans import COPY, PRODUCTS, PlanDraft, Product, Read, Step
 from weightsmith.products import find_kind
 from weightsmith.quantisation.calibration.measured import shape_of
 from weightsmith.quantisation.calibration.schemes import takes_hessian
@@ -40,14 +40,14 @@ def unused(settings: QuantizeSettings, *, calibrates: bool) -> list[WeightsmithE
     return [ParameterError("no calibration text is read", where=named(*found), fix=fix)]
 
 
-def calibrated(chain: Chain, plan: Plan, prefix: str = "") -> Plan:
-    """A quantised plan, its weights quantised layer by layer for what enters them, instead of rounded to nearest.
+def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "") -> None:
+    """Quantise the weights of a quantised draft layer by layer for what enters them, instead of rounding them to nearest.
 
-    chain   of the plan before it was quantised
-    plan    the quantised plan: every weight in an encoding that `takes_hessian`
-    prefix  of names in the quantised plan that the other plan does not have
+    chain   of the steps before they were quantised
+    draft   every weight is in an encoding that `takes_hessian`
+    prefix  of names in the draft that those steps do not have
     """
-    encoded = {step.out.name.removeprefix(prefix): step for step in plan.steps if takes_hessian(step.encoding)}
+    encoded = {step.out.name.removeprefix(prefix): step for step in draft.steps if takes_hessian(step.encoding)}
     states = chain.embedding()
     products = [states]
     inside: set[str] = set()
@@ -62,10 +62,11 @@ def calibrated(chain: Chain, plan: Plan, prefix: str = "") -> Plan:
     else:
         products.pop()  # nothing looks at what leaves the last layer
     steps: list[Step] = []
-    for step in plan.steps:
+    for step in draft.steps:
         copies = [Step(out, COPY, (Read(PRODUCTS, out.name),)) for out in step.outs]
         steps += copies if takes_hessian(step.encoding) else [step]
-    return replace(plan, steps=tuple(steps), products=(*map(chain.surveyed, plan.products), *products))
+    draft.steps = steps
+    chain.add_to(draft, products)
 
 
 MEASURING = ("embedding", "states", "gradients", "statistic", "measured_layer", "measured_blocks")
@@ -75,33 +76,45 @@ MEASURED_ROWS = 32
 """Of the calibration text that losses are measured with, at most: their states are stored for all layers at once."""
 
 
-def before_measuring(plan: Plan) -> tuple[Plan, list[Product]]:
-    """The plan to which a measurement was added, and the products of that measurement."""
-    own = [product for product in plan.products if product.op in MEASURING]
-    return replace(plan, then=None, products=tuple(product for product in plan.products if product not in own)), own
+def without_measuring(draft: PlanDraft) -> list[Product]:
+    """Remove the measurement from the draft to which it was added; its products."""
+    own = [product for product in draft.products if product.op in MEASURING]
+    draft.then, draft.products = None, [product for product in draft.products if product not in own]
+    return own
 
 
 class Chain(TextRun):
     """Makes the products of a calibration, one after the other: those of its text, and what is quantised for them."""
 
-    def __init__(self, plan: Plan, prepared: Prepared, settings: QuantizeSettings, most_rows: int | None = None) -> None:
+    def __init__(
+        self,
+        assembled: Assembled,
+        settings: QuantizeSettings,
+        steps: Sequence[Step] | None = None,
+        most_rows: int | None = None,
+    ) -> None:
         """
-        plan       of plain tensors, with the names of the model that transformers builds
-        prepared   its inputs
+        assembled  the draft of plain tensors
+        steps      of the same tensors, with the names of the model that transformers builds; None: the draft's
         most_rows  of the text that are used, if the settings or the text allow more
 
         Raises PlanError: packages that are missing, a text that cannot be read or is too short, a model without a tokenizer.
         """
-        self._plan = plan
-        model = result_of(plan, prepared.inputs, INSTEAD)
+        draft = assembled.draft
+        steps = draft.steps if steps is None else steps
+        model = result_of(draft, assembled.inputs, steps, INSTEAD)
         rows, tokens = settings.calibration_rows, settings.calibration_tokens
-        super().__init__(model, text_for(model, settings.calibration, rows, tokens, plan.seed, most_rows))
+        super().__init__(model, text_for(model, settings.calibration, rows, tokens, draft.seed, most_rows))
 
-    def surveyed(self, product: Product) -> Product:
+    def add_to(self, draft: PlanDraft, products: Iterable[Product]) -> None:
+        """Add products to a draft, after those of the merge, whose own steps are then theirs alone."""
+        draft.products = [*map(self._surveyed, draft.products), *products]
+
+    def _surveyed(self, product: Product) -> Product:
         """A product of the merge, which looks at the steps that need it: these are no longer steps of the plan."""
         if product.steps or find_kind(product.op).reduce is None:
             return product
-        return replace(product, steps=tuple(step for step in self._plan.steps if product.name in self._plan.needs(step)))
+        return replace(product, steps=tuple(step for step in self._model.steps if product.name in self._model.needs(step)))
 
     @property
     def described(self) -> dict[str, object]:

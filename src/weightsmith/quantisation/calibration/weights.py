@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import islice
 
-from weightsmith.plans import Plan, Product, Step
+from weightsmith.plans import Plan, PlanDraft, Product, Step
 from weightsmith.products import KINDS
 from weightsmith.stored import find_encoding
 
@@ -29,7 +29,9 @@ def by_weight(plan: Plan) -> Plan:
     if not found:
         return plan
     shown = [found.get(step.out.name, step) for step in plan.steps]
-    return replace(plan, steps=tuple({step.out.name: step for step in shown}.values()))
+    draft = PlanDraft.of(plan)
+    draft.steps = list({step.out.name: step for step in shown}.values())
+    return draft.finish(stored=False)
 
 
 def calibrated_weights(plan: Plan) -> frozenset[str]:

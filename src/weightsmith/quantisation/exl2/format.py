@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
-from weightsmith.errors import Finding, PlanError, WeightsmithError
+from weightsmith.errors import PlanError, WeightsmithError
 from weightsmith.formats.files import expand_user
 from weightsmith.options import QuantizeSettings, assignment, named, option_error
-from weightsmith.planner import Plan, Prepared
+from weightsmith.planner import Assembled
+from weightsmith.plans import Product
 from weightsmith.products.base import Arrays
 from weightsmith.quantisation.base import Format
 from weightsmith.quantisation.calibration.plan import (
     CALIBRATION_SETTINGS,
     MEASURED_ROWS,
     Chain,
-    before_measuring,
-    calibrated,
+    calibrate,
     calibrates,
     unused,
 )
@@ -48,40 +48,42 @@ _ERRORS = {
 """Relative error of normally distributed weights, by bits and group size: measured, 512 rows of 512."""
 
 
-def apply(prepared: Prepared, settings: QuantizeSettings) -> Plan:
-    """The plan of an EXL2 model. Raises PlanError with all problems."""
-    problems = _problems(settings)
-    if problems:
+def apply(assembled: Assembled, settings: QuantizeSettings) -> None:
+    """Make the draft one of an EXL2 model. Raises PlanError with all problems."""
+    if problems := _problems(settings):
         raise PlanError(problems)
-    model = prepare_model(prepared.plan)
+    draft = assembled.draft
+    model = prepare_model(draft)
     try:
         params = _choose(model, settings)
     except WeightsmithError as error:
         raise PlanError([error]) from error
     if not calibrates(settings) or settings.uniform or settings.measurement is not None:
-        return _stored(prepared, model, settings, params)
+        _store(assembled, model, settings, params)
+        return
     full = settings.measure == FULL
-    chain = Chain(model.plan, prepared, settings, most_rows=None if full else MEASURED_ROWS)
-    products = (*map(chain.surveyed, prepared.plan.products), *products_for(model, chain, full=full))
-    return replace(prepared.plan, products=products, then={"format": "exl2", "settings": asdict(settings)})
+    chain = Chain(assembled, settings, model.steps, most_rows=None if full else MEASURED_ROWS)
+    chain.add_to(draft, products_for(model, chain, full=full))
+    draft.then = {"format": "exl2", "settings": asdict(settings)}
 
 
-def follow(prepared: Prepared, settings: QuantizeSettings, arrays: Mapping[str, Arrays]) -> tuple[Plan, Mapping[str, bytes]]:
-    """The plan with the settings that a measurement favours, and measurement.json. Raises PlanError."""
+def follow(
+    assembled: Assembled, settings: QuantizeSettings, measured: Sequence[Product], arrays: Mapping[str, Arrays]
+) -> Mapping[str, bytes]:
+    """Give the draft the settings that a measurement favours; measurement.json. Raises PlanError."""
     if problems := _problems(settings):
         raise PlanError(problems)
     assert settings.bits is not None
-    plain, ours = before_measuring(prepared.plan)
-    model = prepare_model(plain)
-    measured = errors_of(model, [(p, arrays[p.name]) for p in ours if p.name in arrays])
-    text = json.dumps(measurement_json(measured), indent=1) + "\n"
-    plan = _stored(replace(prepared, plan=plain), model, settings, _best(measured, model, settings.bits))
-    return plan, {"measurement.json": text.encode()}
+    model = prepare_model(assembled.draft)
+    errors = errors_of(model, [(p, arrays[p.name]) for p in measured if p.name in arrays])
+    _store(assembled, model, settings, _best(errors, model, settings.bits))
+    return {"measurement.json": (json.dumps(measurement_json(errors), indent=1) + "\n").encode()}
 
 
-def _stored(prepared: Prepared, model: Model, settings: QuantizeSettings, params: list[Mapping[str, Params]]) -> Plan:
-    """The plan with a setting for each role of each block."""
+def _store(assembled: Assembled, model: Model, settings: QuantizeSettings, params: list[Mapping[str, Params]]) -> None:
+    """Make the draft one with a setting for each role of each block."""
     assert settings.bits is not None
+    draft = assembled.draft
     bits = sum(block.bits(chosen) for block, chosen in zip(model.blocks, params, strict=True)) / model.weights
     by_name = {
         spec.name: chosen[role]
@@ -91,18 +93,17 @@ def _stored(prepared: Prepared, model: Model, settings: QuantizeSettings, params
     }
     head_bits = settings.head_bits or DEFAULT_HEAD_BITS
     if calibrates(settings):
-        chain = Chain(model.plan, prepared, settings)
-        plan = calibrated(chain, store(model, by_name, head_bits, bits, chain.described), model.prefix)
+        chain = Chain(assembled, settings, model.steps)
+        store(draft, model, by_name, head_bits, bits, chain.described)
+        calibrate(chain, draft, model.prefix)
     else:
-        plan = store(model, by_name, head_bits, bits, {"rows": 0, "length": 0, "dataset": "none"})
+        store(draft, model, by_name, head_bits, bits, {"rows": 0, "length": 0, "dataset": "none"})
         if settings.bits < ROUNDED_BITS:
             what = f"rounded to nearest with fewer than {ROUNDED_BITS} bits, a model loses much of what it can do"
-            fix = "leave out --calibration none, or use more bits"
-            plan = replace(plan, warnings=(*plan.warnings, Finding(what, "bits", fix=fix)))
+            draft.warn(what, "bits", fix="leave out --calibration none, or use more bits")
     if abs(bits - settings.bits) > 0.02:
         what = f"{bits:.3f} bits for each weight, not {settings.bits:g}: its blocks are few, and settings come in steps"
-        plan = replace(plan, warnings=(*plan.warnings, Finding(what, "bits")))
-    return plan
+        draft.warn(what, "bits")
 
 
 def _problems(settings: QuantizeSettings) -> list[WeightsmithError]:

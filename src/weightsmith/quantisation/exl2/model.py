@@ -14,7 +14,7 @@ from typing import Any
 
 from weightsmith.errors import Finding, PlanError, Unsupported, WeightsmithError
 from weightsmith.formats.files import show
-from weightsmith.plans import JOIN, PLAIN, Block, Plan, Read, Step
+from weightsmith.plans import JOIN, PLAIN, Block, Plan, PlanDraft, Read, Step
 from weightsmith.quantisation.exl2.blocks import Sublayer, find_blocks, shape_problems
 from weightsmith.quantisation.exl2.options import HEAD, PLAIN_HEAD
 from weightsmith.stored import find_encoding
@@ -40,16 +40,16 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True)
 class Model:
-    """A plan with ExLlamaV2's names, before its blocks get settings.
+    """The steps of a model with ExLlamaV2's names, before its blocks get settings.
 
-    plan    every tensor is a step of its own, with its dtype and plain
+    steps   one for each tensor, with its dtype and plain
     blocks  in model order
     head    the head's weight: always a step of its own
     tied    whether it is the embedding, and stored nowhere else
-    prefix  of all names in the output, which the plan does not have yet
+    prefix  of all names in the output, which the steps do not have yet
     """
 
-    plan: Plan
+    steps: tuple[Step, ...]
     blocks: tuple[Sublayer, ...]
     head: str
     tied: bool
@@ -71,7 +71,7 @@ class Model:
         return sum(block.weights for block in self.blocks)
 
 
-def prepare_model(plan: Plan) -> Model:
+def prepare_model(plan: Plan | PlanDraft) -> Model:
     """Check architecture, names and shapes, split fused matrices, and give a tied head a step.
 
     Raises PlanError with what ExLlamaV2 could not load.
@@ -91,7 +91,6 @@ def prepare_model(plan: Plan) -> Model:
     tied = not any(is_head(step.out) for step in steps) and ties(config, stores_head=False)
     if tied and embedding is not None:
         steps.append(renamed(embedding, "lm_head.weight"))
-    plan = replace(plan, steps=tuple(steps))
     split_specs = [step.out for step in steps]
     try:
         blocks = find_blocks(split_specs, analyse(split_specs, config))
@@ -110,7 +109,7 @@ def prepare_model(plan: Plan) -> Model:
         problems.append(Unsupported(what, where=head.name, fix=OTHER_FORMATS))
     if problems or head is None:
         raise PlanError(problems)
-    return Model(plan, blocks, head.name, tied, GEMMA3_PREFIX if architecture == GEMMA3 else "")
+    return Model(tuple(steps), blocks, head.name, tied, GEMMA3_PREFIX if architecture == GEMMA3 else "")
 
 
 def check_architecture(config: Mapping[str, Any]) -> str:
@@ -160,11 +159,13 @@ def renamed(step: Step, name: str) -> Step:
     return Step(out, JOIN, (), pieces=(step,), role=step.role)
 
 
-# ---- the finished plan
+# ---- the draft
 
 
-def store(model: Model, params: Mapping[str, Params], head_bits: int, bits: float, calibration: Mapping[str, Any]) -> Plan:
-    """The plan of the EXL2 model.
+def store(
+    draft: PlanDraft, model: Model, params: Mapping[str, Params], head_bits: int, bits: float, calibration: Mapping[str, Any]
+) -> None:
+    """Make the draft that of the EXL2 model.
 
     params       setting of each weight of the blocks
     head_bits    one of `options.HEAD`, or `PLAIN_HEAD`
@@ -175,7 +176,7 @@ def store(model: Model, params: Mapping[str, Params], head_bits: int, bits: floa
     if head_bits != PLAIN_HEAD:
         encodings[model.head] = encoding_name(HEAD[head_bits])
     steps = []
-    for step in model.plan.steps:
+    for step in model.steps:
         spec = step.out
         if spec.name == model.head and model.tied and head_bits == PLAIN_HEAD:
             continue
@@ -185,16 +186,17 @@ def store(model: Model, params: Mapping[str, Params], head_bits: int, bits: floa
         if encoding != PLAIN:
             step = replace(step, encoding=encoding, stored=find_encoding(encoding).outs(step.out))
         steps.append(step)
-    config = {**(model.plan.config or {}), **({"tie_word_embeddings": True} if model.tied else {})}
-    config = {**loader_config(config, gemma3=bool(model.prefix)), **quantization_config(bits, head_bits, calibration)}
-    return replace(model.plan, steps=tuple(steps), config=config, warnings=(*model.plan.warnings, *_notes(model.plan)))
+    config = {**(draft.config or {}), **({"tie_word_embeddings": True} if model.tied else {})}
+    draft.config = {**loader_config(config, gemma3=bool(model.prefix)), **quantization_config(bits, head_bits, calibration)}
+    draft.steps = steps
+    draft.warnings += _notes(draft)
 
 
-def _notes(plan: Plan) -> list[Finding]:
+def _notes(draft: PlanDraft) -> list[Finding]:
     what = f"EXL2 is loaded by ExLlamaV2 {VERSION}, which is archived, and by TabbyAPI up to June 2026; TabbyAPI now takes EXL3"
     fix = "choose a gguf format for llama.cpp, Ollama and CPUs, or w4a16 or fp8-dynamic for vLLM and SGLang"
     notes = [Finding(what, "quantize", fix=fix)]
-    if "tokenizer.json" not in (*plan.carried, *plan.files):
+    if "tokenizer.json" not in (*draft.carried, *draft.files):
         fix = "make one: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
         notes.append(Finding("the model has no tokenizer.json, without which ExLlamaV2 does not load it", "quantize", fix=fix))
     return notes

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from weightsmith.errors import FormatError
 from weightsmith.formats.files import show
-from weightsmith.plans.reading import has_type
+from weightsmith.plans.codec import has_type
 from weightsmith.tensors import DTYPES, TensorSpec
 
 BITS = (2, 3, 4, 5, 6, 8)
