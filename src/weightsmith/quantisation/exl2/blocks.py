@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from weightsmith.errors import Unsupported, WeightsmithError
 from weightsmith.formats.exl2 import ROWS, Params, bits_of, groups_of, why_illegal
-from weightsmith.quantisation.exl2.options import ATTENTION, MLP, Option
+from weightsmith.quantisation.exl2.options import ATTENTION, MLP, BlockParams
 from weightsmith.structure import Structure
 from weightsmith.tensors import TensorSpec
 
@@ -36,7 +36,7 @@ class Sublayer:
     """
 
     key: str
-    options: tuple[Option, ...]
+    options: tuple[BlockParams, ...]
     linears: Mapping[str, tuple[TensorSpec, ...]]
     biased: frozenset[str] = frozenset()
 

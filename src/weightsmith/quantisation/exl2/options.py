@@ -1,4 +1,4 @@
-"""The settings that a block's linear layers may get.
+"""The candidate settings of a block's linear layers.
 
 The tables are those of ExLlamaV2 0.3.2, so that measurements can be exchanged with it. `formats.exl2.params` reads the texts.
 """
@@ -44,7 +44,7 @@ def params_from_json(value: object, where: str) -> Params:
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class BlockParams:
     """A setting for each linear layer of a block, by the module's role: q, k, v, o, or gate, up, down."""
 
     params: Mapping[str, Params]
@@ -106,9 +106,9 @@ _HEAD = {
 }
 
 
-def _options(roles: tuple[str, ...], table: tuple[tuple[str, ...], ...]) -> Iterator[Option]:
+def _options(roles: tuple[str, ...], table: tuple[tuple[str, ...], ...]) -> Iterator[BlockParams]:
     for row in table:
-        yield Option({role: params(text) for role, text in zip(roles, row, strict=True)})
+        yield BlockParams({role: params(text) for role, text in zip(roles, row, strict=True)})
 
 
 ATTENTION = tuple(_options(("q", "k", "v", "o"), tuple((q, q, v, o) for q, v, o in _ATTENTION)))
