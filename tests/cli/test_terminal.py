@@ -287,7 +287,7 @@ def test_something_is_said_before_anything_is_loaded_or_read(folder: Path, name:
     assert shown.startswith("\r\x1b[2Kstarting"), shown[:200]
     starting, own, *_ = shown.split("\r\x1b[2K")[1:]
     assert set(re.findall(r"\[(\w+)\]", starting)) <= {"typer", "numpy"}  # what it takes to read a command line
-    assert own.startswith(("reading ", "loading ", "looking ")), own[:200]
+    assert own.startswith(("reading ", "loading ", "looking ", "checking ")), own[:200]
     assert ("[file]" in shown) or name not in SEEN
 
 

@@ -12,7 +12,7 @@ from weightsmith.quantisation.exl2.options import (
     ATTENTION,
     HEAD,
     MLP,
-    Option,
+    BlockParams,
 )
 from weightsmith.stored.exl2.layout import bits_of, groups_of, params, params_from_json, why_illegal
 
@@ -34,11 +34,11 @@ MLP_BPW = (
 )
 
 
-def total(option: Option) -> int:
+def total(option: BlockParams) -> int:
     return sum(bits_of(groups_of(p, LLAMA[role][1]), LLAMA[role][1], LLAMA[role][0]) for role, p in option.params.items())
 
 
-def bits_per_weight(options: Sequence[Option]) -> list[float]:
+def bits_per_weight(options: Sequence[BlockParams]) -> list[float]:
     weights = sum(LLAMA[role][0] * LLAMA[role][1] for role in options[0].params)
     return [round(total(option) / weights, 4) for option in options]
 
@@ -77,7 +77,7 @@ def test_groups_from_settings(text: str, k: int, counts: list[int], last: int) -
 
 @pytest.mark.parametrize("k", [*range(32, 1600, 32), 11008, 65504])
 def test_all_settings_give_legal_groups(k: int) -> None:
-    for option in (*ATTENTION, *MLP, Option({str(bits): setting for bits, setting in HEAD.items()})):
+    for option in (*ATTENTION, *MLP, BlockParams({str(bits): setting for bits, setting in HEAD.items()})):
         for setting in option.params.values():
             assert why_illegal(groups_of(setting, k), k) == ""
 

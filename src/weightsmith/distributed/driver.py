@@ -34,7 +34,7 @@ from weightsmith.execution import Callbacks, Helped, built_together
 from weightsmith.formats.collector import collector_paused
 from weightsmith.identity import facts, work_identity
 from weightsmith.jobs.requires import named_device
-from weightsmith.options import RunOptions
+from weightsmith.options import RunOptions, named
 from weightsmith.planner import Prepared
 from weightsmith.plans import COPY, Plan
 from weightsmith.plans.parts import Together, parts_of, units_of
@@ -229,7 +229,7 @@ class Driver:
                 if state.losses > MOST_LOSSES:
                     raise WorkerLost(
                         f"the worker of {share} was lost {state.losses} times: {why}",
-                        where="--ray",
+                        where=named("ray"),
                         fix="read the logs of Ray; if the machines are short of memory, lower --max-memory or --threads",
                         state=f"Finished tensors are kept in {self.staging.folder}; run again to resume.",
                     )

@@ -23,7 +23,7 @@ from typing import Any
 from weightsmith.distributed.work import Answer, Lost, Order, Share, do
 from weightsmith.errors import ParameterError, first_line
 from weightsmith.jobs.requires import named_device
-from weightsmith.options import RunOptions
+from weightsmith.options import RunOptions, named
 from weightsmith.redaction import know
 
 AUTO = "auto"
@@ -56,11 +56,11 @@ class RayWorkers:
         address = options.ray or AUTO
         if "://" in address:
             what = f"{address}: only machines of the cluster can give out parts and publish"
-            raise ParameterError(what, where="--ray", fix="run the command on one of them, with --ray auto")
+            raise ParameterError(what, where=named("ray"), fix="run the command on one of them, with --ray auto")
         try:
             ray = import_module("ray")
         except ImportError:
-            raise ParameterError("Ray is not installed: pip install 'weightsmith[ray]'", where="--ray") from None
+            raise ParameterError("Ray is not installed: pip install 'weightsmith[ray]'", where=named("ray")) from None
         ours = not ray.is_initialized()
         if ours:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -72,7 +72,9 @@ class RayWorkers:
                     _join(ray, address, stack)
                 except Exception as error:  # what Ray raises depends on where it fails
                     fix = "start a cluster with: ray start --head; or let this command start one with --ray local"
-                    raise ParameterError(f"no cluster at {address}: {first_line(error)}", where="--ray", fix=fix) from error
+                    raise ParameterError(
+                        f"no cluster at {address}: {first_line(error)}", where=named("ray"), fix=fix
+                    ) from error
             workers = cls(ray, options)
             try:
                 yield workers
@@ -100,7 +102,7 @@ class RayWorkers:
         if memory is not None and self._nodes and all(node.get("memory", 0) < memory for node in self._nodes):
             most = max(int(node.get("memory", 0)) for node in self._nodes)
             what = f"a worker may have {memory:,} bytes, and the largest machine of the cluster has {most:,} for all of them"
-            raise ParameterError(what, where="--max-memory", fix="write less, or leave it out")
+            raise ParameterError(what, where=named("max_memory_bytes"), fix="write less, or leave it out")
         return max(1, sum(self._fit(node) for node in self._nodes))
 
     def _fit(self, node: Mapping[str, float]) -> int:

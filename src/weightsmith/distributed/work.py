@@ -20,7 +20,7 @@ from weightsmith.errors import ParameterError, legible
 from weightsmith.execution import PRODUCTS_LABEL, PartDone, execute_part, execute_products
 from weightsmith.formats.collector import collector_paused
 from weightsmith.identity import facts, work_identity
-from weightsmith.options import RunOptions
+from weightsmith.options import RunOptions, named
 from weightsmith.planner.prepared import Prepared, download, missing_files, stream
 from weightsmith.planner.reopen import reopen
 from weightsmith.plans import plan_from_json
@@ -157,7 +157,7 @@ def _check_same(order: Order, prepared: Prepared) -> None:
         return
     raise ParameterError(
         f"the worker on {socket.gethostname()} does not have the program, or does not see the files, of this run",
-        where="--ray",
+        where=named("ray"),
         details=changes(order.facts, facts(prepared.plan, prepared.inputs, options.device)),
         fix="install the same versions on all machines, and share the folders of the inputs (HF_HOME for models on the Hub), "
         "or name them by address",

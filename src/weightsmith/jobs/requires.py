@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from weightsmith.errors import ParameterError, first_line
+from weightsmith.options import named
 
 
 def needs_torch() -> str:
@@ -40,5 +41,5 @@ def usable_device(device: str, dtype: str = "float32") -> str:
         torch.empty(1, device=name, dtype=getattr(torch, dtype))
     except Exception as error:  # what torch raises for unknown names and missing devices differs by build
         what = f"the device '{name}' cannot be used: {first_line(error)}"
-        raise ParameterError(what, where="--device", fix="write cpu, or a device that torch supports") from error
+        raise ParameterError(what, where=named("device"), fix="write cpu, or a device that torch supports") from error
     return name

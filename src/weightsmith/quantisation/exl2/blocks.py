@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from weightsmith.errors import Unsupported, WeightsmithError
-from weightsmith.quantisation.exl2.options import ATTENTION, MLP, Option
+from weightsmith.quantisation.exl2.options import ATTENTION, MLP, BlockParams
 from weightsmith.stored.exl2.layout import ROWS, Params, bits_of, groups_of, why_illegal
 from weightsmith.stored.exl2.loader import OTHER_FORMATS
 from weightsmith.structure import Structure
@@ -37,7 +37,7 @@ class Sublayer:
     """
 
     key: str
-    options: tuple[Option, ...]
+    options: tuple[BlockParams, ...]
     linears: Mapping[str, tuple[TensorSpec, ...]]
     biased: frozenset[str] = frozenset()
 

@@ -1,4 +1,4 @@
-"""The settings that a block's linear layers may get.
+"""The candidate settings of a block's linear layers.
 
 The tables are those of ExLlamaV2 0.3.2, so that measurements can be exchanged with it. `stored.exl2.layout.params`
 reads the texts.
@@ -13,7 +13,7 @@ from weightsmith.stored.exl2.layout import Params, params
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class BlockParams:
     """A setting for each linear layer of a block, by the module's role: q, k, v, o, or gate, up, down."""
 
     params: Mapping[str, Params]
@@ -75,9 +75,9 @@ _HEAD = {
 }
 
 
-def _options(roles: tuple[str, ...], table: tuple[tuple[str, ...], ...]) -> Iterator[Option]:
+def _options(roles: tuple[str, ...], table: tuple[tuple[str, ...], ...]) -> Iterator[BlockParams]:
     for row in table:
-        yield Option({role: params(text) for role, text in zip(roles, row, strict=True)})
+        yield BlockParams({role: params(text) for role, text in zip(roles, row, strict=True)})
 
 
 ATTENTION = tuple(_options(("q", "k", "v", "o"), tuple((q, q, v, o) for q, v, o in _ATTENTION)))
