@@ -361,3 +361,11 @@ def test_an_empty_prompt_is_the_bos_token_as_in_mergekit(models: Path, tmp_path:
     assert weightsmith.plan(recipe_of(models, placeholders, gate_mode="random")).warnings == ()
     (warning,) = weightsmith.plan(recipe_of(models, placeholders, gate_mode="hidden"), lenient=True).warnings
     assert "have the same prompts" in warning.what
+
+
+def test_packages_that_are_missing_are_those_of_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightsmith.mixture.routing.route import missing_packages
+
+    monkeypatch.setattr("weightsmith.activations.packages.find_spec", lambda name: None)
+    [found] = missing_packages()
+    assert found.finding.fix == "Run pip install 'weightsmith[moe]'; or use gate_mode: random, which needs no hidden states."

@@ -300,22 +300,23 @@ def statistic_products(models: Callable[[int], TextModel], requests: Iterable[St
     texts: dict[tuple[int, TextSource], list[str]] = {}
     for request in dict.fromkeys(requests):
         texts.setdefault((request.model, request.text), []).append(request.kind)
-    products: list[Product] = []
-    for (number, text), kinds in texts.items():
-        run = TextRun(models(number), text, _prefix(number, text))
-        plain = [kind for kind in kinds if not find_statistic(kind).gradients]
-        deep = [kind for kind in kinds if kind not in plain]
+    found = [_products(TextRun(models(number), text, _prefix(number, text)), kinds) for (number, text), kinds in texts.items()]
+    return tuple(product for products in found for product in products)
 
-        def ahead(layer: int, states: Product, run: TextRun = run, kinds: Sequence[str] = plain) -> list[Product]:
-            return [run.statistic(kind, layer, states, run.linear(layer)) for kind in kinds]
 
-        def back(
-            layer: int, states: Product, _: Product, leaving: Product, run: TextRun = run, kinds: Sequence[str] = deep
-        ) -> list[Product]:
-            return [run.statistic(kind, layer, states, run.linear(layer), leaving) for kind in kinds]
+def _products(run: TextRun, kinds: Iterable[str]) -> tuple[Product, ...]:
+    plain: list[str] = []
+    deep: list[str] = []
+    for kind in kinds:
+        (deep if find_statistic(kind).gradients else plain).append(kind)
 
-        products += run.backward(back, before=ahead) if deep else run.forward(ahead)
-    return tuple(products)
+    def ahead(layer: int, states: Product) -> list[Product]:
+        return [run.statistic(kind, layer, states, run.linear(layer)) for kind in plain]
+
+    def back(layer: int, states: Product, _gradients: Product, leaving: Product) -> list[Product]:
+        return [run.statistic(kind, layer, states, run.linear(layer), leaving) for kind in deep]
+
+    return run.backward(back, before=ahead) if deep else run.forward(ahead)
 
 
 def array_name(request: StatisticRequest, weight: str) -> str:
