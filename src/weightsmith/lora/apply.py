@@ -14,7 +14,7 @@ from typing import Any
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import Finding, ShapeError, nearest
 from weightsmith.formats.files import same_bytes, show
-from weightsmith.lora.experts import match_stacked, names_of
+from weightsmith.lora.experts import MIXTRAL, match_stacked, names_of
 from weightsmith.lora.records import Adapter, Factors
 from weightsmith.sources.adapted import Adapted, AdaptedTensor, Update
 from weightsmith.structure import analyse
@@ -27,11 +27,7 @@ _SHOWN = 8  # problems that a message lists
 _BEGINNINGS = 100  # of names that are tried; models have up to ten
 
 _UNMIXTRAL = re.compile(r"(\.experts\.\d+\.)(w[123])(?=\.weight$)")
-_PARTS = {
-    "w1": "gate_proj",
-    "w2": "down_proj",
-    "w3": "up_proj",
-}  # Mixtral's names of what the parts of fused tensors are called
+_PARTS = {own: name for name, own in MIXTRAL.items()}
 
 Shape = tuple[int, ...]
 
