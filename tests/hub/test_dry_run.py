@@ -338,3 +338,13 @@ def test_offline_without_the_model_says_how_to_get_it(tmp_path: Path) -> None:
     assert f"org/base@v1: {what}" in refused.err
     assert f"cache  {tmp_path / 'hub'}" in refused.err
     assert "HF_HUB_OFFLINE=0 hf download org/base --revision v1" in refused.err
+
+
+def test_a_token_is_not_in_a_representation(tmp_path: Path) -> None:
+    from weightsmith.hub import Repository
+    from weightsmith.remote.http import HttpFile
+
+    repository = Repository("org/x", COMMIT, tmp_path, {"a.safetensors": 1}, (), cache_dir=tmp_path, token="hf_secret")
+    assert "hf_secret" not in repr(repository) + repr(
+        HttpFile("https://x/y", "y", 1, "", {"authorization": "Bearer hf_secret"})
+    )

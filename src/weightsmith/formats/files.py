@@ -13,7 +13,7 @@ import os
 import reprlib
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -277,6 +277,15 @@ def show(value: object) -> str:
         return _repr.repr(redacted(value) if isinstance(value, str) else value)  # part of a secret would not look like one
     except ValueError:  # an int of more digits than Python agrees to print
         return f"<{type(value).__name__} too long to show>"
+
+
+def show_all(values: Sequence[object], most: int = 5) -> str:
+    """`show` of each value, or of the first ones of many.
+
+    >>> show_all("abc", 2)
+    "'a', 'b', …"
+    """
+    return ", ".join([*map(show, values[:most]), *(["…"] if len(values) > most else [])])
 
 
 def lookalike(start: bytes) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from weightsmith.errors import CheckpointError, Finding, FormatError, Unsupported
-from weightsmith.formats.files import DAMAGED, RESAVE, FileState, Opener, lookalike, open_local, show
+from weightsmith.formats.files import DAMAGED, RESAVE, FileState, Opener, lookalike, open_local, show, show_all
 from weightsmith.formats.safetensors import MAX_BYTES, MAX_DIMENSIONS
 from weightsmith.formats.state_pickle import (
     CONVERT,
@@ -136,8 +136,7 @@ def read_pickle_header(path: Path, open_file: Opener = open_local) -> PickleHead
     outer, state_dict, ignored, notes = _find_state_dict(interpret(text, where), where)
     tensors, skipped = _split(state_dict, outer, where)
     if skipped:
-        named = ", ".join(map(show, skipped[:5])) + (", …" if len(skipped) > 5 else "")
-        notes.append(Finding(f"entries of the state dict that are no tensors are ignored: {named}", where))
+        notes.append(Finding(f"entries of the state dict that are no tensors are ignored: {show_all(skipped)}", where))
     if tensors and all(name.startswith(_PARALLEL) and name != _PARALLEL for name in tensors):
         tensors = {name.removeprefix(_PARALLEL): tensor for name, tensor in tensors.items()}
         notes.append(Finding(f"the prefix {show(_PARALLEL)} of all names was removed (the model was a DataParallel)", where))
@@ -195,11 +194,10 @@ def _check_members(records: dict[str, Record], where: str) -> str:
             fix="Load it with torch.jit.load in an isolated environment, and save its state_dict() with torch.save.",
         )
     if len(folders) != 1 or f"{prefix}/data.pkl" not in records:
-        held = ", ".join(map(show, list(records)[:5])) or "nothing"
         raise FormatError(
             "a zip archive, but not one of PyTorch: its members are not those of one folder with a data.pkl",
             where=where,
-            details=(f"it holds {held}" + (", …" if len(records) > 5 else ""),),
+            details=(f"it holds {show_all(list(records)) or 'nothing'}",),
             fix="Name the file that torch.save wrote; unpack the archive first if it is inside.",
         )
     if packed := [name for name, record in records.items() if record.compressed]:
@@ -246,11 +244,11 @@ def _find_state_dict(value: Any, where: str) -> tuple[str, Mapping, list[str], l
         others = [_text(k) for k, _ in entries if k is not key]
         what = f"the tensors are those of its entry {show(key)}"
         if others:
-            what += f"; ignored: {', '.join(map(show, others[:5]))}" + (", …" if len(others) > 5 else "")
+            what += f"; ignored: {show_all(others)}"
         return key, state_dict, others, [Finding(what, where)]
     if n_top:
         return "", value, [], []
-    keys = ", ".join(show(_text(k)) for k, _ in entries[:8]) + (", …" if len(entries) > 8 else "")
+    keys = show_all([_text(key) for key, _ in entries], 8)
     raise Unsupported(
         "no state dict: neither the top level nor "
         + ", ".join(map(show, _NESTED))

@@ -19,8 +19,8 @@ from weightsmith.kernels.agreement import agreement, sketch_deltas
 from weightsmith.kernels.codecs import BLOCK
 from weightsmith.kernels.combine import LANES, gram
 from weightsmith.kernels.select import HIGH_BINS, Scores, count_high, find_bin
-from weightsmith.look.differences import WIDTH, Floats, analyse_sketch, batches, sparse_signs
-from weightsmith.look.models import Place, Watching, groups, is_floating, json_values, match, opened, survey, with_needs
+from weightsmith.look.differences import WIDTH, Floats, analyse_sketch, measured, sparse_signs
+from weightsmith.look.models import Place, Watching, groups, is_floating, json_values, match, opened
 from weightsmith.look.nonfinite import NonFinite, counted, decoded, of_rows, sentences, together
 from weightsmith.plans import Product, Step
 from weightsmith.products.base import Arrays, ProductKind, StreamingReduction
@@ -320,20 +320,8 @@ def compare(
     with opened(base, *models, stream=stream) as checkpoints:
         found = match(checkpoints, tensors)
         chosen = [each for each in found.matrices if is_floating(each.step, checkpoints)]
-        products = []
-        for name, steps in batches([(each.place.group, each.step) for each in chosen]):
-            label = f"alignments of {name}"
-            products.append(alignments(label, with_needs(label, steps)))
-        by_name: dict[str, _Sums] = {}
-        if products:
-            outcome = survey("diff", checkpoints, products, threads=threads, progress=progress, doing="comparing")
-            places = {each.step.out.name: each.place for each in chosen}
-            for product in products:
-                arrays = outcome.results.arrays(product.name)
-                for i, step in enumerate(product.steps):
-                    of_step = [array[i] for array in arrays]
-                    by_name[step.out.name] = _sums(places[step.out.name], step, *of_step)
-        sums = [by_name[each.step.out.name] for each in chosen]
+        rows = measured("alignments", alignments, chosen, checkpoints, threads=threads, progress=progress)
+        sums = [_sums(each.place, each.step, *arrays) for each, arrays in rows]
         lacking = [name for names in found.missing for name in names]
         missing = dict.fromkeys([*lacking, *(name for name, _ in found.different)])
         refs = [checkpoint.ref for checkpoint in checkpoints]

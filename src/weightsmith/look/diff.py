@@ -11,13 +11,12 @@ from typing import overload
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import ParameterError
 from weightsmith.look.comparison import Comparison, compare
-from weightsmith.look.differences import VALUES, batches, differences
+from weightsmith.look.differences import VALUES, differences, measured
 from weightsmith.look.files import compare_files, fetch_small, is_merge, lineage, vocabulary_of
-from weightsmith.look.models import Matched, Matching, Watching, match, opened, survey, with_needs
+from weightsmith.look.models import Matched, Watching, match, opened
 from weightsmith.look.nonfinite import of_rows
 from weightsmith.look.reading import read_difference
 from weightsmith.look.values import Difference, Leading, MovedRow, TensorDifference
-from weightsmith.plans import Product
 from weightsmith.products.base import Arrays
 from weightsmith.tokenizers.vocabulary import Vocabulary
 
@@ -93,15 +92,16 @@ def _differ(a: Name, b: Name, tensors: Sequence[str], threads: int | None, progr
         vocabularies = vocabulary_of(first, seen), vocabulary_of(second, seen)
         files = compare_files(first, second, vocabularies)
         found = match(models, tensors)
-        measured = _measure(models, found, threads, progress)
+        rows = measured("differences", differences, found.matrices, models, threads=threads, progress=progress, passes=2)
+        tensors_and_rows = [_tensor(matched, arrays, models) for matched, arrays in rows]
         difference = Difference(
             (first.ref, second.ref),
             files,
-            tuple(tensor for tensor, _ in measured),
+            tuple(tensor for tensor, _ in tensors_and_rows),
             found.missing[0],
             found.strange[0],
             found.different,
-            _moved([rows for _, rows in measured], vocabularies),
+            _moved([own for _, own in tensors_and_rows], vocabularies),
             (first.decoded, second.decoded),
             lineage(second) if is_merge(second) else None,
             tuple(tensors),
@@ -112,27 +112,8 @@ def _differ(a: Name, b: Name, tensors: Sequence[str], threads: int | None, progr
 _Rows = tuple[str, tuple[tuple[int, float], ...]]
 
 
-def _measure(
-    models: Sequence[Checkpoint], found: Matching, threads: int | None, progress: Watching
-) -> list[tuple[TensorDifference, _Rows]]:
-    products: list[Product] = []
-    for name, steps in batches([(matched.place.group, matched.step) for matched in found.matrices]):
-        label = f"differences of {name}"
-        products.append(differences(label, with_needs(label, steps)))
-    if not products:
-        return []
-    outcome = survey("diff", models, products, threads=threads, progress=progress, doing="comparing", passes=2)
-    by_name: dict[str, tuple[TensorDifference, _Rows]] = {}
-    matched = {each.step.out.name: each for each in found.matrices}
-    for product in products:
-        arrays = outcome.results.arrays(product.name)
-        for i, step in enumerate(product.steps):
-            by_name[step.out.name] = _tensor(matched[step.out.name], arrays, i, models)
-    return [by_name[name] for name in matched]
-
-
-def _tensor(matched: Matched, arrays: Arrays, i: int, models: Sequence[Checkpoint]) -> tuple[TensorDifference, _Rows]:
-    sums, nonfinite, values, upper, rank, moved = (array[i] for array in arrays)
+def _tensor(matched: Matched, arrays: Arrays, models: Sequence[Checkpoint]) -> tuple[TensorDifference, _Rows]:
+    sums, nonfinite, values, upper, rank, moved = arrays
     aa, ad, dd, changed, largest, noise, bb, ab = sums.tolist()
     in_a, in_b = of_rows(nonfinite)
     # Undefined where it is not of numbers, where a sum overflows, and where the squares of a delta vanish.

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsmith.adapters.factors import rounding_noise
+from weightsmith.checkpoint import Checkpoint
 from weightsmith.jobs.job import Matrix, Tile
 from weightsmith.kernels.codecs import BLOCK, decode
 from weightsmith.kernels.combine import LANES
 from weightsmith.kernels.delta import distance
 from weightsmith.kernels.differences import DIFFERENCE_SUMS, Sketch, difference, project
 from weightsmith.kernels.records import Encoded, Inputs
+from weightsmith.look.models import Matched, Watching, survey, with_needs
 from weightsmith.look.nonfinite import counted, decoded, differs
 from weightsmith.plans import Product, Step
 from weightsmith.products.base import Arrays, ProductKind, StreamingReduction
@@ -327,7 +329,30 @@ class Differences(StreamingReduction):
         return [self._sums, self._nonfinite, self._values, self._upper, self._rank, moved]
 
 
-def batches(steps: Sequence[tuple[str, Step]]) -> Iterator[tuple[str, list[Step]]]:
+def measured(
+    what: str,
+    product: Callable[[str, Sequence[Step]], Product],
+    matrices: Sequence[Matched],
+    models: Sequence[Checkpoint],
+    *,
+    threads: int | None,
+    progress: Watching,
+    passes: int = 1,
+) -> list[tuple[Matched, Arrays]]:
+    """Each matrix with its own row of the arrays of a product, which is computed layer by layer, in memory."""
+    products = [product(f"{what} of {name}", steps) for name, steps in _batches([(m.place.group, m.step) for m in matrices])]
+    products = [replace(each, steps=with_needs(each.name, each.steps)) for each in products]
+    if not products:
+        return []
+    outcome = survey("diff", models, products, threads=threads, progress=progress, doing="comparing", passes=passes)
+    found: dict[str, Arrays] = {}
+    for each in products:
+        arrays = outcome.results.arrays(each.name)
+        found |= {step.out.name: [array[i] for array in arrays] for i, step in enumerate(each.steps)}
+    return [(matched, found[matched.step.out.name]) for matched in matrices]
+
+
+def _batches(steps: Sequence[tuple[str, Step]]) -> Iterator[tuple[str, list[Step]]]:
     """Steps by a name (their layer), in order, in batches whose sketches take at most `SKETCH_BYTES`, or of one step.
 
     A step has a sketch for each input but the first.

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import count, permutations, takewhile
 
 from weightsmith.lora.records import Adapter, Parameter, Stacked
 from weightsmith.sources.adapted import Update
@@ -75,43 +75,35 @@ def find_place(specs: Specs, module: str, parameter: str) -> ExpertPlace | None:
     way = next((i for i, names in enumerate(ways) if all(name in specs for name in names)), None)
     if way is None:
         return None
-    tensors: list[tuple[tuple[str, int], ...]] = []
-    shapes = set()
-    while True:
-        names = list(_apart(module, parameter, len(tensors)))[way]
-        if not all(name in specs for name in names):
-            break
-        own = [specs[name] for name in names]
-        if any(len(spec.shape) != 2 or not spec.dtype.floating for spec in own):
-            return None
-        firsts = [sum(spec.shape[0] for spec in own[:i]) for i in range(len(own))]
-        shapes.add(tuple(spec.shape for spec in own))
-        tensors.append(tuple(zip(names, firsts, strict=True)))
-    if len(shapes) != 1 or len({cols for _, cols in next(iter(shapes))}) != 1:
-        return None
-    (parts,) = shapes
-    return ExpertPlace(f"{module}.{parameter}", len(tensors), sum(rows for rows, _ in parts), parts[0][1], tuple(tensors))
+    every = (list(_apart(module, parameter, expert))[way] for expert in count())
+    there = takewhile(lambda names: all(name in specs for name in names), every)
+    return _joined(specs, f"{module}.{parameter}", list(there))
 
 
 def _made_of(specs: Specs, name: str, sources: Sequence[str]) -> ExpertPlace | None:
     """Where the base has a parameter that transformers makes of others: of each expert gate above up."""
     if len(sources) == 1 and len(specs[sources[0]].shape) == 3:
-        count, rows, cols = specs[sources[0]].shape
-        return ExpertPlace(sources[0], count, rows, cols)
+        n_experts, rows, cols = specs[sources[0]].shape
+        return ExpertPlace(sources[0], n_experts, rows, cols)
     experts: dict[int, list[str]] = {}
     for source in sorted(sources):
         if found := re.search(r"\.experts\.(\d+)\.", source):
             experts.setdefault(int(found[1]), []).append(source)
-    shapes = {tuple(specs[each].shape for each in own) for own in experts.values()}
-    if (
-        len(shapes) != 1
-        or any(len(shape) != 2 for own in shapes for shape in own)
-        or sorted(experts) != list(range(len(experts)))
-    ):
+    if sorted(experts) != list(range(len(experts))):
+        return None
+    return _joined(specs, name, [experts[e] for e in range(len(experts))])
+
+
+def _joined(specs: Specs, name: str, experts: Sequence[Sequence[str]]) -> ExpertPlace | None:
+    """A parameter of which the base has matrices for each expert, one above the other; None if they do not fit together."""
+    shapes = {tuple(specs[each].shape for each in own) for own in experts}
+    if len(shapes) != 1 or not all(specs[each].dtype.floating for own in experts for each in own):
         return None
     (parts,) = shapes
+    if any(len(shape) != 2 for shape in parts) or len({cols for _, cols in parts}) != 1:
+        return None
     firsts = [sum(rows for rows, _ in parts[:i]) for i in range(len(parts))]
-    tensors = tuple(tuple(zip(experts[e], firsts, strict=True)) for e in range(len(experts)))
+    tensors = tuple(tuple(zip(own, firsts, strict=True)) for own in experts)
     return ExpertPlace(name, len(tensors), sum(rows for rows, _ in parts), parts[0][1], tensors)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from weightsmith.mixture.routing.gates import Sample
+from weightsmith.mixture.routing.gates.hidden import unit_rows
 
 
 def summed(samples: Sequence[Sample], routed: int) -> Tensor:
@@ -16,15 +17,8 @@ def summed(samples: Sequence[Sample], routed: int) -> Tensor:
 
     Does not run the model. After the first layers, a router's inputs no longer lie in the directions of the embedding.
     """
-    width = next(s.positive[0].shape[1] for s in samples if s.positive)
-    rows = torch.zeros(len(samples), width, dtype=torch.float64)
-    for row, sample in zip(rows, samples, strict=True):
-        if sample.positive:
-            row += _direction(sample.positive)
-        if sample.negative:
-            row -= _direction(sample.negative)
-    return normalize(rows, dim=1, eps=1e-8)
+    return unit_rows(samples, _direction)
 
 
 def _direction(prompts: Sequence[Tensor]) -> Tensor:
-    return normalize(torch.cat(list(prompts)).double().sum(0), dim=0, eps=1e-8).cpu()
+    return normalize(torch.cat(list(prompts)).double().sum(0), dim=0, eps=1e-8)
