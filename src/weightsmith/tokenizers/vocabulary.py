@@ -18,6 +18,7 @@ from typing import Any, Literal
 from weightsmith.errors import FormatError
 from weightsmith.formats.files import read_bounded, show
 from weightsmith.formats.strict_json import parse_object
+from weightsmith.tokenizers.parts import BYTES, CHARACTERS, byte_of
 from weightsmith.tokenizers.sentencepiece import CONTROL, SPACE, USER_DEFINED, read_sentencepiece
 
 Family = Literal["byte-level BPE", "BPE", "SentencePiece BPE", "unigram", "WordPiece", "unknown"]
@@ -83,7 +84,7 @@ class Vocabulary:
 
     def is_byte(self, token: str) -> bool:
         """True for SentencePiece's token for a byte, `<0x41>`."""
-        return _spell_byte(token) is not None if _SPELLINGS[self.family] is _spell_sentencepiece else False
+        return byte_of(token) is not None if _SPELLINGS[self.family] is _spell_sentencepiece else False
 
     def key(self, token: str) -> bytes:
         """The bytes that one of its tokens stands for."""
@@ -275,23 +276,12 @@ def _types(part: object) -> set[str]:
     return found
 
 
-def _byte_characters() -> dict[str, int]:
-    """The character that byte-level BPE writes for each byte: itself if it is visible in Latin-1, else one from 256 on."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in set(visible)]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
-
-
-_BYTES = _byte_characters()
-_CHARACTERS = {byte: character for character, byte in _BYTES.items()}
-
-
 def _spell_byte_level(token: str) -> bytes:
     """
     >>> _spell_byte_level("Ġthe")
     b' the'
     """
-    found = [_BYTES.get(character, -1) for character in token]
+    found = [BYTES.get(character, -1) for character in token]
     return token.encode() if -1 in found else bytes(found)
 
 
@@ -300,18 +290,8 @@ def _spell_sentencepiece(token: str) -> bytes:
     >>> _spell_sentencepiece("▁the"), _spell_sentencepiece("<0x0A>")
     (b' the', b'\\n')
     """
-    byte = _spell_byte(token)
+    byte = byte_of(token)
     return token.replace(SPACE, " ").encode() if byte is None else byte
-
-
-def _spell_byte(token: str) -> bytes | None:
-    """The byte that `<0x41>` stands for; None for any other token."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        try:
-            return bytes([int(token[3:5], 16)])
-        except ValueError:
-            pass
-    return None
 
 
 def _spell_wordpiece(token: str) -> bytes:
@@ -356,7 +336,7 @@ def _tiktoken(data: bytes) -> dict[str, int] | None:
     try:
         for line in data.splitlines():
             piece, rank = line.split()
-            found.setdefault("".join(map(_CHARACTERS.__getitem__, base64.b64decode(piece, validate=True))), int(rank[:9]))
+            found.setdefault("".join(map(CHARACTERS.__getitem__, base64.b64decode(piece, validate=True))), int(rank[:9]))
     except ValueError:
         return None
     return found or None
@@ -397,5 +377,5 @@ def _tekken(tekken: Mapping[str, Any], label: str) -> tuple[dict[str, int], Fami
             piece = None
         if piece is None:
             raise _wrong(label, "tekken.json", f"has a token that is not base64: {show(text)}")
-        ids.setdefault("".join(map(_CHARACTERS.__getitem__, piece)), n_special + i)
+        ids.setdefault("".join(map(CHARACTERS.__getitem__, piece)), n_special + i)
     return ids, "byte-level BPE", added
