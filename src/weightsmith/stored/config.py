@@ -51,6 +51,16 @@ def method_of(config: Mapping[str, Any]) -> str:
     return next((method for method in found if isinstance(method, str)), "")
 
 
+def damaged(what: str, where: str) -> FormatError:
+    """The error of tensors that contradict each other or config.json."""
+    return FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
+
+
+def unsupported(what: str, where: str) -> Unsupported:
+    """The error of weights that are stored in a way that is not read."""
+    return Unsupported(what, where=where, fix=PLAIN_FIX)
+
+
 def recogniser(codes: Callable[[TensorSpec], bool], *methods: str) -> Callable[[Config, Specs], bool]:
     """`StoredFormat.recognises`: config.json names one of these methods, and some tensors are its codes, or may be."""
     return lambda config, specs: method_of(config) in methods and any(map(codes, specs.values()))
@@ -72,7 +82,7 @@ def quantisation_entry(config: Mapping[str, Any], where: str) -> tuple[str, Mapp
     (place, entry), *others = config_entries(config)
     for other, content in others:
         if content != entry:
-            raise Unsupported(f"{place} and {other} in config.json say different things", where=where, fix=PLAIN_FIX)
+            raise unsupported(f"{place} and {other} in config.json say different things", where)
     return place, entry
 
 
@@ -86,7 +96,7 @@ def setting(entry: Mapping[str, Any], key: str, default: object, allowed: Sequen
     if not any(type(value) is type(choice) and value == choice for choice in allowed):
         *others, last = map(repr, allowed)
         choices = f"{', '.join(others)} and {last}" if others else last
-        raise Unsupported(f"weights with {key} {show(value)} are not read, only {choices}", where=where, fix=PLAIN_FIX)
+        raise unsupported(f"weights with {key} {show(value)} are not read, only {choices}", where)
     return value
 
 
@@ -98,8 +108,7 @@ def group_size_of(entry: Mapping[str, Any], where: str, key: str = "group_size")
     """
     value = entry.get(key)
     if type(value) is not int or not (value == -1 or 1 <= value <= 1 << 24):
-        what = f"{key} in config.json is {show(value)}, not -1 or a whole number from 1"
-        raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
+        raise damaged(f"{key} in config.json is {show(value)}, not -1 or a whole number from 1", where)
     return value
 
 
@@ -112,15 +121,12 @@ def part_of(
     """
     spec = specs.get(name)
     if spec is None:
-        what = f"tensor {show(name)} is missing, which a quantised weight needs"
-        raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
+        raise damaged(f"tensor {show(name)} is missing, which a quantised weight needs", where)
     if spec.dtype.name not in dtypes:
-        what = f"tensor {show(name)} is {spec.dtype}, and only {', '.join(dtypes)} are read"
-        raise Unsupported(what, where=where, fix=PLAIN_FIX)
+        raise unsupported(f"tensor {show(name)} is {spec.dtype}, and only {', '.join(dtypes)} are read", where)
     if len(spec.shape) != len(shape) or any(n is not None and n != m for n, m in zip(shape, spec.shape, strict=True)):
         wanted = str(["any" if n is None else n for n in shape]).replace("'", "")
-        what = f"tensor {show(name)} is {list(spec.shape)}, and the other tensors of its weight require {wanted}"
-        raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
+        raise damaged(f"tensor {show(name)} is {list(spec.shape)}, and the other tensors of its weight require {wanted}", where)
     return spec
 
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.errors import CheckpointError, Finding, FormatError, Unsupported
+from weightsmith.errors import CheckpointError, Finding
 from weightsmith.formats.files import Extent, show
 from weightsmith.formats.hf_folder import natural_key
 from weightsmith.formats.strided import gather
 from weightsmith.sources.base import Tensors, byte_view, check_range, digest, spec_of
 from weightsmith.stored.base import Wrapped
-from weightsmith.stored.config import DAMAGED_CHECKPOINT, PLAIN_FIX, without_entries
+from weightsmith.stored.config import damaged, unsupported, without_entries
 from weightsmith.tensors import DTYPES, DType, TensorSpec
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ class DecodedTensors:
         specs = {name: spec for name, spec in stored.specs.items() if name not in hidden}
         for name, weight in self._weights.items():
             if name in specs:
-                what = f"tensor {show(name)} is stored twice: as numbers and as codes {show(weight.stored[0])}"
-                raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
+                raise damaged(f"tensor {show(name)} is stored twice: as numbers and as codes {show(weight.stored[0])}", where)
             specs[name] = weight.spec
         self.specs: Mapping[str, TensorSpec] = {name: specs[name] for name in sorted(specs, key=natural_key)}
         self.identity = digest([stored.identity, [repr(weight) for weight in weights], list(dropped)])
@@ -167,7 +166,7 @@ def decoded(
     """
     if config.get("model_type") in _TRANSPOSED_MODELS:
         what = f"{kind} weights of model_type {show(config['model_type'])} are not read: its layers store [inputs, outputs]"
-        raise Unsupported(what, where=where, fix=PLAIN_FIX)
+        raise unsupported(what, where)
     source = DecodedTensors(stored, weights, dropped, where)
     _check_complete(source.specs, weights, parts, where)
     return Wrapped(source, without_entries(config), tuple(notes))
@@ -183,7 +182,7 @@ def _check_complete(specs: Mapping[str, TensorSpec], weights: Sequence[Weight], 
     for name, spec in specs.items():
         if name.endswith(".weight") and spec.dtype.name[0] in "IU":
             what = f"tensor {show(name)} is {spec.dtype}, the codes of a quantised weight, and its scales are missing"
-            raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
+            raise damaged(what, where)
         module, dot, suffix = name.rpartition(".")
         if dot + suffix in parts and f"{module}.weight" not in specs:
             left.setdefault(module, []).append(spec)
@@ -193,7 +192,7 @@ def _check_complete(specs: Mapping[str, TensorSpec], weights: Sequence[Weight], 
         own = first.name.endswith((".scales", ".biases")) and first.dtype.name[0] not in "IU"
         if not own or len(found) > 1 or module.rpartition(".")[2] in quantised:
             what = f"tensor {show(first.name)} is part of a quantised weight, and {show(module + parts[0])} is missing"
-            raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
+            raise damaged(what, where)
 
 
 def read_all(stored: Tensors, name: str, start: int = 0, end: int | None = None) -> npt.NDArray[Any]:

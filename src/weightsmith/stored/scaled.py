@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.errors import Finding, FormatError, Unsupported
+from weightsmith.errors import Finding, FormatError
 from weightsmith.formats.files import DAMAGED, show
 from weightsmith.sources.base import Tensors, read
 from weightsmith.stored.base import Config, Specs, Wrapped
 from weightsmith.stored.config import (
-    DAMAGED_CHECKPOINT,
-    PLAIN_FIX,
+    damaged,
     dropped_scales,
     plain_dtype,
     quantisation_entry,
+    unsupported,
     without_entries,
 )
 from weightsmith.stored.decoded import F32, DecodedTensors
@@ -260,7 +260,7 @@ def is_codes(spec: TensorSpec) -> bool:
 def read_block(value: object, key: str, where: str) -> Structure:
     if isinstance(value, Sequence) and len(value) == 2 and all(type(n) is int and n > 0 for n in value):
         return value[0], value[1]
-    raise FormatError(f"{show(key)} is {show(value)}, not two positive integers", where=where, fix=DAMAGED_CHECKPOINT)
+    raise damaged(f"{show(key)} is {show(value)}, not two positive integers", where)
 
 
 def _weight(spec: TensorSpec, specs: Specs, schemes: Sequence[Scheme], dtype: DType, where: str) -> ScaledWeight:
@@ -276,8 +276,7 @@ def _weight(spec: TensorSpec, specs: Specs, schemes: Sequence[Scheme], dtype: DT
     scale = next((specs[name + suffix] for suffix in suffixes if name + suffix in specs), None)
     if scale is None:
         names = " or ".join(show(name + suffix) for suffix in suffixes)
-        what = f"tensor {show(spec.name)} is {spec.dtype}, and has no scale {names}"
-        raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
+        raise damaged(f"tensor {show(spec.name)} is {spec.dtype}, and has no scale {names}", where)
     dtypes = tuple(dict.fromkeys(dtype for scheme in fitting for dtype in scheme.scales))
     if scale.dtype.name not in dtypes:
         raise unsupported(f"scale {show(scale.name)} is {scale.dtype}, and only {', '.join(dtypes)} are read", where)
@@ -289,7 +288,7 @@ def _weight(spec: TensorSpec, specs: Specs, schemes: Sequence[Scheme], dtype: DT
         if found:
             problem = f"which fits blocks of {[made.block for made in found]}"
         what = f"scale {show(scale.name)} of {show(spec.name)} {list(spec.shape)} is {list(scale.shape)}, {problem}"
-        raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
+        raise damaged(what, where)
     _check_part(found[0].extent, "I64", [(2,)], specs, spec, where)
     _check_part(found[0].divisor, "F32", [(1,), ()], specs, spec, where)
     words = -(-found[0].spec.shape[0] * found[0].bits // 32)
@@ -303,8 +302,7 @@ def _check_part(name: str, dtype: str, shapes: Sequence[tuple[int, ...]], specs:
     if not name or (part is not None and part.dtype.name == dtype and part.shape in shapes):
         return
     found = "missing" if part is None else f"{list(part.shape)} {part.dtype}"
-    what = f"{show(name)} is {found}, and the codes {show(codes.name)} need it to be {list(shapes[0])} {dtype}"
-    raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
+    raise damaged(f"{show(name)} is {found}, and the codes {show(codes.name)} need it to be {list(shapes[0])} {dtype}", where)
 
 
 def _described(name: str, spec: TensorSpec, scale: str, scheme: Scheme, dtype: DType) -> ScaledWeight:
@@ -342,8 +340,4 @@ def _check_others(specs: Specs, weights: Sequence[ScaledWeight], where: str) -> 
         weight = next((name.removesuffix(s) for s in ("_scale_inv", "_scale") if name.endswith(f".weight{s}")), None)
         # A model may have learned scales of its own beside a plain weight, under the name `weight_scale`.
         if weight is not None and (weight not in specs or name.endswith("_inv")):
-            raise FormatError(f"scale {show(name)} has no quantised weight {show(weight)}", where=where, fix=DAMAGED_CHECKPOINT)
-
-
-def unsupported(what: str, where: str) -> Unsupported:
-    return Unsupported(what, where=where, fix=PLAIN_FIX)
+            raise damaged(f"scale {show(name)} has no quantised weight {show(weight)}", where)

@@ -13,21 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightsmith.errors import Unsupported
-from weightsmith.stored.gguf.tokenizer import first_prefix
-from weightsmith.tokenizers.vocabulary import (
+from weightsmith.tokenizers.parts import BYTE_LEVEL, QWEN2_SPLIT, Json, bpe, first_prefix, is_merge, replace, split
+from weightsmith.tokenizers.sentencepiece import (
     NORMAL,
     SPACE,
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
     SentencePiece,
-    Vocabulary,
-    json_object,
-    main_file,
     read_sentencepiece,
 )
-
-Json = dict[str, Any]
+from weightsmith.tokenizers.vocabulary import Vocabulary, json_object, main_file
 
 NEVER = 1e4
 """Subtracted from the score of a unigram piece that no text gives: far below the sum of the scores of its characters."""
@@ -41,7 +37,6 @@ _GPT2 = frozenset({"GPT2Tokenizer", "CodeGenTokenizer"})
 _QWEN2 = frozenset({"Qwen2Tokenizer"})
 _ANY = frozenset({"", "PreTrainedTokenizer", "TokenizersBackend"})
 
-_QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _FIX = "make one: AutoTokenizer.from_pretrained(folder).save_pretrained(folder), and compare what both make of a text"
 
 
@@ -151,10 +146,6 @@ def _sequence(parts: Sequence[Json], name: str) -> Json | None:
     return {"type": "Sequence", name: list(parts)} if len(parts) > 1 else next(iter(parts), None)
 
 
-def _replace(pattern: Json, content: str) -> Json:
-    return {"type": "Replace", "pattern": pattern, "content": content}
-
-
 def _template(vocabulary: Vocabulary, single: Sequence[str], pair: Sequence[str]) -> Json:
     """Special tokens around a text, and around two. `A` and `B` are the texts."""
     ids = {token: vocabulary.ids[token] for token in single if token != "A"}
@@ -174,27 +165,6 @@ def _around(vocabulary: Vocabulary, before: str, after: str) -> Json | None:
     """BOS before each text and EOS after it; "" for neither."""
     one, two = [[token for token in (before, text, after) if token] for text in "AB"]
     return _template(vocabulary, one, one + two) if before or after else None
-
-
-_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-
-
-def _split(pattern: str) -> Json:
-    """A text is split by a pattern and written in the characters of byte-level BPE."""
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return {"type": "Sequence", "pretokenizers": [split, _BYTE_LEVEL]}
-
-
-def _bpe(vocab: Mapping[str, int], merges: Sequence[str], **settings: Any) -> Json:
-    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
-    return model | {
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-        **settings,
-        "vocab": vocab,
-        "merges": merges,
-    }
 
 
 def _merges(pieces: Sequence[str], parts: frozenset[str]) -> list[str]:
@@ -229,12 +199,12 @@ def _sentencepiece(
     pre = first_prefix() if first else None
     if model.squeeze:  # Strip would take line breaks too
         # The space that `first_prefix` finds at the start of a text is its prefix.
-        steps += [_replace({"Regex": r" +\z" if first else r"\A +| +\z"}, ""), _replace({"Regex": " {2,}"}, " ")]
+        steps += [replace({"Regex": r" +\z" if first else r"\A +| +\z"}, ""), replace({"Regex": " {2,}"}, " ")]
     if not first:
         steps += [{"type": "Prepend", "prepend": SPACE}] if prefix else []
     if not (first and model.squeeze):
-        steps.append(_replace({"String": " "}, SPACE))
-    decode = [_replace({"String": SPACE}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
+        steps.append(replace({"String": " "}, SPACE))
+    decode = [replace({"String": SPACE}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
     decode += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
     roles = {role: model.pieces[number].text for role, number in model.roles.items()}
     ends = roles | _named(settings)
@@ -268,7 +238,7 @@ def _pieces(model: SentencePiece) -> Json:
     ranked = sorted(normal, key=lambda piece: (-piece.score, -len(piece.text)))
     unknown = next((piece.text for piece in model.pieces if piece.kind == UNKNOWN), None)
     merges = _merges([piece.text for piece in ranked], frozenset(piece.text for piece in normal))
-    return _bpe(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=model.byte_fallback)
+    return bpe(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=model.byte_fallback)
 
 
 def _byte_level(vocabulary: Vocabulary, data: Mapping[str, bytes], settings: Mapping[str, Any], kind: str) -> Converted:
@@ -279,27 +249,22 @@ def _byte_level(vocabulary: Vocabulary, data: Mapping[str, bytes], settings: Map
     merges = [line for line in lines if line.count(" ") == 1 and not line.startswith("#version")]
     vocab = {token: number for token, number in vocabulary.ids.items() if token not in vocabulary.added}
     vocab |= _object(data, "vocab.json", vocabulary)
-    if any(not _is_merge(merge, vocab) for merge in merges):
+    if any(not is_merge(merge.split(" "), vocab) for merge in merges):
         raise _refused(vocabulary, "vocab.json", "merges.txt has tokens that it lacks")
     roles = {role: "<|endoftext|>" for role in ("bos", "eos", "unk")}
     spaced = settings.get("add_prefix_space") is True
     if kind in _QWEN2:
-        parts: Json = {"normalizer": {"type": "NFC"}, "pre_tokenizer": _split(_QWEN2_SPLIT)}
+        parts: Json = {"normalizer": {"type": "NFC"}, "pre_tokenizer": split(QWEN2_SPLIT)}
         roles = {role: roles["eos"] for role in ("eos", "pad")}
         if spaced:
             raise _refused(vocabulary, "vocab.json", "it adds a space before a text")
     else:
-        parts = {"pre_tokenizer": {**_BYTE_LEVEL, "add_prefix_space": spaced, "use_regex": True}}
-    parts |= {"decoder": _BYTE_LEVEL, "post_processor": _BYTE_LEVEL}
+        parts = {"pre_tokenizer": {**BYTE_LEVEL, "add_prefix_space": spaced, "use_regex": True}}
+    parts |= {"decoder": BYTE_LEVEL, "post_processor": BYTE_LEVEL}
     if settings.get("add_bos_token") is True:
         bos = _named(settings).get("bos", roles.get("bos", ""))
         parts["post_processor"] = _around(vocabulary, bos if bos in vocabulary.ids else "", "")
-    return _made(vocabulary, "vocab.json", _bpe(vocab, merges), parts, roles, settings)
-
-
-def _is_merge(merge: str, vocab: Mapping[str, int]) -> bool:
-    left, right = merge.split(" ")
-    return left in vocab and right in vocab and left + right in vocab
+    return _made(vocabulary, "vocab.json", bpe(vocab, merges), parts, roles, settings)
 
 
 def _wordpiece(vocabulary: Vocabulary, settings: Mapping[str, Any], kind: str) -> Converted:
@@ -335,11 +300,11 @@ def _tekken(vocabulary: Vocabulary, data: Mapping[str, bytes]) -> Converted:
         raise _refused(vocabulary, "tekken.json", "it has no pattern that splits text")
     plain = sorted((token for token in vocabulary.ids if token not in vocabulary.added), key=vocabulary.ids.__getitem__)
     # A whole word that is a token needs no merges.
-    model = _bpe(vocabulary.ids, _merges(plain, frozenset(plain)), ignore_merges=True)
+    model = bpe(vocabulary.ids, _merges(plain, frozenset(plain)), ignore_merges=True)
     roles = {role: token for role, token in _TEKKEN.items() if token in vocabulary.ids}
     parts = {
-        "pre_tokenizer": _split(pattern),
-        "decoder": _BYTE_LEVEL,
+        "pre_tokenizer": split(pattern),
+        "decoder": BYTE_LEVEL,
         "post_processor": _around(vocabulary, roles.get("bos", ""), ""),
     }
     return _made(vocabulary, "tekken.json", model, parts, roles, {})

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import math
 import re
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,112 +17,9 @@ from typing import Any, Literal
 
 from weightsmith.errors import FormatError
 from weightsmith.formats.files import read_bounded, show
-from weightsmith.formats.protobuf import fields
 from weightsmith.formats.strict_json import parse_object
-
-# ---- SentencePiece models: `tokenizer.model`, `spiece.model`. The numbers of fields and types are those of
-# sentencepiece_model.proto (https://github.com/google/sentencepiece).
-
-SPACE = "\u2581"
-"""Stands for a space in pieces."""
-
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""Types of pieces."""
-
-_BPE = 2
-_ROLES = {"unk": (40, 0), "bos": (41, 1), "eos": (42, 2), "pad": (43, -1)}  # field, default
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A token. kind: its type, `NORMAL` to `BYTE`."""
-
-    text: str
-    score: float
-    kind: int
-
-
-@dataclass(frozen=True, slots=True)
-class SentencePiece:
-    """A model.
-
-    pieces         by id
-    bpe            BPE, not unigram; True or False for these, None for words or characters
-    byte_fallback  unknown characters become tokens for bytes
-    roles          `unk`, `bos`, `eos`, `pad` → id; without those that the model does not have
-    charsmap       the compiled table of normalisation; b"": none
-    prefix         a space is put before each text
-    squeeze        spaces are removed at both ends of a text, and runs of them become one
-    escape         spaces are written as `SPACE`
-    suffix         the mark of a space ends a word; it does not begin one
-    """
-
-    pieces: tuple[Piece, ...]
-    bpe: bool | None
-    byte_fallback: bool
-    roles: Mapping[str, int]
-    charsmap: bytes
-    prefix: bool
-    squeeze: bool
-    escape: bool
-    suffix: bool
-
-
-def read_sentencepiece(data: bytes) -> SentencePiece:
-    """The model in the bytes of a file. Raises ValueError if there is none."""
-    pieces: list[Piece] = []
-    trainer: dict[int, int | memoryview] = {}
-    normalizer: dict[int, int | memoryview] = {}
-    for key, value in fields(memoryview(data)):
-        if not isinstance(value, memoryview):
-            continue
-        if key == 1:
-            pieces.append(_piece(value))
-        elif key == 2:
-            trainer = dict(fields(value))
-        elif key == 3:
-            normalizer = dict(fields(value))
-    if not pieces:
-        raise ValueError("a model without pieces")
-    charsmap = normalizer.get(2, memoryview(b""))
-    if isinstance(charsmap, int):  # bytes() of it would be as many zeros
-        raise ValueError("a table that is a number")
-    roles = {role: _signed(trainer.get(key, default)) for role, (key, default) in _ROLES.items()}
-    return SentencePiece(
-        pieces=tuple(pieces),
-        bpe={1: False, _BPE: True}.get(_signed(trainer.get(3, 1))),
-        byte_fallback=trainer.get(35, 0) == 1,
-        roles={role: number for role, number in roles.items() if 0 <= number < len(pieces)},
-        charsmap=bytes(charsmap),
-        prefix=normalizer.get(3, 1) == 1,
-        squeeze=normalizer.get(4, 1) == 1,
-        escape=normalizer.get(5, 1) == 1,
-        suffix=trainer.get(24, 0) == 1,
-    )
-
-
-def _piece(data: memoryview) -> Piece:
-    inner = dict(fields(data))
-    text, score, kind = inner.get(1, memoryview(b"")), inner.get(2, memoryview(bytes(4))), inner.get(3, NORMAL)
-    if isinstance(text, int):
-        raise ValueError("a piece whose text is a number")
-    if isinstance(score, int) or len(score) != 4 or not isinstance(kind, int):
-        raise ValueError("a piece whose score or type is of another type")
-    (number,) = struct.unpack("<f", score)
-    if not math.isfinite(number):
-        raise ValueError("a piece whose score is not finite")
-    return Piece(bytes(text).decode(), number, kind)
-
-
-def _signed(value: int | memoryview) -> int:
-    """An int32 field. Negative numbers are written as 64 bits."""
-    if not isinstance(value, int):
-        raise ValueError("a number of another type")
-    return value - (1 << 64) if value >> 63 else value
-
-
-# ---- the tokens of a model
-
+from weightsmith.tokenizers.parts import BYTES, CHARACTERS, byte_of
+from weightsmith.tokenizers.sentencepiece import CONTROL, SPACE, USER_DEFINED, read_sentencepiece
 
 Family = Literal["byte-level BPE", "BPE", "SentencePiece BPE", "unigram", "WordPiece", "unknown"]
 
@@ -189,7 +84,7 @@ class Vocabulary:
 
     def is_byte(self, token: str) -> bool:
         """True for SentencePiece's token for a byte, `<0x41>`."""
-        return _spell_byte(token) is not None if _SPELLINGS[self.family] is _spell_sentencepiece else False
+        return byte_of(token) is not None if _SPELLINGS[self.family] is _spell_sentencepiece else False
 
     def key(self, token: str) -> bytes:
         """The bytes that one of its tokens stands for."""
@@ -381,23 +276,12 @@ def _types(part: object) -> set[str]:
     return found
 
 
-def _byte_characters() -> dict[str, int]:
-    """The character that byte-level BPE writes for each byte: itself if it is visible in Latin-1, else one from 256 on."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in set(visible)]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
-
-
-_BYTES = _byte_characters()
-_CHARACTERS = {byte: character for character, byte in _BYTES.items()}
-
-
 def _spell_byte_level(token: str) -> bytes:
     """
     >>> _spell_byte_level("Ġthe")
     b' the'
     """
-    found = [_BYTES.get(character, -1) for character in token]
+    found = [BYTES.get(character, -1) for character in token]
     return token.encode() if -1 in found else bytes(found)
 
 
@@ -406,18 +290,8 @@ def _spell_sentencepiece(token: str) -> bytes:
     >>> _spell_sentencepiece("▁the"), _spell_sentencepiece("<0x0A>")
     (b' the', b'\\n')
     """
-    byte = _spell_byte(token)
+    byte = byte_of(token)
     return token.replace(SPACE, " ").encode() if byte is None else byte
-
-
-def _spell_byte(token: str) -> bytes | None:
-    """The byte that `<0x41>` stands for; None for any other token."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        try:
-            return bytes([int(token[3:5], 16)])
-        except ValueError:
-            pass
-    return None
 
 
 def _spell_wordpiece(token: str) -> bytes:
@@ -462,7 +336,7 @@ def _tiktoken(data: bytes) -> dict[str, int] | None:
     try:
         for line in data.splitlines():
             piece, rank = line.split()
-            found.setdefault("".join(map(_CHARACTERS.__getitem__, base64.b64decode(piece, validate=True))), int(rank[:9]))
+            found.setdefault("".join(map(CHARACTERS.__getitem__, base64.b64decode(piece, validate=True))), int(rank[:9]))
     except ValueError:
         return None
     return found or None
@@ -503,5 +377,5 @@ def _tekken(tekken: Mapping[str, Any], label: str) -> tuple[dict[str, int], Fami
             piece = None
         if piece is None:
             raise _wrong(label, "tekken.json", f"has a token that is not base64: {show(text)}")
-        ids.setdefault("".join(map(_CHARACTERS.__getitem__, piece)), n_special + i)
+        ids.setdefault("".join(map(CHARACTERS.__getitem__, piece)), n_special + i)
     return ids, "byte-level BPE", added

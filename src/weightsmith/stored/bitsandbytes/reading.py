@@ -15,7 +15,15 @@ from weightsmith.formats.files import show
 from weightsmith.formats.strict_json import parse_object
 from weightsmith.sources.base import Tensors
 from weightsmith.stored.base import Config, Wrapped
-from weightsmith.stored.config import DAMAGED_CHECKPOINT, PLAIN_FIX, part_of, plain_dtype, quantisation_entry
+from weightsmith.stored.config import (
+    DAMAGED_CHECKPOINT,
+    PLAIN_FIX,
+    damaged,
+    part_of,
+    plain_dtype,
+    quantisation_entry,
+    unsupported,
+)
 from weightsmith.stored.decoded import F32, Weight, decoded, read_all
 from weightsmith.tensors import BY_TORCH_NAME, DTYPES, DType, TensorSpec
 
@@ -136,8 +144,7 @@ def _four_bit(stored: Tensors, name: str, where: str) -> FourBit:
     weight_name, _, kind = name.partition(_STATE)
     state = _read_state(stored, name, where)
     if kind not in ("nf4", "fp4") or state.get("quant_type") != kind:
-        what = f"quant_type {show(state.get('quant_type'))} of {show(name)} is not read, only nf4 and fp4"
-        raise Unsupported(what, where=where, fix=PLAIN_FIX)
+        raise unsupported(f"quant_type {show(state.get('quant_type'))} of {show(name)} is not read, only nf4 and fp4", where)
     shape = state.get("shape")
     if not isinstance(shape, list) or len(shape) != 2 or any(type(n) is not int or n < 0 for n in shape):
         raise _bad(name, "shape", shape, "two whole numbers", where)
@@ -147,7 +154,7 @@ def _four_bit(stored: Tensors, name: str, where: str) -> FourBit:
     if codes is None or codes.dtype.name not in _BYTES or codes.nbytes != -(-size // 2):
         found = "is missing" if codes is None else f"{list(codes.shape)} {codes.dtype} has {codes.nbytes:,} bytes"
         what = f"tensor {show(weight_name)} {found}, and a weight {shape} of 4-bit codes needs {-(-size // 2):,} bytes"
-        raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
+        raise damaged(what, where)
     table = part_of(specs, f"{weight_name}.quant_map", ("F32",), (16,), where)
     blocks = -(-size // block)
     names, nested = [weight_name, name, table.name, f"{weight_name}.absmax"], None
@@ -172,8 +179,7 @@ def _four_bit(stored: Tensors, name: str, where: str) -> FourBit:
 def _read_state(stored: Tensors, name: str, where: str) -> dict[str, Any]:
     spec = stored.specs[name]
     if spec.dtype.name != "U8" or spec.nbytes > MAX_STATE_BYTES:
-        what = f"tensor {show(name)} is {list(spec.shape)} {spec.dtype}, not the bytes of a short JSON text"
-        raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
+        raise damaged(f"tensor {show(name)} is {list(spec.shape)} {spec.dtype}, not the bytes of a short JSON text", where)
     try:
         data = read_all(stored, name).tobytes()
     except CheckpointError as error:
@@ -192,4 +198,4 @@ def _block_of(state: Mapping[str, Any], key: str, name: str, where: str) -> int:
 
 
 def _bad(name: str, key: str, value: object, wanted: str, where: str) -> FormatError:
-    return FormatError(f"{key} in {show(name)} is {show(value)}, not {wanted}", where=where, fix=DAMAGED_CHECKPOINT)
+    return damaged(f"{key} in {show(name)} is {show(value)}, not {wanted}", where)

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from weightsmith.errors import Finding, FormatError
+from weightsmith.errors import Finding
 from weightsmith.formats.files import show
-from weightsmith.stored.config import DAMAGED_CHECKPOINT
-from weightsmith.stored.scaled import TENSOR, Scheme, Structure, read_block, unsupported
+from weightsmith.stored.config import damaged, unsupported
+from weightsmith.stored.scaled import TENSOR, Scheme, Structure, read_block
 
 METHOD = "compressed-tensors"
 
@@ -95,8 +95,7 @@ def _structure(weights: Mapping[str, Any], format_: str, label: str, where: str)
     if strategy in ("group", "tensor_group"):
         group = weights.get("group_size")
         if type(group) is not int or group < 1:
-            what = f"{show(label)}.weights.group_size is {show(group)}, not a positive integer"
-            raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
+            raise damaged(f"{show(label)}.weights.group_size is {show(group)}, not a positive integer", where)
         return 1, group
     if strategy == "tensor" or strategy is None:
         return TENSOR

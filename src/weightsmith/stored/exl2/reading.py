@@ -18,7 +18,7 @@ from weightsmith.errors import FormatError
 from weightsmith.formats.files import Extent, show
 from weightsmith.sources.base import Tensors, digest
 from weightsmith.stored.base import Config, Specs, Wrapped
-from weightsmith.stored.config import DAMAGED_CHECKPOINT, part_of
+from weightsmith.stored.config import DAMAGED_CHECKPOINT, damaged, part_of
 from weightsmith.stored.decoded import F32, decoded, read_all, read_columns, transposed_rows
 from weightsmith.stored.exl2.layout import ROWS, SUFFIXES, Group, Groups, padded, why_illegal
 from weightsmith.stored.exl2.loader import GEMMA3_PREFIX, text_config
@@ -70,7 +70,7 @@ def read_parameters(
     """
 
     def refuse(what: str) -> FormatError:
-        return FormatError(f"not a matrix of EXL2: {what}", where=where, fix=DAMAGED_CHECKPOINT)
+        return damaged(f"not a matrix of EXL2: {what}", where)
 
     bits, starts = q_groups[::2].tolist(), q_groups[1::2].astype(np.uint16).tolist()
     if not bits or len(bits) != len(starts) or len(q_scale_max) != len(bits):

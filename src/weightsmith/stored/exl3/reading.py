@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.errors import FormatError, Unsupported
 from weightsmith.formats.files import show
 from weightsmith.sources.base import Tensors
 from weightsmith.stored.base import Config, Wrapped
-from weightsmith.stored.config import DAMAGED_CHECKPOINT, PLAIN_FIX, part_of, plain_dtype, quantisation_entry
+from weightsmith.stored.config import damaged, part_of, plain_dtype, quantisation_entry, unsupported
 from weightsmith.stored.decoded import F32, Weight, decoded, read_all, read_columns
 from weightsmith.tensors import DTYPES, DType, TensorSpec
 
@@ -123,11 +122,11 @@ def _weight(
     width = trellis.shape[2]
     if width % 16 == 8:
         what = f"tensor {show(trellis.name)} has {width / 16} bits for each weight; only whole numbers of bits are read"
-        raise Unsupported(what, where=where, fix=PLAIN_FIX)
+        raise unsupported(what, where)
     padded = 16 * trellis.shape[1], 16 * trellis.shape[0]
     if width % 16 or not 1 <= width // 16 <= 8 or padded[0] % BLOCK or padded[1] % BLOCK:
         what = f"tensor {show(trellis.name)} is {list(trellis.shape)}, not [8 · n, 8 · m, 16 · K] for a K of 1 to 8"
-        raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
+        raise damaged(what, where)
     names = [trellis.name]
     for scale, sign, size in (("suh", "su", padded[1]), ("svh", "sv", padded[0])):
         if f"{module}.{sign}" in specs and f"{module}.{scale}" not in specs:
@@ -136,8 +135,7 @@ def _weight(
             names.append(part_of(specs, f"{module}.{scale}", ("F16",), (size,), where).name)
     codebooks = [name for name in _CODEBOOKS if f"{module}.{name}" in specs]
     if len(codebooks) > 1:
-        what = f"tensors {show(f'{module}.mcg')} and {show(f'{module}.mul1')} name two codebooks for one weight"
-        raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
+        raise damaged(f"tensors {show(f'{module}.mcg')} and {show(f'{module}.mul1')} name two codebooks for one weight", where)
     if codebook in _CODEBOOKS and not codebooks:
         part_of(specs, f"{module}.{codebook}", (), (), where)
     outputs, inputs = (_plain_size(n, sizes, trellis.name, where) for n in padded)
@@ -146,7 +144,7 @@ def _weight(
         what = (
             f"tensor {show(bias.name)} is {list(bias.shape)}, and its layer has {outputs} outputs: padded biases are not read"
         )
-        raise Unsupported(what, where=where, fix=PLAIN_FIX)
+        raise unsupported(what, where)
     return Exl3Weight(
         TensorSpec(f"{module}.weight", F32, (outputs, inputs)),
         (*names, *(f"{module}.{name}" for name in codebooks)),
@@ -175,5 +173,5 @@ def _plain_size(padded: int, sizes: set[int], name: str, where: str) -> int:
     fitting = sorted(n for n in sizes if -(-n // BLOCK) * BLOCK == padded)
     if len(fitting) > 1:
         what = f"tensor {show(name)} is padded to {padded:,}, and sizes in config.json leave open from what: {fitting}"
-        raise Unsupported(what, where=where, fix=PLAIN_FIX)
+        raise unsupported(what, where)
     return fitting[0] if fitting else padded

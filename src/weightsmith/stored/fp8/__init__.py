@@ -13,8 +13,8 @@ from typing import Any
 from weightsmith.errors import Finding
 from weightsmith.formats.files import show
 from weightsmith.stored.base import StoredFormat, labelled
-from weightsmith.stored.config import recogniser
-from weightsmith.stored.scaled import TENSOR, TITLE, Scheme, is_codes, read_block, read_scaled, unsupported
+from weightsmith.stored.config import recogniser, unsupported
+from weightsmith.stored.scaled import TENSOR, TITLE, Scheme, is_codes, read_block, read_scaled
 
 METHOD = "fp8"
 

@@ -8,16 +8,35 @@ second, it has scores in place of merges.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from weightsmith.errors import Finding, FormatError, Unsupported
 from weightsmith.formats.files import DAMAGED, show
-from weightsmith.formats.protobuf import fields
 from weightsmith.formats.strict_json import parse_object
 from weightsmith.stored.gguf.families import Family
 from weightsmith.stored.gguf.layout import Value
+from weightsmith.tokenizers.parts import (
+    BYTES,
+    CHARACTERS,
+    QWEN2_SPLIT,
+    bpe,
+    byte_of,
+    first_prefix,
+    is_merge,
+    replace,
+    split,
+)
+from weightsmith.tokenizers.sentencepiece import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    SPACE,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    read_sentencepiece,
+)
 
 T = TypeVar("T")
 
@@ -30,15 +49,12 @@ READ = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_temp
 _MAX_CHARACTERS = 4_000_000  # of all tokens: 262,144 of them have 1.7 million
 _MAX_JSON_MEMORY = 2 << 30
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
-_SPACE = "\u2581"
 _ADDED_SCORE = -1000.0
 
 # How text is split: regular expressions of the models' tokenizer.json.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_WORDS}\p{{N}}{{1,3}}|{_REST}"
-_QWEN2 = rf"{_WORDS}\p{{N}}|{_REST}"
 _CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
@@ -47,10 +63,10 @@ _CASED = (
 _TEKKEN = _CASED % ("", "", r"\p{N}")
 _GPT4O = _CASED % (*["(?i:'s|'t|'re|'ve|'m|'ll|'d)?"] * 2, r"\p{N}{1,3}")
 
-_SPLITS = {_LLAMA3: "llama-bpe", _QWEN2: "qwen2", _TEKKEN: "tekken", _GPT4O: "gpt-4o"}
+_SPLITS = {_LLAMA3: "llama-bpe", QWEN2_SPLIT: "qwen2", _TEKKEN: "tekken", _GPT4O: "gpt-4o"}
 _NAMES = {
     _LLAMA3: "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe".split(),
-    _QWEN2: "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open".split(),
+    QWEN2_SPLIT: "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open".split(),
     _TEKKEN: ["tekken"],
     _GPT4O: "gpt-4o llama4 kanana2 talkie minimax-m2".split(),
 }
@@ -80,7 +96,7 @@ def tokenizer_files(keys: Mapping[str, Any], family: Family, where: str) -> tupl
         what = f"tokenizer.ggml.tokens is no list of texts, or they have more than {_MAX_CHARACTERS:,} characters"
         raise FormatError(what, where=where, fix=DAMAGED)
     if kind == "llama" and family.shift:  # in Gemma's files, runs of spaces are stored as such
-        tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
+        tokens = [SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
     special = {name: _token(keys, key, tokens, where) for name, key in _SPECIAL.items()}
     types = _types(keys, tokens, where)
     pre = _setting(keys, "pre", "default", where)
@@ -140,7 +156,7 @@ def _token(keys: Mapping[str, Any], name: str, tokens: Sequence[str], where: str
 
 def _types(keys: Mapping[str, Any], tokens: Sequence[str], where: str) -> list[int]:
     types = keys.get("tokenizer.ggml.token_type")
-    found = [_NORMAL] * len(tokens) if types is None else getattr(types, "tolist", list)()
+    found = [NORMAL] * len(tokens) if types is None else getattr(types, "tolist", list)()
     if len(found) != len(tokens):
         what = f"tokenizer.ggml.token_type has {len(found):,} numbers for {len(tokens):,} tokens"
         raise FormatError(what, where=where, fix=DAMAGED)
@@ -151,9 +167,9 @@ def _added(tokens: Sequence[str], types: Sequence[int], marked: set[str | None])
     """Tokens that are found in text as a whole: those of special meaning, and those that a user has defined."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
-        {"id": i, "content": token, **plain, "special": kind != _USER_DEFINED or token in marked}
+        {"id": i, "content": token, **plain, "special": kind != USER_DEFINED or token in marked}
         for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if token and (kind in (_CONTROL, _USER_DEFINED) or token in marked)
+        if token and (kind in (CONTROL, USER_DEFINED) or token in marked)
     ]
 
 
@@ -177,41 +193,29 @@ def _template(first: Sequence[str | None], last: Sequence[str | None], tokens: S
 def _byte_level(keys: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], where: str) -> dict[str, Any]:
     """The parts of a tokenizer.json with byte-level BPE."""
     pre = _setting(keys, "pre", "default", where)
-    spelling = _spelling()
-    alphabet = set(spelling)
     vocab = {}
     for i, (token, kind) in enumerate(zip(tokens, types, strict=True)):
-        whole = kind in (_CONTROL, _USER_DEFINED) or alphabet.issuperset(token)
-        vocab[token if whole else "".join(spelling[byte] for byte in token.encode())] = i
+        whole = kind in (CONTROL, USER_DEFINED) or BYTES.keys() >= set(token)
+        vocab[token if whole else "".join(CHARACTERS[byte] for byte in token.encode())] = i
     listed = keys.get("tokenizer.ggml.merges")
     merges = [tuple(merge.split(" ")) for merge in listed] if isinstance(listed, list) else []
     for merge in merges:
-        if len(merge) != 2 or not (merge[0] in vocab and merge[1] in vocab and "".join(merge) in vocab):
+        if not is_merge(merge, vocab):
             what = f"tokenizer.ggml.merges has {show(' '.join(merge))}, which is not two tokens that give a third"
             raise FormatError(what, where=where, fix=DAMAGED)
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     splitter: dict[str, Any] = level
     if pre in _BY_NAME:
-        split = {"type": "Split", "pattern": {"Regex": _BY_NAME[pre]}, "behavior": "Isolated", "invert": False}
-        splitter = {"type": "Sequence", "pretokenizers": [split, {**level, "use_regex": False}]}
+        splitter = split(_BY_NAME[pre], {**level, "use_regex": False})
     elif pre in _DIGITS:
         splitter = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, level]}
-    model: dict[str, Any] = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": ""}
-    model |= {"end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False, "ignore_merges": pre in _WHOLE_MERGES}
-    model |= {"vocab": vocab, "merges": merges}
+    none = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
     return {
         "normalizer": None,
         "pre_tokenizer": splitter,
         "decoder": {**level, "add_prefix_space": True},
-        "model": model,
+        "model": bpe(vocab, merges, **none, ignore_merges=pre in _WHOLE_MERGES),
     }
-
-
-def _spelling() -> list[str]:
-    """The character that byte-level BPE writes for each byte: printable ones as they are, the others from 256 on."""
-    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = (chr(256 + i) for i in range(256))
-    return [chr(byte) if byte in plain else next(others) for byte in range(256)]
 
 
 def _sentencepiece(keys: Mapping[str, Any], tokens: Sequence[str], family: Family, where: str) -> dict[str, Any]:
@@ -225,45 +229,30 @@ def _sentencepiece(keys: Mapping[str, Any], tokens: Sequence[str], family: Famil
     prefixed = not gemma
     if gemma:  # the scores do not follow the order of the merges, but the tokens do
         listed = [float(-i) for i in range(len(tokens))]
-    replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    decoders: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}]
-    decoders += [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    marked = replace({"String": " "}, SPACE)
+    decoders = [replace({"String": SPACE}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
     normalizer: dict[str, Any] | None = None
     splitter: dict[str, Any] | None = None
     if gemma:
-        normalizer = replace
+        normalizer = marked
         splitter = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
     elif family.architecture == "phi3":
-        normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _SPACE}, replace]}
+        normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, marked]}
     else:
-        normalizer = replace
+        normalizer = marked
         prefixed = _setting(keys, "add_space_prefix", True, where)
         splitter = first_prefix() if prefixed else None
     if prefixed:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     unknown = keys.get("tokenizer.ggml.unknown_token_id")
-    model: dict[str, Any] = {"type": "BPE", "dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
-    model |= {"unk_token": tokens[unknown] if gemma and unknown is not None else None, "fuse_unk": True, "byte_fallback": True}
-    model |= {"ignore_merges": False, "vocab": {token: i for i, token in enumerate(tokens)}, "merges": _merges(tokens, listed)}
+    unk_token = tokens[unknown] if gemma and unknown is not None else None
+    numbers = {token: i for i, token in enumerate(tokens)}
     return {
         "normalizer": normalizer,
         "pre_tokenizer": splitter,
         "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": model,
+        "model": bpe(numbers, _merges(tokens, listed), unk_token=unk_token, fuse_unk=True, byte_fallback=True),
     }
-
-
-def first_prefix() -> dict[str, Any]:
-    """The pre-tokenizer that puts a space before a text, but not after each special token in it.
-
-    It does so before spaces too, if they are marks by then: `Metaspace` by itself leaves out the prefix of a text that begins
-    with the mark, which SentencePiece and llama.cpp add. So the first one adds a plain space, and the second one marks it.
-    """
-
-    def metaspace(replacement: str, scheme: str) -> dict[str, Any]:
-        return {"type": "Metaspace", "replacement": replacement, "prepend_scheme": scheme, "split": False}
-
-    return {"type": "Sequence", "pretokenizers": [metaspace(" ", "first"), metaspace(_SPACE, "never")]}
 
 
 def _merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
@@ -316,24 +305,24 @@ def tokenizer_keys(files: Mapping[str, bytes], config: Mapping[str, Any], family
         t for t in _list(tokenizer.get("added_tokens")) if isinstance(t, dict) and _is_token(t.get("id"), t.get("content"))
     ]
     tokens = [f"[PAD{i}]" for i in range(rows)]
-    types = [_UNUSED] * rows
+    types = [UNUSED] * rows
     for token, number in model["vocab"].items():
         if _is_token(number, token) and number < rows:
-            tokens[number], types[number] = token, _NORMAL
+            tokens[number], types[number] = token, NORMAL
     pieces = bool(model.get("byte_fallback"))
     if pieces:
         for i, token in enumerate(tokens):
-            if types[i] == _NORMAL and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-                types[i] = _BYTE
+            if types[i] == NORMAL and byte_of(token) is not None:
+                types[i] = BYTE
     for entry in added:
         number, token = entry["id"], entry["content"]
         if number < rows:
             is_control = bool(entry.get("special")) or _looks_special(token)
-            tokens[number] = token if is_control else token.replace(_SPACE, " ")
-            types[number] = _CONTROL if is_control else _USER_DEFINED
+            tokens[number] = token if is_control else token.replace(SPACE, " ")
+            types[number] = CONTROL if is_control else USER_DEFINED
     special = _special_ids(settings, config, added, model["vocab"], rows)
     if pieces and "unknown" in special:
-        types[special["unknown"]] = _UNKNOWN
+        types[special["unknown"]] = UNKNOWN
     values = {"tokenizer.ggml.model": Value("str", "llama" if pieces else "gpt2")}
     known = set(tokens)  # none beyond the rows
     merges = [pair for pair in _pairs(model.get("merges")) if known.issuperset((*pair, "".join(pair)))]
@@ -449,33 +438,23 @@ def _scores(
     sentencepiece: bytes | None, tokens: Sequence[str], types: Sequence[int], merges: Sequence[tuple[str, str]]
 ) -> list[float]:
     """The scores by which llama.cpp merges, highest first: SentencePiece's, or else the order of the merges."""
-    own = {} if sentencepiece is None else dict(_piece_scores(sentencepiece))
+    own: dict[str, float] = {}
+    if sentencepiece is not None:
+        try:
+            own = {piece.text: piece.score for piece in read_sentencepiece(sentencepiece).pieces}
+        except ValueError as error:
+            what = f"not a SentencePiece model: {show(str(error))}"
+            raise FormatError(what, where="tokenizer.model", fix="download it again") from error
     ranks: dict[str, int] = {}
     if not own:
         for rank, (left, right) in enumerate(merges):
             ranks.setdefault(left + right, rank)
     found = []
     for token, kind in zip(tokens, types, strict=True):
-        if kind in (_NORMAL, _BYTE):
-            found.append(own.get(token, 0.0) if own else 0.0 if kind == _BYTE else -float(ranks.get(token, len(merges))))
+        if kind in (NORMAL, BYTE):
+            found.append(own.get(token, 0.0) if own else 0.0 if kind == BYTE else -float(ranks.get(token, len(merges))))
         else:
-            found.append(own.get(token, _ADDED_SCORE) if kind != _UNUSED else -10_000.0)
-    return found
-
-
-def _piece_scores(data: bytes) -> list[tuple[str, float]]:
-    """The pieces of a SentencePiece model (a protobuf message whose field 1 is a piece: text 1, score 2) and their scores."""
-    found = []
-    try:
-        for number, piece in fields(memoryview(data)):
-            if number == 1 and isinstance(piece, memoryview):
-                inner = dict(fields(piece))
-                text, score = inner.get(1), inner.get(2, b"\0\0\0\0")
-                if isinstance(text, memoryview) and not isinstance(score, int):
-                    found.append((bytes(text).decode(), struct.unpack("<f", score)[0]))
-    except (ValueError, struct.error) as error:
-        what = f"not a SentencePiece model: {show(str(error))}"
-        raise FormatError(what, where="tokenizer.model", fix="download it again") from error
+            found.append(own.get(token, _ADDED_SCORE) if kind != UNUSED else -10_000.0)
     return found
 
 

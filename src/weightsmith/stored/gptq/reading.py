@@ -9,18 +9,18 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.errors import FormatError, Unsupported
+from weightsmith.errors import FormatError
 from weightsmith.formats.files import show
 from weightsmith.sources.base import Tensors
 from weightsmith.stored.base import Config, Wrapped
 from weightsmith.stored.config import (
     DAMAGED_CHECKPOINT,
-    PLAIN_FIX,
     group_size_of,
     part_of,
     plain_dtype,
     quantisation_entry,
     setting,
+    unsupported,
 )
 from weightsmith.stored.decoded import (
     F32,
@@ -105,7 +105,7 @@ class GptqWeight:
 def read(stored: Tensors, config: Config, where: str) -> Wrapped:
     _, entry = quantisation_entry(config, where)
     if entry.get("is_marlin_format"):
-        raise Unsupported("GPTQ weights in Marlin's layout (is_marlin_format) are not read", where=where, fix=PLAIN_FIX)
+        raise unsupported("GPTQ weights in Marlin's layout (is_marlin_format) are not read", where)
     setting(entry, "pack_dtype", "int32", ("int32",), where)
     key = "checkpoint_format" if "checkpoint_format" in entry else "format"
     version = setting(entry, key, "gptq", ("gptq", "gptq_v2"), where)

@@ -9,19 +9,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.errors import FormatError, Unsupported
 from weightsmith.formats.files import show
 from weightsmith.sources.base import Tensors
 from weightsmith.stored.base import Config, Specs, Wrapped
 from weightsmith.stored.config import (
-    DAMAGED_CHECKPOINT,
-    PLAIN_FIX,
     config_entries,
+    damaged,
     group_size_of,
     part_of,
     plain_dtype,
     quantisation_entry,
     setting,
+    unsupported,
 )
 from weightsmith.stored.decoded import F32, Weight, bands, decoded, read_all
 from weightsmith.stored.numbers import MXFP4_GROUP, NVFP4_GROUP, powers_of_two
@@ -112,12 +111,12 @@ def _weight(
     codes = specs[f"{module}.weight"]
     if len(codes.shape) != 2:
         what = f"tensor {show(codes.name)} is {list(codes.shape)}: experts that MLX has stacked (switch_mlp) are not read"
-        raise Unsupported(what, where=where, fix=PLAIN_FIX)
+        raise unsupported(what, where)
     outputs, width = codes.shape
     inputs = 32 * width // bits
     if inputs * bits != 32 * width or group_size < 1 or inputs % group_size:
         what = f"tensor {show(codes.name)} is {list(codes.shape)}, which {bits} bits in groups of {group_size} do not fill"
-        raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
+        raise damaged(what, where)
     dtypes = ("U8",) if mode != "affine" else ("F32", "BF16", "F16")
     shape = (outputs, inputs // group_size)
     scales = part_of(specs, f"{module}.scales", dtypes, shape, where)

@@ -8,18 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.errors import FormatError, Unsupported
 from weightsmith.formats.files import show
 from weightsmith.sources.base import Tensors
 from weightsmith.stored.base import Config, Wrapped
 from weightsmith.stored.config import (
-    DAMAGED_CHECKPOINT,
-    PLAIN_FIX,
+    damaged,
     dropped_scales,
     part_of,
     plain_dtype,
     quantisation_entry,
     setting,
+    unsupported,
 )
 from weightsmith.stored.decoded import F32, Weight, bands, decoded, read_all
 from weightsmith.stored.numbers import NVFP4_GROUP
@@ -66,8 +65,7 @@ def read(stored: Tensors, config: Config, where: str) -> Wrapped:
     specs, dtype = stored.specs, plain_dtype(config)
     smoothed = [name for name in specs if name.endswith(".pre_quant_scale")]
     if smoothed:
-        what = f"tensor {show(smoothed[0])} scales activations before its layer: such weights are not read"
-        raise Unsupported(what, where=where, fix=PLAIN_FIX)
+        raise unsupported(f"tensor {show(smoothed[0])} scales activations before its layer: such weights are not read", where)
     weights: list[Weight] = [_weight(specs, spec, dtype, where) for spec in specs.values() if is_codes(spec)]
     dropped = [name for name in specs if name.rpartition(".")[2] in _ACTIVATIONS and specs[name].size == 1]
     parts = (".weight", ".weight_scale", ".weight_scale_2")
@@ -81,8 +79,7 @@ def _weight(specs: Mapping[str, TensorSpec], codes: TensorSpec, dtype: DType, wh
     packed = codes.dtype.name == "U8"
     inputs = 2 * width if packed else width
     if inputs % (NVFP4_GROUP if packed else 4):
-        what = f"tensor {show(codes.name)} is {list(codes.shape)}: rows of {inputs:,} elements are not read"
-        raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
+        raise damaged(f"tensor {show(codes.name)} is {list(codes.shape)}: rows of {inputs:,} elements are not read", where)
     names = [codes.name, f"{codes.name}_scale"]
     if packed:
         part_of(specs, names[1], ("F8_E4M3",), (outputs, inputs // NVFP4_GROUP), where)
