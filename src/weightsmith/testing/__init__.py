@@ -1,6 +1,8 @@
 """Shared pytest suites, one for each kind of plug-in. Subclass one, with a name that starts with `Test`."""
 
 from weightsmith.testing.encodings import EncodingTests
+from weightsmith.testing.methods import MethodCase, MethodTests
+from weightsmith.testing.products import ProductCase, ProductTests
 from weightsmith.testing.sources import SourceCase, SourceTests
 
-__all__ = ["EncodingTests", "SourceCase", "SourceTests"]
+__all__ = ["EncodingTests", "MethodCase", "MethodTests", "ProductCase", "ProductTests", "SourceCase", "SourceTests"]
