@@ -26,11 +26,11 @@ class ScaledMatrix:
     """One weight.
 
     layout   which tensors it is stored in, and what each scale is for
-    kept_as  config.json's dtype
+    natural_dtype  config.json's dtype
     """
 
     layout: ScaledWeight
-    kept_as: DType
+    natural_dtype: DType
 
     @property
     def spec(self) -> TensorSpec:
