@@ -181,9 +181,9 @@ class Checkpoint:
         for repository in self.repositories[:1]:
             repository.download([glob.escape(name) for name in names], quiet=True)
 
-    def kept_as(self, name: str) -> DType:
+    def natural_dtype(self, name: str) -> DType:
         """The default output dtype of a tensor."""
-        return self.source.kept_as(name)
+        return self.source.natural_dtype(name)
 
     def preferred_rows(self, name: str) -> int:
         """The number of rows to read at once so that no byte is read twice."""

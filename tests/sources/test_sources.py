@@ -120,7 +120,7 @@ class TestAdapted(SourceTests):
 
     def test_what_is_written_and_where(self, case: SourceCase) -> None:
         source = case.open()
-        kept = {name: source.kept_as(name).name for name in ("layers.2.w", "tied", "head", "wide", "z")}
+        kept = {name: source.natural_dtype(name).name for name in ("layers.2.w", "tied", "head", "wide", "z")}
         assert kept == {"layers.2.w": "BF16", "tied": "BF16", "head": "BF16", "wide": "F64", "z": "F32"}
         assert {n for n in source.specs if source.location(n) is None} == {"layers.2.w", "wide", "z"}
         source.close()
@@ -210,7 +210,7 @@ class Halved:
         self.identity, self.state, self.paths = stored.identity + "halved", stored.state + "halved", stored.paths
         self.check_unchanged, self.close = stored.check_unchanged, stored.close
 
-    def kept_as(self, name: str) -> DType:
+    def natural_dtype(self, name: str) -> DType:
         return DTYPES["BF16"]
 
     def preferred_rows(self, name: str) -> int:

@@ -49,7 +49,7 @@ def test_weights_are_those_that_other_programs_decode(name: str, tmp_path: Path)
         for tensor, plain in case.plain.items():
             found = checkpoint.read(tensor)
             np.testing.assert_array_equal(found, plain)
-            assert checkpoint.kept_as(tensor).numpy == case.kept
+            assert checkpoint.natural_dtype(tensor).numpy == case.kept
         assert list(checkpoint.specs) == sorted(
             {*case.plain, *(n for n in case.tensors if n.endswith((".bias", "norm.weight")))}
         )

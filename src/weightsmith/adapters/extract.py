@@ -162,7 +162,7 @@ def _known(built: Built) -> Built | None:
 
 def _dtype(tuned: Checkpoint, selection: Chosen) -> DType:
     """Of the fine-tune's weights: float32, if they are neither that nor a 16-bit dtype."""
-    found = tuned.kept_as(selection.factors[0].pair.tuned.name)
+    found = tuned.natural_dtype(selection.factors[0].pair.tuned.name)
     return found if found.name in ("BF16", "F16") else DTYPES["F32"]
 
 
@@ -402,7 +402,7 @@ class _Adapter:
         """A tensor of the fine-tune, under the model's name, in the dtype that it has on disk."""
         reads = self._reads[key]
         model = self.inputs[reads[0].model]
-        first, dtype = model.specs[reads[0].tensor], model.kept_as(reads[0].tensor)
+        first, dtype = model.specs[reads[0].tensor], model.natural_dtype(reads[0].tensor)
         return TensorSpec(key, dtype, self.built.tensors[key] if len(reads) > 1 else first.shape)
 
     def factor_steps(self, matrix: Matrix) -> Iterator[Step]:

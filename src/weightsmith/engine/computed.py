@@ -120,7 +120,7 @@ class Computed:
         again, once = inner.read_bytes(read.tensor)
         return again * size // max(1, spec.size), once
 
-    def kept_as(self, name: str) -> DType:
+    def natural_dtype(self, name: str) -> DType:
         return self._step(name).out.dtype
 
     def preferred_rows(self, name: str) -> int:

@@ -120,7 +120,7 @@ class Finite:
         """
         read = step.inputs[0]
         source = self._reader.source(read)
-        if not self._allow and (encoded or source.kept_as(read.tensor) is not source.specs[read.tensor].dtype):
+        if not self._allow and (encoded or source.natural_dtype(read.tensor) is not source.specs[read.tensor].dtype):
             self.check_input(step, 0, place, data)
 
     def check_input(self, step: Step, i: int, place: Cut, data: Bytes) -> None:

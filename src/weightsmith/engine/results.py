@@ -97,7 +97,7 @@ class Results:
     def location(self, name: str) -> None:
         """They are in no file."""
 
-    def kept_as(self, name: str) -> DType:
+    def natural_dtype(self, name: str) -> DType:
         return self.specs[name].dtype
 
     def preferred_rows(self, name: str) -> int:

@@ -120,7 +120,7 @@ def _tensor(matched: Matched, arrays: Arrays, models: Sequence[Checkpoint]) -> t
     known = math.isfinite(aa + ad + dd) and (dd > 0 or not changed)
     delta, a = math.sqrt(dd) if known else math.nan if changed else 0.0, _root(aa)
     b = _root(bb)
-    dtypes = tuple(model.kept_as(read.tensor).name for model, read in zip(models, matched.step.inputs, strict=True))
+    dtypes = tuple(model.natural_dtype(read.tensor).name for model, read in zip(models, matched.step.inputs, strict=True))
     linear, leading = matched.step.role == "linear", None
     if linear and changed and known:
         k = min(VALUES, *matched.step.out.shape) if math.isfinite(rank) else 0

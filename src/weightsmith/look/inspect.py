@@ -427,7 +427,7 @@ def _measure(
                 spec.name,
                 place_of(structure, spec.name),
                 spec.shape,
-                model.kept_as(spec.name).name,
+                model.natural_dtype(spec.name).name,
                 spec.size,
                 math.sqrt(squares) if math.isfinite(mean) else math.nan,
                 mean,

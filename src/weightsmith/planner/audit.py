@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from weightsmith.errors import Finding, ParameterError, UnknownParameter, WeightsmithError, nearest, nearest_names
 from weightsmith.methods.base import Method, Parameter
 from weightsmith.planner.parameters import coerce
-from weightsmith.planner.segments import Feed, Segment
+from weightsmith.planner.segments import Segment, SegmentInput
 from weightsmith.recipe import HARMLESS, SCHEDULED, Entry, Parameters, Schedule, Setting
 
 
@@ -155,7 +155,7 @@ class Audit:
         """True if one of the levels gives the parameter, or misspells it, which is reported."""
         return any(name in level or name in self._misspelled.get(id(level), ()) for level in levels)
 
-    def _needed(self, parameter: Parameter, where: str, place: str, feed: Feed | None = None) -> None:
+    def _needed(self, parameter: Parameter, where: str, place: str, feed: SegmentInput | None = None) -> None:
         name = self.method.name
         whose = " for each model" if feed is not None else ""
         details = []

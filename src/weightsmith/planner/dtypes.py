@@ -26,7 +26,9 @@ def main_dtype(specs: Iterable[TensorSpec]) -> DType | None:
 def kept_specs(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
     """The tensors of a model, by name, in the dtypes that it keeps them in."""
     specs = checkpoint.specs
-    wide = {name: checkpoint.kept_as(name) for name, spec in specs.items() if checkpoint.kept_as(name) is not spec.dtype}
+    wide = {
+        name: checkpoint.natural_dtype(name) for name, spec in specs.items() if checkpoint.natural_dtype(name) is not spec.dtype
+    }
     return {**specs, **{name: replace(specs[name], dtype=dtype) for name, dtype in wide.items()}}
 
 

@@ -18,7 +18,7 @@ from weightsmith.planner.match import ModelNames, home_module, is_buffer
 from weightsmith.planner.mismatch import Mismatches
 from weightsmith.planner.parameters import Resolver
 from weightsmith.planner.placement import Placement
-from weightsmith.planner.segments import Feed, Segment
+from weightsmith.planner.segments import Segment, SegmentInput
 from weightsmith.plans import CAST, COPY, Read, Step
 from weightsmith.structure import Structure, vocabulary
 from weightsmith.structure.fused import fused_parts
@@ -241,7 +241,7 @@ class Outputs:
         others = [f for f, s in zip(segment.feeds, sources, strict=True) if s is None]
         donor = self.models.names[self.models.donor]
         if not owners and name in donor.rest and segment.feeds:
-            owners = [(Feed(self.models.donor, 0, None, {}, segment.where), donor.rest[name])]
+            owners = [(SegmentInput(self.models.donor, 0, None, {}, segment.where), donor.rest[name])]
         if not owners:
             return  # only models of other slices have it: the account says so
         if len(owners) == 1 and not any(self._has_module(f, name, owners[0]) for f in others):
@@ -261,7 +261,7 @@ class Outputs:
             self._rests[model] = {outer: replace(specs[own], name=outer) for outer, own in rest.items()}
         return self._rests[model]
 
-    def _stand_in(self, spec: TensorSpec, feed: Feed) -> str | None:
+    def _stand_in(self, spec: TensorSpec, feed: SegmentInput) -> str | None:
         model = feed.model
         name = vocabulary.tied_substitute(spec, self._rest_specs(model), self.models.configs[model])
         return self.models.names[model].rest[name] if name is not None else None
@@ -272,9 +272,9 @@ class Outputs:
         if own is not None:
             return own
         spec = next((specs[name] for m in range(len(self.models.names)) if name in (specs := self._rest_specs(m))), None)
-        return None if spec is None else self._stand_in(spec, Feed(model, 0, None, {}, ""))
+        return None if spec is None else self._stand_in(spec, SegmentInput(model, 0, None, {}, ""))
 
-    def _has_module(self, feed: Feed, name: str, owner: tuple[Feed, str]) -> bool:
+    def _has_module(self, feed: SegmentInput, name: str, owner: tuple[SegmentInput, str]) -> bool:
         """True when a model without the tensor `name` has other tensors of its module, perhaps by a tied one."""
         if self.models.names[feed.model].has_module_of(name):
             return True

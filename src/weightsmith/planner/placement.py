@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from weightsmith.errors import LayerError, UnknownName, WeightsmithError
 from weightsmith.planner.inputs import at
 from weightsmith.planner.match import ModelNames
-from weightsmith.planner.segments import Feed, Region, Segment
+from weightsmith.planner.segments import Region, Segment, SegmentInput
 from weightsmith.recipe import Recipe
 from weightsmith.structure import Stack, Structure
 
@@ -117,7 +117,7 @@ class Placer:
             checked.append(replace(segment, broken=True) if wrong else segment)
         return tuple(checked)
 
-    def _out_of_range(self, feed: Feed, prefix: str) -> LayerError | None:
+    def _out_of_range(self, feed: SegmentInput, prefix: str) -> LayerError | None:
         names = self.names[feed.model]
         if names is None or feed.end is None:
             return None

@@ -14,7 +14,7 @@ from weightsmith.recipe import Input, ModelRef, Module, Parameters, Recipe, Slic
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class SegmentInput:
     """One input of a segment.
 
     model       index of the model
@@ -47,7 +47,7 @@ class Segment:
     broken  it has a problem (reported) and is not used
     """
 
-    feeds: tuple[Feed, ...]
+    feeds: tuple[SegmentInput, ...]
     base: bool
     length: int | None
     levels: tuple[Parameters, ...]
@@ -93,9 +93,9 @@ class SegmentMaker:
 
     def _whole(self, inputs: Sequence[Input], levels: tuple[Parameters, ...], where: str) -> Segment:
         base = self.recipe.base_model
-        feeds = [Feed(self.models[i.model], 0, None, i.parameters, i.where, matched=i.matched) for i in inputs]
+        feeds = [SegmentInput(self.models[i.model], 0, None, i.parameters, i.where, matched=i.matched) for i in inputs]
         if base is not None and all(f.model != self.models[base] for f in feeds):
-            feeds.append(Feed(self.models[base], 0, None, {}, base.where, appended=True))
+            feeds.append(SegmentInput(self.models[base], 0, None, {}, base.where, appended=True))
         return self._segment(feeds, base, None, levels, where)
 
     def _sliced(self, slices: Sequence[Slice], levels: tuple[Parameters, ...]) -> tuple[Segment, ...]:
@@ -105,7 +105,7 @@ class SegmentMaker:
         feeds, lengths = [], []
         for source in s.sources:
             start, end = source.layer_range or (0, 0)
-            feed = Feed(self.models[source.model], start, end, source.parameters, source.where, source.range_where)
+            feed = SegmentInput(self.models[source.model], start, end, source.parameters, source.where, source.range_where)
             feeds.append(replace(feed, matched=source.matched))
             lengths.append(end - start)
         before = len(self.problems)
@@ -134,7 +134,7 @@ class SegmentMaker:
 
     def _segment(
         self,
-        feeds: list[Feed],
+        feeds: list[SegmentInput],
         base: ModelRef | None,
         length: int | None,
         levels: tuple[Parameters, ...],
@@ -179,7 +179,7 @@ class SegmentMaker:
                 self._check_count(others, where, " besides the base")
         return Segment(tuple(feeds), has_base, length, levels, where, broken or len(self.problems) > before)
 
-    def _no_base(self, feeds: Sequence[Feed]) -> ParameterError:
+    def _no_base(self, feeds: Sequence[SegmentInput]) -> ParameterError:
         method = self.method
         bare = [self.labels[feed.model] for feed in feeds if not feed.parameters]
         if method.max_models == 1:
@@ -192,7 +192,7 @@ class SegmentMaker:
         what = f"merge_method {method.name} needs a base_model"
         return ParameterError(what, where=self.recipe.at("merge_method"), fix=fix)
 
-    def _check_count(self, feeds: Sequence[Feed], where: str, besides: str) -> None:
+    def _check_count(self, feeds: Sequence[SegmentInput], where: str, besides: str) -> None:
         method, count = self.method, len(feeds)
         low, high = method.min_models, method.max_models
         if low <= count and (high is None or count <= high):

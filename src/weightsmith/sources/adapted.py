@@ -88,8 +88,8 @@ class Adapted:
     def state(self) -> str:
         return digest([self.identity, self._base.state, self._adapter.state])
 
-    def kept_as(self, name: str) -> DType:
-        return self._base.kept_as(self._origin(name).base)
+    def natural_dtype(self, name: str) -> DType:
+        return self._base.natural_dtype(self._origin(name).base)
 
     def preferred_rows(self, name: str) -> int:
         source, stored = self._stored(self._origin(name))

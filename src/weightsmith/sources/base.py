@@ -70,7 +70,7 @@ class Tensors(Protocol):
     def preferred_rows(self, name: str) -> int:
         """The number of rows to read at once so that no byte is read twice: 1 for plain bytes, more for blocked formats."""
 
-    def kept_as(self, name: str) -> DType:
+    def natural_dtype(self, name: str) -> DType:
         """The default output dtype of the tensor."""
 
     def check_unchanged(self) -> None:

@@ -213,7 +213,7 @@ class FileTensors(ABC, Generic[_InFile]):
     def state(self) -> str:
         return self._files.state
 
-    def kept_as(self, name: str) -> DType:
+    def natural_dtype(self, name: str) -> DType:
         return self._find(name).spec.dtype
 
     def preferred_rows(self, name: str) -> int:

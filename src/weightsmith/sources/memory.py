@@ -43,7 +43,7 @@ class StateDict:
         """The identity. Work on tensors in memory is never resumed."""
         return self.identity
 
-    def kept_as(self, name: str) -> DType:
+    def natural_dtype(self, name: str) -> DType:
         return spec_of(self.specs, name, self._where).dtype
 
     def preferred_rows(self, name: str) -> int:

@@ -45,7 +45,7 @@ class Weight(Protocol):
         """The stored tensors that it is decoded from, which the source hides."""
 
     @property
-    def kept_as(self) -> DType:
+    def natural_dtype(self) -> DType:
         """The dtype in which loaders compute with it."""
 
     @property
@@ -94,9 +94,9 @@ class DecodedTensors:
     def state(self) -> str:
         return digest([self.identity, self._stored.state])
 
-    def kept_as(self, name: str) -> DType:
+    def natural_dtype(self, name: str) -> DType:
         weight = self._weight(name)
-        return self._stored.kept_as(name) if weight is None else weight.kept_as
+        return self._stored.natural_dtype(name) if weight is None else weight.natural_dtype
 
     def location(self, name: str) -> tuple[int, int] | None:
         return self._stored.location(name) if self._weight(name) is None else None

@@ -117,7 +117,7 @@ class ScaledWeight:
     kind     of the codes, as `kernels.blocks.TABLES` names them
     scale    name of the scales, one for each block: ceil(rows / block[0]) · ceil(cols / block[1]) in row-major order
     block    (rows, cols) of a block; the last of a row or column may be smaller
-    kept_as  config.json's dtype
+    natural_dtype  config.json's dtype
     extent   name of the tensor that holds the shape once more, I64 [2]; "" for none
     divisor  name of the tensor, F32 of one element, by which scales are divided; "" for none
     zeros    name of the tensor of the code of zero of each block, I32 [ceil(rows · bits / 32), blocks of a row]: the lowest
@@ -129,7 +129,7 @@ class ScaledWeight:
     kind: str
     scale: str
     block: tuple[int, int]
-    kept_as: DType
+    natural_dtype: DType
     extent: str = ""
     divisor: str = ""
     zeros: str = ""

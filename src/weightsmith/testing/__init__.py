@@ -2,6 +2,17 @@
 
 from weightsmith.testing.encodings import EncodingTests
 from weightsmith.testing.formats import StoredFormatTests
+from weightsmith.testing.methods import MethodCase, MethodTests
+from weightsmith.testing.products import ProductCase, ProductTests
 from weightsmith.testing.sources import SourceCase, SourceTests
 
-__all__ = ["EncodingTests", "SourceCase", "SourceTests", "StoredFormatTests"]
+__all__ = [
+    "EncodingTests",
+    "MethodCase",
+    "MethodTests",
+    "ProductCase",
+    "ProductTests",
+    "SourceCase",
+    "SourceTests",
+    "StoredFormatTests",
+]

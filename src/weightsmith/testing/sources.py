@@ -98,7 +98,7 @@ class SourceTests:
                 _raised(lambda: source.read_into(f"{name}x", 0, np.empty(0, np.uint8))),
                 _raised(lambda: source.location(f"{name}x")),
                 _raised(lambda: source.extents(f"{name}x", 0, 0)),
-                _raised(lambda: source.kept_as(f"{name}x")),
+                _raised(lambda: source.natural_dtype(f"{name}x")),
                 _raised(lambda: source.preferred_rows(f"{name}x")),
             ):
                 assert isinstance(error, NotFound), error
@@ -135,7 +135,7 @@ class SourceTests:
         with closing(case.open()) as source:
             for name, spec in source.specs.items():
                 assert source.preferred_rows(name) >= 1
-                assert source.kept_as(name).floating == spec.dtype.floating
+                assert source.natural_dtype(name).floating == spec.dtype.floating
 
     def test_identity_and_state_are_the_same_after_reading_and_reopening(self, case: SourceCase) -> None:
         with closing(case.open()) as first, closing(case.open()) as second:

@@ -61,7 +61,7 @@ class Stored:
     def preferred_rows(self, name: str) -> int:
         return 5
 
-    def kept_as(self, name: str) -> DType:
+    def natural_dtype(self, name: str) -> DType:
         return self.specs[name].dtype
 
     def check_unchanged(self) -> None:
@@ -208,7 +208,7 @@ def test_what_is_not_fp8_is_the_other_sources() -> None:
     assert read(source, "norm.weight", 2, 6).tobytes() == BLOCK_ARRAYS["norm.weight"].tobytes()[2:8]
     assert (source.location("norm.weight"), source.location("q.weight")) == ((3, 0), None)
     assert (source.preferred_rows("norm.weight"), source.preferred_rows("q.weight")) == (5, 128)
-    assert (source.kept_as("norm.weight").name, source.kept_as("q.weight").name) == ("BF16", "BF16")
+    assert (source.natural_dtype("norm.weight").name, source.natural_dtype("q.weight").name) == ("BF16", "BF16")
     assert source.paths == stored.paths
     source.check_unchanged()
     source.close()
@@ -247,7 +247,7 @@ def test_reads_out_of_bounds_and_of_unknown_tensors() -> None:
         with pytest.raises(NotFound, match=f"no tensor '{name}'"):
             source.read_into(name, 0, np.empty(4, np.uint8))
         with pytest.raises(NotFound):
-            source.kept_as(name)
+            source.natural_dtype(name)
 
 
 def test_nan_codes_and_scales_come_out_as_nan() -> None:
@@ -273,7 +273,7 @@ def test_the_config_of_the_plain_model_and_the_dtype_it_is_written_as() -> None:
         ({"dtype": ["float16"]}, "BF16"),
         ({"dtype": None}, "BF16"),
     ):
-        assert weights_of(DEEPSEEK, BLOCK_ARRAYS, **config)[0].kept_as.name == dtype
+        assert weights_of(DEEPSEEK, BLOCK_ARRAYS, **config)[0].natural_dtype.name == dtype
 
 
 def test_scales_of_activations_and_of_the_kv_cache_are_dropped_with_a_note() -> None:

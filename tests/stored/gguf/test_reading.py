@@ -60,7 +60,7 @@ class TestGguf(SourceTests):
         assert placed == {name for name in source.specs if "norm" in name or "v_proj" in name}
         assert source.preferred_rows("model.layers.0.self_attn.k_proj.weight") == 16
         assert source.preferred_rows("model.layers.0.mlp.up_proj.weight") == 1
-        assert source.kept_as("model.norm.weight").name == "BF16"
+        assert source.natural_dtype("model.norm.weight").name == "BF16"
         source.close()
 
 
@@ -183,7 +183,7 @@ def test_the_model_and_the_tokenizer_are_those_that_transformers_makes(tiny: Pat
         state = theirs.state_dict()
         assert set(state) - {"lm_head.weight"} == set(found.specs)
         for name in found.specs:
-            rounded = found.read(name).astype(found.kept_as(name).numpy)
+            rounded = found.read(name).astype(found.natural_dtype(name).numpy)
             assert rounded.tobytes() == state[name].view(torch.int16).numpy().tobytes(), name
         ours = transformers.AutoConfig.from_pretrained(found.folder).to_dict()
     unlike = ("architectures", "dtype", "_model_name_or_path", "_name_or_path", "quantization_config", "unk_token_id")
@@ -399,7 +399,7 @@ def test_without_libgguf_plain_files_are_read(tmp_path: Path, monkeypatch: pytes
     plain = {name: (values, "F32") for name, (values, _) in llama().items()}
     with open_checkpoint(write_gguf(tmp_path / "f32.gguf", "llama", plain, KEYS)) as found:
         assert found.read("model.norm.weight").dtype == np.float32
-        assert found.kept_as("model.norm.weight").name == "F32"
+        assert found.natural_dtype("model.norm.weight").name == "F32"
     monkeypatch.undo()
     path = write_gguf(tmp_path / "q.gguf", "llama", llama(), KEYS)
     monkeypatch.setitem(sys.modules, "libgguf", None)

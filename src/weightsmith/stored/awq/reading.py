@@ -23,14 +23,14 @@ class AwqWeight:
 
     spec        the plain weight
     stored      qweight, qzeros, scales
-    kept_as     config.json's dtype, else that of the scales
+    natural_dtype  config.json's dtype, else that of the scales
     groups      rows of the scales
     group_size  inputs of a group
     """
 
     spec: TensorSpec
     stored: tuple[str, ...]
-    kept_as: DType
+    natural_dtype: DType
     groups: int
     group_size: int
 
@@ -76,7 +76,7 @@ def read(stored: Tensors, config: Config, where: str) -> Wrapped:
                 AwqWeight(
                     spec=TensorSpec(f"{module}.weight", F32, (8 * words, inputs)),
                     stored=(name, zeros.name, scales.name),
-                    kept_as=plain_dtype(config, scales.dtype),
+                    natural_dtype=plain_dtype(config, scales.dtype),
                     groups=groups,
                     group_size=inputs if group_size < 0 else group_size,
                 )

@@ -44,14 +44,14 @@ class FourBit:
 
     spec     the plain weight
     stored   codes, table, scales, and the tensors of nested scales
-    kept_as  the dtype that was quantised
+    natural_dtype  the dtype that was quantised
     block    elements that share a scale
     nested   (scales that share a scale of their own, the offset of scales), None for plain scales
     """
 
     spec: TensorSpec
     stored: tuple[str, ...]
-    kept_as: DType
+    natural_dtype: DType
     block: int
     nested: tuple[int, float] | None
     preferred_rows: int = 1
@@ -90,7 +90,7 @@ class EightBit:
 
     spec: TensorSpec
     stored: tuple[str, ...]
-    kept_as: DType
+    natural_dtype: DType
     preferred_rows: int = 1
 
     def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:

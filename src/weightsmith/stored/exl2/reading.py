@@ -132,7 +132,7 @@ class Exl2Weight:
     spec: TensorSpec
     stored: tuple[str, ...]
     modules: tuple[Module, ...]
-    kept_as: DType = DTYPES["F16"]
+    natural_dtype: DType = DTYPES["F16"]
 
     @property
     def preferred_rows(self) -> int:
@@ -189,8 +189,8 @@ class Unprefixed:
     def state(self) -> str:
         return digest([self.identity, self._stored.state])
 
-    def kept_as(self, name: str) -> DType:
-        return self._stored.kept_as(self._prefix + name)
+    def natural_dtype(self, name: str) -> DType:
+        return self._stored.natural_dtype(self._prefix + name)
 
     def location(self, name: str) -> tuple[int, int] | None:
         return self._stored.location(self._prefix + name)

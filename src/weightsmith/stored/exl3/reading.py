@@ -33,7 +33,7 @@ class Exl3Weight:
 
     spec      the plain weight, without padding
     stored    trellis, scales or signs of inputs and of outputs, the codebook's marker
-    kept_as   config.json's dtype
+    natural_dtype  config.json's dtype
     bits      K
     codebook  `3inst`, `mcg` or `mul1`
     padded    outputs and inputs as stored, multiples of 128
@@ -41,7 +41,7 @@ class Exl3Weight:
 
     spec: TensorSpec
     stored: tuple[str, ...]
-    kept_as: DType
+    natural_dtype: DType
     bits: int
     codebook: str
     padded: tuple[int, int]

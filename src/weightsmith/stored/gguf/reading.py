@@ -76,7 +76,7 @@ class GgufTensors(FileTensors[StoredBlocks]):
         if any(tensor.stored.block > 1 for tensor in stored.values()):
             libgguf(where)
 
-    def kept_as(self, name: str) -> DType:
+    def natural_dtype(self, name: str) -> DType:
         dtype = self._find(name).spec.dtype
         return self._dtype if dtype.floating else dtype
 

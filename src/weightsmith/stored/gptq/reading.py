@@ -45,7 +45,7 @@ class GptqWeight:
 
     spec        the plain weight
     stored      qweight, qzeros, scales, and g_idx if there is one
-    kept_as     config.json's dtype, else that of the scales
+    natural_dtype  config.json's dtype, else that of the scales
     bits        of a code
     zero_minus  1 if zeros are stored less 1, else 0
     groups      rows of the scales
@@ -54,7 +54,7 @@ class GptqWeight:
 
     spec: TensorSpec
     stored: tuple[str, ...]
-    kept_as: DType
+    natural_dtype: DType
     bits: int
     zero_minus: int
     groups: int
@@ -124,7 +124,7 @@ def read(stored: Tensors, config: Config, where: str) -> Wrapped:
                 GptqWeight(
                     spec=TensorSpec(f"{module}.weight", F32, (shape.outputs, shape.inputs)),
                     stored=(*names, *([f"{module}.g_idx"] if f"{module}.g_idx" in stored.specs else [])),
-                    kept_as=plain_dtype(config, scales.dtype),
+                    natural_dtype=plain_dtype(config, scales.dtype),
                     bits=shape.bits,
                     zero_minus=1 if version == "gptq" else 0,
                     groups=shape.groups,

@@ -38,7 +38,7 @@ class MlxWeight:
 
     spec        the plain weight
     stored      weight, scales; biases of mode affine
-    kept_as     config.json's dtype, else that of the scales
+    natural_dtype  config.json's dtype, else that of the scales
     mode        `affine`, `mxfp4`, …
     bits        of a code
     group_size  inputs of a group
@@ -46,7 +46,7 @@ class MlxWeight:
 
     spec: TensorSpec
     stored: tuple[str, ...]
-    kept_as: DType
+    natural_dtype: DType
     mode: str
     bits: int
     group_size: int

@@ -33,7 +33,7 @@ class ModelOptWeight:
 
     spec: TensorSpec
     stored: tuple[str, ...]
-    kept_as: DType
+    natural_dtype: DType
     preferred_rows: int = 1
 
     def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
