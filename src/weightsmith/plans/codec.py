@@ -83,8 +83,9 @@ def encode_record(record: Any) -> dict[str, Any]:
     made, kind = {}, record.__class__
     for name, key, omit, default in _keys(kind):
         value = getattr(record, name)
-        if not omit or (value != default and (value or isinstance(value, bool | int))):
-            made[key] = encode(value)
+        if omit and (value is default or value == default or not (value or isinstance(value, int))):
+            continue
+        made[key] = value if value.__class__ in (str, int, bool) else encode(value)
     return made
 
 
