@@ -11,7 +11,8 @@ import pytest
 
 from weightsmith.errors import FormatError
 from weightsmith.plans import Product
-from weightsmith.plans.codec import OMITTED, ProductSettings, decode, encode, has_type
+from weightsmith.plans.codec import OMITTED, decode, encode, has_type
+from weightsmith.plans.forms import ProductSettings
 
 
 @dataclass(frozen=True)
