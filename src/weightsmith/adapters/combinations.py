@@ -28,7 +28,8 @@ from weightsmith.adapters.cores import Adapted
 from weightsmith.adapters.factors import decompose, prefers_exact
 from weightsmith.jobs.matrix import one_thread
 from weightsmith.plans import Product, Step
-from weightsmith.plans.codec import ProductSettings, has_type
+from weightsmith.plans.codec import has_type
+from weightsmith.plans.forms import ProductSettings
 from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.tensors import DTYPES, TensorSpec

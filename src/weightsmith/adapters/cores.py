@@ -39,7 +39,8 @@ import numpy.typing as npt
 from weightsmith.jobs.decompose import column_basis, thin_svd
 from weightsmith.jobs.matrix import one_thread
 from weightsmith.plans import COPY, PRODUCTS, Product, Read, Step
-from weightsmith.plans.codec import ProductSettings, has_type
+from weightsmith.plans.codec import has_type
+from weightsmith.plans.forms import ProductSettings
 from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.tensors import DTYPES, MAX_STACKED, TensorSpec

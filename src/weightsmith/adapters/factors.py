@@ -30,7 +30,8 @@ from weightsmith.jobs.decompose import thin_svd
 from weightsmith.jobs.matrix import one_thread
 from weightsmith.jobs.requires import usable_device
 from weightsmith.plans import Product, Step
-from weightsmith.plans.codec import ProductSettings, has_type
+from weightsmith.plans.codec import has_type
+from weightsmith.plans.forms import ProductSettings
 from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays, Floats
 from weightsmith.tensors import DTYPES, MAX_STACKED, TensorSpec

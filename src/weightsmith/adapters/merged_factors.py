@@ -23,7 +23,8 @@ from weightsmith.errors import MismatchError
 from weightsmith.jobs.decompose import thin_svd
 from weightsmith.jobs.matrix import one_thread
 from weightsmith.plans import Product, Step
-from weightsmith.plans.codec import ProductSettings, has_type
+from weightsmith.plans.codec import has_type
+from weightsmith.plans.forms import ProductSettings
 from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.tensors import DTYPES, MAX_STACKED, TensorSpec

@@ -11,12 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from weightsmith.errors import FormatError
-
-if TYPE_CHECKING:
-    from weightsmith.plans.values import Product
 
 T = TypeVar("T")
 
@@ -38,22 +35,6 @@ FORMS: dict[Any, Form] = {}
 def invalid(at: str, what: str) -> FormatError:
     """The error of a plan that no run could do."""
     return FormatError(f"invalid plan: {what}", where=at, fix="create the plan again: weightsmith plan RECIPE --json")
-
-
-class ProductSettings:
-    """Base of the records that are the settings of a product."""
-
-    __slots__ = ()
-
-    @classmethod
-    def of(cls, product: Product) -> Self:
-        """From the settings of a product. Raises FormatError."""
-        return decode(cls, product.settings, f"product {product.name}")
-
-    def to_json(self) -> dict[str, Any]:
-        """The settings of a product."""
-        made: dict[str, Any] = encode(self)
-        return made
 
 
 def encode(value: Any) -> Any:
@@ -83,8 +64,9 @@ def encode_record(record: Any) -> dict[str, Any]:
     made, kind = {}, record.__class__
     for name, key, omit, default in _keys(kind):
         value = getattr(record, name)
-        if not omit or (value != default and (value or isinstance(value, bool | int))):
-            made[key] = encode(value)
+        if omit and (value is default or value == default or not (value or isinstance(value, int))):
+            continue
+        made[key] = value if value.__class__ in (str, int, bool) else encode(value)
     return made
 
 

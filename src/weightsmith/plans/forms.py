@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import base64
 from dataclasses import astuple
-from typing import Any
+from typing import Any, Self
 
 from weightsmith._version import __version__
 from weightsmith.containers import CONTAINERS
 from weightsmith.plans.codec import FORMS, Form, decode, decode_fields, decode_record, encode, encode_record, invalid
 from weightsmith.plans.draft import PlanDraft
-from weightsmith.plans.values import Block, Dropped, FileRead, Gather, Plan, Read, Step, Table, View
+from weightsmith.plans.values import Block, Dropped, FileRead, Gather, Plan, Product, Read, Step, Table, View
 from weightsmith.redaction import has_secret
 from weightsmith.tensors import BLOCKS, DTYPES, TensorSpec
 
@@ -23,6 +23,22 @@ MAX_ELEMENTS = 1 << 62
 _SPEC = "name", "dtype", "shape"
 _ORDER = ("made", "models", "settings", "products", "tables", "steps")
 """The first keys of a plan; the others are in the order of its fields."""
+
+
+class ProductSettings:
+    """Base of the records that are the settings of a product."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, product: Product) -> Self:
+        """From the settings of a product. Raises FormatError."""
+        return decode(cls, product.settings, f"product {product.name}")
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings of a product."""
+        made: dict[str, Any] = encode(self)
+        return made
 
 
 def plan_from_json(data: Any) -> Plan:

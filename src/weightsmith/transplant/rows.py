@@ -19,7 +19,8 @@ import numpy.typing as npt
 from weightsmith.jobs.requires import usable_device
 from weightsmith.options import APPROXIMATIONS
 from weightsmith.plans import COPY, Block, Product, Read, Step
-from weightsmith.plans.codec import ProductSettings, has_type
+from weightsmith.plans.codec import has_type
+from weightsmith.plans.forms import ProductSettings
 from weightsmith.products import ProductContext, ProductKind
 from weightsmith.products.base import Arrays
 from weightsmith.tensors import DTYPES, DType, TensorSpec

@@ -9,7 +9,7 @@ from weightsmith.activations.decoder import Base
 from weightsmith.mixture.routing.gates import MODES
 from weightsmith.mixture.routing.prompts import Texts
 from weightsmith.plans import Product
-from weightsmith.plans.codec import ProductSettings
+from weightsmith.plans.forms import ProductSettings
 from weightsmith.tensors import DTYPES, DType, TensorSpec
 
 
