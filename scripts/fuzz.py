@@ -339,7 +339,7 @@ def mutate_model(rng: Rng, data: bytes) -> bytes:
 
 def mutate_checksummed(rng: Rng, data: bytes) -> bytes:
     """A manifest with other values and the checksum that goes with them; or a damaged one."""
-    from weightsmith.store.checksum import hash_bytes
+    from weightsmith.outputs.checksum import hash_bytes
 
     if rng.random() < 0.1:
         return mutate_bytes(rng, data)
@@ -548,8 +548,8 @@ def _use_recipe(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
 
 def _use_manifest(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
     import weightsmith
-    from weightsmith.store.target import check_vacant
-    from weightsmith.store.unfinished import find_unfinished
+    from weightsmith.outputs.local.target import check_vacant
+    from weightsmith.outputs.local.unfinished import find_unfinished
 
     yield lambda: weightsmith.verify("made")
     yield lambda: weightsmith.inspect("made")
@@ -567,7 +567,7 @@ def _use_plan(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
 
 
 def _use_journal(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
-    from weightsmith.store.unfinished import find_unfinished
+    from weightsmith.outputs.local.unfinished import find_unfinished
 
     yield lambda: find_unfinished(Path())
     yield lambda: _merge(LINEAR)
@@ -577,8 +577,8 @@ def _unfinished_upload() -> Any:
     """A bucket in memory with the unfinished work of a small checkpoint, the same each time."""
     from tests.bucket_help import MemoryBucket
     from tests.store_help import NAMES, layout, put
-    from weightsmith.buckets import parts, staging
-    from weightsmith.buckets.prefix import Prefix
+    from weightsmith.outputs.bucket import parts, staging
+    from weightsmith.outputs.bucket.prefix import Prefix
 
     MemoryBucket.stores.clear()
     staging.open_bucket = MemoryBucket.open  # type: ignore[assignment]

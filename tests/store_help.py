@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from weightsmith.store import Layout, Staging, combine, grain_bytes, hash_grains, make_layout
-from weightsmith.store.journal import Finished
+from weightsmith.containers import Layout, make_layout
+from weightsmith.outputs.checksum import combine, grain_bytes, hash_grains
+from weightsmith.outputs.journal import Finished
+from weightsmith.outputs.staging import Staging
 from weightsmith.tensors import DTYPES, TensorSpec
 
 SPECS = [

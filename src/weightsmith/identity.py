@@ -20,7 +20,7 @@ from weightsmith.recipe.nodes import Node
 from weightsmith.recipe.yaml import read_yaml
 from weightsmith.sources import Tensors
 
-ROOTS = ("engine", "checkpoint", "buckets.parts")
+ROOTS = ("engine", "checkpoint", "outputs.bucket.parts")
 """What determines the bytes of an output, given the plan and the inputs, with all that it imports: the engine, how inputs are
 opened, and which bytes an uploaded part has."""
 PACKAGES = ("numpy", "numba", "torch", "libgguf")

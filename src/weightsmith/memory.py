@@ -21,11 +21,11 @@ from weightsmith.errors import Finding, WeightsmithError
 from weightsmith.methods import get
 from weightsmith.methods.user import OwnMethod
 from weightsmith.methods.user_files import at_hand
+from weightsmith.outputs.journal import Finished
 from weightsmith.planner.state_dicts import plan_state_dicts
 from weightsmith.plans import Plan
 from weightsmith.sources.memory import StateDict
 from weightsmith.sources.views import Bytes
-from weightsmith.store.journal import Finished
 from weightsmith.tensors import DType
 
 

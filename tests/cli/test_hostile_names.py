@@ -16,7 +16,8 @@ from tests.cli_help import CONFIG, Cli, cli, work
 from tests.store_help import layout, put
 from weightsmith.containers.gguf import Value, encode_metadata, make_layout
 from weightsmith.errors import Finding
-from weightsmith.store import Staging, staging_folder
+from weightsmith.outputs.local.area import staging_folder
+from weightsmith.outputs.staging import Staging
 from weightsmith.tensors import DTYPES, TensorSpec
 from weightsmith.text import code, json_text, markdown, table
 

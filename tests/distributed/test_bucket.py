@@ -15,25 +15,25 @@ import pytest
 
 import weightsmith
 from tests.bucket_help import MemoryBucket
-from tests.buckets.conftest import memory, spool
 from tests.distributed.threads import Died, Threads
+from tests.outputs.bucket.conftest import memory, spool
 from tests.store_help import tree
 from tests.test_run import big_model
 from weightsmith import execution
 from weightsmith.api import prepare_any
-from weightsmith.buckets import lock, parts, uploads
-from weightsmith.buckets.journal import FollowedParts, State
-from weightsmith.buckets.prefix import parse_prefix
-from weightsmith.buckets.staging import BucketStaging, together
 from weightsmith.distributed import driver
 from weightsmith.distributed.driver import share_out
 from weightsmith.distributed.work import Answer, Failed, Lost, Order, Share, do
 from weightsmith.errors import ParameterError, StoreError, WorkerLost
 from weightsmith.execution import NO_CALLBACKS, Callbacks, Merged
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
+from weightsmith.outputs.bucket import lock, parts, uploads
+from weightsmith.outputs.bucket.journal import FollowedParts, State
+from weightsmith.outputs.bucket.prefix import parse_prefix
+from weightsmith.outputs.bucket.staging import BucketStaging, together
+from weightsmith.outputs.journal import Built, Finished
 from weightsmith.plans import Plan
 from weightsmith.plans.parts import parts_of
-from weightsmith.store.journal import Built, Finished
 
 __all__ = ["memory", "spool"]
 
@@ -118,7 +118,7 @@ def test_the_objects_are_the_files_of_one_process(here: Path, memory: MemoryBuck
     assert memory.pending == {}
     assert merged.resumed == 0
     assert memory.calls.count("upload") == part_count(merged.plan), "each part once"
-    if "quantize" not in options:  # there, one process must do a file: see `buckets.staging.together`
+    if "quantize" not in options:  # there, one process must do a file: see `outputs.bucket.staging.together`
         assert len(workers.started) > 3
 
 

@@ -26,9 +26,10 @@ from weightsmith.distributed.work import Share
 from weightsmith.errors import Busy, CheckpointError, NonFinite, ParameterError, StoreError, WeightsmithError, WorkerLost
 from weightsmith.execution import NO_CALLBACKS, Callbacks, Merged
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
-from weightsmith.store import Staging, disk, staging_folder
-from weightsmith.store.locks import is_held
-from weightsmith.store.staging import staged_plan
+from weightsmith.outputs.local import disk
+from weightsmith.outputs.local.area import staging_folder
+from weightsmith.outputs.local.locks import is_held
+from weightsmith.outputs.staging import Staging, staged_plan
 
 TIES = {
     "merge_method": "ties",
@@ -187,7 +188,7 @@ def test_a_slow_part_is_done_by_a_second_worker_and_the_first_answer_counts(
 ) -> None:
     weightsmith.merge(TIES, "whole", progress=False)
     monkeypatch.setattr(driver, "SLOW_SECONDS", 0.2)
-    monkeypatch.setattr("weightsmith.store.staging.ATTACH_SECONDS", 1)  # the first worker finds nothing
+    monkeypatch.setattr("weightsmith.outputs.staging.ATTACH_SECONDS", 1)  # the first worker finds nothing
     go_on = threading.Event()
 
     def before(share: Share) -> None:
@@ -299,7 +300,7 @@ def test_locks_that_other_machines_do_not_see_are_an_error_before_a_tensor_is_wr
 def test_a_worker_that_does_not_see_the_folder_is_an_error(
     here: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightsmith.store.staging.ATTACH_SECONDS", 0.2)
+    monkeypatch.setattr("weightsmith.outputs.staging.ATTACH_SECONDS", 0.2)
     own_disk = tmp_path_factory.mktemp("other")
     workers = Threads(1)
     begin = workers.begin

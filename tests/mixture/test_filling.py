@@ -18,7 +18,7 @@ from weightsmith.engine.bench import EngineBench
 from weightsmith.engine.local import Progress
 from weightsmith.errors import CannotResume, CheckpointError, PlanError, Unsupported, WeightsmithError
 from weightsmith.mixture.routing import product
-from weightsmith.store.manifest import MANIFEST_NAME
+from weightsmith.outputs.manifest import MANIFEST_NAME
 
 __all__ = ["models"]
 
@@ -154,7 +154,7 @@ def test_router_weights_are_not_computed_twice(
     damaged: bool, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Interrupted after they were computed; what is damaged on the disk is computed again."""
-    from weightsmith.store import staging
+    from weightsmith.outputs import staging
 
     recipe = recipe_of(models, told(0, 1))
 

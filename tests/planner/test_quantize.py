@@ -25,12 +25,12 @@ from tests.golden.cases import recipe
 from weightsmith.api import run
 from weightsmith.encodings import ENCODINGS, Encoding
 from weightsmith.errors import Corrupt, NonFinite, PlanError
+from weightsmith.outputs.staging import Staging
 from weightsmith.planner import Plan
 from weightsmith.planner.encode import ignored_modules, stored_plain
 from weightsmith.plans import plan_from_json
 from weightsmith.quantisation.formats import FORMATS
 from weightsmith.quantisation.streamed import streamed
-from weightsmith.store import Staging
 from weightsmith.structure import analyse
 from weightsmith.tensors import DTYPES, TensorSpec
 from weightsmith.testing import EncodingTests

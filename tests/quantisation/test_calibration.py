@@ -31,6 +31,7 @@ from weightsmith.engine.local import Resources, run
 from weightsmith.errors import CannotResume, FormatError, NonFinite, PlanError, StoreError, WeightsmithError
 from weightsmith.execution import execute
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
+from weightsmith.outputs.staging import Staging, staging_folder
 from weightsmith.planner import Prepared, prepare
 from weightsmith.planner.reopen import reopen
 from weightsmith.plans import Product, plan_from_json
@@ -44,7 +45,6 @@ from weightsmith.quantisation.calibration.schemes import dequantise, split
 from weightsmith.quantisation.exl2 import matrix
 from weightsmith.quantisation.exl2.model import prepare_model
 from weightsmith.quantisation.formats import followed
-from weightsmith.store.staging import Staging, staging_folder
 
 
 @pytest.fixture(scope="module")
@@ -424,7 +424,7 @@ def _errors(out: Path) -> list[float]:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from weightsmith.store import staging
+from weightsmith.outputs import staging
 at, place = int(sys.argv[1]), sys.argv[2]
 plain, count = staging.Staging.keep, 0
 def keep(self, product, arrays):

@@ -14,9 +14,9 @@ from tests.calibration_help import quantise, save_model, settings
 from weightsmith.errors import FormatError, PlanError
 from weightsmith.formats.gguf.imatrix import imatrix_bytes, read_imatrix
 from weightsmith.options import QuantizeSettings
+from weightsmith.outputs.staging import Staging, staging_folder
 from weightsmith.quantisation.calibration import importances
 from weightsmith.quantisation.calibration.rows import calibration_of, rows_of
-from weightsmith.store.staging import Staging, staging_folder
 
 pytestmark = pytest.mark.slow
 

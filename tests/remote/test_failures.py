@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from weightsmith.buckets import client
-from weightsmith.buckets.s3 import S3Bucket
 from weightsmith.errors import CheckpointError, StoreError
+from weightsmith.outputs.bucket import client
+from weightsmith.outputs.bucket.s3 import S3Bucket
 from weightsmith.remote import retries
 from weightsmith.remote.failures import Panicked, causes, lasting, no_panic, passes
 from weightsmith.remote.retries import Again
@@ -155,11 +155,11 @@ def _clients(monkeypatch: pytest.MonkeyPatch, broken: Callable[..., Any]) -> lis
     import obstore
     from botocore.endpoint import Endpoint
 
-    from weightsmith.buckets.azure import AzureBucket
-    from weightsmith.buckets.gcs import GoogleBucket
-    from weightsmith.buckets.s3 import S3Bucket
-    from weightsmith.hub_outputs.address import parse_hub_address
-    from weightsmith.hub_outputs.repository import HubRepository
+    from weightsmith.outputs.bucket.azure import AzureBucket
+    from weightsmith.outputs.bucket.gcs import GoogleBucket
+    from weightsmith.outputs.bucket.s3 import S3Bucket
+    from weightsmith.outputs.hub.address import parse_hub_address
+    from weightsmith.outputs.hub.repository import HubRepository
     from weightsmith.remote.addresses import parse_address
     from weightsmith.remote.http import HttpFile
     from weightsmith.remote.stores import Store

@@ -31,13 +31,13 @@ def clean(
     process is working. In a bucket, the uploads of interrupted runs are aborted.
     """
     with failures(checking=True, as_json=as_json), status_line("looking for unfinished work", quiet=as_json):
-        from weightsmith.buckets.prefix import parse_prefix
-        from weightsmith.buckets.unfinished import UnfinishedUpload, find_uploads, remove_upload
         from weightsmith.errors import NotFound, printable
         from weightsmith.formats.files import is_folder
-        from weightsmith.hub_outputs.address import is_hub_address, parse_hub_address
-        from weightsmith.store.target import is_address
-        from weightsmith.store.unfinished import Unfinished, find_unfinished, remove_unfinished
+        from weightsmith.outputs.bucket.prefix import parse_prefix
+        from weightsmith.outputs.bucket.unfinished import UnfinishedUpload, find_uploads, remove_upload
+        from weightsmith.outputs.hub.address import is_hub_address, parse_hub_address
+        from weightsmith.outputs.local.target import is_address
+        from weightsmith.outputs.local.unfinished import Unfinished, find_unfinished, remove_unfinished
 
         found: list[Unfinished | UnfinishedUpload] = []
         for folder in folders or ["."]:

@@ -138,9 +138,9 @@ def interrupted(out: str) -> str:
     import glob
     import shlex
 
-    from weightsmith.hub_outputs.address import is_hub_address, parse_hub_address
-    from weightsmith.store.area import staging_folder
-    from weightsmith.store.target import absolute, is_address
+    from weightsmith.outputs.hub.address import is_hub_address, parse_hub_address
+    from weightsmith.outputs.local.area import staging_folder
+    from weightsmith.outputs.local.target import absolute, is_address
 
     # --no-resume on this run discarded an earlier one's work; on the next it would discard this one's.
     command = shlex.join(["weightsmith", *(a for a in sys.argv[1:] if a != "--no-resume")])

@@ -5,7 +5,7 @@ other run can take it. It alone decides what is done again:
 
 * A part whose worker was lost is done by another one, which keeps the finished tensors whose checksums are right. In a folder,
   the lock of the part keeps it out until the lost worker, if it still runs somewhere, has really ended. In a bucket, both may
-  upload: see `buckets.staging`.
+  upload: see `outputs.bucket.staging`.
 * A part that takes long when no other part waits is done by a second worker too, and the first answer counts. Both write the
   same bytes to the same places, and each has a journal of its own. This is not so where torch computes whole matrices, which
   another machine may round differently, and not for products: these have one worker.
@@ -35,10 +35,10 @@ from weightsmith.formats.collector import collector_paused
 from weightsmith.identity import facts, work_identity
 from weightsmith.jobs.requires import named_device
 from weightsmith.options import RunOptions
+from weightsmith.outputs.local.target import is_address
 from weightsmith.planner.build import Prepared
 from weightsmith.plans import COPY, Plan
 from weightsmith.plans.parts import Together, parts_of, units_of
-from weightsmith.store.target import is_address
 
 if TYPE_CHECKING:
     from weightsmith.execution.output import Shared

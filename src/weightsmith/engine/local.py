@@ -38,12 +38,12 @@ from weightsmith.kernels.delta import distance
 from weightsmith.kernels.finite import first_nonfinite
 from weightsmith.kernels.watch import is_compiling, leave
 from weightsmith.options import SPOOL_BYTES
+from weightsmith.outputs.journal import Finished
+from weightsmith.outputs.local.disk import copies_by_reference
 from weightsmith.plans import CAST, COPY, PLAIN, Gather, Plan, Product, Step
 from weightsmith.products import find_kind
 from weightsmith.products.base import Arrays
 from weightsmith.remote.ahead import ReadAhead
-from weightsmith.store.disk import copies_by_reference
-from weightsmith.store.journal import Finished
 from weightsmith.tensors import GRAIN_ELEMENTS, TensorSpec, grain_elements
 
 _NO_NUMBERS = np.empty(0, np.float32)

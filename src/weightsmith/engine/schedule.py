@@ -66,7 +66,7 @@ class Work:
     hashes  of the tensors that it writes
     parts   that make it, in the order of their elements
     left    parts that are not yet finished
-    differing, nonfinite   see `store.journal.Finished`
+    differing, nonfinite   see `outputs.journal.Finished`
     gathered  its numbers so far, if its encoding needs all of them at once
     """
 

@@ -31,7 +31,7 @@ from weightsmith.plans.parts import label, part_of
 
 if TYPE_CHECKING:
     from weightsmith.execution.output import Output, Shared
-    from weightsmith.store.journal import Built
+    from weightsmith.outputs.journal import Built
 
 PRODUCTS_LABEL = "products-alone"
 """Of the process that computes the products of all parts; `lock-products` is held by any process that computes some."""

@@ -13,10 +13,10 @@ from weightsmith.errors import NOTHING_WRITTEN, Finding, PlanError, StoreError
 from weightsmith.execution.output import beside, check_options, check_output
 from weightsmith.execution.run import Callbacks, Following, kept_products, protected_paths, staged
 from weightsmith.options import RunOptions
+from weightsmith.outputs.local.area import left_behind
 from weightsmith.planner.build import Prepared
 from weightsmith.planner.loading import Beside
 from weightsmith.plans import Made
-from weightsmith.store.area import left_behind
 
 if TYPE_CHECKING:
     from weightsmith.products.base import Arrays

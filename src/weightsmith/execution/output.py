@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsmith.errors import NOTHING_WRITTEN, ParameterError
-from weightsmith.hub_outputs.address import is_hub_address, parse_hub_address
 from weightsmith.options import RunOptions
+from weightsmith.outputs.hub.address import is_hub_address, parse_hub_address
 from weightsmith.plans import Plan
 from weightsmith.plans.parts import Together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from weightsmith.buckets.staging import BucketStaging
-    from weightsmith.hub_outputs.staging import HubStaging
-    from weightsmith.store.staging import Staging
+    from weightsmith.outputs.bucket.staging import BucketStaging
+    from weightsmith.outputs.hub.staging import HubStaging
+    from weightsmith.outputs.staging import Staging
 
     Output = Staging | BucketStaging | HubStaging
     Shared = Staging | BucketStaging  # with other processes, which build parts
@@ -39,21 +39,21 @@ def open_output(
     uploading  see `Callbacks`
     local      further arguments of `Staging.open`
     """
-    from weightsmith.store.target import is_address
+    from weightsmith.outputs.local.target import is_address
 
     chosen: dict[str, Any] = {"facts": local.pop("facts"), "resume": options.resume, "overwrite": options.overwrite}
     if not is_address(out):
-        from weightsmith.store.staging import Staging
+        from weightsmith.outputs.staging import Staging
 
         return Staging.open(out, plan.layout, plan_hash, part=part, protected=protected, **chosen, **local)
     if is_hub_address(out):
-        from weightsmith.hub_outputs.staging import HubStaging
+        from weightsmith.outputs.hub.staging import HubStaging
 
         chosen |= {"public": options.public, "uploading": uploading, "message": options.commit_message or plan.made.title}
         chosen |= {name: local[name] for name in ("other_bytes", "threads", "progress")}
         return HubStaging.open(parse_hub_address(str(out)), plan.layout, plan_hash, reads=_named(plan), **chosen)
-    from weightsmith.buckets.prefix import parse_prefix
-    from weightsmith.buckets.staging import BucketStaging
+    from weightsmith.outputs.bucket.prefix import parse_prefix
+    from weightsmith.outputs.bucket.staging import BucketStaging
 
     chosen |= {"part": part, "names": local["names"]}
     return BucketStaging.open(parse_prefix(str(out)), plan.layout, plan_hash, reads=_named(plan), **chosen)
@@ -61,37 +61,37 @@ def open_output(
 
 def built_together(out: str | os.PathLike[str], plan: Plan) -> Together:
     """Sets of tensors, each of which one process must build."""
-    from weightsmith.store.target import is_address
+    from weightsmith.outputs.local.target import is_address
 
     if not is_address(out):
         return ()
-    from weightsmith.buckets.prefix import parse_prefix
-    from weightsmith.buckets.staging import together
+    from weightsmith.outputs.bucket.prefix import parse_prefix
+    from weightsmith.outputs.bucket.staging import together
 
     return together(parse_prefix(str(out)), plan.layout)
 
 
 def check_output(out: str | os.PathLike[str], plan: Plan, options: RunOptions, protected: Sequence[Path]) -> None:
     """Raise StoreError if the output cannot be written there, before work that takes time. Changes nothing."""
-    from weightsmith.store.target import check_out, check_vacant, is_address
+    from weightsmith.outputs.local.target import check_out, check_vacant, is_address
 
     if not is_address(out):
         check_vacant(check_out(out), overwrite=options.overwrite, protected=protected)
         return
     if is_hub_address(out):
-        from weightsmith.hub_outputs.staging import check_free as check_hub
+        from weightsmith.outputs.hub.staging import check_free as check_hub
 
         check_hub(parse_hub_address(str(out)), overwrite=options.overwrite, reads=_named(plan))
         return
-    from weightsmith.buckets.prefix import parse_prefix
-    from weightsmith.buckets.unfinished import check_free
+    from weightsmith.outputs.bucket.prefix import parse_prefix
+    from weightsmith.outputs.bucket.unfinished import check_free
 
     check_free(parse_prefix(str(out)), overwrite=options.overwrite, reads=_named(plan))
 
 
 def check_options(out: str | os.PathLike[str], options: RunOptions, *, part: bool = False) -> None:
     """Raise ParameterError for options that an address does not have. part: the run does a part of a plan, for no driver."""
-    from weightsmith.store.target import is_address
+    from weightsmith.outputs.local.target import is_address
 
     if is_address(out):
         if options.ray is not None and is_hub_address(out):
@@ -114,12 +114,12 @@ def beside(out: str | os.PathLike[str], suffix: str) -> Path:
     >>> beside("models/out", ".measurement").name, beside("s3://models/out", ".measurement").relative_to(Path.cwd())
     ('out.measurement', PosixPath('out-e614e439.measurement'))
     """
-    from weightsmith.store.target import absolute, is_address
+    from weightsmith.outputs.local.target import absolute, is_address
 
     if is_hub_address(out):
         out = parse_hub_address(str(out)).local_name
     elif is_address(out):
-        from weightsmith.buckets.prefix import parse_prefix
+        from weightsmith.outputs.bucket.prefix import parse_prefix
 
         out = parse_prefix(str(out)).local_name
     folder = absolute(out)

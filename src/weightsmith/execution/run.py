@@ -16,22 +16,22 @@ from weightsmith.distance import Moved, distance_by_layer
 from weightsmith.errors import NOTHING_WRITTEN, Finding, PlanError, WeightsmithError
 from weightsmith.execution.files import RECIPE_NAME, other_bytes, other_files, provenance
 from weightsmith.execution.output import check_options, check_output, name_of, open_output, repo_of
-from weightsmith.hub_outputs.address import HubAddress
 from weightsmith.identity import facts, merges_on_device, work_identity
 from weightsmith.jobs.requires import named_device, usable_device
 from weightsmith.options import RunOptions
+from weightsmith.outputs.hub.address import HubAddress
 from weightsmith.planner.build import Prepared
 from weightsmith.planner.loading import Check
 from weightsmith.plans import Plan, Product, Step
 
 if TYPE_CHECKING:
-    from weightsmith.buckets.prefix import Prefix
     from weightsmith.engine.local import Outcome, Progress, Resources
     from weightsmith.engine.results import Results
     from weightsmith.execution.output import Output
+    from weightsmith.outputs.bucket.prefix import Prefix
+    from weightsmith.outputs.journal import Finished
     from weightsmith.products import Report
     from weightsmith.products.base import Arrays
-    from weightsmith.store.journal import Finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def run_plan(
     check  of the output: nothing is published before it is done, and if it fails, the run ends at once
     """
     from weightsmith.engine.constants import copied
-    from weightsmith.hub_outputs.push import check_push, push
+    from weightsmith.outputs.hub.push import check_push, push
 
     prepared = following.prepared
     plan, inputs = prepared.plan, prepared.inputs
@@ -235,7 +235,7 @@ def staged(
     helping  see `Staging.open`
     """
     from weightsmith.engine.local import run
-    from weightsmith.hub_outputs.staging import HubStaging
+    from weightsmith.outputs.hub.staging import HubStaging
 
     plan, inputs = prepared.plan, prepared.inputs
     if options.device != "cpu" and merges_on_device(plan):

@@ -35,7 +35,7 @@ def stages_written(
     Each is a run of its own, which resumes; its folder remains until the output is published. One that an earlier run has
     finished, from the same plan and the same files, is verified and used again.
     """
-    from weightsmith.store.target import is_address
+    from weightsmith.outputs.local.target import is_address
 
     check_options(out, options)
     wanted = list({stage.path: stage for stage in prepared.stages if stage.why or options.keep_stages}.values())
@@ -66,8 +66,8 @@ def stages_written(
 
 def without_stages(stages: Sequence[Merged]) -> list[Finding]:
     """Remove results that were written only to be read; a warning for each that stays."""
-    from weightsmith.store.manifest import read_manifest
-    from weightsmith.store.target import remove_checkpoint
+    from weightsmith.outputs.local.target import remove_checkpoint
+    from weightsmith.outputs.manifest import read_manifest
 
     found = []
     for stage in stages:
@@ -84,8 +84,8 @@ def without_stages(stages: Sequence[Merged]) -> list[Finding]:
 
 def _stage(prepared: Prepared, folder: Path, options: RunOptions, callbacks: Callbacks, helpers: Helpers | None) -> Merged:
     """Write the result of one recipe for others, unless it is there."""
-    from weightsmith.store.manifest import read_manifest
-    from weightsmith.store.verify import verify
+    from weightsmith.outputs.local.verify import verify
+    from weightsmith.outputs.manifest import read_manifest
 
     began, plan = time.monotonic(), prepared.plan
     more = {STAGE: not options.keep_stages}

@@ -13,9 +13,9 @@ from weightsmith.planner.build import Prepared
 
 if TYPE_CHECKING:
     from weightsmith.engine.local import Progress
+    from weightsmith.outputs.journal import Finished
     from weightsmith.products import Report
     from weightsmith.products.base import Arrays
-    from weightsmith.store.journal import Finished
 
 
 def make_product(

@@ -17,8 +17,8 @@ from weightsmith.decoder import Base
 from weightsmith.decoder.forward import Decoder, build
 from weightsmith.errors import NonFinite, ParameterError, PlanError, WeightsmithError
 from weightsmith.jobs.requires import usable_device
+from weightsmith.outputs.local.products import release_pages
 from weightsmith.products.base import Bench, Floats
-from weightsmith.store.products import release_pages
 
 WORK_BYTES = 4 << 30
 """Limit of the Hessians that are held at once, and of what their factorisations take together, if the run has no limit."""

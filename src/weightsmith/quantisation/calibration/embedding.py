@@ -13,9 +13,9 @@ from weightsmith.structure.vocabulary import is_embedding
 
 
 def _compute(bench: Bench) -> Arrays:
+    from weightsmith.outputs.local.products import release_pages
     from weightsmith.quantisation.calibration.common import PhaseProgress, decoder_of
     from weightsmith.quantisation.calibration.rows import rows_of
-    from weightsmith.store.products import release_pages
 
     work = EmbeddingWork.of(bench.product)
     decoder = decoder_of(work.base)

@@ -48,9 +48,9 @@ def _of_head(bench: Bench, work: GradientWork) -> Arrays:
     """The gradients of what leaves the last layer."""
     import torch
 
+    from weightsmith.outputs.local.products import release_pages
     from weightsmith.quantisation.calibration.common import PhaseProgress, check_finite, decoder_of, device_of, row_batches
     from weightsmith.quantisation.calibration.sums import workers
-    from weightsmith.store.products import release_pages
 
     device = device_of(bench)
     progress = PhaseProgress(bench, work.base, 0, 0, 0)
@@ -134,9 +134,9 @@ def _of_layer(bench: Bench, work: GradientWork) -> Arrays:
     """The gradients of what enters a layer, and what is kept of those of its linear layers."""
     import torch
 
+    from weightsmith.outputs.local.products import release_pages
     from weightsmith.quantisation.calibration.common import PhaseProgress, check_finite, decoder_of, device_of, row_batches
     from weightsmith.quantisation.calibration.sums import workers
-    from weightsmith.store.products import release_pages
 
     device = device_of(bench)
     progress = PhaseProgress(bench, work.base, work.base.layers - 1 - work.layer, 0, 0.3)

@@ -12,6 +12,7 @@ def compute(bench: Bench) -> Arrays:
     """Run a layer, with its quantised weights if the settings name them."""
     import torch
 
+    from weightsmith.outputs.local.products import release_pages
     from weightsmith.quantisation.calibration.common import (
         NUMBERED_ROW,
         PhaseProgress,
@@ -22,7 +23,6 @@ def compute(bench: Bench) -> Arrays:
     )
     from weightsmith.quantisation.calibration.schemes import dequantise, split
     from weightsmith.quantisation.calibration.sums import workers
-    from weightsmith.store.products import release_pages
 
     work, device = LayerWork.of(bench.product), device_of(bench)
     [before] = bench.arrays(work.states)
