@@ -17,7 +17,7 @@ from weightsmith.containers.safetensors import make_layout
 from weightsmith.engine.bench import Unkept
 from weightsmith.engine.local import Resources, run
 from weightsmith.engine.tiles import TILE_BYTES
-from weightsmith.outputs.journal import Finished
+from weightsmith.outputs.interface import Finished
 from weightsmith.planner.decide import decide
 from weightsmith.planner.logical import split_fused
 from weightsmith.plans import Made, ModelInput, Plan, Read, Settings, Step

@@ -26,7 +26,7 @@ from weightsmith.encodings.gguf import TYPES
 from weightsmith.errors import Corrupt, FormatError, NonFinite, PlanError, StoreError
 from weightsmith.formats.gguf.header import read_gguf_header
 from weightsmith.formats.gguf.imatrix import of_sums, read_imatrix
-from weightsmith.outputs.local.verify import verify
+from weightsmith.outputs.verify import verify
 from weightsmith.planner.reopen import reopen
 from weightsmith.plans import Table, plan_from_json
 from weightsmith.quantisation.gguf_types import MIXTURES, Shape, type_of

@@ -139,9 +139,7 @@ def test_four_processes_do_a_part_each_one_dies_and_the_last_one_publishes(here:
 
 
 def test_a_part_that_is_being_done_is_busy_and_so_is_the_whole(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsmith.outputs import staging
-
-    monkeypatch.setattr(staging, "ATTACH_SECONDS", 0.2)
+    monkeypatch.setattr("weightsmith.outputs.local.backend.ATTACH_SECONDS", 0.2)
     plan, found = weightsmith.plan("ties.yml"), []
 
     def try_others(now: weightsmith.Progress) -> None:
@@ -160,9 +158,7 @@ def test_a_part_that_is_being_done_is_busy_and_so_is_the_whole(here: Path, monke
 
 
 def test_a_part_waits_for_nobody_while_the_whole_is_being_done(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsmith.outputs import staging
-
-    monkeypatch.setattr(staging, "ATTACH_SECONDS", 0.2)
+    monkeypatch.setattr("weightsmith.outputs.local.backend.ATTACH_SECONDS", 0.2)
     plan, found = weightsmith.plan("ties.yml"), []
 
     def try_part(now: weightsmith.Progress) -> None:
@@ -182,7 +178,7 @@ def test_a_product_is_made_by_one_part_and_found_by_the_others(here: Path, monke
         made.append(name)
         return write_product(folder, name, arrays)
 
-    monkeypatch.setattr("weightsmith.outputs.staging.write_product", write)
+    monkeypatch.setattr("weightsmith.outputs.local.backend.write_product", write)
     plan = weightsmith.plan("ties.yml")
     for part in ((1, 2), (2, 2)):
         weightsmith.run(plan, "out", part=part)
@@ -265,7 +261,7 @@ def test_tensors_made_from_other_numbers_of_a_product_are_made_again(here: Path,
         return None if arrays is None else [array + array.dtype.type(1) for array in arrays]
 
     with monkeypatch.context() as patch:
-        patch.setattr("weightsmith.outputs.staging.read_product", read)
+        patch.setattr("weightsmith.outputs.local.backend.read_product", read)
         assert weightsmith.merge("ties.yml", "other").resumed == 0
         weightsmith.run(weightsmith.plan("ties.yml"), "out", part=(2, 2))
     merged = weightsmith.run(weightsmith.plan("ties.yml"), "out")
@@ -458,12 +454,14 @@ for name in {*sys.modules} - planned | {"weightsmith.checkpoint"}:
         "identity",
         "api",
         "progress",
-        "buckets",
-        "hub_outputs",
+        "outputs.bucket",
+        "outputs.hub",
+        "outputs.places",
+        "outputs.verify",
         "distributed",
     )
     assert {"checkpoint", "engine.local", "methods.ties"} <= modules
-    assert {name for name in loaded - modules if name.split(".")[0] not in others} == set()
+    assert {name for name in loaded - modules if not name.startswith(others)} == set()
 
 
 def test_an_input_that_is_overwritten_while_it_is_read_is_not_published(here: Path) -> None:

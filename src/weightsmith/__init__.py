@@ -64,9 +64,9 @@ if TYPE_CHECKING:
     from weightsmith.methods.user import PerModel as PerModel
     from weightsmith.methods.user import block_method as block_method
     from weightsmith.methods.user import tensor_method as tensor_method
-    from weightsmith.outputs.hub.verify import verify as verify
     from weightsmith.outputs.save import save_file as save_file
     from weightsmith.outputs.save import save_model as save_model
+    from weightsmith.outputs.verify import verify as verify
     from weightsmith.plans import Plan as Plan
 
 _HOMES = {
@@ -123,7 +123,7 @@ _HOMES = {
     "save_model": "outputs.save",
     "tensor_method": "methods.user",
     "transplant_tokenizer": "api",
-    "verify": "outputs.hub.verify",
+    "verify": "outputs.verify",
 }
 
 __all__ = [

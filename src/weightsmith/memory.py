@@ -21,7 +21,7 @@ from weightsmith.errors import Finding, WeightsmithError
 from weightsmith.methods import get
 from weightsmith.methods.user import OwnMethod
 from weightsmith.methods.user_files import at_hand
-from weightsmith.outputs.journal import Finished
+from weightsmith.outputs.interface import Finished
 from weightsmith.planner.state_dicts import plan_state_dicts
 from weightsmith.plans import Plan
 from weightsmith.sources.memory import StateDict

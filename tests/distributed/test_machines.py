@@ -16,8 +16,8 @@ import pytest
 import weightsmith
 from tests.bucket_help import Server, environment_at, environment_of
 from tests.distributed.processes import PART_BYTES, Processes, environment
+from tests.output_help import tree
 from tests.outputs.bucket.conftest import front, moto, new_server, ports, server, spool
-from tests.store_help import tree
 from weightsmith import execution
 from weightsmith.api import prepare_any
 from weightsmith.distributed import driver

@@ -11,8 +11,8 @@ import pytest
 from tests.bucket_help import MemoryBucket
 from tests.distributed.threads import Threads
 from tests.lora.test_lora import DOWN, INNER, H, Q, adapter, base, factors
+from tests.output_help import tree
 from tests.outputs.bucket.conftest import memory, spool
-from tests.store_help import tree
 from weightsmith import execution
 from weightsmith.adapters.extract import prepare_extraction
 from weightsmith.distributed import driver

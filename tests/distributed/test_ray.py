@@ -17,8 +17,8 @@ import pytest
 
 import weightsmith
 from tests.bucket_help import Server
+from tests.output_help import tree
 from tests.outputs.bucket.conftest import front, moto, new_server, ports, spool
-from tests.store_help import tree
 from tests.test_run import big_model, files
 from weightsmith.distributed import on_ray
 from weightsmith.errors import NonFinite, ParameterError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weightsmith.outputs.journal import Finished, Journal, read_further, read_journal
-from weightsmith.outputs.local.followed import Followed
+from weightsmith.outputs.local.followed import FollowedJournals
 
 NAMES = ["a", "b.weight", 'quo"te', "back\\slash", "ümlaut", "a,b"]
 
@@ -55,7 +55,7 @@ def test_a_journal_is_read_further_by_whole_lines(tmp_path: Path) -> None:
 
 
 def test_the_journals_of_parts_are_followed_as_they_come_and_grow(tmp_path: Path) -> None:
-    followed = Followed(tmp_path)
+    followed = FollowedJournals(tmp_path)
     assert followed.look(["1-of-2"]) == set()
     (tmp_path / "parts").mkdir()
     write(tmp_path / "parts" / "journal-1-of-2")

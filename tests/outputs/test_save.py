@@ -20,12 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tests.store_help import layout, put, tree
+from tests.output_help import layout, open_staging, put, tree
 from weightsmith.errors import CannotResume, OutputExists, StoreError
 from weightsmith.outputs.local.area import StagingArea
-from weightsmith.outputs.local.verify import verify
 from weightsmith.outputs.save import save_file, save_model
 from weightsmith.outputs.staging import Staging
+from weightsmith.outputs.verify import verify
 from weightsmith.sources import views
 from weightsmith.tensors import BY_TORCH_NAME, DTYPES
 
@@ -460,7 +460,7 @@ def test_a_model_is_overwritten_only_on_request(tmp_path: Path) -> None:
 
 
 def test_save_model_does_not_throw_away_an_interrupted_merge(tmp_path: Path) -> None:
-    with Staging.open(tmp_path / "m", layout(), "a merge") as staging:
+    with open_staging(tmp_path / "m", layout(), "a merge") as staging:
         put(staging)
     before = tree(tmp_path)
     with pytest.raises(CannotResume, match="unfinished work of a merge"):

@@ -31,7 +31,8 @@ from weightsmith.engine.local import Resources, run
 from weightsmith.errors import CannotResume, FormatError, NonFinite, PlanError, StoreError, WeightsmithError
 from weightsmith.execution import execute
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
-from weightsmith.outputs.staging import Staging, staging_folder
+from weightsmith.outputs.local.area import staging_folder
+from weightsmith.outputs.staging import Staging
 from weightsmith.planner import Prepared, prepare
 from weightsmith.planner.reopen import reopen
 from weightsmith.plans import Product, plan_from_json

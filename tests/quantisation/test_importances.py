@@ -14,7 +14,8 @@ from tests.calibration_help import quantise, save_model, settings
 from weightsmith.errors import FormatError, PlanError
 from weightsmith.formats.gguf.imatrix import imatrix_bytes, read_imatrix
 from weightsmith.options import QuantizeSettings
-from weightsmith.outputs.staging import Staging, staging_folder
+from weightsmith.outputs.local.area import staging_folder
+from weightsmith.outputs.staging import Staging
 from weightsmith.quantisation.calibration import importances
 from weightsmith.quantisation.calibration.rows import calibration_of, rows_of
 

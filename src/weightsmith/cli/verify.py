@@ -24,7 +24,7 @@ def verify(
     Names each damaged tensor and file. Needs nothing but OUT.
     """
     with failures(checking=True, as_json=as_json), status_line("reading the manifest", quiet=quiet or as_json):
-        from weightsmith.outputs.hub.verify import verify as check
+        from weightsmith.outputs.verify import verify as check
 
         with meter(quiet=quiet) as shown:
             report = check(

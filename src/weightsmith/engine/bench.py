@@ -20,7 +20,7 @@ from weightsmith.jobs.job import Bytes
 from weightsmith.kernels.blocks import block_maxima
 from weightsmith.kernels.codecs import BLOCK, decode
 from weightsmith.kernels.watch import leave
-from weightsmith.outputs.journal import Finished
+from weightsmith.outputs.interface import Finished
 from weightsmith.plans import Product, Step
 from weightsmith.products import find_kind
 from weightsmith.products.base import Arrays, Cancelled, Floats

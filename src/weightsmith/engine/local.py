@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +29,6 @@ from weightsmith.engine.results import Results
 from weightsmith.engine.schedule import APPLY, RESIDENT_BYTES, Flight, Gathered, Part, Scheduler, SurveyFlight, Task, Work
 from weightsmith.engine.tiles import ALIGNED_BYTES, TILE_BYTES, Cut
 from weightsmith.errors import NonFinite
-from weightsmith.formats.files import Extent
 from weightsmith.jobs.job import Bytes, Matrix, Tile
 from weightsmith.jobs.requires import named_device
 from weightsmith.kernels.codecs import decode
@@ -38,7 +36,7 @@ from weightsmith.kernels.delta import distance
 from weightsmith.kernels.finite import first_nonfinite
 from weightsmith.kernels.watch import is_compiling, leave
 from weightsmith.options import SPOOL_BYTES
-from weightsmith.outputs.journal import Finished
+from weightsmith.outputs.interface import Finished, Output
 from weightsmith.outputs.local.disk import copies_by_reference
 from weightsmith.plans import CAST, COPY, PLAIN, Gather, Plan, Product, Step
 from weightsmith.products import find_kind
@@ -49,31 +47,6 @@ from weightsmith.tensors import GRAIN_ELEMENTS, TensorSpec, grain_elements
 _NO_NUMBERS = np.empty(0, np.float32)
 WHOLE_BYTES = 6
 """Memory for each element of a tensor that is encoded as a whole: float32, the codes, and a group of rows."""
-
-
-class Output(Protocol):
-    """Where the bytes go: what the engine needs of `store.Staging`."""
-
-    def location(self, name: str) -> tuple[int, int] | None:
-        """File descriptor and absolute offset of a tensor; None if it is not in a file."""
-
-    def write(self, name: str, start_byte: int, buffer: memoryview | Bytes) -> None:
-        """Write part of a tensor. Called from many threads."""
-
-    def equal(self, name: str, start_byte: int, extent: Extent) -> None:
-        """These bytes of a tensor, which are about to be written, are a run of a file elsewhere: a store may copy that."""
-
-    def finish(self, name: str, done: Finished) -> None:
-        """All bytes of a tensor are written. done.made_from: `Results.digest` of its products."""
-
-    def create(self, product: Product) -> Arrays | None:
-        """Arrays of zeros in a file for a product that is being made; None where there is no file."""
-
-    def keep(self, product: Product, arrays: Arrays) -> Arrays:
-        """A product is finished: keep it for a run that resumes this one. Returns its arrays, as they are to be read."""
-
-    def forget(self, product: Product) -> None:
-        """Nothing needs a product any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from weightsmith.planner.build import Prepared
 
 if TYPE_CHECKING:
     from weightsmith.engine.local import Progress
-    from weightsmith.outputs.journal import Finished
+    from weightsmith.outputs.interface import Finished
     from weightsmith.products import Report
     from weightsmith.products.base import Arrays
 

@@ -15,12 +15,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import xxhash
 
 from weightsmith.formats.files import read_all
 from weightsmith.formats.strict_json import JsonError, parse
+from weightsmith.outputs.interface import Finished
 from weightsmith.outputs.local import disk
 
 VERSION = 5
@@ -29,36 +30,6 @@ MAX_JOURNAL_BYTES = 128 << 20  # 100,000 tensors take 15 MB
 
 _BODY, _TENSOR = 17, b'["tensor","'
 """Where the JSON of a line begins, and that of a tensor's."""
-
-
-class Finished(NamedTuple):
-    """A finished tensor.
-
-    checksum   `checksum.combine` of its grain digests, 32 hex digits
-    made_from  digest of the products that it was computed from; "" without any
-    distance   squared norms of the tensor - its base, and of the base; None without a base
-    differing  the models disagree on these integers; those of the first one were copied
-    nonfinite  a NaN or an infinity is the same in all models, and was copied
-    """
-
-    checksum: str
-    made_from: str = ""
-    distance: tuple[float, float] | None = None
-    differing: bool = False
-    nonfinite: bool = False
-
-
-class Built(NamedTuple):
-    """What a process that built a part has finished, for the process that publishes.
-
-    tensors   by name, also those that an earlier run had finished
-    products  their checksums by name, of all that are in the staging folder
-    groups    in a bucket, ETags of the parts of uploads: see `outputs.bucket.parts.GroupKey`
-    """
-
-    tensors: Mapping[str, Finished]
-    products: Mapping[str, str]
-    groups: Mapping[tuple[str, int, int, int], tuple[str, ...]]
 
 
 @dataclass(slots=True)

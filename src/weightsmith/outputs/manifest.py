@@ -22,7 +22,7 @@ from weightsmith.errors import Corrupt, FormatError, StoreError, Unsupported
 from weightsmith.formats.files import read_bounded, show
 from weightsmith.formats.strict_json import parse
 from weightsmith.outputs.checksum import grain_bytes, hash_bytes
-from weightsmith.outputs.journal import Finished
+from weightsmith.outputs.interface import Finished, OtherFile
 
 MANIFEST_NAME = "weightsmith.json"
 MAX_MANIFEST_BYTES = 128 << 20  # 100,000 tensors take 20 MB
@@ -42,14 +42,6 @@ class WeightFileRecord:
     nbytes: int
     header_bytes: int
     header_xxh3_128: str
-
-
-@dataclass(frozen=True, slots=True)
-class OtherFile:
-    """Any other file: its size and xxh3_128."""
-
-    nbytes: int
-    xxh3_128: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +201,27 @@ def fits_name(name: str) -> bool:
         return all(len(part.encode()) < 256 for part in path.parts) and len(path.parts) < 64
     except UnicodeEncodeError:  # a lone surrogate
         return False
+
+
+def check_file_name(name: str) -> PurePosixPath:
+    """The relative path of a file that is not a weight. Raises StoreError if it leaves the folder or looks like a weight file.
+
+    >>> check_file_name("1_Pooling/config.json")
+    PurePosixPath('1_Pooling/config.json')
+    """
+    parts = name.split("/")
+    problem = ""
+    if not name or any(part in ("", ".", "..") for part in parts):
+        problem = "it must be a relative path without empty, '.' or '..' parts"
+    elif "\\" in name or "\0" in name or not name.isprintable():
+        problem = "it holds a backslash or a control character"
+    elif parts[-1].endswith((".safetensors", ".safetensors.index.json")):
+        problem = "weight files and their index are written from the layout"
+    elif name == MANIFEST_NAME:
+        problem = "the manifest is written by publish"
+    if problem:
+        raise StoreError(f"{name!r} cannot be the name of a file in the output: {problem}", where="file name")
+    return PurePosixPath(name)
 
 
 def hash_file(path: Path) -> OtherFile:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from weightsmith.formats.files import read_all
 from weightsmith.outputs.checksum import GrainHasher, combine, hash_grains
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all), from one thread at a time."""
+from weightsmith.outputs.interface import Progress
 
 BUFFER_BYTES = 1 << 22
 PART_BYTES = 1 << 26  # the unit of work of a thread

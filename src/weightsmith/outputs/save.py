@@ -20,11 +20,13 @@ from weightsmith.containers.safetensors import PT_METADATA, make_layout
 from weightsmith.errors import NOTHING_WRITTEN, CannotResume, Finding, OutputExists, StoreError
 from weightsmith.formats.files import FULL, expand_user, write_all
 from weightsmith.outputs.checksum import GrainHasher, grain_bytes, hash_bytes
-from weightsmith.outputs.journal import Finished
+from weightsmith.outputs.interface import Finished, OutputSpec
 from weightsmith.outputs.local import disk
 from weightsmith.outputs.local.area import staging_folder
+from weightsmith.outputs.local.backend import staged_plan
+from weightsmith.outputs.local.place import LocalFolder
 from weightsmith.outputs.local.target import absolute
-from weightsmith.outputs.staging import Staging, staged_plan
+from weightsmith.outputs.staging import Staging
 from weightsmith.sources.views import TILE_BYTES, View, pieces, view_of
 
 Tied = Literal["copy", "alias"]
@@ -157,7 +159,8 @@ def save_model(
             state=NOTHING_WRITTEN,
         )
     plan = _PLAN + hash_bytes(b"".join(shard.header for shard in layout.shards))
-    staging = Staging.open(folder, layout, plan, resume=False, overwrite=overwrite)
+    spec = OutputSpec(layout, plan, resume=False, overwrite=overwrite)
+    staging = Staging.open(LocalFolder(os.fspath(folder)).backend(spec), spec)
     tile = np.empty(TILE_BYTES, np.uint8)
     try:
         for view in views:
@@ -171,7 +174,7 @@ def save_model(
             staging.finish(name, Finished(hasher.checksum()))
         if config is not None:
             staging.add_file("config.json", (json.dumps(config, indent=2) + "\n").encode())
-        out = staging.publish({}, fsync=fsync)
+        staging.publish({}, fsync=fsync)
     except BaseException as error:
         if staging.is_open:  # nothing to resume: memory is the only source
             try:
@@ -182,7 +185,7 @@ def save_model(
     finally:
         staging.close()
     files = tuple(shard.name for shard in layout.shards)
-    return Saved(out, files, sum(shard.nbytes for shard in layout.shards), aliases, staging.warnings)
+    return Saved(absolute(folder), files, sum(shard.nbytes for shard in layout.shards), aliases, staging.warnings)
 
 
 def _views(tensors: Mapping[str, Any], tied: Tied) -> tuple[list[View], dict[str, str]]:

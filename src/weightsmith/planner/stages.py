@@ -15,7 +15,7 @@ from weightsmith.checkpoint import Checkpoint
 from weightsmith.errors import Finding
 from weightsmith.formats.carried import MAX_CARRIED_BYTES
 from weightsmith.formats.files import exists, expand_user, is_folder, read_bounded
-from weightsmith.outputs.local.target import check_file_name
+from weightsmith.outputs.manifest import check_file_name
 from weightsmith.plans import Plan
 from weightsmith.recipe import ModelRef, Recipe
 

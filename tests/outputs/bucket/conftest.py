@@ -24,7 +24,7 @@ from tests.bucket_help import (
     environment_of,
     serving,
 )
-from weightsmith.outputs.bucket import contents, staging, unfinished, uploads, verify
+from weightsmith.outputs.bucket import backend, unfinished, verify
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +41,8 @@ def spool(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryBucket]:
     """The bucket `bkt` in memory."""
     MemoryBucket.stores.clear()
-    for module in (contents, staging, unfinished, uploads, verify):
-        if hasattr(module, "open_bucket"):
-            monkeypatch.setattr(module, "open_bucket", MemoryBucket.open)
+    for module in (backend, unfinished, verify):
+        monkeypatch.setattr(module, "open_bucket", MemoryBucket.open)
     yield MemoryBucket("bkt")
     MemoryBucket.stores.clear()
 

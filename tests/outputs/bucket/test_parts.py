@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from weightsmith.containers.gguf import make_layout as make_gguf_layout
 from weightsmith.containers.safetensors import make_layout
 from weightsmith.errors import ParameterError, StoreError
-from weightsmith.execution.output import beside
+from weightsmith.execution.output import sibling
 from weightsmith.outputs.bucket import parts
 from weightsmith.outputs.bucket.parts import cut
 from weightsmith.outputs.bucket.prefix import parse_prefix
@@ -91,6 +91,6 @@ def test_addresses_and_folders_are_told_apart() -> None:
     assert is_address("s3://b/x")
     assert is_address("GS://b")
     assert not is_address("out")
-    assert beside("out", ".measurement").name == "out.measurement"
-    own, upper, other = (beside(out, ".measurement").name for out in ("s3://b/x/out", "S3://b/x/out/", "s3://b/y/out"))
+    assert sibling("out", ".measurement").name == "out.measurement"
+    own, upper, other = (sibling(out, ".measurement").name for out in ("s3://b/x/out", "S3://b/x/out/", "s3://b/y/out"))
     assert own == upper != other

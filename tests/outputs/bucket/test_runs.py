@@ -37,7 +37,7 @@ from tests.bucket_help import (
 )
 from tests.cli_help import Cli, cli, environment
 from tests.mini import write_checkpoint
-from tests.store_help import tree
+from tests.output_help import tree
 from weightsmith.errors import OutputExists, ParameterError, StoreError
 from weightsmith.outputs.bucket import client, parts
 from weightsmith.outputs.bucket.prefix import parse_prefix
@@ -228,7 +228,7 @@ def test_ctrl_c_leaves_work_that_one_of_two_processes_resumes(here: Path, server
         assert first.poll() is None, first.communicate()
         time.sleep(0.02)
     first.send_signal(signal.SIGINT)
-    assert f"What was uploaded is kept at {out}" in first.communicate()[1]
+    assert f"Uploaded parts are kept at {out}" in first.communicate()[1]
     assert first.returncode == 130
     assert [*server.contents("x")] == [".out.weightsmith-staging/journal"]  # no lock
     both = [start("0.1"), start("0.1")]

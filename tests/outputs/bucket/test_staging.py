@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.bucket_help import MemoryBucket, tag
-from tests.store_help import BY_NAME, NAMES, build, data, layout, put, tree
+from tests.output_help import BY_NAME, NAMES, build, data, layout, open_staging, put, tree
 from weightsmith.containers import make_layout
 from weightsmith.errors import Busy, CannotResume, Corrupt, OutputExists, StoreError
 from weightsmith.formats.files import Extent
@@ -20,11 +20,11 @@ from weightsmith.outputs.bucket import lock, parts, uploads
 from weightsmith.outputs.bucket.client import md5_of
 from weightsmith.outputs.bucket.journal import read_state
 from weightsmith.outputs.bucket.prefix import Prefix
-from weightsmith.outputs.bucket.staging import BucketStaging
-from weightsmith.outputs.bucket.unfinished import check_free, find_uploads, remove_upload
-from weightsmith.outputs.bucket.verify import verify
+from weightsmith.outputs.bucket.unfinished import check_free, find_uploads
 from weightsmith.outputs.checksum import combine, grain_bytes, hash_grains
-from weightsmith.outputs.journal import Finished
+from weightsmith.outputs.interface import Finished
+from weightsmith.outputs.staging import Staging
+from weightsmith.outputs.verify import verify
 from weightsmith.remote.files import RemoteFile
 from weightsmith.tensors import DTYPES, TensorSpec
 
@@ -37,9 +37,9 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "SAVE_SECONDS", -1.0)  # after every group
 
 
-def open_out(plan: str = "plan", *, resume: bool = True, overwrite: bool = False, reads: tuple[str, ...] = ()) -> BucketStaging:
+def open_out(plan: str = "plan", *, resume: bool = True, overwrite: bool = False, reads: tuple[str, ...] = ()) -> Staging:
     facts = {"seed": plan}
-    return BucketStaging.open(OUT, layout(), plan, facts=facts, resume=resume, overwrite=overwrite, reads=reads)
+    return open_staging(OUT, layout(), plan, facts=facts, resume=resume, overwrite=overwrite, reads=reads)
 
 
 def build_out(plan: str = "plan", seed: int = 0, *, overwrite: bool = False, names: tuple[str, ...] = NAMES) -> None:
@@ -53,7 +53,7 @@ def put_some() -> None:
     """An interrupted run: all but the last tensor."""
     with open_out() as staging:
         put(staging, NAMES[:4])  # type: ignore[arg-type]
-        staging._opened().drain()
+        staging.backend.weights.drain()
 
 
 def finished(name: str, seed: int = 0) -> Finished:
@@ -100,7 +100,7 @@ def test_nothing_is_visible_before_it_is_published(memory: MemoryBucket) -> None
     with open_out() as staging:
         put(staging)  # type: ignore[arg-type]
         staging.add_file("config.json", b"{}")
-        staging._opened().drain()
+        staging.backend.weights.drain()
         assert memory.contents("models/out") == {}
 
 
@@ -139,7 +139,7 @@ def test_parts_without_a_journal_are_compared_and_not_uploaded_again(memory: Mem
     with open_out() as staging:
         journal = memory.objects[f"{OUT.staging}/journal"]
         put(staging)  # type: ignore[arg-type]
-        staging._opened().drain()
+        staging.backend.weights.drain()
     memory.objects[f"{OUT.staging}/journal"] = journal
     sent = memory.calls.count("upload")
     with open_out() as staging:
@@ -155,7 +155,7 @@ def test_a_part_that_is_computed_differently_is_uploaded_again(memory: MemoryBuc
     with open_out() as staging:
         journal = memory.objects[f"{OUT.staging}/journal"]
         put(staging, seed=1)  # type: ignore[arg-type]
-        staging._opened().drain()
+        staging.backend.weights.drain()
     memory.objects[f"{OUT.staging}/journal"] = journal
     build_out()
     assert memory.contents("models/out") == tree(build(tmp_path / "out"))
@@ -167,7 +167,7 @@ def test_a_finished_tensor_that_is_computed_again_takes_its_group_with_it(
 ) -> None:
     with open_out() as staging:
         put(staging, seed=before)  # type: ignore[arg-type]
-        staging._opened().drain()
+        staging.backend.weights.drain()
     sent = memory.calls.count("upload")
     with open_out() as staging:
         with pytest.raises(ValueError, match="head is finished: `redo` comes first"):
@@ -192,13 +192,13 @@ def test_parts_of_another_cut_are_not_taken_for_those_of_this_one(
     whole = make_layout(specs, 10**9)
     for size in part_bytes:
         monkeypatch.setattr(parts, "PART_BYTES", size)
-        with BucketStaging.open(OUT, whole, "plan", facts={}, resume=True, overwrite=False, reads=()) as staging:
+        with open_staging(OUT, whole, "plan", facts={}, resume=True, overwrite=False, reads=()) as staging:
             for spec in specs:
                 if spec.name not in staging.finished:
                     raw = np.frombuffer(spec.name.encode() * spec.nbytes, np.uint8)
                     staging.write(spec.name, 0, raw)
                     staging.finish(spec.name, Finished(combine(hash_grains(raw, grain_bytes(spec)))))
-            staging._opened().drain()
+            staging.backend.weights.drain()
             if size == part_bytes[-1]:
                 staging.publish({})
     assert verify(str(OUT)).tensors == len(specs)
@@ -278,7 +278,7 @@ def test_a_lock_that_is_not_renewed_is_taken_over_and_its_owner_stops(
     with open_out() as second:
         put(second)  # type: ignore[arg-type]
         with pytest.raises(StoreError, match="another process has taken over this output"):
-            first._lock.renew()
+            first.backend.lock.renew()
         with pytest.raises(StoreError, match="another process has taken over"):
             first.write("head", 0, data("head"))
         first.close()
@@ -292,20 +292,20 @@ def test_an_owner_that_has_lost_its_lock_changes_no_more_of_the_output(memory: M
     for number in range(100):
         memory.before = lambda call: None
         memory.objects.clear()
-        with BucketStaging.open(OUT, layout(10_000), "old", facts={}, resume=True, overwrite=False, reads=()) as staging:
+        with open_staging(OUT, layout(10_000), "old", facts={}, resume=True, overwrite=False, reads=()) as staging:
             put(staging)  # type: ignore[arg-type]
             staging.add_file("old.json", b"{}")
             staging.add_file("config.json", b"{}")
             staging.publish({})
         staging = open_out(overwrite=True)
         put(staging, seed=1)  # type: ignore[arg-type]
-        staging._opened().drain()
+        staging.backend.weights.drain()
         for name in ("vocab.json", "config.json"):
             staging.add_file(name, b"{}")
         after: list[str] = []
         left = number
 
-        def lose(call: str, lock: lock.Lock = staging._lock, after: list[str] = after) -> None:
+        def lose(call: str, lock: lock.Lock = staging.backend.lock, after: list[str] = after) -> None:
             nonlocal left
             left -= 1
             if left < -1:
@@ -361,14 +361,14 @@ def test_the_lock_of_a_process_of_this_machine_that_is_dead_is_taken_over_at_onc
     monkeypatch.setattr(lock, "_this_process", lambda: f"{machine} 999999999@1")
     first = open_out()
     monkeypatch.undo()
-    monkeypatch.setattr("weightsmith.outputs.bucket.staging.open_bucket", MemoryBucket.open)
+    monkeypatch.setattr("weightsmith.outputs.bucket.backend.open_bucket", MemoryBucket.open)
     open_out().close()
     first.close()
 
 
 def test_a_renewal_that_comes_too_late_stops_the_run(memory: MemoryBucket) -> None:
     staging = open_out()
-    staging._lock._renewed -= lock.STALE_SECONDS
+    staging.backend.lock._renewed -= lock.STALE_SECONDS
     with pytest.raises(StoreError, match="could not be renewed in time"):
         staging.write("head", 0, data("head"))
     staging.close()
@@ -387,11 +387,11 @@ def test_a_store_that_replaces_without_a_condition_is_used_with_a_warning(memory
     memory.replaces = False
     with open_out() as staging:
         assert "replaces objects without a condition" in staging.warnings[0].what
-        staging._lock.renew()
+        staging.backend.lock.renew()
         other = b'{"owner": "process 7 on other", "id": "00"}'
         memory.put(f"{OUT.staging}/lock", other)
         with pytest.raises(StoreError, match="another process has taken over"):
-            staging._lock.renew()
+            staging.backend.lock.renew()
     assert memory.objects[f"{OUT.staging}/lock"][0] == other
     memory.now += lock.STALE_SECONDS + 1
     with open_out() as staging:
@@ -423,7 +423,7 @@ def test_an_output_that_exists_is_replaced_only_with_overwrite(memory: MemoryBuc
 
 
 def test_files_of_the_old_output_that_the_new_one_lacks_go(memory: MemoryBucket, tmp_path: Path) -> None:
-    with BucketStaging.open(OUT, layout(10_000), "old", facts={}, resume=True, overwrite=False, reads=()) as staging:
+    with open_staging(OUT, layout(10_000), "old", facts={}, resume=True, overwrite=False, reads=()) as staging:
         put(staging, seed=5)  # type: ignore[arg-type]
         staging.add_file("sub/old.json", b"{}")
         staging.publish({})
@@ -436,7 +436,7 @@ def test_files_of_the_old_output_that_the_new_one_lacks_go(memory: MemoryBucket,
 def test_while_an_output_is_replaced_a_new_config_is_never_beside_old_weights(memory: MemoryBucket, old: int, new: int) -> None:
     def build(plan: str, max_shard_bytes: int) -> None:
         shards = layout(max_shard_bytes)
-        with BucketStaging.open(OUT, shards, plan, facts={}, resume=True, overwrite=plan == "new", reads=()) as staging:
+        with open_staging(OUT, shards, plan, facts={}, resume=True, overwrite=plan == "new", reads=()) as staging:
             put(staging, seed=len(plan) + max_shard_bytes)  # type: ignore[arg-type]
             staging.add_file("config.json", plan.encode())
             staging.publish({})
@@ -579,17 +579,17 @@ def test_a_failed_upload_is_one_error_and_what_is_uploaded_stays(memory: MemoryB
 def test_unfinished_work_is_listed_and_discarded(memory: MemoryBucket) -> None:
     with open_out() as staging:
         put(staging, NAMES[:4])  # type: ignore[arg-type]
-        staging._opened()._pool.shutdown(wait=True)
+        staging.backend.weights._pool.shutdown(wait=True)
         (found,) = find_uploads(OUT)
         assert found.reason == "a process is working on it"
         with pytest.raises(Busy):
-            remove_upload(found)
+            found.remove()
     for where in (OUT, Prefix("s3", "bkt", "models")):
         (found,) = find_uploads(where)
         assert (found.out, found.reason) == (OUT, "")
         assert found.tensors > 0
         assert found.nbytes > 0
-    remove_upload(found)
+    found.remove()
     assert (memory.objects, memory.pending) == ({}, {})
 
 
@@ -605,7 +605,7 @@ def test_work_that_is_half_published_is_not_discarded(memory: MemoryBucket) -> N
     (found,) = find_uploads(OUT)
     assert "the same command completes it" in found.reason
     with pytest.raises(StoreError, match="not removed"):
-        remove_upload(found)
+        found.remove()
     build_out()
     assert verify(str(OUT)).tensors == len(NAMES)
 
@@ -618,7 +618,7 @@ def test_uploads_of_others_to_the_same_keys_are_not_aborted(memory: MemoryBucket
     others = set(memory.pending)
     put_some()
     (left,) = find_uploads(OUT)
-    remove_upload(left)
+    left.remove()
     assert memory.pending.keys() == others
     put_some()
     with open_out("other", resume=False) as staging:
@@ -648,7 +648,7 @@ def test_a_lock_or_a_journal_of_another_program_is_never_touched(
     (found,) = find_uploads(OUT)
     assert "weightsmith did not write it" in found.reason
     with pytest.raises(StoreError, match="weightsmith did not write it"):
-        remove_upload(found)
+        found.remove()
     assert memory.contents(OUT.staging) == {name: text}
 
 
@@ -662,7 +662,7 @@ def test_parts_and_products_of_another_program_are_left_alone(memory: MemoryBuck
         memory.delete(OUT.key(name))
     put_some()
     (left,) = find_uploads(OUT)
-    remove_upload(left)
+    left.remove()
     assert memory.contents(OUT.staging) == foreign
 
 
@@ -767,10 +767,10 @@ def test_the_products_of_outputs_of_the_same_name_are_kept_apart(
     monkeypatch.chdir(tmp_path)
     chosen = {"facts": {}, "resume": True, "overwrite": False, "reads": ()}
     with (
-        BucketStaging.open(Prefix("s3", "bkt", "x/out"), layout(), "plan", **chosen) as one,  # type: ignore[arg-type]
-        BucketStaging.open(Prefix("s3", "bkt", "y/out"), layout(), "plan", **chosen) as other,  # type: ignore[arg-type]
+        open_staging(Prefix("s3", "bkt", "x/out"), layout(), "plan", **chosen) as one,  # type: ignore[arg-type]
+        open_staging(Prefix("s3", "bkt", "y/out"), layout(), "plan", **chosen) as other,  # type: ignore[arg-type]
     ):
-        assert one._local().folder != other._local().folder
+        assert one.backend.local.folder != other.backend.local.folder
 
 
 def test_discarded_work_leaves_nothing(memory: MemoryBucket) -> None:
@@ -828,7 +828,7 @@ def test_padding_between_tensors_is_zeros(memory: MemoryBucket, monkeypatch: pyt
     specs = [TensorSpec(f"t{i}", DTYPES["F32"], (33,)) for i in range(9)]
     padded = make_gguf_layout(specs, 1 << 40, b"header")
     for seed in (1, 2):  # slots are used again
-        with BucketStaging.open(OUT, padded, str(seed), facts={}, resume=True, overwrite=True, reads=()) as staging:
+        with open_staging(OUT, padded, str(seed), facts={}, resume=True, overwrite=True, reads=()) as staging:
             for spec in specs:
                 staging.write(spec.name, 0, np.full(spec.nbytes, 255, np.uint8))
                 staging.finish(spec.name, Finished(combine(hash_grains(b"\xff" * spec.nbytes, grain_bytes(spec)))))
@@ -866,9 +866,9 @@ def test_a_journal_that_names_what_is_not_in_the_output_is_not_followed(memory: 
     """Some clients resolve `..` in the path of a request: it would be another object that is deleted."""
     with open_out() as staging:
         put(staging)  # type: ignore[arg-type]
-        staging._opened().drain()
-        staging._state.publishing = (), (name,)
-        staging._state.uploads[name] = "u"
+        staging.backend.weights.drain()
+        staging.backend.state.publishing = (), (name,)
+        staging.backend.state.uploads[name] = "u"
     found = read_state(memory, f"{OUT.staging}/journal")
     assert found is not None
     assert name not in found.state.uploads
@@ -894,5 +894,5 @@ def test_an_output_whose_journal_cannot_be_deleted_is_complete_and_a_warning_say
     assert memory.contents("models/out") == tree(build(tmp_path / "out"))
     memory.delete(f"{OUT.staging}/lock")
     (left,) = find_uploads(OUT)
-    remove_upload(left)
+    left.remove()
     assert [key for key in memory.objects if "staging" in key] == []

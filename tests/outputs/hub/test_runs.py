@@ -21,8 +21,8 @@ import pytest
 import weightsmith
 from tests.cli_help import Cli, cli
 from tests.fake_hub import ATTRIBUTES, CUT, LOST, TOKEN, FakeHub, Fault, Seen, no_fault
+from tests.output_help import tree
 from tests.outputs.bucket.test_runs import MODELS, RECIPES
-from tests.store_help import tree
 from weightsmith.adapters.recipes import prepare_merge
 from weightsmith.errors import Busy, CannotResume, OutputExists, ParameterError, PushFailed, StoreError
 from weightsmith.execution import Callbacks, execute
@@ -30,9 +30,10 @@ from weightsmith.execution.output import check_options
 from weightsmith.options import RecipeOptions, RunOptions
 from weightsmith.outputs.hub import repository
 from weightsmith.outputs.hub.address import parse_hub_address
-from weightsmith.outputs.hub.files import FILLED, UPLOADS, PassingFiles
+from weightsmith.outputs.hub.files import FILLED, UPLOADS, StreamedUploads
 from weightsmith.outputs.hub.repository import Content, HubRepository
-from weightsmith.outputs.staging import Staging
+from weightsmith.outputs.local.backend import FolderBackend
+from weightsmith.outputs.local.place import LocalFolder
 
 __all__ = ["cli"]
 
@@ -49,10 +50,8 @@ def run(case: str = "ties", out: str = OUT, **more: Any) -> weightsmith.Merged:
 
 def local(here: Path, case: str = "ties", repo: str = "org/out", **more: Any) -> dict[str, bytes]:
     """The files of the same run into a folder. repo: the model on the Hub that its card names."""
-    from weightsmith.execution import run as running
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "repo_of", lambda out, options: repo)
+        patch.setattr(LocalFolder, "spec", repo)
         run(case, str(here / "out"), **more)
     return tree(here / "out")
 
@@ -489,11 +488,11 @@ def test_a_commit_whose_answer_was_lost_is_found_under_one_of_someone_else(here:
 def test_killed_after_its_commit_and_then_changed_by_someone_else_it_is_not_said_that_nothing_was_committed(
     here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(self: Staging) -> None:
+    def killed(self: FolderBackend) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Staging, "discard", killed)
+        patch.setattr(FolderBackend, "discard", killed)
         with pytest.raises(KeyboardInterrupt):
             run("linear")
     model = hub.written["org/out"]
@@ -771,13 +770,13 @@ def test_many_faults_make_nothing_wrong(here: Path, hub: FakeHub) -> None:
 def test_a_file_whose_last_tensors_end_at_the_same_moment_is_uploaded_once(
     here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offer = PassingFiles._offer
+    offer = StreamedUploads._offer
 
-    def late(self: PassingFiles, number: int) -> None:
+    def late(self: StreamedUploads, number: int) -> None:
         time.sleep(0.05)
         offer(self, number)
 
-    monkeypatch.setattr(PassingFiles, "_offer", late)
+    monkeypatch.setattr(StreamedUploads, "_offer", late)
     run("linear", threads=4)
     assert hub.pushed == {"org/out": local(here, "linear")}
     assert len(uploads(hub)) == len(set(uploads(hub)))
@@ -787,11 +786,11 @@ def test_a_file_whose_last_tensors_end_at_the_same_moment_is_uploaded_once(
 def test_killed_after_its_commit_a_run_with_fewer_files_leaves_none_of_them(
     here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, overwrite: bool
 ) -> None:
-    def killed(self: Staging) -> None:
+    def killed(self: FolderBackend) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Staging, "discard", killed)
+        patch.setattr(FolderBackend, "discard", killed)
         with pytest.raises(KeyboardInterrupt):
             run("linear", report=True)
     assert len(hub.written["org/out"].commits) == 2
@@ -802,10 +801,10 @@ def test_killed_after_its_commit_a_run_with_fewer_files_leaves_none_of_them(
 def test_a_folder_that_cannot_be_removed_after_the_commit_is_named(
     here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def denied(self: Staging) -> None:
+    def denied(self: FolderBackend) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Staging, "discard", denied)
+    monkeypatch.setattr(FolderBackend, "discard", denied)
     (left,) = run("linear").warnings
     assert "published and complete, but cleaning up failed: Permission denied" in left.what
     assert left.where == str(staging(here)[0])

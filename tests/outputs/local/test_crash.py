@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.store_help import NAMES, build, layout, put, tree
+from tests.output_help import NAMES, build, layout, open_staging, put, tree
 from weightsmith.errors import OutputExists
 from weightsmith.outputs.local import disk
 from weightsmith.outputs.local.area import StagingArea, staging_folder
-from weightsmith.outputs.local.verify import verify
-from weightsmith.outputs.staging import Staging
+from weightsmith.outputs.verify import verify
 
 CALLS = ("mkdir", "rename", "unlink", "rmdir", "write", "pwrite", "ftruncate", "fsync", "fdatasync")
 
@@ -70,7 +69,7 @@ def killed(work: Callable[[], object], call_number: int, can_exchange: bool = Tr
 
 def build_more(out: Path) -> Path:
     """A checkpoint with files that are known as ours by the manifest alone."""
-    with Staging.open(out, layout(), "old") as staging:
+    with open_staging(out, layout(), "old") as staging:
         put(staging, seed=1)
         for name in ("aaa.py", "own.py", "1_Pooling/config.json", "zzz/own.py"):
             staging.add_file(name, b"{}")
@@ -98,7 +97,7 @@ def test_killed_at_any_point_of_an_overwrite(tmp_path: Path, can_exchange: bool)
         reached |= published
         if published:
             with pytest.raises(OutputExists):  # clears up what is left of the old checkpoint
-                Staging.open(out, layout(), "new")
+                open_staging(out, layout(), "new")
         else:
             build(out, "new", seed=2, overwrite=True)
         assert tree(out) == new
@@ -123,7 +122,7 @@ def test_killed_at_any_point_of_a_first_build_keeps_what_was_finished(tmp_path: 
         if out.exists():
             assert tree(out) == whole
             continue
-        with Staging.open(out, layout(), "plan") as staging:
+        with open_staging(out, layout(), "plan") as staging:
             kept = len(staging.finished)
             assert kept >= most or kept == 0  # later kills lose nothing that an earlier one kept
             most = max(most, kept)
@@ -143,12 +142,12 @@ def test_a_publish_that_was_cut_off_before_the_rename_only_has_to_be_called_agai
     def cut(*_: object, **__: object) -> None:
         raise Cut
 
-    with pytest.MonkeyPatch.context() as patch, Staging.open(out, layout(), "plan") as staging:
+    with pytest.MonkeyPatch.context() as patch, open_staging(out, layout(), "plan") as staging:
         put(staging)
         patch.setattr(StagingArea, "rename", cut)
         with pytest.raises(Cut):
             staging.publish({})
-    with Staging.open(out, layout(), "plan") as staging:
+    with open_staging(out, layout(), "plan") as staging:
         assert staging.finished == set(NAMES)
         staging.publish({})
     verify(out)
@@ -156,11 +155,11 @@ def test_a_publish_that_was_cut_off_before_the_rename_only_has_to_be_called_agai
 
 def test_an_overwrite_cut_off_between_two_renames_gives_the_old_checkpoint_its_name_back(tmp_path: Path) -> None:
     out = build(tmp_path / "out", "old")
-    with Staging.open(out, layout(), "new", overwrite=True) as staging:
+    with open_staging(out, layout(), "new", overwrite=True) as staging:
         put(staging)
     out.rename(staging_folder(out) / "old")
     with pytest.raises(OutputExists):
-        Staging.open(out, layout(), "new")
+        open_staging(out, layout(), "new")
     assert verify(out).plan == "old"
 
 
@@ -168,12 +167,12 @@ def test_a_new_folder_in_the_place_of_an_interrupted_overwrite_is_not_touched(tm
     from weightsmith.errors import StoreError
 
     out = build(tmp_path / "out", "old")
-    with Staging.open(out, layout(), "new", overwrite=True) as staging:
+    with open_staging(out, layout(), "new", overwrite=True) as staging:
         put(staging)
     out.rename(staging_folder(out) / "old")  # cut off between the two renames
     out.mkdir()
     (out / "theirs").write_text("x")
     with pytest.raises(StoreError, match="Move one of the two away"):
-        Staging.open(out, layout(), "new", overwrite=True)
+        open_staging(out, layout(), "new", overwrite=True)
     assert tree(out) == {"theirs": b"x"}
     verify(staging_folder(out) / "old")

@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.store_help import NAMES, build, layout, put, tree
+from tests.output_help import NAMES, build, layout, open_staging, put, tree
 from weightsmith.errors import CannotResume, Finding, StoreError
 from weightsmith.outputs.journal import Journal
 from weightsmith.outputs.local import disk, target
 from weightsmith.outputs.local.area import StagingArea, staging_folder
+from weightsmith.outputs.local.backend import staged_plan
 from weightsmith.outputs.local.products import product_path, read_product, write_product
-from weightsmith.outputs.local.verify import verify
 from weightsmith.outputs.save import save_model
-from weightsmith.outputs.staging import Staging, staged_plan
+from weightsmith.outputs.verify import verify
 from weightsmith.tensors import DTYPES, TensorSpec
 
 
@@ -48,7 +48,7 @@ def no_hang() -> Iterator[None]:
 
 def staged(out: Path, names: tuple[str, ...] = NAMES[:3]) -> Path:
     """Interrupted work; its staging folder."""
-    with Staging.open(out, layout(), "plan") as staging:
+    with open_staging(out, layout(), "plan") as staging:
         put(staging, names)
     return staging.folder
 
@@ -56,7 +56,7 @@ def staged(out: Path, names: tuple[str, ...] = NAMES[:3]) -> Path:
 def refused(out: Path, *words: str, resume: bool = True) -> None:
     before = {p: p.lstat().st_mtime_ns for p in sorted(out.parent.rglob("*"))}
     with pytest.raises(StoreError) as caught:
-        Staging.open(out, layout(), "plan", resume=resume)
+        open_staging(out, layout(), "plan", resume=resume)
     assert not isinstance(caught.value, CannotResume)
     message = str(caught.value)
     for word in (*words, "Nothing was written.", "\n  -> "):
@@ -108,7 +108,7 @@ def test_what_is_left_of_a_start_or_an_end_that_was_cut_off_is_ours(out: Path) -
         (staging_folder(out) / "lock").write_text(lock)
         if journal is not None:
             (staging_folder(out) / "journal").write_bytes(journal)
-        Staging.open(out, layout(), "plan").discard()
+        open_staging(out, layout(), "plan").discard()
         assert not staging_folder(out).exists()
     staging_folder(out).mkdir()
     build(out)
@@ -123,14 +123,14 @@ def test_the_journal_is_there_before_the_content(out: Path, monkeypatch: pytest.
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", recorded)
-    Staging.open(out, layout(), "plan").close()
+    open_staging(out, layout(), "plan").close()
     assert synced[0] == ["journal", "lock"]
 
 
 def test_a_note_left_in_the_staging_folder_is_kept(out: Path) -> None:
     folder = staged(out)
     (folder / "note.txt").write_text("mine")
-    with Staging.open(out, layout(), "plan") as staging:
+    with open_staging(out, layout(), "plan") as staging:
         put(staging)
         staging.publish({}, fsync=False)
     verify(out)
@@ -199,7 +199,7 @@ def test_a_weight_file_with_another_name_is_made_anew(out: Path) -> None:
     folder = staged(out)
     shutil.copytree(folder / "content", out.parent / "kept", copy_function=os.link)
     before = tree(out.parent / "kept")
-    with Staging.open(out, layout(), "plan") as staging:
+    with open_staging(out, layout(), "plan") as staging:
         put(staging, seed=7)
         staging.publish({}, fsync=False)
     assert tree(out.parent / "kept") == before
@@ -213,13 +213,13 @@ def test_a_lock_and_a_journal_with_another_name_are_left_to_it(out: Path) -> Non
     before = {name: (out.parent / name).read_bytes() for name in ("lock", "journal")}
     (out.parent / "lock").write_text("process 1 on elsewhere")
     before["lock"] = b"process 1 on elsewhere"
-    with Staging.open(out, layout(), "plan") as staging:
+    with open_staging(out, layout(), "plan") as staging:
         assert len(staging.finished) == 3, "what the journal says is still believed"
         put(staging)
         with pytest.raises(StoreError, match="building this output now"):
-            Staging.open(out, layout(), "plan")
+            open_staging(out, layout(), "plan")
     assert {name: (out.parent / name).read_bytes() for name in before} == before
-    with Staging.open(out, layout(), "plan") as staging:
+    with open_staging(out, layout(), "plan") as staging:
         assert staging.finished == set(NAMES)
 
 
@@ -243,7 +243,7 @@ def test_a_folder_of_products_that_is_a_link_is_refused(out: Path, tmp_path: Pat
     (tmp_path / "mine").mkdir()
     (folder / "products").symlink_to(tmp_path / "mine")
     with pytest.raises(StoreError, match="products in it is a symbolic link"):
-        Staging.open(out, layout(), "plan")
+        open_staging(out, layout(), "plan")
 
 
 class Cut(Exception):
@@ -258,7 +258,7 @@ def test_a_model_whose_hard_links_were_replaced_is_never_written(out: Path, monk
     model = build(out.parent / "model", "old", seed=1)
     shutil.copytree(model, out, copy_function=os.link)
     before = tree(model)
-    with monkeypatch.context() as patch, Staging.open(out, layout(), "plan", overwrite=True) as staging:
+    with monkeypatch.context() as patch, open_staging(out, layout(), "plan", overwrite=True) as staging:
         put(staging)
         patch.setattr(StagingArea, "remove_replaced", cut)  # killed right after the exchange
         with pytest.raises(Cut):
@@ -291,14 +291,14 @@ def build_and_write_late(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_arrived_in_the_replaced_checkpoint_at_the_last_moment_is_kept(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_and_write_late(out, monkeypatch)
-    with Staging.open(out, layout(), "new", overwrite=True) as staging:
+    with open_staging(out, layout(), "new", overwrite=True) as staging:
         put(staging)
         staging.publish({}, fsync=False)
     assert is_left("thesis.txt", staging.warnings)
     assert verify(out).plan == "new"
     assert (staging.folder / "content" / "thesis.txt").read_text() == "years of work"
     with pytest.raises(StoreError, match=r"thesis\.txt"):
-        Staging.open(out, layout(), "next", overwrite=True)
+        open_staging(out, layout(), "next", overwrite=True)
     assert (staging.folder / "content" / "thesis.txt").read_text() == "years of work"
 
 
@@ -315,7 +315,7 @@ def test_a_replaced_checkpoint_that_cannot_be_removed_is_named_and_the_output_is
         return done
 
     monkeypatch.setattr(disk, "exchange", close)
-    with Staging.open(out, layout(), "new", overwrite=True) as staging:
+    with open_staging(out, layout(), "new", overwrite=True) as staging:
         put(staging)
         assert staging.publish({}, fsync=False) == out
     content = staging.folder / "content"
@@ -347,7 +347,7 @@ def test_what_is_added_while_the_replaced_checkpoint_is_removed_stays(out: Path,
         return found
 
     monkeypatch.setattr(target, "foreign", late)
-    with Staging.open(out, layout(), "new", overwrite=True) as staging:
+    with open_staging(out, layout(), "new", overwrite=True) as staging:
         put(staging)
         staging.publish({}, fsync=False)
     assert is_left(str(staging.folder / "content"), staging.warnings)
@@ -365,7 +365,7 @@ def test_save_model_too_keeps_what_arrived_at_the_last_moment(out: Path, monkeyp
 
 def test_discarding_what_is_published_keeps_what_arrived_at_the_last_moment(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build(out, "old")
-    staging = Staging.open(out, layout(), "new", overwrite=True)
+    staging = open_staging(out, layout(), "new", overwrite=True)
     put(staging)
     with monkeypatch.context() as patch:
         patch.setattr(StagingArea, "remove_replaced", cut)  # Ctrl-C right after the exchange
@@ -388,7 +388,7 @@ def test_a_journal_made_to_crash_its_reader_is_read_as_damaged(out: Path) -> Non
     with (folder / "journal").open("ab") as file:
         for body in (b"[" * 100_000, b"9" * 5000, b"[}", b"\xff"):
             file.write(xxhash.xxh3_64_hexdigest(body).encode() + b" " + body + b"\n")
-    with Staging.open(out, layout(), "plan") as staging:
+    with open_staging(out, layout(), "plan") as staging:
         assert len(staging.finished) == 3
 
 

@@ -13,16 +13,15 @@ import pytest
 
 import weightsmith
 from tests.mini import write_checkpoint
+from tests.output_help import build, layout, open_staging, put, tree
 from tests.plan_help import model
-from tests.store_help import build, layout, put, tree
 from weightsmith.errors import OutputExists, StoreError
 from weightsmith.outputs.local import disk
 from weightsmith.outputs.local.area import staging_folder
 from weightsmith.outputs.local.other_files import OtherFiles
-from weightsmith.outputs.local.verify import verify
 from weightsmith.outputs.reread import Stored, reread
 from weightsmith.outputs.save import save_model
-from weightsmith.outputs.staging import Staging
+from weightsmith.outputs.verify import verify
 
 
 @pytest.fixture
@@ -111,7 +110,7 @@ def test_a_listed_file_may_be_gone_and_a_listed_name_as_folder_is_not_ours(here:
 
 def test_files_in_folders_that_the_manifest_lists_are_ours(here: Path) -> None:
     def make(plan: str) -> None:
-        with Staging.open("out", layout(), plan, overwrite=True) as staging:
+        with open_staging("out", layout(), plan, overwrite=True) as staging:
             put(staging)
             staging.add_file("1_Pooling/config.json", b"{}")
             staging.publish({}, fsync=False)
@@ -333,7 +332,7 @@ def test_files_that_arrive_while_it_works_are_kept(here: Path, can_exchange: boo
         (out / "thesis.txt").write_text("years of work")
 
     monkeypatch.setattr(OtherFiles, "sync", slow)
-    with Staging.open(out, layout(), "new", overwrite=True) as staging:
+    with open_staging(out, layout(), "new", overwrite=True) as staging:
         put(staging)
         with pytest.raises(OutputExists) as caught:
             staging.publish({})

@@ -17,14 +17,13 @@ import pytest
 
 import weightsmith
 from tests.mini import write_checkpoint
-from tests.store_help import layout, put
+from tests.output_help import layout, open_staging, put
 from weightsmith.engine.local import Resources, processors
 from weightsmith.errors import Busy, StoreError
 from weightsmith.formats import files
 from weightsmith.outputs.local import disk
-from weightsmith.outputs.local.verify import verify
 from weightsmith.outputs.save import save_file
-from weightsmith.outputs.staging import Staging
+from weightsmith.outputs.verify import verify
 
 RECIPE: dict[str, Any] = {
     "merge_method": "ties",
@@ -165,11 +164,11 @@ def test_a_merge_without_one_call_has_the_same_bytes(name: str, here: Path, monk
 @pytest.mark.parametrize("name", SWITCHED_OFF)
 def test_interrupted_work_is_resumed_without_one_call(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SWITCHED_OFF[name](monkeypatch)
-    with Staging.open(tmp_path / "out", layout(), "plan", other_bytes=5000) as staging:
+    with open_staging(tmp_path / "out", layout(), "plan", other_bytes=5000) as staging:
         put(staging, ["embed", "norm"])
         locks = not staging.warnings
     assert locks == ("flock" not in name)
-    with Staging.open(tmp_path / "out", layout(), "plan", other_bytes=5000) as staging:
+    with open_staging(tmp_path / "out", layout(), "plan", other_bytes=5000) as staging:
         assert staging.finished == {"embed", "norm"}
         put(staging)
         staging.add_file("config.json", b"{}")
@@ -196,8 +195,8 @@ def test_parts_are_refused_without_locks(here: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_locks_exclude_where_there_are_some(tmp_path: Path) -> None:
-    with Staging.open(tmp_path / "out", layout(), "plan"), pytest.raises(Busy):
-        Staging.open(tmp_path / "out", layout(), "plan")
+    with open_staging(tmp_path / "out", layout(), "plan"), pytest.raises(Busy):
+        open_staging(tmp_path / "out", layout(), "plan")
 
 
 def test_sharing_is_not_asked_of_other_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

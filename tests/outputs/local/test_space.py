@@ -13,14 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.store_help import NAMES, layout, put
+from tests.output_help import NAMES, layout, open_staging, put
 from weightsmith.containers import make_layout
 from weightsmith.errors import NoSpace, StoreError
 from weightsmith.outputs.local import disk
 from weightsmith.outputs.local.area import staging_folder
-from weightsmith.outputs.local.verify import verify
 from weightsmith.outputs.save import save_file, save_model
-from weightsmith.outputs.staging import Staging
+from weightsmith.outputs.verify import verify
 from weightsmith.tensors import DTYPES, TensorSpec
 
 MIB = 1 << 20
@@ -38,7 +37,7 @@ def test_too_little_space_is_found_before_anything_is_written(
         monkeypatch.setattr(disk, "_libc", lambda _: None)
     needed = disk.available_bytes(tmp_path) + MIB
     with pytest.raises(NoSpace) as caught:
-        Staging.open(tmp_path / "out", make_layout(big(needed), needed), "plan")
+        open_staging(tmp_path / "out", make_layout(big(needed), needed), "plan")
     for word in ("needed", f"{needed:,}"[:5], "available", "Free ", "Nothing was written"):
         assert word in str(caught.value)
     assert list(tmp_path.iterdir()) == []
@@ -52,10 +51,10 @@ import numpy as np
 from weightsmith.errors import NoSpace, StoreError
 from weightsmith.containers import make_layout
 from weightsmith.outputs.save import save_file
-from weightsmith.outputs.staging import Staging
+from tests.output_help import open_staging
 from weightsmith.tensors import DTYPES, TensorSpec
 for work in (
-    lambda: Staging.open(sys.argv[1] + "/out", make_layout([TensorSpec("big", DTYPES["U8"], (2 << 20,))], 9 << 20), "p"),
+    lambda: open_staging(sys.argv[1] + "/out", make_layout([TensorSpec("big", DTYPES["U8"], (2 << 20,))], 9 << 20), "p"),
     lambda: save_file({"big": np.zeros(2 << 20, "u1")}, sys.argv[1] + "/big.safetensors"),
 ):
     try:
@@ -104,26 +103,26 @@ def test_what_was_reserved_is_released_when_it_is_not_enough(tmpfs: Path, monkey
     monkeypatch.setattr(disk, "available_bytes", lambda _: 10**15)  # as with a quota: the disk says one thing, writes another
     specs = [TensorSpec(f"t{i}", DTYPES["U8"], (3 * MIB,)) for i in range(4)]
     with pytest.raises(NoSpace):
-        Staging.open(tmpfs / "out", make_layout(specs, 3 * MIB), "plan")
+        open_staging(tmpfs / "out", make_layout(specs, 3 * MIB), "plan")
     assert list(tmpfs.iterdir()) == []
 
 
 def test_a_journal_that_cannot_be_begun_releases_what_was_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "write", lambda *_: 0)
     with pytest.raises(NoSpace):
-        Staging.open(tmp_path / "out", layout(), "plan")
+        open_staging(tmp_path / "out", layout(), "plan")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_reserved_space_is_ours_when_a_neighbour_fills_the_disk(tmpfs: Path) -> None:
-    with Staging.open(tmpfs / "out", make_layout(big(5 * MIB), 9 * MIB), "plan") as staging:
+    with open_staging(tmpfs / "out", make_layout(big(5 * MIB), 9 * MIB), "plan") as staging:
         fill(tmpfs)
         staging.write("big", 0, np.ones(5 * MIB, np.uint8))
 
 
 def test_a_disk_that_fills_up_before_publish_leaves_a_state_to_resume(tmpfs: Path) -> None:
     out = tmpfs / "out"
-    with Staging.open(out, layout(), "plan") as staging:
+    with open_staging(out, layout(), "plan") as staging:
         put(staging)
         neighbour = fill(tmpfs)
         with pytest.raises(NoSpace) as caught:
@@ -133,7 +132,7 @@ def test_a_disk_that_fills_up_before_publish_leaves_a_state_to_resume(tmpfs: Pat
             staging.publish({"filler": "x" * MIB})
     assert not out.exists()
     neighbour.unlink()
-    with Staging.open(out, layout(), "plan") as staging:
+    with open_staging(out, layout(), "plan") as staging:
         assert staging.finished == set(NAMES)
         staging.add_file("tokenizer.json", bytes(MIB))
         staging.publish({})
@@ -156,7 +155,7 @@ def test_a_write_that_fails_for_space_says_so_and_keeps_the_work(
     tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    with Staging.open(out, layout(), "plan") as staging:
+    with open_staging(out, layout(), "plan") as staging:
         put(staging, NAMES[:2])
 
         def full(*_: object) -> int:
@@ -166,20 +165,20 @@ def test_a_write_that_fails_for_space_says_so_and_keeps_the_work(
             patch.setattr(os, "pwrite", full)
             with pytest.raises(NoSpace, match=r"kept in .* run again"):
                 staging.write("head", 0, b"1")
-    with Staging.open(out, layout(), "plan") as staging:
+    with open_staging(out, layout(), "plan") as staging:
         assert staging.finished == set(NAMES[:2])
 
 
 def test_a_journal_line_that_did_not_fit_does_not_spoil_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
-    with Staging.open(out, layout(), "plan") as staging:
+    with open_staging(out, layout(), "plan") as staging:
         write = os.write
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", lambda fd, line: write(fd, line[:20]))
             with pytest.raises(NoSpace, match="no space"):
                 put(staging, ["embed"])
         put(staging, ["norm"])
-    with Staging.open(out, layout(), "plan") as staging:
+    with open_staging(out, layout(), "plan") as staging:
         assert staging.finished == {"norm"}
 
 
@@ -188,7 +187,7 @@ def test_a_file_system_without_fallocate_is_written_all_the_same(tmp_path: Path,
     with (tmp_path / "file").open("w+b") as file:
         assert disk.reserve(file.fileno(), 100) is False
         assert os.fstat(file.fileno()).st_size == 100
-    with Staging.open(tmp_path / "out", layout(), "plan") as staging:
+    with open_staging(tmp_path / "out", layout(), "plan") as staging:
         put(staging)
         staging.publish({})
     verify(tmp_path / "out")
@@ -199,9 +198,9 @@ def test_a_file_system_without_fallocate_is_written_all_the_same(tmp_path: Path,
 
 def test_the_space_of_other_files_is_counted_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "available_bytes", lambda _: 20 * MIB)
-    Staging.open(tmp_path / "out", layout(), "plan", other_bytes=19 * MIB).discard()
+    open_staging(tmp_path / "out", layout(), "plan", other_bytes=19 * MIB).discard()
     with pytest.raises(NoSpace) as caught:
-        Staging.open(tmp_path / "out", layout(), "plan", other_bytes=21 * MIB)
+        open_staging(tmp_path / "out", layout(), "plan", other_bytes=21 * MIB)
     assert "Free 1,0" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -230,7 +229,7 @@ def test_a_disk_that_is_full_at_the_end_says_what_is_missing(
     tmp_path: Path, as_file: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tokenizer.json").write_bytes(bytes(12_345))
-    with Staging.open(tmp_path / "out", layout(), "plan") as staging:
+    with open_staging(tmp_path / "out", layout(), "plan") as staging:
         put(staging)
         monkeypatch.setattr(disk, "available_bytes", lambda _: 0)
         monkeypatch.setattr("weightsmith.outputs.local.other_files.create_file", full)
@@ -251,7 +250,7 @@ def test_an_input_that_cannot_be_read_is_not_a_failure_to_write(tmp_path: Path, 
 
         read = readinto  # type: ignore[assignment]
 
-    with Staging.open(tmp_path / "out", layout(), "plan") as staging:
+    with open_staging(tmp_path / "out", layout(), "plan") as staging:
         put(staging)
         monkeypatch.setattr("weightsmith.outputs.local.other_files.open_regular", lambda path: Bad(path))
         with pytest.raises(StoreError) as caught:
@@ -264,13 +263,13 @@ def test_an_input_that_cannot_be_read_is_not_a_failure_to_write(tmp_path: Path, 
 
 def test_a_file_that_became_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "tokenizer.json")
-    with Staging.open(tmp_path / "out", layout(), "plan") as staging, pytest.raises(StoreError, match="pipe"):
+    with open_staging(tmp_path / "out", layout(), "plan") as staging, pytest.raises(StoreError, match="pipe"):
         staging.add_file("tokenizer.json", tmp_path / "tokenizer.json")
 
 
 def test_the_space_of_other_files_is_ours_when_a_neighbour_fills_the_disk(tmpfs: Path) -> None:
     out = tmpfs / "out"
-    with Staging.open(out, layout(), "plan", other_bytes=2 * MIB) as staging:
+    with open_staging(out, layout(), "plan", other_bytes=2 * MIB) as staging:
         put(staging)
         neighbour = fill(tmpfs)
         staging.add_file("tokenizer.json", bytes(MIB))
@@ -283,11 +282,11 @@ def test_the_space_of_other_files_is_ours_when_a_neighbour_fills_the_disk(tmpfs:
 
 def test_the_space_of_other_files_is_counted_once_when_work_is_resumed(tmpfs: Path) -> None:
     for _ in range(2):
-        with Staging.open(tmpfs / "out", layout(), "plan", other_bytes=5 * MIB) as staging:
+        with open_staging(tmpfs / "out", layout(), "plan", other_bytes=5 * MIB) as staging:
             reserved = staging.folder / "space"
             assert reserved.stat().st_blocks * 512 == 5 * MIB
             staging.finished  # noqa: B018
-    with Staging.open(tmpfs / "out", layout(), "plan", other_bytes=MIB) as staging:
+    with open_staging(tmpfs / "out", layout(), "plan", other_bytes=MIB) as staging:
         assert reserved.stat().st_size == MIB
         staging.discard()
     assert list(tmpfs.iterdir()) == []

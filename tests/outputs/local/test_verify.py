@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.store_help import NAMES, build, layout, tree
+from tests.output_help import NAMES, build, layout, tree
 from weightsmith.errors import Corrupt, FormatError, NotFound, Unsupported, WeightsmithError
 from weightsmith.outputs.checksum import hash_bytes
-from weightsmith.outputs.local.verify import verify
 from weightsmith.outputs.manifest import MANIFEST_NAME
 from weightsmith.outputs.save import save_model
+from weightsmith.outputs.verify import verify
 
 
 def flip(path: Path, bit: int) -> None:

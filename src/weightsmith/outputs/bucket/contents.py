@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
@@ -10,7 +10,7 @@ from itertools import islice
 from weightsmith.errors import NOTHING_WRITTEN, CheckpointError, Corrupt, NotFound, OutputExists, StoreError, WeightsmithError
 from weightsmith.outputs.bucket.client import UPLOADS, Bucket
 from weightsmith.outputs.bucket.prefix import Prefix
-from weightsmith.outputs.checksum import hash_bytes
+from weightsmith.outputs.compare import differences
 from weightsmith.outputs.local.target import is_address, occupied
 from weightsmith.outputs.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from weightsmith.remote.addresses import Address, parse_address
@@ -89,28 +89,6 @@ def marked(bucket: Bucket, address: Prefix, names: Collection[str]) -> set[str]:
     with ThreadPoolExecutor(UPLOADS) as pool:
         heads = pool.map(lambda name: bucket.head(address.key(name)), names)
         return {name for name, head in zip(names, heads, strict=True) if head is not None and head.token}
-
-
-def differences(manifest: Manifest, present: Mapping[str, int], read: Callable[[str, int, int], bytes]) -> list[str]:
-    """Where files elsewhere differ from those of a manifest, apart from the tensors: one line for each difference.
-
-    present  names and sizes of the files; those that are missing are no difference
-    read     bytes of a file, from a byte on: fewer if it ends
-    """
-    problems = []
-    for name, file in manifest.files.items():
-        if name in present:
-            data = read(name, 0, max(1, file.nbytes)) if present[name] else b""
-            if present[name] != file.nbytes or hash_bytes(data) != file.xxh3_128:
-                problems.append(f"{name}: differs from what was written")
-    for name, weight in manifest.weights.items():
-        if name in present:
-            if present[name] != weight.nbytes:
-                problems.append(f"{name}: has {present[name]:,} bytes, not the {weight.nbytes:,} that were written")
-            header = read(name, 0, weight.header_bytes)
-            if hash_bytes(header) != weight.header_xxh3_128:
-                problems.append(f"{name}: its header differs from what was written")
-    return problems
 
 
 def _kept(address: Prefix, reason: str, lost: Sequence[str] = ()) -> OutputExists:

@@ -20,10 +20,10 @@ from typing import NamedTuple
 from weightsmith.errors import StoreError
 from weightsmith.outputs.bucket.client import Bucket, not_ours
 from weightsmith.outputs.bucket.parts import GroupKey
+from weightsmith.outputs.interface import Finished
 from weightsmith.outputs.journal import (
     MAX_JOURNAL_BYTES,
     Entries,
-    Finished,
     decoded,
     encoded,
     plan_line,
@@ -114,7 +114,7 @@ def read_state(bucket: Bucket, key: str) -> Written | None:
 
 
 class FollowedParts:
-    """Which tensors other processes finish, while they do: see `local.followed`. Their journals are read in turn."""
+    """Which tensors other processes finish, while they do: see `interface.Followed`. Their journals are read in turn."""
 
     def __init__(self, bucket: Bucket, prefix: str) -> None:
         """prefix: of the journals' keys, without the label of the part."""

@@ -171,7 +171,7 @@ class Lock:
         return json.dumps(self._own | {"renewed": self._count, "time": now}).encode()
 
 
-class Led:
+class LeaderLock:
     """The lock of the process for which this one builds a part: it ends when the lock is given back, or taken over.
 
     Another process may hold it. Nothing is written.

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 
 from weightsmith.errors import NOTHING_WRITTEN, StoreError, legible
+from weightsmith.outputs.interface import Capabilities
 from weightsmith.outputs.local.area import STAGING_SUFFIX
+from weightsmith.outputs.local.target import absolute
 from weightsmith.remote.addresses import STORES, parse_address
 
+CAPABILITIES = Capabilities(in_order=False, copies=True, publication="requests", parts=True, shared_locks=False)
 _MAX_PREFIX_BYTES = 700  # of 1,024 of a key
 
 
@@ -27,6 +31,8 @@ class Prefix:
     scheme: str
     bucket: str
     prefix: str
+    capabilities = CAPABILITIES
+    spec = url = ""
 
     @property
     def name(self) -> str:
@@ -34,9 +40,14 @@ class Prefix:
         return self.prefix.rpartition("/")[2]
 
     @property
-    def local_name(self) -> str:
-        """The name on this machine of what belongs to it: no other address has the same."""
-        return f"{self.name}-{hashlib.sha256(str(self).encode()).hexdigest()[:8]}"
+    def absolute(self) -> str:
+        """The address."""
+        return str(self)
+
+    @property
+    def local(self) -> Path:
+        """A name in the current folder, which no other address has."""
+        return absolute(f"{self.name}-{hashlib.sha256(str(self).encode()).hexdigest()[:8]}")
 
     @property
     def staging(self) -> str:

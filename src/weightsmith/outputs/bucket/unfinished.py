@@ -4,44 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 from weightsmith.errors import StoreError
+from weightsmith.outputs.bucket.backend import JOURNAL, LOCK, discard_parts
 from weightsmith.outputs.bucket.client import Bucket, not_ours
 from weightsmith.outputs.bucket.contents import check_vacant, is_published, marked
 from weightsmith.outputs.bucket.journal import State, read_state
 from weightsmith.outputs.bucket.lock import Lock, is_held, is_lock
 from weightsmith.outputs.bucket.prefix import Prefix
-from weightsmith.outputs.bucket.staging import JOURNAL, LOCK, discard_parts
 from weightsmith.outputs.bucket.stores import open_bucket
 from weightsmith.outputs.bucket.uploads import discard
+from weightsmith.outputs.interface import Unfinished
 from weightsmith.outputs.local.area import STAGING_SUFFIX
 
 
-@dataclass(frozen=True, slots=True)
-class UnfinishedUpload:
-    """The lock and the journal of an output in a bucket.
-
-    out      the output
-    tensors  number of finished tensors
-    nbytes   of uploaded parts
-    changed  when the journal was written, in seconds since the epoch
-    reason   why it may not be removed; "" if it may be
-    """
-
-    out: Prefix
-    tensors: int
-    nbytes: int
-    changed: float
-    reason: str = ""
-
-    @property
-    def folder(self) -> str:
-        """The prefix of its lock and journal."""
-        return self.out.shown(self.out.staging)
-
-
-def find_uploads(address: Prefix) -> Iterator[UnfinishedUpload]:
+def find_uploads(address: Prefix) -> Iterator[Unfinished]:
     """The unfinished work for this output, and for outputs directly under it. Nothing is changed."""
     bucket = open_bucket(address)
     outs = [address] if address.prefix else []
@@ -50,13 +29,14 @@ def find_uploads(address: Prefix) -> Iterator[UnfinishedUpload]:
         if name.endswith(STAGING_SUFFIX):
             outs.append(replace(address, prefix=address.key(name[1:].removesuffix(STAGING_SUFFIX))))
     for out in outs:
+        folder, remove = out.shown(out.staging), partial(_remove, out)
         lock = bucket.read(f"{out.staging}/{LOCK}", 1 << 16)
         try:
             found = read_state(bucket, f"{out.staging}/{JOURNAL}")
             if lock is not None and not is_lock(lock):
                 raise not_ours(f"{out.staging}/{LOCK}")
         except StoreError as error:
-            yield UnfinishedUpload(out, 0, 0, time.time(), error.finding.what)
+            yield Unfinished(out, folder, 0, 0, time.time(), error.finding.what, remove)
             continue
         if lock is None and found is None:
             continue
@@ -66,12 +46,11 @@ def find_uploads(address: Prefix) -> Iterator[UnfinishedUpload]:
             size for file, upload in state.uploads.items() for _, size in (bucket.parts(out.key(file), upload) or {}).values()
         )
         reason = "a process is working on it" if lock is not None and is_held(lock) else _half_published(bucket, out, state)
-        yield UnfinishedUpload(out, len(state.tensors), nbytes, time.time() - age, reason)
+        yield Unfinished(out, folder, len(state.tensors), nbytes, time.time() - age, reason, remove)
 
 
-def remove_upload(found: UnfinishedUpload) -> None:
+def _remove(out: Prefix) -> None:
     """Abort the uploads, and remove journal and lock. Raises Busy if a process works on it."""
-    out = found.out
     bucket = open_bucket(out)
     lock = Lock(bucket, f"{out.staging}/{LOCK}", str(out))
     lock.take()
@@ -96,7 +75,7 @@ def _half_published(bucket: Bucket, out: Prefix, state: State) -> str:
 
 
 def check_free(address: Prefix, *, overwrite: bool, reads: Sequence[str]) -> None:
-    """Raise as `BucketStaging.open` will if the output cannot be written. Changes nothing."""
+    """Raise as `Staging.open` will if the output cannot be written. Changes nothing."""
     bucket = open_bucket(address)
     found = read_state(bucket, f"{address.staging}/{JOURNAL}")
     written = {name for names in (found.state.publishing or () if found is not None else ()) for name in names}

@@ -31,10 +31,10 @@ from weightsmith.errors import StoreError
 from weightsmith.formats.files import Elsewhere, Extent
 from weightsmith.outputs.bucket.client import UPLOADS, Bucket, Run, etag_of, md5_of
 from weightsmith.outputs.bucket.journal import State
-from weightsmith.outputs.bucket.lock import Led, Lock
+from weightsmith.outputs.bucket.lock import LeaderLock, Lock
 from weightsmith.outputs.bucket.parts import Group, GroupKey, Part, cut
 from weightsmith.outputs.bucket.prefix import Prefix
-from weightsmith.outputs.journal import Built, Finished
+from weightsmith.outputs.interface import Built, Finished, Progress
 from weightsmith.remote.files import RemoteFile
 from weightsmith.remote.spool import Spool, spool_folder
 
@@ -80,7 +80,7 @@ class Uploads:
         address: Prefix,
         layout: Layout,
         state: State,
-        lock: Lock | Led,
+        lock: Lock | LeaderLock,
         journal: str,
         names: Set[str] | None = None,
     ) -> None:
@@ -233,11 +233,12 @@ class Uploads:
         with self._mutex:
             return dict(self._finished)
 
+    def location(self, name: str) -> None:
+        """They are in no file."""
+
     def write(self, name: str, start_byte: int, view: memoryview) -> None:
         """Write part of a tensor, every byte once. Waits while too many parts wait. Raises StoreError, NoSpace."""
         place = self._layout.places[name]
-        if start_byte < 0 or start_byte + view.nbytes > place.nbytes:
-            raise ValueError(f"{name}: bytes {start_byte}..{start_byte + view.nbytes} of a tensor of {place.nbytes} bytes")
         self.check()
         if self._group_of[name].taken:
             raise ValueError(f"{name} is finished: `redo` comes first")
@@ -356,15 +357,14 @@ class Uploads:
 
     # the end
 
-    def drain(self) -> None:
+    def drain(self, progress: Progress | None = None) -> None:
         """Wait until everything written is uploaded. Nothing may be written afterwards."""
         self._pool.shutdown(wait=True)
         self.check()
 
     def problems(self) -> list[str]:
         """What is missing."""
-        found = [f"tensor {name} is not finished" for name in self._layout.places if name not in self._finished]
-        return found + [
+        return [
             f"part {each.part.number} of {self._layout.shards[number].name} is not uploaded"
             for number, parts in enumerate(self._parts)
             for each in parts
@@ -381,6 +381,9 @@ class Uploads:
             if not self._bucket.complete(key, self._state.uploads[shard.name], etags) and not self._is_complete(number):
                 raise self._discarded(shard.name)
             self._completed.add(number)
+
+    def abandon(self) -> None:
+        """Threads that wait look for errors themselves."""
 
     def close(self, *, save: bool = True) -> None:
         """End the threads after their current part; uploaded parts stay in the store. save: write the journal, if possible."""

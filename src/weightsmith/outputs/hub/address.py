@@ -5,13 +5,17 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import quote
 
 from weightsmith.errors import NOTHING_WRITTEN, PushFailed, legible
+from weightsmith.outputs.interface import Capabilities
+from weightsmith.outputs.local.target import absolute
 
 SCHEME = "hf://"
 MAIN = "main"
 _BRANCH = re.compile(r"(?!-|/|refs/)(?!.*(\.\.|//|@\{|/\.|\.lock(/|$)))[^\s~^:?*\[\\\x00-\x1f\x7f]{1,200}(?<![/.])")
+CAPABILITIES = Capabilities(in_order=True, copies=False, publication="commit", parts=False, shared_locks=False)
 _COMMIT = re.compile("[0-9a-f]{40,64}")
 
 
@@ -29,6 +33,7 @@ class HubAddress:
 
     repo: str
     branch: str = MAIN
+    capabilities = CAPABILITIES
 
     @property
     def name(self) -> str:
@@ -48,11 +53,16 @@ class HubAddress:
         return f"{constants.ENDPOINT}/{self.repo}" + ("" if self.branch == MAIN else f"/tree/{quote(self.branch)}")
 
     @property
-    def local_name(self) -> str:
-        """The name on this machine of what belongs to it: no other address, and no other hub, has the same."""
+    def absolute(self) -> str:
+        """The address."""
+        return str(self)
+
+    @property
+    def local(self) -> Path:
+        """A name in the current folder, which no other address, and no other hub, has."""
         from huggingface_hub import constants
 
-        return f"{self.name}-{hashlib.sha256(f'{constants.ENDPOINT} {self}'.encode()).hexdigest()[:8]}"
+        return absolute(f"{self.name}-{hashlib.sha256(f'{constants.ENDPOINT} {self}'.encode()).hexdigest()[:8]}")
 
     def __str__(self) -> str:
         return SCHEME + self.spec

@@ -14,13 +14,13 @@ from queue import SimpleQueue
 
 from weightsmith.containers import Layout
 from weightsmith.errors import NoSpace, StoreError
-from weightsmith.formats.files import FULL, read_all
+from weightsmith.formats.files import FULL, Extent, read_all
 from weightsmith.outputs.checksum import grain_bytes
 from weightsmith.outputs.hub.repository import Content
-from weightsmith.outputs.journal import Finished
+from weightsmith.outputs.interface import Finished, Progress
 from weightsmith.outputs.local import disk
 from weightsmith.outputs.local.weight_file import WeightFile
-from weightsmith.outputs.reread import Progress, Stored, reread
+from weightsmith.outputs.reread import Stored, reread
 
 UPLOADS = 2
 """Files that are uploaded at a time, by one thread each."""
@@ -28,8 +28,8 @@ FILLED = 2
 """Files that are filled at a time, as a rule: the tiles of a few tensors in a row are in flight."""
 
 
-class PassingFiles:
-    """The weight files of an output on the Hub: what `store.Staging` needs of them, and their uploads. Thread-safe.
+class StreamedUploads:
+    """The weight files of an output on the Hub, and their uploads: see `local.backend.FolderWeights`. Thread-safe.
 
     uploaded  of each uploaded file by name, what it holds
     """
@@ -143,12 +143,12 @@ class PassingFiles:
 
     def write(self, name: str, start_byte: int, view: memoryview) -> None:
         """Write a 1-D view of bytes into a tensor."""
-        place = self.layout.places[name]
-        if start_byte < 0 or start_byte + view.nbytes > place.nbytes:
-            raise ValueError(f"{name}: bytes {start_byte}..{start_byte + view.nbytes} of a tensor of {place.nbytes} bytes")
         file = self._file(name)
         if file is not None:
-            file.write(view, place.offset + start_byte)
+            file.write(view, self.layout.places[name].offset + start_byte)
+
+    def equal(self, name: str, start_byte: int, extent: Extent) -> None:
+        """Nothing is copied: the Hub copies whole files alone."""
 
     def checksums(self, names: Iterable[str], threads: int, progress: Progress | None) -> dict[str, str]:
         """The checksums of these tensors: as they are on disk, or as they were uploaded; others are left out."""
@@ -177,8 +177,8 @@ class PassingFiles:
                 self._create(number, shard.nbytes)
             self._offer(number)
 
-    def finished(self, name: str) -> None:
-        """All bytes of a tensor are written."""
+    def finish(self, name: str) -> None:
+        """All bytes of a tensor are written. A file whose tensors are all finished is uploaded."""
         number = self.layout.places[name].shard
         with self._changed:  # one thread finds that none is missing
             if name in self._missing[number]:
@@ -229,7 +229,7 @@ class PassingFiles:
         if self._error is not None:
             raise self._error
 
-    def drain(self, progress: Progress | None = None) -> None:
+    def drain(self, progress: Progress | None) -> None:
         """Wait until every finished file is uploaded. Raises what failed. progress(bytes of uploaded files, bytes in all)."""
         total = sum(shard.nbytes for shard in self.layout.shards)
         with self._changed:

@@ -10,7 +10,7 @@ from weightsmith.outputs.journal import read_further
 from weightsmith.outputs.local.claim import PARTS
 
 
-class Followed:
+class FollowedJournals:
     """Follows the journals of parts as they grow. On a network file system, what they show may be some seconds old."""
 
     def __init__(self, folder: Path) -> None:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from weightsmith.errors import StoreError, WeightsmithError
 from weightsmith.formats.files import open_regular, write_all
 from weightsmith.outputs.checksum import byte_view, hash_bytes
+from weightsmith.outputs.interface import OtherFile
 from weightsmith.outputs.local import disk
-from weightsmith.outputs.local.target import check_file_name, create_file
-from weightsmith.outputs.manifest import MANIFEST_NAME, OtherFile, hash_file, list_files
+from weightsmith.outputs.local.target import create_file
+from weightsmith.outputs.manifest import MANIFEST_NAME, hash_file, list_files
 
 if TYPE_CHECKING:
     from weightsmith.outputs.checksum import BytesLike
@@ -32,14 +33,11 @@ class OtherFiles:
         self._content = content
         self.records: dict[str, OtherFile] = {}
 
-    def add(self, name: str, data: BytesLike | Path, state: str) -> None:
+    def add(self, name: str, data: BytesLike | Path) -> None:
         """Add bytes, or a copy of a file; see `Staging.add_file`. Raises OSError if it cannot be written."""
-        relative = check_file_name(name)
-        if name in self.records:
-            raise StoreError("the output has a file of this name already", where=name)
-        with _source(data, state) if isinstance(data, Path) else BytesIO(byte_view(data)) as source:
-            with os.fdopen(create_file(self._content, relative), "wb") as target:
-                while piece := _read(source, str(data) if isinstance(data, Path) else name, state):
+        with open_source(data) if isinstance(data, Path) else BytesIO(byte_view(data)) as source:
+            with os.fdopen(create_file(self._content, PurePosixPath(name)), "wb") as target:
+                while piece := read_source(source, str(data) if isinstance(data, Path) else name):
                     target.write(piece)
         self.records[name] = hash_file(self._content / name)
 
@@ -78,18 +76,19 @@ class OtherFiles:
             disk.fsync_folder(folder)
 
 
-def _source(path: Path, state: str) -> FileIO:
+def open_source(path: Path) -> FileIO:
+    """Open a file that becomes a file of the output. Raises StoreError."""
     try:
         return open_regular(path)
     except WeightsmithError as error:
         what = error.finding.what
         reason = what if what.startswith("cannot be read") else f"cannot be read: {what}"
-        raise StoreError(reason, where=str(path), fix=error.finding.fix, state=state) from error
+        raise StoreError(reason, where=str(path), fix=error.finding.fix) from error
 
 
-def _read(source: FileIO | BytesIO, where: str, state: str) -> bytes | None:
-    """The next bytes of a source. Raises StoreError, because OSError means that the output cannot be written."""
+def read_source(source: FileIO | BytesIO, where: str, nbytes: int = _COPY_BYTES) -> bytes | None:
+    """The next bytes of a source; -1: all. Raises StoreError, because OSError means that the output cannot be written."""
     try:
-        return source.read(_COPY_BYTES)
+        return source.read(nbytes)
     except OSError as error:
-        raise StoreError(f"cannot be read: {error.strerror}", where=where, state=state) from error
+        raise StoreError(f"cannot be read: {error.strerror}", where=where) from error

@@ -314,27 +314,6 @@ def _unlisted(path: Path, manifest: Manifest) -> Iterator[str]:
     return walk(path, "")
 
 
-def check_file_name(name: str) -> PurePosixPath:
-    """The relative path of a file that is not a weight. Raises StoreError if it leaves the folder or looks like a weight file.
-
-    >>> check_file_name("1_Pooling/config.json")
-    PurePosixPath('1_Pooling/config.json')
-    """
-    parts = name.split("/")
-    problem = ""
-    if not name or any(part in ("", ".", "..") for part in parts):
-        problem = "it must be a relative path without empty, '.' or '..' parts"
-    elif "\\" in name or "\0" in name or not name.isprintable():
-        problem = "it holds a backslash or a control character"
-    elif parts[-1].endswith((".safetensors", ".safetensors.index.json")):
-        problem = "weight files and their index are written from the layout"
-    elif name == MANIFEST_NAME:
-        problem = "the manifest is written by publish"
-    if problem:
-        raise StoreError(f"{name!r} cannot be the name of a file in the output: {problem}", where="file name")
-    return PurePosixPath(name)
-
-
 def create_file(folder: Path, name: PurePosixPath) -> int:
     """A new, empty file under `folder`, open for writing; no link below `folder` is followed.
 

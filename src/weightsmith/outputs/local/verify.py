@@ -5,40 +5,20 @@ from __future__ import annotations
 import os
 import stat
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
-from weightsmith.errors import CheckpointError, Corrupt, NotFound
-from weightsmith.formats.carried import is_loaded
+from weightsmith.errors import CheckpointError, NotFound
 from weightsmith.formats.files import expand_user, is_folder, read_all
 from weightsmith.outputs.checksum import hash_bytes
+from weightsmith.outputs.compare import verdict
+from weightsmith.outputs.interface import Progress, Verified
 from weightsmith.outputs.local import disk
 from weightsmith.outputs.manifest import MANIFEST_NAME, Manifest, hash_file, list_files, read_manifest
-from weightsmith.outputs.reread import Progress, Stored, reread
+from weightsmith.outputs.reread import Stored, reread
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """A checkpoint that is what was written.
-
-    folder   what was checked: a folder, or an address in a bucket
-    plan     hash of the plan that made it
-    tensors  number of tensors read and found right
-    files    number of other files read and found right
-    nbytes   bytes read
-    extra    files that are not of the checkpoint, and that no loader reads: a note, a cache
-    """
-
-    folder: Path | str
-    plan: str
-    tensors: int
-    files: int
-    nbytes: int
-    extra: tuple[str, ...]
-
-
-def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progress | None = None) -> Verified:
-    """Re-read a checkpoint in a folder; see `outputs.hub.verify`."""
+def verify_folder(folder: str | os.PathLike[str], *, threads: int, progress: Progress | None) -> Verified:
+    """Re-read a checkpoint in a folder; see `outputs.verify`."""
     root = expand_user(folder)
     if is_folder(root) and not os.access(root, os.X_OK):
         raise CheckpointError("cannot be read: you may not enter it", where=str(root), fix="change its permissions")
@@ -49,21 +29,7 @@ def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progre
             fix="name a folder that weightsmith wrote",
         )
     manifest = read_manifest(root)
-    problems: list[str] = []
-    present = set(list_files(root))
-    stray = present - {MANIFEST_NAME, *manifest.weights, *manifest.files}
-    loadable = {name for name in stray if is_loaded(name)}
-    problems += [f"{name}: is not of this checkpoint, and may be loaded with it" for name in sorted(loadable)]
-    problems += differences(root, manifest, threads=threads, progress=progress)
-    if problems:
-        raise Corrupt(
-            f"{len(problems):,} problem{'s' if len(problems) > 1 else ''} found",
-            where=str(root),
-            details=problems,
-            fix="restore these from a copy, or make the checkpoint again",
-        )
-    nbytes = sum(file.nbytes for file in manifest.files.values()) + sum(weight.nbytes for weight in manifest.weights.values())
-    return Verified(root, manifest.plan, len(manifest.tensors), len(manifest.files), nbytes, tuple(sorted(stray - loadable)))
+    return verdict(root, manifest, list_files(root), differences(root, manifest, threads=threads, progress=progress))
 
 
 def differences(root: Path, manifest: Manifest, *, threads: int = 2, progress: Progress | None = None) -> list[str]:

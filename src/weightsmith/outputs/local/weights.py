@@ -5,44 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from weightsmith.containers import Layout
 from weightsmith.errors import NOTHING_WRITTEN
 from weightsmith.formats.files import FULL, read_all
 from weightsmith.outputs.checksum import grain_bytes
+from weightsmith.outputs.interface import Progress
 from weightsmith.outputs.local import disk
 from weightsmith.outputs.local.weight_file import WeightFile
-from weightsmith.outputs.reread import Progress, Stored, reread
+from weightsmith.outputs.reread import Stored, reread
 
-
-class WeightFiles(Protocol):
-    """The weight files of an output under construction: what `Staging` needs of `Weights`."""
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Of the files that are in the folder at the end."""
-
-    def reserve(self, space: int, other_bytes: int, more_bytes: int, folder: Path) -> None:
-        """See `Weights.reserve`."""
-
-    def location(self, name: str) -> tuple[int, int] | None:
-        """Open file and byte offset of a tensor; None if its bytes go to no file."""
-
-    def write(self, name: str, start_byte: int, view: memoryview) -> None:
-        """See `Weights.write`."""
-
-    def checksums(self, names: Iterable[str], threads: int, progress: Progress | None) -> dict[str, str]:
-        """See `Weights.checksums`."""
-
-    def problems(self) -> list[str]:
-        """Why the files cannot be published."""
-
-    def sync(self) -> None:
-        """Make the bytes durable."""
-
-    def close(self) -> None:
-        """Close the files. May be called twice."""
+if TYPE_CHECKING:
+    from weightsmith.formats.files import Extent
 
 
 class Weights:
@@ -99,11 +74,25 @@ class Weights:
         return self._files[place.shard].fd, place.offset
 
     def write(self, name: str, start_byte: int, view: memoryview) -> None:
-        """Write a 1-D view of bytes into a tensor. Raises OSError; ValueError if it does not fit."""
+        """Write a 1-D view of bytes into a tensor. Raises OSError."""
         place = self.layout.places[name]
-        if start_byte < 0 or start_byte + view.nbytes > place.nbytes:
-            raise ValueError(f"{name}: bytes {start_byte}..{start_byte + view.nbytes} of a tensor of {place.nbytes} bytes")
         self._files[place.shard].write(view, place.offset + start_byte)
+
+    def equal(self, name: str, start_byte: int, extent: Extent) -> None:
+        """Nothing is copied."""
+
+    def is_taken(self, name: str) -> bool:
+        """False: all bytes may be written again."""
+        return False
+
+    def finish(self, name: str) -> None:
+        """Nothing is left to do."""
+
+    def drain(self, progress: Progress | None) -> None:
+        """Nothing waits."""
+
+    def abandon(self) -> None:
+        """No thread waits."""
 
     def checksums(self, names: Iterable[str], threads: int, progress: Progress | None) -> dict[str, str]:
         """The checksums of these tensors as they are on disk; names that the layout does not have are left out."""

@@ -1,15 +1,17 @@
-"""Shared by the store's tests: a tiny checkpoint, and building it through Staging."""
+"""Shared by the tests of outputs: a tiny checkpoint, and building it through Staging."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from weightsmith.containers import Layout, make_layout
 from weightsmith.outputs.checksum import combine, grain_bytes, hash_grains
-from weightsmith.outputs.journal import Finished
+from weightsmith.outputs.interface import Finished, OutputSpec
+from weightsmith.outputs.places import open_output
 from weightsmith.outputs.staging import Staging
 from weightsmith.tensors import DTYPES, TensorSpec
 
@@ -34,6 +36,11 @@ def data(name: str, seed: int = 0) -> np.ndarray:
     return rng.integers(0, 256, BY_NAME[name].nbytes, dtype=np.uint8)
 
 
+def open_staging(out: object, layout: Layout, plan: str, **options: Any) -> Staging:
+    """An output that is being built at a path or an address. options: of `OutputSpec`."""
+    return open_output(out if isinstance(out, Path) else str(out), OutputSpec(layout, plan, **options))
+
+
 def put(staging: Staging, names: Iterable[str] = NAMES, seed: int = 0) -> None:
     """Write and finish the tensors that are not finished."""
     for name in names:
@@ -48,7 +55,7 @@ def put(staging: Staging, names: Iterable[str] = NAMES, seed: int = 0) -> None:
 
 def build(out: Path, plan: str = "plan", seed: int = 0, *, overwrite: bool = False, fsync: bool = False) -> Path:
     """A whole checkpoint; not synced, for a busy disk makes that slow."""
-    with Staging.open(out, layout(), plan, overwrite=overwrite) as staging:
+    with open_staging(out, layout(), plan, overwrite=overwrite) as staging:
         put(staging, seed=seed)
         staging.add_file("config.json", b'{"model_type": "tiny"}')
         return staging.publish({"recipe": "none"}, fsync=fsync)
