@@ -437,9 +437,9 @@ def kills(args: argparse.Namespace, folder: Path) -> int:
 
 def _in_a_hurry() -> None:
     """Hardly any waits between attempts."""
-    from weightsmith.outputs.bucket import client
+    from weightsmith.remote import retries
 
-    client.MOST_WAIT_SECONDS = 0.005
+    retries.PATIENCE = retries.Patience(most_seconds=0.005)
 
 
 def store_case(server: Any, recipe: str, inputs: Path, wanted: dict[str, str], rng: random.Random) -> int:

@@ -11,11 +11,12 @@ import pytest
 from tests.bucket_help import AZURITE, GOOGLE, MOTO, SEAWEED, MemoryBucket, Server, environment_at
 from weightsmith.errors import ParameterError, StoreError
 from weightsmith.outputs.bucket import azure, client, gcs
-from weightsmith.outputs.bucket.client import Bucket, Damaged, Empty, Missing, NoConditions, Passing, Refused, md5_of
+from weightsmith.outputs.bucket.client import Bucket, Damaged, Empty, Missing, NoConditions, Refused, TransientError, md5_of
 from weightsmith.outputs.bucket.lock import Lock
 from weightsmith.outputs.bucket.prefix import parse_prefix
 from weightsmith.outputs.bucket.s3 import S3Bucket
 from weightsmith.outputs.bucket.stores import open_bucket
+from weightsmith.remote import retries
 
 MEMORY = "memory"
 
@@ -181,9 +182,9 @@ def in_json(reason: str, message: str = "") -> str:
 @pytest.mark.parametrize(
     ("status", "text", "kind", "what"),
     [
-        (429, in_json("rateLimitExceeded"), Passing, "kept answering rateLimitExceeded"),
-        (403, in_json("userRateLimitExceeded"), Passing, "kept answering"),
-        (503, "<html>", Passing, "kept answering reason"),
+        (429, in_json("rateLimitExceeded"), TransientError, "kept answering rateLimitExceeded"),
+        (403, in_json("userRateLimitExceeded"), TransientError, "kept answering"),
+        (503, "<html>", TransientError, "kept answering reason"),
         (400, in_json("invalid", "Provided MD5 hash x doesn't match calculated MD5 hash y"), Damaged, "invalid"),
         (400, "<Error><Code>BadDigest</Code></Error>", Damaged, "BadDigest"),
         (400, in_json("invalid", "Bad name"), StoreError, "invalid"),
@@ -206,9 +207,9 @@ def test_what_answers_of_google_mean(status: int, text: str, kind: type[StoreErr
 @pytest.mark.parametrize(
     ("status", "code", "kind"),
     [
-        (503, "ServerBusy", Passing),
-        (500, "OperationTimedOut", Passing),
-        (429, "TooManyRequests", Passing),
+        (503, "ServerBusy", TransientError),
+        (500, "OperationTimedOut", TransientError),
+        (429, "TooManyRequests", TransientError),
         (400, "Md5Mismatch", Damaged),
         (400, "InvalidBlockList", Missing),
         (404, "BlobNotFound", Missing),
@@ -236,23 +237,23 @@ def test_what_answers_of_azure_mean(status: int, code: str, kind: type[StoreErro
 
 def test_damaged_and_passing_are_repeated_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(client.time, "sleep", waits.append)
-    left: list[StoreError] = [Passing("busy"), Damaged("cut"), Passing("busy")]
+    monkeypatch.setattr(retries.time, "sleep", waits.append)
+    left: list[StoreError] = [TransientError("busy"), Damaged("cut"), TransientError("busy")]
 
     def call() -> str:
         if left:
             raise left.pop()
         return "done"
 
-    assert client.insist(call) == "done"
+    assert client.retry(call) == "done"
     assert len(waits) == 3
-    left.extend(Passing("busy") for _ in range(client.ATTEMPTS))
-    with pytest.raises(Passing):
-        client.insist(call)
+    left.extend(TransientError("busy") for _ in range(retries.PATIENCE.failures + 1))
+    with pytest.raises(TransientError):
+        client.retry(call)
     assert left == []
-    assert max(waits) <= client.MOST_WAIT_SECONDS
+    assert max(waits) <= retries.PATIENCE.most_seconds
     with pytest.raises(Missing):
-        client.insist(lambda: (_ for _ in ()).throw(Missing("gone")))
+        client.retry(lambda: (_ for _ in ()).throw(Missing("gone")))
 
 
 def test_lists_of_google_go_on_where_a_page_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,9 +39,10 @@ from tests.cli_help import Cli, cli, environment
 from tests.mini import write_checkpoint
 from tests.output_help import tree
 from weightsmith.errors import OutputExists, ParameterError, StoreError
-from weightsmith.outputs.bucket import client, parts
+from weightsmith.outputs.bucket import parts
 from weightsmith.outputs.bucket.prefix import parse_prefix
 from weightsmith.outputs.bucket.stores import open_bucket
+from weightsmith.remote import retries
 
 __all__ = ["cli"]
 
@@ -261,7 +262,7 @@ def test_damaged_bodies_are_sent_again(
 
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hardly any waits between attempts."""
-    monkeypatch.setattr(client, "MOST_WAIT_SECONDS", 0.005)
+    monkeypatch.setattr(retries, "PATIENCE", retries.Patience(most_seconds=0.005))
 
 
 def through(proxy: FaultyProxy, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     with serve({}) as hub:
         use(hub, monkeypatch)
         monkeypatch.setattr(_http, "time", NoWait)
-        monkeypatch.setattr(repository, "FIRST_WAIT_SECONDS", 0.0)
+        monkeypatch.setattr(repository, "PATIENCE", replace(repository.PATIENCE, first_seconds=0.0))
         yield hub
 
 

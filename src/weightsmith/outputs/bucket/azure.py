@@ -26,14 +26,14 @@ from weightsmith.outputs.bucket.client import (
     Head,
     Missing,
     Object,
-    Passing,
     Refused,
     Run,
+    TransientError,
     check_tls,
     etag_of,
-    insist,
     not_installed,
     pages,
+    retry,
     too_long,
     unanswered,
     written_before,
@@ -115,7 +115,7 @@ class AzureBucket:
                 self._service = BlobServiceClient(
                     access.endpoint,
                     credential=key or access.sas or self._identity,
-                    retry_total=0,  # `insist` repeats
+                    retry_total=0,  # `retry` repeats
                     connection_timeout=10,
                     read_timeout=60,
                     max_single_put_size=1 << 30,
@@ -331,7 +331,7 @@ class AzureBucket:
                 cause = None if self._access.sas else error  # whose text may have the address, and with it the SAS
                 raise self._failed(error, operation, self._shown(key)) from cause
 
-        return insist(once)
+        return retry(once)
 
     def _failed(self, error: Any, operation: str, where: str) -> StoreError:
         """The error for a request that failed."""
@@ -345,7 +345,9 @@ class AzureBucket:
         code = str(getattr(found, "value", found) or "unknown")
         fix = _FIXES.get(code, _CREDENTIALS if status in (401, 403) else _AGAIN)
         if passes(status):
-            return Passing(f"the store kept answering {legible(code, 80)} ({status}) to {operation}", where=where, fix=fix)
+            return TransientError(
+                f"the store kept answering {legible(code, 80)} ({status}) to {operation}", where=where, fix=fix
+            )
         kinds = {_MISSING: Missing, _REFUSED: Refused, _DAMAGED: Damaged}
         kind = next((kind for codes, kind in kinds.items() if code in codes), None)
         if kind is None and code != "ContainerNotFound":

@@ -7,18 +7,14 @@ MD5, which the store compares. Messages contain codes and keys, never headers or
 from __future__ import annotations
 
 import hashlib
-import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from weightsmith.errors import NOTHING_WRITTEN, StoreError
+from weightsmith.remote import retries
 from weightsmith.remote.access import allows_http
 from weightsmith.remote.failures import lasting
 
-ATTEMPTS = 8
-FIRST_WAIT_SECONDS, MOST_WAIT_SECONDS = 0.5, 20.0
-"""Between attempts; each wait is up to twice as long as the one before."""
 UPLOADS = 8
 """Parts uploaded at a time, by one thread each."""
 TOKEN = "weightsmith"
@@ -114,7 +110,7 @@ class Bucket(Protocol):
         """Discard an upload and its parts; it may be gone."""
 
 
-class Passing(StoreError):
+class TransientError(StoreError):
     """The store does not answer, or not now: it may when it is asked again."""
 
 
@@ -145,23 +141,18 @@ def check_tls(endpoint: str, where: str) -> None:
         raise StoreError("the endpoint of the store has no TLS", where=where, fix=fix)
 
 
-def insist(call: Callable[[], Answer]) -> Answer:
-    """Call up to `ATTEMPTS` times, with exponential backoff, until it does not raise Passing or Damaged."""
-    for attempt in range(ATTEMPTS - 1):
-        try:
-            return call()
-        except (Passing, Damaged):
-            time.sleep(min(MOST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2**attempt) * random.uniform(0.5, 1.0))
-    return call()
+def retry(call: Callable[[], Answer]) -> Answer:
+    """Call until it does not raise TransientError or Damaged; see `remote.retries`."""
+    return retries.retry(call, lambda error: isinstance(error, TransientError | Damaged))
 
 
 def unanswered(error: BaseException, where: str, endpoint: str, again: str) -> StoreError:
-    """The error for a request without an answer: Passing, unless it stays. endpoint: what says where the store is."""
+    """The error for a request without an answer: TransientError, unless it stays. endpoint: what says where the store is."""
     kind = type(error).__name__
     if stays := lasting(error, endpoint):
         return StoreError(f"the store cannot be reached: {stays.what}", where=where, fix=stays.fix)
-    what = f"the store does not answer ({kind}, {ATTEMPTS} attempts)"
-    return Passing(what, where=where, fix=f"check the network and {endpoint}, and {again}")
+    what = f"the store does not answer ({kind}, {retries.PATIENCE.failures + 1} attempts)"
+    return TransientError(what, where=where, fix=f"check the network and {endpoint}, and {again}")
 
 
 def pages(ask: Callable[[dict[str, Any]], tuple[Answer, dict[str, Any] | None]], where: str) -> Iterator[Answer]:

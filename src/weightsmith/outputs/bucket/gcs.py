@@ -18,7 +18,6 @@ from xml.etree import ElementTree
 
 from weightsmith.errors import StoreError, legible
 from weightsmith.outputs.bucket.client import (
-    ATTEMPTS,
     TOKEN,
     UPLOADS,
     Damaged,
@@ -26,18 +25,19 @@ from weightsmith.outputs.bucket.client import (
     Head,
     Missing,
     Object,
-    Passing,
     Refused,
     Run,
+    TransientError,
     check_tls,
-    insist,
     md5_of,
     not_installed,
     pages,
+    retry,
     too_long,
     unanswered,
     written_before,
 )
+from weightsmith.remote import retries
 from weightsmith.remote.access import GOOGLE_ENDPOINT, google_credentials, google_endpoint
 from weightsmith.remote.environment import check_network
 from weightsmith.remote.failures import no_panic, passes
@@ -87,7 +87,7 @@ class GoogleBucket:
 
     def read(self, key: str, max_bytes: int) -> Object | None:
         """See `client.Bucket`."""
-        for _ in range(ATTEMPTS):
+        for _ in range(retries.PATIENCE.failures + 1):
             try:
                 about = self._call("GET", self._object(key), key)
                 nbytes, generation, written = self._json(
@@ -104,7 +104,7 @@ class GoogleBucket:
             now = about.headers.get("Date")
             age = max(0.0, (parsedate_to_datetime(now) - written).total_seconds()) if now else 0.0  # dates are in whole seconds
             return Object(data, generation, age)
-        raise Passing("the object is replaced again and again", where=self._shown(key), fix=_AGAIN)
+        raise TransientError("the object is replaced again and again", where=self._shown(key), fix=_AGAIN)
 
     def read_range(self, key: str, start: int, nbytes: int) -> bytes:
         """See `client.Bucket`."""
@@ -286,7 +286,7 @@ class GoogleBucket:
         headers: Mapping[str, str] | None = None,
         body: bytes | bytearray | None = None,
     ) -> Any:
-        return insist(lambda: self._once(method, path, key, query, headers, body))
+        return retry(lambda: self._once(method, path, key, query, headers, body))
 
     def _once(self, method: str, path: str, key: str, query: Any, headers: Any, body: Any) -> Any:
         where = self._shown(key)
@@ -322,7 +322,7 @@ def _failed(method: str, answer: Any, where: str) -> StoreError:
     status, code, message = answer.status_code, *_reason(answer)
     what = f"the store refused {method}: {legible(code, 80)} ({status})"
     if passes(status) or code in _SLOW:
-        return Passing(f"the store kept answering {legible(code, 80)} ({status}) to {method}", where=where, fix=_AGAIN)
+        return TransientError(f"the store kept answering {legible(code, 80)} ({status}) to {method}", where=where, fix=_AGAIN)
     if code == "NoSuchBucket" or (status == 404 and "bucket does not exist" in message):
         return StoreError(f"the store refused {method}: NoSuchBucket", where=where, fix=_FIXES[404])
     if code == "BadDigest" or (status == 400 and "MD5" in message):

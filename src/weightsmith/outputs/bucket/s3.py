@@ -1,7 +1,7 @@
 """S3 and stores with its API, through botocore.
 
 botocore finds credentials, region and endpoint in the standard places (environment, ~/.aws, AWS_ENDPOINT_URL) and verifies TLS.
-`client.insist` repeats requests, as for every store.
+`client.retry` repeats requests, as for every store.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from weightsmith.outputs.bucket.client import (
     Missing,
     NoConditions,
     Object,
-    Passing,
     Refused,
     Run,
+    TransientError,
     check_tls,
-    insist,
     md5_of,
     not_installed,
     pages,
+    retry,
     too_long,
     unanswered,
     written_before,
@@ -77,7 +77,7 @@ class S3Bucket:
         aws_endpoint()  # and the keys, before botocore sees them
         session = botocore.session.get_session()
         config = Config(
-            retries={"total_max_attempts": 1},  # `insist` repeats
+            retries={"total_max_attempts": 1},  # `retry` repeats
             connect_timeout=10,
             read_timeout=60,
             max_pool_connections=2 * UPLOADS,
@@ -130,7 +130,7 @@ class S3Bucket:
             except Exception as error:  # a body that was cut off
                 raise self._failed(error, key) from error
 
-        return insist(once)
+        return retry(once)
 
     def put(self, key: str, data: bytes, token: str = "") -> str:
         """See `client.Bucket`."""
@@ -244,7 +244,7 @@ class S3Bucket:
         return self._call(operation, key, **more)
 
     def _call(self, operation: str, key: str | None, **more: Any) -> Mapping[str, Any]:
-        return insist(lambda: self._once(operation, key, more))
+        return retry(lambda: self._once(operation, key, more))
 
     def _once(self, operation: str, key: str | None, more: Mapping[str, Any]) -> Mapping[str, Any]:
         own = dict(more) if key is None else {**more, "Key": key}
@@ -271,7 +271,7 @@ class S3Bucket:
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         what = f"the store refused {error.operation_name}: {legible(code, 80)}"
         if kind_of is StoreError and (passes(status) or code in _SLOW):
-            kind_of = Passing
+            kind_of = TransientError
             what = f"the store kept answering {legible(code, 80)} ({status}) to {error.operation_name}"
         return kind_of(what, where=where, fix=_FIXES.get(code, again))
 

@@ -9,7 +9,6 @@ of addresses: one may be a signature.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,14 +23,13 @@ from weightsmith.outputs.hub.address import MAIN, HubAddress
 from weightsmith.outputs.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from weightsmith.remote.environment import check_hub
 from weightsmith.remote.failures import causes, lasting, no_panic, passes
+from weightsmith.remote.retries import Patience, retry
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-ATTEMPTS = 4
-"""Of what huggingface_hub sends once; of an upload, each with its own retries of single requests."""
-FIRST_WAIT_SECONDS = 1.0
-"""Before the second attempt; twice as long before each further one."""
+PATIENCE = Patience(failures=3, first_seconds=1.0)
+"""With fewer attempts than elsewhere: huggingface_hub repeats single requests of uploads itself."""
 
 _MOST_COMMITS = 10
 """Of other people, on top of one whose answer was lost, among which it is looked for."""
@@ -235,8 +233,8 @@ class HubRepository:
 
         Raises BranchMoved if the branch no longer stands for `parent`.
         """
-        wait = FIRST_WAIT_SECONDS
-        for attempt in range(1, ATTEMPTS + 1):
+
+        def send() -> str:
             try:
                 with no_panic():
                     done = self.api.create_commit(
@@ -248,16 +246,13 @@ class HubRepository:
                     )
                 return str(done.oid)
             except Exception as error:
-                head = self.head()
-                if head != parent:
-                    if head is not None and (ours := self.since(parent, is_ours)):
-                        return ours
-                    raise moved(self.address, parent, head) from error
-                if attempt == ATTEMPTS or not _is_transient(error):
-                    raise _failed(error, str(self.address), "the commit") from error
-            time.sleep(wait)
-            wait *= 2
-        raise AssertionError
+                if (head := self.head()) == parent:
+                    raise
+                if head is not None and (ours := self.since(parent, is_ours)):
+                    return ours
+                raise moved(self.address, parent, head) from error
+
+        return self._call("the commit", send)
 
     def since(self, parent: str, is_ours: Callable[[str], bool]) -> str:
         """The commit of ours among the last ones of the branch after `parent`; "" if there is none."""
@@ -269,19 +264,16 @@ class HubRepository:
     # requests
 
     def _call(self, what: str, function: Callable[[], _Result]) -> _Result:
-        wait = FIRST_WAIT_SECONDS
-        for _ in range(ATTEMPTS - 1):
-            try:
-                with no_panic():
-                    return function()
-            except Exception as error:
-                if not _is_transient(error):
-                    raise _failed(error, str(self.address), what) from error
-            time.sleep(wait)
-            wait *= 2
-        try:
+        """What a function returns that makes a request. Raises PushFailed."""
+
+        def once() -> _Result:
             with no_panic():
                 return function()
+
+        try:
+            return retry(once, _is_transient, PATIENCE)
+        except PushFailed:
+            raise
         except Exception as error:
             raise _failed(error, str(self.address), what) from error
 
@@ -341,6 +333,8 @@ def _status(error: BaseException) -> int:
 
 def _is_transient(error: BaseException) -> bool:
     """The same request may succeed: see `failures`; or a signed address has expired."""
+    if isinstance(error, PushFailed):
+        return False
     from huggingface_hub import constants
 
     answer = next((found for each in causes(error) if (found := getattr(each, "response", None)) is not None), None)
