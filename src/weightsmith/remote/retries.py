@@ -78,7 +78,7 @@ class Patience:
 
     def delay(self, failures: int, error: Exception) -> float:
         """Seconds to wait after so many failures in a row, the last of which was `error`; at least what a server asks for."""
-        delay = min(self.most_seconds, self.first_seconds * 2 ** (failures - 1))
+        delay = min(self.most_seconds, self.first_seconds * 2.0 ** (failures - 1))
         asked = error.wait_seconds if isinstance(error, Again) else 0.0
         return max(asked, delay * random.uniform(0.5, 1.0))  # not all connections at the same moment
 
